@@ -1,7 +1,7 @@
-"""Where programs run: in sandboxes on this machine, or in a SandboxFusion server.
+"""Backends that run programs: sandboxes on this machine, or a SandboxFusion server.
 
-SandboxFusion (`POST .../run_code`) gets each job as a Python program, `sandbox/guest.py` with what it imports in a zip file beside it. It
-runs the job there and leaves its outcome in a file. So calls, asserts and every language mean the same as in our own sandboxes.
+SandboxFusion (`POST .../run_code`) gets each job as a Python program: `sandbox/guest.py`, with its imports in a zip file. It runs the job
+and leaves the outcome in a file. So calls, asserts and all languages mean the same as in our own sandboxes.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class RemoteBackend(HttpSettings):
     kind: Literal["sandbox_fusion"] = "sandbox_fusion"
     """The service's protocol."""
     url: Addresses
-    """One or several: the least busy is asked."""
+    """Address, or several: the least busy is asked."""
     concurrency: PositiveInt = 16
-    """Requests under way at the same time, in each worker."""
+    """Concurrent requests per worker."""
     timeout_s: PositiveFloat = 60.0
-    """Time after which one request, which holds one job, counts as failed."""
+    """Time limit of one request, which holds one job."""
 
 
 class Backend(Protocol):
@@ -65,7 +65,7 @@ class RemoteSandbox:
         return list(await asyncio.gather(*map(self._one, jobs)))
 
     async def _one(self, job: Program | Pair) -> Ended:
-        """A job that the service cannot run, where it runs another program, has itself to blame."""
+        """Run a job. If the service fails on it twice but runs a harmless program between, the job is to blame."""
         ended = await self._asked(job)
         if isinstance(ended, SandboxTrouble) and ended.suspected and not isinstance(await self._asked(HARMLESS), SandboxTrouble):
             again = await self._asked(job)
@@ -83,13 +83,13 @@ class RemoteSandbox:
                 return _outcome(json.loads(base64.b64decode(found)))
             run = answer.get("run_result") or {}
             said = (run.get("stderr") or "").strip().rpartition("\n")[2] or answer.get("message") or run.get("status") or answer["status"]
-            return SandboxTrouble(f"{url}: SandboxFusion left no outcome: {said:.300}", bool(run))  # which a program may bring about
+            return SandboxTrouble(f"{url}: SandboxFusion left no outcome: {said:.300}", bool(run))  # the program may be the cause
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             return SandboxTrouble(f"{url} answered with no outcome: {type(error).__name__}: {error}")
 
 
 def request_of(job: Program | Pair) -> dict[str, Any]:
-    """The body of a request to run the job."""
+    """Body of the request that runs a job."""
     parts = [job.program, job.tests] if isinstance(job, Pair) else [job]
     plain = _plain(job) if isinstance(job, Program) else {"program": _plain(job.program), "tests": _plain(job.tests)}
     files = {"job.json": json.dumps(plain).encode(), "harness.zip": _harness()}
@@ -133,7 +133,7 @@ _OF_PROCESS: dict[tuple[Any, ...], Backend] = {}
 def backend_of(
     remote: RemoteBackend | None, parallel: int, allow_unprotected: bool, readable: Sequence[str], python_path: Sequence[str]
 ) -> Backend:
-    """The backend of this process for these settings, started at its first use. RewardFailed where programs cannot be isolated."""
+    """Backend of this process for these settings, started at its first use. RewardFailed if programs cannot be isolated."""
     key = (remote, parallel, allow_unprotected, tuple(readable), tuple(python_path))
     if key not in _OF_PROCESS:
         _OF_PROCESS[key] = RemoteSandbox(remote) if remote else _local(parallel, allow_unprotected, readable, python_path)

@@ -1,4 +1,4 @@
-"""Is this what was expected? Decided in the trusted process, on plain data."""
+"""Comparison of outputs and values with the expected ones, in the trusted process, on plain data."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ LISTS = (list, tuple, range, collections.deque)
 NUMBERS = (int, float, decimal.Decimal, fractions.Fraction)
 A_HUNDREDTH = 0.01
 LEAST = 1e-12
-"""Values that are closer than this are rounding noise about zero, such as math.sin(math.pi)."""
+"""Differences below this are rounding noise about zero, such as math.sin(math.pi)."""
 
 
 def same_output(expected: str, printed: str, compare: Compare, tolerance: float) -> bool:
-    """exact: every character. lines: white space at the ends of lines and empty lines at the end do not count. numeric: word by word,
-    integers exactly, other numbers with an absolute or relative error within the tolerance, as contests put it. auto: line by line, and
-    where a line has decimals numerically, as the judges of the public sets do: 0.50000 is 0.5. There an absolute error may be at most a
-    hundredth of the number: contests would take 0.000000002 for 0.000000001."""
+    """True if the output is as expected.
+
+    exact: every character counts. lines: white space at line ends and empty lines at the end do not count. numeric: word by word; integers
+    exactly, other numbers with an absolute or relative error within the tolerance, as in contests. auto: line by line; lines with decimals
+    numerically, as the judges of the public sets do: 0.50000 is 0.5. In auto an absolute error may be at most a hundredth of the number,
+    since contests would accept 0.000000002 for 0.000000001.
+    """
     if compare == "exact":
         return expected == printed
     if compare == "numeric":
@@ -36,7 +39,7 @@ def same_output(expected: str, printed: str, compare: Compare, tolerance: float)
 
 
 def _same_words(expected: str, printed: str, tolerance: float, share: float) -> bool:
-    """`share`: of a number other than 0 that an absolute error may be."""
+    """Compare word by word. `share`: maximum absolute error as a share of a nonzero number."""
     wanted, found = expected.split(), printed.split()
     return len(wanted) == len(found) and all(_same_word(one, other, tolerance, share) for one, other in zip(wanted, found, strict=True))
 
@@ -63,8 +66,10 @@ def _close(wanted: float, found: float, relative: float, absolute: float) -> boo
 
 
 def same_value(expected: Any, found: Any, tolerance: float) -> bool:
-    """As JSON would have it: what has an order is a list, keys are strings. Where an integer is expected, a float may differ by its last
-    digits only; where a float is, the relative error may be the tolerance."""
+    """True if the values are equal as in JSON: sequences are lists, keys are strings.
+
+    A float may differ from an expected integer by rounding only; from an expected float by a relative error of `tolerance`.
+    """
     if isinstance(expected, LISTS) and isinstance(found, LISTS):
         pairs = zip(expected, found, strict=False)
         return len(expected) == len(found) and all(same_value(one, other, tolerance) for one, other in pairs)
@@ -76,7 +81,7 @@ def same_value(expected: Any, found: Any, tolerance: float) -> bool:
     if isinstance(expected, NUMBERS) and isinstance(found, NUMBERS):
         if isinstance(expected, int) and isinstance(found, int):
             return expected == found
-        # n*n/2 is no substitute for the sum of 1 to n, which is an integer.
+        # An expected integer is exact: n*n/2 must not pass for the sum of 1 to n.
         relative = min(tolerance, LEAST) if isinstance(expected, int) else tolerance
         try:
             return _close(float(expected), float(found), relative, min(tolerance, LEAST))

@@ -1,4 +1,4 @@
-"""Languages of programs: how they are run, and how a response shows its program."""
+"""Programming languages: how their programs run, and how a response marks its program."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Extract = Literal["auto", "fenced", "whole"]
 
 
 class Language(ArgumentSection):
-    """Run as `run` with the program in `file`. `compile` leaves what is to be run in its file number 3; it appears as `artifact`."""
+    """Command `run`, with the program in `file`. `compile` writes its result to file number 3; `run` finds it as `artifact`."""
 
     file: str
     run: Annotated[list[str], Field(min_length=1)]
@@ -40,7 +40,7 @@ LINE = re.compile(r"[^\n]*\n|[^\n]+")
 
 
 def known_languages(names: Sequence[str], commands: Mapping[str, Language], local: bool) -> dict[str, Language | None]:
-    """By name, None for python; ValueError for one that is unknown or, for programs that run here, has no interpreter."""
+    """Languages by name, None for python. ValueError for an unknown name or, with `local`, for a missing interpreter."""
     found: dict[str, Language | None] = {}
     for name in names:
         plain = ALIASES.get(name.lower(), name.lower())
@@ -63,10 +63,10 @@ def known_languages(names: Sequence[str], commands: Mapping[str, Language], loca
 def extract_code(
     text: str, extract: Extract, languages: Collection[str] = (), needed: Collection[str] = (), ends_early: bool = False
 ) -> tuple[str, str] | None:
-    """(code, language tag) of the fenced block that is the program. auto: where nothing is fenced, the whole response.
+    """(code, language tag) of the response's program; None if there is no program. auto: without fenced blocks, the whole response.
 
-    That is the last block in one of `languages`, else the last without a tag, else the last; of each, one that defines most of `needed`.
-    Where the text ends too early, what is not closed is none.
+    The program is the last block in one of `languages`, else the last without a tag, else the last; within each rank, the block that
+    defines most of `needed` wins. If the text ends early, an unclosed block does not count.
     """
     if extract != "whole":
         blocks = _blocks(text, ends_early)
@@ -79,14 +79,14 @@ def extract_code(
 
 
 def _fits(block: tuple[str, str], languages: Collection[str], needed: Collection[str]) -> tuple[int, int]:
-    """What is compared first: does it define what is needed, in a language that it may be in; then, is it in one."""
+    """Sort key of a block: number of needed names that it defines, if its language is allowed; then how well its tag fits."""
     code, tag = block
     rank = 2 if tag in languages else 0 if tag else 1
     return (sum(defines(code, name) for name in needed) if rank else 0, rank)
 
 
 def defines(code: str, name: str) -> bool:
-    """A function, class or variable of a program in Python, which may not be a valid one."""
+    """True if Python code, valid or not, defines this function, class or variable."""
     plain = re.escape(name)
     as_function = rf"^[ \t]*(?:async[ \t]+)?(?:def|class)[ \t]+{plain}\b"
     as_variable = rf"^{plain}[ \t]*(?::[^=\n]*)?=(?!=)"
@@ -94,7 +94,7 @@ def defines(code: str, name: str) -> bool:
 
 
 def _blocks(text: str, ends_early: bool) -> list[tuple[str, str]]:
-    """(code, tag) of each fenced block. One that is not closed goes on to the end; without a tag it may be the end of one, and is none."""
+    """(code, tag) of each fenced block. An unclosed block extends to the end; without a tag it may be a closing fence, and does not count."""
     found: list[tuple[str, str]] = []
     lines: list[str] = []
     opened: re.Match[str] | None = None
@@ -112,7 +112,7 @@ def _blocks(text: str, ends_early: bool) -> list[tuple[str, str]]:
 
 
 def _block(opened: re.Match[str], lines: list[str]) -> tuple[str, str]:
-    """Without the indentation that it shares with its fence, as in an item of a list."""
+    """Remove the indentation that a block shares with its fence, as in a list item."""
     first = next((line for line in lines if line.strip()), "")
     if opened["indent"] and first.startswith(opened["indent"]):
         margin = re.compile(rf"^[ \t]{{1,{len(opened['indent'])}}}")

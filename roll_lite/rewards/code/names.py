@@ -1,6 +1,6 @@
-"""What a sample's asserts take of the program: its names, and whether calls with plain values are enough (`why_inside`).
+"""Names that a sample's asserts use of the program, and whether calls with plain values are enough (`why_inside`).
 
-Read from the tests alone: a program that could claim a name could claim `abs`, and one that could choose where it is tested would choose.
+Read from the tests alone: a program with a say could claim `abs`, or choose the place where it is tested.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from roll_lite.sandbox.values import FROM_PROGRAM
 
 PYTHONS_OWN = frozenset(dir(builtins))
 USUAL_NAMES = {"np": "numpy", "pd": "pandas"}
-"""Of modules that are no part of Python."""
+"""Usual names of modules outside the standard library."""
 
 
 PLAIN = (
@@ -46,24 +46,24 @@ NEED_INSIDE = frozenset(
     {"asyncio", "Mock", "MagicMock", "patch", "redirect_stdout", "stdout", "stdin", "stderr", "builtins", "capsys", "inspect", "signature"}
     | {"GeneratorType", "islice", "takewhile", "next", "SystemExit", "KeyboardInterrupt", "GeneratorExit", "gc", "weakref", "deepcopy"}
 )
-"""Names for what a call with plain values does not show: output, input, laziness, identity, the end of the interpreter."""
+"""Names that need what plain calls do not show: output, input, laziness, identity, the end of the interpreter."""
 
 
 @dataclass(frozen=True)
 class Names:
     program: tuple[str, ...]
     modules: dict[str, str]
-    """What tests use without importing it, such as `math.pi`."""
+    """Modules that the tests use without importing them, such as math in `math.pi`."""
     imports: tuple[str, ...] = ()
     """Modules that the tests import."""
     inside: str = ""
-    """Why the test has to run in the program's process; empty where calls with plain values are enough."""
+    """Why the test must run in the program's process; empty if calls with plain values are enough."""
 
 
 def why_inside(tree: ast.Module, program: Collection[str], foreign: Collection[str]) -> str:
-    """Why a test takes more than calls of the program's functions with plain values; empty where it does not. `foreign`: names of modules.
+    """Why a test needs more than calls with plain values; empty if it does not. `foreign`: names of modules.
 
-    What has a capital is a class, but for the class Solution, of which tests call methods only.
+    A capitalized name is a class, except Solution, of which tests only call methods.
     """
     nodes = list(ast.walk(tree))
     own = {"self", "cls", "Solution", "super", *foreign} | {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
@@ -113,13 +113,16 @@ def _root(node: ast.AST) -> str:
 
 
 def _is_constant(node: ast.AST) -> bool:
-    """What is the same object in every process: constants, types, and what is asked of a type."""
+    """True for an object that is identical in every process: a constant, a builtin, or `type(x)`."""
     return isinstance(node, ast.Constant) or _called(node) == "type" or _name(node) in PYTHONS_OWN
 
 
 def names_of(sources: Sequence[str], entry_point: str | None = None) -> list[Names]:
-    """Of each of a sample's tests. A builtin is the program's if it is the entry point, or where tests call nothing else of the
-    program's and every assert of theirs calls it. ValueError where nothing is the program's, or it is not clear which."""
+    """Names of each of a sample's tests.
+
+    A builtin belongs to the program if it is the entry point, or if every assert calls it and the tests use no other name of the program.
+    ValueError if no name belongs to the program, or if that is ambiguous.
+    """
     trees = [ast.parse(source) for source in sources]
     named = _used_and_defined(ast.parse(entry_point))[0] if entry_point else set[str]()
     own, modules = zip(*(_own_and_modules(tree) for tree in trees), strict=True)
@@ -172,7 +175,7 @@ def _used_and_defined(tree: ast.Module) -> tuple[set[str], set[str]]:
 
 
 def _imported_from_program(tree: ast.Module) -> set[str]:
-    """`from solution import f`, as some data sets write it; or `import solution`, and then `solution.f`."""
+    """Names in `from solution import f`, which some data sets use, or in `solution.f`."""
     found = set[str]()
     for node in ast.walk(tree):
         match node:
@@ -184,15 +187,14 @@ def _imported_from_program(tree: ast.Module) -> set[str]:
 
 
 def _called_everywhere(trees: Sequence[ast.Module]) -> set[str]:
-    """Builtins that each assert calls."""
+    """Builtins that every assert calls."""
     asserts = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Assert)]
     called = [{one.func.id for one in ast.walk(node) if isinstance(one, ast.Call) and isinstance(one.func, ast.Name)} for node in asserts]
     return set.intersection(*called) & PYTHONS_OWN if called else set()
 
 
 def uncalled_tests(source: str) -> list[str]:
-    """The calls that a test runner would make of what the source defines: functions `test_...`, and classes of tests together.
-    ValueError for what takes a test runner's fixtures."""
+    """Calls that a test runner would make for this source: functions `test_...`, and all test classes together. ValueError for fixtures."""
     tree = ast.parse(source)
     called = {_name(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     functions, classes = list[str](), False

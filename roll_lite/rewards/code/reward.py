@@ -25,18 +25,18 @@ from roll_lite.rewards.reward_type import RewardType, too_slow
 from roll_lite.sandbox.pool import Limits, SandboxPool
 
 OF_THE_POOL = ("parallel", "allow_unprotected", "readable", "python_path")
-"""Arguments that the sandboxes of a process are for."""
+"""Arguments that configure a process's sandboxes."""
 
 
 class CodeReward(RewardType):
-    """The response's program passes the sample's tests: 1 where it passes all, or the share of those that pass (`score: fraction`).
-    Programs run in sandboxes; what they did is judged outside of them.
+    """The response's program passes the sample's tests: 1 if it passes all, or the share that passes (`score: fraction`). Programs run in
+    sandboxes; their results are judged outside.
 
-    The program is looked for after the thinking (`</think>`). Of several code blocks it is the last in one of `languages`, else the last
-    without a label; where the tests call functions, the last of them that defines these. So an example of its use, its output or a command
-    may follow it. A block that a stop text has ended goes on to the end.
+    The program is searched after the thinking (`</think>`). Of several code blocks the last one in one of `languages` counts, else the
+    last without a label. If the tests call functions, the last block that defines them counts, so that an example, its output or a command
+    may follow. A block cut off by a stop text extends to the end.
 
-    The tests of a sample, in its answer or in `column`, as a list, a mapping or JSON text:
+    Tests of a sample, in its answer or in `column`, as a list, a mapping or JSON text:
 
     | layout | a test is |
     |---|---|
@@ -47,58 +47,56 @@ class CodeReward(RewardType):
     | `from solution import add` and functions `test_...` (KodCode) | each of the functions |
     | `{"test": "def check(candidate): ...", "entry_point": "add"}` (HumanEval), or columns of these names | its check function |
 
-    `fn_name` may also stand as `func_name` in the column `metadata` (LiveCodeBench). As APPS has them, where all of a sample's expected
-    values stand in lists of their own (`[[5], [7]]`), the values alone (`5`, `7`) count as well. Values are compared as JSON has them:
-    tuples, ranges, iterators and views of dicts are lists. Integers have to be equal; other numbers may have a relative error of
-    `tolerance`, and 1e-12 about zero. Numbers in output (`compare: numeric`, and decimals with `auto`) may have an absolute or a relative
-    error of `tolerance`; with `auto` the absolute error is at most a hundredth of the number, so that 1e-9 is not 2e-9.
+    `fn_name` may also be `func_name` in the column `metadata` (LiveCodeBench). If all expected values of a sample are wrapped in lists
+    (`[[5], [7]]`), as in APPS, the bare values (`5`, `7`) count as well. Values are compared as in JSON: tuples, ranges, iterators and dict
+    views are lists. Integers must be equal; other numbers may have a relative error of `tolerance`, and 1e-12 about zero. Numbers in output
+    (`compare: numeric`, and decimals with `auto`) may have an absolute or relative error of `tolerance`; with `auto` the absolute error is
+    at most a hundredth of the number, so that 1e-9 is not 2e-9.
 
-    Each call runs in a process of its own, which has run the program: what one call leaves behind, the next does not find.
+    Each call runs in its own fork of the process that ran the program, so calls do not affect each other.
 
-    **Asserts** run in a sandbox of their own, which holds no line of the program. They call the program's functions with plain values, get
-    plain values back, and decide. So a program decides no comparison and cannot forge a verdict. All asserts of a sample share the
-    program's process: they may rely on what an earlier one has changed there. What follows:
+    **Asserts** run in a separate sandbox, which runs no code of the program. They call the program's functions with plain values, get plain
+    values back, and decide. So a program decides no comparison and cannot forge a verdict. All asserts of a sample share the program's
+    process: they may rely on changes that an earlier one has made. Consequences:
 
-    - The names that the tests use and neither define nor import are the program's. Modules (`math.pi`) are Python's own also without an
-      import, and so are Python's built-in names, except for the `entry_point`, or where tests call nothing but one of these (`assert
-      sum(10, 15) == 6`). Helpers that decide (`is_close(f(1), 2)`) belong into the tests: left to the program, they are forged.
-    - Plain values are numbers, text, bytes, lists, tuples, sets, dicts, ranges, arrays of numpy, `Decimal`, `Fraction`, `date`, `time`,
-      `datetime`, `timedelta`, `deque`, `Counter` and `OrderedDict`; subclasses of these cross as the data that they hold, iterators as the
-      items that they give, at most 100,000. Values are copies; a list, dict, set or bytearray that a function changes in its arguments
-      changes in the tests as well. Exceptions cross as the nearest of Python's own kinds, with their arguments and text.
-    - Any other object stays with the program. The tests can pass it back or call it; it has no operators and equals nothing else. So
-      an object with an `__eq__` or `__sub__` of its own fails `f(1) == 5` and `abs(f(1) - 5) < 1e-3`.
-    - unittest classes, and classes `Test...` with methods `test_...`, run as a test runner would run them. What takes a test runner's
-      fixtures is a failure, and so is a module that is not there (`python_path`).
+    - Names that the tests use and neither define nor import belong to the program. Modules (`math.pi`) are Python's even without an import.
+      So are built-in names, except the `entry_point`, or a built-in that is all the tests call (`assert sum(10, 15) == 6`). Helpers that
+      decide (`is_close(f(1), 2)`) belong in the tests: left to the program, they can be forged.
+    - Plain values are numbers, text, bytes, lists, tuples, sets, dicts, ranges, numpy arrays, `Decimal`, `Fraction`, `date`, `time`,
+      `datetime`, `timedelta`, `deque`, `Counter` and `OrderedDict`. Their subclasses cross as the data that they hold, iterators as their
+      items, at most 100,000. Values are copies; if a function changes an argument (list, dict, set, bytearray), it changes in the tests
+      too. Exceptions cross as the nearest built-in class, with arguments and text.
+    - Other objects stay with the program. The tests can pass them back or call them; they have no operators and equal nothing else. So an
+      object with its own `__eq__` or `__sub__` fails `f(1) == 5` and `abs(f(1) - 5) < 1e-3`.
+    - unittest classes, and classes `Test...` with methods `test_...`, run as in a test runner. Tests with fixtures are failures, and so are
+      missing modules (`python_path`).
 
-    **Inside.** Some tests take more than calls with plain values: those that use the program's classes (names with a capital, but for
-    `Solution`) and exceptions, give it functions, await coroutines, ask for identity, patch or redirect. Whether a test does is read from
-    the test alone, never from the response. Such a test runs in the program's own process once the program has been run; its verdict comes
-    with a secret that the program was not given. The program's operators count as little as possible there: a comparison of its object with
-    a plain value goes by the data that the object holds, two of its objects are equal if their class says so and their attributes are
-    equal, another operator that sees a plain value and gives one fails the test, and an assert that failed stays failed whatever swallows
-    it. A program that is made to attack its own interpreter can still forge such a verdict. `inside` in the sample's details is the number
-    of tests decided that way.
+    **Inside.** Some tests need more than calls with plain values: they use the program's classes (capitalized names except `Solution`) or
+    exceptions, pass functions, await coroutines, check identity, patch or redirect. This is decided from the test alone, never from the
+    response. Such a test runs in the program's process after the program; its verdict carries a secret that the program was not given. The
+    program's operators count as little as possible: a comparison of its object with a plain value uses the data that the object holds; two
+    of its objects are equal if their class says so and their attributes are equal; any other operator that sees a plain value and returns
+    one fails the test; a failed assert stays failed, even if it is caught. A program that attacks its interpreter can still forge such a
+    verdict. `inside` in the sample's details counts these tests.
 
-    **What programs find.** Python's own library, the system's programs and libraries, an empty folder of their own, and what `readable`
-    and `python_path` name: nothing else below /usr, no installed packages, nothing of the project. What multiprocessing
-    shares is in a /dev/shm of their own behind mount namespaces, and in that folder where landlock alone keeps them apart; its managers
-    take sockets, which no program has. Other memory that processes share has to be in a file. All of a program may use `memory_mb`; a
-    process may have twice that as address space. `processes` counts threads, too. It may print twice what is expected, where that is more
-    than `output_kb`.
+    **What programs see.** Python's standard library, the system's programs and libraries, their own empty folder, and the paths in
+    `readable` and `python_path`; nothing else below /usr, no installed packages, nothing of the project. Shared memory of multiprocessing
+    lies in a private /dev/shm behind mount namespaces, and in the program's folder with landlock alone; its managers need sockets, which no
+    program has. Other shared memory must be in a file. All processes of a program together may use `memory_mb`; each may reserve twice that
+    as address space. `processes` includes threads. A program may print twice the expected output, if that is more than `output_kb`.
 
-    **What counts.** Where cgroup v2 lets a sandbox make a group (root, or an ordinary user whose group was delegated, as by `systemd-run
-    --user --scope`), the kernel counts computing time there, and memory and processes where it gives these to a group; the line about the
-    code sandbox in the log says which. Elsewhere the sandbox looks some twenty times a second; of processes that live more shortly it
-    estimates what they compute. Without mount namespaces the size of a program's folder is looked at, too, as soon as the disk fills.
+    **Accounting.** If a sandbox can create a group with cgroup v2 (root, or an ordinary user with a delegated group, as by `systemd-run
+    --user --scope`), the kernel counts CPU time there, and memory and processes if it grants these controllers; the log line about the code
+    sandbox says which. Otherwise the sandbox samples about twenty times a second, and estimates the CPU time of shorter processes. Without
+    mount namespaces the size of a program's folder is also checked as soon as the disk fills.
 
-    **What is refused**, beside the network and other processes: `flock`, leases and watches on files, flags of files, shared memory,
-    semaphores and queues outside of the program's own folder, `fallocate` without mount namespaces.
+    **Refused**, besides the network and other processes: `flock`, leases and watches on files, file flags, shared memory, semaphores and
+    queues outside the program's folder, `fallocate` without mount namespaces.
 
-    **A sandbox elsewhere** (`backend`) is a [SandboxFusion](https://github.com/bytedance/SandboxFusion) server, with the URL of its
-    `/run_code`: programs, calls, asserts and all languages mean the same there, as long as its image has Python 3.10 or later and the
-    languages' compilers. A program gets a fresh interpreter, which never held its tests. Both are processes of one sandbox there, so that a
-    program that is made to attack the tests is held off less well than here.
+    **Remote sandbox** (`backend`): a [SandboxFusion](https://github.com/bytedance/SandboxFusion) server, given by the URL of its
+    `/run_code`. Programs, calls, asserts and all languages mean the same there, if its image has Python 3.10 or later and the languages'
+    compilers. A program gets a fresh interpreter, which never held its tests. Program and tests are processes of one sandbox there, so
+    the protection against a program that attacks the tests is weaker than here.
 
     ```yaml
     reward:
@@ -112,45 +110,46 @@ class CodeReward(RewardType):
     reads_answer_first = True
 
     mode: Literal["tests", "expression"] = "tests"
-    """tests: the response is a program, and its tests stand in the answer or in `column`. expression: it is a Python expression, whose
-    value is compared with the answer."""
+    """tests: the response is a program; its tests are in the answer or in `column`. expression: it is a Python expression, whose value is
+    compared with the answer."""
     column: str | None = None
-    """Column of the data that holds the tests, where the answer does not."""
+    """Column with the tests; absent: the answer holds them."""
     commands: dict[str, Language] = Field(default_factory=dict)
-    """Further languages by name: `file` that holds the program, `run`, the command that runs it, and where it is compiled `compile`."""
+    """Further languages by name: `file`, the program's file name; `run`, the command that runs it; `compile`, the command that compiles it,
+    if any."""
     languages: Annotated[tuple[str, ...], Field(min_length=1)] = ("python",)
-    """Which the response may be written in; of several, the code block's label decides."""
+    """Languages that the response may be written in; the code block's label selects one."""
     extract: Extract = "auto"
-    """Where the program stands. fenced: in a code block. whole: the response is nothing else. auto: in a block, else all of it."""
+    """Place of the program. fenced: in a code block. whole: the whole response. auto: in a block, else the whole response."""
     prelude: str = ""
-    """Python that stands before the program, such as the imports that a data set takes for granted: `from typing import *`."""
+    """Python code to run before the program, such as imports that a data set takes for granted: `from typing import *`."""
     score: Literal["all", "fraction"] = "all"
-    """all: 1 where all tests pass. fraction: the share that passes."""
+    """all: 1 if all tests pass. fraction: the share that passes."""
     fail_fast: bool | None = None
-    """Stop at the first test that fails; where absent, if score is all."""
+    """Stop at the first failed test; absent: if score is all."""
     compare: Compare = "auto"
-    """Output is the same to the character, line by line, in its numbers, or (auto) line by line with decimals as numbers."""
+    """Comparison of output. exact: by character. lines: by line. numeric: numbers with a tolerance. auto: by line, decimals as numbers."""
     tolerance: NonNegativeFloat = 1e-6
-    """Of numbers that are no integers: relative for values, relative or absolute for output."""
+    """Tolerance for numbers that are not integers: relative for values, relative or absolute for output."""
     must_contain: tuple[str, ...] = ()
-    """Texts that the program must hold."""
+    """Texts that the program must contain."""
     forbid: tuple[str, ...] = ()
-    """Texts that it must not hold."""
+    """Texts that the program must not contain."""
     test_s: PositiveFloat = 3.0
-    """Computing time of one test."""
+    """CPU time of one test."""
     wall_s: PositiveFloat | None = None
-    """Its time by the clock; three times test_s where absent."""
+    """Wall-clock time of one test; absent: three times test_s."""
     total_s: PositiveFloat = 8.0
-    """Computing time of all tests of a sample, and of compiling it. By the clock they have three times as much, which has to be less than
-    the reward's `timeout_s`."""
+    """CPU time of all tests of a sample, and of compiling it. The wall-clock limit is three times as long and must be less than the
+    reward's `timeout_s`."""
     memory_mb: PositiveInt = 512
-    """Memory of a program."""
+    """Memory limit of a program."""
     output_kb: PositiveInt = 1024
-    """Most that it may print."""
+    """Maximum output of a program."""
     file_mb: PositiveInt = 16
-    """Largest file that it may write."""
+    """Largest file that a program may write."""
     processes: PositiveInt = 64
-    """Most processes that it may have."""
+    """Maximum number of a program's processes."""
     parallel: PositiveInt = 1
     """Programs that one worker runs at the same time."""
     readable: tuple[str, ...] = ()
@@ -160,12 +159,12 @@ class CodeReward(RewardType):
     backend: RemoteBackend | None = None
     """A SandboxFusion server: {kind: sandbox_fusion, url, api_key_env, concurrency, timeout_s, retries}."""
     allow_unprotected: bool = False
-    """Run programs also where they cannot be isolated."""
+    """Run programs even if they cannot be isolated."""
 
     @field_validator("languages")
     @classmethod
     def _are_known(cls, languages: tuple[str, ...], others: ValidationInfo) -> tuple[str, ...]:
-        """Whether they are installed is for the machine to say that runs them."""
+        """Check the names only; the machine that runs the programs checks for interpreters."""
         if "commands" in others.data:
             known_languages(languages, others.data["commands"], local=False)
         return languages
@@ -190,7 +189,7 @@ class CodeReward(RewardType):
         return [one.result(self.score == "fraction") if isinstance(one, Attempt) else one for one in attempts]
 
     def warm(self) -> None:
-        """Start the sandboxes and see that a program runs."""
+        """Start the sandboxes and run a trial program."""
         if self.backend is None:
             trial = CodeReward(mode="expression", **{name: getattr(self, name) for name in ("languages", "commands", *OF_THE_POOL)})
             [first] = trial([RewardInput("", "", "1 + 1", 2, {}, "stop")])
@@ -201,18 +200,18 @@ class CodeReward(RewardType):
         return self.parallel if self.backend is None else self.backend.concurrency
 
     def describe(self) -> str:
-        """What keeps the programs apart from everything else."""
+        """Describe how programs are isolated."""
         runner = self._backend()
         return f"programs run in a sandbox; {runner.describe()}" if isinstance(runner, SandboxPool) else "programs run in a remote sandbox"
 
     def in_run(self, config: RunConfig, place: str, timeout_s: float) -> Iterator[Problem]:
-        """A time-out of the sample would blame the worker for a slow program."""
+        """Check the limits and folders. `total_s` must fit into `timeout_s`: otherwise a slow program would count as a lost worker."""
         yield from too_slow(place, "total_s", self.total_s, CLOCK * self.total_s, timeout_s)
         if "test_s" in self.model_fields_set and self.test_s > self.total_s:
             message = f"is more than all tests of a sample may have (total_s: {self.total_s:g}); use less, or raise that"
             yield Problem(f"{place}.args.test_s", message, self.test_s)
         if self.backend is not None:
-            return  # its Python and its folders are its own
+            return  # a remote sandbox has its own Python and folders
         if (wrong := _wrong_python(self.prelude)) is not None:
             yield Problem(f"{place}.args.prelude", f"is no Python: {wrong}; no program would run behind it", self.prelude)
         for name in ("readable", "python_path"):
@@ -268,7 +267,7 @@ class CodeReward(RewardType):
 
 
 def _value(answer: Any) -> Any:
-    """A text that reads as a value is that value."""
+    """The value that a text spells, if it is a Python literal; else the text."""
     if not isinstance(answer, str):
         return answer
     try:

@@ -1,4 +1,4 @@
-"""Programs on their way through their tests, in rounds, and the verdicts of each."""
+"""Rounds of tests over many programs, and the verdicts."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from roll_lite.sandbox.values import decode, encode
 
 COMPILE = Limits(cpu_s=20.0, wall_s=60.0, memory_mb=2048, output_kb=16 * 1024, file_mb=32, folder_mb=256)
 CLOCK = 3.0
-"""Times as much as computing time: others compute as well."""
+"""Ratio of wall-clock to CPU limit, since other processes compute as well."""
 MOST_CALLS = 20
-"""Calls of a program that share the process which has run it."""
+"""Maximum number of calls that share one run of the program."""
 SHOWN = 160
 LONGEST_CODE = 4000
 
 
 @dataclass
 class Attempt:
-    """A sample's program on its way through the tests."""
+    """A sample's program and the state of its tests."""
 
     source: str
     language: Language | None
@@ -37,11 +37,11 @@ class Attempt:
     passed: int = 0
     done: int = 0
     inside: int = 0
-    """Tests decided in the program's own process."""
+    """Number of tests decided in the program's process."""
     spent_s: float = 0.0
-    """Computing time, or a third of the time by the clock where that is more."""
+    """CPU time, or a third of the wall-clock time if that is more."""
     verdict: str = ""
-    """Of the first test that failed."""
+    """Verdict of the first failed test."""
     failure: RewardFailed | None = None
     artifact: bytes = b""
     over: bool = False
@@ -75,7 +75,7 @@ class Rounds:
     _jobs: list[tuple[Attempt, Test]] = field(default_factory=list)
 
     def run(self, backend: Backend, attempts: Sequence[Attempt]) -> None:
-        """In rounds of a few tests of every sample, so that a sample ends with its first failure and samples run side by side."""
+        """Run a few tests of every sample per round, so that a sample ends at its first failure and samples run side by side."""
         self._compile(backend, [one for one in attempts if one.language is not None and one.language.compile])
         waiting = [one for one in attempts if not one.over and one.failure is None]
         while waiting:
@@ -86,7 +86,7 @@ class Rounds:
             waiting = [one for one in waiting if not one.over and one.failure is None and one.done < len(one.tests)]
 
     def _group(self, attempt: Attempt) -> list[Test]:
-        """The next tests, as many as share a process: all asserts, and calls in growing numbers, for most wrong programs fail at once."""
+        """The next tests that share a process: all asserts; calls in growing numbers, since most wrong programs fail at once."""
         rest = attempt.tests[attempt.done :]
         kind = [(test.function, test.source is None) for test in rest]
         alike = next((place for place, one in enumerate(kind) if one != kind[0]), len(kind))
@@ -158,7 +158,7 @@ class Rounds:
             attempt.over = True
 
     def _verdicts(self, attempt: Attempt, group: list[Test], ended: Outcome) -> Iterator[str | RewardFailed]:
-        """Of the tests that ran, at least one, in turn; empty where a test is passed."""
+        """Verdicts of the tests that ran, at least one; empty text: passed."""
         if group[0].source is None and group[0].function is None:
             yield _LIMITS[ended.stopped] if ended.stopped else self._verdict(attempt, group[0], ended)
             return
@@ -167,7 +167,7 @@ class Rounds:
             yield self._value_verdict(attempt, test, one) if test.source is None else _assert_verdict(attempt, one, ended)
         if len(said) == len(group) or (said and group[0].source is not None and not ended.stopped):
             return
-        if ended.stopped:  # the rest gets a process of its own
+        if ended.stopped:  # the remaining tests get another process
             yield _LIMITS[ended.stopped]
             return
         yield from [f"no value: {_tail(ended.stderr) or f'exit status {ended.exit}'}"] * (len(group) - len(said))
@@ -198,7 +198,7 @@ class Rounds:
 
 
 def _works_in_place(tests: Sequence[Test]) -> bool:
-    """Functions without a value, as LeetCode has them, whose first argument becomes what is expected: doing nothing must not be enough."""
+    """True if the tests are for a function that changes its first argument, as in LeetCode. Doing nothing must not pass all of them."""
     given = [test.args[0] if test.args else None for test in tests]
     return all(isinstance(one, list) and isinstance(test.expected, list) for one, test in zip(given, tests, strict=True)) and any(
         one != test.expected for one, test in zip(given, tests, strict=True)
@@ -206,14 +206,14 @@ def _works_in_place(tests: Sequence[Test]) -> bool:
 
 
 def _needed_kb(test: Test) -> int:
-    """To say what is expected, and a little more."""
+    """Twice the size of the expected output."""
     if isinstance(test.expected, str):
         return len(test.expected.encode(errors="replace")) * 2 // 1024
     return len(json.dumps(encode(test.expected))) * 2 // 1024
 
 
 def _assert_verdict(attempt: Attempt, said: Any, ended: Outcome) -> str | RewardFailed:
-    """Of asserts. Where the program ended early, with its last words."""
+    """Verdict of asserts, with the last line of stderr if the program ended early."""
     if not isinstance(said, dict):
         return "failed: the tests did not end"
     if said.get("cannot"):

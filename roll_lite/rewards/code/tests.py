@@ -1,4 +1,4 @@
-"""The tests of a sample, from its answer: in the layouts that data sets use."""
+"""Tests of a sample, read from its answer in the layouts of common data sets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from roll_lite.rewards.code.names import names_of, uncalled_tests
 
 @dataclass(frozen=True)
 class Test:
-    """One of three kinds: with `function` a call, with `source` asserts, else a run with input."""
+    """A test of one of three kinds: a call (`function`), asserts (`source`), or a run with input."""
 
     stdin: str = ""
     expected: Any = None
@@ -23,23 +23,23 @@ class Test:
     args: list[Any] = field(default_factory=list)
     kwargs: dict[str, Any] = field(default_factory=dict)
     also: tuple[Any, ...] = ()
-    """Other values that count."""
+    """Other accepted values."""
     source: str | None = None
     names: tuple[str, ...] = ()
-    """Of the program, which the asserts use."""
+    """Names of the program that the asserts use."""
     modules: dict[str, str] = field(default_factory=dict)
     """Modules that the asserts use without an import."""
     imports: tuple[str, ...] = ()
     inside: str = ""
-    """Why the asserts have to run in the program's process; empty where calls with plain values are enough."""
+    """Why the asserts must run in the program's process; empty if calls with plain values are enough."""
 
     def needs(self) -> tuple[str, ...]:
-        """What a program in Python has to define; a method by its own name."""
+        """Names that a Python program must define; for a method, its bare name."""
         return (self.function.rpartition(".")[2],) if self.function else self.names
 
 
 def tests_of(sample: RewardInput, column: str | None) -> list[Test]:
-    """RewardFailed where the answer, or the column, holds no tests."""
+    """Read the tests; RewardFailed if the answer, or the column, holds none."""
     if column is not None and column not in sample.columns:
         raise RewardFailed(f"reward code: there is no column {column!r} with tests")
     given = sample.answer if column is None else sample.columns[column]
@@ -87,7 +87,7 @@ def _of_mapping(given: Mapping[str, Any], columns: Mapping[str, Any]) -> list[Te
 
 
 def _function(given: Mapping[str, Any], columns: Mapping[str, Any]) -> str | None:
-    """The one that tests call: in the tests, a column, or the column `metadata` as LiveCodeBench has it."""
+    """Name of the tested function: from the tests, a column, or the column `metadata` of LiveCodeBench."""
     metadata = columns.get("metadata")
     if isinstance(metadata, str) and metadata.strip().startswith("{"):
         metadata = json.loads(metadata)
@@ -102,7 +102,7 @@ def _needed(function: str | None) -> str:
 
 
 def _inputs_and_outputs(inputs: Sequence[Any], outputs: Sequence[Any], function: str | None) -> list[Test]:
-    """APPS and TACO. The value of a call may stand in a list of its own there: where all of a sample's do, the value alone counts too."""
+    """Tests in the layout of APPS and TACO. If all values of a sample are wrapped in a list, the bare value counts too."""
     if len(inputs) != len(outputs):
         raise ValueError(f"{len(inputs)} inputs, {len(outputs)} outputs")
     tests = [_pair(one, other, function) for one, other in zip(inputs, outputs, strict=True)]
@@ -112,7 +112,7 @@ def _inputs_and_outputs(inputs: Sequence[Any], outputs: Sequence[Any], function:
 
 
 def _pair(given: Any, expected: Any, function: str | None) -> Test:
-    """Texts may be lists of lines. LiveCodeBench: JSON, one argument a line."""
+    """A test from an input and an output. Texts may be lists of lines; arguments may be JSON, one per line (LiveCodeBench)."""
     if function is None:
         return Test(stdin=_text(given), expected=_text(expected))
     if isinstance(given, str):
@@ -126,7 +126,7 @@ def _text(given: Any) -> str:
 
 
 def _asserts(sources: Sequence[str], entry_point: str | None) -> list[Test]:
-    """One of each text; of a text with functions for a test runner, one of each function."""
+    """Make a test per text, or per function if a text has functions for a test runner."""
     if not any(word in source for source in sources for word in ("assert", "raises")):
         raise ValueError("text without asserts")
     complete = [whole for source in sources for whole in _complete(source, entry_point)]
@@ -138,7 +138,7 @@ def _asserts(sources: Sequence[str], entry_point: str | None) -> list[Test]:
 
 
 def _complete(source: str, entry_point: str | None) -> list[str]:
-    """With the calls that a data set leaves to its own harness."""
+    """Append the calls that a data set leaves to its own harness."""
     functions = {node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
     if "check" in functions and "\ncheck(" not in source:
         if not entry_point:
