@@ -94,7 +94,7 @@ def defines(code: str, name: str) -> bool:
 
 
 def _blocks(text: str, ends_early: bool) -> list[tuple[str, str]]:
-    """(code, tag) of each fenced block. An unclosed block extends to the end; without a tag it may be a closing fence, and does not count."""
+    """(code, tag) of each fenced block. An unclosed block extends to the end. Without a tag it may be a closing fence: ignored."""
     found: list[tuple[str, str]] = []
     lines: list[str] = []
     opened: re.Match[str] | None = None
