@@ -13,11 +13,11 @@ from roll_lite.config.schema.models import LoraConfig
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 A, B = "lora_A", "lora_B"
-"""The matrices of an adapter: [rank, in] and [out, rank]."""
+"""Matrices of an adapter: [rank, in] and [out, rank]."""
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM makes room for: adapters of a rank between two of them take as much as those of the larger one."""
+"""Ranks that vLLM reserves memory for; a rank between two of them takes as much as the larger one."""
 BASE_FILE = "base.json"
-"""Beside a checkpoint of adapters: whose they are."""
+"""File beside a checkpoint of adapters that names their base model."""
 _PLAIN: dict[str, Any] = {
     "bias": "none",
     "fan_in_fan_out": False,
@@ -26,20 +26,20 @@ _PLAIN: dict[str, Any] = {
     "use_dora": False,
     "use_rslora": False,
 }
-"""Settings of PEFT that change what adapters mean, at the values that ours have."""
+"""PEFT settings that change what adapters compute, with the values of our adapters."""
 _CHECKED = ("peft_type", "r", "lora_alpha", "init_lora_weights")
 _WITHOUT_EFFECT = (
     *("task_type", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "peft_version", "runtime_config"),
     *("target_modules", "exclude_modules", "layers_pattern", "ensure_weight_tying", "megatron_config", "megatron_core"),
     *("lora_dropout", "eva_config", "loftq_config", "corda_config", "lora_ga_config", "qalora_group_size"),
 )
-"""On what is computed: which tensors there are is seen in the file, how they began in init_lora_weights."""
+"""PEFT settings without effect on the computation: the weights file shows the tensors, init_lora_weights how they were initialized."""
 _BEGUN_BESIDE_THE_BASE = (None, True, False, "gaussian", "orthogonal", "eva", "mica")
-"""Of init_lora_weights; all others take something from the model's weights that the adapters add again."""
+"""Values of init_lora_weights that leave the base unchanged; all others move part of its weights into the adapters."""
 
 
 def adapter_config(lora: LoraConfig, base: Path) -> dict[str, Any]:
-    """What PEFT reads beside the weights."""
+    """adapter_config.json, which PEFT reads beside the weights."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -54,7 +54,7 @@ def adapter_config(lora: LoraConfig, base: Path) -> dict[str, Any]:
 
 
 def adapter_problems(lora: LoraConfig) -> Iterator[str]:
-    """Why the adapters of lora.path cannot be gone on with."""
+    """Reasons why training cannot start from the adapters of lora.path."""
     assert lora.path is not None
     missing = [name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if not is_file(lora.path / name)]
     if missing:
@@ -87,18 +87,18 @@ def adapter_problems(lora: LoraConfig) -> Iterator[str]:
 
 
 def target_of(weight: str) -> str | None:
-    """q_proj, of self_attn.q_proj.weight; None of what is no weight."""
+    """Name of the target layer, q_proj for self_attn.q_proj.weight; None if the tensor is not a weight."""
     module, _, kind = weight.rpartition(".")
     return module.rpartition(".")[2] if kind == "weight" else None
 
 
 def adapter_name(weight: str, matrix: str) -> str:
-    """PEFT's name for the A or the B beside a weight."""
+    """PEFT's name of the A or B matrix beside a weight."""
     return f"base_model.model.{weight.removesuffix('.weight')}.{matrix}.weight"
 
 
 def adapter_shapes(weights: Mapping[str, tuple[int, ...]], targets: Collection[str], rank: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of a model's adapters by their names, from those of its weights."""
+    """Names and shapes of a model's adapters, from the shapes of its weights."""
     shapes: dict[str, tuple[int, ...]] = {}
     for weight, shape in weights.items():
         if target_of(weight) in targets:
@@ -107,7 +107,7 @@ def adapter_shapes(weights: Mapping[str, tuple[int, ...]], targets: Collection[s
     return shapes
 
 
-# ---------------------------------------------------------------- checkpoints, which hold adapters without the weights that they belong to
+# ---------------------------------------------------------------- checkpoints of adapters, without the model's weights
 
 
 def write_base(folder: Path, model: Path) -> Path:
@@ -118,7 +118,7 @@ def write_base(folder: Path, model: Path) -> Path:
 
 
 def check_base(folder: Path, model: Path, lora: LoraConfig | None) -> None:
-    """ValueError for a checkpoint of adapters where all weights train, for the contrary, and for adapters of another model."""
+    """Raise ValueError if the checkpoint holds adapters but all weights train, or the reverse, or adapters of another model."""
     of_adapters = is_file(folder / BASE_FILE)
     if of_adapters != (lora is not None):
         holds, remedy = ("adapters", "set it") if of_adapters else ("a whole model", "leave it out")
@@ -128,7 +128,7 @@ def check_base(folder: Path, model: Path, lora: LoraConfig | None) -> None:
 
 
 def resumption_problem(lora: LoraConfig | None, saved: Mapping[str, Any] | None) -> str | None:
-    """Why a run cannot go on from one with other adapters. `saved`: that one's actor_train.lora."""
+    """Reason why a run cannot resume from one with other adapters. `saved`: actor_train.lora of that run."""
     kept = ("rank", "alpha", "targets")
     before, now = ({key: values.get(key) for key in kept} if values else None for values in (saved, lora.model_dump() if lora else None))
     if _sorted_targets(before) == _sorted_targets(now):

@@ -1,4 +1,4 @@
-"""What follows from a configuration: devices of each role, data-parallel sizes, and the whole batch arithmetic. Derived once, here."""
+"""Values derived from a configuration, all in this file: devices of each role, data-parallel sizes, batch sizes."""
 
 from __future__ import annotations
 
@@ -28,60 +28,60 @@ from roll_lite.config.schema.run import RunConfig
 TRAINING_ROLES = ("actor_train", "reference", "critic")
 
 Role = ForwardRoleConfig | InferRoleConfig | RewardModelConfig | JudgeServerConfig
-"""Whatever has devices and a strategy."""
+"""Any role with devices and a strategy."""
 
 
 @dataclass(frozen=True)
 class ClusterArithmetic:
-    """One role: its devices and how its ranks are grouped."""
+    """Devices of one role and the grouping of its ranks."""
 
     role: str
     devices: tuple[int, ...]
     model_parallel: int
-    """Devices that hold one copy of the model."""
+    """Number of devices that hold one copy of the model."""
     layout: str
-    """The parallel sizes in words."""
+    """Parallel sizes in words."""
     shares_with: tuple[str, ...]
-    """Roles that use at least one of the same devices."""
+    """Roles that use some of the same devices."""
     per_device: int = 1
-    """Replicas of an engine that share each device."""
+    """Engine replicas on each device."""
 
     @property
     def copies(self) -> int:
-        """Data-parallel size of a training role, number of replicas of an engine."""
+        """Data-parallel size of a training role, or number of engine replicas."""
         return len(self.devices) // self.model_parallel * self.per_device
 
 
 @dataclass(frozen=True)
 class PassArithmetic:
-    """The micro-batches of one pass of a role: its log-probs or values over a batch, or the training on a mini-batch.
+    """Micro-batches of one pass of a role: log-probs or values of a batch, or training on a mini-batch.
 
-    Rows go to the ranks so that each has about as much to do, and every rank runs as many micro-batches as the one with most of them. How
-    many that is depends on the lengths: known is the number where all rows are as long as can be.
+    Rows are distributed so that ranks have about equal work, and every rank runs as many micro-batches as the one with most. Their number
+    depends on the lengths; known is the number if all rows have the maximal length.
     """
 
     role: str
     what: Literal["forward", "training"]
     rows: int
-    """Of the fullest rank, where all rows are equally long."""
+    """Rows of the fullest rank if all rows are equally long."""
     most_rows: int
-    """Of a rank whose rows are short while all others have one each: no rank is empty while there are rows for all."""
+    """Upper bound of a rank's rows: its rows are short and each other rank has one, as no rank stays empty if there are enough rows."""
     longest: int
-    """Tokens of a row, at most."""
+    """Maximal tokens of a row."""
     budget: int
-    """Tokens of a micro-batch of several rows, at most."""
+    """Maximal tokens of a micro-batch of several rows."""
     row_limit: int | None = None
     token_multiple: int = 1
     count_multiple: int = 1
 
     @property
     def micro_batches(self) -> int:
-        """Where all rows are as long as can be."""
+        """Number of micro-batches if all rows have the maximal length."""
         return ceil(ceil(self.rows / self._rows_at_a_time) / self.count_multiple) * self.count_multiple
 
     @property
     def tokens(self) -> int:
-        """Of the largest micro-batch that there can be."""
+        """Maximal tokens of a micro-batch."""
         rows = min(self.most_rows, self.row_limit or self.most_rows)
         most = max(self.longest, min(self.budget, rows * self.longest))
         return ceil(most / self.token_multiple) * self.token_multiple
@@ -97,7 +97,7 @@ class LearningRateArithmetic:
     role: str
     optimizer: OptimizerConfig
     updates: int
-    """Of the whole run."""
+    """Optimizer steps of the whole run."""
 
     def describe(self) -> str:
         lr, warmup = self.optimizer.lr, self.optimizer.warmup_steps
@@ -120,10 +120,10 @@ class DomainArithmetic:
     name: str
     share: Fraction
     prompts_per_step: Fraction
-    """On average; a step has the whole number below or above, and the rest is carried over."""
+    """Average; a step has the whole number below or above, and the rest carries over."""
     samples_per_prompt: int
     max_tokens: int
-    """Prompt and response."""
+    """Maximal tokens of prompt and response together."""
 
     @property
     def samples_per_step(self) -> Fraction:
@@ -138,7 +138,7 @@ class BatchArithmetic:
     domains: tuple[DomainArithmetic, ...]
     prompts_per_step: int
     samples_per_step: Fraction
-    """A whole number unless domains sample differing numbers per prompt; then the average."""
+    """A whole number, or an average if domains have different numbers of samples per prompt."""
     mini_batch_samples: Fraction
     ppo_epochs: int
     mini_batches: int
@@ -158,7 +158,7 @@ class BatchArithmetic:
 
     @property
     def device_count(self) -> int:
-        """Different devices, over all roles."""
+        """Number of distinct devices of all roles."""
         return len({device for cluster in self.clusters for device in cluster.devices})
 
     def cluster(self, role: str) -> ClusterArithmetic:
@@ -166,21 +166,21 @@ class BatchArithmetic:
 
 
 def device_numbers(devices: Devices) -> tuple[int, ...]:
-    """A number n means devices 0 to n-1."""
+    """Device numbers; a number n means devices 0 to n-1."""
     if isinstance(devices, int):
         return tuple(range(devices))
     if any(isinstance(one, str) for one in devices):
-        raise Refused("devices")  # of a node that is not there, which config/placement.py tells
+        raise Refused("devices")  # a node that does not exist, reported by config/placement.py
     return tuple(one for one in devices if isinstance(one, int))
 
 
 def max_model_len(config: RunConfig) -> int:
-    """Longest sequence: what the engines are told, or else what the domains can ask for."""
+    """Longest sequence: the engines' setting, or else the longest request of the domains."""
     return getattr(config.actor_infer.strategy, "max_model_len", None) or max(one.tokens for one in requests(config))
 
 
 def longest_sequence(config: RunConfig) -> int:
-    """In training."""
+    """Longest sequence in training."""
     return max(domain.sampling.max_prompt_tokens + domain.sampling.max_tokens for domain in config.domains.values())
 
 
@@ -190,7 +190,7 @@ def held_out_sampling(config: RunConfig, domain: DomainConfig) -> SamplingConfig
 
 
 def held_out_path(config: RunConfig, name: str, key: str) -> str:
-    """Of the setting that holds for a domain's held-out prompts."""
+    """Path of the setting that applies to a domain's held-out prompts."""
     domain = f"domains.{name}"
     given = {f"{domain}.validation_sampling": config.domains[name].validation_sampling, "validation.sampling": config.validation.sampling}
     return f"{next((path for path, one in given.items() if getattr(one, key) is not None), f'{domain}.sampling')}.{key}"
@@ -198,12 +198,12 @@ def held_out_path(config: RunConfig, name: str, key: str) -> str:
 
 @dataclass(frozen=True)
 class LongestRequest:
-    """Of a domain, in training or in validation."""
+    """Longest request of a domain, in training or in validation."""
 
     domain: str
     sampling: SamplingConfig
     path: str
-    """Of the setting max_tokens."""
+    """Path of its max_tokens."""
 
     @property
     def tokens(self) -> int:
@@ -222,14 +222,14 @@ def group_size(config: RunConfig, domain: DomainConfig) -> int:
 
 
 def aggregation_constant(config: RunConfig) -> int | None:
-    """Tokens that a sequence's sum is divided by under `aggregation: constant`."""
+    """Divisor of a sequence's sum under `aggregation: constant`, in tokens."""
     if config.algorithm.aggregation != "constant":
         return None
     return config.algorithm.aggregation_constant or max(domain.sampling.max_tokens for domain in config.domains.values())
 
 
 def updates(config: RunConfig, role: str) -> int:
-    """Optimizer steps of a trained role in the whole run. The critic's warm-up is without the actor."""
+    """Optimizer steps of a role in the whole run. The actor does not train in the critic's warm-up."""
     steps = config.steps - (config.algorithm.critic_warmup_steps if role == "actor_train" else 0)
     return steps * config.algorithm.ppo_epochs * config.algorithm.mini_batches
 
@@ -240,7 +240,7 @@ def infer_dtype(config: RunConfig) -> Literal["float32", "bfloat16"]:
 
 
 def adapters_of_engines(config: RunConfig) -> LoraConfig | None:
-    """What engines get alone; None where they get all weights, or nothing."""
+    """Adapters, if engines get them alone; None if engines get all weights, or nothing."""
     lora = config.actor_train.lora
     return lora if lora is not None and lora.engines == "adapter" and config.mode == "full" else None
 
@@ -253,18 +253,18 @@ def model_parallel_size(role: Role) -> int:
 
 
 def count_multiple(strategy: MegatronStrategyConfig) -> int:
-    """Micro-batches of a pass are a multiple of this: interleaved pipeline stages take turns over groups of them."""
+    """Divisor of the number of micro-batches of a pass: interleaved pipeline stages take turns over groups of them."""
     return strategy.pipeline_parallel if strategy.virtual_pipeline_parallel > 1 else 1
 
 
 def layers_of_parts(strategy: MegatronStrategyConfig, layers: int) -> list[int]:
-    """Of the model's, those of each part of the pipeline, in their order; part i is on stage i modulo pipeline_parallel."""
+    """Number of layers of each pipeline part, in order; part i is on stage i modulo pipeline_parallel."""
     parts = strategy.pipeline_parallel * strategy.virtual_pipeline_parallel
     return strategy.pipeline_layers or [layers // parts + (number < layers % parts) for number in range(parts)]
 
 
 def pipeline_problem(strategy: MegatronStrategyConfig, layers: int) -> tuple[str, str] | None:
-    """The setting of a pipeline that cannot be, and why."""
+    """The invalid pipeline setting and the reason; None if all are valid."""
     pipeline, virtual, given = strategy.pipeline_parallel, strategy.virtual_pipeline_parallel, strategy.pipeline_layers
     parts = pipeline * virtual
     if virtual > 1 and pipeline == 1:
@@ -286,21 +286,21 @@ def pipeline_problem(strategy: MegatronStrategyConfig, layers: int) -> tuple[str
 
 
 def tensor_parallel_fits(size: int, heads: int, key_value_heads: int, head_dim: int | None) -> bool:
-    """Every rank has as many attention heads, and as many key/value heads; or a share of one, which ranks have together. `head_dim`: of
-    a trainer, whose ranks cut such a head; None: of an engine, whose ranks have it whole."""
+    """True if all ranks have equal numbers of attention heads and of key/value heads, or groups of ranks share a key/value head.
+    `head_dim`: for trainers, whose ranks split a shared head; None for engines, whose ranks each hold it whole."""
     if heads % size or (key_value_heads % size and size % key_value_heads):
         return False
     return head_dim is None or size <= key_value_heads or head_dim % (size // key_value_heads) == 0
 
 
 def token_multiple(strategy: MegatronStrategyConfig) -> int:
-    """Tokens of a micro-batch are a multiple of this: context-parallel ranks have two parts each, which sequence parallelism cuts again."""
+    """Divisor of a micro-batch's tokens: each context-parallel rank has two parts, which sequence parallelism splits further."""
     parts = 2 * strategy.context_parallel if strategy.context_parallel > 1 else 1
     return parts * (strategy.tensor_parallel if strategy.sequence_parallel else 1)
 
 
 def generates(config: RunConfig) -> bool:
-    """There are engines and rewards."""
+    """True if the run has engines and rewards."""
     return config.mode != "train_only"
 
 
@@ -309,17 +309,17 @@ def trains(config: RunConfig) -> bool:
 
 
 def validates(config: RunConfig) -> bool:
-    """Held-out prompts need engines, and tell nothing new of a model that does not train."""
+    """True if the run validates: it needs engines, and is useful only if the model trains."""
     return config.validation.enabled and config.mode == "full"
 
 
 def generates_ahead(config: RunConfig) -> bool:
-    """The engines generate for later batches while one is trained."""
+    """True if engines generate for later batches while one is trained."""
     return config.rollout.supply != "sync" and config.rollout.max_staleness != 0
 
 
 def kl_terms(config: RunConfig) -> dict[str, KlInRewardConfig | KlInLossConfig]:
-    """Those that are used, by their names in `algorithm`."""
+    """Active KL terms, by their names in `algorithm`."""
     terms: dict[str, KlInRewardConfig | KlInLossConfig] = {
         "kl_in_reward": config.algorithm.kl_in_reward,
         "kl_in_loss": config.algorithm.kl_in_loss,
@@ -328,7 +328,7 @@ def kl_terms(config: RunConfig) -> dict[str, KlInRewardConfig | KlInLossConfig]:
 
 
 def loss_reads_reference(config: RunConfig) -> bool:
-    """The user's loss has a parameter for the reference's log-probs."""
+    """True if the user's loss has a parameter for the reference's log-probs."""
     loss = config.algorithm.policy_loss
     return isinstance(loss, CustomLossConfig) and "ref_log_probs" in parameters_of(loss.function) - loss.args.keys()
 
@@ -338,22 +338,22 @@ def uses_reference(config: RunConfig) -> bool:
 
 
 def actor_is_reference(config: RunConfig) -> bool:
-    """Without its adapters the actor is model.path: no other model is needed, unless one is given devices of its own."""
+    """True if the actor without its adapters serves as the reference, as no separate reference is configured."""
     return trains(config) and config.actor_train.lora is not None and config.reference is None and uses_reference(config)
 
 
 def actor_gives_log_probs(config: RunConfig) -> bool:
-    """In a pass before the training of a step."""
+    """True if the actor computes log-probs in a pass before a step's training."""
     return config.algorithm.old_log_probs == "recompute" or actor_is_reference(config)
 
 
 def replays_engines(config: RunConfig) -> bool:
-    """The actor's passes use the experts that the engines chose."""
+    """True if the actor's passes use the experts that the engines chose."""
     return trains(config) and config.algorithm.routing_replay == "rollout"
 
 
 def roles(config: RunConfig) -> dict[str, Role]:
-    """The roles that are configured and take part in a run of this mode, by their place in the configuration."""
+    """Configured roles that take part in a run of this mode, by their path in the configuration."""
     named = {"actor_train": config.actor_train, "actor_infer": config.actor_infer, "reference": config.reference, "critic": config.critic}
     reward_models = {f"reward_models.{name}": model for name, model in config.reward_models.items()}
     judges: dict[str, Role] = {f"judges.{name}": judge for name, judge in config.judges.items()}
@@ -362,7 +362,7 @@ def roles(config: RunConfig) -> dict[str, Role]:
 
 
 def derive(config: RunConfig) -> BatchArithmetic:
-    """Of a configuration without mistakes."""
+    """Derive all values of a configuration without mistakes."""
     shares = {name: Fraction(str(domain.share)) for name, domain in config.domains.items()}
     prompts = config.rollout.prompts_per_step
     domains = tuple(
@@ -433,8 +433,8 @@ def _passes(config: RunConfig, by_role: Mapping[str, Role], domains: Sequence[Do
 
 
 def _largest_batch(domains: Sequence[DomainArithmetic]) -> int:
-    """Samples, at most. Over any number of steps a domain's prompts differ from its share by less than one, so within one step by less
-    than two; where its share of every step is a whole number, they do not differ."""
+    """Upper bound of a step's samples. Over any number of steps, a domain's prompts differ from its share by less than one, so in a single
+    step by less than two; by nothing if its share per step is a whole number."""
     prompts = int(sum(one.prompts_per_step for one in domains))
     spare = {one.name: 0 if one.prompts_per_step.denominator == 1 else 2 for one in domains}
     least = {one.name: max(ceil(one.prompts_per_step) - spare[one.name], 0) for one in domains}
@@ -449,5 +449,5 @@ def _largest_batch(domains: Sequence[DomainArithmetic]) -> int:
 
 
 def _fullest_rank(rows: int, ranks: int) -> tuple[int, int]:
-    """Rows of the fullest rank where all are equally long, and at most."""
+    """Rows of the fullest rank: if all are equally long, and at most."""
     return ceil(rows / ranks), max(rows - (ranks - 1), 1)

@@ -1,4 +1,4 @@
-"""What follows from a configuration, as the tables that `roll-lite check` prints."""
+"""Derived values of a configuration as tables, for `roll-lite check`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from roll_lite.config.placement import ranges
 
 
 def render(arithmetic: BatchArithmetic) -> str:
-    """The tables that `roll-lite check` prints."""
     clusters = [
         [cluster.role, ranges(cluster.devices), cluster.layout, ", ".join(cluster.shares_with) or "nobody"]
         for cluster in arithmetic.clusters
@@ -63,7 +62,7 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def _with_bound(number: int, most: int) -> str:
-    """The number for rows of one length, and the bound for others."""
+    """Number for rows of equal length, with the bound for others."""
     return str(number) if most == number else f"{number} (at most {most})"
 
 

@@ -1,7 +1,7 @@
-"""The files of checkpoints: which checkpoints a run has, which of them is gone on from, and whether its files are what was written.
+"""Files of checkpoints: finds a run's checkpoints, chooses the one to resume from and verifies its files.
 
-A checkpoint is a folder `checkpoints/step_000020` of a run's folder, with a folder for each trained role, `state.json`, and a list of
-all these files with their sizes and checksums, `files.json`, which is written last.
+A checkpoint is a folder `checkpoints/step_000020` in a run's folder. It holds a folder for each trained role, `state.json`, and
+`files.json`, written last: a list of all these files with sizes and checksums.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ FOLDER = "checkpoints"
 STATE_FILE = "state.json"
 LIST_FILE = "files.json"
 MODEL_FILE = "model.json"
-"""In the folder of each role."""
+"""File in the folder of each role."""
 NOT_IN_TENSORS = ("max_positions", "norm_eps", "rope", "window")
-"""Of a model's configuration, what its tensors know nothing of."""
+"""Fields of a model's configuration that do not affect its tensors."""
 CONFIG_FILE = "config.yaml"
-"""Of a run: the configuration that it started with."""
+"""File in a run's folder: the configuration at its start."""
 NAME = re.compile(r"step_(\d+)")
 SCHEMA_VERSION = 4
 
@@ -40,13 +40,13 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Resumption:
-    """The checkpoint to go on from, and what the user should know about the choice."""
+    """The checkpoint to resume from, and notes for the user on the choice."""
 
     checkpoint: Path
     notes: list[str]
 
 
-# ---------------------------------------------------------------- which checkpoint
+# ---------------------------------------------------------------- choice of the checkpoint
 
 
 def found(run_folder: Path) -> list[Path]:
@@ -55,15 +55,15 @@ def found(run_folder: Path) -> list[Path]:
 
 
 def is_finished(checkpoint: Path) -> bool:
-    """Everything in it has been written. One without a list is finished if it comes from a version that wrote none."""
+    """True if all files of the checkpoint are written. Without a list it counts as finished if its version wrote none."""
     if not (checkpoint / STATE_FILE).is_file():
         return False
     return (checkpoint / LIST_FILE).is_file() or not _should_have_list(checkpoint)
 
 
 def resumption(folder: Path) -> Resumption:
-    """`folder`: a checkpoint, or a run's folder, for its newest finished one. A run that was itself resumed and has written none yet
-    leads to what it went on from. ValueError where nothing is found."""
+    """Choose the checkpoint to resume from. `folder`: a checkpoint, or a run's folder, for its newest finished one. If a resumed run has no
+    checkpoint yet, the one it resumed from is used. ValueError if there is none."""
     if NAME.fullmatch(folder.name) or (folder / STATE_FILE).is_file():
         if is_finished(folder):
             return Resumption(folder, _unlisted(folder))
@@ -86,7 +86,7 @@ def resumption(folder: Path) -> Resumption:
 
 
 def _no_checkpoints(folder: Path) -> str:
-    """Why there is nothing to go on from: the folder is no run's, or its run wrote none, or ended before the first."""
+    """Reason why there is no checkpoint: not a run's folder, or the run wrote none, or ended before the first."""
     try:
         every = int(yaml.safe_load((folder / CONFIG_FILE).read_text(encoding="utf-8"))["checkpoint"]["every"])
     except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError):
@@ -97,7 +97,7 @@ def _no_checkpoints(folder: Path) -> str:
 
 
 def remedy(checkpoint: Path) -> str:
-    """What to do where this one cannot be used."""
+    """Advice if this checkpoint cannot be used."""
     earlier = [other for other in found(checkpoint.parent.parent) if steps_of(other) < steps_of(checkpoint)] if steps_of(checkpoint) else []
     if earlier:
         return f"the one before it can be gone on from: checkpoint.resume={earlier[-1]}"
@@ -115,7 +115,7 @@ def _numbered(run_folder: Path) -> list[Path]:
 
 
 def steps_of(checkpoint: Path) -> int:
-    """After which it was written; 0 where its name does not say so."""
+    """Step after which the checkpoint was written; 0 if its name does not say."""
     match = NAME.fullmatch(checkpoint.name)
     return int(match.group(1)) if match else 0
 
@@ -123,30 +123,30 @@ def steps_of(checkpoint: Path) -> int:
 def _should_have_list(checkpoint: Path) -> bool:
     try:
         return bool(json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8")).get("listed"))
-    except (ValueError, AttributeError):  # damaged: told when it is read
+    except (ValueError, AttributeError):  # damaged: reported when it is read
         return False
 
 
 def resumed_from(run_folder: Path) -> Path | None:
-    """The checkpoint, or the run, that its configuration names."""
+    """Checkpoint or run that the run's configuration resumes from, if any."""
     try:
         config = yaml.safe_load((run_folder / CONFIG_FILE).read_text(encoding="utf-8"))
         return Path(config["checkpoint"]["resume"]).resolve()
-    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError, RuntimeError):  # damaged, or links in a circle
+    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError, RuntimeError):  # damaged, or circular links
         return None
 
 
-# ---------------------------------------------------------------- of which model it is
+# ---------------------------------------------------------------- the checkpoint's model
 
 
 def describe(hf: HfConfig, model: ModelConfig, has_values: bool) -> dict[str, Any]:
-    """What the tensors of a role follow from, as JSON gives it back."""
+    """Model facts that determine a role's tensors, converted through JSON."""
     shape = {name: value for name, value in asdict(hf).items() if name not in NOT_IN_TENSORS}
     return {**json.loads(json.dumps(shape)), "model.dtype": model.dtype, "outputs": "values" if has_values else "tokens"}
 
 
 def check_model(role_folder: Path, wanted: Mapping[str, Any]) -> None:
-    """ValueError where it holds another model, or one in another precision. Versions that described none are believed."""
+    """Raise ValueError if the checkpoint holds another model or precision. Versions without model.json pass."""
     if not (role_folder / MODEL_FILE).is_file():
         return
     held = _read_json(role_folder, MODEL_FILE)
@@ -155,7 +155,7 @@ def check_model(role_folder: Path, wanted: Mapping[str, Any]) -> None:
         raise ValueError(f"checkpoint.resume: {role_folder} holds another model: {'; '.join(differences)}")
 
 
-# ---------------------------------------------------------------- whether it is what was written
+# ---------------------------------------------------------------- integrity of the files
 
 
 def record(path: Path) -> FileRecord:
@@ -165,13 +165,13 @@ def record(path: Path) -> FileRecord:
 
 
 def write_list(checkpoint: Path, records: Mapping[str, FileRecord]) -> None:
-    """`records` by path within the checkpoint. The last file of a checkpoint."""
+    """Write the list of files, the last file of a checkpoint. `records`: by path within the checkpoint."""
     text = json.dumps({name: asdict(records[name]) for name in sorted(records)}, indent=2) + "\n"
     (checkpoint / LIST_FILE).write_text(text, encoding="utf-8")
 
 
 def read_list(checkpoint: Path) -> dict[str, FileRecord] | None:
-    """None where an earlier version has written none."""
+    """Recorded files; None for checkpoints of versions without a list."""
     if not (checkpoint / LIST_FILE).is_file():
         return None
     entries = _read_json(checkpoint, LIST_FILE)
@@ -185,7 +185,7 @@ def read_list(checkpoint: Path) -> dict[str, FileRecord] | None:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """What stands in state.json, once the files are all there in the sizes that they were written in, and it is as it was written."""
+    """Content of state.json, after checking that all files have their recorded sizes and that state.json is unchanged."""
     wanted = read_list(checkpoint)
     if wanted is not None:
         check_sizes(checkpoint, wanted)
@@ -208,7 +208,7 @@ def check_sizes(checkpoint: Path, wanted: Mapping[str, FileRecord]) -> None:
 
 
 def check_sums(checkpoint: Path, wanted: Mapping[str, FileRecord], records: Iterable[tuple[str, FileRecord]]) -> None:
-    """`records`: of the files as they are now."""
+    """Compare checksums. `records`: of the files as they are now."""
     for name, now in records:
         if now != wanted[name]:
             raise damaged(checkpoint, name, "has changed since it was written: its checksum is another one")

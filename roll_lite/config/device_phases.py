@@ -1,8 +1,8 @@
-"""What is on the devices when: the one table that runs follow and `roll-lite check` draws.
+"""Table of the model parts on the devices in each phase. Runs follow it, `roll-lite check` draws it.
 
-The parts have the names of `StateGroup` and `EngineMemory`. A role with `offload: true` comes in for a phase with what the table says, and
-leaves afterwards, in the order of the table: the engines' weights come in (beside the trainer's), the trainer sends, the trainer leaves,
-room is made for keys and values, the engines generate, and leave with both. One without `offload` is there all the time, as a whole.
+Parts are named as in `StateGroup` and `EngineMemory`. A role with `offload: true` loads the listed parts for a phase and offloads them
+afterwards. To sync weights: the engines load weights (beside the trainer's), the trainer sends, the trainer offloads, the engines allocate
+the KV cache, generate, and offload both. A role without `offload` stays loaded as a whole.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Phase(StrEnum):
 @dataclass(frozen=True)
 class Presence:
     parts: Mapping[str, tuple[str, ...]]
-    """Of every role that works in the phase, in the order in which turns are given out: whoever finds its devices free has one, also
-    before another that waits for more of them. Several reward models, or judges, are one entry."""
+    """Parts of every role that works in the phase, in the order of turns. A role whose devices are free starts even before an earlier one
+    that waits for more devices. Several reward models, or judges, are one entry."""
     in_turns: bool = False
-    """Roles that share a device and have `offload` are there one after the other; else they are there together."""
+    """True: roles with `offload` that share a device work one after the other; False: together."""
     of_step: bool = True
-    """Once in every step."""
+    """True if the phase occurs once in every step."""
 
 
 PHASES: Mapping[Phase, Presence] = {
@@ -58,11 +58,11 @@ WHOLE: Mapping[str, tuple[str, ...]] = {
     "actor_infer": SERVING,
     "judges": SERVING,
 }
-"""What is there of a role that stays."""
+"""Parts of a role that stays loaded."""
 
 
 def startable(waiting: Sequence[T], present: Sequence[T], exclude: Callable[[T, T], bool]) -> list[T]:
-    """In turns: those that need not wait for one that is there, nor for one that starts with them."""
+    """Waiting roles, in order, that exclude none of those present or starting."""
     starting: list[T] = []
     for one in waiting:
         if not any(exclude(one, other) for other in (*present, *starting)):
@@ -71,5 +71,5 @@ def startable(waiting: Sequence[T], present: Sequence[T], exclude: Callable[[T, 
 
 
 def kind(role: str) -> str:
-    """The role's entry in these tables."""
+    """The role's key in these tables."""
     return role.partition(".")[0]

@@ -60,7 +60,7 @@ reported together: `roll-lite check --config-name NAME [key=value ...]`. A secti
 
 
 def render() -> str:
-    """The whole page."""
+    """Markdown of the whole page."""
     places: dict[type[Section], list[str]] = {}
     for path, cls in sections():
         places.setdefault(cls, []).append(dotted(path))

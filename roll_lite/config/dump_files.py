@@ -1,5 +1,4 @@
-"""Dumps of rollouts: which ones a past run has left, and what each says of its making. Only their ends are read here; data/dumps.py
-writes them and reads their rows."""
+"""Dumps of rollouts: finds those of a past run and reads their headers. data/dumps.py writes dumps and reads their rows."""
 
 from __future__ import annotations
 
@@ -15,31 +14,31 @@ from roll_lite.config.files import elsewhere, is_folder, kind_of, listing
 from roll_lite.config.problems import first_line
 
 FOLDER = "dumps"
-"""Of a run's folder."""
+"""Folder in a run's folder."""
 NAME = re.compile(r"step_(\d+)\.parquet")
 FORMAT = "roll_lite.dump"
 SCHEMA_VERSION = 1
 METADATA = "roll_lite"
-"""The key of the file's metadata."""
+"""Key in the file's metadata."""
 
 
 @dataclass(frozen=True)
 class DumpHeader:
-    """What stands in a file's metadata beside its rows."""
+    """Metadata of a dump."""
 
     path: Path
     step: int
     config: dict[str, Any]
-    """The run's, resolved."""
+    """Resolved configuration of the run."""
     tokenizer: str
     """See `tokenizer_checksum`."""
     largest_token: int
     domains: dict[str, dict[str, int]]
-    """Of the samples that train, by domain: `samples`, `longest_prompt` and `longest_response` in tokens."""
+    """Per domain, of the samples that train: `samples`, and `longest_prompt` and `longest_response` in tokens."""
     baselines: bool
-    """There are greedy baselines."""
+    """True if the dump has greedy baselines."""
     stats: dict[str, Any]
-    """What was counted while the batch was made."""
+    """Statistics of the batch."""
 
 
 def dump_file(folder: Path, step: int) -> Path:
@@ -47,8 +46,8 @@ def dump_file(folder: Path, step: int) -> Path:
 
 
 def found_dumps(path: Path) -> dict[int, Path]:
-    """By step. `path`: the folder of the dumps, or that of the run; of a run that was resumed, what it went on from has the earlier ones.
-    ValueError where there are none."""
+    """Dumps by step. `path`: the folder of the dumps, or of the run; for a resumed run, earlier dumps come from the run it resumed from.
+    ValueError if there are none."""
     if (kind := kind_of(path)) != "folder":
         raise ValueError(
             f"{path} is a file; name a run's folder, or that of its dumps" if kind else f"no such folder: {path}{elsewhere(path)}"
@@ -79,7 +78,7 @@ def missing_steps(dumps: Mapping[int, Path], steps: int) -> list[int]:
 
 
 def read_header(path: Path) -> DumpHeader:
-    """ValueError, saying what is wrong with the file."""
+    """Read a dump's metadata. ValueError with the reason if that fails."""
     from pyarrow import ArrowException, parquet
 
     try:

@@ -1,6 +1,6 @@
-"""The one edge to the file system: whatever it says, and whatever a file holds, comes out as data or as a ValueError that names the file.
+"""Reads files and folders of the user: every failure is a ValueError that names the file.
 
-Nothing but plain files is opened: a pipe or a device would never end.
+Only plain files are opened: reading a pipe or a device might never end.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 LARGEST = 1 << 30
-"""Bytes of a file that is read as a whole."""
+"""Maximal size of a file that is read as a whole, in bytes."""
 _SHOWN = 80
 
 
 def kind_of(path: Path) -> Literal["file", "folder", "other"] | None:
-    """None where there is nothing; ValueError where that cannot be told: links in a circle, a name that is too long, a forbidden folder."""
+    """Kind of a path; None if it does not exist. ValueError if that is unknown: circular links, a name too long, a folder without
+    permission."""
     try:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -70,7 +71,7 @@ def read_json(file: Path) -> Any:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """A JSON object."""
+    """Read a JSON object."""
     found = read_json(file)
     if not isinstance(found, dict):
         raise ValueError(f"{file} holds no JSON object")
@@ -84,7 +85,7 @@ def unreadable(path: Path, error: Exception) -> ValueError:
 
 
 def elsewhere(path: Path) -> str:
-    """A hint for a path that is right in another folder: relative paths count from the current one."""
+    """Hint if the path exists relative to a parent of the current folder."""
     current = Path.cwd()
     if not path.is_relative_to(current):
         return ""

@@ -1,4 +1,4 @@
-"""A Hugging Face config.json, read and checked: the shape of the model, without torch, transformers or Megatron."""
+"""Reads and checks a Hugging Face config.json: the shape of the model, without torch, transformers or Megatron."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SUPPORTED_TYPES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral")
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What checks need to know of any model, also of one that cannot be trained."""
+    """Facts that checks need of any model, also of one that cannot be trained."""
 
     model_type: str
     layers: int
@@ -24,34 +24,34 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     feed_forward: int | None
-    """Of layers without experts; None where all have some."""
+    """Size in layers without experts; None if all layers have experts."""
     vocab_size: int
     max_positions: int | None
     tied_embeddings: bool
     window: int | None
-    """Tokens that a token attends to, where that is not the whole context."""
+    """Tokens that a token attends to; None: the whole context."""
     experts: int | None = None
-    """None: a dense model, or one whose experts config.json names in another way."""
+    """Number of experts; None for a dense model, or if config.json names them in an unknown way."""
     expert_feed_forward: int | None = None
 
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """Layers in which every token goes through some of many feed-forward parts."""
+    """Experts of a model: each token passes some of many feed-forward parts."""
 
     count: int
     per_token: int
     feed_forward: int
-    """Of one expert."""
+    """Size of one expert."""
     normalised: bool
-    """The weights of a token's experts add up to 1."""
+    """True if the weights of a token's experts sum to 1."""
     layers: tuple[bool, ...]
-    """Which layers have experts; the others have one feed-forward part."""
+    """True for layers with experts; the others have one feed-forward part."""
 
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3.1's frequency-dependent scaling, by transformers' names."""
+    """Llama 3.1's frequency-dependent scaling, with transformers' names."""
 
     factor: float
     low_freq_factor: float
@@ -63,13 +63,13 @@ class Llama3Scaling:
 class RopeConfig:
     theta: float
     linear_factor: float | None = None
-    """Positions are divided by this."""
+    """Divisor of positions."""
     llama3: Llama3Scaling | None = None
 
 
 @dataclass(frozen=True)
 class HfConfig:
-    """What the layers look like."""
+    """Architecture of a model that can be trained."""
 
     family: str
     vocab_size: int
@@ -86,7 +86,7 @@ class HfConfig:
     qk_norm: bool
     rope: RopeConfig
     window: int | None
-    """Tokens that a token attends to, itself among them; None: all before it."""
+    """Tokens that a token attends to, including itself; None: all before it."""
     experts: ExpertsConfig | None = None
 
     def has_experts(self, layer: int) -> bool:
@@ -94,21 +94,21 @@ class HfConfig:
 
     @property
     def attention_par(self) -> float:
-        """Tokens of a row at which attention takes as many operations as the layer's matrices: each token multiplies them once, and meets
-        half of the others twice, in scores and in values."""
+        """Row length in tokens at which attention costs as many operations as the layers' matrices. Each token is multiplied with the
+        matrices once, and with half of the row's tokens twice: for scores and for values."""
         widths = [self._used_feed_forward(layer) for layer in range(self.layers)]
         matrices = (2 * self.heads + 2 * self.key_value_heads) * self.head_dim + 3 * sum(widths) / len(widths)
         return self.hidden * matrices / (self.heads * self.head_dim)
 
     def _used_feed_forward(self, layer: int) -> int:
-        """Of one token."""
+        """Feed-forward size that one token uses."""
         if self.experts is None or not self.experts.layers[layer]:
             return self.feed_forward
         return self.experts.per_token * self.experts.feed_forward
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """What config.json holds. ValueError, saying what is wrong with which file."""
+    """Content of config.json. ValueError names the file and the fault."""
     if (found := kind_of(folder)) != "folder":
         raise ValueError(f"{folder} is no folder" if found else f"no such folder: {folder}{elsewhere(folder)}")
     if kind_of(folder / "config.json") is None:
@@ -117,7 +117,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_model_shape(folder: Path) -> ModelShape:
-    """ValueError, saying what is wrong with which file."""
+    """Shape of the model in the folder. ValueError names the file and the fault."""
     raw = read_config(folder)
     try:
         heads = _size(raw, "num_attention_heads", most=_MANY)
@@ -147,7 +147,7 @@ _MANY = 10_000
 
 
 def _size(raw: Mapping[str, Any], name: str, default: int | None = None, most: int = 2**31 - 1) -> int:
-    """A positive integer; the default where it is missing or null."""
+    """Read a positive integer, or the default if it is missing or null."""
     value = raw.get(name)
     if value is None and default is not None:
         return default
@@ -159,7 +159,8 @@ def _size(raw: Mapping[str, Any], name: str, default: int | None = None, most: i
 
 
 def read_hf_config(folder: Path, key: str = "model.path", architectures: Sequence[str] = HEADS) -> HfConfig:
-    """ValueError, naming the file and every field, for what cannot be trained here. `key`: where the YAML names the folder."""
+    """Read a model that can be trained here. ValueError names the file and every unsupported field. `key`: path of the YAML setting that
+    names the folder."""
     try:
         raw = read_config(folder)
     except ValueError as error:
@@ -181,13 +182,13 @@ def read_hf_config(folder: Path, key: str = "model.path", architectures: Sequenc
 
 
 def sliding_window(raw: Mapping[str, Any]) -> int | None:
-    """Tokens that every layer attends to; None: the whole context. Mistral's are 4,096 where its config.json does not say."""
+    """Tokens that every layer attends to; None: the whole context. Mistral's default is 4,096."""
     given = {"sliding_window": 4096, **raw}
     return None if raw["model_type"] != "mistral" or given["sliding_window"] is None else _size(given, "sliding_window")
 
 
 def _key_value_heads(raw: Mapping[str, Any], heads: int) -> int:
-    """Those of a family where config.json does not name any; as many as there are of the others where it says null."""
+    """Number of key/value heads. If config.json lacks it: the family's default; if it is null: the number of heads."""
     missing = {"mistral": 8, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4}.get(raw["model_type"], heads)
     return _size(raw, "num_key_value_heads", heads if "num_key_value_heads" in raw else missing)
 
@@ -200,7 +201,7 @@ def _head_dim(raw: Mapping[str, Any], heads: int) -> int:
 
 
 def _of_fields(raw: dict[str, Any], rope: dict[str, Any]) -> HfConfig:
-    """What is missing is what transformers takes for it."""
+    """Convert the fields; missing ones have transformers' defaults."""
     family, heads, norm_eps = raw["model_type"], _size(raw, "num_attention_heads", most=_MANY), raw.get("rms_norm_eps", 1e-6)
     if isinstance(norm_eps, bool) or not isinstance(norm_eps, int | float) or not 0 < norm_eps < 1:
         raise ValueError(f"rms_norm_eps is {norm_eps!r}; it must be a small positive number")
@@ -233,12 +234,13 @@ def _of_fields(raw: dict[str, Any], rope: dict[str, Any]) -> HfConfig:
 
 
 def _experts_field(raw: Mapping[str, Any]) -> str:
-    """transformers 5 writes the second name for Qwen3-MoE; published models have the first."""
+    """Name of the field with the number of experts: transformers 5 writes num_local_experts for Qwen3-MoE, published models have
+    num_experts."""
     return "num_experts" if "num_experts" in raw else "num_local_experts"
 
 
 def _experts(raw: Mapping[str, Any]) -> ExpertsConfig:
-    """Of Qwen3-MoE."""
+    """Experts of Qwen3-MoE."""
     count, per_token = _size(raw, _experts_field(raw)), _size(raw, "num_experts_per_tok")
     if raw.get("num_local_experts", count) != count:
         raise ValueError(f"num_local_experts is {raw['num_local_experts']!r} beside num_experts {count}; keep one of them")

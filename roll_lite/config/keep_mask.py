@@ -1,19 +1,21 @@
-"""When an engine can say which tokens survived truncated sampling: it reports the log-probs of so many of the likeliest tokens that the
-survivors are all among them (those of the others are minus infinity)."""
+"""Keep masks: can an engine say which tokens survived truncated sampling?
+
+It reports the log-probs of the likeliest tokens, enough to include all survivors; tokens that did not survive have minus infinity.
+"""
 
 from __future__ import annotations
 
 from typing import Protocol
 
 KEEP_LIMIT = 1024
-"""Log-probs that an engine reports of one token at most."""
+"""Maximal number of log-probs that an engine reports for one token."""
 TIE_ROOM = 8
-"""Engines keep every token that is as likely as the k-th, so that more than top_k survive; with bfloat16 logits that is common. So many
-more are looked at. Should even more tie, the rest of them is missing from the mask (their probability is that of the k-th each)."""
+"""Tokens reported beyond top_k. Engines keep every token as likely as the k-th, so more than top_k may survive; with bfloat16 logits that
+is common. If more than this tie, the mask lacks the rest (each has the probability of the k-th)."""
 
 
 class Truncation(Protocol):
-    """What SamplingConfig and Sampling have in common."""
+    """Fields that SamplingConfig and Sampling share."""
 
     @property
     def top_p(self) -> float: ...
@@ -26,19 +28,19 @@ class Truncation(Protocol):
 
 
 def is_truncated(sampling: Truncation) -> bool:
-    """Whether a token is sampled from less than the whole vocabulary. min_tokens forbids the end of sequence for a while."""
+    """True if tokens are sampled from a part of the vocabulary. min_tokens counts: it forbids the end of sequence at first."""
     return sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0 or sampling.min_tokens > 0
 
 
 def keep_mask_width(sampling: Truncation, vocab_size: int) -> int:
-    """How many of the likeliest tokens hold all survivors; 0 where all tokens survive."""
+    """Number of likeliest tokens that include all survivors; 0 if all tokens survive."""
     if not is_truncated(sampling):
         return 0
     return min(sampling.top_k + TIE_ROOM, vocab_size) if sampling.top_k else vocab_size
 
 
 def keep_mask_available(sampling: Truncation, vocab_size: int) -> str | None:
-    """Why an engine cannot supply the keep mask of this sampling; None where it can."""
+    """Reason why an engine cannot supply the keep mask; None if it can."""
     width = keep_mask_width(sampling, vocab_size)
     if width <= KEEP_LIMIT:
         return None

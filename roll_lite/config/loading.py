@@ -1,4 +1,4 @@
-"""From a name and overrides to one checked, frozen RunConfig, or to one ConfigError with everything that is wrong."""
+"""Loads a configuration by name, with overrides: one checked, frozen RunConfig, or one ConfigError with all mistakes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from roll_lite.config.validation import validate
 
 
 def located(name: str, folder: FilePath | None) -> tuple[str, FilePath]:
-    """A configuration's name and folder. Without a folder `name` is a path, from the current folder; where nothing is there, `find` looks
-    among the shipped ones."""
-    with suppress(ValueError):  # told as a mistake of --config-name
+    """Name and folder of a configuration. Without a folder, `name` is a path from the current folder; if no file is there, `find` searches
+    the shipped ones."""
+    with suppress(ValueError):  # reported as a mistake of --config-name
         path = found(FilePath(f"{name.removesuffix('.yaml')}.yaml"))
         if folder is None and is_file(path):
             return path.name.removesuffix(".yaml"), path.parent
@@ -38,9 +38,12 @@ def load_config(
     files: bool = True,
     tell: Callable[[str], object] = lambda line: None,
 ) -> RunConfig:
-    """`name` is a file in `folder` or a shipped one, with or without .yaml. `allow_scripted` admits the scripted engine, for tests and
-    simulations. `further`: see `check`. Without `files` nobody will read what paths lead to: they may lead nowhere, and be left out.
-    `tell` gets a line for each shipped configuration that a file of the user's hides."""
+    """Load and check a configuration.
+
+    `name`: a file in `folder` or a shipped one, with or without .yaml. `allow_scripted`: allow the scripted engine, for tests and
+    simulations. `further`: see `check`. `files`: False if no files will be read; paths may then be wrong or missing. `tell`: gets a line
+    for each shipped configuration that a user's file hides.
+    """
     name = name.removesuffix(".yaml")
     if (wrong := _no_such_config(name, folder)) is not None:
         raise ConfigError(name, [wrong])
@@ -83,7 +86,7 @@ def _meant_for_a_sweep(problem: Problem, overrides: Sequence[str]) -> Problem:
 
 
 def _without_secrets(problem: Problem, composed: Composed) -> Problem:
-    """What came from the environment stands there as it was written, in the value and in what is said of it."""
+    """Replace values from the environment, in the problem's value and message, by the text as written."""
     for path, (text, secret) in composed.secrets.items():
         if problem.value is not NO_VALUE and problem.path == dotted(path):
             problem = replace(problem, value=text)
@@ -95,7 +98,7 @@ def _without_secrets(problem: Problem, composed: Composed) -> Problem:
 
 
 def _with_source(problem: Problem, origins: dict[Path, str]) -> Problem:
-    """Where the value at the problem's path was written, or the section that holds it."""
+    """Add the place where the value, or the section that holds it, was written."""
     path: Path = tuple(problem.path.split("."))
     while path and path not in origins:
         path = path[:-1]

@@ -1,4 +1,4 @@
-"""What lies in a model's folder beside config.json: tensors by the headers of the safetensors, token ids by the tokenizer's files."""
+"""Files of a model beside config.json: tensors, from the safetensors' headers, and token ids, from the tokenizer's files."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from roll_lite.config.problems import first_line
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 EMBEDDING, HEAD, VALUE_HEAD = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
 READ_AS_WEIGHTS = ("F32", "BF16", "F16")
-"""Types of safetensors. Integers, and floats of 8 bits, need scales that only quantisation's code knows of."""
+"""Readable types of safetensors. Integers and 8-bit floats would need the scales of their quantization."""
 _LARGEST_HEADER = 100 << 20
 _BLOCK = 16 << 20
 _SAMPLE = 4096
 _MOST_SAMPLED = 500
 _EXPONENTS = {"F32": (0x7F800000, 4), "BF16": (0x7F80, 2), "F16": (0x7C00, 2)}
-"""The bits that are all set in a NaN or an infinity, and the bytes of a number."""
+"""Exponent bits, all set in a NaN or an infinity, and bytes per number."""
 _HARMLESS = ("rotary_emb.inv_freq",)
-"""Suffixes of tensors that old checkpoints store although they are computed."""
+"""Suffixes of computed tensors that old checkpoints store."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     start: int
-    """Of its bytes in the file."""
+    """Offset of its first byte in the file."""
     stop: int
 
     def blocks(self) -> Iterator[bytes]:
@@ -44,7 +44,7 @@ class StoredTensor:
                 yield content[position : min(position + _BLOCK, self.stop)]
 
     def zero_rows(self, rows: Iterable[int]) -> list[int]:
-        """Those of the rows whose numbers are all zero."""
+        """Rows, of those given, that are all zero."""
         size = (self.stop - self.start) // self.shape[0]
         nothing = bytes(size)
         with self.file.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -58,7 +58,7 @@ class StoredTensor:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """By name, from the headers of all files; ValueError where the files are broken, or are not all there."""
+    """Tensors by name, from the headers of all files; ValueError if files are broken or missing."""
     index = folder / "model.safetensors.index.json"
     if kind_of(index) is None:
         if kind_of(folder / "model.safetensors") is None:
@@ -113,7 +113,7 @@ def _header(file: Path) -> dict[str, StoredTensor]:
 
 
 def weights_fingerprint(folder: Path) -> str:
-    """Tells models apart without reading them: names, types, shapes and the first bytes of all tensors. ValueError for broken files."""
+    """Identify a model by names, types, shapes and first bytes of all tensors, without reading it whole. ValueError for broken files."""
     digest = hashlib.sha256()
     for name, tensor in sorted(stored_tensors(folder).items()):
         digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
@@ -124,7 +124,7 @@ def weights_fingerprint(folder: Path) -> str:
 
 
 def wrong_weights(stored: Mapping[str, StoredTensor], hf: HfConfig, head: str) -> str | None:
-    """What a model of this shape needs and the files do not hold. `head`: the name of its last layer."""
+    """Difference between the files and the tensors that the model needs; None if they fit. `head`: name of the last layer."""
     heads = {HEAD: (hf.vocab_size, hf.hidden), VALUE_HEAD: (1, hf.hidden)}
     if hf.tied_embeddings:
         del heads[HEAD]
@@ -142,7 +142,7 @@ def wrong_weights(stored: Mapping[str, StoredTensor], hf: HfConfig, head: str) -
 
 
 def tensors_without_place(names: Iterable[str], hf: HfConfig, head: str) -> str | None:
-    """The tensors that this model has no place for. A value model may have a language model's head, which it does without."""
+    """Message on tensors that the model does not use; None if there are none. A value model may have a language model's head, unused."""
     known = {*weight_shapes(hf), HEAD, head}
     unknown = sorted(name for name in names if name not in known and not name.endswith(_HARMLESS))
     if not unknown:
@@ -152,8 +152,8 @@ def tensors_without_place(names: Iterable[str], hf: HfConfig, head: str) -> str 
 
 
 def _not_finite(stored: Mapping[str, StoredTensor]) -> str | None:
-    """A tensor whose first numbers hold a NaN or an infinity, among the first ones."""
-    read = ((name, tensor) for name, tensor in stored.items() if tensor.dtype in _EXPONENTS)  # harmless extra ones may have any type
+    """Message on the first tensor with a NaN or infinity; looks at the first numbers of the first tensors."""
+    read = ((name, tensor) for name, tensor in stored.items() if tensor.dtype in _EXPONENTS)  # harmless extra tensors may have any type
     for name, tensor in islice(read, _MOST_SAMPLED):
         with tensor.file.open("rb") as file:
             file.seek(tensor.start)
@@ -166,7 +166,7 @@ def _not_finite(stored: Mapping[str, StoredTensor]) -> str | None:
 
 
 def misfit(name: str, dtype: str, shape: Sequence[int], wanted: Sequence[int], by: str = "config.json") -> str | None:
-    """Why a stored tensor cannot be read as the weight that `by` tells of."""
+    """Reason why a stored tensor cannot be read as the weight that `by` describes; None if it can."""
     if dtype not in READ_AS_WEIGHTS:
         return f"{name} holds {dtype} in its safetensors; weights are read from {', '.join(READ_AS_WEIGHTS)}: take the unquantised model"
     if list(shape) != list(wanted):
@@ -175,7 +175,7 @@ def misfit(name: str, dtype: str, shape: Sequence[int], wanted: Sequence[int], b
 
 
 def weight_shapes(hf: HfConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes, without a head."""
+    """Names and shapes of all weights but the head."""
     queries, keys = hf.heads * hf.head_dim, hf.key_value_heads * hf.head_dim
     layer: dict[str, tuple[int, ...]] = {
         "input_layernorm.weight": (hf.hidden,),
@@ -209,7 +209,7 @@ def _one_feed_forward(place: str, hidden: int, inner: int) -> dict[str, tuple[in
 
 
 def head_beside_tied_embeddings(folder: Path) -> str | None:
-    """What is wrong where config.json ties the head to the embeddings and the files hold another one."""
+    """Message if config.json ties the head to the embeddings but the files hold a different head."""
     stored = stored_tensors(folder)
     head, embedding = stored.get(HEAD), stored.get(EMBEDDING)
     if head is None or embedding is None or head.equals(embedding):
@@ -225,7 +225,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def chat_templates(folder: Path) -> list[str]:
-    """The chat templates of a model's tokenizer, of which most have one; ValueError where its settings cannot be read."""
+    """Chat templates of a model's tokenizer, usually one; ValueError if its settings are unreadable."""
     settings = folder / "tokenizer_config.json"
     if is_file(folder / "chat_template.jinja"):
         return [read_text(folder / "chat_template.jinja")]
@@ -235,7 +235,7 @@ def chat_templates(folder: Path) -> list[str]:
 
 
 def tokenizer_checksum(folder: Path) -> str:
-    """The same where the same ids stand for the same pieces of text, whatever the files look like. ValueError for one that is broken."""
+    """Checksum of the mapping from ids to text; equal for differently written tokenizer.json files. ValueError for a broken tokenizer."""
     digest = hashlib.sha256()
     if kind_of(folder / "tokenizer.json") is not None:
         content = read_object(folder / "tokenizer.json")
@@ -253,11 +253,11 @@ def tokenizer_checksum(folder: Path) -> str:
 
 
 SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
-"""JSON objects beside config.json that tokenizers and engines read where they are there."""
+"""JSON objects beside config.json that tokenizers and engines read if they exist."""
 
 
 def wrong_settings(folder: Path, vocab_size: int | None = None) -> str | None:
-    """A special token beyond the vocabulary; ValueError for a file that holds no JSON object."""
+    """Message on a special token beyond the vocabulary; ValueError for a file that holds no JSON object."""
     for file in ("config.json", *SETTINGS_FILES):
         raw = read_object(folder / file) if kind_of(folder / file) is not None else {}
         for field in ("eos_token_id", "pad_token_id") if vocab_size is not None else ():
@@ -269,7 +269,7 @@ def wrong_settings(folder: Path, vocab_size: int | None = None) -> str | None:
 
 
 def largest_token_id(folder: Path) -> int | None:
-    """Of the tokenizer's files that can be read without the tokenizer's code; ValueError where one cannot be read."""
+    """Largest id in the tokenizer files that are readable without the tokenizer's code; ValueError if one is unreadable."""
     ids: list[Any] = []
     for name in ("tokenizer.json", "vocab.json", "added_tokens.json"):
         if kind_of(folder / name) is None:

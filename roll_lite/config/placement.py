@@ -1,6 +1,6 @@
-"""From `placement` and the roles' `devices` to numbers of devices, once: whoever asks later finds a count from 0 or a list in every role.
+"""Turns `placement` and the roles' `devices` into device numbers, once: afterwards every role has a count from 0 or a list.
 
-A preset is a table of groups. Roles of a group share devices, groups have devices of their own, and what a role lists is left out.
+A preset is a table of groups. Roles of a group share devices, different groups do not; devices that a role lists are excluded.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ GROUPS: Mapping[str, Sequence[Sequence[str]]] = {
     "pairs": (("actor_train", "reference"), ("critic", "reward_models"), ("actor_infer",)),
     "apart": (),
 }
-"""Who shares devices; a role that is in none is on its own. Not here: by_role, where counts begin at device 0."""
+"""Roles that share devices; a role in no group is separate. by_role is not in the table: there, counts begin at device 0."""
 
 
 def placed(config: RunConfig) -> tuple[RunConfig, list[Problem]]:
-    """The configuration with every role on its devices, and what makes that impossible."""
+    """The configuration with devices for every role, and problems if that is impossible."""
     try:
         by_role = roles(config)
         problems = list(_not_named(config.placement, by_role))
@@ -36,13 +36,13 @@ def placed(config: RunConfig) -> tuple[RunConfig, list[Problem]]:
             staying = _staying(config)
             config = _with(config, {name: _changes(config.placement, name, by_role, numbers, name in staying) for name in by_role})
             problems = list(_impossible(config.placement, roles(config)))
-    except Refused:  # a check of the schema has told it
+    except Refused:  # a check of the schema has reported it
         return config, []
     return config, problems
 
 
 def describe(nodes: Sequence[tuple[str, int]], what: str = "devices") -> str:
-    """What there is, node by node; in the same words before and after a cluster is there."""
+    """Nodes and their devices in words, the same before and after the cluster starts."""
     if len(nodes) > 4 and len({number for _, number in nodes}) == 1:
         return f"{len(nodes)} nodes ({nodes[0][0]} to {nodes[-1][0]}) with {nodes[0][1]} {what} each"
     each = ", ".join(f"{name} has {number}" for name, number in nodes)
@@ -50,23 +50,23 @@ def describe(nodes: Sequence[tuple[str, int]], what: str = "devices") -> str:
 
 
 def nodes_of(placement: PlacementConfig) -> list[tuple[str, int]]:
-    """Names and devices of the nodes that the configuration tells of."""
+    """Names and devices of the configured nodes."""
     return [(f"node{number}", placement.devices_per_node) for number in range(placement.nodes or 0)]
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """In as few words as there can be: 0-3, 6."""
+    """Numbers as short ranges: 0-3, 6."""
     ordered, known = sorted(set(numbers)), frozenset(numbers)
     starts = [number for number in ordered if number - 1 not in known]
     ends = [number for number in ordered if number + 1 not in known]
     return ", ".join(str(start) if start == end else f"{start}-{end}" for start, end in zip(starts, ends, strict=True))
 
 
-# ---------------------------------------------------------------- which devices
+# ---------------------------------------------------------------- choice of devices
 
 
 def _numbers(placement: PlacementConfig, by_role: Mapping[str, Role]) -> dict[str, list[int]]:
-    """Of every role, in rank order."""
+    """Devices of every role, in rank order."""
     listed = {name: _listed(placement, role.devices) for name, role in by_role.items() if not isinstance(role.devices, int)}
     numbers = dict(listed)
     taken = {number for one in listed.values() for number in one} if placement.name != "by_role" else set()
@@ -90,7 +90,7 @@ def _groups(placement: PlacementConfig, names: Sequence[str]) -> list[list[str]]
 
 
 def _counts(placement: PlacementConfig, group: Mapping[str, Role], is_alone: bool) -> dict[str, int]:
-    """Where a role does not say how many: as many as the others of its group, or all, where no other group needs any."""
+    """Number of devices per role. Default: as many as others of its group, or all devices if no other group needs any."""
     given = {name: role.devices for name, role in group.items() if "devices" in role.model_fields_set and isinstance(role.devices, int)}
     is_judge = any(isinstance(role, JudgeServerConfig) for role in group.values())
     default = max(given.values()) if given else placement.devices if is_alone and placement.devices and not is_judge else 1
@@ -98,13 +98,13 @@ def _counts(placement: PlacementConfig, group: Mapping[str, Role], is_alone: boo
 
 
 def _together(group: Any) -> int:
-    """Devices that should be of one node."""
+    """Number of devices that should be on one node."""
     return max(int(getattr(role.strategy, "tensor_parallel", 1)) for role in group)
 
 
 def _free(placement: PlacementConfig, taken: set[int], wanted: int, together: int) -> list[int]:
-    """The next devices that nobody has, those that belong together of one node where one has them; what a node has left over comes last,
-    and then numbers beyond the last device, which is told afterwards."""
+    """Next free devices. Devices that belong together are on one node if possible. Leftovers of nodes come last, then numbers beyond the
+    last device, which are reported later."""
     everything, of_node = placement.devices, placement.devices_per_node
     if placement.nodes is None or (placement.name == "by_role" and placement.fill == "pack"):
         return list(islice((number for number in count() if number not in taken), wanted))
@@ -119,7 +119,7 @@ def _free(placement: PlacementConfig, taken: set[int], wanted: int, together: in
 
 
 def _of_each_node(together: int, of_node: int) -> int:
-    """As few nodes as can be, with as many devices of each."""
+    """Devices per node that use the fewest nodes, equally many on each."""
     return next(together // nodes for nodes in range(1, together + 1) if together % nodes == 0 and together // nodes <= of_node)
 
 
@@ -142,11 +142,11 @@ def _parts(text: str) -> tuple[int, int, int]:
     return int(node), int(first), int(last if last is not None else first)
 
 
-# ---------------------------------------------------------------- what becomes of the roles
+# ---------------------------------------------------------------- changes of the roles
 
 
 def _staying(config: RunConfig) -> set[str]:
-    """Roles that are at work all the time, and cannot take turns with those beside them."""
+    """Roles that work all the time and so cannot take turns with others."""
     scoring = [f"reward_models.{name}" for name in config.reward_models] if config.rollout.supply != "sync" else []
     return {*scoring, *(TRAINING_ROLES if config.rollout.stream_log_probs else ())}
 
@@ -178,11 +178,11 @@ def _with(config: RunConfig, changes: Mapping[str, dict[str, Any]]) -> RunConfig
     return config.model_copy(update=update) if update else config
 
 
-# ---------------------------------------------------------------- what cannot be
+# ---------------------------------------------------------------- impossible placements
 
 
 def _not_named(placement: PlacementConfig, by_role: Mapping[str, Role]) -> Iterator[Problem]:
-    """Nodes that a role, or `fill`, speaks of."""
+    """Check the nodes that roles and `fill` refer to."""
     if placement.fill == "spread" and placement.nodes is None:
         yield Problem("placement.fill", "spreads over nodes; say how many there are: placement.nodes", "spread")
     for name, role in by_role.items():
@@ -210,7 +210,7 @@ def _impossible(placement: PlacementConfig, by_role: Mapping[str, Role]) -> Iter
 
 
 def _engines_on_nodes(placement: PlacementConfig, name: str, role: InferRoleConfig | JudgeServerConfig) -> Iterator[Problem]:
-    """On one node where they fit on one; others span nodes, with as many devices of each."""
+    """Check that an engine is on one node if it fits; larger ones span nodes, with equally many devices of each."""
     size, of_node = model_parallel_size(role), placement.devices_per_node
     if size > of_node and isinstance(role, JudgeServerConfig):
         message = f"a judge's devices are on one node, which has {of_node}; use at most as many"
@@ -233,11 +233,11 @@ def _engines_on_nodes(placement: PlacementConfig, name: str, role: InferRoleConf
 
 
 def engines(role: InferRoleConfig | JudgeServerConfig) -> list[list[int]]:
-    """Devices of each."""
+    """Devices of each engine."""
     numbers, size = device_numbers(role.devices), model_parallel_size(role)
     return [list(numbers[first : first + size]) for first in range(0, len(numbers), size)]
 
 
 def nodes_of_engine(placement: PlacementConfig, devices: Sequence[int]) -> list[list[int]]:
-    """Its devices node by node, in the order of its ranks."""
+    """Devices of an engine by node, in rank order."""
     return [list(own) for _, own in groupby(devices, key=lambda number: number // placement.devices_per_node)]

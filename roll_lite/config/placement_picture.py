@@ -1,4 +1,4 @@
-"""Who is on which device in which phase of a step, as `roll-lite check` draws it."""
+"""Draws the roles on each device in each phase of a step, for `roll-lite check`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def draw(config: RunConfig) -> str:
 
 
 def _spanning(config: RunConfig) -> list[str]:
-    """A line where engines have more devices than a node."""
+    """A line on engines that are larger than a node."""
     placement, role = config.placement, config.actor_infer
     if placement.nodes is None or model_parallel_size(role) <= placement.devices_per_node or config.mode == "train_only":
         return []
@@ -47,7 +47,7 @@ def _happens(config: RunConfig, phase: Phase) -> bool:
 
 
 def _column(config: RunConfig, phase: Phase, by_role: Mapping[str, Role]) -> dict[str, str]:
-    """What is there of each role; nothing of those that have left."""
+    """Loaded parts of each role; roles that are offloaded are left out."""
     cells, turns = {}, _turns(config, phase, by_role)
     for name, role in by_role.items():
         offloads, works = getattr(role, "offload", False), _works(config, phase, name)
@@ -62,7 +62,7 @@ def _column(config: RunConfig, phase: Phase, by_role: Mapping[str, Role]) -> dic
 def _works(config: RunConfig, phase: Phase, name: str) -> bool:
     role = kind(name)
     if role in ("actor_infer", "reward_models", "judges") and config.rollout.supply != "sync" and config.mode == "full":
-        return True  # all the time
+        return True  # they work all the time
     if phase is Phase.GENERATE and config.rollout.stream_log_probs and _works(config, Phase.LOG_PROBS, name):
         return True
     if phase is Phase.LOG_PROBS and role == "actor_train":
@@ -71,7 +71,7 @@ def _works(config: RunConfig, phase: Phase, name: str) -> bool:
 
 
 def _turns(config: RunConfig, phase: Phase, by_role: Mapping[str, Role]) -> dict[str, int]:
-    """Of those that wait for another: which turn is theirs, where all take as long."""
+    """Turn numbers of roles that wait for each other, assuming equal durations."""
     if not PHASES[phase].in_turns:
         return {}
     working = [name for name in PHASES[phase].parts if name in by_role and _works(config, phase, name)]
@@ -85,7 +85,7 @@ def _turns(config: RunConfig, phase: Phase, by_role: Mapping[str, Role]) -> dict
 
 
 def _blocks(placement: PlacementConfig, numbers: Mapping[str, frozenset[int]]) -> list[tuple[str, list[str]]]:
-    """Devices that have the same roles, node by node, and those roles; nodes that are alike are one."""
+    """Devices with the same roles, and those roles, by node; equal nodes are merged."""
 
     def names(device: int) -> tuple[str, ...]:
         return tuple(name for name, own in numbers.items() if device in own)

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration: every mistake is one Problem, and all of them travel together in one ConfigError."""
+"""Problems of a configuration: every mistake is one Problem, and one ConfigError holds all of them."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 Path = tuple[str, ...]
-"""Place in the YAML tree; list indices are digits."""
+"""Path in the YAML tree; list indices are digits."""
 
 LONGEST_VALUE = 100
 DEEPEST = 50
 
 
 ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*:/+)[^/?#\s\"@]*@", re.IGNORECASE)
-"""With a user, a password or a token; as a path it has lost a slash."""
+"""Address with a user, password or token; converted to a path it has lost a slash."""
 LOGIN = re.compile(r"(?<![\w.:-])[\w.-]+:[^\s/@:\"']+@(?=\w)")
-"""A user and a password in front of a host, without a scheme."""
+"""User and password before a host, without a scheme."""
 KEY = re.compile(
     r"([?&](?:[a-z0-9_.-]*(?:key|token|secret|passw(?:or)?d|signature|credential)|sig|auth|authorization|pwd)=)[^&#\s\"]+", re.IGNORECASE
 )
-"""In the query of an address."""
+"""Secret in the query of an address."""
 _SECRETS = r"(?:key|token|secret|passw(?:or)?d|pwd|credentials?|authorization)"
 SECRET = re.compile(rf"{_SECRETS}$", re.IGNORECASE)
-"""The end of a setting's name whose value is shown nowhere. `api_key_env` is the name of a variable, `max_tokens` a number."""
+"""End of a setting's name whose value is never shown. `api_key_env` is the name of a variable, `max_tokens` a number."""
 ASSIGNED = re.compile(rf"({_SECRETS}[\"']?\s*[=:]\s*).+", re.IGNORECASE | re.DOTALL)
-"""In a text that could not be read as a setting."""
+"""Secret in a text that could not be parsed as a setting."""
 HIDDEN = "***"
 LEFT_OUT = "???"
-"""In a configuration that is written down: whoever reads it is asked for the value."""
+"""Replaces secrets in a written configuration; a reader of it has to give the value."""
 
 
 def secret_in_address(text: str) -> str | None:
-    """What it is, in words."""
+    """Kind of secret in the address, in words; None if there is none."""
     if ADDRESS.match(text):
         return "a user or a password"
     return "a key in its query" if "://" in text and KEY.search(text) else None
 
 
 class _NoValue:
-    """Stands for "there is no value to show", which is not the same as null."""
+    """Type of NO_VALUE, "no value to show", which differs from null."""
 
 
 NO_VALUE = _NoValue()
@@ -51,12 +51,12 @@ NO_VALUE = _NoValue()
 @dataclass(frozen=True)
 class Problem:
     path: str
-    """Dotted YAML path, or what stands in its place (a file, an override)."""
+    """Dotted YAML path, or a file or override instead."""
     message: str
-    """What is wrong and what would be right."""
+    """The mistake and its remedy."""
     value: Any = NO_VALUE
     source: str = ""
-    """Where the value was written: file and line, or the command line."""
+    """Place where the value was written: file and line, or the command line."""
 
     def at(self, source: str) -> Problem:
         return replace(self, source=source)
@@ -72,11 +72,11 @@ class Problem:
 
 
 class Missing(Problem):
-    """A value that has to be given and is not."""
+    """A required value that is not given."""
 
 
 class ConfigError(ValueError):
-    """Everything that is wrong with one configuration. `partial`: what could be read of it."""
+    """Exception with all mistakes of one configuration. `partial`: its readable part."""
 
     def __init__(self, name: str, problems: Sequence[Problem], partial: Any = None) -> None:
         self.name = name
@@ -91,12 +91,12 @@ def dotted(path: Path) -> str:
 
 
 def is_secret(path: str) -> bool:
-    """Does the name of the setting, of which it may be an entry, say so?"""
+    """True if the name of the setting, or of the list that holds it, says that it is a secret."""
     return SECRET.search(re.sub(r"(?:\.[0-9]+)+$", "", path)) is not None
 
 
 def hidden(text: str) -> str:
-    """An override or another text that could not be read, without what it may give to a key or a password."""
+    """Hide secrets in an override or another text that could not be parsed."""
     return without_logins(ASSIGNED.sub(rf"\1{HIDDEN}", text))
 
 
@@ -105,7 +105,7 @@ def without_logins(text: str) -> str:
 
 
 def without_secrets(value: Any, path: str = "", depth: int = 0, hidden_as: str = HIDDEN) -> Any:
-    """Of a section whatever its names say."""
+    """Hide values that are secret by their names, at all levels."""
     if depth < DEEPEST and isinstance(value, dict):
         return {key: without_secrets(item, f"{path}.{key}", depth + 1, hidden_as) for key, item in value.items()}
     if depth < DEEPEST and isinstance(value, list):
@@ -114,28 +114,27 @@ def without_secrets(value: Any, path: str = "", depth: int = 0, hidden_as: str =
 
 
 def _tells_nothing(value: Any) -> bool:
-    """The name of a variable is no secret, only what it holds."""
+    """True if the value reveals no secret: it is empty, or names a variable."""
     return value is None or isinstance(value, bool) or value == "" or (isinstance(value, str) and value.startswith("${"))
 
 
 def show(value: Any, path: str = "") -> str:
-    """A value as a user would write it on the command line, cut where it is long. `path`: where it stands, which may say that it is a
-    secret."""
+    """A value as on the command line, shortened if long. `path`: its setting, which may be secret."""
     try:
         text = json.dumps(without_secrets(value, path), default=str, ensure_ascii=False)
-    except (ValueError, RecursionError):  # a number of thousands of digits, a list that holds itself
+    except (ValueError, RecursionError):  # a number of thousands of digits, a list that contains itself
         text = f"({type(value).__name__})"
     text = printable(without_logins(text))
     return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + "..."
 
 
 def printable(text: str) -> str:
-    """With other characters, which might steer a terminal, as escapes."""
+    """Escape unprintable characters, which might control a terminal."""
     return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
 
 
 def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
-    """The close names if there are any, else all of them."""
+    """Suggest the close names if there are any, else list all."""
     names = sorted(valid)
     if close := close_names(wrong, names):
         return f"did you mean {' or '.join(repr(name) for name in close)}?"
@@ -143,24 +142,24 @@ def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
 
 
 def close_names(wrong: str, valid: Iterable[str], most: int = 2) -> list[str]:
-    """The closest first, whatever their capitals."""
+    """Close names, the closest first; ignores case."""
     by_lower = {name.lower(): name for name in valid}
     return [by_lower[name] for name in difflib.get_close_matches(wrong.lower(), by_lower, n=most, cutoff=0.6)]
 
 
 def or_nearest(wrong: str, valid: Iterable[str], most: int = 1) -> str:
-    """The end of a message; empty where nothing comes near."""
+    """Ending of a message that suggests a close name; empty if there is none."""
     close = close_names(wrong, valid, most)
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 def space_missing(value: Any) -> str:
-    """The end of a message about a text where a key and its value may be meant."""
+    """Ending of a message if a text looks like a key and its value."""
     if not isinstance(value, str) or (found := re.match(r"([A-Za-z_]\w*):(?=[^\s/])", value)) is None:
         return ""
     return "; YAML wants a space after the colon: " + hidden(f"{found[1]}: {value[found.end() :].split(' ')[0]}")
 
 
 def first_line(error: BaseException) -> str:
-    """Of what it says; its kind where it says nothing."""
+    """First line of the message; the type if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,4 +1,4 @@
-"""What the package ships under the name examples/: configurations, the tiny model, toy data, rewards. Found from any folder."""
+"""Shipped files under the name examples/: configurations, the tiny model, toy data, rewards. They are found from any folder."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from contextlib import suppress
 from pathlib import Path
 
 EXAMPLES = (Path(__file__).parents[1] / "examples").resolve()
-"""In a checkout a link to the folder of that name, in an installed package a folder of its own."""
+"""A link to examples/ in a checkout, a folder in an installed package."""
 CONFIGS = EXAMPLES / "configs"
 
 
 def found(path: Path) -> Path:
-    """Absolute, counted from the current folder; what begins with examples/ and is not there is the package's."""
+    """Absolute path, relative to the current folder; the package's file if the path begins with examples/ and does not exist."""
     path = path.expanduser()
     here = path.absolute()
     if path.parts[:1] == (EXAMPLES.name,):

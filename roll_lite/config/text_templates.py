@@ -1,4 +1,4 @@
-"""Texts with {placeholders}, which YAML names and data fills in."""
+"""Texts with {placeholders} from the YAML, filled from data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ BRACES = "write {{ and }} for braces that stay"
 
 
 def placeholders(text: str) -> list[str]:
-    """Their names, each once; ValueError for what is no template."""
+    """Distinct names of the placeholders; ValueError if the text is not a template."""
     try:
         fields = [(name, spec, conversion) for _, name, spec, conversion in Formatter().parse(text) if name is not None]
     except ValueError as error:

@@ -1,8 +1,8 @@
-"""Plain data against the schema. Every mistake is collected, and what is valid is built all the same.
+"""Validates plain data against the schema. All mistakes are collected, and the valid part is still built.
 
-The sections are walked here rather than by one pydantic call: pydantic's error locations name members of unions instead of YAML paths,
-and it returns nothing at all when one leaf is wrong, so that cross-checks could not run. Leaves are still validated by pydantic,
-strictly: the text "3" is not a number.
+The code walks the sections itself instead of one pydantic call: pydantic's error locations name members of unions, not YAML paths, and it
+returns nothing if one leaf is wrong, so that cross-checks could not run. pydantic still validates leaves, strictly: the text "3" is not a
+number.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from roll_lite.config.schema.run import RunConfig
 from roll_lite.config.wording import field_type, in_words
 
 FORMER_NAMES = ("type", "kind")
-"""What `name` was called in some sections."""
+"""Former keys for `name` in some sections."""
 
 
 class _Invalid:
-    """Stands for a value that was refused; the problem is already noted."""
+    """Type of _INVALID, a refused value whose problem is already noted."""
 
 
 _INVALID = _Invalid()
@@ -38,14 +38,14 @@ _INVALID = _Invalid()
 @dataclass
 class Validated:
     partial: RunConfig
-    """Holds everything that is valid. Reading a field whose value was refused raises Refused."""
+    """Valid part of the configuration. Reading a refused field raises Refused."""
     data: dict[str, Any]
-    """The input with the names of strategies and the like filled in where they follow from the defaults."""
+    """Input, with the default `name` of sections that leave it out."""
     problems: list[Problem] = field(default_factory=list)
 
 
 def validate(data: dict[str, Any], broken: frozenset[Path] = frozenset()) -> Validated:
-    """`broken` paths are left out without a further complaint."""
+    """Validate the data; paths in `broken` are skipped without a further problem."""
     walker = _Walker(broken)
     partial = walker.section(RunConfig, data, ())
     assert isinstance(partial, RunConfig)
@@ -109,7 +109,8 @@ class _Walker:
         return built if isinstance(value, dict) else list(built.values())
 
     def _item(self, cls: type[Section], data: Any, path: Path) -> Section:
-        """One of many. A refused one keeps its place but has no attributes, so that nobody takes the others for all there are."""
+        """Build one item of a mapping or list. A refused item stays as an object without attributes, so that checks do not take the others
+        for all."""
         built = _INVALID if path in self.broken else self.section(cls, data, path)
         if isinstance(built, Section):
             return built
@@ -118,7 +119,7 @@ class _Walker:
         return hollow
 
     def _tell_strays(self, cls: type[Section], items: dict[str, Any], path: Path) -> None:
-        """An entry without what it needs, whose name is almost another's, is that one misspelt."""
+        """Report misspelt entries: required keys are missing, and the name is close to another entry's."""
         needed = {name for name, info in cls.model_fields.items() if info.is_required()}
         for name, item in items.items():
             others = [other for other in items if other != name and isinstance(items[other], dict) and needed <= items[other].keys()]
@@ -139,10 +140,10 @@ class _Walker:
             return _INVALID
 
     def _with_variant(self, variants: list[type[Section]], info: FieldInfo, value: Any, path: Path) -> tuple[Any, type[Section] | None]:
-        """Choose a member of a union by its `name`; where that is absent, the default's is meant."""
+        """Choose a member of a union by its `name`; without one, the default's."""
         by_name = {_word(variant): variant for variant in variants}
         if not isinstance(value, dict):
-            # A name in its short form is a section by now; text is what an interpolation gave.
+            # Short forms are sections by now; text comes from an interpolation.
             hint = f"; to interpolate the name, write it as {path[-1]}.name" if isinstance(value, str) else ""
             self._refuse(path, value, f"expected one of {', '.join(_offered(by_name))}, or a section with such a name{hint}")
             return value, None
@@ -156,8 +157,8 @@ class _Walker:
         return {"name": name, **value}, by_name[name]
 
     def _unknown_key(self, cls: type[Section], key: str, data: dict[str, Any], path: Path) -> list[str]:
-        """Report it with the key that may be meant: of this name within the section, else a near name here, else elsewhere. Returns near
-        names that are set nowhere: their values are not known."""
+        """Report an unknown key with a suggestion: the same name within the section, else a close name here, else elsewhere. Returns close
+        names that are not set: their values are unknown."""
         value = data[key]
         if key in FORMER_NAMES and "name" in cls.model_fields:
             self._refuse((*path, key), value, "is called name here, as in every section that is chosen by a word")
@@ -185,7 +186,7 @@ class _Walker:
 
 @dataclass(frozen=True)
 class Shape:
-    """How a field nests: no variants is a leaf, one a section, several a union keyed on `name`; with a container, many of them."""
+    """Nesting of a field: no variant is a leaf, one a section, several a union keyed on `name`; `container` holds many of them."""
 
     variants: list[type[Section]]
     container: type[dict[Any, Any]] | type[list[Any]] | None = None
@@ -203,12 +204,12 @@ def shape_of(annotation: Any) -> Shape:
 
 
 def _word(cls: type[Section]) -> str:
-    """The name that chooses a member of a union."""
+    """Name that chooses a member of a union."""
     return str(get_args(cls.model_fields["name"].annotation)[0])
 
 
 def _offered(names: Iterable[str]) -> list[str]:
-    """Without those that are refused later."""
+    """Names to suggest, without the scripted engine, which is refused later."""
     return [name for name in names if name != get_args(ScriptedStrategyConfig.model_fields["name"].annotation)[0]]
 
 
@@ -232,7 +233,7 @@ def _leaf_adapter(cls: type[Section], name: str) -> TypeAdapter[Any]:
 
 
 def sections(cls: type[Section] = RunConfig, path: Path = ()) -> Iterator[tuple[Path, type[Section]]]:
-    """Every section of the schema with its place; `<name>` stands for a user's own key, `<n>` for a list index."""
+    """Every section of the schema with its path; `<name>` stands for a user's key, `<n>` for a list index."""
     yield path, cls
     for name, info in cls.model_fields.items():
         shape = shape_of(info.annotation)
@@ -251,7 +252,7 @@ def _places() -> dict[Path, list[type[Section]]]:
 
 @lru_cache(maxsize=4096)
 def sections_at(path: Path) -> list[type[Section]]:
-    """The sections that may stand at a path with the user's own keys; the first of several is the default."""
+    """Sections that are valid at a path with the user's keys; if several, the default comes first."""
 
     def fits(place: Path) -> bool:
         return len(path) == len(place) and all(wanted in (key, "<name>", "<n>") for key, wanted in zip(path, place, strict=True))
@@ -260,13 +261,13 @@ def sections_at(path: Path) -> list[type[Section]]:
 
 
 def words_at(path: Path) -> str:
-    """What a setting takes, in words; empty where the schema has none at this path."""
+    """Type of a setting in words; empty if the schema has none at this path."""
     fields = [cls.model_fields[path[-1]] for cls in sections_at(path[:-1]) if path[-1] in cls.model_fields]
     return in_words(field_type(fields[0])) if fields else ""
 
 
 def is_removed_by_null(path: Path) -> bool:
-    """Entries of a mapping, and keys that cannot be null and have a default."""
+    """True for entries of a mapping, and for keys that have a default and cannot be null."""
     if sections_at(path) and not any(path[-1] in cls.model_fields for cls in sections_at(path[:-1])):
         return not path[-1].isdigit()
     fields = [cls.model_fields[path[-1]] for cls in sections_at(path[:-1]) if path[-1] in cls.model_fields]

@@ -1,4 +1,4 @@
-"""A field's type in plain words: for messages ("expected ...") and for docs/configuration.md."""
+"""Describes a field's type in words, for messages ("expected ...") and docs/configuration.md."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PLAIN: dict[Any, str] = {
 
 
 def field_type(field: FieldInfo) -> Any:
-    """The annotation with its constraints, which pydantic keeps apart."""
+    """Annotation with its constraints, which pydantic stores apart."""
     return Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
 
 
@@ -52,7 +52,7 @@ def in_words(annotation: Any) -> str:
 
 
 def _inner(metadata: Any) -> list[Any]:
-    """Field(...) inside a union keeps its constraints in a nested FieldInfo."""
+    """Constraints; Field(...) inside a union keeps them in a nested FieldInfo."""
     return metadata.metadata if isinstance(metadata, FieldInfo) else [metadata]
 
 
