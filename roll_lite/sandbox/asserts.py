@@ -245,10 +245,18 @@ def run_test(test: dict[str, Any], names: dict[str, Any], inside: bool = False) 
             importlib.import_module("unittest").__dict__["main"] = lambda *args, **kwargs: run_test_classes(known)
         exec(compile(tree, "tests.py", "exec", dont_inherit=True), known)
     except SystemExit as end:
+        if inside and not _is_left_by(known, end):
+            return "the program ended the test: SystemExit"
         return failed[0] if failed else "" if end.code in (None, 0, False) else f"SystemExit: {end.code}"
     except BaseException as error:
         return _what_failed(error, test["source"])
     return failed[0] if failed else ""
+
+
+def _is_left_by(tests: dict[str, Any], end: SystemExit) -> bool:
+    """Whether the tests themselves have left, as by `sys.exit()` at their end. A program that leaves must not pass the test."""
+    *_, (frame, _) = traceback.walk_tb(end.__traceback__)
+    return frame.f_globals is tests
 
 
 def run_test_classes(names: dict[str, Any]) -> None:
@@ -256,6 +264,7 @@ def run_test_classes(names: dict[str, Any]) -> None:
     classes = [one for one in names.values() if isinstance(one, type) and one.__module__ == names["__name__"]]
     unittest = importlib.import_module("unittest")
     result, load = unittest.TestResult(), unittest.defaultTestLoader.loadTestsFromTestCase
+    unittest.case.__dict__["_ShouldStop"] = ()  # what it would catch, which a program may raise, counts as a pass
     for one in classes:
         if issubclass(one, unittest.TestCase):
             load(one).run(result)

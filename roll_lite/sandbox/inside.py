@@ -12,6 +12,8 @@ import builtins
 import copy
 import functools
 import operator
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +36,12 @@ BITS = (operator.lshift, operator.rshift, operator.or_, operator.xor, operator.a
 KINDS = "Add Sub Mult Div FloorDiv Mod Pow MatMult LShift RShift BitOr BitXor BitAnd"
 OPERATORS: dict[str, Callable[[Any, Any], Any]] = dict(zip(KINDS.split(), (*ARITHMETIC, *BITS), strict=True))
 COMPARING = ("__eq__", "__ne__", "__lt__", "__gt__", "__le__", "__ge__", "__sub__", "__rsub__")
+OF_CLASS = type.__dict__
+MRO, HELD_BY, FLAGS = (OF_CLASS[name].__get__ for name in ("__mro__", "__dict__", "__flags__"))
+"""Of a class, as Python itself reads it: a metaclass could say something else."""
+MADE_IN_PYTHON = 1 << 9
+"""A flag of classes."""
+OF_C = (types.WrapperDescriptorType, types.MethodDescriptorType)
 PLAIN_CONTAINERS = (list, tuple, set, frozenset, dict)
 DEEPEST = 20
 RAISING = ("raises", "assertRaises", "assertRaisesRegex", "suppress", "warns", "assertWarns", "assertLogs", "assertNoLogs")
@@ -164,11 +172,26 @@ def operate(kind: str, one: Any, other: Any) -> Any:
 
 
 def _is_own(kind: type) -> bool:
-    return kind.__module__ == FROM_PROGRAM
+    """Whether the program has made the class. Its `__module__` may say anything; the globals of its functions do not lie."""
+    if not FLAGS(kind) & MADE_IN_PYTHON:
+        return False
+    return kind.__module__ == FROM_PROGRAM or any(type(one) is types.FunctionType and _is_of_program(one) for one in HELD_BY(kind).values())
+
+
+def _is_of_program(function: types.FunctionType) -> bool:
+    known = function.__globals__
+    name = str(known.get("__name__"))
+    return name == FROM_PROGRAM or name not in sys.modules or vars(sys.modules[name]) is not known
 
 
 def _defines(value: Any, dunders: tuple[str, ...]) -> bool:
-    return any(_is_own(kind) and any(name in vars(kind) for name in dunders) for kind in type(value).__mro__)
+    """Whether a class that the program has made has one of these operators, or any class one that is no function: `__eq__ = bool`."""
+    for kind in MRO(type(value)):
+        held = HELD_BY(kind)
+        operators = [held[name] for name in dunders if name in held] if FLAGS(kind) & MADE_IN_PYTHON else []
+        if operators and (_is_own(kind) or any(type(one) not in (types.FunctionType, *OF_C) for one in operators)):
+            return True
+    return False
 
 
 def _decides(value: Any, dunders: tuple[str, ...], depth: int = 0) -> bool:

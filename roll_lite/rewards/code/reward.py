@@ -76,8 +76,8 @@ class CodeReward(RewardType):
     response. Such a test runs in the program's process after the program; its verdict carries a secret that the program was not given. The
     program's operators count as little as possible: a comparison of its object with a plain value uses the data that the object holds; two
     of its objects are equal if their class says so and their attributes are equal; any other operator that sees a plain value and returns
-    one fails the test; a failed assert stays failed, even if it is caught. A program that attacks its interpreter can still forge such a
-    verdict. `inside` in the sample's details counts these tests.
+    one fails the test; a failed assert stays failed, even if it is caught; `sys.exit` of the program fails the test. A program that attacks
+    its interpreter can still forge such a verdict. `inside` in the sample's details counts these tests.
 
     **What programs see.** Python's standard library, the system's programs and libraries, their own empty folder, and the paths in
     `readable` and `python_path`; nothing else below /usr, no installed packages, nothing of the project. Shared memory of multiprocessing

@@ -207,6 +207,14 @@ DECIDED_BY_OPERATORS = [
     "import math\nassert math.isclose(Area(3), 28.274)",
     "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(Area(3), 28.274)",
 ]
+LIES = {
+    "its module": "class E(Area):\n    __module__ = 'builtins'",
+    "the module of its metaclass": "class M(type):\n    __module__ = property(lambda c: 'builtins')\nclass E(Area, metaclass=M): pass",
+    "its order of classes": "class M(type):\n    __mro__ = property(lambda c: (c,))\nclass E(Area, metaclass=M): pass",
+    "its names": "class M(type):\n    __dict__ = property(lambda c: {})\nclass E(Area, metaclass=M):\n    __eq__ = Area.__eq__",
+    "its operators": "class E:\n    __module__ = 'builtins'\n    __eq__ = __lt__ = __gt__ = bool\n    __hash__ = None",
+}
+"""Classes whose objects equal everything and that are, by what they say of themselves, not the program's."""
 NEEDS_AN_OBJECT = ["assert Area(3).area() {}", "a = Area(3)\nassert a.area() {}"]
 
 
@@ -224,6 +232,28 @@ def test_operators_inside_see_no_plain_value(tests: str, check: str) -> None:
     said = verdict(AREA, tests.format(check))
     assert said.startswith("test 1: failed: "), said
     assert verdict("class Area:\n    def __init__(self, r): self.r = r\n    def area(self): return 7.0", tests.format("== 7.0")) == "passed"
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_what_a_class_says_of_itself_makes_no_operator_pythons_own(lie: str) -> None:
+    area = AREA.replace("class Area:", "class Area:\n    __module__ = 'builtins'")
+    program = f"{area}\n{LIES[lie]}\nclass P:\n    x = E({'' if lie == 'its operators' else 3})"
+    assert verdict(program, "assert P().x == 28.274").startswith("test 1: failed: "), lie
+    unit = "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(P().x, 28.274)"
+    assert verdict(program, unit).startswith("test 1: failed: "), lie
+
+
+LEAVES = ["raise SystemExit(0)", "import sys; sys.exit()", "exit()", "quit(0)", "import unittest; raise unittest.case._ShouldStop"]
+IN_A_CLASS = "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(P().x, 5)"
+
+
+@pytest.mark.parametrize("leave", LEAVES)
+def test_a_program_that_leaves_a_test_inside_does_not_pass_it(leave: str) -> None:
+    program = f"class P:\n    @property\n    def x(self):\n        {leave}"
+    for tests in ("assert P().x == 5", IN_A_CLASS, "class TestP:\n    def test_x(self): assert P().x == 5"):
+        assert verdict(program, tests).startswith("test 1: failed: "), tests
+    for end in ("import sys\nsys.exit()", "raise SystemExit"):
+        assert verdict("class P:\n    x = 5", f"assert P().x == 5\n{end}") == "passed"
 
 
 def test_objects_inside_are_equal_if_they_hold_the_same() -> None:
