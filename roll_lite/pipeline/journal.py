@@ -271,7 +271,7 @@ class Journal:
         self._write_credit({number: advantage for report in reports for number, advantage in report.advantages.items()})
 
     def _write_credit(self, advantages: Mapping[int, float]) -> None:
-        """Write one line for every row of the batch, once. `advantages`: by sample number; rows that do not train may have none."""
+        """Write one line for every row of the batch, once. `advantages`: by sample number; null for rows without a finite one."""
         rows, self._shaped = self._shaped, None
         if rows is None:
             return
@@ -281,7 +281,9 @@ class Journal:
         with (folder / f"step_{self._current:06d}.jsonl").open("w", encoding="utf-8") as lines:
             for number, *values in zip(rows.tensor("sample").tolist(), *columns, strict=True):
                 record = dict(zip(("domain", *CREDIT_NUMBERS), values, strict=True))
-                lines.write(json.dumps({"step": self._current, **record, "advantage": advantages.get(number)}) + "\n")
+                advantage = advantages.get(number, math.nan)
+                known = advantage if math.isfinite(advantage) else None  # JSON has no NaN
+                lines.write(json.dumps({"step": self._current, **record, "advantage": known}) + "\n")
 
     def updates(self, step: int, updates: Mapping[str, Sequence[Sequence[Update]]], kl_coef: float) -> None:
         """By role, from every data-parallel rank: metric sums are the same on all of them, peaks are each rank's own."""

@@ -243,6 +243,20 @@ def test_interpolation(project: Project, monkeypatch: pytest.MonkeyPatch) -> Non
     assert project.load("rollout.samples_per_prompt=8", name="linked").seed == 8
 
 
+def test_numbers_and_switches_come_from_the_environment(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROBE_STEPS", "11")
+    monkeypatch.setenv("PROBE_REPEATS", "false")
+    project.write("configs/linked.yaml", "defaults: [run]\nsteps: ${oc.env:PROBE_STEPS}\ndeterministic: ${oc.env:PROBE_REPEATS}\n")
+    config = project.load("seed=${oc.env:PROBE_STEPS}", name="linked")
+    assert (config.steps, config.seed, config.deterministic) == (11, 11, False)
+
+
+@pytest.mark.parametrize("text", ["{prompt}", "Q: {prompt} A:", "{prompt}: what, then?", "[{prompt}]", "{{x}} {prompt}"])
+def test_text_settings_keep_their_braces_and_colons(project: Project, text: str) -> None:
+    project.write("configs/text.yaml", "defaults: [run]\ndomains: {copy: {template: plain}}\n")
+    assert project.load(f"domains.copy.template.text={text}", name="text").domains["copy"].template.text == text  # type: ignore[union-attr]
+
+
 SECRET = "sk-0123456789"
 
 

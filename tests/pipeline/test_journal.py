@@ -215,7 +215,7 @@ def test_every_row_is_written_with_its_reward_and_advantage(journal: Journal, tm
             "domain_number": torch.tensor([0, 0, 2]),
         }
     )
-    report = CreditReport(None, {}, {}, {1: -0.5, 0: 0.5})  # type: ignore[arg-type]
+    report = CreditReport(None, {}, {}, {1: -0.5, 0: 0.5, 2: float("nan")})  # type: ignore[arg-type]
     with journal.step(4):
         journal.shaped(rows, Masked(rows.tensor("train_weight"), {}))
         journal.credit([report], 0.0)
