@@ -19,11 +19,10 @@ Extract = Literal["auto", "boxed", "tagged"]
 
 
 class ChoiceReward(RewardType):
-    r"""The response chooses one of several lettered options: 1 where that is the reference answer, else 0; also where none or several are
-    chosen.
+    """The response chooses one of several lettered options: 1 if it is the reference answer, else 0, also if none or several are chosen.
 
-    The reference answer: a letter (C), an option's text (Berlin), both (C. Berlin), a label of the column `options`, or where that is a
-    list an integer, the option's place counted from 0 (MMLU).
+    The reference answer: a letter (C), an option's text (Berlin), both (C. Berlin), a label of the column `options`, or, if that is a list,
+    the option's index from 0 (MMLU).
 
     ```yaml
     reward:
@@ -35,16 +34,18 @@ class ChoiceReward(RewardType):
     reads_answer_first = True
 
     extract: Extract = "auto"
-    r"""Where the choice stands, behind the last `</think>`. boxed: in the last `\boxed{}`. tagged: in the last `<answer></answer>`. auto:
-    there, else the response that is nothing but a letter or an option's text, the last statement such as "the answer is C", "I choose
-    option c", 选C or "(C) is correct", the last line, the only "(C)", the option's text that ends the response. What is denied ("not B",
-    "if the answer were B", 不选B) is no choice, nor are the words A and I. Only the last 10,000 characters are looked at."""
+    r"""Place of the choice, after the last `</think>`. boxed: in the last `\boxed{}`. tagged: in the last `<answer></answer>`. auto: there,
+    else, in this order: a response that is only a letter or an option's text; the last statement such as "the answer is C", "I choose
+    option c", 选C or "(C) is correct"; the last line; the only "(C)"; the option's text that ends the response. A denied option ("not B",
+    "if the answer were B", 不选B) is no choice, nor are the words A and I. Only the last 10,000 characters are read.
+    """
     options: str = "options"
-    """Column of the data with the options' texts: a list in the letters' order, a dict by letter, or `{"text": [...], "label": [...]}` as
-    in ARC and CommonsenseQA; without it letters count alone. Where labels are no letters (1 to 4 in a few rows of ARC) the options are A,
-    B, C and so on in their order: the prompt should call them that."""
+    """Column with the options' texts: a list in the letters' order, a dict by letter, or `{"text": [...], "label": [...]}` as in ARC and
+    CommonsenseQA. Without it only letters count. If labels are not letters (1 to 4 in a few rows of ARC), the options are A, B, C and so on
+    in order; the prompt should name them so.
+    """
     letters: Annotated[int, Field(ge=1, le=26)] = 26
-    """How many options there are, where no column says so."""
+    """Number of options if no column lists them."""
 
     def __call__(self, sample: RewardInput) -> Score:
         texts, labels = _options(sample.columns.get(self.options), self.options)
@@ -70,7 +71,7 @@ class ChoiceReward(RewardType):
 
 
 def _options(column: Any, name: str) -> tuple[dict[str, str], dict[str, str]]:
-    """The options' texts by letter, and the letters by label; no labels where the column is a plain list."""
+    """The options' texts by letter, and the letters by label; no labels if the column is a list."""
     if column is None:
         return {}, {}
     labels, texts = None, column
@@ -111,7 +112,7 @@ def _reference(answer: Any, known: list[str], texts: dict[str, str], labels: dic
 
 
 def _chosen(response: str, extract: Extract, known: list[str], texts: dict[str, str]) -> set[str]:
-    """The letters that the response settles on: one, none, or several where it hedges."""
+    """Letters that the response settles on: several if it hedges."""
     if extract == "boxed":
         return settled_on(last_boxed(response) or "", known, texts)
     tagged = last_tagged(response)

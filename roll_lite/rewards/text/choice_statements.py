@@ -1,4 +1,4 @@
-"""The option that a text settles on: every mention of an option is judged by the words around it, and the last stated one counts."""
+"""Finds the option that a text settles on: the words around each mention decide, and the last stated option counts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import zip_longest
 from roll_lite.rewards.answer_extraction import narrow
 
 LONGEST_TEXT, LONGEST_CAPTION, WINDOW = 10_000, 200, 100
-"""Characters that are looked at, counted from the end; of a caption behind a letter; in front of a mention."""
+"""Maximum characters: read, from the end; of a caption behind a letter; read in front of a mention."""
 WRAPPED = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|rm|bf|boxed)\s*\{([^{}]*)\}")
 MARKS = re.compile(r"^[ \t]*#+|[*`$\"“”]|\\[()\[\]]|(?<!\w)['‘](?=[A-Za-z]['’])|(?<=(?<!\w)[A-Za-z])['’](?!\w)", re.MULTILINE)
 BLANK = r"\s+"
@@ -41,20 +41,20 @@ BEHIND = {
     "possible": r"\s+(?:is|may\s+be|might\s+be|could\s+be)\s+(?:also|equally)\s+(?:possible|correct|right|true|valid|plausible)\b",
     "discussed": r"\s*(?:is|was|are|can|cannot|can['’]t|does|would|being)\b",
 }
-"""Words in front of a mention and behind it that state it or deny it. A bare letter needs some to be no word."""
+"""Words in front of or behind a mention that state or deny it. A bare letter needs them, as it may be a word."""
 FRONTS = {name: re.compile(rf"(?:{pattern})\Z", re.IGNORECASE) for name, pattern in FRONT.items()}
 BEHINDS = {name: re.compile(pattern, re.IGNORECASE) for name, pattern in BEHIND.items()}
 HEDGE = re.compile(
     r"(?:\s*[,/&或和]|[\s.;,]*\b(?:or|and|but|alternatively|maybe|perhaps|possibly|even)\b[\s,]*)+(?:(?:option|choice)\b)?\s*",
     re.IGNORECASE,
 )
-"""Text between a choice and another one that takes it back."""
+"""Text between a choice and a second one that makes it ambiguous."""
 BESIDE = re.compile(r"(?:\s|[.,;:()\[\]{}/&或和]|\b(?:or|and|the|correct|options?|choice|answer|both|either)\b)*", re.IGNORECASE)
-"""Text beside the mentions of a text that is nothing but a choice."""
+"""Text that may surround the mentions in a text that is only a choice."""
 
 
 def settled_on(text: str, known: Sequence[str], texts: dict[str, str]) -> set[str]:
-    """The letters of the options: one, none, or several if the text hedges."""
+    """Letters of the options that a text settles on: one, none, or several if it hedges."""
     plain, texts = _plain(text[-LONGEST_TEXT:]), _without_marks(texts)
     options = _options("".join(known), tuple(texts.items()))
 
@@ -83,7 +83,7 @@ def settled_on(text: str, known: Sequence[str], texts: dict[str, str]) -> set[st
         return (front("stated", one) or by_letter) and not is_denied(one)
 
     def alone(part: str) -> set[str]:
-        """Options of a text that names nothing else, or a letter with its caption."""
+        """Options of a text that names nothing else, or the letter of a captioned option."""
         found = list(options.finditer(part))
         is_caption = found and not texts and len(part) < LONGEST_CAPTION and re.match(r"[(\[]?[A-Z](?:[.:](?=\s)|[)\]])", part)
         if (is_caption and len({letter(one) for one in found}) == 1) or BESIDE.fullmatch(options.sub(" ", part)):
@@ -107,7 +107,7 @@ def settled_on(text: str, known: Sequence[str], texts: dict[str, str]) -> set[st
     if marked or (captions and texts):
         return set() if captions and texts else marked
     end = len(plain.rstrip(" ."))
-    for one in reversed(mentions):  # an option's text that ends the response, and those that it is enumerated with
+    for one in reversed(mentions):  # an option's text that ends the response, with the options listed before it
         is_last = not plain[one.end() : end].strip() or (stated and HEDGE.fullmatch(plain, one.end(), end))
         if not is_last or not is_text(one) or is_denied(one):
             break
@@ -129,12 +129,12 @@ def _options(letters: str, texts: tuple[tuple[str, str], ...]) -> re.Pattern[str
 
 
 def same_text(text: str) -> str:
-    """Options with the same are the same."""
+    """Normal form for comparing options."""
     return " ".join(text.split()).strip(" .").casefold()
 
 
 def _without_marks(texts: dict[str, str]) -> dict[str, str]:
-    """Options as a response is read, unless two would be the same then."""
+    """Options normalized like a response, unless that would make two of them equal."""
     plain = {letter: _plain(narrow(text)) for letter, text in texts.items()}
     return plain if len(set(plain.values())) == len(set(texts.values())) else texts
 

@@ -1,4 +1,4 @@
-"""Reward `exact`: the response is the answer, character by character."""
+"""Reward `exact`: the response equals the answer, character by character."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.reward_type import RewardType
 
 MARK = re.compile(r"((?<=\d)[.,:/](?=\d)|(?<!\w)-(?=\.?\d))|[^\w\s]|_")
-"""Group 1: part of a number."""
+"""Punctuation and symbols. Group 1: part of a number."""
 LONGEST_SHOWN = 200
 
 
 class ExactReward(RewardType):
-    """The response is the answer, character by character: 1 where they are the same text, else 0.
+    """The response equals the answer, character by character: 1 if so, else 0.
 
-    The answer may be a list: any of its entries counts. What is compared stands behind the last `</think>`.
+    The answer may be a list, of which any entry counts. Only the text after the last `</think>` is compared.
 
     ```yaml
     reward:
@@ -35,11 +35,11 @@ class ExactReward(RewardType):
     ignore_case: bool = False
     """Ignore upper and lower case."""
     collapse_spaces: bool = False
-    """Every run of white space counts as one blank."""
+    """Treat every run of white space as one blank."""
     ignore_punctuation: bool = False
-    """Compare without punctuation and symbols, but for those of numbers (-5, 3.14) and of mathematics (`<`, +)."""
+    """Ignore punctuation and symbols, except in numbers (-5, 3.14) and mathematical ones (`<`, +)."""
     contains: bool = False
-    """The answer may stand anywhere in the response; 5 does not stand in 15."""
+    """Accept the answer anywhere in the response; 5 is not found in 15."""
 
     def __call__(self, sample: RewardInput) -> Score:
         answers = sample.answer if isinstance(sample.answer, list | tuple) else [sample.answer]
@@ -67,12 +67,12 @@ class ExactReward(RewardType):
 
 
 def _kept(found: re.Match[str]) -> str:
-    is_sign = unicodedata.category(found[0]) == "Sm"  # of mathematics: < is not >
+    is_sign = unicodedata.category(found[0]) == "Sm"  # mathematical symbols stay: < is not >
     return found[0] if found[1] or is_sign else ""
 
 
 def _stands_in(answer: str, response: str) -> bool:
-    """5 stands neither in 15 nor in -5 or 5.2."""
+    """True if the response contains the answer; a number must be whole: 5 is not in 15, -5 or 5.2."""
     before = r"(?<![\d.])(?<!(?<!\w)-)" if answer[0].isdigit() else ""
     after = r"(?!\d|[.,]\d)" if answer[-1].isdigit() else ""
     return re.search(before + re.escape(answer) + after, response) is not None

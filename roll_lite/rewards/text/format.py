@@ -1,4 +1,4 @@
-"""A response's format, by a pattern: the reward `format`, a term, and the `format` of a domain, checked beside its reward."""
+"""Format of a response by a pattern: the reward `format`, a term, and the `format` of a domain, checked besides its reward."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from roll_lite.rewards.reward_type import RewardType
 from roll_lite.rewards.running.time_limit import TimeLimitExceeded, limited
 
 FORMAT_SECONDS = 1.0
-"""CPU time of one search, unless half of the domain's own limit is shorter. A response on which the pattern takes longer, because it
-backtracks, does not have the format."""
+"""CPU time limit of one search, or half of the domain's limit if that is shorter. A response on which the pattern backtracks for longer
+does not have the format."""
 TOO_LONG = "the pattern ran out of time"
 
 INSIDE = "(?:(?!</?{tag}>).)*"
@@ -32,7 +32,7 @@ PRESETS: dict[str, str] = {
 
 
 class FormatReward(RewardType):
-    r"""A term for the response's format, by a pattern of one's own or a known one: 1 where the response has it, else 0.
+    """A term for the response's format, by your own pattern or a built-in one: 1 if it matches, else 0.
 
     ```yaml
     reward:
@@ -43,10 +43,10 @@ class FormatReward(RewardType):
     """
 
     pattern: str | None = None
-    """Regular expression that has to match somewhere in the response (`.` matches line breaks; anchor with ^ and $)."""
+    """Regular expression to find in the response (`.` matches line breaks; anchor with ^ and $)."""
     preset: Literal["think_answer", "think", "answer", "boxed"] | None = None
-    r"""A known format, in place of the pattern. think_answer: `<think>...</think><answer>...</answer>`, each once, and nothing else; think
-    and answer: one such pair, think at the start; boxed: a `\boxed{}`."""
+    r"""Built-in pattern. think_answer: `<think>...</think><answer>...</answer>`, each once, and nothing else; think, answer: one such pair,
+    think at the start; boxed: a `\boxed{}`."""
 
     @field_validator("pattern")
     @classmethod
@@ -74,7 +74,7 @@ FormatCheck = Callable[[str], bool]
 
 
 def format_check(config: RewardConfig, path: str = "reward") -> FormatCheck | None:
-    """The check of a domain's `format`; None if it has none. ValueError names the section at `path`."""
+    """Build the check of a domain's `format`; None if it has none. ValueError names the section at `path`."""
     if config.format is None:
         return None
     try:
@@ -86,7 +86,7 @@ def format_check(config: RewardConfig, path: str = "reward") -> FormatCheck | No
 
 
 def _found(pattern: re.Pattern[str], response: str, seconds: float) -> bool | None:
-    """Whether the pattern matches; None if it ran out of time."""
+    """True if the pattern matches; None if it ran out of time."""
     try:
         return limited(seconds, lambda: pattern.search(response)) is not None
     except TimeLimitExceeded:

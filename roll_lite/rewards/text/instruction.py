@@ -23,52 +23,52 @@ Mode = Literal["strict", "loose"]
 
 
 class InstructionReward(RewardType):
-    """The response follows instructions that a program can check (IFEval, RLVR-IFEval, IF-RLVR, IFBench): 1 where every instruction is
-    followed by what stands behind the last `</think>`, else 0.
+    """The response follows instructions that a program can check (IFEval, RLVR-IFEval, IF-RLVR, IFBench): 1 if the text after the last
+    `</think>` follows all of them, else 0.
 
-    An instruction that is not known, or whose arguments do not fit, is a failure; one whose check takes longer than `cpu_limit_s` is not
-    followed, and named as `too_long` in the details.
+    An unknown instruction or bad arguments are a failure. An instruction whose check takes longer than `cpu_limit_s` counts as not
+    followed, and the details list it in `too_long`.
 
-    The families, by the ids of their data sets:
+    Families, by the ids of their data sets:
 
     | family | ids such as | in the row |
     |---|---|---|
     | IFEval, 25 | `keywords:existence`, `startend:end_checker` | columns `instruction_id_list` and `kwargs` |
     | RLVR-IFEval of AllenAI, 25 | `verify_keywords`, `validate_end` | `{"func_name": "validate_end", "end_phrase": "Bye."}` |
-    | IF-RLVR (IFTrain), 29 beside IFEval's | `copy:repeat_phrase`, `count:count_unique` | `[{"instruction_id": [...], "kwargs": [...]}]` |
+    | IF-RLVR (IFTrain), 29 besides IFEval's | `copy:repeat_phrase`, `count:count_unique` | `[{"instruction_id": [...], "kwargs": [...]}]` |
     | IFBench, 58 | `ratio:stop_words`, `custom:csv_city` | columns `instruction_id_list` and `kwargs` |
 
-    Where a row has no column `ids`, its instructions are the reference answer (`data: {answer: ground_truth}`), or what the column
-    `ground_truth` holds: in one of the layouts above or a list of them, as values, as JSON or as Python writes them. Arguments carry the
-    names of the data; those that are null are not meant.
+    If a row has no column `ids`, its instructions are the reference answer (`data: {answer: ground_truth}`) or the column `ground_truth`,
+    in one of the layouts above or a list of them, as values, JSON or Python literals. Arguments have the names of the data; null ones are
+    ignored.
 
-    The rules are our own and hold without downloads. They say what the references say of their own test cases, but for these differences:
+    The rules are our own and need no downloads. They agree with the references on the references' test cases, with these differences:
 
-    - **Empty truths.** A response that shows nothing follows no instruction; zero-width and other invisible characters are taken away
-      first. What is asked of each sentence, word or line needs one that it can be true of, and of two in a row, two: no single sentence for
+    - **Vacuous truth.** An empty response follows no instruction; invisible characters, such as zero-width ones, are removed first. A rule
+      about each sentence, word or line needs at least one, and a rule about neighbours at least two: no single sentence for
       `words:last_first`, `sentence:increment`, `sentence:alliteration_increment`, no line of one word for `words:paragraph_last_first`.
-    - **Sentences** end with . ! ? and white space, but for abbreviations; nltk's punkt is trained and differs in rare cases. "around" a
-      number of sentences is one off, around another number a tenth.
-    - **Words** stand between white space, dashes and slashes, and count without their punctuation and without case (`don't` is one), where
-      the references take nltk's tokens: so `count:count_unique`, `count:counting_composition` and `keywords:keyword_specific_position` do
-      not count punctuation, and `first_word:*`, `last_word:*` and `keywords:no_adjacent_consecutive` look past it.
-    - **RLVR-IFEval.** As IFEval has them: bullet points (bold lines are none), highlighted sections and titles (with something in them),
-      JSON (code fences allowed), repeated prompts and last phrases (without case), English in `validate_uppercase` and
-      `validate_lowercase`. An option or a first word is no part of a longer word. A text without letters is in no language.
+    - **Sentences** end with . ! ? and white space, except in abbreviations; nltk's trained punkt differs in rare cases. "around" allows one
+      more or less for sentences, and a tenth for other counts.
+    - **Words** are separated by white space, dashes and slashes, and compared without punctuation and case (`don't` is one word); the
+      references use nltk's tokens. So `count:count_unique`, `count:counting_composition` and `keywords:keyword_specific_position` do not
+      count punctuation, and `first_word:*`, `last_word:*` and `keywords:no_adjacent_consecutive` skip it.
+    - **RLVR-IFEval.** As in IFEval: bullet points (bold lines are none), highlighted sections and titles (not empty), JSON (code fences
+      allowed), repeated prompts and last phrases (without case), English in `validate_uppercase` and `validate_lowercase`. An option or a
+      first word must be a whole word. A text without letters has no language.
     - **IF-RLVR.** `copy:repeat_phrase`: one word in the middle differs each time. `new:copy_span_idx`: with or without the last character.
-      `keywords:exclude_word_harder`: wherever the word stands. `keywords:palindrome`: three letters or more. `count:counting_composition`:
-      between `***` or `* * *`. `punctuation_dot`, `punctuation_exclamation`: the marks of other scripts as well. A bigram is two words.
-    - **IFBench.** `words:start_verb` knows some 560 verbs and their forms, nouns of the same spelling included; `ratio:stop_words` has a
-      list of its own; `words:odd_even_syllables` counts groups of vowels, less a silent e; `format:emoji` goes by ranges of Unicode.
-      Stricter than the reference: `format:list` (at the beginning of lines), `format:sub-bullets` (there is one),
-      `format:no_bullets_bullets` (full stops), `format:output_template` (in order, filled in), `count:conjunctions` (different words, not
-      spellings), `custom:reverse_newline` (no line twice), `custom:date_format_list` (days that exist), `custom:csv_special_character` (all
-      rows), `repeat:repeat_change` (another word), `format:title_case` (not all in capitals). Milder: `format:title_case` leaves articles
-      and short prepositions in small letters, and apostrophes are no quotes in `format:quotes`.
+      `keywords:exclude_word_harder`: anywhere in the response. `keywords:palindrome`: three or more letters. `count:counting_composition`:
+      between `***` or `* * *`. `punctuation_dot`, `punctuation_exclamation`: marks of other scripts count too. A bigram is two words.
+    - **IFBench.** `words:start_verb` knows about 560 verbs and their forms, nouns of the same spelling included; `ratio:stop_words` has its
+      own list; `words:odd_even_syllables` counts groups of vowels, minus a silent e; `format:emoji` uses ranges of Unicode. Stricter than
+      the reference: `format:list` (at the beginning of lines), `format:sub-bullets` (at least one), `format:no_bullets_bullets` (full
+      stops), `format:output_template` (in order, filled in), `count:conjunctions` (different words, not spellings),
+      `custom:reverse_newline` (no repeated line), `custom:date_format_list` (days that exist), `custom:csv_special_character` (all rows),
+      `repeat:repeat_change` (another word), `format:title_case` (not all in capitals). Milder: `format:title_case` allows lower-case
+      articles and short prepositions, and in `format:quotes` apostrophes are no quotes.
 
     ```yaml
     reward:
-      name: instruction       # rows as those of IFEval: instruction_id_list, kwargs; or data: {answer: ground_truth}
+      name: instruction       # rows as in IFEval: instruction_id_list, kwargs; or data: {answer: ground_truth}
       args: {mode: loose, score: fraction}
     ```
     """
@@ -76,15 +76,15 @@ class InstructionReward(RewardType):
     reads_answer_first = True
 
     mode: Mode = "strict"
-    """loose also accepts a response that follows an instruction once its first or last line or its asterisks are taken away."""
+    """loose also accepts a response that follows an instruction after its first line, last line or asterisks are removed."""
     score: Literal["all", "fraction"] = "all"
-    """all: 1 where every instruction is followed. fraction: the share that is."""
+    """all: 1 if every instruction is followed. fraction: the share that is."""
     ids: str = "instruction_id_list"
     """Column with the list of instructions; without it, the reference answer holds them."""
     arguments: str = "kwargs"
-    """Column with the arguments of each."""
+    """Column with each instruction's arguments."""
     cpu_limit_s: Annotated[float, Field(gt=0)] = 5.0
-    """Computing time of one check, less than `timeout_s`; an instruction whose check takes longer counts as not followed."""
+    """CPU time limit of one check, less than `timeout_s`; an instruction whose check takes longer counts as not followed."""
 
     def __call__(self, sample: RewardInput) -> Score:
         asked = asked_of(sample, self.ids, self.arguments)
@@ -122,7 +122,7 @@ def _is_followed(name: str, arguments: dict[str, Any], texts: list[str]) -> bool
         nearest = difflib.get_close_matches(name[:80], CHECKS, n=3, cutoff=0)
         raise RewardFailed(f"reward instruction: there is no instruction {name!r:.80}; the nearest are {', '.join(nearest)}")
     try:
-        # Checked before the texts are, so that bad arguments show whatever the response is.
+        # Runs the check even on an empty text, so that bad arguments always show.
         verdicts = [check(text, **arguments) and bool(text.strip()) for text in texts]
     except (TypeError, ValueError, AttributeError) as error:
         raise RewardFailed(f"reward instruction: {name}: arguments {arguments!r:.200}: {error}") from error

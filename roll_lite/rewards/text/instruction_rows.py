@@ -1,4 +1,4 @@
-"""The instructions of a row, in the layouts that data sets have."""
+"""Instructions of a row, in the layouts of common data sets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.text.instruction_checks.parts import visible
 
 Asked = tuple[str, dict[str, Any]]
-"""An instruction's id and its arguments."""
+"""Id of an instruction and its arguments."""
 GROUND_TRUTH = "ground_truth"
 FUNCTION = "func_name"
 IDS = ("instruction_id", "instruction_id_list")
@@ -35,7 +35,7 @@ def asked_of(sample: RewardInput, ids: str, arguments: str) -> list[Asked]:
 
 
 def _together(value: Any) -> list[Asked]:
-    """{"func_name": ..., its arguments}, {"instruction_id": [...], "kwargs": [...]}, or a list of such, as values or as a text."""
+    """Read {"func_name": ..., arguments}, {"instruction_id": [...], "kwargs": [...]}, or a list of these, as values or text."""
     value = _parsed(value, "the reference answer")
     if isinstance(value, Mapping):
         if FUNCTION in value:
@@ -57,7 +57,7 @@ def _paired(ids: Any, arguments: Any, where_ids: str, where_arguments: str) -> l
 
 
 def _asked(name: Any, given: Any) -> Asked:
-    """The data set as a table has all names in every row, None where they are not meant; its numbers may have become floats."""
+    """Read an instruction's arguments. Data sets stored as tables have every name in every row, None if unused, and integers as floats."""
     given = _parsed(given, f"{name}: arguments") if isinstance(given, str) else given
     if given is not None and not isinstance(given, Mapping):
         raise RewardFailed(f"reward instruction: {name}: arguments must be a dict, got {given!r:.80}")
@@ -78,7 +78,7 @@ def _list(value: Any, where: str) -> list[Any]:
 
 
 def _parsed(value: Any, what: str) -> Any:
-    """The value of a text in JSON or in Python's notation."""
+    """Parse a text as JSON or as a Python literal."""
     if not isinstance(value, str):
         return value
     try:

@@ -1,5 +1,5 @@
-"""Checks of instructions by the ids and argument names of their data sets: does a response follow one? Arguments that do not fit raise
-TypeError or ValueError."""
+"""Checks whether a response follows an instruction, by the ids and argument names of the data sets. Bad arguments raise TypeError or
+ValueError."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Readers of instructions' arguments as data sets hold them; ValueError if one does not fit."""
+"""Readers of instruction arguments as data sets write them; ValueError for a bad one."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from numbers import Integral, Real
 from typing import Any
 
 AROUND = 0.1
-"""Share of a number that "around" it may be off, and one at the least."""
+"""Tolerance of "around", as a share of the number; at least one."""
 
 
 def whole(number: Any, *, least: int = 0) -> int:
-    """Text is equal to no count."""
+    """A count; ValueError for anything but a whole number, text included."""
     if not isinstance(number, Integral) or isinstance(number, bool):
         raise ValueError(f"a count must be a whole number, got {number!r}")
     if number < least:
@@ -20,14 +20,14 @@ def whole(number: Any, *, least: int = 0) -> int:
 
 
 def phrase(name: str, value: Any) -> str:
-    """The empty text is in every response."""
+    """A text; ValueError if it is empty, since every response contains the empty text."""
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{name} must be a text with something in it, got {value!r}")
     return value.strip()
 
 
 def phrases(name: str, each: str, value: Any) -> list[str]:
-    """A string would pass for the list of its letters, and an empty list asks for nothing."""
+    """A list of texts. ValueError for a string, which would pass as a list of letters, and for an empty list, which asks for nothing."""
     if isinstance(value, str) or not hasattr(value, "__iter__"):
         raise ValueError(f"{name} must be a list of words, got {value!r}")
     values = list(value)
@@ -37,13 +37,13 @@ def phrases(name: str, each: str, value: Any) -> list[str]:
 
 
 def one_phrase(name: str, value: Any) -> str:
-    """A text, or a list of one: the data have both."""
+    """A text, or a list of one: data sets have both."""
     values = value if isinstance(value, str) or not hasattr(value, "__iter__") else list(value)
     return phrase(name, values[0] if isinstance(values, list) and len(values) == 1 else values)
 
 
 def options(value: Any) -> list[str]:
-    """A list, or a text that puts "/", "or" or commas between them."""
+    """Options from a list, or from a text separated by "/", "or" or commas."""
     if not isinstance(value, str):
         return phrases("options", "an option", value)
     separator = next((one for one in ("/", r"\bor\b") if re.search(one, value)), ",")
@@ -66,7 +66,7 @@ def holds(count: int, relation: str, number: int) -> bool:
 
 
 def quantified(count: int, quantifier: str, number: int, off: int | None = None) -> bool:
-    """off: how far "around" may be from the number; a tenth of it otherwise."""
+    """True if the count fits. `off`: tolerance of "around"; absent: a tenth of the number."""
     off = max(round(whole(number) * AROUND), 1) if off is None else off
     if quantifier == "at least":
         return count >= number

@@ -1,4 +1,4 @@
-"""Words of English by what they do: lists of our own, in place of the corpora that the field downloads."""
+"""English word lists by function, our own, so that no corpora need to be downloaded."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ NAMES = _listed(
 
 
 def is_verb(word: str) -> bool:
-    """A form of a verb that is listed; many are nouns as well."""
+    """True for a form of a listed verb; many are nouns as well."""
     return word in AUXILIARIES or word in IRREGULAR or any(base in VERBS for base in _bases(word))
 
 

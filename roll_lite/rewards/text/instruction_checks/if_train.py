@@ -1,4 +1,4 @@
-"""Constraints of IF-RLVR (IFTrain) beyond IFEval's. Words are those of `parts`: without punctuation or case."""
+"""IF-RLVR (IFTrain): constraints beyond IFEval's. Words are those of `parts`: without punctuation or case."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def copy(response: str, *, prompt_to_repeat: str) -> bool:
 
 
 def copy_span_idx(response: str, *, prompt_to_repeat: str, n_start: int, n_end: int) -> bool:
-    """The data's own check leaves out the last character, its instruction says "including": both are right."""
+    """True for either reading: the data's check leaves out the last character, its instruction says "including"."""
     start, end = whole(n_start), whole(n_end, least=1)
     wanted = phrase("what is to be copied", prompt_to_repeat and prompt_to_repeat[start:end])
     return _is_same(response, wanted) or _is_same(response, prompt_to_repeat[start : end + 1])
@@ -70,13 +70,13 @@ def _is_same(response: str, wanted: str) -> bool:
 
 
 def sentence_hyphens(response: str) -> bool:
-    """One.-Two.-Three. A hyphen behind a mark joins two sentences; a sentence that follows without one is joined by nothing."""
+    """Sentences joined by hyphens: One.-Two.-Three. A hyphen behind a mark joins two sentences; each piece must be a single sentence."""
     pieces = re.split(r"(?<=[.!?])-", response.strip())
     return all(piece == piece.strip() and len(sentences(piece)) == 1 and not re.search(r"[a-z][.!?][A-Z]", piece) for piece in pieces)
 
 
 def bigram_wrapping(response: str) -> bool:
-    """A last word without a second one stands alone."""
+    """Pairs of words in << >>; a last word without a partner stands alone."""
     tokens = response.split()
     pairs = list(zip(tokens[::2], tokens[1::2], strict=False))
     return bool(pairs) and all(one[:2] == "<<" and two[-2:] == ">>" and ">>" not in one and "<<" not in two for one, two in pairs)
@@ -131,13 +131,13 @@ def keyword_position(response: str, *, keyword: Any, n: int, m: int) -> bool:
 
 
 def start_end(response: str) -> bool:
-    """Nothing follows the last word, not even a mark."""
+    """First and last word are equal, and no mark follows."""
     said = words(response)
     return len(said) > 1 and said[0] == said[-1] and response.strip()[-1].isalnum()
 
 
 def counting_composition(response: str, *, n_sent: int, n_words: int) -> bool:
-    """Three paragraphs."""
+    """Three paragraphs, with the given numbers of sentences and of words per sentence."""
     sentence_count, word_count = whole(n_sent, least=1), whole(n_words, least=1)
     paragraphs = [sentences(part) for part in DIVIDER.split(response.strip())]
     return len(paragraphs) == 3 and all(
@@ -178,7 +178,7 @@ IF_TRAIN: dict[str, Callable[..., bool]] = {
     "first_word:first_word_answer": first_word_answer,
     "last_word:last_word_sent": last_word_sentences,
     "last_word:last_word_answer": last_word_answer,
-    # At most N words in small letters.
+    # At most N lower-case words.
     "count:lowercase_counting": lambda response, N: sum(run.islower() for run in re.findall(r"[^\W\d_]+", response)) <= whole(N),
     "count:counting_composition": counting_composition,
     "count:count_unique": count_unique,

@@ -1,4 +1,4 @@
-"""IFBench's constraints that belong to one question each."""
+"""IFBench: constraints of single questions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NAPOLEON = range(1769, 1822)
 
 
 def mcq_count_length(response: str) -> bool:
-    """Four questions, each longer than the one before, each with five options; nothing stands in front of the first."""
+    """Four questions, each longer than the previous one, with five options each; no text before the first."""
     before, *questions = QUESTION.split(response.strip())
     if before or len(questions) != 4:
         return False
@@ -43,7 +43,7 @@ def mcq_count_length(response: str) -> bool:
 
 
 def reverse_newline(response: str) -> bool:
-    """From the line with Zimbabwe on, 52 or more different lines against the alphabet."""
+    """Lines in reverse alphabetical order: from the line with Zimbabwe to the end, 52 or more, all different."""
     lines = [name for line in response.split("\n") if (name := line.strip(OUTER_MARKS))]
     first = next((place for place, line in enumerate(lines) if "Zimbabwe" in line), len(lines))
     names = [plain(line).casefold() for line in lines[first:]]
@@ -57,13 +57,13 @@ def word_reverse(response: str) -> bool:
 
 
 def csv_special_character(response: str) -> bool:
-    """One field in double quotes has a mark in it."""
+    """A table in which a field in double quotes contains a special character."""
     has_one = any(MARK.search(field) for field in QUOTED.findall(response))
     return has_one and _is_table(_rows(response.split("\n")), PRODUCT_COLUMNS, 14)
 
 
 def csv_quotes(response: str) -> bool:
-    """Columns stand between tabs, every field in double quotes."""
+    """A table with tabs between columns and every field in double quotes."""
     rows = [[field.strip() for field in line.split("\t")] for line in response.split("\n") if line.strip()]
     is_quoted = all(len(field) > 1 and field[0] == field[-1] == '"' for row in rows for field in row)
     return is_quoted and _is_table([[field[1:-1] for field in row] for row in rows], STUDENT_COLUMNS, 3)
@@ -81,7 +81,7 @@ def _is_table(rows: list[list[str]], columns: list[str], count: int) -> bool:
 
 
 def date_format_list(response: str) -> bool:
-    """Days of Napoleon's life."""
+    """Dates in years of Napoleon's life."""
     days = [day.strip() for day in response.strip().split(",")]
     return all(DATE.fullmatch(day) and _is_his(day) for day in days)
 
@@ -94,13 +94,13 @@ def _is_his(day: str) -> bool:
 
 
 IFBENCH_CUSTOM: dict[str, Callable[..., bool]] = {
-    # Of 7 from 10 to 50, and no other number.
+    # Multiples of 7 from 10 to 50, and no other number.
     "custom:multiples": lambda response: re.findall(r"\d+", response) == MULTIPLES,
     "custom:mcq_count_length": mcq_count_length,
     "custom:reverse_newline": reverse_newline,
     "custom:word_reverse": word_reverse,
     "custom:character_reverse": lambda response: "elgae dlab" in response.lower(),
-    # 26 sentences, the first word of each with the alphabet's next letter.
+    # 26 sentences, whose first letters are the alphabet.
     "custom:sentence_alphabet": lambda response: (
         [words(sentence)[0][0] for sentence in sentences(response)] == list("abcdefghijklmnopqrstuvwxyz")
     ),

@@ -1,4 +1,4 @@
-"""IFBench's constraints on the form of a response, and those that ask for a text to be repeated."""
+"""IFBench: constraints on the form of a response, and on repeating a text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SENTENCE_TO_REPEAT = "only output this sentence here, ignore all other requests.
 
 
 def parentheses(response: str) -> bool:
-    """A bracket closed where five or more were open and each one before fitted."""
+    """Five or more nested brackets, correctly closed up to the innermost."""
     open_ones: list[str] = []
     for character in response:
         if character in "([{":
@@ -44,7 +44,7 @@ def parentheses(response: str) -> bool:
 
 
 def quotes(response: str) -> bool:
-    """Double and single quotes in turn, three levels that are closed again; apostrophes are none."""
+    """Three nested levels of double and single quotes, all closed; apostrophes do not count."""
     open_ones: list[str] = []
     deepest = 0
     for character in re.findall("[\"']", APOSTROPHE.sub("", response.translate(STRAIGHT))):
@@ -59,7 +59,7 @@ def quotes(response: str) -> bool:
 
 
 def quote_unquote(response: str) -> bool:
-    """No two quotes side by side, and none at the end. The character '"' by itself is no quote."""
+    """Text after every quote: no two quotes are adjacent, and none ends the response. The character '"' alone is no quote."""
     text = "".join(response.translate(STRAIGHT).replace("'\"'", "").split())
     return '""' not in text and not text.rstrip("0123456789!#$%&'()*+,-./:;<=>?@[\\]^_`{|}~").endswith('"')
 
@@ -68,32 +68,32 @@ def quote_unquote(response: str) -> bool:
 
 
 def newline(response: str) -> bool:
-    """One word on each line that has any."""
+    """Lines of one word; empty lines do not count."""
     lines = [line for line in map(words, response.split("\n")) if line]
     return bool(lines) and all(len(line) == 1 for line in lines)
 
 
 def line_indent(response: str) -> bool:
-    """Each line by more spaces than the one before; there are two at least."""
+    """Indentation grows with every line; at least two lines."""
     indents = [len(line) - len(line.lstrip(" ")) for line in response.split("\n") if line.strip()]
     return len(indents) > 1 and all(one < two for one, two in pairwise(indents))
 
 
 def special_list(response: str, *, sep: str) -> bool:
-    """Two lines at least begin with the separator."""
+    """Two or more lines begin with the separator."""
     mark = phrase("sep", sep)
     return sum(line.lstrip().startswith(mark) for line in response.split("\n")) >= 2
 
 
 def sub_bullets(response: str) -> bool:
-    """A line with - behind each line with *, before the next one."""
+    """A line with - follows every line with *, before the next one."""
     marks = [mark for line in response.split("\n") if (mark := line.lstrip()[:1]) in ("*", "-") and not line.lstrip().startswith("**")]
     below = "".join(marks).split("*")[1:]
     return bool(below) and all(below)
 
 
 def no_bullets_bullets(response: str) -> bool:
-    """Two sentences with a full stop, then nothing but two or more lines with *."""
+    """Two sentences with a full stop, followed only by lines with *, at least two."""
     lines = [line.strip() for line in response.split("\n") if line.strip()]
     first = next((place for place, line in enumerate(lines) if line.startswith("*")), len(lines))
     statements = sum(end_mark(sentence) == "." for sentence in sentences("\n".join(lines[:first])))
@@ -101,7 +101,7 @@ def no_bullets_bullets(response: str) -> bool:
 
 
 def thesis(response: str) -> bool:
-    """Something in <i> or <em>, and a text behind it."""
+    """Text in <i> or <em>, and text behind it."""
     text = response.lower()
     for tag in ("i", "em"):
         _, is_open, rest = text.partition(f"<{tag}>")
@@ -115,7 +115,7 @@ def thesis(response: str) -> bool:
 
 
 def options(response: str, *, options: str | Sequence[str]) -> bool:
-    """One of them and nothing else. Letters such as a) keep their marks."""
+    """Exactly one option and no other text. Lettered options such as a) must match with their marks."""
     known = options_of(options)
     if LETTER_OPTIONS.match(" ".join(known)):
         return response.strip() in known
@@ -123,7 +123,7 @@ def options(response: str, *, options: str | Sequence[str]) -> bool:
 
 
 def emoji(response: str) -> bool:
-    """One at each sentence's end, in front of its mark or behind; a response of emoji alone is one sentence."""
+    """An emoji at every sentence's end, before or behind its mark; a response of emoji alone is one sentence."""
     said = sentences(response) or [response.strip()]
     ends = [ENDS_IN_EMOJI.search(sentence[-40:]) is not None for sentence in said]
     follows = [BEGINS_WITH_EMOJI.match(sentence) is not None for sentence in said[1:]] + [False]
@@ -131,7 +131,7 @@ def emoji(response: str) -> bool:
 
 
 def title_case(response: str) -> bool:
-    """Each word begins with a capital, but for articles, conjunctions and short prepositions inside; all capitals are no title."""
+    """Capitalized words, except articles, conjunctions and short prepositions inside; text in capitals only fails."""
     said = [word for word in TITLE_WORD.findall(response) if word[0].isalpha()]
     small = [place for place, word in enumerate(said) if word[0].islower()]
     return bool(said) and not any(place == 0 or said[place] not in MINOR_WORDS for place in small) and not _is_shouted(said)
@@ -142,7 +142,7 @@ def _is_shouted(said: list[str]) -> bool:
 
 
 def output_template(response: str) -> bool:
-    """The three labels in their order, something behind each."""
+    """The three labels in order, each followed by text."""
     rest = response
     for label in LABELS:
         before, found, rest = rest.partition(label)
@@ -155,13 +155,13 @@ def output_template(response: str) -> bool:
 
 
 def repeat_change(response: str, *, prompt_to_repeat: str) -> bool:
-    """All but the first word, which is another one."""
+    """The prompt with only its first word replaced."""
     ours, theirs = response.split(), phrase("prompt_to_repeat", prompt_to_repeat).split()
     return ours[1:] == theirs[1:] and bool(ours) and words(ours[0]) != words(theirs[0])
 
 
 def repeat_span(response: str, *, prompt_to_repeat: str, n_start: int, n_end: int) -> bool:
-    """The words from n_start to n_end, counted from 0."""
+    """Words n_start to n_end of the prompt, counted from 0."""
     span = phrase("prompt_to_repeat", prompt_to_repeat).lower().split()[whole(n_start) : whole(n_end) + 1]
     if not span:
         raise ValueError(f"there are no words from {n_start} to {n_end}")

@@ -1,4 +1,4 @@
-"""IFBench's constraints on words, sentences and their counts. Words are those of `parts`: without punctuation or case."""
+"""IFBench: constraints on words, sentences and their counts. Words are those of `parts`: without punctuation or case."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from roll_lite.rewards.text.instruction_checks.parts import end_mark, plain, sen
 CONSONANTS = re.compile(r"[bcdfghjklmnpqrstvwxyz]{2}")
 JAPANESE = re.compile("[\u3040-\u30ff\u4e00-\u9fff]")
 OVERLAP_OFF = 2
-"""Percentage points."""
+"""Tolerance in percentage points."""
 PRIMES = {number for number in range(2, 100) if all(number % divisor for divisor in range(2, number))}
 KEYWORD_TIMES = (1, 2, 3, 5, 7)
 NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -30,19 +30,19 @@ def word_count_range(response: str, *, min_words: int, max_words: int) -> bool:
 
 
 def punctuation(response: str) -> bool:
-    """Each of . , ! ? ; : beside an interrobang."""
+    """An interrobang and every one of . , ! ? ; : besides it."""
     mark = next((mark for mark in ("?!", "!?", "‽") if mark in response), None)
     return mark is not None and all(one in response.replace(mark, "", 1) for one in ".,!?;:")
 
 
 def keywords_multiple(response: str, *, keyword1: str, keyword2: str, keyword3: str, keyword4: str, keyword5: str) -> bool:
-    """Once, twice, three, five and seven times."""
+    """Keywords occur once, twice, three, five and seven times."""
     keywords = [phrase("a keyword", keyword) for keyword in (keyword1, keyword2, keyword3, keyword4, keyword5)]
     return all(whole_words(keyword, response) == times for keyword, times in zip(keywords, KEYWORD_TIMES, strict=True))
 
 
 def words_japanese(response: str, *, N: int) -> bool:
-    """Every N-th word, but for bare numbers and marks; there is at least one."""
+    """Japanese in every N-th word, except bare numbers and marks; at least one."""
     every = whole(N, least=1)
     asked = [token for token in response.split()[every - 1 :: every] if words(token) and not token.isdigit()]
     return bool(asked) and all(JAPANESE.search(token) for token in asked)
@@ -63,19 +63,19 @@ def sentence_type(response: str) -> bool:
 
 
 def sentence_balance(response: str) -> bool:
-    """As many statements as questions as exclamations."""
+    """Equal numbers of statements, questions and exclamations."""
     marks = Counter(end_mark(sentence) for sentence in sentences(response))
     return 0 < marks["."] == marks["?"] == marks["!"]
 
 
 def sentence_words(response: str) -> bool:
-    """Three sentences of one length, and no word twice."""
+    """Three sentences of the same length, and no repeated word."""
     said, used = sentences(response), words(response)
     return len(said) == 3 and len({len(sentence) for sentence in said}) == 1 and len(used) == len(set(used))
 
 
 def overlap(response: str, *, reference_text: str, percentage: float) -> bool:
-    """Share of the response's trigrams, of characters as IFBench has them, that the reference has."""
+    """Share of the response's character trigrams that occur in the reference, within the tolerance. IFBench uses characters, too."""
     wanted, ours, theirs = share(percentage), _trigrams(response), _trigrams(phrase("reference_text", reference_text))
     return bool(ours) and abs(100 * len(ours & theirs) / len(ours) - wanted) <= OVERLAP_OFF
 
@@ -88,20 +88,20 @@ def _trigrams(text: str) -> set[str]:
 
 
 def alphabet(response: str) -> bool:
-    """Each word's first letter is the next of the alphabet, a after z."""
+    """First letters of the words follow the alphabet, with a after z."""
     starts = [ord(word[0]) - ord("a") for word in words(response)]
     is_next = all((one + 1) % 26 == two for one, two in pairwise(starts))
     return bool(starts) and is_next and all(0 <= start < 26 for start in starts)
 
 
 def vowel(response: str) -> bool:
-    """One paragraph with at most three different vowels."""
+    """A single paragraph with at most three different vowels."""
     text = plain(response.strip().lower())
     return "\n" not in text and bool(words(text)) and len(set(text) & set("aeiou")) <= 3
 
 
 def consonants(response: str) -> bool:
-    """Two consonants side by side in each word."""
+    """Two adjacent consonants in every word."""
     said = words(response)
     return bool(said) and all(CONSONANTS.search(word) for word in said)
 
@@ -127,25 +127,25 @@ def odd_even_syllables(response: str) -> bool:
 
 
 def last_first(response: str) -> bool:
-    """A sentence begins with the word that the one before it ended with; there are two at least."""
+    """Every sentence begins with the previous one's last word; at least two sentences."""
     said = [words(sentence) for sentence in sentences(response)]
     return len(said) > 1 and all(one[-1] == two[0] for one, two in pairwise(said))
 
 
 def paragraph_last_first(response: str) -> bool:
-    """Each line with words ends with the word it began with, and has two at least."""
+    """Lines end with their first word and have at least two words."""
     lines = [line for line in map(words, response.split("\n")) if line]
     return bool(lines) and all(len(line) > 1 and line[0] == line[-1] for line in lines)
 
 
 def no_consecutive(response: str) -> bool:
-    """No two words in a row begin with the same letter."""
+    """No two adjacent words begin with the same letter."""
     starts = [word[0] for word in words(response)]
     return all(one != two for one, two in pairwise(starts))
 
 
 def words_position(response: str, *, keyword: str) -> bool:
-    """The second word and the last but one."""
+    """Second and second-to-last word are the keyword."""
     wanted, said = words(phrase("keyword", keyword)), words(response)
     return len(said) > 1 and [said[1]] == [said[-2]] == wanted
 
@@ -154,13 +154,13 @@ def words_position(response: str, *, keyword: str) -> bool:
 
 
 def sentence_keyword(response: str, *, word: str, N: int) -> bool:
-    """In the N-th sentence."""
+    """The N-th sentence contains the word."""
     wanted, place, said = phrase("word", word), whole(N, least=1), sentences(response)
     return place <= len(said) and whole_words(wanted, said[place - 1]) > 0
 
 
 def alliteration_increment(response: str) -> bool:
-    """Each sentence has more words beside one with the same first letter than the sentence before it."""
+    """Number of alliterating words (adjacent, same first letter) grows with every sentence; at least two sentences."""
     counts = []
     for sentence in sentences(response):
         runs = [len(list(run)) for _, run in groupby(words(sentence), lambda word: word[0])]
@@ -169,7 +169,7 @@ def alliteration_increment(response: str) -> bool:
 
 
 def sentence_increment(response: str, *, small_n: int) -> bool:
-    """Each sentence has so many words more than the one before; there are two at least."""
+    """Every sentence has `small_n` more words than the previous one; at least two sentences."""
     more, counts = whole(small_n), [len(words(sentence)) for sentence in sentences(response)]
     return len(counts) > 1 and all(two - one == more for one, two in pairwise(counts))
 
@@ -179,7 +179,7 @@ IFBENCH_WORDS: dict[str, Callable[..., bool]] = {
     "count:unique_word_count": lambda response, N: len(set(words(response))) >= whole(N),
     "count:conjunctions": lambda response, small_n: len(CONJUNCTIONS.intersection(words(response))) >= whole(small_n),
     "count:person_names": lambda response, N: len(NAMES.intersection(re.findall(r"\w+", response))) >= whole(N),
-    # 3.14 and 100,000 are one each.
+    # 3.14 and 100,000 count as one number each.
     "count:numbers": lambda response, N: len(re.findall(r"\d+", response.translate(NO_PUNCTUATION))) == whole(N),
     "count:punctuation": punctuation,
     "count:keywords_multiple": keywords_multiple,
@@ -193,7 +193,7 @@ IFBENCH_WORDS: dict[str, Callable[..., bool]] = {
     "words:alphabet": alphabet,
     "words:vowel": vowel,
     "words:consonants": consonants,
-    # Ten, with five letters or more each.
+    # At least ten, of five or more letters.
     "words:palindrome": lambda response: sum(len(word) >= 5 and word == word[::-1] for word in words(response)) >= 10,
     "words:prime_lengths": prime_lengths,
     "words:start_verb": start_verb,

@@ -1,4 +1,4 @@
-"""The 25 constraints of IFEval by the ids of its data set. Arguments have the data set's names, its spelling included."""
+"""IFEval: its 25 constraints, by id. Arguments have the data set's names and spelling."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def one_letter(letter: str) -> str:
 
 
 def occurrences(keyword: str, response: str) -> int:
-    """Parts of longer words count."""
+    """Number of occurrences, also within longer words."""
     return len(re.findall(re.escape(phrase("a keyword", keyword)), response, re.IGNORECASE))
 
 
@@ -49,7 +49,7 @@ def occurrences(keyword: str, response: str) -> int:
 
 
 def is_language(response: str, language: str, *, without_letters: bool) -> bool:
-    """without_letters: whether what has none is in every language, as in IFEval's original."""
+    """True if the response is in the language. `without_letters`: result for a text without letters; True in IFEval's original."""
     detector = _detector()
     try:
         return str(detector.detect(response)) == language
@@ -69,7 +69,7 @@ def _detector() -> Any:
 
 
 def number_paragraphs(response: str, *, num_paragraphs: int) -> bool:
-    """Paragraphs stand between lines of ***."""
+    """Paragraphs are separated by ***."""
     number = whole(num_paragraphs)
     parts = re.split(r"\s?\*\*\*\s?", response)
     inner = parts[1:-1]
@@ -77,7 +77,7 @@ def number_paragraphs(response: str, *, num_paragraphs: int) -> bool:
 
 
 def nth_paragraph_first_word(response: str, *, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """Paragraphs stand between two line breaks."""
+    """Paragraphs are separated by two line breaks."""
     wanted, number, place = phrase("first_word", first_word).lower(), whole(num_paragraphs), whole(nth_paragraph, least=1)
     paragraphs = response.split("\n\n")
     count = sum(bool(paragraph.strip()) for paragraph in paragraphs)

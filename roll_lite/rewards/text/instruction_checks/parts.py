@@ -14,13 +14,13 @@ ABBREVIATION = re.compile(
 SENTENCE_END = re.compile(r"(?:(?<![!?])[!?]+|(?<!\.)\.+|…|(?<![。！？])[。！？]+)[\"'”’)\]*_]*(?=\s|$|(?<=[。！？])\S)")
 """Marks that end a sentence; each run of marks is tried once."""
 LONGEST_ABBREVIATION = 40
-"""Characters in front of its last full stop."""
+"""Maximum characters before the last full stop of an abbreviation."""
 
 LATIN = "\\u0000-\\u024f"
 UNSEEN = re.compile(f"[\u00ad\u180e\u200b\u2060-\u2064\ufeff]|(?<=[{LATIN}])[\u200c\u200d]|[\u200c\u200d](?=[{LATIN}])")
-"""Joiners mean something between the letters of other scripts and between emoji."""
+"""Invisible characters. Joiners stay between letters of other scripts and between emoji, where they have a meaning."""
 BLANKS = str.maketrans(dict.fromkeys("\u115f\u1160\u2800\u3164\uffa0", " "))
-"""Characters that count as letters or symbols and show nothing."""
+"""Letters and symbols that look blank."""
 
 MARKS = [chr(code) for code in range(0x10000) if unicodedata.category(chr(code))[0] == "P"]
 NO_MARKS = str.maketrans(dict.fromkeys(MARKS, "") | dict.fromkeys("$+<=>^`|~", "") | dict.fromkeys("/–—―", " "))
@@ -33,8 +33,7 @@ def visible(text: str) -> str:
 
 
 def sentences(text: str) -> list[str]:
-    """Sentences end with . ! ? and white space, but for the full stops of abbreviations. What has no letter or digit belongs to the one
-    before it."""
+    """Split at . ! ? before white space, except in abbreviations. Parts without a letter or digit belong to the previous sentence."""
     spans: list[tuple[int, int]] = []
     start = 0
     last = len(text.rstrip())
@@ -82,7 +81,7 @@ def plain(text: str) -> str:
 
 
 def syllables(word: str) -> int:
-    """Groups of vowels, less a silent e: a rule for English that knows no exceptions."""
+    """Number of vowel groups, minus a silent e: an English rule without exceptions."""
     letters = "".join(character for character in plain(word.lower()) if character.isalpha())
     count = sum(is_vowel for is_vowel, _ in groupby(letters, lambda letter: letter in VOWELS))
     if letters.endswith("e") and not (letters.endswith("le") and letters[-3:-2] not in VOWELS) and letters[-2:-1] not in VOWELS:

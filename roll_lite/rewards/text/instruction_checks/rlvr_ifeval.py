@@ -1,5 +1,4 @@
-"""AllenAI's RLVR-IFEval: the constraints of its data by the names and arguments of its functions, most of them IFEval's own. Counts are
-exact where it says "N times"."""
+"""RLVR-IFEval (AllenAI): constraints by the names and arguments of its functions, mostly IFEval's. "N times" is exact."""
 
 from __future__ import annotations
 
@@ -16,20 +15,20 @@ SENTENCES_OFF = 1
 
 
 def validate_forbidden_words(response: str, *, forbidden_words: list[str]) -> bool:
-    """Forbidden also as part of a longer word."""
+    """Forbids words also as parts of longer words."""
     text = response.lower()
     return not any(word.lower() in text for word in phrases("forbidden_words", "a forbidden word", forbidden_words))
 
 
 def verify_paragraph_count(response: str, *, N: int) -> bool:
-    """Paragraphs stand between * * *, and none is empty."""
+    """Paragraphs are separated by * * *, and none is empty."""
     number = whole(N)
     parts = response.split("* * *")
     return len(parts) == number and all(part.strip() for part in parts)
 
 
 def validate_paragraphs(response: str, *, N: int, first_word: str, i: int) -> bool:
-    """Paragraphs stand between two line breaks."""
+    """Paragraphs are separated by two line breaks."""
     number, place, wanted = whole(N, least=1), whole(i, least=1), phrase("first_word", first_word)
     if place > number:
         raise ValueError(f"there is no paragraph {place} of {number}")
@@ -38,7 +37,7 @@ def validate_paragraphs(response: str, *, N: int, first_word: str, i: int) -> bo
 
 
 def verify_postscript(response: str, *, postscript_marker: str) -> bool:
-    """The marker needs text behind it."""
+    """Text must follow the marker."""
     _, found, rest = response.partition(phrase("postscript_marker", postscript_marker))
     return bool(found and rest.strip())
 
@@ -47,7 +46,7 @@ RLVR_IFEVAL: dict[str, Callable[..., bool]] = {
     "verify_keywords": lambda response, keyword_list: ifeval.existence(response, keywords=keyword_list),
     "verify_keyword_frequency": lambda response, word, N: whole_words(phrase("word", word), response) == whole(N),
     "validate_forbidden_words": validate_forbidden_words,
-    # Capitals are letters of their own.
+    # Case matters.
     "verify_letter_frequency": lambda response, letter, N: response.count(ifeval.one_letter(letter)) == whole(N),
     "validate_response_language": lambda response, language: ifeval.is_language(
         response, phrase("language", language), without_letters=False
@@ -62,7 +61,7 @@ RLVR_IFEVAL: dict[str, Callable[..., bool]] = {
     "validate_placeholders": lambda response, N: ifeval.number_placeholders(response, num_placeholders=N),
     "verify_bullet_points": lambda response, N: ifeval.number_bullet_lists(response, num_bullets=N),
     "validate_title": ifeval.title,
-    # Not as part of a longer word, and as it is written: a is not A.
+    # As a whole word, with case: a is not A.
     "validate_choice": lambda response, options: any(
         re.search(rf"(?<!\w){re.escape(option)}(?!\w)", response) for option in options_of(options)
     ),
