@@ -1,4 +1,4 @@
-"""JSON over HTTP to one service at one or several URLs: least busy first, with retries, and with causes that name no secret."""
+"""Client for JSON over HTTP to one service at one or several URLs: least busy first, with retries, and without secrets in messages."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 BACKOFF_S, LONGEST_BACKOFF_S, CONNECT_S = 0.25, 8.0, 5.0
 SHOWN_CHARACTERS, SHORTEST_SECRET = 200, 8
 PASSING = (408, 429, *range(500, 600))
-"""Status codes that are worth another attempt."""
+"""Status codes worth a retry."""
 ABOUT_THE_CONTENT = (400, 413, 422, 500)
-"""Status codes with which services refuse what a request holds: too long, malformed, forbidden, or it made them raise."""
+"""Status codes of services that reject a request's content: too long, malformed, forbidden, or it made them raise."""
 
 
 def _is_set(variable: str) -> str:
-    """ValueError unless it names a variable that is set. The value is not shown: it may be the key itself."""
+    """ValueError unless this environment variable is set. The value is not shown: it may be the key itself."""
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable):
         raise ValueError("is no name of an environment variable; the key itself must not stand here")
     if not os.environ.get(variable, "").strip():
@@ -53,33 +53,33 @@ def _are_urls(given: str | tuple[str, ...]) -> str | tuple[str, ...]:
 KeyVariable = Annotated[str, AfterValidator(_is_set), Unshown()]
 """Name of the environment variable with a key."""
 Addresses = Annotated[str | tuple[str, ...], AfterValidator(_are_urls), Unshown()]
-"""One URL or several."""
+"""URL, or several."""
 
 
 class HttpSettings(ArgumentSection):
     """Limits and credentials of requests to a service."""
 
     concurrency: PositiveInt = 64
-    """Requests under way at the same time, in each worker."""
+    """Concurrent requests per worker."""
     timeout_s: PositiveFloat = 20.0
-    """Time after which one request counts as failed, less than the reward's own `timeout_s`."""
+    """Time limit of one request, less than the reward's `timeout_s`."""
     retries: NonNegativeInt = 3
-    """How often a failed request is tried again, with growing pauses."""
+    """Retries of a failed request, with growing pauses."""
     api_key_env: KeyVariable | None = None
     """Name of the environment variable that holds the key."""
     api_key_header: str = "Authorization"
     """Header that carries the key; with Authorization it is sent as a bearer token."""
     trust_env: bool = False
-    """Send requests through the proxy that the environment names."""
+    """Use the proxy named in the environment."""
 
 
 class AskingReward(RewardType, HttpSettings):
-    """A type that asks a service."""
+    """A reward type that asks a service."""
 
     _of_loop: dict[asyncio.AbstractEventLoop, Any] = PrivateAttr(default_factory=dict)
 
     def of_loop(self, make: Callable[[], Any]) -> Any:
-        """The running event loop's object (a client, a batcher), made at the first use."""
+        """Object of the running event loop (a client, a batcher), made at the first use."""
         loop = asyncio.get_running_loop()
         if loop not in self._of_loop:
             self._of_loop = {other: made for other, made in self._of_loop.items() if not other.is_closed()} | {loop: make()}
@@ -95,16 +95,16 @@ class AskingReward(RewardType, HttpSettings):
 
 
 class Refused(ResponseSuspected):
-    """The service answered that it cannot handle this request."""
+    """Raised if the service answers that it cannot handle this request."""
 
 
 @dataclass
 class _Url:
     url: str
     requests: int = 0
-    """Under way."""
+    """Number of requests in flight."""
     failures: int = 0
-    """Consecutive failures. A URL that failed rests, then gets a single request."""
+    """Consecutive failures. A failed URL rests, then gets a single request."""
     rests_until: float = 0.0
 
     def is_available(self) -> bool:
@@ -113,18 +113,18 @@ class _Url:
 
 @dataclass
 class _Trouble:
-    """Why an attempt failed that may succeed another time."""
+    """Cause of a failed attempt that may be retried."""
 
     text: str
     is_refusal: bool = False
     wait_s: float | None = None
-    """Seconds that the service asks for."""
+    """Seconds to wait, if the service asks for that."""
     elsewhere_only: bool = False
-    """A service that is too slow is not asked twice for the same."""
+    """True: retry at other URLs only, since this service was too slow."""
 
 
 class HttpClient:
-    """A reward's client in one event loop. Connections are kept between calls."""
+    """Client of a reward in one event loop; keeps connections open."""
 
     def __init__(self, reward: str, urls: Sequence[str], settings: HttpSettings) -> None:
         self._reward, self._settings = f"reward {reward}", settings
@@ -134,8 +134,8 @@ class HttpClient:
         self._client: httpx2.AsyncClient | None = None
 
     async def post(self, payload: Any, retries: int | None = None) -> tuple[Any, str]:
-        """The answer's JSON, and the URL that gave it, as it may be shown. Refused if the service does not take the request, RewardFailed
-        if there is no answer; both after the retries."""
+        """Returns the answer's JSON and the URL that gave it, in a form that may be shown. After the retries: Refused if the service
+        rejects the request, RewardFailed if there is no answer."""
         attempts, troubles = 1 + (self._settings.retries if retries is None else retries), dict[str, str]()
         try:
             body = json.dumps(payload).encode()
@@ -144,7 +144,7 @@ class HttpClient:
         async with self._limit:
             for attempt in range(attempts):
                 available = [url for url in self._urls if url.is_available()]
-                # Ties are drawn: several worker processes would otherwise all begin with the first.
+                # Ties are broken at random: otherwise all worker processes would begin with the first URL.
                 least_busy = min(available, key=lambda url: (url.requests, random.random()), default=None)
                 url = least_busy or min(self._urls, key=lambda url: url.rests_until)
                 url.requests += 1
@@ -210,7 +210,7 @@ class HttpClient:
 
 
 async def _opened(settings: HttpSettings) -> AsyncIterator[httpx2.AsyncClient]:
-    """Closes the connections when the event loop ends: an asyncio.Runner finishes asynchronous generators."""
+    """Open a client; its connections close with the event loop, since asyncio.Runner finishes asynchronous generators."""
     import httpx2
 
     timeout = httpx2.Timeout(None, connect=min(CONNECT_S, settings.timeout_s))
@@ -220,7 +220,7 @@ async def _opened(settings: HttpSettings) -> AsyncIterator[httpx2.AsyncClient]:
 
 
 def _without(key: str | None, text: str) -> str:
-    """The text without the key, which services like to repeat: as it is, in JSON or in a URL."""
+    """Remove the key from a text, as services may echo it: verbatim, in JSON or in a URL."""
     if key is None:
         return text
     with suppress(ValueError, RecursionError):
@@ -235,20 +235,20 @@ def several(urls: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 def shown(url: str) -> str:
-    """The URL without user, password, query and fragment."""
+    """URL without user, password, query and fragment."""
     parts = urlsplit(url)
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
 def _innermost(error: BaseException) -> str:
-    """The system's own words, without the URL as it was given."""
+    """Message of the innermost cause, which does not contain the URL."""
     while (cause := error.__cause__ or error.__context__) is not None:
         error = cause
     return (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}: {error}".rstrip(": ")
 
 
 def _seconds(retry_after: str | None) -> float | None:
-    """None for a date."""
+    """Seconds of a Retry-After header; None for a date."""
     try:
         return None if retry_after is None else min(max(float(retry_after), 0.0), LONGEST_BACKOFF_S)
     except ValueError:

@@ -54,11 +54,11 @@ CREDENTIAL = re.compile(
     r"(?:api[_-]?key|(?:^|access[_-]?|auth[_-]?|bearer[_-]?|^x-)token|^key|secret(?:[_-]key)?|passw(?:or)?d|credentials?|authorization)$",
     re.IGNORECASE,
 )
-"""Names under which services take a key; `prompt_cache_key` is none."""
+"""Field names under which services take a key; `prompt_cache_key` is none."""
 AGAIN_TEMPERATURE = 0.7
-"""Temperature of a second question after a greedy one, which would get the same answer again."""
+"""Sampling temperature of a repeated greedy question, which would get the same answer again."""
 UNFINISHED = "\0cut"
-"""Marks the text of a judge that ran to max_tokens."""
+"""Marks the text of a judge that reached max_tokens."""
 SHOWN_CHARACTERS = 200
 KEPT_CHARACTERS = 1000
 
@@ -66,14 +66,14 @@ KEPT_CHARACTERS = 1000
 class JudgeReward(AskingReward):
     """A language model behind an OpenAI-compatible endpoint reads the response and gives a verdict, which is the value.
 
-    `url` and `model` say where it is, or `server`: one of the judges that the run starts itself. Without `pattern`, `choices` and `scale`
-    the verdict is yes or no. It is read from the last line of the judge's text, such as "Verdict: yes" or "7/10", or from a JSON object
-    such as {"verdict": "yes"} at its end, as guided decoding (`extra_body`) gives it. A verdict elsewhere in the text may be one that the
-    judge quotes from the response, and is not read.
+    Its address is `url` and `model`, or `server`: a judge that the run starts itself. Without `pattern`, `choices` and `scale` the verdict
+    is yes or no. It is read from the last line of the judge's text, such as "Verdict: yes" or "7/10", or from a final JSON object such as
+    {"verdict": "yes"}, the output of guided decoding (`extra_body`). Other verdicts in the text are ignored, since the judge may quote them
+    from the response.
 
-    A verdict that cannot be read, or that was cut at `max_tokens`, is asked for again, `asks` times in all. A response that gets none, or
-    that the endpoint refuses, has the lowest verdict (0, or a choice below 0), unless a harmless response gets none either: then the sample
-    has failed. Greedy answers are cached: `fingerprint` tells models of one name apart.
+    A verdict that is unreadable or was cut at `max_tokens` is asked for again, `asks` times in all. A response that gets none, or that the
+    endpoint refuses, has the lowest verdict (0, or a choice below 0), unless a harmless response gets none either: then the sample fails.
+    Greedy answers are cached; `fingerprint` distinguishes models of the same name.
 
     ```yaml
     reward:
@@ -87,40 +87,40 @@ class JudgeReward(AskingReward):
     """
 
     url: Addresses | None = None
-    """The endpoint's base, such as https://host/v1, or several."""
+    """Base address of the endpoint, such as https://host/v1, or several."""
     server: str | None = None
-    """One of the judges that the run starts itself, in place of url and model."""
+    """Name of a judge that the run starts itself, instead of url and model."""
     model: str | None = None
-    """The model's name at the endpoint."""
+    """Name of the model at the endpoint."""
     api: Api = "chat"
-    """Which of the endpoint's two interfaces to use."""
+    """Interface of the endpoint to use."""
     template: Annotated[str, AfterValidator(checked_template)] = TEMPLATE
-    """What it is asked: {question} (as in the data), {prompt} (template applied), {response}, {answer}, {column} filled in; {{ and }} stay
-    braces. {fence} is a line that the response cannot contain: put one before and one behind it."""
+    """Question to the judge, with {question} (as in the data), {prompt} (template applied), {response}, {answer} and {column} filled in; {{
+    and }} stay braces. {fence} is a line that the response cannot contain: put one before and one behind it."""
     system: str | None = None
-    """A system message."""
+    """System message."""
     pattern: Annotated[str, AfterValidator(checked_pattern)] | None = None
-    """Regular expression that finds the verdict in what the judge says: its first group, or all of it, where it matches last."""
+    """Regular expression of the verdict in the judge's text: the first group of its last match, or the whole match."""
     choices: dict[str, float] | None = None
-    """Verdicts in words and what each is worth."""
+    """Verdicts in words, with their values."""
     scale: Annotated[tuple[float, float], AfterValidator(checked_scale)] | None = None
-    """Lowest and highest number that the judge may give, brought to 0 and 1."""
+    """Lowest and highest number that the judge may give, mapped to 0 and 1."""
     temperature: NonNegativeFloat = 0.0
-    """The judge's sampling temperature; 0 is greedy, and cached."""
+    """Sampling temperature of the judge; 0 is greedy, and cached."""
     max_tokens: PositiveInt | None = 256
-    """Longest verdict."""
+    """Maximum tokens of a verdict."""
     stop: tuple[str, ...] = ()
     """Texts that end a verdict."""
     extra_body: Annotated[dict[str, Any] | None, Unshown()] = None
     """Further fields of the request."""
     asks: PositiveInt = 2
-    """How often it is asked until a verdict can be read."""
+    """Number of attempts to get a readable verdict."""
     cache_entries: NonNegativeInt = 10_000
-    """Verdicts kept in memory."""
+    """Number of verdicts kept in memory."""
     cache_file: Path | None = None
-    """File that keeps verdicts over runs."""
+    """File that keeps verdicts across runs."""
     fingerprint: str = ""
-    """Tells models of one name apart in the cache."""
+    """Distinguishes models of the same name in the cache."""
 
     @field_validator("extra_body")
     @classmethod
@@ -154,7 +154,7 @@ class JudgeReward(AskingReward):
         return Score(verdict.value, None, {"extracted": verdict.extracted, "verdict": said[:KEPT_CHARACTERS]})
 
     def _asked(self, text: str) -> dict[str, Any]:
-        """The part of a request that holds the question."""
+        """Part of a request that holds the question."""
         if self.api == "completions":
             return {"prompt": f"{self.system}\n\n{text}" if self.system else text}
         first = [] if self.system is None else [{"role": "system", "content": self.system}]
@@ -175,7 +175,7 @@ class JudgeReward(AskingReward):
         raise ResponseSuspected(f"reward judge: {asked} {'did not finish within max_tokens' if said == UNFINISHED else unreadable}")
 
     def question_about(self, sample: RewardInput) -> str:
-        """The text that the judge reads. Of a response that was cut it holds what may be an answer, and that it was cut."""
+        """The text that the judge reads. Of a cut response it contains only the finished part, and a note that it was cut."""
         return filled(self.template, sample, "judge", f"{finished(sample)}\n[The response was {CUT}.]" if is_cut(sample) else None)
 
     def lowest(self) -> float:
@@ -205,7 +205,7 @@ class JudgeReward(AskingReward):
 
 
 def _credential(body: Any) -> str | None:
-    """The first name of a text in it that says that it is one."""
+    """Name of the first text field that looks like a credential; None if there is none."""
     if isinstance(body, list):
         return next((found for item in body if (found := _credential(item))), None)
     if not isinstance(body, dict):
@@ -215,7 +215,7 @@ def _credential(body: Any) -> str | None:
 
 
 class Questions:
-    """Asks each greedy question once, however many samples need the answer."""
+    """Sends questions to the judge; a greedy question is sent once for all samples that need its answer."""
 
     def __init__(self, judge: JudgeReward) -> None:
         urls = several(judge.url or ())
@@ -225,7 +225,7 @@ class Questions:
         self._asked: dict[str, asyncio.Task[str]] = {}
 
     async def ask(self, request: Mapping[str, Any]) -> tuple[str, str]:
-        """The judge's text, and its cache key, which is empty for sampled text."""
+        """Returns the judge's text and its cache key, which is empty for sampled text."""
         if request["temperature"] > 0:
             return await self._send(request), ""
         key = cache_key(identity=self._identity, request=request)
@@ -236,13 +236,13 @@ class Questions:
             task = asyncio.get_running_loop().create_task(self._send(request))
             self._asked[key] = task
             task.add_done_callback(lambda done: self._forget(key, done))
-        # Shielded: the time-out of one sample must not take the answer from the others that wait for it.
+        # Shielded: the time-out of one sample must not cancel the question for others that wait for it.
         return await asyncio.shield(self._asked[key]), key
 
     def _forget(self, key: str, task: asyncio.Task[str]) -> None:
         del self._asked[key]
         if not task.cancelled():
-            task.exception()  # seen: nobody may be waiting any more
+            task.exception()  # mark as retrieved: perhaps no sample waits for it any more
 
     async def _send(self, request: Mapping[str, Any]) -> str:
         answer, url = await self._client.post(request)

@@ -1,4 +1,4 @@
-"""Reward `remote`: a reward model behind HTTP, with the request and the answer of OpenRLHF's remote reward models."""
+"""Reward `remote`: a reward model behind HTTP, with the protocol of OpenRLHF's remote reward models."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ ONE_FOR_EACH = "must be a list with one number for each sample"
 
 
 class RemoteReward(AskingReward):
-    """A reward model behind HTTP, with the request and the answer of OpenRLHF's remote reward models: the score is what the service says.
+    """A reward model behind HTTP, with the protocol of OpenRLHF's remote reward models: the service returns the score.
 
     Request: `POST {"query": [prompt + response, ...], "prompts": [prompt, ...], "labels": [answer, ...]}`, and `"columns": {name: [...]}`
-    for the columns that are asked for. Answer: `{"rewards": [number, ...]}`, and where the service likes `"scores"` (0 to 1 each, for
-    accuracy) and `"extra_logs"` (one number or string for each sample or for all, kept as the sample's details).
+    for the requested columns. Answer: `{"rewards": [number, ...]}`, and optionally `"scores"` (0 to 1 each, for accuracy) and
+    `"extra_logs"` (a number or string per sample, or one for all, kept in the samples' details).
 
-    Requests go to the URL with the fewest under way; a URL that is down is left alone for a while. A batch that the service refuses is cut
-    in halves until the sample that it cannot score is alone; that one scores 0 if the service scores a harmless response.
+    Requests go to the URL with the fewest in flight; a URL that is down rests for a while. A batch that the service refuses is halved until
+    the sample that it cannot score is alone; that sample scores 0 if the service can score a harmless response.
 
     ```yaml
     reward:
@@ -39,15 +39,15 @@ class RemoteReward(AskingReward):
     """
 
     url: Addresses
-    """Address, or several: each request goes to the one with the fewest under way."""
+    """Address, or several: each request goes to the one with the fewest in flight."""
     batch_size: PositiveInt = 32
-    """Samples in one request."""
+    """Samples per request."""
     batch_wait_ms: NonNegativeFloat = 5.0
-    """Longest time that a sample waits for others to share its request."""
+    """Maximum wait of a sample for others to share its request."""
     columns: tuple[str, ...] = ()
-    """Columns of the data that are sent along; the prompt's own holds the question without the template."""
+    """Columns of the data to send; the prompt's column holds the question without the template."""
     concurrency: PositiveInt = 16
-    """Requests under way at the same time, in each worker."""
+    """Concurrent requests per worker."""
 
     def named_columns(self) -> dict[str, tuple[str, ...]]:
         return {"columns": self.columns}
@@ -64,7 +64,7 @@ class _Waiting:
 
 
 class Batcher:
-    """Collects the samples of one event loop."""
+    """Batches the samples of one event loop into requests."""
 
     def __init__(self, reward: RemoteReward) -> None:
         self._reward = reward
@@ -108,7 +108,7 @@ class Batcher:
             results = [refusal]
         except RewardFailed as failure:
             results = [failure] * len(batch)
-        except Exception as error:  # otherwise the samples would wait for ever
+        except Exception as error:  # otherwise the samples would never end
             results = [RewardFailed(f"reward remote: {type(error).__name__}: {error}")] * len(batch)
         for waiting, result in zip(batch, results, strict=True):
             if waiting.answer.done():
@@ -119,7 +119,7 @@ class Batcher:
                 waiting.answer.set_result(result)
 
     async def _ask(self, samples: list[RewardInput], retries: int | None) -> Sequence[Score | RewardFailed]:
-        """Score or failure of each sample."""
+        """Score or failure of each sample, from one request."""
         request: dict[str, Any] = {
             "query": [sample.prompt + sample.response for sample in samples],
             "prompts": [sample.prompt for sample in samples],
@@ -132,7 +132,7 @@ class Batcher:
 
 
 def scores_of(answer: Any, samples: int, place: str) -> list[Score | RewardFailed]:
-    """Scores from the service's answer; RewardFailed if it fits no sample."""
+    """Scores from the service's answer; RewardFailed if the answer as a whole is malformed."""
     if not isinstance(answer, Mapping) or "rewards" not in answer:
         keys = f"the keys {', '.join(map(str, answer)) or '(none)'}" if isinstance(answer, Mapping) else f"a {type(answer).__name__}"
         raise RewardFailed(f'{place}: the answer must be an object with "rewards", got {keys}')
@@ -167,7 +167,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def _detail(value: Any, index: int, samples: int) -> float | str | None:
-    """A sample's detail; None for anything but numbers and strings."""
+    """Detail of one sample; None for anything but numbers and strings."""
     if isinstance(value, list):
         value = value[index] if len(value) == samples else None
     if isinstance(value, str):

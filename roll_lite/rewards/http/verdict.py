@@ -20,7 +20,7 @@ LINE = (
     r"[\s*_`(\[]*(?P<value>{value})[\s*_`)\].!]*\Z"
 )
 INTRODUCTION = re.compile(rf"(?:\A|\n)\W*(?:here(?:['’]s| is) )?(?:(?:the|my|final|overall) )*{NAMES}\W*\Z", re.IGNORECASE)
-"""A line that announces the judge's own verdict. Any other line that ends with a colon announces a quotation."""
+"""Line that announces the judge's own verdict. Any other line that ends with a colon announces a quotation."""
 YES_OR_NO = {"yes": 1.0, "no": 0.0}
 
 
@@ -28,14 +28,17 @@ YES_OR_NO = {"yes": 1.0, "no": 0.0}
 class Verdict:
     value: float
     extracted: str
-    """The part of the text that it was read from."""
+    """Part of the text that contains the verdict."""
 
 
 @dataclass(frozen=True)
 class VerdictParser:
-    """Reads the verdict that a judge gives, not one that it quotes: the text's last line, such as "Verdict: yes" or "yes", or a JSON object
-    such as {"verdict": "yes"} at its end. With `pattern`: the first group, or all of it, of its last match. The verdict is looked up in
-    `choices`, or is a number; one of `scale` is moved to 0..1."""
+    """Reads a judge's own verdict, not a quoted one: the last line, such as "Verdict: yes" or "yes", or a final JSON object such as
+    {"verdict": "yes"}.
+
+    With `pattern`: the first group of its last match, or the whole match. The verdict is looked up in `choices`, or is a number; `scale`
+    maps it to 0..1.
+    """
 
     pattern: str | None = None
     choices: Mapping[str, float] | None = field(default=None, hash=False)
@@ -43,14 +46,14 @@ class VerdictParser:
 
     @cached_property
     def known(self) -> dict[str, float] | None:
-        """The choices in lower case; yes and no if nothing else is asked for. None: numbers."""
+        """Choices in lower case; yes and no by default. None: numbers."""
         if self.choices is None:
             return YES_OR_NO if self.pattern is None and self.scale is None else None
         return {choice.strip().casefold(): float(value) for choice, value in self.choices.items()}
 
     @cached_property
     def search(self) -> re.Pattern[str]:
-        """ValueError if `pattern` is no regular expression."""
+        """Compiled pattern; ValueError if `pattern` is no regular expression."""
         if self.pattern is not None:
             try:
                 return re.compile(self.pattern, re.DOTALL)
@@ -62,7 +65,7 @@ class VerdictParser:
         return re.compile(LINE.replace("{value}", f"{value}){out_of}(?:"), re.IGNORECASE)
 
     def __call__(self, text: str) -> Verdict | None:
-        """None if the text holds no verdict. What a model thought aloud before it is not looked at."""
+        """The verdict of a text without its thinking; None if there is none."""
         text = without_thinking(text).strip()
         if self.pattern is not None:
             last = next(reversed(list(self.search.finditer(text))), None)
@@ -88,13 +91,13 @@ class VerdictParser:
 
 
 def _opens_quotation(text: str) -> bool:
-    """Whether what follows this text is a quotation: it is announced, or begun and not ended."""
+    """True if a quotation follows this text: it is announced, or opened and not closed."""
     announces = text.rstrip("\"“'‘`*_ \n").endswith(":") and INTRODUCTION.search(text) is None
     return announces or text.count('"') % 2 == 1 or text.count("“") > text.count("”") or text.count("```") % 2 == 1
 
 
 def _of_object(found: str) -> str | None:
-    """The verdict of a JSON object; any other text as it is."""
+    """Verdict of a JSON object; other text unchanged."""
     if not found.startswith("{"):
         return found
     try:
@@ -106,7 +109,7 @@ def _of_object(found: str) -> str | None:
 
 
 def checked_pattern(pattern: str) -> str:
-    """ValueError if it is none."""
+    """The pattern; ValueError if it is no regular expression."""
     _ = VerdictParser(pattern).search
     return pattern
 

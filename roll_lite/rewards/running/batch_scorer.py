@@ -1,6 +1,6 @@
 """Scores many samples with one reward in one process: one by one, in lists, or concurrently, as its functions allow.
 
-Async calls stay in flight between calls of the scorer, so that a slow sample delays neither finished nor new ones.
+Async calls stay in flight between calls of the scorer, so that a slow sample delays no other.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from roll_lite.rewards.terms.combine import Reward
 from roll_lite.rewards.text.format import FormatCheck, format_check
 
 WAIT_SECONDS = 0.1
-"""Longest wait of a call for async functions in flight: new samples want to join them."""
+"""Maximum wait of a call for async functions in flight, since new samples may join them."""
 LINGER_SECONDS = 0.005
-"""Wait after the first result for further ones: another call of the scorer costs about as much."""
+"""Wait for further results after the first one; a call of the scorer costs about as much."""
 LEAST_SECONDS = 0.01
-"""A part always gets this much of a time limit that the parts before it have used up."""
+"""Minimum time for a part if earlier parts have used up the limit."""
 BUSY = 3
-"""How many times its limit a process has before it is ended from outside. Limits of CPU time, which a busy machine stretches, end first."""
+"""Multiple of its time limit after which a process is killed from outside. Limits of CPU time, which take longer on a busy machine, must
+end first."""
 
 
 @dataclass
@@ -34,12 +35,12 @@ class Scored:
     """Results of one call to a reward worker."""
 
     results: dict[int, Score | str | None] = field(default_factory=dict)
-    """Score, cause of failure, or None (score it again) of each sample that is not in flight any more."""
+    """Score, cause of failure, or None (score it again) of each sample that is no longer in flight."""
     seconds: float = 0.0
     interrupted: bool = False
-    """A function was interrupted at an unknown point: this process must not be used any more, even with samples in flight."""
+    """True if a function was interrupted at an unknown point: the process must be replaced, even with samples in flight."""
     suspects: set[int] = field(default_factory=set)
-    """Samples without a result that shared a call that took too long: one of them is to blame."""
+    """Samples without a result whose shared call took too long: one of them is to blame."""
 
 
 def time_out(name: str, seconds: float) -> str:
@@ -47,7 +48,7 @@ def time_out(name: str, seconds: float) -> str:
 
 
 def slow_start(config: RewardConfig, path: str) -> str:
-    """`path`: the reward section's place in the configuration."""
+    """Message for a reward that was not ready in time. `path`: place of its section in the configuration."""
     return (
         f"{path}: the reward {config.name!r} was not ready within {config.start_timeout_s:g} s; "
         f"see what its module does when it is imported, or raise {path}.start_timeout_s"
@@ -61,13 +62,13 @@ class _Entry:
     parts: dict[RewardFunction, Score | RewardFailed] = field(default_factory=dict)
     format_ok: bool | None = None
     seconds: float = 0.0
-    """Part of its time limit that is used up."""
+    """Used part of its time limit."""
     failure: str | None = None
     is_suspect: bool = False
 
 
 class BatchScorer:
-    """Scores samples, each within its own time limit. Sync parts run in the main thread, outside of the event loop."""
+    """Scores samples, each within its own time limit. Sync parts run in the main thread, outside the event loop."""
 
     def __init__(self, reward: Reward, timeout_s: float, format_check: FormatCheck | None = None) -> None:
         self._reward = reward
@@ -83,14 +84,17 @@ class BatchScorer:
 
     @classmethod
     def of(cls, config: RewardConfig, path: str) -> tuple[Self, Reward]:
-        """Ready to score, with its reward, whose section is at `path`; ValueError for a mistake in it."""
+        """Build a scorer and its reward from the section at `path`; ValueError for a mistake in it."""
         reward = build_reward(config, path)
         reward.warm()
         return cls(reward, config.timeout_s, format_check(config, path)), reward
 
     def __call__(self, items: Mapping[int, RewardInput], slice_s: float) -> Scored:
-        """Score `items`, numbered by the caller. Samples not begun within the slice come back without a result; samples in flight do
-        not come back: the next call, with or without items, continues them."""
+        """Score `items`, numbered by the caller.
+
+        Samples not begun within the slice get no result. Samples in flight are left out; the next call, with or without items, continues
+        them.
+        """
         started = time.monotonic()
         entries = [_Entry(number, item) for number, item in items.items()]
         scored = Scored(dict.fromkeys(items))
@@ -105,14 +109,14 @@ class BatchScorer:
         return scored
 
     def one(self, item: RewardInput) -> tuple[Score | str, Scored]:
-        """A single sample, to its end."""
+        """Score a single sample to its end."""
         scored = self({0: item}, 0.0)
         while 0 not in scored.results:
             scored = self({}, 0.0)
         return scored.results[0] or time_out(self._reward.name, self._timeout_s), scored
 
     def _one_by_one(self, entries: list[_Entry], until: float, scored: Scored) -> list[_Entry]:
-        """Check formats and call functions for single samples; returns the entries that were begun. A time-out ends the call."""
+        """Check formats and call functions for single samples; returns the entries begun. A time-out ends the call."""
         for count, entry in enumerate(entries):
             started = time.monotonic()
             if count and started > until:
@@ -139,8 +143,8 @@ class BatchScorer:
                 return
 
     def _in_lists(self, function: RewardFunction, entries: list[_Entry], until: float, scored: Scored) -> None:
-        """Call a function with as many samples as it scores side by side, so that each has the time limit to itself; if a call fails as a
-        whole, with each sample alone, to blame the right one."""
+        """Call a function with as many samples as it scores side by side, so that each has the full time limit. If a call fails as a whole,
+        retry each sample alone to find the culprit."""
         open_ = self._unfailed(entries)
         if not open_ or scored.suspects:
             return
@@ -170,7 +174,7 @@ class BatchScorer:
                 one.seconds += time.monotonic() - started
 
     def _side_by_side(self, begun: list[_Entry], scored: Scored) -> list[_Entry]:
-        """Continue async functions; returns entries of this or an earlier call that are done."""
+        """Continue async functions; returns the finished entries of this and earlier calls."""
         waiting = [] if scored.interrupted or scored.suspects else self._unfailed(begun)
         self._under_way += waiting
         if self._under_way:
@@ -185,7 +189,7 @@ class BatchScorer:
         return done + [entry for entry in begun if entry.number not in known]
 
     async def _advance(self, fresh: list[_Entry]) -> None:
-        """Run the event loop until an entry in flight is done."""
+        """Run the event loop until an entry in flight is done, or for WAIT_SECONDS."""
         for function in self._asyncs if fresh else []:
             calls = [fresh] if function.is_batched else [[entry] for entry in fresh]
             self._tasks |= {asyncio.create_task(self._call_async(function, call)) for call in calls}
@@ -198,13 +202,13 @@ class BatchScorer:
             self._tidy()
 
     def _tidy(self) -> None:
-        """Forget the tasks that have ended. One that raised is a bug here, and ends the process."""
+        """Drop ended tasks. An exception in one is a bug here, and ends the process."""
         for task in [task for task in self._tasks if task.done()]:
             self._tasks.discard(task)
             task.result()
 
     async def _call_async(self, function: RewardFunction, entries: list[_Entry]) -> None:
-        """Call an async function; if a call for several samples fails as a whole, call it with each alone, to blame the right one."""
+        """Call an async function. If a call for several samples fails as a whole, retry each alone to find the culprit."""
         try:
             async with asyncio.timeout(self._rest(entries)):
                 scores = await function.scores_async([entry.item for entry in entries])
@@ -244,7 +248,7 @@ class BatchScorer:
         return replace(score, format_ok=entry.format_ok)
 
     def _up_to_failure(self, parts: Sequence[Score | RewardFailed | None]) -> list[Score | RewardFailed]:
-        """Parts that were not asked any more take no blame."""
+        """Results up to the failure; parts that were not called count as scores of 0, so that they take no blame."""
         return [Score(0.0) if part is None else part for part in parts]
 
 

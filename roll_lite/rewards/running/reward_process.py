@@ -17,17 +17,17 @@ from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.running.batch_scorer import BUSY, BatchScorer, slow_start, time_out
 
 GRACE_SECONDS = 1.0
-"""A reward's own time-out comes first: it ends what can be interrupted, and says more."""
+"""Extra time for the reward's own time-out, which ends it more gently and explains more."""
 
 Answer = tuple[Score | str, float]
-"""A score or the cause of its failure, and the seconds it took."""
+"""Score or cause of failure, and the seconds it took."""
 
 
 class RewardProcess:
-    """Scores one sample after the other. One that hangs or kills the process costs its own sample a failure; another process is started."""
+    """Scores samples one after the other. If one hangs or kills the process, it fails, and a new process starts."""
 
     def __init__(self, config: RewardConfig, path: str) -> None:
-        """`path` is the reward section's place in the configuration; ValueError for a mistake in it."""
+        """`path`: place of the reward's section in the configuration; ValueError for a mistake in it."""
         self._config = config
         self._path = path
         self._start()
@@ -50,7 +50,7 @@ class RewardProcess:
         return cause, seconds
 
     def close(self) -> None:
-        """End the process and what it has started."""
+        """End the process and its children."""
         with suppress(ProcessLookupError):
             os.killpg(self._group, signal.SIGKILL)
         self._process.kill()
@@ -71,7 +71,7 @@ class RewardProcess:
         spawn = multiprocessing.get_context("spawn")
         self._connection, theirs = spawn.Pipe()
         self._process = spawn.Process(target=_serve, args=(theirs, self._config, self._path))
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the process begins with this mask
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the process inherits this mask
         try:
             self._process.start()
         finally:
@@ -95,12 +95,12 @@ class RewardProcess:
 
 
 def _serve(connection: Connection, config: RewardConfig, path: str) -> None:
-    """Main function of the process: builds the reward, then answers until its connection closes."""
-    os.setpgid(0, 0)  # to be ended together with what it starts
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # forgets one that came before; Ctrl-C is the parent's matter
+    """Main function of the process: build the reward, then answer until the connection closes."""
+    os.setpgid(0, 0)  # so that it can be ended with its children
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # drops a pending one; the parent handles Ctrl-C
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    os.dup2(2, 1)  # what a function prints must not stand in the table
+    os.dup2(2, 1)  # printed text must not end up in the table
     try:
         scorer, _ = BatchScorer.of(config, path)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""A time limit that stops computations, not only waits for them."""
+"""Time limit that interrupts a computation instead of only waiting for it."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import TypeVar
 T = TypeVar("T")
 
 REPEAT_S = 0.2
-"""A library's bare `except:` may swallow the first interruption; the next comes after this time."""
+"""Seconds until a repeated interruption, in case a library's bare `except:` swallows the first."""
 
 
 class TimeLimitExceeded(Exception):
-    """The computation was stopped."""
+    """Raised if the computation was stopped."""
 
 
 class _Interruption(BaseException):
-    """Raised in a computation; no Exception, because computations catch those."""
+    """Raised in a computation. A BaseException, because computations catch Exception."""
 
 
 def limited(seconds: float, call: Callable[[], T], *, waiting: bool = False) -> T:
-    """Run call(), interrupted after it has used this much CPU time, the system's for it included: a busy machine changes no outcome.
+    """Run call(), and interrupt it after this much CPU time (user and system), so that a busy machine changes no outcome.
 
-    With `waiting` every second counts, asleep or not; code that sets alarms of its own takes this one's place. A limit of CPU time inside
-    of one of waiting stops the clock of the outer one: on a busy machine it would end a computation that is allowed to go on. Python runs
-    signal handlers in the main thread only, so this must be called there.
+    With `waiting` the limit is wall-clock time; code that sets its own alarms replaces this one. A CPU limit inside a waiting one pauses
+    the outer clock, which on a busy machine would end a computation that is within its limit. Works in the main thread only, where Python
+    runs signal handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("a computation can be stopped in the main thread of a process only: run it in a process of its own")
@@ -54,6 +54,6 @@ def limited(seconds: float, call: Callable[[], T], *, waiting: bool = False) -> 
         signal.signal(number, before)
         if not waiting:
             signal.setitimer(signal.ITIMER_REAL, *clock)
-    if interrupted:  # swallowed on its way up: the result is that of a computation broken off somewhere inside
+    if interrupted:  # swallowed on its way up: the result is that of a broken-off computation
         raise TimeLimitExceeded(f"more than {seconds:g} s{what}")
     return result

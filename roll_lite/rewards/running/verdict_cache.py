@@ -1,4 +1,4 @@
-"""Cache of judges' texts in memory and, if named, in a file. A key holds everything that determines a text."""
+"""Cache of judges' texts in memory and, if given, in a file. A key covers everything that determines a text."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def cache_key(**parts: Any) -> str:
 
 
 class VerdictCache:
-    """The most recently used texts, at most `entries` in memory (0: none). ValueError if the file is no cache and cannot become one.
+    """Keeps the most recently used texts, at most `entries` in memory (0: none). ValueError if the file cannot be used as a cache.
 
-    Several processes may share the file. A process that finds it locked skips it: a lost entry is asked for again.
+    Several processes may share the file. A process that finds it locked skips it; a lost entry costs one more question.
     """
 
     def __init__(self, entries: int, file: Path | None = None) -> None:
@@ -61,7 +61,7 @@ class VerdictCache:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             connection = sqlite3.connect(file, timeout=LOCK_SECONDS, isolation_level=None)
-            connection.execute("PRAGMA synchronous = OFF")  # a power failure may cost the file, which can be made again
+            connection.execute("PRAGMA synchronous = OFF")  # a power failure may destroy the file, which can be rebuilt
             connection.execute("CREATE TABLE IF NOT EXISTS verdicts (key TEXT PRIMARY KEY, text TEXT NOT NULL)")
         except (OSError, sqlite3.Error) as error:
             raise ValueError(f"cache_file: {file} cannot be used: {error}") from None

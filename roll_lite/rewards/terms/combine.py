@@ -1,4 +1,4 @@
-"""A domain's whole reward: the function of its type, and further terms with weights."""
+"""Reward of a domain: the function of its type, plus weighted terms."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Term:
 
 
 class Reward:
-    """value = base + sum of weight * term. Whether a sample is correct is the base's say; a term that fails, fails the sample."""
+    """Sum of base and weight * term. The base alone decides whether a sample is correct; if a term fails, the sample fails."""
 
     def __init__(self, base: RewardFunction, terms: Sequence[Term] = ()) -> None:
         self.name = base.name
         self.base = base
         self.terms = tuple(terms)
         self.functions = (base, *(term.function for term in self.terms))
-        """Functions of the base and of the terms, in this order."""
+        """Functions of the base and the terms, in this order."""
         self.is_async = any(function.is_async for function in self.functions)
         self.is_batched = any(function.is_batched for function in self.functions)
 
@@ -41,7 +41,7 @@ class Reward:
         return self.combined(results)
 
     def combined(self, results: Sequence[Score | RewardFailed]) -> Score:
-        """The sum of the functions' results; raises the first failure among them."""
+        """Sum of the functions' results; raises the first failure."""
         for place, result in enumerate(results):
             if isinstance(result, RewardFailed):
                 raise result if place == 0 else RewardFailed(f"term {self.terms[place - 1].label}: {result.cause}")
@@ -58,7 +58,7 @@ class Reward:
         return replace(base, value=value, correct=base.is_correct, details=details, terms=terms)
 
     def warm(self) -> None:
-        """Do what only the first call pays for, before a time limit runs."""
+        """Do the work of a first call before a time limit runs."""
         for function in self.functions:
             function.warm()
 
@@ -72,7 +72,7 @@ class Reward:
 
 
 def labels_of(names: Sequence[str]) -> list[str]:
-    """A short label for each: the last part of a dotted path, numbered where it comes again."""
+    """Short labels: the last part of each dotted path, numbered if repeated."""
     labels: list[str] = []
     for name in names:
         short = name.rpartition(".")[2]

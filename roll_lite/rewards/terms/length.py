@@ -1,4 +1,4 @@
-"""Reward `length`: a term for how long the response is."""
+"""Reward `length`: a term for the response's length."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class LengthReward(RewardType):
-    """A term for how long the response is: 1 where the length is right, falling in a straight line to 0 where it is off by `width` or more.
+    """A term for the response's length: 1 for an ideal length, falling linearly to 0 at a distance of `width`.
 
-    Without `target` and `limit` the value is the share of `width` that the response fills, at most 1: longer is more. A reward sees no
+    Without `target` and `limit` the value is the share of `width` that the response fills, at most 1: longer is better. Rewards see no
     tokens: length counts characters or words (by white space).
 
     ```yaml
@@ -27,13 +27,13 @@ class LengthReward(RewardType):
     """
 
     target: Count | None = None
-    """The right length."""
+    """Ideal length."""
     limit: Count | None = None
-    """The longest right length, in place of a target."""
+    """Maximum ideal length, instead of a target."""
     tolerance: Count = 0
-    """Distance from the target that is still right."""
+    """Distance from the target that still counts as ideal."""
     width: Annotated[int, Field(ge=1)] = 100
-    """Distance from the right length at which the value is 0."""
+    """Distance from the ideal length at which the value is 0."""
     unit: Literal["characters", "words"] = "characters"
     """Unit of the length."""
 

@@ -11,8 +11,8 @@ from roll_lite.rewards.reward_type import RewardType
 
 
 class RepetitionReward(RewardType):
-    """A term for repetition: the share of n-grams that occurred before, from 0 to almost 1, so that the term's weight should be negative.
-    Case does not matter. A response with fewer than `n` words (or characters) repeats nothing.
+    """A term for repetition: the share of n-grams that occurred before, from 0 to almost 1; its weight should be negative. Case does not
+    matter. A response with fewer than `n` words (or characters) repeats nothing.
 
     ```yaml
     reward:
@@ -23,11 +23,11 @@ class RepetitionReward(RewardType):
     """
 
     n: Annotated[int, Field(ge=1)] = 4
-    """Length of the pieces that are compared."""
+    """Length of the n-grams."""
     unit: Literal["words", "characters"] = "words"
     """Unit of the n-grams."""
     free: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share that costs nothing; from there the value rises linearly to 1."""
+    """Share of repetition that costs nothing; from there the value rises linearly to 1."""
 
     def __call__(self, sample: RewardInput) -> Score:
         text = sample.response.casefold()
