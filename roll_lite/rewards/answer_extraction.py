@@ -1,4 +1,4 @@
-r"""Places of an answer in a response: after the thinking, before a cut at the token limit, in <answer></answer>, in \boxed{}."""
+r"""Finds answers in a response: after the thinking, before a cut at the token limit, in <answer></answer>, in \boxed{}."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ ESCAPES = ("\\\\", "\\{", "\\}")
 BOX_NAME = re.compile(r"\\(?:boxed|fbox)\s*\{")
 BARE_BOX = re.compile(r"\\(?:boxed|fbox)(?:\s+|(?=\d))(-?[\w.,]*\w)")
 BLANK = re.compile(r"(?:\\[hv]?phantom\{[^{}]*\}|\\hspace\*?\{[^{}]*\}|\\q?quad|\\[ ,;:!]|\\_|[\s~?_.…])*")
-"""A box to fill in, quoted from the question."""
+"""Content of a box to fill in, quoted from the question."""
 _SPACE = r"(?:[\s,;$]|\\[()\[\],;:! ]|\\q?quad(?![A-Za-z]))*+"
 BETWEEN_BOXES = re.compile(rf"{_SPACE}(?:\b(?:or|and)\b|\\text\s*\{{\s*,?\s*(?:or|and)\s*\}}|[或和])?{_SPACE}")
-"""Separators of boxes that are one answer together."""
+"""Separators between boxes that form one answer."""
 MOST_BOXES = 20
 WIDE = str.maketrans({chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)} | dict(zip("。、【】《》", ".,[]<>", strict=True)))
 CUT = "cut at its limit of tokens"
@@ -29,35 +29,38 @@ DISPLAY = re.compile(r"\$\$.*?(?:(\$\$)|\Z)|\\\[.*?(?:(\\\])|\Z)", re.DOTALL)
 
 
 def narrow(text: str) -> str:
-    """East Asian text with the digits, letters and marks of ASCII, and a blank between words and numbers that stand side by side."""
+    """East Asian text with ASCII digits, letters and marks, and a blank between adjacent words and numbers."""
     return text if text.isascii() else BESIDE_HAN.sub(" ", text.translate(WIDE))
 
 
 def after_thinking(sample: RewardInput) -> str:
-    """The response without its thinking, which the chat template may have opened."""
+    """Response without its thinking, which the chat template may have opened."""
     return without_thinking(sample.response, sample.prompt)
 
 
 def without_thinking(text: str, prompt: str = "") -> str:
-    """Text behind the last </think>; empty if a thought is not closed."""
+    """Text after the last </think>; empty if a thought is not closed."""
     tags = list(THINKING.finditer(text))
     is_open = tags[-1][1] == "" if tags else prompt.rstrip().lower().endswith(("<think>", "<thinking>"))
     return "" if is_open else text[tags[-1].end() :] if tags else text
 
 
 def is_cut(sample: RewardInput) -> bool:
-    """The response was cut at the token limit: its end may be the beginning of something else, as 12 is of 123."""
+    """True if the response was cut at the token limit: its end may be a fragment, as 12 is of 123."""
     return sample.finish_reason == FinishReason.LENGTH
 
 
 def complete(sample: RewardInput) -> str:
-    """The response for a reward that judges all of it: empty if it was cut."""
+    """Response for a reward that judges all of it: empty if it was cut."""
     return "" if is_cut(sample) else after_thinking(sample)
 
 
 def finished(sample: RewardInput) -> str:
-    """The response for a reward that looks for an answer in it. A cut response is reduced to what the cut cannot have shortened: whole
-    sentences and lines, and closed boxes and tags of the last sentence; an open displayed formula is dropped."""
+    """Response for a reward that searches an answer in it.
+
+    A cut response is reduced to parts that the cut cannot have shortened: whole sentences and lines, and closed boxes and tags of the last
+    sentence. An open displayed formula is dropped.
+    """
     if not is_cut(sample):
         return after_thinking(sample)
     text = BOX_NAME.sub(r"\\boxed{", after_thinking(sample))
@@ -77,17 +80,17 @@ def last_tagged(response: str) -> str | None:
 
 
 def plain_boxes(text: str) -> str:
-    r"""The text with every \fbox{} and \boxed 5 written as \boxed{}."""
+    r"""Text with every \fbox{} and \boxed 5 written as \boxed{}."""
     return BOX_NAME.sub(r"\\boxed{", BARE_BOX.sub(r"\\boxed{\1}", text)) if "box" in text else text
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Contents of the last \boxed{} whose braces are closed, and that has some."""
+    r"""Content of the last closed, nonempty \boxed{}."""
     return next((text[start:end] for start, end in _boxes(text) if not BLANK.fullmatch(text, start, end)), None)
 
 
 def all_boxed(text: str) -> list[str]:
-    r"""Contents of all \boxed{}, the last first."""
+    r"""Contents of all \boxed{}, last first."""
     found: list[str] = []
     before = len(text)
     for start, end in _boxes(text):
@@ -99,7 +102,7 @@ def all_boxed(text: str) -> list[str]:
 
 
 def last_boxes(text: str) -> list[str]:
-    r"""Contents of the last \boxed{} and of those in front of it with nothing but `and`, `or` or a comma between them, in order."""
+    r"""Contents of the last \boxed{} and of those before it that only `and`, `or` or a comma separates from it, in order."""
     found: list[str] = []
     before = len(text)
     for start, end in _boxes(text):
@@ -112,7 +115,7 @@ def last_boxes(text: str) -> list[str]:
 
 
 def _boxes(text: str) -> list[tuple[int, int]]:
-    r"""Start and end of the contents of each closed \boxed{}, the last first."""
+    r"""Start and end of the content of each closed \boxed{}, last first."""
     opened: list[tuple[bool, int]] = []
     closed: list[tuple[int, int]] = []
     for brace in BRACE.finditer(text) if BOX in text else ():

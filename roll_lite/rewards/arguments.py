@@ -1,4 +1,4 @@
-"""Arguments of a built-in type as the YAML has them: every mistake is reported with its place and a remedy."""
+"""Reads a built-in type's arguments from YAML; reports every mistake with its place and a remedy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from roll_lite.rewards.reward_type import RewardType, Unshown
 
 
 def read_arguments(name: str, cls: type[RewardType], args: Mapping[str, Any], place: str) -> RewardType | list[Problem]:
-    """The type with these arguments, or what is wrong with them. As everywhere in the YAML, the text "3" is not a number."""
+    """The type with these arguments, or the problems with them. As everywhere in the YAML, the text "3" is no number."""
     unquoted = list(_unquoted(args, place))
     if unquoted:
         return unquoted
@@ -55,8 +55,10 @@ def _problem(name: str, cls: type[RewardType], args: Mapping[str, Any], error: E
 
 
 def _where(cls: type[RewardType], args: Mapping[str, Any], error: ErrorDetails) -> tuple[list[str], type[BaseModel], Any]:
-    """Place below the arguments, the model of which its last key is a field, and the value. pydantic's location also names members of
-    unions and entries of lists."""
+    """Path below the arguments, the model that has its last key as a field, and the value.
+
+    pydantic's location also contains members of unions and indices of lists.
+    """
     first, *rest = map(str, error["loc"])
     path, value = [first], args.get(first)
     section = _section(cls.model_fields[first].annotation) if first in cls.model_fields else None
@@ -71,14 +73,14 @@ def _where(cls: type[RewardType], args: Mapping[str, Any], error: ErrorDetails) 
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:
-    """The section that an argument holds, directly or as the values of a mapping."""
+    """Section that an argument holds, directly or as the values of a mapping."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((found for one in get_args(annotation) if (found := _section(one))), None)
 
 
 def _is_unshown(annotation: Any) -> bool:
-    """A section may hold a secret as well."""
+    """True if the argument may hold a secret; so may a section."""
     return isinstance(annotation, Unshown) or _section(annotation) is not None or any(map(_is_unshown, get_args(annotation)))
 
 

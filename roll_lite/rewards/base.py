@@ -1,7 +1,7 @@
-"""Reward functions: how they are called, and which of their results are scores and which are failures.
+"""Reward functions: how they are called, and which results are scores and which failures.
 
-The rule for all rewards: whatever the response alone brings about is a score, 0 unless the response is right. A failure, which takes the
-sample out of training, has the reference answer, a service or the machine as its cause. Otherwise a policy could choose to have its wrong
+The rule for all rewards: anything that the response alone causes is a score, 0 unless the response is right. A failure, which takes the
+sample out of training, is caused by the reference answer, a service or the machine. Otherwise a policy could learn to have its wrong
 responses left out.
 """
 
@@ -24,13 +24,13 @@ from roll_lite.rewards.reward_type import RewardType
 SCORE_KEYS = ("value", "correct", "details", "answer")
 HARMLESS_RESPONSE = "I do not know."
 BY_INPUT = (RecursionError, ValueError, ArithmeticError, LookupError)
-"""Exceptions of built-in types that their input brings about. Others (OSError, MemoryError) may be the machine's."""
+"""Exceptions of built-in types that their input causes. Others (OSError, MemoryError) may be the machine's."""
 LARGEST_SCORE = (2 - 2**-23) * 2.0**127
-"""The largest float32: what trains is that."""
+"""Largest float32, the type used in training."""
 
 
 class RewardFailed(Exception):
-    """A sample could not be scored. It is a failure, never a reward of zero."""
+    """Raised if a sample could not be scored: a failure, never a reward of zero."""
 
     def __init__(self, cause: str) -> None:
         super().__init__(cause)
@@ -38,25 +38,28 @@ class RewardFailed(Exception):
 
 
 class ResponseSuspected(RewardFailed):
-    """A failure that the response may have caused. RewardFunction finds out by scoring a harmless response to the same prompt: if that
-    fails too, the cause is elsewhere; otherwise the response gets the lowest score."""
+    """A failure that the response may have caused.
+
+    RewardFunction then scores a harmless response to the same prompt. If that fails too, the cause is elsewhere; otherwise the response
+    gets the lowest score.
+    """
 
 
 class RewardFunction:
-    """A reward with its arguments. Sync or async, for one sample or for a list: it returns a Score or raises RewardFailed."""
+    """A reward with its arguments. Sync or async, for a sample or a list; returns a Score or raises RewardFailed."""
 
     def __init__(self, name: str, function: Callable[..., Any], args: Mapping[str, Any]) -> None:
         self.name = name
         self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
         self.is_batched = is_batched(function)
         self.at_once = function.at_once() if isinstance(function, RewardType) else None
-        """Most samples of a list in one call, where a call's time limit is meant for samples that run side by side."""
+        """Maximum samples per list call, if the time limit of a call is meant for samples that run side by side."""
         self._function = function
         self._args = dict(args)
         self._runner: asyncio.Runner | None = None
 
     def __call__(self, item: RewardInput) -> Score:
-        """Score without an event loop. An async function gets a loop that is kept, and with it the function's connections."""
+        """Score without an event loop. An async function gets a loop that is kept, with the function's connections."""
         if self.is_async:
             self._runner = self._runner or asyncio.Runner()
             return self._runner.run(self.score(item))
@@ -67,24 +70,24 @@ class RewardFunction:
             return self._lowest(failure)
 
     async def score(self, item: RewardInput) -> Score:
-        """Score within an event loop: many calls of an async function can be under way."""
+        """Score within an event loop; many calls of an async function may be in flight."""
         if not self.is_async:
             return self(item)
         try:
             return self._one(await self._finish(self._called(item)))
         except ResponseSuspected:
             self._one(await self._finish(self._called(replace(item, response=HARMLESS_RESPONSE))))
-        try:  # a service may have recovered in between
+        try:  # the service may have recovered
             return self._one(await self._finish(self._called(item)))
         except ResponseSuspected as failure:
             return self._lowest(failure)
 
     def scores(self, items: Sequence[RewardInput]) -> list[Score | RewardFailed]:
-        """Scores of a sync function for lists, in one call. RewardFailed if the call as a whole failed."""
+        """Scores from a sync function for lists, in one call. RewardFailed if the whole call failed."""
         return self._many(self._guarded(lambda: self._function(list(items), **self._args)), len(items))
 
     async def scores_async(self, items: Sequence[RewardInput]) -> list[Score | RewardFailed]:
-        """Scores of an async function; one that takes no list is called with a single sample."""
+        """Scores from an async function; one that takes no list gets a single sample."""
         if not self.is_batched:
             [item] = items
             return [await self.score(item)]
@@ -92,7 +95,7 @@ class RewardFunction:
         return self._many(await self._finish(result), len(items))
 
     def warm(self) -> None:
-        """Do what only the first call pays for (imports, tables), before a time limit runs."""
+        """Do the work of a first call (imports, tables) before a time limit runs."""
         if isinstance(self._function, RewardType):
             self._function.warm()
 
@@ -141,7 +144,7 @@ class RewardFunction:
             return call()
         except RewardFailed:
             raise
-        except Exception as error:  # a process edge: the code is the user's, any of its mistakes is recorded as the failure it is
+        except Exception as error:  # process edge: any exception of user code is recorded as a failure
             raise self._failure(error) from error
 
     async def _finish(self, awaitable: Awaitable[Any]) -> Any:
@@ -160,7 +163,7 @@ class RewardFunction:
 
 
 def is_batched(function: Callable[..., Any]) -> bool:
-    """Whether it takes a list of samples: by its attribute `batched`, else by its first parameter's annotation (list, Sequence)."""
+    """True if the function takes a list of samples: by its attribute `batched`, else by its first parameter's annotation."""
     said = getattr(function, "batched", None)
     if said is not None:
         return bool(said)
@@ -174,7 +177,7 @@ def is_batched(function: Callable[..., Any]) -> bool:
 
 
 def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Types of the parameters; none where annotations cannot be resolved at run time."""
+    """Types of the parameters; empty if annotations cannot be resolved at run time."""
     try:
         return typing.get_type_hints(function if inspect.isroutine(function) else type(function).__call__, include_extras=True)
     except (NameError, TypeError):
@@ -182,7 +185,7 @@ def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def to_score(result: Any, name: str) -> Score:
-    """Score of a number, a bool, a Score, or a dict of a Score's fields; RewardFailed for anything else and for numbers that are not
+    """Make a Score of a number, a bool, a Score or a dict of its fields. RewardFailed for anything else, and for numbers that are not
     finite."""
     result, reward = _plain(result), f"reward {name}"
     given: Any = {key: getattr(result, key) for key in SCORE_KEYS} if isinstance(result, Score) else result
@@ -210,7 +213,7 @@ def to_score(result: Any, name: str) -> Score:
 
 
 def checked_score(number: float, name: str) -> float:
-    """The number itself; RewardFailed where it is not finite, as it is or as float32."""
+    """The number; RewardFailed if it is not finite, also as float32."""
     if not abs(number) <= LARGEST_SCORE:
         what = f"is beyond float32, whose largest number is {LARGEST_SCORE:.5g}" if math.isfinite(number) else "is not finite"
         raise RewardFailed(f"reward {name}: returned {number:.5g}, which {what}")
@@ -218,7 +221,7 @@ def checked_score(number: float, name: str) -> float:
 
 
 def _float(value: Any) -> float:
-    """Infinite where it is beyond what a float can hold."""
+    """Float of a number; infinite if it is too large."""
     try:
         return float(value)
     except OverflowError:
@@ -226,5 +229,5 @@ def _float(value: Any) -> float:
 
 
 def _plain(value: Any) -> Any:
-    """numpy's bool, which is no number to Python, as Python's; numpy itself takes long to import."""
+    """Convert numpy's bool, which Python does not count as a number. Without importing numpy, which is slow."""
     return bool(value) if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_") else value

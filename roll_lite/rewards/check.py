@@ -1,4 +1,4 @@
-"""Checks of a configuration's rewards: their types, their arguments, and both within the run."""
+"""Checks of the rewards in a configuration: types, arguments, and both within the run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from roll_lite.rewards.reward_type import RewardType
 
 ADDRESS = re.compile(r"https?://[^/?#\s]", re.IGNORECASE)
 LOOK_S = 2.0
-"""Time for a connection to a reward's address."""
+"""Time limit of a connection to a reward's address."""
 
 
 def check_rewards(config: RunConfig) -> Iterator[Problem]:
@@ -31,7 +31,7 @@ def check_rewards(config: RunConfig) -> Iterator[Problem]:
 
 
 def address_notes(config: RunConfig) -> list[str]:
-    """Addresses of rewards that do not answer at the moment. A service may be started later, and seen from other machines only."""
+    """Notes about reward addresses that do not answer now. A service may start later, or be visible from other machines only."""
     sections = {f"domains.{name}.reward": domain.reward for name, domain in config.domains.items()}
     addresses = {text: path for place, reward in sections.items() for path, text in texts_in(reward, place) if ADDRESS.match(text)}
     silent: dict[str, str] = {}
@@ -62,7 +62,7 @@ def _reward(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Prob
 
 
 def _data_of(place: str, domain: DomainConfig, part: RewardConfig | RewardTermConfig, read: RewardType) -> Iterator[Problem]:
-    """Problems with columns that it reads and the data lacks."""
+    """Problems with columns that the reward reads and the data lacks."""
     if read.needs_answer() and domain.data.answer is None:
         message = f"{part.name} ({place}) reads the reference answer: name its column"
         yield Problem(f"{place.partition('.reward')[0]}.data.answer", message, None)
@@ -72,7 +72,7 @@ def _data_of(place: str, domain: DomainConfig, part: RewardConfig | RewardTermCo
 
 
 def _part(config: RunConfig, place: str, domain: DomainConfig, part: RewardConfig | RewardTermConfig) -> Iterator[Problem]:
-    """Problems with a type and its arguments, which stand at `place`, as the reward itself or as a term of it."""
+    """Problems with a type and its arguments at `place`, as the reward itself or as a term."""
     reward = domain.reward
     if "." in part.name:
         yield from check_function(place, "name", part.name, part.args)

@@ -85,13 +85,13 @@ CODE = re.compile(r"(```.*?```|`[^`]*`)", re.DOTALL)
 
 
 def render() -> str:
-    """The whole page."""
+    """Render the whole page."""
     contents = " · ".join(f"[{name}](#{name})" for name in REWARDS)
     return "\n\n".join([INTRODUCTION, f"Types: {contents}", *(_type(name, reward_type(name)) for name in REWARDS)]) + "\n"
 
 
 def example(cls: type[RewardType]) -> str:
-    """The YAML example at the end of the docstring."""
+    """YAML example at the end of the docstring."""
     return _documentation(cls)[1]
 
 
@@ -109,7 +109,7 @@ def _documentation(cls: type[RewardType]) -> tuple[str, str]:
 
 
 def _page_text(text: str) -> str:
-    """Tags are text, not HTML."""
+    """Escape tags outside code, so that they are not read as HTML."""
     return "".join(part if part.startswith("`") else part.replace("<", "&lt;") for part in CODE.split(text))
 
 

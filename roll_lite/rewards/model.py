@@ -35,15 +35,15 @@ def _is_template(template: str) -> str:
 
 
 class ModelReward(RewardType):
-    """A sequence-classification reward model scores the response: the output of the one that `reward_models.<model>` describes.
+    """A sequence-classification reward model scores the response: the output of the model in `reward_models.<model>`.
 
-    A copy of the model takes up to `micro_batch_size` samples at a time, of whichever domains, and reads them in one forward pass, or in
-    several where one would have more than `micro_batch_tokens`.
+    A copy of the model takes up to `micro_batch_size` samples at a time, from any domain. It reads them in one forward pass, or in several
+    if they exceed `micro_batch_tokens`.
 
-    A response that makes the text longer than the model's max_length scores 0. A process of a reward model that dies is started again:
-    with `hf` that one, on Megatron all of the model's. The samples that it was scoring fail with the cause and are tried again
-    (`retries`). The other copies serve on. Without any copy, samples wait until the model is back, and their `timeout_s` does not run
-    meanwhile. `reward/workers_replaced` counts the replaced processes.
+    A response that makes the text longer than the model's max_length scores 0. If a process of a reward model dies, it is restarted (with
+    `hf`), or all of the model's processes are (Megatron). The samples that it was scoring fail with the cause and are retried (`retries`);
+    other copies keep serving. Without any copy, samples wait until the model is back, and their `timeout_s` is paused.
+    `reward/workers_replaced` counts the replaced processes.
 
     ```yaml
     reward_models:
@@ -62,16 +62,17 @@ class ModelReward(RewardType):
     model: str
     """Name of the model in the section `reward_models`."""
     template: Annotated[str, AfterValidator(_is_template)] = "{prompt}{response}"
-    """The text that the model reads. {prompt} is the policy's input with its template applied, {question} the prompt as the data has it,
-    {response} the policy's response without special tokens and thinking, {answer} the reference answer, any other name a column of the
-    data. chat: the reward model's own chat template instead, with `question` as the user's message and the response as the assistant's."""
+    """Text that the model reads. {prompt} is the policy's input with its template applied, {question} the prompt as in the data, {response}
+    the policy's response without special tokens and thinking, {answer} the reference answer, any other name a column of the data. chat: use
+    the reward model's chat template instead, with `question` as the user's message and the response as the assistant's.
+    """
     question: Annotated[str, AfterValidator(_is_text)] = "{question}"
-    """With `template: chat`, the user's message, a text with the same placeholders. Where it is one placeholder for a list of chat
-    messages, the response follows them."""
+    """User's message with `template: chat`; a text with the same placeholders. If it is a single placeholder for a list of chat messages,
+    the response follows them."""
     scale: Literal["none", "sigmoid"] = "none"
-    """The output as it is, or its sigmoid, between 0 and 1."""
+    """Scale of the score. none: the output itself. sigmoid: its sigmoid, between 0 and 1."""
     threshold: float = 0.0
-    """A response is correct where the unscaled output is above it."""
+    """Threshold of the unscaled output above which a response is correct."""
 
     @field_validator("question")
     @classmethod
@@ -102,7 +103,7 @@ class ModelReward(RewardType):
             yield Problem(f"{place}.args.template", message, CHAT)
 
     def model_input(self, sample: RewardInput) -> ScoredText:
-        """The reward model's input for a sample; RewardFailed if a column is missing."""
+        """Input of the reward model for a sample; RewardFailed if a column is missing."""
         if self.template != CHAT:
             return filled(self.template, sample, "model")
         response = {"role": "assistant", "content": str(filling("response", sample))}
@@ -121,5 +122,5 @@ class ModelReward(RewardType):
 
 
 def nothing(sample: RewardInput) -> float:
-    """Zero, to which reward workers add the domain's terms and format; the model's output is added later."""
+    """Return zero: reward workers add the domain's terms and format to it, and the model's output is added later."""
     return 0.0

@@ -1,4 +1,4 @@
-"""Templates of the texts that judges and reward models read, and the values of their placeholders."""
+"""Templates of the texts that judges and reward models read, and their placeholders."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ QUESTION = "question"
 
 @lru_cache(maxsize=64)
 def template_parts(template: str) -> tuple[tuple[str, str | None], ...]:
-    """(text, placeholder after it or None); ValueError where it is no template."""
+    """Pairs of text and the placeholder after it, or None; ValueError for a malformed template."""
     placeholders(template)
     return tuple((text, name) for text, name, _, _ in Formatter().parse(template))
 
 
 def checked_template(template: str) -> str:
-    """ValueError where it is none, or never shows the response."""
+    """The template; ValueError if it is malformed or lacks the response."""
     if "response" not in placeholders(template):
         raise ValueError("never shows the response; put {response} where it belongs")
     return template
 
 
 OF_THE_SAMPLE = ("prompt", "response", "answer", "fence", QUESTION)
-"""Placeholders that are no columns, or need not be."""
+"""Placeholders that need no column."""
 
 
 def columns_in(template: str) -> tuple[str, ...]:
@@ -40,8 +40,7 @@ def columns_in(template: str) -> tuple[str, ...]:
 
 
 def filled(template: str, sample: RewardInput, reward: str, response: str | None = None) -> str:
-    """The template with its placeholders filled in at once: braces in a prompt or a response stay as they are. `response`: in place of the
-    sample's own."""
+    """Fill all placeholders in one pass, so that braces in a prompt or response stay as they are. `response` replaces the sample's own."""
     parts = []
     for text, name in template_parts(template):
         value = "" if name is None else response if name == "response" and response is not None else filling(name, sample)
@@ -53,13 +52,16 @@ def filled(template: str, sample: RewardInput, reward: str, response: str | None
 
 
 def filling(name: str, sample: RewardInput) -> Any:
-    """The value of a placeholder: {prompt} is the policy's input with its template applied, {question} the prompt as the data has it,
-    {response} (without its thinking) and {answer} the sample's, {fence} a line that the response cannot contain, any other name a column of
-    the data; a column that is called question comes first. None if there is no such thing."""
+    """Value of a placeholder; None if the sample lacks it.
+
+    {prompt}: the policy's input with its template applied. {question}: the column of that name, else the prompt as in the data. {response}:
+    the response without thinking. {answer}: the reference answer. {fence}: a line that the response cannot contain. Other names: columns of
+    the data.
+    """
     own = {"prompt": sample.prompt, "response": after_thinking(sample), "answer": sample.answer}
     if name in own:
         return own[name]
-    if name == "fence":  # made from the response, so that a greedy judge is asked the same in every run
+    if name == "fence":  # derived from the response, so that a greedy judge gets the same question in every run
         return f"=== {hashlib.sha256(sample.response.encode(errors='surrogatepass')).hexdigest()[:16]} ==="
     if name == QUESTION and name not in sample.columns:
         return sample.prompt if sample.question is None else sample.question
@@ -67,12 +69,12 @@ def filling(name: str, sample: RewardInput) -> Any:
 
 
 def is_chat(value: Any) -> TypeGuard[list[dict[str, Any]]]:
-    """A list of chat messages."""
+    """True for a list of chat messages."""
     return isinstance(value, list) and bool(value) and all(isinstance(one, dict) and {"role", "content"} <= one.keys() for one in value)
 
 
 def chat_as_text(messages: Sequence[dict[str, Any]]) -> str:
-    """Messages with their roles; a single message without its role."""
+    """Text of the messages with their roles; of a single message without its role."""
     if len(messages) == 1:
         return str(messages[0]["content"])
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)

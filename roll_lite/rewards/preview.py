@@ -1,4 +1,4 @@
-"""`roll-lite reward`: a domain's reward, tried on reference answers or on given responses before anything trains."""
+"""`roll-lite reward`: tries a domain's reward on reference answers or given responses before training."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RIGHT, WRONG_ANSWERS, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 """Exit codes."""
 INSTEAD = "--responses FILE (lines with `response` and `prompt` or `prompt_uid`), or --column NAME for a column of the data with right ones"
 REFERENCES_S = 30.0
-"""Time limit for reading references of the whole split if `limit` is set."""
+"""Time limit for reading the split's references if `limit` is set."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ class Look:
     """Selection of the responses to score."""
 
     domain: str | None
-    """May be left out where there is only one."""
+    """Name of the domain; optional if there is only one."""
     split: Split = "train"
     limit: int | None = 20
-    """None: all."""
+    """Maximum number of responses; None: all."""
     responses: Path | None = None
-    """Lines with `response` and `prompt_uid` or `prompt`; the samples of a run are such a file."""
+    """File of lines with `response` and `prompt_uid` or `prompt`, such as the samples of a run."""
     column: str | None = None
-    """Take the responses from this column of the data."""
+    """Column of the data to take the responses from."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class _Try:
 
 
 def preview(config: RunConfig, look: Look) -> int:
-    """Score responses and show a table; wrong use is reported on standard error. Returns the exit code."""
+    """Score responses and print a table; wrong use is reported on standard error. Returns the exit code."""
     looked: list[Looked] = []
     try:
         if look.responses is not None and look.column is not None:
@@ -103,13 +103,13 @@ def _domain(config: RunConfig, look: Look) -> str:
 
 
 def _typed(name: str, domain: DomainConfig) -> RewardType | None:
-    """The reward, where it is of a built-in type."""
+    """The reward if its type is built in, else None."""
     is_built_in = domain.reward.name in REWARDS
     return typed_reward(domain.reward.name, domain.reward.args, f"domains.{name}.reward") if is_built_in else None
 
 
 def _references(name: str, domain: DomainConfig, prompts: PromptSet, look: Look) -> References | None:
-    """None where the type does not say."""
+    """References that the reward can and cannot read; None if its type does not read them first."""
     if not _reads_answer_first(name, domain):
         return None
     seconds = None if look.limit is None else REFERENCES_S
@@ -122,7 +122,7 @@ def _reads_answer_first(name: str, domain: DomainConfig) -> bool:
 
 
 def _tries(name: str, domain: DomainConfig, config: RunConfig, look: Look) -> tuple[PromptSet, list[_Try]]:
-    """The prompts (all of the split if their references will be read), and the responses to score."""
+    """The prompts (the whole split if all references are read), and the responses to score."""
     tokenizer = load_tokenizer(config.model.path)
     reads_all = _reads_answer_first(name, domain)
     if look.responses is None:
@@ -143,7 +143,7 @@ def _tries(name: str, domain: DomainConfig, config: RunConfig, look: Look) -> tu
 
 
 def _nothing_to_score(name: str, domain: DomainConfig, look: Look) -> str | None:
-    """Why, where reference answers were to be scored and are no responses."""
+    """Why the reference answers cannot be scored as responses; None if they can or are not wanted."""
     if look.column is not None:
         return None
     if domain.data.answer is None:
@@ -193,7 +193,7 @@ class _Given:
             raise ValueError(f"--responses: {look.responses} has no response of domain {name}")
 
     def _readable(self, file: Path) -> Iterator[tuple[Row, Mapping[str, Any]]]:
-        """Lines of this domain that hold a response. A run writes down failed samples too, which have none."""
+        """Lines of this domain with a response. The samples of a run include failed ones, which have none."""
         for row in read_rows(file.absolute()):
             content = row.content
             if isinstance(content, str):
@@ -251,5 +251,5 @@ class _Given:
         texts = [content["prompt"]] if isinstance(content["prompt"], str) else []
         try:
             return [*texts, template.render({self._domain.data.prompt: content["prompt"]})]
-        except RowError:  # the template needs other columns as well
+        except RowError:  # the template needs further columns
             return texts

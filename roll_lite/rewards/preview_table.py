@@ -1,4 +1,4 @@
-"""The table and the summary that `roll-lite reward` prints."""
+"""Prints the table and the summary of `roll-lite reward`."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ REFERENCES_SHOWN = 10
 
 @dataclass(frozen=True)
 class Looked:
-    """A response and what became of it."""
+    """A response and its result."""
 
     prompt: Prompt
     response: str
     score: Score | str
-    """Or the cause of its failure."""
+    """Score, or cause of failure."""
     seconds: float
 
 
 def render(looked: Sequence[Looked], title: str, stream: TextIO | None = None) -> None:
-    """`stream`: standard output where absent."""
+    """Print table, causes and summary. `stream` defaults to standard output."""
     console = _console(stream)
     console.print(_table(looked))
     for cause, prompts in _causes(looked).items():
@@ -45,7 +45,7 @@ def render(looked: Sequence[Looked], title: str, stream: TextIO | None = None) -
 
 
 def render_references(references: References, shows_all: bool, stream: TextIO | None = None) -> None:
-    """The share that cannot be read, and which."""
+    """Print the share of references that cannot be read, and list them."""
     console = _console(stream)
     style = "red" if references.unreadable else "green"
     console.print(Text(references.summary(), style=style), soft_wrap=True)
@@ -132,6 +132,6 @@ def _time(seconds: float) -> str:
 
 
 def _causes(looked: Sequence[Looked]) -> dict[str, list[int]]:
-    """Prompts by the cause of their failure, the commonest first."""
+    """Prompts by cause of failure, most common first."""
     counted = Counter(one.score for one in looked if isinstance(one.score, str))
     return {cause[:LONGEST_CAUSE]: [one.prompt.uid for one in looked if one.score == cause] for cause, _ in counted.most_common()}

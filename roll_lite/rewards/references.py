@@ -1,4 +1,4 @@
-"""A reference answer, written as a response would be."""
+"""Reference answers written as responses."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from typing import Any
 
 NEUTRAL = {"+": "+0", "-": "-0", "*": "*1"}
-"""What shows an operator that an expression has to contain and leaves a number what it is."""
+"""Suffixes that add a required operator to an expression without changing a number's value."""
 WRAPPED = {"boxed": r"\boxed{{{}}}", "tagged": "<answer>{}</answer>"}
 
 
 def written(answer: Any, extract: str = "") -> str | None:
-    """Where a type looks for it with this `extract`; None where it is nothing that could be written as a response."""
-    first = answer[0] if isinstance(answer, list) and answer else answer  # a list: any of its entries counts
+    """Text of the answer at the place where `extract` finds it; None if it cannot be written as a response."""
+    first = answer[0] if isinstance(answer, list) and answer else answer  # of a list any entry counts
     if isinstance(first, bool) or not isinstance(first, str | int | float):
         return None
     return WRAPPED.get(extract, "{}").format(first)
 
 
 def no_expression(must_contain: Sequence[str], forbid: Sequence[str]) -> str | None:
-    """What the answers are where no expression with these pieces can be made of them."""
+    """Description of the answers if no expression with these pieces can be made from them; else None."""
     if not forbid and all(piece in NEUTRAL for piece in must_contain):
         return None
     marks = [*(f"with {piece!r}" for piece in must_contain), *(f"without {piece!r}" for piece in forbid)]
@@ -28,7 +28,7 @@ def no_expression(must_contain: Sequence[str], forbid: Sequence[str]) -> str | N
 
 
 def expression_worth(answer: Any, pieces: Sequence[str] = ()) -> str | None:
-    """Python for a value; a text that reads as a value is one already. With operators among `pieces`, a number's expression has them."""
+    """Python expression for a value; a text that is a literal is used as it is. For a number, `pieces` (operators) are added."""
     written = repr(answer) if answer is not None else None
     value = answer
     try:

@@ -1,4 +1,4 @@
-"""Built-in types by name, and the functions that a reward's section describes."""
+"""Built-in reward types by name, and construction of a section's reward functions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ REWARDS = {
     "judge": "roll_lite.rewards.http.judge.JudgeReward",
     "remote": "roll_lite.rewards.http.remote.RemoteReward",
 }
-"""Built-in types by name, imported only when used."""
+"""Built-in types by name, imported on first use."""
 
 
 def reward_type(name: str) -> type[RewardType]:
@@ -39,7 +39,7 @@ def reward_type(name: str) -> type[RewardType]:
 
 
 def typed_reward(name: str, args: Mapping[str, Any], path: str) -> RewardType:
-    """A built-in type with its arguments; ValueError with all that is wrong with them."""
+    """A built-in type with its arguments; ValueError with all problems."""
     read = read_arguments(name, reward_type(name), args, f"{path}.args")
     if isinstance(read, RewardType):
         return read
@@ -47,7 +47,7 @@ def typed_reward(name: str, args: Mapping[str, Any], path: str) -> RewardType:
 
 
 def build_reward(config: RewardConfig, path: str = "reward") -> Reward:
-    """The whole reward of a section, which is at `path` of the configuration; ValueError for any mistake in it."""
+    """Build the whole reward of the section at `path`; ValueError for any mistake in it."""
     base = _build_function(config.name, config.args, path)
     functions = [_build_function(term.name, term.args, f"{path}.terms.{i}") for i, term in enumerate(config.terms)]
     labels = labels_of([function.name for function in functions])
@@ -67,7 +67,7 @@ def _build_function(name: str, args: Mapping[str, Any], path: str) -> RewardFunc
 
 
 def _checked_args(name: str, function: Callable[..., Any], args: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """The arguments, each turned into the type that the function's signature gives it."""
+    """The arguments, converted to the types of the function's signature."""
     signature = inspect.signature(function)
     parameters = list(signature.parameters.values())
     if not parameters or parameters[0].kind not in (

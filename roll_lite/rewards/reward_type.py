@@ -1,4 +1,4 @@
-"""Base class of the built-in types of reward."""
+"""Base class of built-in reward types."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from roll_lite.rewards.references import written
 
 
 class Unshown:
-    """Marks an argument that may hold a secret: its value is repeated in no message."""
+    """Marks an argument that may hold a secret: messages never show its value."""
 
 
 class ArgumentSection(BaseModel):
@@ -23,16 +23,19 @@ class ArgumentSection(BaseModel):
 
 
 class RewardType(ArgumentSection):
-    """A type whose fields are its arguments. docs/rewards.md is made from the docstrings of the class, which ends with an example in YAML,
-    and of the fields. Validators report arguments that contradict each other."""
+    """A reward type, whose fields are its arguments.
+
+    docs/rewards.md is generated from the docstrings of its fields and of the class, which end with a YAML example. Validators report
+    contradictory arguments.
+    """
 
     within_a_run: ClassVar[bool] = False
-    """Scored by processes that only a run starts."""
+    """True if only processes of a run can score it."""
     reads_answer_first: ClassVar[bool] = False
-    """Reads the reference answer before the response, and scores an empty response at once."""
+    """True if it reads the reference answer before the response, and scores an empty response quickly."""
 
     def __call__(self, sample: Any) -> Any:
-        """The score of a sample, or of a list of samples their scores, sync or async: as a function of a user's own."""
+        """Score a sample, or a list of samples, sync or async, like a user's function."""
         raise NotImplementedError
 
     def lowest(self) -> float:
@@ -40,10 +43,10 @@ class RewardType(ArgumentSection):
         return 0.0
 
     def warm(self) -> None:
-        """Prepare what the first call would do (imports, tables), before a time limit runs; ValueError if something is missing."""
+        """Do the work of a first call (imports, tables) before a time limit runs; ValueError if something is missing."""
 
     def at_once(self) -> int | None:
-        """Most samples of a list that are scored side by side, each of which may take the sample's time; None for any number."""
+        """Maximum samples of a list scored side by side, each of which may take the whole time limit; None: any number."""
         return None
 
     def describe(self) -> str:
@@ -51,15 +54,15 @@ class RewardType(ArgumentSection):
         return ""
 
     def in_run(self, config: RunConfig, place: str, timeout_s: float) -> Iterator[Problem]:
-        """Problems with it in this configuration. `place` is its section's path, `timeout_s` the time of a whole sample."""
+        """Problems within this configuration. `place`: path of its section; `timeout_s`: time limit of a sample."""
         yield from ()
 
     def needs_answer(self) -> bool:
-        """Can it score nothing without a reference answer?"""
+        """True if it needs a reference answer."""
         return False
 
     def named_columns(self) -> dict[str, tuple[str, ...]]:
-        """Columns of the data that its arguments name, by argument: what was given, no default."""
+        """Data columns that its arguments name, by argument; defaults excluded."""
         return {}
 
     def no_response(self) -> str | None:
@@ -67,12 +70,12 @@ class RewardType(ArgumentSection):
         return None
 
     def response_for(self, answer: Any) -> str | None:
-        """A response that should be right; None where the answer is nothing that could be written as one."""
+        """A response that should be correct; None if the answer cannot be written as one."""
         return written(answer)
 
 
 def too_slow(place: str, argument: str, value: float, seconds: float, timeout_s: float) -> Iterator[Problem]:
-    """A limit within a sample has to come before the sample's own: what hits that one is a failure, tried again and left out."""
+    """Problem if a limit within a sample is not below the sample's own time-out, which would be a failure: retried and left out."""
     if seconds >= timeout_s:
         message = f"allows {seconds:g} s by the clock; the whole sample has {timeout_s:g} (the reward's timeout_s): use less, or raise that"
         yield Problem(f"{place}.args.{argument}", message, value)

@@ -1,4 +1,4 @@
-"""Which reference answers a domain's reward cannot read: whatever the policy answers to their prompts, there is no score."""
+"""Finds reference answers that a domain's reward cannot read, so that no response to their prompts gets a score."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ MOST_PROCESSES = 8
 
 @dataclass(frozen=True)
 class References:
-    """What was found of a split's references."""
+    """Result of reading a split's references."""
 
     total: int
     unreadable: dict[int, str]
-    """Causes by prompt."""
+    """Cause of failure by prompt."""
     read: int
-    """Less than all where the time was over."""
+    """Number of references read; less than all if the time ran out."""
 
     def summary(self) -> str:
         of_all = "" if self.read == self.total else f" looked at, spread over all {self.total} (--limit 0 looks at every one)"
@@ -40,7 +40,7 @@ class References:
 def read_references(
     config: RewardConfig, path: str, prompts: PromptSet, seconds: float | None, progress: Callable[[int], None]
 ) -> References:
-    """Of prompts in random order until `seconds` are over. ValueError for a mistake in the reward, whose section is at `path`."""
+    """Read references of prompts in random order for at most `seconds`. ValueError for a mistake in the reward's section at `path`."""
     plain = config.model_copy(update={"terms": [], "format": None})
     order = iter(random.Random(0).sample(range(len(prompts)), len(prompts)))
     found = _Found({}, 0, threading.Lock(), threading.Event())
@@ -66,7 +66,7 @@ def read_references(
 
 @dataclass
 class _Found:
-    """What the threads share."""
+    """State shared by the threads."""
 
     unreadable: dict[int, str]
     read: int
