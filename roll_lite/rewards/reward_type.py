@@ -25,7 +25,7 @@ class ArgumentSection(BaseModel):
 class RewardType(ArgumentSection):
     """A reward type, whose fields are its arguments.
 
-    docs/rewards.md is generated from the docstrings of its fields and of the class, which end with a YAML example. Validators report
+    docs/rewards.md is generated from the docstrings of the class, which ends with a YAML example, and of its fields. Validators report
     contradictory arguments.
     """
 

@@ -254,7 +254,7 @@ def run_test(test: dict[str, Any], names: dict[str, Any], inside: bool = False) 
 
 
 def _is_left_by(tests: dict[str, Any], end: SystemExit) -> bool:
-    """Whether the tests themselves have left, as by `sys.exit()` at their end. A program that leaves must not pass the test."""
+    """True if the tests themselves called `sys.exit()`, as at their end. A program that exits must not pass the test."""
     *_, (frame, _) = traceback.walk_tb(end.__traceback__)
     return frame.f_globals is tests
 
@@ -264,7 +264,7 @@ def run_test_classes(names: dict[str, Any]) -> None:
     classes = [one for one in names.values() if isinstance(one, type) and one.__module__ == names["__name__"]]
     unittest = importlib.import_module("unittest")
     result, load = unittest.TestResult(), unittest.defaultTestLoader.loadTestsFromTestCase
-    unittest.case.__dict__["_ShouldStop"] = ()  # what it would catch, which a program may raise, counts as a pass
+    unittest.case.__dict__["_ShouldStop"] = ()  # it would catch this exception, which a program may raise, and count a pass
     for one in classes:
         if issubclass(one, unittest.TestCase):
             load(one).run(result)

@@ -50,7 +50,7 @@ def main(harness: str) -> None:
 
 
 def _run_pair(asked: dict[str, Any], harness: str) -> dict[str, Any]:
-    """Run a program and its tests; returns the tests' outcome with the program's CPU time and stderr."""
+    """Run a program and its tests; returns the tests' outcome with the program's stderr and both CPU times."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         program, tests = _Running(asked["program"], harness, ours.fileno()), _Running(asked["tests"], harness, theirs.fileno())

@@ -38,9 +38,9 @@ OPERATORS: dict[str, Callable[[Any, Any], Any]] = dict(zip(KINDS.split(), (*ARIT
 COMPARING = ("__eq__", "__ne__", "__lt__", "__gt__", "__le__", "__ge__", "__sub__", "__rsub__")
 OF_CLASS = type.__dict__
 MRO, HELD_BY, FLAGS = (OF_CLASS[name].__get__ for name in ("__mro__", "__dict__", "__flags__"))
-"""Of a class, as Python itself reads it: a metaclass could say something else."""
+"""Attributes of a class as Python reads them; a metaclass could override them."""
 MADE_IN_PYTHON = 1 << 9
-"""A flag of classes."""
+"""Flag of classes created at run time (Py_TPFLAGS_HEAPTYPE)."""
 OF_C = (types.WrapperDescriptorType, types.MethodDescriptorType)
 PLAIN_CONTAINERS = (list, tuple, set, frozenset, dict)
 DEEPEST = 20
@@ -172,7 +172,7 @@ def operate(kind: str, one: Any, other: Any) -> Any:
 
 
 def _is_own(kind: type) -> bool:
-    """Whether the program has made the class. Its `__module__` may say anything; the globals of its functions do not lie."""
+    """True if the program created the class: by its `__module__`, which can be forged, or by the globals of its functions, which cannot."""
     if not FLAGS(kind) & MADE_IN_PYTHON:
         return False
     return kind.__module__ == FROM_PROGRAM or any(type(one) is types.FunctionType and _is_of_program(one) for one in HELD_BY(kind).values())
@@ -185,7 +185,7 @@ def _is_of_program(function: types.FunctionType) -> bool:
 
 
 def _defines(value: Any, dunders: tuple[str, ...]) -> bool:
-    """Whether a class that the program has made has one of these operators, or any class one that is no function: `__eq__ = bool`."""
+    """True if a class of the program defines one of these operators, or any class defines one that is no function: `__eq__ = bool`."""
     for kind in MRO(type(value)):
         held = HELD_BY(kind)
         operators = [held[name] for name in dunders if name in held] if FLAGS(kind) & MADE_IN_PYTHON else []

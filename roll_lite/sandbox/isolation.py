@@ -54,7 +54,7 @@ class Walls:
 
 
 def build_outer_walls(readable: Sequence[str], wanted: str) -> Walls:
-    """Build the strongest kind that works here, at most `wanted`. The caller's next child runs behind the walls."""
+    """Build the strongest kind that works here, at most `wanted`. The caller then forks: a pid namespace begins with its next child."""
     why_not: list[str] = []
     if wanted == "namespaces":
         trouble = _trouble_with_namespaces(readable)

@@ -334,7 +334,7 @@ class SandboxPool:
         return protections
 
     def describe(self) -> str:
-        """Describe the protections that hold and those that are missing."""
+        """Describe the protections that hold and the missing ones."""
         protections = self._sandboxes[0].protections
         return protections.describe() if protections is not None else "not started"
 

@@ -151,7 +151,7 @@ def _calls(order: dict[str, Any]) -> None:
 
 
 def _call_in_child(names: dict[str, Any], order: dict[str, Any], arguments: list[Any], named: dict[str, Any]) -> dict[str, Any]:
-    """Value of a call, or why there is none. Without a value the function may work in place: its first argument is sent too."""
+    """Value of a call, or the reason for its lack. Without a value the function may work in place: its first argument is sent too."""
     here, there = os.pipe()
     if (pid := os.fork()) == 0:
         try:

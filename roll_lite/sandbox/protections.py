@@ -1,4 +1,4 @@
-"""Protections: those that hold on this machine, those that are missing, and the resulting risk."""
+"""Protections that hold on this machine, missing ones, and the resulting risk."""
 
 from __future__ import annotations
 

@@ -65,8 +65,8 @@ def extract_code(
 ) -> tuple[str, str] | None:
     """(code, language tag) of the response's program; None if there is no program. auto: without fenced blocks, the whole response.
 
-    The program is the last block in one of `languages`, else the last without a tag, else the last; within each rank, the block that
-    defines most of `needed` wins. If the text ends early, an unclosed block does not count.
+    Of the blocks in one of `languages` or without a tag, the one that defines most of `needed` is the program. Ties go to blocks in one of
+    `languages`, then to those without a tag, then to the last. If the text ends early, an unclosed block does not count.
     """
     if extract != "whole":
         blocks = _blocks(text, ends_early)

@@ -1,6 +1,6 @@
 """Names that a sample's asserts use of the program, and whether calls with plain values are enough (`why_inside`).
 
-Read from the tests alone: a program with a say could claim `abs`, or choose the place where it is tested.
+Read from the tests alone: otherwise a program could claim `abs`, or choose the process in which it is tested.
 """
 
 from __future__ import annotations

@@ -206,7 +206,7 @@ def _works_in_place(tests: Sequence[Test]) -> bool:
 
 
 def _needed_kb(test: Test) -> int:
-    """Twice the size of the expected output."""
+    """Twice the size of the expected output or value, in kB."""
     if isinstance(test.expected, str):
         return len(test.expected.encode(errors="replace")) * 2 // 1024
     return len(json.dumps(encode(test.expected))) * 2 // 1024

@@ -205,7 +205,7 @@ class JudgeReward(AskingReward):
 
 
 def _credential(body: Any) -> str | None:
-    """Name of the first text field that looks like a credential; None if there is none."""
+    """Name of the first text field that looks like a credential, or None."""
     if isinstance(body, list):
         return next((found for item in body if (found := _credential(item))), None)
     if not isinstance(body, dict):

@@ -65,7 +65,7 @@ class VerdictParser:
         return re.compile(LINE.replace("{value}", f"{value}){out_of}(?:"), re.IGNORECASE)
 
     def __call__(self, text: str) -> Verdict | None:
-        """The verdict of a text without its thinking; None if there is none."""
+        """Verdict of a text without its thinking, or None."""
         text = without_thinking(text).strip()
         if self.pattern is not None:
             last = next(reversed(list(self.search.finditer(text))), None)
