@@ -1,5 +1,5 @@
-"""The configuration: typed, strict, frozen. Everything a user can write in YAML is declared here, once.
+"""The schema of the configuration: typed, strict, frozen. Every YAML setting is declared here, once.
 
-A field's description is its documentation: `docs/configuration.md` is generated from these files. What relates several fields to each
-other is checked in `checks/`; what follows from them is computed in `arithmetic.py`.
+A field's description is its documentation: `docs/configuration.md` is generated from these files. `checks/` checks fields against each
+other, `arithmetic.py` computes derived values.
 """

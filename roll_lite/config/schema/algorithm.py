@@ -1,4 +1,4 @@
-"""Sections: advantages, losses, KL, shaping of rewards."""
+"""Sections of the algorithm: advantages, losses, KL, reward shaping."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from roll_lite.config.schema.domains import DataConfig, DomainConfig, PlainTempl
 
 
 class GaeAdvantageConfig(Section):
-    """Generalised advantage estimation over the critic's values."""
+    """Generalised advantage estimation with the critic's values."""
 
     name: Literal["gae"] = "gae"
     gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Discount."""
+    """Discount factor."""
     lam: Annotated[float, Field(ge=0, le=1)] = 0.95
     """Lambda of the actor's advantages."""
     lam_critic: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Lambda of the critic's targets; lam where absent."""
+    """Lambda of the critic's targets; absent: lam."""
     length_adaptive: PositiveFloat | None = None
-    """The actor's lambda follows the response's length l: 1 - 1 / (length_adaptive * l), at least 0. Replaces lam."""
+    """Lets the actor's lambda depend on the response length l: 1 - 1 / (length_adaptive * l), at least 0. Replaces lam."""
     bootstrap_truncated: bool = False
-    """A response cut at max_tokens goes on with the critic's value of its end instead of 0."""
+    """Bootstrap responses cut at max_tokens with the critic's value at their end, instead of 0."""
 
 
 class GrpoAdvantageConfig(Section):
@@ -47,7 +47,7 @@ class ReinforceAdvantageConfig(Section):
 
     name: Literal["reinforce"] = "reinforce"
     gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Discount."""
+    """Discount factor."""
 
 
 class ReinforcePlusPlusAdvantageConfig(Section):
@@ -55,31 +55,32 @@ class ReinforcePlusPlusAdvantageConfig(Section):
 
     name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
     gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Discount."""
+    """Discount factor."""
     baseline: Literal["none", "group"] = "none"
-    """group: the group's mean is taken off the rewards first."""
+    """group: subtract the group's mean from the rewards first."""
 
 
 class RemaxAdvantageConfig(Section):
-    """Reward minus the score of a greedy response to the same prompt, which is generated beside the group and not trained on."""
+    """Reward minus the score of a greedy response to the same prompt, generated beside the group and not trained on."""
 
     name: Literal["remax"] = "remax"
 
 
 class OpoAdvantageConfig(Section):
-    """Reward minus the length-weighted mean reward of the group, the baseline of least variance on-policy."""
+    """Reward minus the length-weighted mean reward of the group, the on-policy baseline of least variance."""
 
     name: Literal["opo"] = "opo"
 
 
 class GpgAdvantageConfig(Section):
-    """(reward - group mean) * samples / samples of groups with spread before KL: flat groups do not thin out the gradient."""
+    """(reward - group mean) * samples / samples in groups whose rewards differ before KL, so that groups without advantage do not shrink
+    the gradient."""
 
     name: Literal["gpg"] = "gpg"
 
 
 class CustomAdvantageConfig(Section):
-    """A user's own estimator."""
+    """Advantage estimator of the user."""
 
     name: Literal["custom"] = "custom"
     function: str
@@ -110,11 +111,11 @@ class PpoLossConfig(Section):
 
     name: Literal["ppo"] = "ppo"
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """The ratio is clipped from below at 1 - clip_low."""
+    """Lower clip of the ratio: 1 - clip_low."""
     clip_high: PositiveFloat = 0.2
-    """The ratio is clipped from above at 1 + clip_high."""
+    """Upper clip of the ratio: 1 + clip_high."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """With a negative advantage the loss is at most dual_clip * |advantage|; null is off."""
+    """Limit of the loss at negative advantages: dual_clip * |advantage|; null: off."""
 
 
 class GspoLossConfig(Section):
@@ -122,9 +123,9 @@ class GspoLossConfig(Section):
 
     name: Literal["gspo"] = "gspo"
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 3e-4
-    """The sequence's ratio is clipped from below at 1 - clip_low."""
+    """Lower clip of the sequence's ratio: 1 - clip_low."""
     clip_high: PositiveFloat = 4e-4
-    """The sequence's ratio is clipped from above at 1 + clip_high."""
+    """Upper clip of the sequence's ratio: 1 + clip_high."""
 
 
 class GmpoLossConfig(Section):
@@ -132,39 +133,40 @@ class GmpoLossConfig(Section):
 
     name: Literal["gmpo"] = "gmpo"
     log_clip_low: PositiveFloat = 0.4
-    """A token's log-ratio is clipped from below at -log_clip_low."""
+    """Lower clip of a token's log-ratio: -log_clip_low."""
     log_clip_high: PositiveFloat = 0.4
-    """A token's log-ratio is clipped from above at log_clip_high."""
+    """Upper clip of a token's log-ratio: log_clip_high."""
 
 
 class CispoLossConfig(Section):
-    """Policy gradient weighted with the clipped ratio, which gets no gradient itself: no token is cut off."""
+    """Policy gradient weighted with the clipped ratio. The weight has no gradient, so clipping removes no token's gradient."""
 
     name: Literal["cispo"] = "cispo"
     clip_low: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """The weight is at least 1 - clip_low; null is off."""
+    """Lower limit of the weight: 1 - clip_low; null: off."""
     clip_high: PositiveFloat = 4.0
-    """The weight is at most 1 + clip_high."""
+    """Upper limit of the weight: 1 + clip_high."""
 
 
 class ToprLossConfig(Section):
-    """Policy gradient weighted with the sequence's ratio, limited to one range for good samples and another for bad ones."""
+    """Policy gradient weighted with the sequence's ratio, which is limited to one range for positive advantages and another for negative
+    ones."""
 
     name: Literal["topr"] = "topr"
     positive: tuple[NonNegativeFloat, NonNegativeFloat] = (1.0, 1.0)
-    """Range of the weight where the advantage is positive."""
+    """Range of the weight at positive advantages."""
     negative: tuple[NonNegativeFloat, NonNegativeFloat] = (0.0, 1.0)
-    """Range of the weight where the advantage is negative."""
+    """Range of the weight at negative advantages."""
 
 
 class SapoLossConfig(Section):
-    """A sigmoid gate around ratio 1 in place of the clip."""
+    """Sigmoid gate around ratio 1 instead of clipping."""
 
     name: Literal["sapo"] = "sapo"
     tau_positive: PositiveFloat = 1.0
-    """Steepness of the gate where the advantage is positive."""
+    """Steepness of the gate at positive advantages."""
     tau_negative: PositiveFloat = 1.05
-    """Steepness of the gate where the advantage is negative."""
+    """Steepness of the gate at negative advantages."""
 
 
 class PolicyGradientLossConfig(Section):
@@ -188,16 +190,16 @@ class KimiLossConfig(Section):
 
 
 GIVEN_TO_LOSSES = ("rollout_log_probs", "ref_log_probs", "entropy")
-"""What a user's loss gets besides the terms, if it has parameters of these names."""
+"""Parameters that a user's loss gets besides the terms, if it has them."""
 
 
 class CustomLossConfig(Section):
-    """A user's own loss."""
+    """Policy loss of the user."""
 
     name: Literal["custom"] = "custom"
     function: str
     """Dotted path to a function `(PolicyTerms, **args) -> PolicyLoss`, see docs/algorithms.md. Parameters named rollout_log_probs,
-    ref_log_probs and entropy get these of every token."""
+    ref_log_probs and entropy get these values per token."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function."""
 
@@ -218,63 +220,64 @@ PolicyLossConfig = Annotated[
 
 
 class CorrectionWeightConfig(Section):
-    """Multiplies each token's policy loss with (trainer's probability / engine's probability) of what the engine sampled."""
+    """Multiplies each token's policy loss with trainer's probability / engine's probability of the sampled token."""
 
     level: Literal["token", "sequence", "geometric"] = "token"
-    """token: each token's own weight. sequence: the product over the response. geometric: its geometric mean."""
+    """token: one weight per token. sequence: the product over the response. geometric: its geometric mean."""
     mode: Literal["truncate", "mask"] = "truncate"
-    """truncate: limit the weight to the range (TIS). mask: weight 0 outside of it (IcePop)."""
+    """truncate: limit the weight to the range (TIS). mask: weight 0 outside the range (IcePop)."""
     low: NonNegativeFloat = 0.0
     """Lower end of the range."""
     high: PositiveFloat | None = 2.0
-    """Upper end of the range; null: none."""
+    """Upper end of the range; null: unlimited."""
 
 
 class CorrectionFilterConfig(Section):
-    """Takes the policy loss of tokens, or of whole sequences, on which trainer and engine differ too much."""
+    """Removes the policy loss of tokens, or whole sequences, on which trainer and engine differ too much."""
 
     level: Literal["token", "sequence_sum", "sequence_mean", "sequence_min", "sequence_max"] = "token"
-    """token: each token by its own number. Otherwise the whole sequence, by the sum, mean, minimum or maximum over its tokens."""
+    """token: filter each token by its number. Others: filter the sequence by the sum, mean, minimum or maximum over its tokens."""
     estimator: Literal["ratio", "k1", "k2", "k3", "abs", "difference"] = "ratio"
-    """The number of a token. ratio: trainer's probability / engine's probability; its sum over a sequence is the product, its mean the
+    """Number of a token. ratio: trainer's probability / engine's probability; over a sequence, its sum is the product, its mean the
     geometric mean. k1, k2, k3, abs: KL(engine || trainer) as for kl_in_reward, in nats. difference: trainer's probability - engine's."""
     low: float | None = None
-    """Less is left out; null: no lower end."""
+    """Lower limit; null: unlimited."""
     high: float | None = None
-    """More is left out; null: no upper end."""
+    """Upper limit; null: unlimited."""
 
 
 class MismatchCorrectionConfig(Section):
-    """One weight and any number of filters, for tokens that the engine sampled from another policy than the trainer's."""
+    """Corrects for tokens that the engine sampled from a different policy than the trainer's: one weight and any number of filters."""
 
     weight: CorrectionWeightConfig | None = None
     """Importance weight; null: 1."""
     filters: list[CorrectionFilterConfig] = Field(default_factory=list)
-    """What passes all of them keeps its weight, what does not gets 0."""
+    """Filters that tokens must all pass to keep their weight; other tokens get 0."""
 
 
 class ValueLossConfig(Section):
     clip: PositiveFloat | None = 0.2
-    """New values may move this far from the old ones; null switches clipping off."""
+    """Maximal distance of new values from the old ones; null: no clipping."""
 
 
 # ---------------------------------------------------------------- KL
 
 
 class FixedKlConfig(Section):
-    """The coefficient stays what it is."""
+    """Constant coefficient."""
 
     name: Literal["fixed"] = "fixed"
 
 
 class AdaptiveKlConfig(Section):
-    """The coefficient rises while the KL is above its target and falls while it is below, once per step."""
+    """Raises the coefficient while the KL is above its target and lowers it while below, once per step."""
 
     name: Literal["adaptive"] = "adaptive"
     target: PositiveFloat
-    """KL(policy || reference) to hold, in nats per token, as the estimator measures it; k3 for `abs`, and in the loss but for `full`."""
+    """Target KL(policy || reference), in nats per token. It is measured with k3 for `abs`, and for kl_in_loss unless the estimator is
+    `full`; otherwise with the estimator."""
     horizon: PositiveFloat = 10000.0
-    """Samples over which the coefficient moves by about a fifth at most; a larger batch counts as this many."""
+    """Number of samples over which the coefficient changes by at most about a fifth; a larger batch counts as this many."""
 
 
 KlControllerConfig = Annotated[FixedKlConfig | AdaptiveKlConfig, Field(discriminator="name")]
@@ -282,22 +285,22 @@ KlControllerConfig = Annotated[FixedKlConfig | AdaptiveKlConfig, Field(discrimin
 
 class KlInRewardConfig(Section):
     coef: NonNegativeFloat = 0.0
-    """Weight; 0 switches the term off."""
+    """Weight; 0: off."""
     estimator: Literal["k1", "k2", "k3", "abs", "full"] = "k1"
     """k1 = log-ratio, k2 = log-ratio squared / 2, k3 = exp(-k1) - 1 + k1, abs = |k1|, full = the exact sum over the vocabulary."""
     controller: KlControllerConfig = Field(default_factory=FixedKlConfig)
-    """What becomes of the weight in the course of the run."""
+    """Schedule of the weight."""
 
 
 class KlInLossConfig(Section):
     coef: NonNegativeFloat = 0.0
-    """Weight; 0 switches the term off."""
+    """Weight; 0: off."""
     estimator: Literal["k1", "k2", "k3", "abs", "full"] = "k3"
-    """As for kl_in_reward."""
+    """Same as for kl_in_reward."""
     controller: KlControllerConfig = Field(default_factory=FixedKlConfig)
-    """What becomes of the weight in the course of the run."""
+    """Schedule of the weight."""
     unbiased_gradient: bool = False
-    """Give the estimate the gradient of KL(policy || reference) itself, weighted for samples of an older policy."""
+    """Use the gradient of KL(policy || reference) itself, with importance weights for samples of an older policy."""
 
 
 # ---------------------------------------------------------------- rewards and masks
@@ -305,17 +308,18 @@ class KlInLossConfig(Section):
 
 class RewardNormalizationConfig(Section):
     over: Literal["batch", "group", "running"]
-    """Whose mean and standard deviation: the step's samples that train, all of the prompt's, or all of the run so far that trained."""
+    """Samples that mean and standard deviation are computed over. batch: the step's samples that train; group: all samples of the prompt;
+    running: all samples that trained in the run so far."""
     mean: bool = True
-    """Take the mean off."""
+    """Subtract the mean."""
     std: bool = True
     """Divide by the standard deviation."""
 
 
 class LengthPenaltyConfig(Section):
     name: Literal["linear", "group"] = "linear"
-    """linear: coef * tokens / max_tokens is taken off. group: by where the length stands between the group's shortest and longest,
-    from +coef/2 to -coef/2, a bonus for correct samples only."""
+    """linear: subtract coef * tokens / max_tokens. group: from +coef/2 for the shortest response of the group to -coef/2 for the longest;
+    the bonus is for correct samples only."""
     coef: PositiveFloat
     """Strength."""
 
@@ -324,68 +328,68 @@ class OverlongConfig(Section):
     """DAPO's soft overlong punishment."""
 
     buffer_tokens: PositiveInt
-    """The penalty starts this many tokens before max_tokens and grows linearly."""
+    """Number of tokens before max_tokens from which the penalty grows linearly."""
     penalty: PositiveFloat = 1.0
-    """Taken off a response that is as long as max_tokens."""
+    """Penalty of a response as long as max_tokens."""
 
 
 class RewardShapingConfig(Section):
-    """From scores to rewards, in this order: format, length, truncation, overlong, scale, clip, normalisation, domain weight."""
+    """Turns scores into rewards, in this order: format, length, truncation, overlong, scale, clip, normalisation, domain weight."""
 
     length_penalty: LengthPenaltyConfig | None = None
     """Penalty on length."""
     overlong: OverlongConfig | None = None
-    """Penalty on coming close to max_tokens."""
+    """Penalty on lengths close to max_tokens."""
     scale: PositiveFloat = 1.0
-    """Factor."""
+    """Factor of the reward."""
     clip: PositiveFloat | None = None
     """Limit to [-clip, clip]."""
     normalize: RewardNormalizationConfig | None = None
-    """Shift and scale."""
+    """Normalisation by mean and standard deviation."""
 
 
 class MasksConfig(Section):
-    """Samples that do not train. They still count in their group's baseline, and are reported per domain."""
+    """Excludes samples from training. They still count in their group's baseline, and metrics report them per domain."""
 
     truncated: Literal["keep", "mask", "penalize"] = "keep"
-    """Responses cut at max_tokens: train as any other, do not train, or train with truncated_penalty taken off their reward."""
+    """Responses cut at max_tokens. keep: train; mask: do not train; penalize: subtract truncated_penalty from their reward and train."""
     truncated_penalty: PositiveFloat = 1.0
-    """For truncated: penalize."""
+    """Penalty for truncated: penalize."""
     group_mean: tuple[float, float] | None = None
-    """Groups train only if the mean of their scores lies in this range, ends included."""
+    """Range of a group's mean score in which it trains, ends included."""
     response_tokens: tuple[Annotated[int, Field(ge=0)], PositiveInt] | None = None
-    """Responses train only if their length lies in this range, ends included."""
+    """Range of response lengths that train, ends included."""
     function: str | None = None
     """Dotted path to a function `RewardRows -> weights [samples]`, see docs/algorithms.md; 0 does not train."""
 
 
 class PtxDataConfig(Section):
     train: UserPath | Annotated[list[UserPath], Field(min_length=1)]
-    """As of a domain: a .jsonl or .parquet file, a folder, or several of them one after the other."""
+    """Data files as for a domain: a .jsonl or .parquet file, a folder, or a list of them, read one after the other."""
     prompt: str = "prompt"
-    """Name of the column with the prompt (a string, or a list of chat messages), or with the text where there is no answer."""
+    """Name of the column with the prompt (a string, or a list of chat messages), or with the text if there is no answer."""
     answer: str | None = "answer"
-    """Name of the column with the text to be learned; null: the prompt itself is learned, as in pre-training."""
+    """Name of the column with the text to learn; null: learn the prompt itself, as in pre-training."""
 
 
 class PtxConfig(Section):
-    """A supervised loss beside the policy's, on rows of a data set (PPO-ptx): coef * mean cross-entropy of what is learned, at temperature
-    1, in every optimizer step of the actor."""
+    """Adds a supervised loss on a data set to the policy loss (PPO-ptx): coef * mean cross-entropy of the learned tokens, at temperature 1,
+    in every optimizer step of the actor."""
 
     data: PtxDataConfig
-    """What is learned. Each row once per pass, in a seeded order that a resumed run goes on with."""
+    """Data to learn. Every pass uses each row once, in a seeded order that resumed runs continue."""
     template: TemplateConfig = Field(default_factory=PlainTemplateConfig)
-    """How a prompt becomes the model's input. The answer and the end of sequence follow it."""
+    """Template that turns a prompt into the model's input. The answer and the end of sequence follow."""
     coef: PositiveFloat
     """Weight of the mean cross-entropy."""
     samples: PositiveInt
-    """Rows in every optimizer step, packed into micro-batches with the policy's."""
+    """Rows per optimizer step, packed into micro-batches with the policy's."""
     max_tokens: Annotated[int, Field(ge=2)] = 4096
-    """Prompt and answer; what is longer is cut at the end."""
+    """Maximal tokens of prompt and answer; longer rows are cut at the end."""
 
     @property
     def as_domain(self) -> DomainConfig:
-        """Its files and template, for those who read a domain's prompts."""
+        """Its files and template as a domain, for the reader of prompts."""
         data = DataConfig(train=self.data.train, prompt=self.data.prompt, answer=self.data.answer)
         sampling = SamplingConfig(max_prompt_tokens=2**31 - 1)  # longer ones are cut
         return DomainConfig(data=data, template=self.template, sampling=sampling, reward=RewardConfig(name="exact"))
@@ -393,49 +397,50 @@ class PtxConfig(Section):
 
 class AlgorithmConfig(Section):
     reward: RewardShapingConfig = Field(default_factory=RewardShapingConfig)
-    """How scores become rewards."""
+    """Shaping: from scores to rewards."""
     masks: MasksConfig = Field(default_factory=MasksConfig)
-    """Which samples train."""
+    """Samples that do not train."""
     advantage: AdvantageConfig = Field(default_factory=GrpoAdvantageConfig)
     """Advantage estimator."""
     whiten_advantages: bool = False
-    """Shift and scale the advantages to mean 0 and variance 1 over the global batch's policy tokens."""
+    """Normalize advantages to mean 0 and variance 1 over the policy tokens of the global batch."""
     policy_loss: PolicyLossConfig = Field(default_factory=PpoLossConfig)
     """Policy loss."""
     mismatch_correction: MismatchCorrectionConfig | None = None
-    """Correction for what engine and trainer see differently."""
+    """Correction for the mismatch of engine and trainer."""
     value_loss: ValueLossConfig = Field(default_factory=ValueLossConfig)
     """Value loss (with a critic)."""
     aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] = "token_mean"
-    """How token losses become one number; always over the counts of the whole global mini-batch."""
+    """Aggregation of token losses into one number; counts are those of the whole global mini-batch."""
     aggregation_constant: PositiveInt | None = None
-    """For aggregation: constant, the tokens that a sequence's sum is divided by; the longest max_tokens of the domains where absent."""
+    """Divisor of a sequence's sum for aggregation: constant, in tokens; absent: the longest max_tokens of the domains."""
     kl_in_reward: KlInRewardConfig = Field(default_factory=KlInRewardConfig)
-    """KL(policy || reference) taken off every token's reward."""
+    """KL(policy || reference) subtracted from every token's reward."""
     kl_in_loss: KlInLossConfig = Field(default_factory=KlInLossConfig)
     """KL(policy || reference) added to the loss."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
     ptx: PtxConfig | None = None
-    """Learn a data set beside the policy's samples; none where absent."""
+    """Supervised loss on a data set; absent: none."""
     old_log_probs: Literal["recompute", "current", "rollout"] = "recompute"
-    """recompute: an extra forward pass of the trainer. current: the detached training forward (one update per batch only).
-    rollout: the engine's own."""
+    """Source of the old log-probs. recompute: an extra forward pass of the trainer. current: the detached training forward (one update per
+    batch only). rollout: the engine."""
     routing_replay: Literal["none", "train", "rollout"] = "none"
-    """Which experts the actor's updates use, of a model with experts. none: those that its router chooses by then. train: those of the
-    pass that takes the old log-probs. rollout: those of the engine, in that pass as well. The router goes on learning, through the weights
-    that it gives them."""
+    """Experts that the actor's updates use, in a model with experts. none: its router's current choice. train: those of the pass that
+    computes the old log-probs. rollout: those of the engine, also in that pass. The router still learns, through the weights of the
+    experts.
+    """
     ppo_epochs: PositiveInt = 1
     """Passes over each batch."""
     mini_batches: PositiveInt = 1
     """Optimizer steps per pass."""
     early_stop_kl: PositiveFloat | None = None
-    """The step's remaining actor updates are left out once KL(old || new) of an update exceeds this, in nats per token."""
+    """Limit for KL(old || new) of an update, in nats per token: beyond it, the step's remaining actor updates are skipped."""
     critic_warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps at the start in which only the critic trains."""
+    """Steps at the start that train only the critic."""
 
     @property
     def weighs_by_rollout(self) -> bool:
-        """A sample's loss has the ratio to the policy that sampled it as a factor."""
+        """True if a sample's loss is multiplied by the ratio to the policy that sampled it."""
         correction = self.mismatch_correction
         return self.old_log_probs == "rollout" or (correction is not None and correction.weight is not None)

@@ -1,4 +1,4 @@
-"""What every section of the configuration has in common, and the kinds of numbers and paths."""
+"""Base class of all sections, and types of numbers and paths."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from roll_lite.config.shipped import found
 
 
 def from_current_folder(path: Path) -> Path:
-    """The one rule for paths, the shell's: relative to the folder the run is started in. Absolute from then on, so that workers agree.
-    What the package ships is found from everywhere. ValueError where nobody could tell what is there.
-    """
+    """Make a path absolute, relative to the folder where the run starts, so that all workers agree. Shipped files are found from any
+    folder. ValueError if the path is unreadable."""
     try:
         path = found(path)
     except RuntimeError:
@@ -40,11 +39,11 @@ UserPath = Annotated[Path, AfterValidator(from_current_folder)]
 
 
 class Refused(Exception):
-    """A field was read whose value the schema has refused: nothing can be said of it."""
+    """Raised by reading a field whose value the schema has refused."""
 
 
 class Section(BaseModel):
-    """Base of every section: unknown keys are refused, nothing changes after loading."""
+    """Base of every section: unknown keys are refused, and values never change after loading."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True, protected_namespaces=())
 
@@ -57,5 +56,5 @@ class Section(BaseModel):
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """The settings as keyword arguments, without the name by which a variant is chosen."""
+        """Settings as keyword arguments, without `name`."""
         return {field: value for field, value in self if field != "name"}

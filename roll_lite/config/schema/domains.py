@@ -1,4 +1,4 @@
-"""Sections: domains with their data, templates, sampling and rewards; rollouts."""
+"""Sections of domains (data, templates, sampling, rewards) and of rollouts."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from roll_lite.config.schema.base import NonNegativeFloat, PositiveFloat, Positi
 
 
 class DataFilterConfig(Section):
-    """Rows that are left out; how many is said at the start."""
+    """Selects rows of the data; the number of dropped rows is printed at the start."""
 
     prompt_tokens: tuple[Annotated[int, Field(ge=0)], PositiveInt] | None = None
-    """Keep prompts (template applied) whose length lies in this range, ends included; held-out ones, too."""
+    """Range of prompt lengths to keep, ends included. The template counts; held-out prompts are filtered too."""
     difficulty: str | None = None
     """Name of a column with a number, such as the share of samples that a model has solved. Only `train` needs it."""
     difficulty_range: tuple[float, float] | None = None
-    """Keep rows of `train` whose difficulty lies in this range, ends included; of held-out prompts all are kept."""
+    """Range of difficulties to keep, ends included. Only for `train`: held-out prompts are all kept."""
 
 
 DataFiles = UserPath | Annotated[list[UserPath], Field(min_length=1)] | Annotated[dict[UserPath, PositiveFloat], Field(min_length=1)]
@@ -26,34 +26,35 @@ DataFiles = UserPath | Annotated[list[UserPath], Field(min_length=1)] | Annotate
 class DataConfig(Section):
     train: DataFiles
     """Prompts to train on: a .jsonl or .parquet file, or a folder with a data set saved by Hugging Face `datasets`. Or several: a list is
-    one after the other; a mapping of paths to shares gives each its share of the domain's prompts, whatever its length."""
+    read one after the other; a mapping of paths to shares gives each its share of the domain's prompts, independent of its length."""
     validation: DataFiles | None = None
-    """Held-out prompts; all of them, whatever the shares."""
+    """Held-out prompts; all are used, even if shares are given."""
     tag: str | None = None
-    """Name of a column that says which domain a row belongs to, for files that several domains share."""
+    """Name of a column with the domain of a row, for files that several domains share."""
     tags: list[str] = Field(default_factory=list)
-    """The tags of this domain's rows. A row whose tag belongs to no domain that reads its file is an error."""
+    """Tags of this domain's rows. A tag that belongs to no domain of its file is an error."""
     filter: DataFilterConfig = Field(default_factory=DataFilterConfig)
-    """Which rows to leave out."""
+    """Rows to drop."""
     prompt: str = "prompt"
     """Name of the column with the prompt (a string, or a list of chat messages)."""
     answer: str | None = "answer"
     """Name of the column with the reference answer."""
     weight: str | None = None
-    """Name of a column with the weight of a prompt's samples in the loss; 1 for all where absent."""
+    """Name of a column with the weight of a prompt's samples in the loss; absent: 1 for all."""
     epochs: PositiveInt | None = None
-    """Passes over the prompts of `train`, shuffled anew in each. After them the other domains take this one's share; when none has
-    prompts left, the run ends with an error. Absent: as many as the run needs."""
+    """Passes over the prompts of `train`, each in a new order. Afterwards the other domains share this one's part; if no domain has prompts
+    left, the run ends with an error. Absent: unlimited."""
     report_by: str | None = None
-    """Name of a column of the held-out prompts, such as level or subject, by whose values validation is reported too (50 at most)."""
+    """Name of a column of the held-out prompts, such as level or subject: validation is also reported for each of its values (50 at most).
+    """
 
 
 class PlainTemplateConfig(Section):
-    """A text with the prompt filled in."""
+    """A text that contains the prompt."""
 
     name: Literal["plain"] = "plain"
     text: str = "{prompt}"
-    """The text that the model sees; {prompt} stands for the prompt's column."""
+    """Input of the model; {prompt} stands for the prompt's column."""
 
 
 class ChatTemplateConfig(Section):
@@ -61,9 +62,9 @@ class ChatTemplateConfig(Section):
 
     name: Literal["chat"] = "chat"
     system: str | None = None
-    """A system message."""
+    """System message."""
     file: UserPath | None = None
-    """A file with the chat template (Jinja); the tokenizer's own where absent."""
+    """File with the chat template (Jinja); absent: the tokenizer's."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the chat template, such as `{enable_thinking: false}`."""
 
@@ -72,186 +73,188 @@ TemplateConfig = Annotated[PlainTemplateConfig | ChatTemplateConfig, Field(discr
 
 
 LEAST_TEMPERATURE, GREATEST_TEMPERATURE = 0.01, 2.0
-"""vLLM samples at its least one below that, and refuses more."""
+"""Limits of vLLM: it raises lower temperatures to its least one, and refuses higher ones."""
 
 
 class SamplingConfig(Section):
     temperature: Annotated[float, Field(ge=LEAST_TEMPERATURE, le=GREATEST_TEMPERATURE)] = 1.0
-    """Sampling temperature; training log-probs of the domain's samples are taken at the same one."""
+    """Sampling temperature, also used for the training log-probs of the domain's samples."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus sampling; 1 is off."""
+    """Nucleus sampling; 1: off."""
     top_k: Annotated[int, Field(ge=0)] = 0
-    """Sample from the k most likely tokens; 0 is off."""
+    """Sample from the k most likely tokens; 0: off."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Drop tokens less likely than this share of the likeliest; 0 is off."""
+    """Drop tokens less likely than this share of the most likely one; 0: off."""
     max_prompt_tokens: PositiveInt = 1024
-    """Longer prompts are an error."""
+    """Longest prompt in tokens; longer ones are an error."""
     max_tokens: PositiveInt = 1024
-    """Longest response."""
+    """Longest response in tokens."""
     min_tokens: Annotated[int, Field(ge=0)] = 0
-    """Shortest response."""
+    """Shortest response in tokens."""
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list, max_length=32)
-    """Texts that end a response, as part of it. One that is complete within the first min_tokens tokens does not."""
+    """Texts that end a response; the text is part of it. Ignored if complete within the first min_tokens tokens."""
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
-    """Tokens that end a response, beside the model's own end of sequence; the response ends with the token."""
+    """Tokens that end a response, in addition to the model's end of sequence; the token is part of it."""
 
 
 class HeldOutSamplingConfig(Section):
-    """How a domain's held-out prompts are answered, where not as validation.sampling says."""
+    """Sampling of a domain's held-out prompts; overrides validation.sampling."""
 
     temperature: Annotated[float, Field(ge=0, le=GREATEST_TEMPERATURE)] | None = None
-    """Sampling temperature; 0 is greedy."""
+    """Sampling temperature; 0: greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Nucleus sampling; 1 is off."""
+    """Nucleus sampling; 1: off."""
     top_k: Annotated[int, Field(ge=0)] | None = None
-    """Sample from the k most likely tokens; 0 is off."""
+    """Sample from the k most likely tokens; 0: off."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Drop tokens less likely than this share of the likeliest; 0 is off."""
+    """Drop tokens less likely than this share of the most likely one; 0: off."""
     max_tokens: PositiveInt | None = None
-    """Longest response."""
+    """Longest response in tokens."""
     min_tokens: Annotated[int, Field(ge=0)] | None = None
-    """Shortest response."""
+    """Shortest response in tokens."""
     stop: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=32)] | None = None
-    """Texts that end a response, as part of it."""
+    """Texts that end a response; the text is part of it."""
     stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
-    """Tokens that end a response, beside the model's own end of sequence."""
+    """Tokens that end a response, in addition to the model's end of sequence."""
 
 
 class ValidationSamplingConfig(HeldOutSamplingConfig):
-    """How held-out prompts are answered, where their domain's validation_sampling does not say otherwise. What neither gives is as in the
-    domain's training, but for the temperature."""
+    """Sampling of held-out prompts; a domain's validation_sampling overrides it. All settings but the temperature default to those of the
+    domain's training."""
 
     temperature: Annotated[float, Field(ge=0, le=GREATEST_TEMPERATURE)] = 1.0
-    """Sampling temperature; 0 is greedy."""
+    """Sampling temperature; 0: greedy."""
 
 
 class FormatConfig(Section):
-    """A bonus for responses of a certain format, whatever their answer."""
+    """Bonus or penalty for a response's format, independent of its answer."""
 
     pattern: str
-    """Regular expression that has to match somewhere in the response (`.` matches line breaks; anchor with ^ and $ where needed)."""
+    """Regular expression that must match somewhere in the response (`.` matches line breaks; anchor with ^ and $ if needed)."""
     bonus: float = 0.1
-    """Added to the score of responses that match."""
+    """Added to the score of matching responses."""
     penalty: NonNegativeFloat = 0.0
-    """Taken off the score of responses that do not."""
+    """Subtracted from the score of other responses."""
 
 
 class RewardTermConfig(Section):
-    """A further term of a domain's reward."""
+    """Further term of a domain's reward."""
 
     name: str
-    """As for the reward itself; `length`, `repetition` and `format` are made for this."""
+    """Type or dotted path as for the reward itself; `length`, `repetition` and `format` are made for terms."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function."""
     weight: float = 1.0
-    """Factor of its value; negative for a penalty."""
+    """Factor of its value; negative: a penalty."""
 
 
 class RewardConfig(Section):
-    """How a sample is scored: by a function of a known type, or by one of the user's own, and by further terms."""
+    """Scores samples: by a known type or a function of the user, plus further terms."""
 
     name: str
-    """A known type (docs/rewards.md), or a dotted path to a function `sample -> score`, sync or async, for one sample or for a list."""
+    """Known type (docs/rewards.md), or a dotted path to a function `sample -> score`, sync or async, for one sample or for a list."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the reward function."""
     terms: list[RewardTermConfig] = Field(default_factory=list)
-    """Added to its value, each times its weight. Whether a sample is correct is the reward's own say."""
+    """Terms added to the score, each times its weight. Whether a sample is correct depends on the reward alone."""
     workers: PositiveInt = 1
-    """Processes that score this domain's samples."""
+    """Number of processes that score this domain's samples."""
     timeout_s: PositiveFloat = 30.0
-    """Time after which scoring one sample counts as failed."""
+    """Time limit for scoring one sample; then the attempt counts as failed."""
     start_timeout_s: PositiveFloat = 120.0
-    """Time for a worker to start: to import the function and whatever it needs."""
+    """Time limit for the start of a worker, which imports the function."""
     retries: Annotated[int, Field(ge=0)] = 1
-    """How often a failed scoring is tried again before the sample is reported as failed."""
+    """Number of retries before a sample is reported as failed."""
     weight: PositiveFloat = 1.0
-    """Factor of this domain's rewards, after everything that algorithm.reward does to them."""
+    """Factor of this domain's rewards, applied after all of algorithm.reward."""
     format: FormatConfig | None = None
     """Bonus for the format of a response."""
 
 
 class DomainConfig(Section):
     data: DataConfig
-    """Where the prompts come from."""
+    """Source of the prompts."""
     template: TemplateConfig = Field(default_factory=PlainTemplateConfig)
-    """How a prompt becomes the model's input."""
+    """Template that turns a prompt into the model's input."""
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
-    """How responses are sampled in training."""
+    """Sampling in training."""
     validation_sampling: HeldOutSamplingConfig = Field(default_factory=HeldOutSamplingConfig)
-    """How responses to its held-out prompts are sampled; what is not given is as in validation.sampling."""
+    """Sampling of held-out prompts; absent settings are those of validation.sampling."""
     reward: RewardConfig
-    """How responses are scored."""
+    """Scoring of responses."""
     share: PositiveFloat = 1.0
-    """Weight of the domain in the mix; shares need not add up to one."""
+    """Weight of the domain in the mix; shares need not sum to one."""
     min_prompts: Annotated[int, Field(ge=0)] = 0
-    """Prompts of this domain in each batch at least, whatever its share; the others give up theirs."""
+    """Minimum of this domain's prompts per batch, even beyond its share; the other domains get fewer."""
     samples_per_prompt: PositiveInt | None = None
-    """Group size of this domain; rollout.samples_per_prompt where absent."""
+    """Group size of this domain; absent: rollout.samples_per_prompt."""
 
 
 # ---------------------------------------------------------------- rollouts
 
 
 GROUP_MEASURES: dict[str, tuple[float | None, float | None]] = {"accuracy": (0.0, 1.0), "mean": (None, None), "std": (0.0, None)}
-"""What a filter may look at, and between which values groups train where nothing else is said."""
+"""Built-in measures of a filter, with the default range in which groups train."""
 
 
 class GroupFilterConfig(Section):
-    """Dynamic sampling: groups that teach nothing are left out, and other prompts take their places until the batch is full."""
+    """Dynamic sampling: drops groups that teach nothing and replaces them by other prompts until the batch is full."""
 
     name: str = "accuracy"
-    """What of a group is looked at: accuracy (share of right samples), mean or std (of its scores); or a dotted path to a function
-    `SampleGroup -> bool`, which says whether the group trains."""
+    """Measure of a group: accuracy (share of correct samples), mean or std (of its scores); or a dotted path to a function `SampleGroup ->
+    bool`, true if the group trains."""
     above: float | None = None
-    """Groups train whose value is above this; 0 for accuracy and std where absent."""
+    """Groups train if the measure is above this; absent: 0 for accuracy and std."""
     below: float | None = None
-    """And below this; 1 for accuracy where absent."""
+    """Groups train if the measure is below this; absent: 1 for accuracy."""
     tries: PositiveInt = 10
-    """Prompts that may be tried for each place of a batch, on average over the batch of a domain."""
+    """Maximal number of prompts tried per place in the batch, averaged over a domain's batch."""
     when_short: Literal["fail", "continue"] = "fail"
-    """When that was not enough: end the run, or train on the groups that there are."""
+    """Action when that is not enough. fail: end the run; continue: train on the groups that passed."""
 
     @property
     def bounds(self) -> tuple[float | None, float | None]:
-        """Of a type that is not the user's own."""
+        """Range of a built-in measure."""
         above, below = GROUP_MEASURES[self.name]
         return above if self.above is None else self.above, below if self.below is None else self.below
 
 
 class RolloutConfig(Section):
     prompts_per_step: PositiveInt = 32
-    """Prompts (sample groups) in one training batch, over all domains."""
+    """Prompts (sample groups) per training batch, over all domains."""
     samples_per_prompt: PositiveInt = 8
-    """Responses sampled for each prompt."""
+    """Responses per prompt."""
     request_timeout_s: PositiveFloat = 600.0
-    """Time for an engine to generate one response, from when it has begun with it: waiting in the engine does not count, nor does standing
-    still there for new weights."""
+    """Time limit for one response, from its start in the engine. Time in the engine's queue, or paused for new weights, does not count."""
     retries: Annotated[int, Field(ge=0)] = 2
-    """How often a failed generation is tried again before the sample is reported as failed."""
+    """Number of retries of a generation before the sample is reported as failed."""
     supply: Literal["sync", "one_step_off", "async"] = "sync"
-    """How generation and training take turns. sync: one after the other. one_step_off: the next batch is generated while one is trained.
+    """Schedule of generation and training. sync: one after the other. one_step_off: the next batch is generated while one is trained.
     async: engines generate all the time, at most max_staleness steps ahead."""
     max_staleness: Annotated[int, Field(ge=0)] | None = None
-    """Steps by which the weights that generated a sample may be older than those that it trains; 0 for sync and 1 for the others where
-    absent. What would become older is waited for; what is older all the same is put back and generated anew."""
+    """Maximal age of a sample in steps, between the weights that generated it and those that it trains; absent: 0 for sync, 1 for the
+    others. The batch waits for samples that would get too old; if one is too old nevertheless, its prompt is put back and generated again.
+    """
     on_sync: Literal["drain", "pause", "abort"] | None = None
-    """What becomes of running responses when new weights come. drain: they end first. pause: they continue in their engines, which
-    recompute keys and values. abort: they are interrupted and continue on any engine. Absent: drain for one_step_off, else pause; abort
-    where engines offload."""
+    """Handling of running responses when new weights arrive. drain: they finish first. pause: they continue in their engines, which
+    recompute the KV cache. abort: they are interrupted and continue on any engine. Absent: abort if the engines offload, else drain for
+    one_step_off and pause for the others.
+    """
     oversample: Annotated[float, Field(ge=1, le=16)] = 1.0
-    """So many times the prompts of a batch are under way at first, where some are filtered or slow. supply: sync only: the others generate
-    ahead already."""
+    """Factor for the prompts started for a batch, if some are filtered or slow. Only with supply: sync; the others generate ahead anyway.
+    """
     filter: GroupFilterConfig | None = None
-    """Which groups train (dynamic sampling); absent: all."""
+    """Filter of groups (dynamic sampling); absent: all groups train."""
     max_tokens_per_engine: PositiveInt | None = None
-    """Tokens under way in one engine, of prompts and of responses as long as they are expected to become: one that has so many gets no
-    further request. Absent: only max_running_requests counts."""
+    """Maximal tokens in flight in one engine: prompts, and responses at their expected length. An engine at the limit gets no further
+    request. Absent: only max_running_requests counts."""
     stream_log_probs: bool = False
-    """Compute log-probs and values of finished groups while the rest of their batch is generated. The models need devices of their own."""
+    """Compute log-probs and values of finished groups while the rest of their batch is generated. The models must not share devices with
+    the engines."""
     dump: bool = False
     """Write every batch with its tokens, log-probs and texts to the run's `dumps/` (docs/replay.md); `mode: rollout_only` always does."""
     keep_mask: bool = False
-    """Bring along which tokens survived top-k, top-p and min-p, and take training log-probs over the same tokens."""
+    """Record the tokens that survived top-k, top-p and min-p, and compute training log-probs over the same tokens."""
     max_mismatch: PositiveFloat | None = 0.2
-    """Nats by which the log-probs of engines and trainer may differ on average over the tokens of the first batch; beyond, they hold
-    different models and the run ends. In bfloat16 0.01 to 0.05 is usual. null: any difference."""
+    """Maximal mean difference between the log-probs of engines and trainer over the first batch's tokens, in nats; beyond it they hold
+    different models, and the run ends. In bfloat16 0.01 to 0.05 is usual. null: unlimited."""

@@ -1,4 +1,4 @@
-"""Sections: models, how they are trained and served, and the roles that do it."""
+"""Sections of models, of training and serving them, and of the roles."""
 
 from __future__ import annotations
 
@@ -14,91 +14,92 @@ from roll_lite.config.schema.base import NonNegativeFloat, PositiveFloat, Positi
 
 class ModelConfig(Section):
     path: UserPath
-    """Folder with the model in Hugging Face format (config.json, safetensors, tokenizer)."""
+    """Folder of the model in Hugging Face format (config.json, safetensors, tokenizer)."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Precision of training and inference. float32 on a CPU, bfloat16 on GPUs."""
+    """Precision of training and inference: float32 on a CPU, bfloat16 on GPUs."""
 
 
 class MuonConfig(Section):
-    """Momentum whose singular values are made about 1 (Newton-Schulz, five steps), for the matrices of layers; AdamW for embeddings, output
-    layer, value head, norms and biases. Megatron-Core's, with the package emerging-optimizers."""
+    """Muon for the matrices of layers: momentum orthogonalised to singular values of about 1 (Newton-Schulz, five steps). AdamW for
+    embeddings, output layer, value head, norms and biases. It is Megatron-Core's, and needs the package emerging-optimizers."""
 
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """What is left of the momentum at each step; the rest is the new gradient."""
+    """Share of the momentum kept at each step; the rest is the new gradient."""
     nesterov: bool = False
-    """Look a step ahead: orthogonalise the gradient and the momentum mixed in these parts."""
+    """Nesterov momentum: orthogonalise gradient and momentum mixed in the same proportions."""
     scale: Literal["spectral", "shape_scaling", "unit_rms_norm"] = "spectral"
-    """What an orthogonal update of n rows and m columns is multiplied by. spectral: sqrt(max(n, m)); shape_scaling: sqrt(max(1, n / m));
+    """Factor of an orthogonal update with n rows and m columns. spectral: sqrt(max(n, m)); shape_scaling: sqrt(max(1, n / m));
     unit_rms_norm: sqrt(n / m)."""
     factor: PositiveFloat = 0.2
-    """And by this. With spectral, 0.2 makes updates about as large as AdamW's, so that lr serves both."""
+    """Further factor. With spectral, 0.2 makes updates about as large as AdamW's, so that both can use the same lr."""
 
 
 class OptimizerConfig(Section):
     lr: PositiveFloat = 1e-6
     """Peak learning rate."""
     muon: MuonConfig | None = None
-    """Muon in the place of AdamW for the matrices of layers; AdamW for all where absent."""
+    """Muon for the matrices of layers; absent: AdamW for all weights."""
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at the end of the decay."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Optimizer steps over which the learning rate rises: step i of n runs at i/n of lr."""
+    """Optimizer steps of the warm-up: step i of n has i/n of lr."""
     decay: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """Shape of the learning rate after the warm-up. wsd (warm-up, stable, decay): lr until the last decay_steps of the run."""
     decay_steps: PositiveInt | None = None
-    """Optimizer steps at the end of the run over which wsd falls to min_lr."""
+    """Optimizer steps of wsd's decay to min_lr, at the end of the run."""
     decay_shape: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
-    """How wsd falls. With x from 0 to 1 over decay_steps, what is left of lr - min_lr: 1 - x; (1 + cos(pi x)) / 2; 2 * 0.5^x - 1;
-    1 - sqrt(x)."""
+    """Shape of wsd's decay. With x from 0 to 1 over decay_steps, the rest of lr - min_lr is: 1 - x; (1 + cos(pi x)) / 2; 2 * 0.5^x - 1; 1 -
+    sqrt(x)."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay of matrices, embeddings, output layer and value head; never of biases and norms."""
+    """Decoupled weight decay of matrices, embeddings, output layer and value head, not of biases and norms."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's moment decay rates."""
+    """Decay rates of AdamW's moments."""
     eps: PositiveFloat = 1e-8
-    """AdamW's denominator offset."""
+    """Offset of AdamW's denominator."""
     moments: Literal["float32", "float16"] = "float32"
-    """Precision that AdamW's moments are kept in; computed with is float32. float16, with a scale for each tensor, is Transformer Engine's
-    Adam: four bytes less per trained weight on GPUs, with the distributed optimizer and weights in bfloat16."""
+    """Precision of AdamW's stored moments; it computes in float32. float16, with a scale per tensor, is Transformer Engine's Adam: four
+    bytes less per trained weight on GPUs; needs the distributed optimizer and weights in bfloat16."""
     on_host: bool = False
-    """Keep AdamW's moments in host memory and compute the update there: eight bytes less per trained weight on the device, for a copy of
-    gradients and weights to the host and of the weights back in every optimizer step."""
+    """Keep AdamW's moments in host memory and compute the update there. Saves eight bytes of device memory per trained weight, but copies
+    gradients and weights to the host and weights back in every optimizer step."""
     clip_grad: NonNegativeFloat = 1.0
-    """Global gradient norm above which gradients are scaled down; 0 switches clipping off."""
+    """Global gradient norm above which gradients are scaled down; 0: no clipping."""
     stop_after_skipped: Annotated[int, Field(ge=0)] = 5
-    """An update whose loss or gradient is not finite is skipped. The run ends once so many of the role were skipped in a row, over steps
-    and resumed runs; 0: never. The samples of the first one are in the run's folder, under skipped/."""
+    """Consecutive skipped updates of the role that end the run, counted across steps and resumed runs; 0: unlimited. An update is skipped
+    if its loss or gradient is not finite; samples of the first one are saved in the run's folder, under skipped/."""
 
 
 FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", *FEED_FORWARD)
-"""Of attention and MLP, by Hugging Face's names."""
+"""Linear layers of attention and MLP, with Hugging Face's names."""
 
 
 class LoraConfig(Section):
-    """Low-rank adapters, in place of the model's own weights: y = W x + alpha / rank * B A x. A starts random, B at zero."""
+    """Low-rank adapters trained instead of the model's weights: y = W x + alpha / rank * B A x. A starts random, B at zero."""
 
     rank: PositiveInt = 16
     """Rows of A and columns of B."""
     alpha: PositiveFloat = 32.0
-    """What B A x is multiplied by, times rank."""
+    """Scale of the adapters: B A x is multiplied by alpha / rank."""
     targets: Annotated[list[str], Field(min_length=1)] = Field(default_factory=lambda: list(LINEAR_LAYERS))
-    """The linear layers that get adapters: of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj. The last three of a layer
-    with experts are those of every expert."""
+    """Linear layers that get adapters: of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj. In a layer with experts, the last
+    three mean those of every expert."""
     path: UserPath | None = None
-    """Folder with adapters in PEFT's format (adapter_config.json, adapter_model.safetensors) to begin with, of the same rank, alpha and
-    targets."""
+    """Folder with initial adapters in PEFT's format (adapter_config.json, adapter_model.safetensors), of the same rank, alpha and targets.
+    """
     export: Literal["merged", "adapter"] = "merged"
-    """What `checkpoint.export_model` writes: the model with the adapters merged, or the adapters alone in PEFT's format."""
+    """Content of the model that `checkpoint.export_model` writes: the model with merged adapters, or the adapters alone in PEFT's format.
+    """
     engines: Literal["merged", "adapter"] = "merged"
-    """What engines get in every update: all weights with the adapters merged, or the adapters alone, which they add to model.path's weights
-    as they compute. Much less travels, and every token costs a little more. Not for adapters of experts."""
+    """Content of weight updates to engines: all weights with merged adapters, or the adapters alone, which engines add to model.path's
+    weights while computing. The latter transfers much less, but each token costs a little more. Not for adapters of experts."""
 
 
 # ---------------------------------------------------------------- strategies (unions keyed on `name`)
 
 
 class MegatronStrategyConfig(Section):
-    """Training and forward passes on Megatron-Core."""
+    """Training and forward passes with Megatron-Core."""
 
     name: Literal["megatron"] = "megatron"
     tensor_parallel: PositiveInt = 1
@@ -106,91 +107,94 @@ class MegatronStrategyConfig(Section):
     pipeline_parallel: PositiveInt = 1
     """Ranks that share the layers."""
     virtual_pipeline_parallel: PositiveInt = 1
-    """Parts of the model that each of these ranks holds, interleaved with those of the others: they wait less for one another, and
-    exchange more (needs pipeline_parallel > 1)."""
+    """Parts of the model on each pipeline rank, interleaved with those of the others: ranks wait less for each other but exchange more
+    (needs pipeline_parallel > 1)."""
     pipeline_layers: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
-    """How many layers each part of the pipeline has, pipeline_parallel x virtual_pipeline_parallel numbers in the order of the layers: the
-    stages' first parts, then their second ones. Fewer in the first or the last part make up for embeddings and output layer, which are
-    there; 0 leaves it these alone. Absent: equally many, one more in the first parts where they do not divide."""
+    """Number of layers of each pipeline part: pipeline_parallel x virtual_pipeline_parallel numbers in the order of the layers, first parts
+    of all stages, then second parts. The first and last part also hold embeddings and output layer; fewer layers there balance that, 0
+    leaves them alone. Absent: equal numbers, the first parts have one more if they do not divide.
+    """
     context_parallel: PositiveInt = 1
-    """Ranks that share the tokens of every micro-batch, for samples that are too long for one."""
+    """Ranks that share the tokens of every micro-batch, for samples too long for one rank."""
     expert_parallel: PositiveInt = 1
-    """Ranks that share the experts of a mixture-of-experts model: each has some of them whole, and tokens travel to theirs."""
+    """Ranks that share the experts of a mixture-of-experts model: each holds some whole experts, and tokens are sent to them."""
     expert_tensor_parallel: PositiveInt = 1
-    """Ranks that share the matrices of every expert, as tensor_parallel does for the rest of the model."""
+    """Ranks that share the matrices of every expert, like tensor_parallel for the rest of the model."""
     sequence_parallel: bool = False
     """Split activations between tensor-parallel regions along the sequence (needs tensor_parallel > 1)."""
     distributed_optimizer: bool = True
-    """Shard the optimizer state over data-parallel ranks: AdamW's entry by entry; with optimizer.muon each rank updates some weights whole
-    and sends them to the others."""
+    """Shard the optimizer state over data-parallel ranks: AdamW's state by entries; with optimizer.muon, each rank updates some whole
+    weights and sends them to the others."""
     overlap_grad_reduce: bool = False
     """Overlap gradient reduction with the backward pass."""
     layers: Literal["auto", "torch", "transformer_engine"] = "auto"
-    """What layers are made of. transformer_engine: NVIDIA's kernels, norms inside matrix products, experts multiplied in one call. auto:
-    those where the package is installed, beside a GPU and without lora, else torch's."""
+    """Implementation of layers. transformer_engine: NVIDIA's kernels, with norms fused into matrix products and all experts in one call.
+    auto: transformer_engine if the package is installed, there is a GPU, and lora is not used; else torch."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Recompute activations in the backward pass instead of keeping them. selective: those of recompute_modules; full: of whole layers."""
+    """Recompute activations in the backward pass instead of storing them. selective: in recompute_modules; full: in whole layers."""
     recompute_modules: Annotated[list[Literal["mlp", "moe", "core_attn"]], Field(min_length=1)] | None = None
-    """For `recompute: selective`; mlp, with experts mlp and moe where absent. mlp: the feed-forward part, most of what a layer keeps. moe:
-    router and experts, for which tokens travel once more. core_attn: attention itself, worth it with context_parallel, where a rank has
-    the keys and values of all."""
+    """Modules for `recompute: selective`; absent: mlp, with experts also moe. mlp: the feed-forward part, most of a layer's activations.
+    moe: router and experts, which sends tokens once more. core_attn: attention itself, useful with context_parallel, as each rank holds all
+    keys and values.
+    """
 
 
 class EngineStrategyConfig(Section):
-    """What all real engines have; switching from one to another changes the name only."""
+    """Settings of all real engines: only the name differs between them."""
 
     name: str
     tensor_parallel: PositiveInt = 1
     """Devices of one engine replica."""
     expert_parallel: PositiveInt = 1
-    """Of a mixture-of-experts model: 1, every device of a replica has a part of each expert; tensor_parallel, each has some of them
-    whole."""
+    """Layout of experts. 1: every device of a replica has a part of each expert; tensor_parallel: every device has some whole experts."""
     max_model_len: PositiveInt | None = None
-    """Longest prompt plus response in tokens; derived from the domains where absent."""
+    """Longest prompt plus response in tokens; absent: derived from the domains."""
     max_running_requests: PositiveInt = 256
-    """Requests that an engine decodes at the same time."""
+    """Maximal number of requests that an engine decodes at the same time."""
     max_batched_tokens: PositiveInt = 8192
-    """Tokens that an engine processes in one forward pass; on a CPU vLLM takes at least max_model_len, which the start says."""
+    """Maximal tokens in one forward pass of an engine; vLLM on a CPU needs at least max_model_len, and raises it with a message at the
+    start."""
     kv_cache_mb: PositiveInt | None = None
-    """Size of the key/value cache; on GPUs derived from gpu_memory_utilization where absent, on a CPU 256."""
+    """Size of the KV cache in MB; absent: from gpu_memory_utilization on GPUs, 256 on a CPU."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
-    """Share of a GPU's memory: vLLM takes no more; SGLang's weights and key/value cache fill it, activations, CUDA graphs come on top."""
+    """Share of a GPU's memory. vLLM's limit; SGLang fills it with weights and KV cache, and needs more for activations and CUDA graphs."""
     enforce_eager: bool = False
     """Do not capture CUDA graphs."""
     quantization: Literal["none", "fp8"] = "none"
-    """fp8: weights are quantised when they arrive, with a scale for every output channel, activations token by token; GPUs only. Half the
-    memory of bfloat16 and faster matrix products, and samples of another policy than the one that trains: algorithm.mismatch_correction
-    goes with it (docs/gpu.md)."""
+    """fp8: quantise weights when they arrive, with a scale per output channel, and activations per token; GPUs only. Halves the memory of
+    bfloat16 and speeds up matrix products, but samples come from a different policy than the trainer's: use algorithm.mismatch_correction
+    (docs/gpu.md).
+    """
     engine_args: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments for the engine itself, passed on as they are."""
+    """Further arguments of the engine, passed on unchanged."""
 
 
 class VllmStrategyConfig(EngineStrategyConfig):
-    """Rollouts on vLLM."""
+    """Engines of vLLM."""
 
     name: Literal["vllm"] = "vllm"
 
 
 class SglangStrategyConfig(EngineStrategyConfig):
-    """Rollouts on SGLang."""
+    """Engines of SGLang."""
 
     name: Literal["sglang"] = "sglang"
 
 
 class HfStrategyConfig(Section):
-    """Forward passes of Hugging Face transformers: any architecture that it knows, a whole model on each device."""
+    """Forward passes with Hugging Face transformers: any architecture it knows, a whole model on each device."""
 
     name: Literal["hf"] = "hf"
 
 
 class ScriptedStrategyConfig(Section):
-    """A stand-in engine with declared lengths, delays and failures: scheduler tests and simulations only."""
+    """Simulated engine with given lengths, delays and failures, only for tests of the scheduler and simulations."""
 
     name: Literal["scripted"] = "scripted"
     response_tokens: PositiveInt = 8
     """Length of every response."""
     seconds_per_token: NonNegativeFloat = 0.0
-    """Time that one token takes."""
+    """Time per token."""
     failure_rate: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of requests that fail."""
 
@@ -220,18 +224,18 @@ class ForwardRoleConfig(Section):
     """A role that runs forward passes only (the reference)."""
 
     devices: Devices = 1
-    """Number of devices, or a list of them: numbers, counted over all nodes, or those of a node, as in [node0:0-3, node1:0-3] (needs
+    """Number of devices, or a list of them: numbers, counted over all nodes, or devices of a node, as in [node0:0-3, node1:0-3] (needs
     placement.nodes). On a machine without GPUs a device is a CPU slot."""
     strategy: TrainStrategyConfig = Field(default_factory=MegatronStrategyConfig)
-    """How the model is laid out."""
+    """Parallel layout of the model."""
     micro_batch_tokens: PositiveInt = 16384
-    """Tokens in one forward pass of a rank, at most. Samples are packed, not padded; one that is longer goes alone."""
+    """Maximal tokens in one forward pass of a rank. Samples are packed, not padded; a longer sample runs alone."""
     micro_batch_size: PositiveInt | None = None
-    """Samples in one forward pass of a rank, at most; no limit where absent."""
+    """Maximal samples in one forward pass of a rank; absent: unlimited."""
     offload: bool = False
     """Free this role's memory while it is idle."""
     threads: PositiveInt = 1
-    """CPU threads of each process."""
+    """CPU threads per process."""
 
 
 class TrainRoleConfig(ForwardRoleConfig):
@@ -240,120 +244,120 @@ class TrainRoleConfig(ForwardRoleConfig):
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """Optimizer and learning rate."""
     balance_coef: NonNegativeFloat = 0.0
-    """Weight of the load-balancing loss of a model with experts: the Switch Transformer's, of every sample in every layer, 1 where all
-    experts are chosen alike. Added to the loss is its mean over the samples of a mini-batch, for each layer. 0, whatever the model was
-    trained with before (router_aux_loss_coef in its config.json): it would pull the policy away from what the rewards say."""
+    """Weight of the load-balancing loss of a model with experts: the Switch Transformer's, per sample and layer, 1 if experts are used
+    equally. Its mean over the samples of a mini-batch is added for each layer. The default 0 ignores router_aux_loss_coef in config.json:
+    the loss would pull the policy away from the rewards.
+    """
     train_micro_batch_tokens: PositiveInt | None = None
-    """Tokens in one forward and backward pass of a rank, at most; micro_batch_tokens where absent."""
+    """Maximal tokens in one forward and backward pass of a rank; absent: micro_batch_tokens."""
     train_micro_batch_size: PositiveInt | None = None
-    """Samples in one forward and backward pass of a rank, at most; micro_batch_size where absent."""
+    """Maximal samples in one forward and backward pass of a rank; absent: micro_batch_size."""
 
     @property
     def in_training(self) -> tuple[int, int | None]:
-        """Tokens and samples of one forward and backward pass, at most."""
+        """Maximal tokens and samples of one forward and backward pass."""
         return self.train_micro_batch_tokens or self.micro_batch_tokens, self.train_micro_batch_size or self.micro_batch_size
 
 
 class EmaConfig(Section):
-    """An exponential moving average of the actor's weights, in float32 on the host, taken after every optimizer step. It is in checkpoints,
-    and exported as `model_ema/` beside the final model."""
+    """Exponential moving average of the actor's weights, in float32 on the host, updated after every optimizer step. It is saved in
+    checkpoints, and exported as `model_ema/` beside the final model."""
 
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.99
-    """What is left of the average at each step; the rest is the new weights. 0.99 goes back about 100 steps."""
+    """Share of the average kept at each step; the rest is the new weights. 0.99 averages over about 100 steps."""
 
 
 class ActorRoleConfig(TrainRoleConfig):
     """The policy in training."""
 
     lora: LoraConfig | None = None
-    """Train adapters beside frozen weights; all weights train where absent."""
+    """Adapters to train with frozen weights; absent: all weights train."""
     ema: EmaConfig | None = None
-    """Keep an average of the weights; none where absent."""
+    """Average of the weights; absent: none."""
 
 
 class RefreshConfig(Section):
-    """New weights for the reference, through a folder of the run, which all nodes share."""
+    """Updates the reference's weights, through a folder of the run that all nodes share."""
 
     every: PositiveInt
-    """Steps of the run between two of them."""
+    """Steps between updates."""
     weights: Literal["actor", "ema"] = "actor"
-    """Whose: the actor's, or their average (actor_train.ema)."""
+    """New weights: the actor's, or their average (actor_train.ema)."""
 
 
 class ReferenceRoleConfig(ForwardRoleConfig):
     """The policy that KL is measured against."""
 
     refresh: RefreshConfig | None = None
-    """Follow the actor every so many steps; absent: stay the model that training began with."""
+    """Update of the reference from the actor; absent: it stays the initial model."""
 
 
 class CriticRoleConfig(TrainRoleConfig):
     """The value model."""
 
     init: Literal["actor", "reward_model", "path"] = "actor"
-    """Where the weights come from: the actor's model with a fresh value head, a reward model's checkpoint with its head, or a value
-    model saved by roll_lite."""
+    """Initial weights: the actor's model with a fresh value head, a reward model's checkpoint with its head, or a value model saved by
+    roll_lite."""
     path: UserPath | None = None
-    """The checkpoint's folder, for `init: reward_model` and `init: path`."""
+    """Folder of the checkpoint, for `init: reward_model` and `init: path`."""
 
 
 class InferRoleConfig(Section):
-    """The engines that generate."""
+    """Engines that generate."""
 
     devices: Devices = 1
-    """Number of devices, or the list of them. devices / strategy.tensor_parallel is the number of engine replicas. Those of a replica are
-    on one node; where it has more than placement.devices_per_node, as many on each of several."""
+    """Number of devices, or a list of them. The number of engine replicas is devices / strategy.tensor_parallel. A replica's devices are on
+    one node; if it has more than placement.devices_per_node, on several nodes, equally many on each."""
     replicas_per_device: PositiveInt = 1
-    """Engine replicas that share each device, on a GPU with equal parts of strategy.gpu_memory_utilization (needs tensor_parallel 1)."""
+    """Engine replicas on each device; on a GPU they share strategy.gpu_memory_utilization equally (needs tensor_parallel 1)."""
     strategy: InferStrategyConfig = Field(default_factory=VllmStrategyConfig)
     """The engine."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Precision of the engines, model.dtype where absent. Weights of a float32 model are cast to bfloat16 before they travel."""
+    """Precision of the engines; absent: model.dtype. Weights of a float32 model are cast to bfloat16 before the transfer."""
     offload: bool = False
     """Free the engines' memory while the actor trains."""
     threads: PositiveInt = 1
-    """CPU threads of each engine."""
+    """CPU threads per engine."""
 
 
 class RewardModelConfig(Section):
-    """A sequence-classification model with one output, which scores responses for the domains whose reward is of type `model`."""
+    """Sequence-classification model with one output that scores responses, for domains with a reward of type `model`."""
 
     path: UserPath
-    """Folder with the checkpoint in Hugging Face format: a ForSequenceClassification model with one label, and its tokenizer."""
+    """Folder of the checkpoint in Hugging Face format: a ForSequenceClassification model with one label, and its tokenizer."""
     devices: Devices = 1
-    """Number of devices, or the list of them. hf: one copy of the model on each."""
+    """Number of devices, or a list of them. hf: one copy of the model on each."""
     strategy: RewardModelStrategyConfig = Field(default_factory=HfStrategyConfig)
-    """How the model is run and laid out."""
+    """Implementation and parallel layout of the model."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Precision of its weights and forward passes. float32 on a CPU, bfloat16 on GPUs."""
+    """Precision of weights and forward passes: float32 on a CPU, bfloat16 on GPUs."""
     micro_batch_tokens: PositiveInt = 16384
-    """Tokens in one forward pass of a rank, at most; with hf, which pads samples to the longest, padding counts. A sample that is longer
-    goes alone."""
+    """Maximal tokens in one forward pass of a rank; hf pads samples to the longest, and padding counts. A longer sample runs alone."""
     micro_batch_size: PositiveInt = 8
-    """Samples in one forward pass of a rank, at most, and those that a copy of the model takes at a time."""
+    """Maximal samples in one forward pass of a rank, and per call to a copy of the model."""
     max_length: PositiveInt | None = None
-    """Longest text in tokens, the model's max_position_embeddings where absent. A longer one is a failure, never cut."""
+    """Longest text in tokens; absent: the model's max_position_embeddings. A longer text is a failure, it is never cut."""
     offload: bool = False
-    """Free this model's memory while nothing is being generated."""
+    """Free this model's memory while nothing is generated."""
     threads: PositiveInt = 1
-    """CPU threads of each process."""
+    """CPU threads per process."""
 
 
 class JudgeServerConfig(Section):
-    """A language model that gives verdicts: vLLM's OpenAI-compatible server, started with the run, for the domains whose reward of type
-    `judge` names it."""
+    """Language model that judges responses: vLLM's OpenAI-compatible server, started with the run, for domains whose reward of type `judge`
+    names it."""
 
     path: UserPath
-    """Folder with the model in Hugging Face format."""
+    """Folder of the model in Hugging Face format."""
     devices: Devices = 1
-    """Number of devices, or the list of them. devices / strategy.tensor_parallel is the number of servers."""
+    """Number of devices, or a list of them. The number of servers is devices / strategy.tensor_parallel."""
     strategy: VllmStrategyConfig = Field(default_factory=VllmStrategyConfig)
-    """The engine; max_model_len is the model's own where absent. engine_args may hold any of the server's arguments."""
+    """Engine of the server; max_model_len defaults to the model's. engine_args may hold any argument of the server."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Precision; auto is the checkpoint's own."""
+    """Precision; auto: the checkpoint's."""
     threads: PositiveInt = 1
-    """CPU threads of each server."""
+    """CPU threads per server."""
     start_timeout_s: PositiveFloat = 900.0
-    """How long a server may take to load its model."""
+    """Time limit for a server to load its model."""
     restarts: Annotated[int, Field(ge=0)] = 3
-    """How often a server that dies is started again before the run fails. Verdicts wait or fail in the meantime, and are retried."""
+    """Restarts of dead servers before the run fails. Meanwhile verdicts wait or fail, and are retried."""

@@ -1,4 +1,4 @@
-"""What `roll-lite simulate` assumes of engines, trainer and responses. A run reads nothing of it."""
+"""Assumptions of `roll-lite simulate` about engines, trainer and responses. Runs do not read them."""
 
 from __future__ import annotations
 
@@ -12,80 +12,80 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class SimulatedEngineConfig(Section):
-    """Of one engine, on all devices of its replica together. The defaults are those of a 7B model in bfloat16 on an H100 with 80 GB."""
+    """Speed of one engine, all devices of a replica together. The defaults are those of a 7B model in bfloat16 on an H100 with 80 GB."""
 
     pass_ms: PositiveFloat = 7.0
-    """One pass of the model, which gives a token to each running request, however few they are: the weights are read."""
+    """Time of one model pass, which reads the weights and gives each running request a token, in ms."""
     request_us: NonNegativeFloat = 25.0
-    """More for each request that runs."""
+    """Additional time per running request, in µs."""
     cached_token_ns: NonNegativeFloat = 17.0
-    """More for each token in the key/value cache, which is read in every pass."""
+    """Additional time per token in the KV cache, which every pass reads, in ns."""
     prefill_tokens_per_s: PositiveFloat | None = 40_000.0
-    """Tokens of prompts; nothing is decoded meanwhile. null: no time."""
+    """Prompt tokens per second; nothing is decoded meanwhile. null: prompts take no time."""
     cached_tokens: PositiveInt | None = 800_000
-    """Tokens that the key/value cache holds; requests that do not fit wait. null: as many as come."""
+    """Tokens that fit in the KV cache; requests that do not fit wait. null: unlimited."""
     failures_per_day: NonNegativeFloat = 0.0
-    """How often an engine dies, on average."""
+    """Mean number of deaths of an engine per day."""
     hangs_per_day: NonNegativeFloat = 0.0
-    """How often one stands still, on average: it generates nothing and answers nothing, until it is given up."""
+    """Mean number of hangs of an engine per day. A hung engine generates and answers nothing until it is given up."""
     hang_s: PositiveFloat = 7.0
-    """Until then. Where its processes stand still that is `limits.engine_silence`; requests may run out of `rollout.request_timeout_s`
-    before."""
+    """Time until a hung engine is given up: `limits.engine_silence` if its processes are stopped. Requests may exceed
+    `rollout.request_timeout_s` before."""
     offload_s: NonNegativeFloat = 3.0
-    """What a step takes to load the engines and to offload them again, where `actor_infer.offload` is true."""
+    """Time per step to load and offload the engines, if `actor_infer.offload` is true."""
     start_s: PositiveFloat | None = 180.0
-    """Until another engine has started in the place of a dead one. null: none starts."""
+    """Time to start a replacement of a dead engine. null: dead engines are not replaced."""
 
 
 class SimulatedTrainerConfig(Section):
-    """The defaults are those of a 7B model on H100s: log-probs and one epoch of updates."""
+    """Speed of the trainer. The defaults are those of a 7B model on H100s: log-probs and one epoch of updates."""
 
     overhead_s: NonNegativeFloat = 5.0
-    """Of a step, whatever its size."""
+    """Fixed time per step."""
     tokens_per_device_s: PositiveFloat = 6_000.0
-    """Tokens of prompts and responses that a device of actor_train takes through log-probs and training in a second."""
+    """Prompt and response tokens that a device of actor_train processes per second, log-probs and training together."""
     log_probs: Share = 0.25
-    """Of that time, the part of the passes for log-probs and values, which `rollout.stream_log_probs` begins before a batch is complete."""
+    """Share of that time for the passes for log-probs and values, which `rollout.stream_log_probs` starts before a batch is complete."""
     sync_s: NonNegativeFloat = 3.0
-    """New weights to all engines, which stand still meanwhile."""
+    """Time of a weight update, in which the engines pause."""
 
 
 class SimulatedResponsesConfig(Section):
-    """What a domain's prompts, responses and rewards are like."""
+    """Prompts, responses and rewards of a domain."""
 
     prompts: PositiveInt = 10_000
-    """In its data, which is what `data.epochs` counts in."""
+    """Prompts in the data, which `data.epochs` counts."""
     prompt_tokens: PositiveInt = 256
-    """Of every prompt, at most the domain's max_prompt_tokens."""
+    """Tokens per prompt, at most the domain's max_prompt_tokens."""
     median: PositiveFloat | None = None
-    """Tokens of a response, at most the domain's max_tokens; a tenth of them where absent."""
+    """Median tokens of a response, at most the domain's max_tokens; absent: a tenth of max_tokens."""
     p99: PositiveFloat | None = None
-    """99% of the responses are shorter (log-normal); ten times the median where absent."""
+    """99th percentile of response lengths (log-normal); absent: ten times the median."""
     quantiles: list[PositiveFloat] | None = Field(default=None, min_length=2)
-    """In place of both: lengths at evenly spaced shares, from the shortest response to the longest, as `--from` writes them."""
+    """Response lengths at evenly spaced quantiles, from shortest to longest, instead of median and p99; `--from` writes them."""
     reward_s: NonNegativeFloat = 0.0
-    """Seconds to score a response, median."""
+    """Median time to score a response."""
     reward_p99_s: PositiveFloat | None = None
-    """99% are scored in less; all take the same where absent."""
+    """99th percentile of scoring times; absent: all take the median."""
     reward_workers: PositiveInt | None = None
-    """So many of the domain's samples are scored at a time, and the rest waits; with `rollout.supply: async` nothing is started for later
-    batches while as many wait as a batch holds. null: all, as for times that `--from` has measured: what samples waited is in them."""
+    """Samples of the domain scored at the same time; others wait. With `rollout.supply: async` nothing is started for later batches while a
+    whole batch's samples wait. null: unlimited, for times measured by `--from`, which include waiting."""
     all_right: Share = 0.1
     """Share of prompts that are always solved."""
     all_wrong: Share = 0.1
-    """Share of prompts that are never solved. The chances of the others are spread evenly."""
+    """Share of prompts that are never solved. Others are solved with evenly spread probabilities."""
 
 
 class SimulationConfig(Section):
-    """Read by `roll-lite simulate` only; `--from RUN_FOLDER` measures most of it in a run."""
+    """Settings of `roll-lite simulate`; `--from RUN_FOLDER` measures most of them in a run."""
 
     steps: Annotated[PositiveInt, Field(ge=2)] = 16
-    """Training steps that are simulated."""
+    """Number of training steps to simulate."""
     engine: SimulatedEngineConfig = Field(default_factory=SimulatedEngineConfig)
     """The engines."""
     trainer: SimulatedTrainerConfig = Field(default_factory=SimulatedTrainerConfig)
     """The trainer, and weight updates."""
     responses: SimulatedResponsesConfig = Field(default_factory=SimulatedResponsesConfig)
-    """Of the domains that have no entry of their own."""
+    """Responses of domains without an entry in `domains`."""
     domains: dict[str, SimulatedResponsesConfig] = Field(default_factory=dict)
-    """By domain."""
+    """Responses by domain."""
