@@ -1,8 +1,8 @@
-"""Every metric of a run, declared once: how it is reduced over ranks and steps, its unit, what it says.
+"""Table of all metrics of a run: reduction over ranks and steps, unit, description.
 
-Averages are never averaged: a mean travels as sum and count and is divided when it is read. An undeclared name is refused.
-A metric `by` domain is added under a domain and read as `domain/<domain>/<name>` beside `<name>`, which covers all of them;
-one `by` phase, role or transport is added under that and read as `<name>/<phase>`. `docs/metrics.md` is generated from this table.
+A mean is stored as sum and count and divided only when read, so averages are never averaged. Undeclared names are refused. A metric `by`
+domain is added under a domain and read as `domain/<domain>/<name>`, and as `<name>` over all domains; one `by` phase, role or transport is
+added under that and read as `<name>/<phase>`. `docs/metrics.md` is generated from this table.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ class Metric:
     description: str
     by: Literal["domain", "phase", "role", "transport"] | None = None
     count: tuple[str, ...] = ()
-    """Sum that holds the count of a mean computed from loss sums; the first one present counts. Empty: the count is one optimizer step."""
+    """Candidates for the sum metric that counts a mean of loss sums; the first present is used. Empty: each optimizer step counts 1."""
     shown: bool = True
-    """False: only an ingredient of a derived metric."""
+    """False for mere inputs of derived metrics."""
 
 
 MEAN, SUM, MAX, MIN, LAST = Reduction.MEAN, Reduction.SUM, Reduction.MAX, Reduction.MIN, Reduction.LAST
 ACTOR, CRITIC, CREDIT, ROWS = ("actor/tokens",), ("critic/tokens",), ("credit/tokens",), ("credit/rows",)
 
-BUSIEST_EXPERT = Metric(MEAN, "", "Tokens of a layer's busiest expert, as a multiple of its experts' mean; of a model that has some.")
-BALANCE_LOSS = Metric(MEAN, "", "Load-balancing loss of a layer, without its coefficient: 1 where experts are chosen alike.")
+BUSIEST_EXPERT = Metric(MEAN, "", "Tokens of a layer's busiest expert, as a multiple of its experts' mean; for models with experts.")
+BALANCE_LOSS = Metric(MEAN, "", "Load-balancing loss of a layer, without its coefficient; 1 if experts are used equally.")
 
 METRICS: dict[str, Metric] = {
     # rewards of the training batch
@@ -48,40 +48,40 @@ METRICS: dict[str, Metric] = {
     "reward/min": Metric(MIN, "score", "Lowest score.", by="domain"),
     "reward/accuracy": Metric(MEAN, "share", "Accepted samples that are correct.", by="domain"),
     "reward/flat_groups": Metric(
-        MEAN, "share", "Sample groups whose rewards, as shaping left them, are all equal: without advantage under GRPO.", by="domain"
+        MEAN, "share", "Sample groups whose rewards after shaping are all equal: they have no advantage under GRPO.", by="domain"
     ),
-    "reward/shaped": Metric(MEAN, "score", "Reward of a sample as shaping left it, before KL.", by="domain"),
-    "reward/workers_replaced": Metric(SUM, "workers", "Reward workers that died or hung, and were replaced.", by="domain"),
+    "reward/shaped": Metric(MEAN, "score", "Reward of a sample after shaping, before KL.", by="domain"),
+    "reward/workers_replaced": Metric(SUM, "workers", "Reward workers replaced because they died or hung.", by="domain"),
     "reward/term": Metric(
         MEAN,
         "score",
-        "What a term of a reward of several adds to a sample's score, weight included; `base` is the reward itself. As "
+        "Contribution of one term to a sample's score, weight included; `base` is the reward itself. Named "
         "`domain/<domain>/<term>/reward/term`.",
         by="domain",
     ),
-    "reward/seconds": Metric(MEAN, "s", "From asking for a score to getting it.", by="domain"),
-    # how hard the prompts were: shares of the sample groups by the share of their samples that are correct
+    "reward/seconds": Metric(MEAN, "s", "Time from requesting a score to receiving it.", by="domain"),
+    # difficulty of prompts: sample groups by their share of correct samples
     "solved/none": Metric(MEAN, "share", "Groups without a correct sample.", by="domain"),
-    "solved/quarter": Metric(MEAN, "share", "Groups with more than none and at most a quarter of the samples correct.", by="domain"),
+    "solved/quarter": Metric(MEAN, "share", "Groups with at least one and at most a quarter of the samples correct.", by="domain"),
     "solved/half": Metric(MEAN, "share", "Groups with more than a quarter and at most half of the samples correct.", by="domain"),
     "solved/three_quarters": Metric(MEAN, "share", "Groups with more than half and at most three quarters correct.", by="domain"),
     "solved/most": Metric(MEAN, "share", "Groups with more than three quarters of the samples correct, but not all.", by="domain"),
-    "solved/all": Metric(MEAN, "share", "Groups with nothing but correct samples.", by="domain"),
-    # what does not train
-    "masks/weight": Metric(MEAN, "", "Weight of a sample in the loss, 0 for those that do not train.", by="domain"),
-    "masks/samples": Metric(MEAN, "share", "Samples that do not train, for whatever reason.", by="domain"),
+    "solved/all": Metric(MEAN, "share", "Groups with all samples correct.", by="domain"),
+    # samples that do not train
+    "masks/weight": Metric(MEAN, "", "Weight of a sample in the loss; 0 for samples that do not train.", by="domain"),
+    "masks/samples": Metric(MEAN, "share", "Samples that do not train, for any reason.", by="domain"),
     "masks/truncated": Metric(MEAN, "share", "Samples masked because they were cut at max_tokens.", by="domain"),
     "masks/group_mean": Metric(MEAN, "share", "Samples masked because their group is too easy or too hard.", by="domain"),
     "masks/response_tokens": Metric(MEAN, "share", "Samples masked because of their length.", by="domain"),
-    "masks/sample_weight": Metric(MEAN, "share", "Samples to which the data gives the weight 0.", by="domain"),
-    "masks/function": Metric(MEAN, "share", "Samples to which algorithm.masks.function gives the weight 0.", by="domain"),
+    "masks/sample_weight": Metric(MEAN, "share", "Samples with weight 0 in the data.", by="domain"),
+    "masks/function": Metric(MEAN, "share", "Samples with weight 0 by algorithm.masks.function.", by="domain"),
     # held-out prompts
     "validation/accuracy": Metric(MEAN, "share", "Held-out samples that are correct.", by="domain"),
     "validation/reward": Metric(MEAN, "score", "Score of held-out samples.", by="domain"),
     "validation/pass@k": Metric(
         MEAN,
         "share",
-        "Probability that of k samples of a held-out prompt one is correct: 1 - C(n-c, k) / C(n, k), c of its n samples being so.",
+        "Probability that one of k samples of a held-out prompt is correct: 1 - C(n-c, k) / C(n, k), if c of its n samples are.",
         by="domain",
     ),
     "validation/best@k": Metric(
@@ -90,94 +90,86 @@ METRICS: dict[str, Metric] = {
     "validation/maj@k": Metric(
         MEAN,
         "share",
-        "How often the most frequent answer of k samples of a held-out prompt is correct; where several are, their mean. Over the n // k "
-        "votes of its samples in their order. Only of rewards that read an answer; samples without one do not vote.",
+        "Share of votes of k samples of a held-out prompt whose most frequent answer is correct; ties count as their mean. A prompt has "
+        "n // k votes, of its samples in order. Only for rewards that read an answer; samples without one do not vote.",
         by="domain",
     ),
     "validation/response_tokens": Metric(MEAN, "tokens", "Response length of held-out samples.", by="domain"),
-    "validation/failed": Metric(SUM, "samples", "Held-out samples that failed for good; they count in no mean.", by="domain"),
-    "validation/version_min": Metric(MIN, "", "Oldest weights that sampled a token of them."),
+    "validation/failed": Metric(SUM, "samples", "Held-out samples that failed permanently; no mean includes them.", by="domain"),
+    "validation/version_min": Metric(MIN, "", "Oldest weight version that sampled a token of held-out samples."),
     "validation/version_max": Metric(
-        MAX, "", "Newest: more than the oldest where new weights came while held-out prompts were answered beside training."
+        MAX, "", "Newest such version; above the oldest if weights were updated while validation ran in parallel with training."
     ),
-    "validation/seconds": Metric(LAST, "s", "From the start of a validation to its last score."),
+    "validation/seconds": Metric(LAST, "s", "Time from the start of a validation to its last score."),
     # rollouts
-    "rollout/requested": Metric(SUM, "groups", "Sample groups that the batch was to have, by the domains' shares.", by="domain"),
+    "rollout/requested": Metric(SUM, "groups", "Sample groups planned for the batch, by the domains' shares.", by="domain"),
     "rollout/groups": Metric(SUM, "groups", "Sample groups in the batch.", by="domain"),
     "rollout/admitted": Metric(SUM, "groups", "Sample groups started since the last batch.", by="domain"),
-    "rollout/filtered_groups": Metric(SUM, "groups", "Sample groups that rollout.filter left out, replaced by other prompts.", by="domain"),
-    "rollout/filtered_low": Metric(
-        SUM, "groups", "Of these, those whose value was not above the filter's `above`: by accuracy, all wrong.", by="domain"
-    ),
+    "rollout/filtered_groups": Metric(SUM, "groups", "Sample groups dropped by rollout.filter and replaced by other prompts.", by="domain"),
+    "rollout/filtered_low": Metric(SUM, "groups", "Filtered groups not above the filter's `above`; for accuracy: all wrong.", by="domain"),
     "rollout/filtered_high": Metric(
-        SUM, "groups", "Of these, those whose value was not below the filter's `below`: by accuracy, all right.", by="domain"
+        SUM, "groups", "Filtered groups not below the filter's `below`; for accuracy: all correct.", by="domain"
     ),
-    "rollout/filtered_function": Metric(SUM, "groups", "Of these, those that the user's function left out.", by="domain"),
+    "rollout/filtered_function": Metric(SUM, "groups", "Filtered groups dropped by the user's function.", by="domain"),
     "rollout/stale_groups": Metric(SUM, "groups", "Sample groups that became too old; their prompts were put back.", by="domain"),
-    "rollout/stale_unfinished": Metric(SUM, "groups", "Of these, those whose responses or scores were not done.", by="domain"),
-    "rollout/stale_surplus": Metric(SUM, "groups", "Of these, those that were done, and for which no batch had a place.", by="domain"),
+    "rollout/stale_unfinished": Metric(SUM, "groups", "Stale groups whose responses or scores were unfinished.", by="domain"),
+    "rollout/stale_surplus": Metric(SUM, "groups", "Stale groups that were finished but did not fit in any batch.", by="domain"),
     "rollout/rewards_behind_seconds": Metric(
         SUM,
         "s",
-        "Time in which nothing was started for later batches, because more samples than a batch holds waited for their scores.",
+        "Time without starts for later batches, because more samples than a batch holds waited for scores.",
         by="domain",
     ),
     "rollout/lost_groups": Metric(SUM, "groups", "Sample groups without a surviving sample, replaced by other prompts.", by="domain"),
     "rollout/timed_out_groups": Metric(
         SUM,
         "groups",
-        "Sample groups that lost a member to a time-out, a long one most likely.",
+        "Sample groups that lost a sample to a time-out, most likely a long one.",
         by="domain",
     ),
     "rollout/scored_samples": Metric(
-        SUM, "samples", "Samples that got a score since the last batch, before filters; greedy baselines among them.", by="domain"
+        SUM, "samples", "Samples scored since the last batch, before filters; includes greedy baselines.", by="domain"
     ),
     "rollout/samples": Metric(SUM, "samples", "Accepted samples in the batch.", by="domain"),
     "rollout/early_samples": Metric(
-        SUM, "samples", "Samples whose log-probs and values were begun before the batch was complete (rollout.stream_log_probs)."
+        SUM, "samples", "Samples whose log-probs and values were started before the batch was complete (rollout.stream_log_probs)."
     ),
-    "rollout/failed": Metric(SUM, "samples", "Samples that failed for good; they do not train.", by="domain"),
-    "rollout/engines_lost": Metric(SUM, "engines", "Engines that died or hung. What they were generating went on in the others."),
+    "rollout/failed": Metric(SUM, "samples", "Samples that failed permanently; they do not train.", by="domain"),
+    "rollout/engines_lost": Metric(SUM, "engines", "Engines that died or hung; the others continued their responses."),
     "rollout/engine_silent_seconds": Metric(
-        MAX, "s", "From the last answer of the process of an engine that was lost to its being taken out: the longest since the last batch."
+        MAX, "s", "Time from the last answer of a lost engine's process to its removal; the longest since the last batch."
     ),
     "rollout/retries": Metric(SUM, "attempts", "Attempts that failed and were repeated.", by="domain"),
     "rollout/prompt_tokens": Metric(
-        SUM, "tokens", "Prompt tokens of completed requests; in a later turn of a sample all that was said before.", by="domain"
+        SUM, "tokens", "Prompt tokens of completed requests; in later turns of a sample they include the earlier turns.", by="domain"
     ),
-    "rollout/cached_tokens": Metric(
-        SUM, "tokens", "Of the prompt tokens, those found in the engines' prefix caches, which updates clear.", by="domain"
-    ),
+    "rollout/cached_tokens": Metric(SUM, "tokens", "Prompt tokens found in the engines' prefix caches, which updates clear.", by="domain"),
     "rollout/response_tokens": Metric(SUM, "tokens", "Tokens generated since the last batch, before filters.", by="domain"),
     "rollout/batch_tokens": Metric(SUM, "tokens", "Response tokens of the accepted samples in the batch.", by="domain"),
     "rollout/response_length": Metric(MEAN, "tokens", "Response length of a sample.", by="domain"),
     "rollout/response_length_max": Metric(MAX, "tokens", "Longest response.", by="domain"),
     "rollout/response_length_min": Metric(MIN, "tokens", "Shortest response.", by="domain"),
-    "rollout/response_length_p50": Metric(
-        LAST, "tokens", "Length that half of the responses do not exceed: one that occurs (nearest rank).", by="domain"
-    ),
-    "rollout/response_length_p95": Metric(
-        LAST, "tokens", "Length that 95% of the responses do not exceed: one that occurs (nearest rank).", by="domain"
-    ),
-    "rollout/truncated": Metric(MEAN, "share", "Samples that were cut at max_tokens.", by="domain"),
-    "rollout/request_seconds": Metric(MEAN, "s", "From sending a request to its completion.", by="domain"),
-    "rollout/share_requested": Metric(LAST, "share", "The domain's share of the prompts as configured.", by="domain"),
-    "rollout/share_admitted": Metric(LAST, "share", "The domain's share of the prompts started in the run so far.", by="domain"),
-    "rollout/share_scored": Metric(
-        LAST, "share", "The domain's share of the samples scored in the run so far, before filters.", by="domain"
-    ),
+    "rollout/response_length_p50": Metric(LAST, "tokens", "Median response length (nearest rank).", by="domain"),
+    "rollout/response_length_p95": Metric(LAST, "tokens", "95th percentile of response lengths (nearest rank).", by="domain"),
+    "rollout/truncated": Metric(MEAN, "share", "Samples cut at max_tokens.", by="domain"),
+    "rollout/request_seconds": Metric(MEAN, "s", "Time from sending a request to its completion.", by="domain"),
+    "rollout/share_requested": Metric(LAST, "share", "Domain's configured share of the prompts.", by="domain"),
+    "rollout/share_admitted": Metric(LAST, "share", "Domain's share of the prompts started in the run so far.", by="domain"),
+    "rollout/share_scored": Metric(LAST, "share", "Domain's share of the samples scored in the run so far, before filters.", by="domain"),
     "rollout/share_generated": Metric(
-        LAST, "share", "The domain's share of the tokens generated in the run so far, before filters.", by="domain"
+        LAST, "share", "Domain's share of the tokens generated in the run so far, before filters.", by="domain"
     ),
-    "rollout/share_realised": Metric(LAST, "share", "The domain's share of the prompts delivered in the run so far.", by="domain"),
-    "rollout/share_samples": Metric(LAST, "share", "The domain's share of the accepted samples of batches in the run so far.", by="domain"),
-    "rollout/share_tokens": Metric(LAST, "share", "The domain's share of the response tokens of batches in the run so far.", by="domain"),
-    "rollout/epoch": Metric(LAST, "epochs", "Epoch of the domain's data that the newest prompt belongs to, from 0 on.", by="domain"),
-    "rollout/generation_seconds": Metric(SUM, "s", "From the start of the batch to its last completion."),
-    "rollout/reward_tail_seconds": Metric(SUM, "s", "From the last completion to the last score: reward time not hidden by generation."),
-    "rollout/tokens_per_second": Metric(MEAN, "tokens/s", "Generated tokens over the time the batch took."),
-    "rollout/staleness": Metric(MEAN, "versions", "Weight versions between a sample's oldest token and the batch."),
-    "rollout/staleness_max": Metric(MAX, "versions", "Oldest token of the batch."),
+    "rollout/share_realised": Metric(LAST, "share", "Domain's share of the prompts delivered in the run so far.", by="domain"),
+    "rollout/share_samples": Metric(LAST, "share", "Domain's share of the accepted samples of batches in the run so far.", by="domain"),
+    "rollout/share_tokens": Metric(LAST, "share", "Domain's share of the response tokens of batches in the run so far.", by="domain"),
+    "rollout/epoch": Metric(LAST, "epochs", "Epoch of the domain's newest prompt, counted from 0.", by="domain"),
+    "rollout/generation_seconds": Metric(SUM, "s", "Time from the start of the batch to its last completion."),
+    "rollout/reward_tail_seconds": Metric(
+        SUM, "s", "Time from the last completion to the last score: reward time not hidden by generation."
+    ),
+    "rollout/tokens_per_second": Metric(MEAN, "tokens/s", "Generated tokens / time of the batch."),
+    "rollout/staleness": Metric(MEAN, "versions", "Weight versions from a sample's oldest token to the batch."),
+    "rollout/staleness_max": Metric(MAX, "versions", "Staleness of the batch's oldest token."),
     # credit
     "credit/tokens": Metric(SUM, "tokens", "Policy tokens of samples that train.", by="domain"),
     "credit/rows": Metric(SUM, "samples", "Samples that train.", by="domain"),
@@ -187,7 +179,7 @@ METRICS: dict[str, Metric] = {
     "credit/kl_in_reward": Metric(
         MEAN,
         "nats",
-        "KL(policy || reference) of a token as taken off the reward, before its coefficient.",
+        "KL(policy || reference) of a token as subtracted from the reward, before its coefficient.",
         count=CREDIT,
         by="domain",
     ),
@@ -198,47 +190,49 @@ METRICS: dict[str, Metric] = {
     # actor
     "actor/tokens": Metric(SUM, "tokens", "Policy tokens trained on, over all epochs.", by="domain"),
     "actor/loss": Metric(
-        MEAN, "", "Policy loss, KL, entropy bonus and ptx with their weights, without the load-balancing loss (balance_coef)."
+        MEAN, "", "Weighted sum of policy loss, KL, entropy bonus and ptx, without the load-balancing loss (balance_coef)."
     ),
     "actor/policy_loss": Metric(MEAN, "", "Policy loss of an optimizer step, mismatch correction included."),
     "actor/kl_loss": Metric(MEAN, "nats", "KL in the loss of an optimizer step, before its coefficient."),
     "actor/ptx_loss": Metric(MEAN, "nats", "Cross-entropy of a learned token of algorithm.ptx.", count=("actor/ptx_tokens",)),
-    "actor/ptx_tokens": Metric(SUM, "tokens", "Tokens of algorithm.ptx that were learned."),
-    "actor/entropy": Metric(MEAN, "nats", "Entropy of the distribution a token is chosen from, in training.", count=ACTOR, by="domain"),
-    "actor/entropy_before": Metric(MEAN, "nats", "The same before the step's first update.", count=CREDIT, by="domain"),
-    "actor/ratio": Metric(MEAN, "", "Probability of a token over its old one; of a sequence under gspo, topr.", count=ACTOR, by="domain"),
+    "actor/ptx_tokens": Metric(SUM, "tokens", "Learned tokens of algorithm.ptx."),
+    "actor/entropy": Metric(MEAN, "nats", "Entropy of a token's distribution, in training.", count=ACTOR, by="domain"),
+    "actor/entropy_before": Metric(
+        MEAN, "nats", "Entropy of a token's distribution, before the step's first update.", count=CREDIT, by="domain"
+    ),
+    "actor/ratio": Metric(
+        MEAN, "", "New probability / old probability of a token; of a sequence under gspo, topr.", count=ACTOR, by="domain"
+    ),
     "actor/ratio_square": Metric(MEAN, "", "Ingredient of actor/ess.", count=ACTOR, by="domain", shown=False),
     "actor/ratio_p01": Metric(
         LAST,
         "",
-        "Ratio that 1% of the tokens do not exceed, over all updates of the step; as the centre of a bin, 3% of its logarithm wide.",
+        "1st percentile of the ratio over all updates of the step, as the centre of a bin 3% of its logarithm wide.",
         by="domain",
     ),
-    "actor/ratio_p50": Metric(LAST, "", "Ratio that half of the tokens do not exceed, likewise.", by="domain"),
-    "actor/ratio_p99": Metric(LAST, "", "Ratio that 99% of the tokens do not exceed, likewise.", by="domain"),
+    "actor/ratio_p50": Metric(LAST, "", "Median of the ratio, likewise.", by="domain"),
+    "actor/ratio_p99": Metric(LAST, "", "99th percentile of the ratio, likewise.", by="domain"),
     "actor/ratio_min": Metric(MIN, "", "Smallest ratio.", by="domain"),
     "actor/ratio_max": Metric(MAX, "", "Largest ratio.", by="domain"),
-    "actor/approx_kl": Metric(
-        MEAN, "nats", "KL(old || new), k3: how far the updates of a step moved the policy.", count=ACTOR, by="domain"
-    ),
+    "actor/approx_kl": Metric(MEAN, "nats", "KL(old || new), k3: change of the policy by a step's updates.", count=ACTOR, by="domain"),
     "actor/kl_ref": Metric(
         MEAN,
         "nats",
-        "KL(policy || reference): k3, or the sum over the vocabulary where kl_in_loss takes `full`.",
+        "KL(policy || reference): k3, or the sum over the vocabulary if kl_in_loss uses `full`.",
         count=ACTOR,
         by="domain",
     ),
     "actor/clip_low": Metric(
         MEAN,
         "share",
-        "Tokens without gradient because their ratio is below its range or clamp; under cispo, topr: with a weight raised to its bound.",
+        "Tokens without gradient because their ratio is below its range or clamp; under cispo, topr: weight raised to its bound.",
         count=ACTOR,
         by="domain",
     ),
     "actor/clip_high": Metric(
         MEAN,
         "share",
-        "Tokens without gradient because their ratio is above its range or clamp; under cispo, topr: with a weight lowered to its bound.",
+        "Tokens without gradient because their ratio is above its range or clamp; under cispo, topr: weight lowered to its bound.",
         count=ACTOR,
         by="domain",
     ),
@@ -246,36 +240,36 @@ METRICS: dict[str, Metric] = {
     "actor/busiest_expert": BUSIEST_EXPERT,
     "actor/balance_loss": BALANCE_LOSS,
     "actor/rerouted": Metric(
-        MEAN, "share", "Replayed choices of experts (algorithm.routing_replay) that the router would have made otherwise by then."
+        MEAN, "share", "Replayed choices of experts (algorithm.routing_replay) that differ from the router's current choice."
     ),
     "actor/lr": Metric(LAST, "", "Learning rate."),
     "actor/kl_coef": Metric(LAST, "", "Weight of the KL in the loss."),
     "actor/updates": Metric(
-        SUM, "updates", "Optimizer steps made: less than epochs x mini-batches where early_stop_kl, masks or a skip left some out."
+        SUM, "updates", "Optimizer steps made; fewer than epochs x mini-batches if early_stop_kl, masks or skips omit some."
     ),
     "actor/skipped": Metric(SUM, "updates", "Optimizer steps left out because loss or gradient was not finite."),
-    # what engine and trainer think of the same tokens
+    # mismatch of engine and trainer on the same tokens
     "mismatch/mean": Metric(
         MEAN,
         "nats",
-        "|log-prob of the engine - log-prob of the trainer| of a token; under old_log_probs rollout and current, of the step's first "
+        "|log-prob of the engine - log-prob of the trainer| of a token; under old_log_probs rollout and current, in the step's first "
         "update.",
         count=(*CREDIT, *ACTOR),
         by="domain",
     ),
     "mismatch/k3": Metric(MEAN, "nats", "KL(engine || trainer), k3.", count=(*CREDIT, *ACTOR), by="domain"),
     "mismatch/max": Metric(MAX, "nats", "Largest difference of a token.", by="domain"),
-    # the correction for it
+    # correction of the mismatch
     "correction/weight": Metric(MEAN, "", "Weight of a token's policy loss.", count=ACTOR, by="domain"),
     "correction/weight_square": Metric(MEAN, "", "Ingredient of correction/ess.", count=ACTOR, by="domain", shown=False),
-    "correction/limited": Metric(MEAN, "share", "Tokens whose weight was outside of its range.", count=ACTOR, by="domain"),
-    "correction/filtered": Metric(MEAN, "share", "Tokens whose policy loss the filters took.", count=ACTOR, by="domain"),
+    "correction/limited": Metric(MEAN, "share", "Tokens whose weight was outside its range.", count=ACTOR, by="domain"),
+    "correction/filtered": Metric(MEAN, "share", "Tokens whose policy loss the filters removed.", count=ACTOR, by="domain"),
     # critic
-    "critic/tokens": Metric(SUM, "tokens", "Policy tokens the critic trained on, over all epochs.", by="domain"),
+    "critic/tokens": Metric(SUM, "tokens", "Policy tokens that the critic trained on, over all epochs.", by="domain"),
     "critic/loss": Metric(MEAN, "", "Value loss of an optimizer step."),
-    "critic/clip_fraction": Metric(MEAN, "share", "Tokens whose value moved further than value_loss.clip.", count=CRITIC, by="domain"),
+    "critic/clip_fraction": Metric(MEAN, "share", "Tokens whose value changed by more than value_loss.clip.", count=CRITIC, by="domain"),
     "critic/value_mean": Metric(MEAN, "", "Value of a token, in training.", count=CRITIC, by="domain"),
-    "critic/return_mean": Metric(MEAN, "", "Return of a token: what the value should have been.", count=CRITIC, by="domain"),
+    "critic/return_mean": Metric(MEAN, "", "Return of a token, the target of its value.", count=CRITIC, by="domain"),
     "critic/return_square": Metric(MEAN, "", "Ingredient of critic/explained_variance.", count=CRITIC, shown=False, by="domain"),
     "critic/error_mean": Metric(MEAN, "", "Return minus value.", count=CRITIC, by="domain"),
     "critic/error_square": Metric(MEAN, "", "Ingredient of critic/explained_variance.", count=CRITIC, shown=False, by="domain"),
@@ -287,41 +281,43 @@ METRICS: dict[str, Metric] = {
     "critic/skipped": Metric(SUM, "updates", "Optimizer steps left out because loss or gradient was not finite."),
     # weights
     "sync/version": Metric(LAST, "", "Weight version of the engines."),
-    "sync/megabytes": Metric(SUM, "MB", "Weights sent to the engines, once for all of them."),
+    "sync/megabytes": Metric(SUM, "MB", "Weights sent to the engines, counted once for all engines."),
     "sync/transport_megabytes": Metric(
         SUM,
         "MB",
-        "What each transport took of them, once for all engines that it leads to.",
+        "Weights sent by each transport, counted once for all its engines.",
         by="transport",
     ),
     "sync/transport_megabytes_per_second": Metric(
         LAST,
         "MB/s",
-        "The same over the time that the slowest trainer rank spent on it: it writes buckets, waits for free ones and for the last.",
+        "Rate of a transport, by the time of the slowest trainer rank: writing buckets, waiting for free ones and for the last.",
         by="transport",
     ),
-    "sync/megabytes_per_second": Metric(LAST, "MB/s", "Of a whole update, from its start to the last engine's new weights."),
+    "sync/megabytes_per_second": Metric(LAST, "MB/s", "Rate of a whole update, from its start to the last engine's new weights."),
     "sync/seconds": Metric(
         SUM,
         "s",
-        "Time of the slowest in a phase of the update: trainer ranks `gather` tensors, `copy` them into buckets (and cast them), `wait` "
-        "for a free bucket; engine workers `receive` (and wait), `load`. Phases overlap.",
+        "Time of the slowest process in a phase of the update: trainer ranks `gather` tensors, `copy` them into buckets (and cast them) "
+        "and `wait` for a free bucket; engine workers `receive` (and wait) and `load`. Phases overlap.",
         by="phase",
     ),
-    # state that leaves the devices and comes back, between the end of the step before and this one's
-    "offload/freed_megabytes": Metric(SUM, "MB", "Device memory that a role's ranks have given back.", by="role"),
+    # state that is offloaded and loaded, from the end of the previous step to the end of this one
+    "offload/freed_megabytes": Metric(SUM, "MB", "Device memory that a role's ranks freed.", by="role"),
     "offload/out_megabytes": Metric(
-        SUM, "MB", "Of it, what was copied to the host: neither gradients nor what had not changed since it was copied last.", by="role"
+        SUM, "MB", "State copied to the host: without gradients, and without data unchanged since the last copy.", by="role"
     ),
-    "offload/in_megabytes": Metric(SUM, "MB", "State that was copied back to the devices.", by="role"),
-    "offload/out_seconds": Metric(SUM, "s", "Time in which the slowest rank gave memory back.", by="role"),
-    "offload/in_seconds": Metric(SUM, "s", "Time until the slowest rank could go on; GPUs receive some of it as they compute.", by="role"),
+    "offload/in_megabytes": Metric(SUM, "MB", "State copied back to the devices.", by="role"),
+    "offload/out_seconds": Metric(SUM, "s", "Time of the slowest rank to free memory.", by="role"),
+    "offload/in_seconds": Metric(
+        SUM, "s", "Time until the slowest rank could continue; GPUs receive some state while computing.", by="role"
+    ),
     # time
     "time": Metric(
         SUM,
         "s",
-        "Time of the driver in a phase; `other` is what no phase covers, `step` all of it. `log_probs` and `train` also by role, as "
-        "`train/critic`, loads and offloads included: roles on separate devices overlap.",
+        "Time of the driver in a phase; `other` is time outside all phases, `step` the total. `log_probs` and `train` also by role, as "
+        "`train/critic`, including loads and offloads; roles on separate devices overlap.",
         by="phase",
     ),
 }
@@ -340,12 +336,12 @@ def _std(mean: float, square: float) -> float:
 
 
 def _ess(mean: float, square: float) -> float:
-    """(sum w)² / (n sum w²); 0 where all weights are 0, NaN where one is."""
+    """Effective sample size, (sum w)² / (n sum w²); 0 if all weights are 0, NaN if one is NaN."""
     return 0.0 if square == 0 else mean * mean / square
 
 
 def _explained_variance(return_mean: float, return_square: float, error_mean: float, error_square: float) -> float:
-    """1 - Var(error) / Var(return); without spread in the returns there is nothing to explain."""
+    """Explained variance, 1 - Var(error) / Var(return); NaN if all returns are equal."""
     variance = return_square - return_mean**2
     return 1 - (error_square - error_mean**2) / variance if variance > 1e-12 * max(1.0, return_square) else math.nan
 
@@ -364,8 +360,8 @@ DERIVED: dict[str, Derived] = {
     "critic/explained_variance": Derived(
         ("critic/return_mean", "critic/return_square", "critic/error_mean", "critic/error_square"),
         "share",
-        "1 - Var(return - value) / Var(return): 1 is a perfect critic, 0 one that says the same of everything.",
+        "1 - Var(return - value) / Var(return): 1 for a perfect critic, 0 for a constant one.",
         _explained_variance,
     ),
 }
-"""Functions of other metrics; by domain where their inputs are."""
+"""Functions of other metrics; by domain if their inputs are."""
