@@ -13,7 +13,9 @@ from typing import Any
 from roll_lite.rewards.answer_extraction import without_thinking
 
 NUMBER = r"[-+]?\d+(?:\.\d+)?"
-NAMES = r"(?:verdict|score|rating|grade|judge?ment|answer)"
+KEYS = ("verdict", "score", "rating", "grade", "judgment", "judgement", "answer")
+"""Of an object with several the first here counts: its `answer` may repeat the response's."""
+NAMES = rf"(?:{'|'.join(KEYS)})"
 OBJECT = r"(?:\A|\n)[ \t]*(?:```\w*\s*)?(?P<value>\{.*\})\s*(?:```)?\Z"
 LINE = (
     rf"(?:\A|\n)[ \t*_`#(\[]*(?:(?:(?:the|my|final|overall)[*_ ]+)*{NAMES}[*_ ]*(?:\([^()\n]*\)[*_ ]*)?(?:[:=]|\bis\b)[*_ ]*:?)?"
@@ -92,8 +94,9 @@ class VerdictParser:
 
 def _opens_quotation(text: str) -> bool:
     """True if a quotation follows this text: it is announced, or opened and not closed."""
-    announces = text.rstrip("\"“'‘`*_ \n").endswith(":") and INTRODUCTION.search(text) is None
-    return announces or text.count('"') % 2 == 1 or text.count("“") > text.count("”") or text.count("```") % 2 == 1
+    announces = text.rstrip("\"“'‘`*_ \n").endswith((":", "：")) and INTRODUCTION.search(text) is None
+    begun = any(text.count(left) > text.count(right) for left, right in ("“”", "«»", "「」", "『』", "《》"))
+    return announces or begun or any(text.count(mark) % 2 for mark in '"`')
 
 
 def _of_object(found: str) -> str | None:
@@ -104,7 +107,8 @@ def _of_object(found: str) -> str | None:
         content: Any = json.loads(found)
     except (ValueError, RecursionError):
         return None
-    value = next((one for name, one in content.items() if re.fullmatch(NAMES, name, re.IGNORECASE)), None)
+    known = {name.casefold(): one for name, one in content.items()}
+    value = next((known[key] for key in KEYS if key in known), None)
     return ("no", "yes")[value] if isinstance(value, bool) else str(value) if isinstance(value, str | int | float) else None
 
 
