@@ -338,6 +338,10 @@ def test_a_file_in_the_current_folder_is_found(tmp_path: Path, monkeypatch: pyte
         assert yaml.safe_load(capsys.readouterr().out)["experiment"] == "tiny_ppo"
     assert main(["check", "-cn", "mien", "--cfg", "job"]) == 2
     assert "did you mean 'mine'?" in capsys.readouterr().err
+    (tmp_path / "sub/other.yml").write_text(MINE)
+    for name in ("sub/other", "sub/other.yml"):
+        assert main(["check", "-cn", name, "--cfg", "job"]) == 2
+        assert "sub/other.yml ends in .yml; rename it: configurations end in .yaml" in capsys.readouterr().err
 
 
 def test_a_file_that_hides_a_shipped_one_is_named(

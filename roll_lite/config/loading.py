@@ -73,6 +73,8 @@ def _no_such_config(name: str, folder: FilePath) -> Problem | None:
             return Problem("--config-path", f"no such folder: {folder.absolute()}{near}", str(folder))
         if find(name, folder) is not None:
             return None
+        if is_file(other := folder / f"{name.removesuffix('.yml')}.yml"):
+            return Problem("--config-name", f"{other} ends in .yml; rename it: configurations end in .yaml", name)
     except ValueError as error:
         return Problem("--config-name", str(error), name)
     return Problem("--config-name", f"no {name}.yaml in {searched(folder.absolute())}; {suggestion(name, folder)}", name)
