@@ -154,24 +154,31 @@ class RolloutWorker(AsyncWorker):
         )
 
     async def _try_rewards(self, domains: Sequence[Domain], judges: Mapping[str, JudgeAddress]) -> None:
-        """Score one canned response per domain while the engines still load: a broken reward ends the run in seconds.
+        """Score a canned response to three prompts per domain while the engines still load: a broken reward ends the run in seconds.
 
-        ValueError names the domain and the cause. Rewards that wait for a model or a judge of this run are left out.
+        ValueError names the domain and the cause if no prompt gets a score; a single reference that cannot be read costs its samples only.
+        Rewards that wait for a model or a judge of this run are left out.
         """
 
-        async def attempt(domain: Domain) -> None:
-            config = self._spec.domains[domain.name]
-            item = RewardInput.of(domain.prompts[0], CANNED_RESPONSE, FinishReason.STOP)
-            for left in reversed(range(config.reward.retries + 1)):
+        async def failure(domain: Domain, place: int) -> str | None:
+            item = RewardInput.of(domain.prompts[place], CANNED_RESPONSE, FinishReason.STOP)
+            cause = None
+            for _ in range(self._spec.domains[domain.name].reward.retries + 1):
                 try:
                     await self._pools[domain.name].score(item)
-                    return
+                    return None
                 except RewardFailed as error:
-                    if left == 0:
-                        raise ValueError(
-                            f"domains.{domain.name}.reward: scoring a first response, {CANNED_RESPONSE!r}, failed: {error.cause}. "
-                            f"Look closer with: roll-lite reward --domain {domain.name}"
-                        ) from None
+                    cause = error.cause
+            return cause
+
+        async def attempt(domain: Domain) -> None:
+            last = len(domain.prompts) - 1
+            causes = await asyncio.gather(*(failure(domain, place) for place in sorted({0, last // 2, last})))
+            if all(causes):
+                raise ValueError(
+                    f"domains.{domain.name}.reward: scoring a first response, {CANNED_RESPONSE!r}, failed: {causes[0]}. "
+                    f"Look closer with: roll-lite reward --domain {domain.name}"
+                )
 
         rewards = {domain.name: self._spec.domains[domain.name].reward for domain in domains}
         waiting = {name for name, reward in rewards.items() if reward.name == MODEL_REWARD or with_addresses(reward, judges) != reward}
