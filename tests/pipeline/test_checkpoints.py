@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -283,3 +284,15 @@ def test_a_flipped_byte_is_noticed_before_anything_is_loaded(config: RunConfig, 
 
 def test_no_resumption_where_none_was_asked_for(config: RunConfig, tmp_path: Path) -> None:
     assert Checkpoints(config, tmp_path).load(parts("actor_train"), SOURCE) is None
+
+
+@pytest.mark.parametrize(("every", "saved"), [(0, []), (1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (5, [5]), (9, [5])])
+def test_the_last_step_leaves_a_checkpoint_where_there_are_any(every: int, saved: list[int]) -> None:
+    pipeline = MagicMock(refresh=None)
+    pipeline.config.checkpoint.every, pipeline.config.steps, pipeline.config.validation.every = every, 5, 0
+    pipeline.due = lambda number: RLVRPipeline.due(pipeline, number)
+    steps = []
+    pipeline.save_checkpoint = lambda: steps.append(pipeline.steps_done)
+    for pipeline.steps_done in range(1, 6):
+        RLVRPipeline.between_steps(pipeline)
+    assert steps == saved
