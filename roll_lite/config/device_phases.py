@@ -1,8 +1,8 @@
 """Table of the model parts on the devices in each phase. Runs follow it, `roll-lite check` draws it.
 
 Parts are named as in `StateGroup` and `EngineMemory`. A role with `offload: true` loads the listed parts for a phase and offloads them
-afterwards. To sync weights: the engines load weights (beside the trainer's), the trainer sends, the trainer offloads, the engines allocate
-the KV cache, generate, and offload both. A role without `offload` stays loaded as a whole.
+afterwards. From a weight sync to the end of generation: the engines load weights (beside the trainer's), the trainer sends, the trainer
+offloads, the engines allocate the KV cache, generate, and offload both. A role without `offload` stays loaded as a whole.
 """
 
 from __future__ import annotations

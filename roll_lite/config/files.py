@@ -85,7 +85,7 @@ def unreadable(path: Path, error: Exception) -> ValueError:
 
 
 def elsewhere(path: Path) -> str:
-    """Hint if the path exists relative to a parent of the current folder."""
+    """Hint for a missing relative path: it counts from the current folder, and may exist from one of its parents."""
     current = Path.cwd()
     if not path.is_relative_to(current):
         return ""
