@@ -7,7 +7,7 @@ import string
 from typing import Any, Literal
 
 from roll_lite.rewards.answer_extraction import HAN, all_boxed, last_boxed, last_boxes, last_tagged, plain_boxes
-from roll_lite.rewards.math.equality import DELIMITED, NUMERAL
+from roll_lite.rewards.math.equality import DELIMITED, NUMERAL, SEVERAL
 from roll_lite.rewards.math.quantities import D, is_unit, quantity, unwrapped
 
 Extract = Literal["auto", "boxed", "tagged", "number"]
@@ -131,6 +131,8 @@ def _in_text(text: str, within: bool = False) -> str:
         changed = CHANGES.match(text, end)
         suffix = changed[0] if changed else _unit(text[end : end + 100])
         more = GOES_ON.match(text, end + len(suffix))
+        if within and any(other >= end and SEVERAL.search(text, end, other) for other, _ in runs):
+            return ""  # a list that is not read to its end
         items[-1] += suffix + (more[0] if more else "")
         different = {_key(item): item for item in reversed(items)}
         return ", ".join(map(unwrapped, reversed(different.values()))) if len(different) > 1 else items[0]
