@@ -44,8 +44,12 @@ BEFORE = re.compile(
     re.DOTALL | re.IGNORECASE,
 )
 """In front of the answer in columns with whole solutions."""
-PARTS = re.compile(r"(?:^|\s)\(?[a1i]\)\s*\S.*[\s,;]\(?(?:b|2|ii)\)\s*\S", re.DOTALL)
+PARTS = re.compile(r"(?:^|\s)\(?[a1i]\)\s*\S.*[\s,;]\(?(?:b|2|ii)\)\s*\S", re.DOTALL | re.IGNORECASE)
 """The answers of (a) and (b)."""
+LABELLED = re.compile(r"\s*\(?[a-z]\)[\s\\]+\$?\d", re.IGNORECASE)
+"""(B) 12, which would be read as a product."""
+SHORT_WORDS = re.compile(r"(?:\A|\s)(?:it|is|to|of|at|by|we|[ap]m|ft)(?=\s|\Z)", re.IGNORECASE)
+"""Words that would be read as letters of a product: 3 to 5, 2:30 pm."""
 AROUND, PROSE, MOST_WORDS = re.compile(r"\\[,;:!()\[\] ]|[$*`\"“”~]"), re.compile(r"[A-Za-z][A-Za-z'’.,\s-]*"), 8
 VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
 
@@ -279,6 +283,8 @@ def _read_reference(text: str) -> Reference:
         return Reference(inner, words=said)
     if PARTS.search(inner):
         raise ValueError("it holds the answers of several parts")
+    if LABELLED.match(TEXT.sub(r" \1 ", inner)):
+        raise ValueError("it begins with a label, such as (B)")
     number, parts = quantity(inner), sides(inner)
     if number is None and len(parts) > 1:
         last = quantity(parts[-1])
@@ -294,7 +300,8 @@ def _read_reference(text: str) -> Reference:
     body, unit = _without_unit(inner)
     if verbatim(inner) or proportion(inner):
         return Reference(inner)
-    if words(TEXT.sub(r" \1 ", body)):
+    shown = TEXT.sub(r" \1 ", body)
+    if words(shown) or SHORT_WORDS.search(shown):
         raise ValueError("it is a text, not one formula")
     parsed = parse(body)
     if not parsed:
