@@ -122,7 +122,7 @@ def _loaded(parsed: argparse.Namespace, overrides: Sequence[str], further: Seque
 
 
 def _without_values(parsed: argparse.Namespace, overrides: Sequence[str], error: ConfigError) -> RunConfig:
-    """What is known of a configuration in which values are missing: all else, where only paths are."""
+    """Configuration without its missing values: everything else, or only paths if the rest cannot be built."""
     try:
         return _loaded(parsed, overrides, (), files=False)
     except ConfigError:

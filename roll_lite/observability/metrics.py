@@ -42,9 +42,11 @@ class MetricSums:
     entries: dict[Series, tuple[float, float]] = field(default_factory=dict)
 
     def add(self, name: str, value: float, count: float = 1.0, *, label: str | None = None, part: str = "") -> None:
-        """Means: `value` is the sum over `count` items. `label`: the domain, phase or role, for metrics that have one (and only those);
-        NO_DOMAIN for what was measured over all domains together and does not follow from theirs. `part`: of the domain, for what
-        was added for the whole of it as well."""
+        """Add a value; for means, the sum over `count` items.
+
+        `label`: domain, phase or role, for metrics that have one (and only those); NO_DOMAIN for a value measured over all domains together
+        that does not follow from theirs. `part`: part of the domain; the whole domain's value is added separately.
+        """
         metric = metric_of(name)
         if label == NO_DOMAIN and metric.by == "domain":
             self._put((name, None), float(value), count)

@@ -165,7 +165,7 @@ def _files_of(model: Path) -> dict[str, FileRecord]:
 
 
 def _as_table(mini_batches: Sequence[MiniBatch], first: int = 1) -> pa.Table:
-    """One row per sample and optimizer step; steps are in order and counted from `first`."""
+    """Rows by sample and optimizer step; steps are in order and counted from `first`."""
     sizes = [len(mini_batch.samples) for mini_batch in mini_batches]
     return pa.table(
         {

@@ -17,7 +17,7 @@ from roll_lite.workers.rollout import RolloutWorker
 
 @dataclass(frozen=True)
 class Part:
-    """Some groups of the batch and the passes over them, with their own sample numbers."""
+    """Finished groups of the batch and the passes over them, with their own sample numbers."""
 
     rows: DataProto
     passes: list[Pending[list[Block | None]]]

@@ -1,4 +1,4 @@
-"""What a run says of itself: metrics to the trackers, lines to the console, the summary and the picture at the end."""
+"""Record of a run: metrics for the trackers, lines for the console, the summary and the picture."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ SOLVED = {
     "most": (0.75, 1.0 - 1e-6),
     "all": (1.0 - 1e-6, 1.0),
 }
-"""Which shares of correct samples a bin of the solve-rate histogram holds: above the first number, up to the second."""
+"""Bins of the solve-rate histogram by share of correct samples: above the first number, up to the second."""
 
 
 class Journal:
@@ -70,9 +70,9 @@ class Journal:
         self._tokens = {"prompt": 0, "response": 0, "trained": 0}
         self._lost_engines: set[int] = set()
         self._new_losses = 0
-        """Of engines, since the last batch."""
+        """Number of engines lost since the last batch."""
         self._told: dict[tuple[str, str], tuple[int, str]] = {}
-        """How often a message came and its first text, by its place and its text without numbers."""
+        """Count and first text of each message, by its place and its text without numbers."""
         self._picture = LivePicture(self._draw)
         self._current = 0
         """Number of the step that is under way."""
@@ -198,7 +198,7 @@ class Journal:
                 self._sums.add(f"rollout/filtered_{word}", domain.filtered[word], label=name)
 
     def _tell_failures(self, stats: RolloutStats, of: str = "") -> None:
-        """What they say is anybody's text, and no name of a metric: a line for each domain that had some."""
+        """Report failures and retries, one line per domain. Their text is arbitrary, so it cannot name a metric."""
         for name, domain in stats.domains.items():
             if domain.failures:
                 self._tell_once(f"{of}domain {name}", f"{domain.failed} sample(s) failed for good, {commonest(domain.failures)}")
@@ -207,7 +207,7 @@ class Journal:
                 self._tell_once(f"{of}domain {name}", attempts)
 
     def _tell_once(self, place: str, text: str) -> None:
-        """Texts that differ in numbers alone are told the first, tenth, hundredth, ... time; `close` says how often each came."""
+        """Report a text the 1st, 10th, 100th, ... time; texts that differ only in numbers count as one. `close` reports the counts."""
         key = (place, NUMBER.sub("", text))
         times, first = self._told.get(key, (0, text))
         times += 1
@@ -239,7 +239,7 @@ class Journal:
             self._sums.add(f"rollout/response_length_p{percent}", float(in_order[nearest_rank(percent, len(in_order)) - 1]), label=label)
 
     def shaped(self, rows: DataProto, masked: Masked) -> None:
-        """Of all rows of the batch, those that do not train among them."""
+        """Record rewards and masks of all rows of the batch, including those that do not train."""
         self._shaped = rows
         numbers = rows.tensor("domain_number")
         for number, name in enumerate(self._domains):
@@ -286,7 +286,7 @@ class Journal:
                 lines.write(json.dumps({"step": self._current, **record, "advantage": known}) + "\n")
 
     def updates(self, step: int, updates: Mapping[str, Sequence[Sequence[Update]]], kl_coef: float) -> None:
-        """By role, from every data-parallel rank: metric sums are the same on all of them, peaks are each rank's own."""
+        """Record updates of all data-parallel ranks, by role. Metric sums are equal on all ranks; peaks are each rank's own."""
         for role, ranks in updates.items():
             for number, update in enumerate(ranks[0]):
                 counts = self._counts(role, update)
@@ -321,7 +321,7 @@ class Journal:
                 self._sums.add(f"offload/{name}", number, label=role)
 
     def _counts(self, role: str, update: Update) -> MetricSums:
-        """All that a step has of an update that was skipped."""
+        """Counts of an update that a skipped update has too."""
         sums = MetricSums()
         sums.add(f"{role}/updates", float(not update.result.skipped))
         sums.add(f"{role}/skipped", float(update.result.skipped))
@@ -344,7 +344,7 @@ class Journal:
         return sums
 
     def _write_update(self, step: int, role: str, number: int, update: Update, sums: MetricSums) -> None:
-        """One line per optimizer step, so that what happened between the first and the last mini-batch can be seen."""
+        """Write a line per optimizer step, so that changes between mini-batches can be seen."""
         finite = {name: value for name, value in sums.values().items() if math.isfinite(value)}  # JSON has no others
         record = {"step": step, "role": role, "update": number + 1, "epoch": update.epoch + 1, **finite}
         with (self.folder / UPDATES_FILE).open("a", encoding="utf-8") as lines:

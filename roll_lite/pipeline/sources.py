@@ -1,4 +1,4 @@
-"""Where batches come from: engines and rewards, or the dumps of a past run."""
+"""Sources of batches: engines and rewards, or the dumps of a past run."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class CreditReport:
     sums: dict[str, float]
     peaks: dict[str, float]
     advantages: dict[int, float] = field(default_factory=dict)
-    """By sample number, the mean over its policy tokens."""
+    """Mean advantage of each sample's policy tokens, by sample number."""
 
 
 REPLAYED_COLUMN: dict[str, str | None] = {"none": None, "train": "old_experts", "rollout": "rollout_experts"}

@@ -1,4 +1,4 @@
-r"""Where in a response its answer stands: a formula alone, tags, boxes, behind "the answer is", or the last formula or number."""
+"""Extraction of the answer: a bare formula, tags, boxes, the place after "the answer is", or the last formula or number."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ JOINED = re.compile(
     r"|\s*[或和]\s*",
     re.IGNORECASE,
 )
-"""Between several answers."""
+"""Words between several answers."""
 LISTED, ENDS, EITHER = re.compile(r"\s*[,;]\s*"), re.compile(r"[^A-Za-z\n.]*(?:[.\n]|\Z)"), re.compile(r",?\s+or\s+|\s*或\s*")
 DENIED = re.compile(
     r"(?:\b(?:not|never|cannot|neither|other\s+than|rather\s+than|anything\s+but)\b|n['’]t\b|不是|不等于)\s*(?:[a-z]+\s+){0,3}[$(*`]*\Z",
@@ -53,7 +53,7 @@ UNIT_WORD = re.compile(r"\s*(/|[A-Za-z]+|\$|€|£|°)(?:\^\d)?")
 
 
 def find_answer(response: str, extract: Extract, boxes: Boxes) -> str:
-    """The answer as it stands in the response; empty if there is none."""
+    """Answer as written in the response; empty if it has none."""
     response = plain_boxes(response)
     if extract == "number":
         return (LAST_NUMBER.findall(response) or [""])[-1]
@@ -73,7 +73,7 @@ def find_answer(response: str, extract: Extract, boxes: Boxes) -> str:
 
 
 def find_words(response: str, extract: Extract, boxes: Boxes) -> str:
-    """The answer if the reference is words: a place for it, or what is said to be the answer."""
+    """Answer to a reference in words: the content of tags or boxes, or the text after "the answer is"."""
     if extract == "number":
         return ""
     response = plain_boxes(response)
@@ -90,7 +90,7 @@ def words(text: str, shortest: int = 3) -> list[str]:
 
 
 def is_formula(text: str) -> bool:
-    """Nothing but mathematics, without words or delimiters around it, or a number with its unit."""
+    """True for pure mathematics, without words or delimiters, or a number with its unit."""
     plain = unwrapped(text.strip())
     if not plain or len(plain) > LONGEST_FORMULA or "\n" in plain or "#" in plain:
         return False
@@ -99,13 +99,13 @@ def is_formula(text: str) -> bool:
 
 
 def _within(text: str) -> str:
-    """What a box or a tag holds: a formula, or a sentence that begins with one or says what the answer is."""
+    """Answer in a box or a tag: a formula, or a sentence that begins with one or states the answer."""
     text = LABEL.sub("", text).strip()
     return text if is_formula(text) else _in_text(text, within=True) or text
 
 
 def _in_text(text: str, within: bool = False) -> str:
-    """What is said to be the answer; `within` a place for it, or in a list, what the text begins with; else the last formula or number."""
+    """Answer in running text: the stated one; `within` a box or tag, or in a list, the first formula; else the last formula or number."""
     text = SPACES.sub(lambda one: one[1] or one[2] or one[3] or f"{one[4]} ", text[-SEARCHED:])
     runs = _runs(text)
     said = [run for one in STATED.finditer(text) for run in runs if run[0] >= one.end() and not re.search(r"\w", text[one.end() : run[0]])]
@@ -140,7 +140,7 @@ def _in_text(text: str, within: bool = False) -> str:
 
 
 def _runs(text: str) -> list[tuple[int, int]]:
-    """Where formulas and numbers stand: what is between delimiters, and tokens without words."""
+    """Places of formulas and numbers: text between delimiters, and tokens without words."""
     runs: list[tuple[int, int]] = []
     place, is_open = 0, False
     while token := TOKEN.search(text, place):
@@ -160,7 +160,7 @@ def _runs(text: str) -> list[tuple[int, int]]:
 
 
 def _bare(text: str, start: int, end: int) -> tuple[int, int]:
-    """Without emphasis, quotes and punctuation around it, and without a name in words in front of an equals sign."""
+    """Strip emphasis, quotes and punctuation around a token, and a name in words before an equals sign."""
     start += len(text[start:end]) - len(text[start:end].lstrip("*`\"'_"))
     end = start + len(text[start:end].rstrip("*`\"'_.,;:!?\\"))
     named = re.match(r"[A-Za-z]{2,}=", text[start:end])
@@ -178,7 +178,7 @@ def _unclosed(text: str) -> int:
 
 
 def _balanced(text: str, start: int, end: int) -> tuple[int, int]:
-    """Without brackets that are closed or opened elsewhere, and without a dash in front."""
+    """Strip unbalanced brackets and a leading dash."""
     if text[start:end].startswith(("$", "\\(", "\\[")):
         return start, end
     while text[start:end].startswith("- ") or (text[start:end].startswith("(") and _unclosed(text[start:end]) > 0):

@@ -1,4 +1,4 @@
-"""Is an answer equal to the reference? Numbers by exact arithmetic, constants at high precision, all else by math-verify."""
+"""Equality of answer and reference: numbers by exact arithmetic, constants at high precision, everything else by math-verify."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from roll_lite.rewards.math.quantities import Quantity, plain_number, ratio, unwrapped, with_braces
 
 Parsed = list[Any]
-"""What math-verify makes of a text: sympy expressions."""
+"""Expressions of sympy that math-verify parses from a text."""
 
 CLOSE, PLACES = Fraction(1, 10_000), 6
 """A decimal may differ by this share of itself if both are the same to this many decimal places."""
@@ -22,7 +22,7 @@ LOOSE = Fraction(1, 100)
 DIGITS = 60
 """Digits to which constants are compared."""
 MOST_BITS = 100_000
-"""Of an integer power: it cannot be interrupted while it is computed."""
+"""Bound of integer powers, whose computation cannot be interrupted."""
 APPROXIMATELY = re.compile(r"\\approx(?![A-Za-z])|\\simeq(?![A-Za-z])|≈")
 EQUALS = re.compile(rf"(?<![<>=\\:])(?<![^\d)]!)=(?!=)|{APPROXIMATELY.pattern}")
 SEVERAL = re.compile(r";|,(?!\d{3}(?!\d))|\b(?:or|and)\b")
@@ -54,7 +54,7 @@ OPERATIONS = [
         r"\\end\s*\{\w*(?:matrix|array)\}(?:\s*\\right\s*\W)?\s*(?:\^|'|\\cdot|\\times|[*+([-]|\\left|\\begin)",
     )
 ]
-"""What is left to compute in an answer that has one of them and a reference that has not."""
+"""Operations left to compute: an answer may contain one only if the reference does."""
 SIGNS = {"×": "times", "·": "cdot", "⋅": "cdot", "÷": "div", "π": "pi", "∞": "infty", "≤": "le", "≥": "ge", "≠": "ne", "≈": "approx"}
 SIGNS |= {"±": "pm", "∪": "cup", "∩": "cap", "∈": "in", "∅": "emptyset", "∫": "int", "∑": "sum", "∏": "prod"}
 LATEX = str.maketrans({sign: rf"\{name} " for sign, name in SIGNS.items()} | {"°": r"^\circ "})
@@ -72,7 +72,7 @@ def as_latex(text: str) -> str:
 
 
 def parse(text: str) -> Parsed:
-    r"""What the text is as one formula; nothing if it is none. math-verify's search would take the 2 out of a bare `2\sqrt{3}`."""
+    r"""Parse the text as one formula; empty if it is none. math-verify's own search would take the 2 out of a bare `2\sqrt{3}`."""
     import sympy  # type: ignore[import-untyped]
 
     number = plain_number(text)
@@ -105,14 +105,14 @@ def library() -> Any:
 
 @lru_cache(maxsize=1)
 def _latex() -> Any:
-    """It would take the letters of 2t, 5m and 3c for units."""
+    """Settings of math-verify's extraction, without its units, which would take the letters of 2t, 5m and 3c."""
     settings = library().LatexExtractionConfig()
     return replace(settings, normalization_config=replace(settings.normalization_config, units=False))
 
 
 def same_number(gold: Quantity, found: Quantity, rounded: bool) -> bool | None:
-    """By exact arithmetic, with room for the rounding of decimals; None if the units do not fit. `rounded`: a decimal reference is equal to
-    everything that rounds to it."""
+    """Compare by exact arithmetic, with room for the rounding of decimals; None if the units do not fit. `rounded`: a decimal reference
+    equals everything that rounds to it."""
     factor = ratio(found.unit, gold.unit)
     if factor is None:
         return None
@@ -142,7 +142,7 @@ def proportion(text: str) -> list[Fraction]:
 
 
 def sides(text: str) -> list[str]:
-    """Of an equation; the whole text if it is none, or one of several answers."""
+    """Sides of an equation; the whole text if it is no equation, or a list of answers."""
     text = unwrapped(text)
     equals = [one for one in EQUALS.finditer(text) if text.count("{", 0, one.end()) == text.count("}", 0, one.end())]
     if not equals or SEVERAL.search(text, 0, equals[-1].end()):
@@ -161,7 +161,8 @@ def holds(parts: Sequence[str]) -> bool:
 
 
 def list_of(text: str) -> list[str]:
-    r"""The items of 3, 5 or \{3, 5\} or $x=3$ and $x=5$ or \pm 3; one for what is no list, brackets and thousands included."""
+    r"""Items of 3, 5 or \{3, 5\} or $x=3$ and $x=5$ or \pm 3; a single item for a text that is no list. Brackets and thousands do not
+    separate."""
     text = unwrapped(text)
     if found := SET.fullmatch(text):
         text = (found[1] or found[2] or "").strip()
@@ -177,7 +178,7 @@ def list_of(text: str) -> list[str]:
 
 
 def same_expression(gold: Parsed, found: Parsed) -> bool:
-    """math-verify takes what is tiny for nothing: constants are compared here."""
+    """Compare expressions. Constants are compared here, since math-verify takes tiny numbers for 0."""
     pairs = [(one, other) for one in gold for other in found]
     known = [_same_constant(one, other) if _is_constant(one) and _is_constant(other) else None for one, other in pairs]
     if None not in known:
@@ -210,7 +211,7 @@ def is_irrational(parsed: Parsed) -> bool:
 
 
 def is_unfinished(gold: str, answer: str, golds: Parsed, found: Parsed) -> bool:
-    """Does the answer leave to compute what the reference does not: an operation, more additions, an inequality?"""
+    """True if the answer leaves more to compute than the reference: an operation, more additions, an inequality."""
     gold, answer = as_latex(gold), as_latex(answer)
     if any(operation.search(answer) and not operation.search(gold) for operation in OPERATIONS):
         return True
@@ -236,7 +237,7 @@ def _is_solved(relation: Any) -> bool:
 
 
 def _additions(expression: Any) -> tuple[int, int]:
-    """How many additions there are, a power counted as the product that it is, and how many below fraction bars."""
+    """Number of additions, a power counted as a product, and of additions below fraction bars."""
     import sympy
 
     parts = [_additions(part) for part in (expression.flat() if isinstance(expression, sympy.MatrixBase) else expression.args)]

@@ -76,7 +76,7 @@ NO_UNIT_WORD = re.compile(
 LETTERS = rf"[A-Za-zµ°$€£¥₹¢{HAN}]"
 UNIT = re.compile(rf"(?<=[\d)}}\].%\s])(\s*)((?:{LETTERS}++(?:\^-?\d|[²³])?[\s./]*+)++)\Z")
 Unit = tuple[frozenset[tuple[str, int]] | None, Fraction]
-"""What is measured, with exponents, and its size in units of these dimensions; None for unknown units such as apples."""
+"""Dimensions with exponents, and size in units of them; None for unknown units such as apples."""
 NO_UNIT: Unit = (None, Fraction(1))
 
 
@@ -93,7 +93,7 @@ class Quantity:
 
 
 def tidy(text: str) -> str:
-    r"""One minus, one blank, 1/2 for a half in one character, \frac for its sizes, ordinals as numbers."""
+    r"""Normalise: one kind of minus and blank, 1/2 for a half in one character, \frac for its sizes, ordinals as numbers."""
     text = ORDINAL.sub("", re.sub(r"\\[dtc]frac(?![A-Za-z])", r"\\frac", text))
     if text.isascii():
         return text
@@ -107,7 +107,7 @@ def with_braces(text: str) -> str:
 
 
 def unwrapped(text: str, brackets: bool = False) -> str:
-    """Without delimiters and a full stop at the end, and with one way to write thousands."""
+    """Strip delimiters and a full stop at the end; normalise thousands."""
     text = re.sub(r"\{,\}|,\\!\s*|,\\[,;: ]\s*(?=\d{3}(?!\d))", ",", text).replace("\\!", "").replace("\\displaystyle", "")
     text = END.sub("", re.sub(r"(?<=\d)(?:\\[,;: ]|~)(?=\d{3}(?!\d))", ",", text)).strip()
     for left, right in DELIMITERS + BRACKETS if brackets else DELIMITERS:
@@ -163,8 +163,8 @@ def quantity(text: str) -> Quantity | None:
 
 
 def split_unit(text: str) -> tuple[str, Unit, Fraction]:
-    r"""What stands before the unit, the unit, and the factor of words such as million. Letters of a product are no unit: 2t and 3 pi are
-    terms, 5cm and 3\text{ t} have units."""
+    r"""Split into number, unit, and factor of words such as million. Letters of a product are no unit: 2t and 3 pi are terms, 5cm and
+    3\text{ t} have units."""
     bare = plain(text)
     found = UNIT.search(bare, max(0, len(bare) - 100))
     before = bare[: found.start()].rstrip() if found else ""
@@ -201,7 +201,7 @@ def unit_of(text: str) -> tuple[Unit, Fraction]:
 
 
 def ratio(one: Unit, other: Unit) -> Fraction | None:
-    """One unit in units of the other: 1 if either is unknown, None if they measure different things."""
+    """Factor between two units: 1 if either is unknown, None if they measure different things."""
     if one[0] is None or other[0] is None:
         return Fraction(1)
     return one[1] / other[1] if one[0] == other[0] else None

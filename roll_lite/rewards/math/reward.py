@@ -43,7 +43,7 @@ BEFORE = re.compile(
     r"\A(?:.*####|(?:so,?\s+)?(?:the\s+)?(?:final\s+|correct\s+)?answer\s*(?:\bis\b\s*:?|[:=])|答案\s*(?:是|为)?\s*:?)\s*",
     re.DOTALL | re.IGNORECASE,
 )
-"""In front of the answer in columns with whole solutions."""
+"""Text before the answer in columns with whole solutions."""
 PARTS = re.compile(r"(?:^|\s)\(?[a1i]\)\s*\S.*[\s,;]\(?(?:b|2|ii)\)\s*\S", re.DOTALL | re.IGNORECASE)
 """The answers of (a) and (b)."""
 LABELLED = re.compile(r"\s*\(?[a-z]\)[\s\\]+\$?\d", re.IGNORECASE)
@@ -74,10 +74,10 @@ class Reference:
     number: Quantity | None = None
     """If it is a plain number, with or without a unit."""
     name: str = ""
-    """That of x = 5."""
+    """Name x in x = 5."""
     unit: Unit = NO_UNIT
     parsed: Parsed = field(default_factory=list)
-    """Without the unit."""
+    """Expression without the unit."""
     is_relation: bool = False
 
 
@@ -238,7 +238,7 @@ class MathReward(RewardType):
 
 
 def _without_its_form(text: str) -> str:
-    """Of a wrong answer, for majority votes: 1/2 and 0.5 are one, as are 12 cm and 120 mm."""
+    """Normal form of a wrong answer, for majority votes: 1/2 and 0.5 are one answer, as are 12 cm and 120 mm."""
     found = quantity(sides(text)[-1])
     if found is None:
         return "".join(text.split())
@@ -247,7 +247,7 @@ def _without_its_form(text: str) -> str:
 
 
 def _without_unit(text: str) -> tuple[str, Unit]:
-    r"""Of a formula. Behind variables a bare letter is one more of them: x+3m has none, x+3\text{ m} has."""
+    r"""Split the unit off a formula. After variables a bare letter is one more variable: x+3m has no unit, x+3\text{ m} has."""
     text = unwrapped(text)
     body, unit, scale = split_unit(text)
     is_term = VARIABLE.search(re.sub(r"\\[A-Za-z]+(?:\s*\{[A-Za-z ]*\})?", " ", body)) and re.search(r"[A-Za-z]\Z", text)
