@@ -67,10 +67,11 @@ ON_GPU := tests/gpu tests/distributed/strategy/megatron/test_offload.py
 test-gpu:  ## The tests that want a GPU (at most 15 minutes)
 	@python -m pytest -q -m gpu --durations=10 $(ON_GPU)
 
-lint: $(STAMP)  ## Style and types
+lint: $(STAMP)  ## Style, types, size and wording
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/mypy
+	@$(VENV)/bin/python tools/house.py
 
 format: $(STAMP)  ## Rewrite the code in the house's format
 	@$(VENV)/bin/ruff check --fix .
