@@ -15,7 +15,7 @@ from roll_lite.config.problems import Problem, did_you_mean
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.config.text_templates import placeholders
 from roll_lite.data.samples import RewardInput, Score
-from roll_lite.rewards.base import RewardFailed
+from roll_lite.rewards.base import ResponseSuspected, RewardFailed
 from roll_lite.rewards.placeholders import checked_template, columns_in, filled, filling, is_chat
 from roll_lite.rewards.reward_type import RewardType
 
@@ -114,7 +114,7 @@ class ModelReward(RewardType):
 
     def score_of(self, output: float) -> Score:
         if not math.isfinite(output):
-            raise RewardFailed(f"reward model: its output is {output}, which is not finite")
+            raise ResponseSuspected(f"reward model: its output is {output}, which is not finite")
         value = output
         if self.scale == "sigmoid":
             value = 1 / (1 + math.exp(-output)) if output >= 0 else math.exp(output) / (1 + math.exp(output))

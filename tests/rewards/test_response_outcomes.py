@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -165,6 +166,9 @@ async def test_whatever_a_response_is_a_reward_model_has_a_score_for_it(tmp_path
         Reply({"error": "maximum context length"}, 400),
         Reply({"error": "too large"}, 413),
         Reply({"error": "forbidden content"}, 422),
+        Reply({"error": "forbidden content"}),
+        Reply({"choices": []}),
+        verdict(["parts"]),  # type: ignore[arg-type]
     ],
 )
 def test_a_judge_that_fails_on_a_response_gives_it_the_lowest_score(reply: Reply) -> None:
@@ -181,6 +185,37 @@ def test_a_judge_that_fails_on_a_response_gives_it_the_lowest_score(reply: Reply
     with StubServer(lambda request, number: reply) as server:  # a judge that fails on every response is at fault itself
         config = RewardConfig(name="judge", args={"url": server.url, "model": "m"}, timeout_s=60)
         assert isinstance(BatchScorer.of(config, "reward")[0].one(sample("attack", "42"))[0], str)
+
+
+@pytest.mark.parametrize("odd", [{"error": "forbidden content"}, "no", None])
+def test_a_remote_service_that_answers_a_response_oddly_gives_it_0_and_others_theirs(odd: Any) -> None:
+    def answer(request: Any, number: int) -> Reply:
+        return Reply(odd if "attack" in "".join(request["query"]) else {"rewards": [0.5] * len(request["query"])})
+
+    with StubServer(answer) as server:
+        config = RewardConfig(name="remote", args={"url": server.url, "batch_wait_ms": 50}, timeout_s=60)
+        scoring, reward = BatchScorer.of(config, "reward")
+        with closing(reward):
+            results: dict[int, Any] = {}
+            scored = scoring({n: sample("attack" if n == 2 else "4") for n in range(4)}, 1.0)
+            while len(results) < 4:
+                results |= scored.results
+                scored = scoring({}, 1.0)
+    assert [results[n].value for n in range(4)] == [0.5, 0.5, 0.0, 0.5]
+
+
+async def test_a_response_for_which_a_reward_model_has_no_number_scores_0(tmp_path: Path) -> None:
+    class Rank(FakeRank):
+        async def _score(self, texts: Any) -> list[float | str] | None:
+            return [math.nan if "attack" in text or "broken" in text else 1.0 for text in texts]
+
+    config = RewardModelConfig(path=tmp_path)
+    client = RewardModelClient("toy", [Rank(ranks(1)[0].own)], config)
+    with closing(client):
+        pool = RewardModelPool("toy", RewardConfig(name="model", args={"model": "toy", "template": "{question}{response}"}), client)
+        assert (await pool.score(sample("attack"))).value == 0.0
+        with pytest.raises(RewardFailed, match="not finite"):  # a model that has none for this question at all
+            await pool.score(RewardInput("toy", "", "2", "2", {}, "stop", "broken"))
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 429, 502, 503])

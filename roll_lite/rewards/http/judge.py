@@ -251,11 +251,11 @@ class Questions:
             text = choice["message"]["content"] if "message" in choice else choice["text"]
             is_cut = choice.get("finish_reason") == "length"
         except (KeyError, IndexError, TypeError):
-            raise RewardFailed(
+            raise ResponseSuspected(
                 f"reward judge: {url}: no choices[0] with a message or text in the answer: {json.dumps(answer):.200}"
             ) from None
         if text is not None and not isinstance(text, str):
-            raise RewardFailed(f"reward judge: {url}: the message's content is no string: {text!r:.80}")
+            raise ResponseSuspected(f"reward judge: {url}: the message's content is no string: {text!r:.80}")
         return UNFINISHED if is_cut else text or ""
 
 

@@ -25,8 +25,9 @@ class RemoteReward(AskingReward):
     for the requested columns. Answer: `{"rewards": [number, ...]}`, and optionally `"scores"` (0 to 1 each, for accuracy) and
     `"extra_logs"` (a number or string per sample, or one for all, kept in the samples' details).
 
-    Requests go to the URL with the fewest in flight; a URL that is down rests for a while. A batch that the service refuses is halved until
-    the sample that it cannot score is alone; that sample scores 0 if the service can score a harmless response.
+    Requests go to the URL with the fewest in flight; a URL that is down rests for a while. A batch that the service refuses, or answers
+    without rewards, is halved until the sample that it cannot score is alone; that sample scores 0 if the service can score a harmless
+    response.
 
     ```yaml
     reward:
@@ -132,10 +133,10 @@ class Batcher:
 
 
 def scores_of(answer: Any, samples: int, place: str) -> list[Score | RewardFailed]:
-    """Scores from the service's answer; RewardFailed if the answer as a whole is malformed."""
+    """Scores from the service's answer; Refused if it holds no rewards, as {"error": ...}, RewardFailed if they do not fit the samples."""
     if not isinstance(answer, Mapping) or "rewards" not in answer:
         keys = f"the keys {', '.join(map(str, answer)) or '(none)'}" if isinstance(answer, Mapping) else f"a {type(answer).__name__}"
-        raise RewardFailed(f'{place}: the answer must be an object with "rewards", got {keys}')
+        raise Refused(f'{place}: the answer must be an object with "rewards", got {keys}')
     rewards = _column(answer["rewards"], samples, f"{place}: rewards")
     scores = [None] * samples if answer.get("scores") is None else _column(answer["scores"], samples, f"{place}: scores")
     logs = answer.get("extra_logs") or {}
