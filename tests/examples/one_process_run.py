@@ -61,6 +61,7 @@ class Local:
 
     def __init__(self, worker: Any) -> None:
         self.worker = worker
+        self.name = type(worker).__name__
         self.layouts = [worker.initialize()]
 
     def start_all(self, method: Any, *arguments: Any) -> Answer:
@@ -84,6 +85,9 @@ def rollouts(actor: Any, config: RunConfig, generator: torch.Generator) -> Batch
     rows = {
         "sample": numbers,
         "group": numbers // GROUP,
+        "index": numbers % GROUP,
+        "prompt_uid": numbers // GROUP,
+        "epoch": torch.zeros(SAMPLES, dtype=torch.int64),
         "domain": object_column([domains[number // GROUP % len(domains)] for number in range(SAMPLES)]),
         "finish_reason": object_column(["stop"] * SAMPLES),
         "prompt_length": torch.full((SAMPLES,), PROMPT),

@@ -64,6 +64,7 @@ class StandIn:
     fast: bool = True
     offloads: bool = False
     devices: tuple[int, ...] = (1,)
+    ranks: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(name="reference"))
 
     def start_forward(self, batch: Batch, columns: Sequence[str]) -> Answer:
         assert list(columns) == [self.column]
