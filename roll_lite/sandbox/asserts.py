@@ -12,7 +12,6 @@ import json
 import os
 import secrets
 import select
-import signal
 import sys
 import time
 import traceback
@@ -21,6 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from roll_lite.sandbox.inside import guarded
+from roll_lite.sandbox.kernel import limit_cpu
 from roll_lite.sandbox.values import FROM_PROGRAM, decode, encode
 
 LONGEST = 8 << 20
@@ -329,7 +329,7 @@ def serve(program: dict[str, Any], names: list[str], peer: int, test_s: float, n
     while line := incoming.readline():
         asked = json.loads(line)
         if asked["do"] == "begin":
-            signal.setitimer(signal.ITIMER_PROF, test_s)
+            limit_cpu(test_s)
         answer: dict[str, Any]
         if asked["do"] == "names":
             known = {name: _value(program, name, named, refer) for name in names}

@@ -21,6 +21,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from roll_lite.sandbox.kernel import OUT_OF_TIME
+
 PR_SET_DUMPABLE = 4
 LOOK_S = 0.01
 LINGER_S = 0.2
@@ -118,7 +120,7 @@ class _Running:
         _, status, usage = found
         cpu_s, ended = usage.ru_utime + usage.ru_stime, os.waitstatus_to_exitcode(status)
         said = {name: os.pread(file, most + 1, 0) for name, file in self._output.items()}
-        stopped = stopped or ("cpu" if cpu_s > limits["cpu_s"] or ended == -signal.SIGPROF else "")
+        stopped = stopped or ("cpu" if cpu_s > limits["cpu_s"] or ended == OUT_OF_TIME else "")
         stopped = stopped or ("output" if max(map(len, said.values())) > most else "")
         packed = {name: base64.b64encode(content[:most]).decode("ascii") for name, content in said.items()}
         return {"exit": ended, "stopped": stopped, "seconds": time.monotonic() - self._started, "cpu_s": cpu_s, **packed}

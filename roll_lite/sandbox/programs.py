@@ -24,6 +24,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn, TextIO
 
 from roll_lite.sandbox.asserts import Tests, serve
+from roll_lite.sandbox.kernel import OUT_OF_TIME, limit_cpu
 from roll_lite.sandbox.values import FROM_PROGRAM, decode, encode
 
 RESULT = 3
@@ -51,7 +52,7 @@ def run_program(order: dict[str, Any]) -> None:
         sys.path.insert(0, os.getcwd())  # noqa: PTH109
     builtins.exit = builtins.quit = _leave_program  # type: ignore[assignment]
     if "test_s" in order:
-        signal.setitimer(signal.ITIMER_PROF, order["test_s"])
+        limit_cpu(order["test_s"])
     try:
         MODES[order["kind"]](order)
         status = 0
@@ -155,7 +156,7 @@ def _call_in_child(names: dict[str, Any], order: dict[str, Any], arguments: list
     here, there = os.pipe()
     if (pid := os.fork()) == 0:
         try:
-            signal.setitimer(signal.ITIMER_PROF, order["test_s"])
+            limit_cpu(order["test_s"])
             value = _named(names, order["function"])(*arguments, **named)
             _print(there, {"value": encode(value)} | ({"changed": encode(arguments[0])} if value is None and arguments else {}))
         except BaseException as error:
@@ -183,7 +184,7 @@ def _call_in_child(names: dict[str, Any], order: dict[str, Any], arguments: list
         return {"stopped": "output"}
     if b"\n" in said:
         return {"line": said.partition(b"\n")[0].decode(errors="replace")}
-    return {"stopped": "cpu"} if status == -signal.SIGPROF else {"error": f"exit status {status}"}
+    return {"stopped": "cpu"} if status == OUT_OF_TIME else {"error": f"exit status {status}"}
 
 
 def _print(file: int, data: dict[str, Any]) -> None:

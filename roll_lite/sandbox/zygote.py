@@ -282,7 +282,7 @@ class Zygote:
         _, status, usage = os.wait4(pid, 0)
         cpu_s = max(usage.ru_utime + usage.ru_stime, self._usage.cpu_s())
         if not stopped:
-            out_of_time = cpu_s > limits["cpu_s"] or os.waitstatus_to_exitcode(status) == -signal.SIGPROF
+            out_of_time = cpu_s > limits["cpu_s"] or os.waitstatus_to_exitcode(status) == kernel.OUT_OF_TIME
             stopped = "cpu" if out_of_time else "memory" if self._usage.out_of_memory() else ""
         return {"exit": os.waitstatus_to_exitcode(status), "stopped": stopped, "cpu_s": cpu_s, "memory_bytes": usage.ru_maxrss * 1024}
 

@@ -165,9 +165,10 @@ class Rounds:
         said = [_json(line) for line in ended.result.splitlines()][: len(group)]
         for test, one in zip(group, said, strict=False):
             yield self._value_verdict(attempt, test, one) if test.source is None else _assert_verdict(attempt, one, ended)
-        if len(said) == len(group) or (said and group[0].source is not None and not ended.stopped):
-            return
-        if ended.stopped:  # the remaining tests get another process
+        told = bool(said) and isinstance(said[-1], dict) and "stopped" in said[-1]
+        if len(said) == len(group) or (said and group[0].source is not None and (told or not ended.stopped)):
+            return  # the remaining tests get another process
+        if ended.stopped:
             yield _LIMITS[ended.stopped]
             return
         yield from [f"no value: {_tail(ended.stderr) or f'exit status {ended.exit}'}"] * (len(group) - len(said))

@@ -132,10 +132,12 @@ def test_a_samples_asserts_share_what_they_change() -> None:
 
 def test_asserts_that_end_the_program_leave_the_others_their_verdicts() -> None:
     source = "import time\ndef f(x):\n    if x == 1: exit(0)\n    if x == 2: time.sleep(60)\n    while x == 3: pass\n    return x"
-    [score] = CodeReward(score="fraction", test_s=1, wall_s=4)(
+    [score] = CodeReward(score="fraction", test_s=0.5, wall_s=3)(
         [RewardInput("code", "", source, [f"assert f({x}) == {x}" for x in range(6)], {}, "stop")]
     )
     assert isinstance(score, Score) and (score.details["passed"], score.value) == (3, 0.5), score
+    [score] = CodeReward(test_s=0.5, wall_s=30, total_s=20)([RewardInput("code", "", source, ["assert f(3)", "assert f(4)"], {}, "stop")])
+    assert isinstance(score, Score) and score.details["verdict"] == "test 1: time limit: too much computing"
 
 
 # ---------------------------------------------------------------- values
