@@ -84,14 +84,11 @@ class Run:
 
 def without_formula(config: dict[str, Any]) -> Iterator[str]:
     """What of the configuration this script cannot compute."""
-    actor, critic, algorithm, model = (config.get(name) or {} for name in ("actor_train", "critic", "algorithm", "model"))
+    algorithm, model = (config.get(name) or {} for name in ("algorithm", "model"))
     if model.get("dtype", "float32") != "float32":
         yield f"computed in {model['dtype']} (model.dtype): beside its rounding no difference would say anything"
     if algorithm.get("routing_replay", "none") != "none":
         yield f"replayed expert choices (algorithm.routing_replay: {algorithm['routing_replay']}), for which there is no formula here"
-    for role, section in (("actor_train", actor), ("critic", critic)):
-        if (section.get("optimizer") or {}).get("muon") is not None:
-            yield f"trained matrices with Muon ({role}.optimizer.muon), for which there is no formula here"
 
 
 def sampled_by_the_policy_of_the_step(config: dict[str, Any]) -> bool:

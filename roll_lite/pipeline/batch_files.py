@@ -138,11 +138,9 @@ def batches_are_written(config: RunConfig) -> bool:
 
 def _has_formulas(config: RunConfig) -> bool:
     """True if examples/recompute.py can compute what is trained."""
-    trained = [role for role in (config.actor_train, config.critic) if role is not None]
     lora = config.actor_train.lora
     return (
         config.model.dtype == "float32"
-        and all(role.optimizer.muon is None for role in trained)
         and config.algorithm.routing_replay == "none"
         and (lora is None or set(FEED_FORWARD).isdisjoint(lora.targets) or not read_model_shape(config.model.path).experts)
     )

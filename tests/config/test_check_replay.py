@@ -119,7 +119,7 @@ def test_what_an_older_version_did_not_have_is_taken_for_the_default(past: Proje
     for file in (past.folder / "past/dumps").iterdir():
         header = json.loads(pq.read_metadata(file).metadata[METADATA.encode()])
         made = header["config"]
-        del made["reference"], made["algorithm"]["ptx"], made["actor_train"]["optimizer"]["muon"]
+        del made["reference"], made["algorithm"]["ptx"], made["actor_train"]["optimizer"]["decay_shape"]
         for name in ("lora", "ema", "balance_coef"):
             del made["actor_train"][name]
         pq.write_table(pq.read_table(file).replace_schema_metadata({METADATA: json.dumps(header)}), file)

@@ -79,6 +79,8 @@ def test_a_refused_field_hides_no_other_mistake(project: Project) -> None:
 
 WRONG_VALUES = {
     "unknown key": ("rollout.prompts=1", "rollout.prompts", "did you mean 'prompts_per_step'"),
+    "unknown optimizer": ("actor_train.optimizer={muon: {}}", "actor_train.optimizer.muon", "unknown key; valid here: betas, clip_grad"),
+    "unknown precision": ("actor_train.optimizer={moments: float16}", "actor_train.optimizer.moments", "unknown key; valid here: betas"),
     "unknown key in a variant": ("actor_infer.strategy.max_model_length=9", "actor_infer.strategy.max_model_length", "'max_model_len'"),
     "known elsewhere": ("lr=1", "lr", "there is actor_train.optimizer.lr and critic.optimizer.lr"),
     "known two sections below": ("actor_train.lr=1", "actor_train.lr", "unknown key; there is actor_train.optimizer.lr"),

@@ -165,8 +165,6 @@ def test_what_cannot_be_recomputed_is_told(tmp_path: Path, monkeypatch: pytest.M
     script: Any = importlib.import_module("recompute")
     refused = {
         r"algorithm\.routing_replay: train": {"algorithm": {"routing_replay": "train"}},
-        r"actor_train\.optimizer\.muon": {"actor_train": {"optimizer": {"muon": {"momentum": 0.95}}}},
-        r"critic\.optimizer\.muon": {"critic": {"optimizer": {"muon": {"momentum": 0.95}}}},
         r"computed in bfloat16 \(model\.dtype\)": {"model": {"dtype": "bfloat16"}},
     }
     for told, sections in refused.items():

@@ -15,7 +15,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from roll_lite.config.checks import optimizers
 from roll_lite.config.loading import load_config
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.minibatches import MiniBatch
@@ -47,8 +46,6 @@ def load(monkeypatch: pytest.MonkeyPatch, recipe: str, *overrides: str) -> RunCo
         (["actor_train.lora={}", "batches.write=never"], False),
         (["reference={refresh: {every: 1}}", "algorithm.kl_in_loss.coef=0.1"], True),
         (["+algorithm.ptx={data: {train: examples/data/add_train.jsonl, answer: answer}, coef: 0.1, samples: 4, max_tokens: 64}"], True),
-        (["actor_train.optimizer.muon={}"], False),
-        (["algorithm.advantage={name: gae}", "critic={devices: 1, optimizer: {muon: {}}}"], False),
         (["algorithm.advantage={name: gae}", "critic={devices: 1}"], True),
         (["model.dtype=bfloat16"], False),
         (["model.dtype=bfloat16", "batches.write=always"], True),
@@ -57,7 +54,6 @@ def load(monkeypatch: pytest.MonkeyPatch, recipe: str, *overrides: str) -> RunCo
 def test_small_runs_keep_their_batches_unless_told_otherwise(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, overrides: list[str], written: bool
 ) -> None:
-    monkeypatch.setattr(optimizers, "find_spec", lambda name: object())  # Muon's package
     asked: list[Any] = []
     ranks = SimpleNamespace(all=lambda method, folder: asked.append((method.__name__, folder)))
     clusters: Any = SimpleNamespace(actor=SimpleNamespace(ranks=ranks, loaded=lambda states: nullcontext()))

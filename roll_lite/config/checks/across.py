@@ -29,7 +29,6 @@ from roll_lite.config.checks.gpu_only import GPU_CHECKS
 from roll_lite.config.checks.judges import JUDGE_CHECKS
 from roll_lite.config.checks.layout import LAYOUT_CHECKS, ROLE_CHECKS
 from roll_lite.config.checks.lora import LORA_CHECKS, LORA_FILE_CHECKS
-from roll_lite.config.checks.optimizers import OPTIMIZER_CHECKS, OPTIMIZER_FILE_CHECKS
 from roll_lite.config.checks.replay import REPLAY_CHECKS
 from roll_lite.config.checks.reward_models import REWARD_MODEL_CHECKS
 from roll_lite.config.checks.rewards import REWARD_CHECKS
@@ -63,7 +62,7 @@ def check(config: RunConfig, *, allow_scripted: bool = False, further: Sequence[
         _ptx_template,
         *ALGORITHM_CHECKS,
         *LAYOUT_CHECKS,
-        *((*GPU_CHECKS, *FILE_CHECKS, *LORA_FILE_CHECKS, *OPTIMIZER_FILE_CHECKS, *REPLAY_CHECKS) if files else ()),
+        *((*GPU_CHECKS, *FILE_CHECKS, *LORA_FILE_CHECKS, *REPLAY_CHECKS) if files else ()),
         *further,
     )
     found = [problem for one in of_run for problem in readable(one(config))]
@@ -230,7 +229,6 @@ RUN_CHECKS = (
     _max_model_len,
     *ROLLOUT_CHECKS,
     *LORA_CHECKS,
-    *OPTIMIZER_CHECKS,
 )
 
 

@@ -152,14 +152,6 @@ def _trained_otherwise(config: RunConfig, state: Mapping[str, Any]) -> Iterator[
         return
     if other := resumption_problem(config.actor_train.lora, _saved(state, "actor_train", "lora")):
         yield other
-    for name, role in (("actor_train", config.actor_train), ("critic", config.critic)):
-        saved = _saved(state, name, "optimizer")
-        if role is None or saved is None:
-            continue
-        by_muon = saved.get("muon") is not None
-        if by_muon != (role.optimizer.muon is not None):
-            was, right = ("Muon", "set it") if by_muon else ("AdamW", "remove it")
-            yield f"it holds {was}'s state for {name}; {name}.optimizer.muon decides what trains matrices: {right}"
 
 
 def _saved(state: Mapping[str, Any], *names: str) -> Mapping[str, Any] | None:

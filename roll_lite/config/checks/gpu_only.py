@@ -104,21 +104,12 @@ def needs_gpus(config: RunConfig) -> Iterator[Problem]:
         strategy = role.strategy
         if not there and getattr(strategy, "quantization", "none") == "fp8":
             yield Problem(f"{name}.strategy.quantization", f"engines have fp8 kernels for GPUs only, and {none}; use none", "fp8")
-        engine = {
-            "strategy.layers": (getattr(strategy, "layers", None), "transformer_engine", "its kernels are", "auto"),
-            "optimizer.moments": (
-                getattr(getattr(role, "optimizer", None), "moments", None),
-                "float16",
-                "it is Transformer Engine's Adam,",
-                "float32",
-            ),
-        }
-        for key, (value, of_package, what, instead) in engine.items():
-            if value == of_package and not there:
-                yield Problem(f"{name}.{key}", f"{what} for GPUs only, and {none}; use {instead}", value)
-            elif value == of_package and find_spec("transformer_engine") is None:
-                message = f"the package transformer-engine is not installed; install it (docs/gpu.md), or use {instead}"
-                yield Problem(f"{name}.{key}", message, value)
+        if getattr(strategy, "layers", None) == (package := "transformer_engine"):
+            if not there:
+                yield Problem(f"{name}.strategy.layers", f"its kernels are for GPUs only, and {none}; use auto", package)
+            elif find_spec(package) is None:
+                message = "the package transformer-engine is not installed; install it (docs/gpu.md), or use auto"
+                yield Problem(f"{name}.strategy.layers", message, package)
     transport = config.weight_sync.transport
     if not there and config.mode == "full" and transport in ("cuda_ipc", "nccl"):
         yield Problem("weight_sync.transport", f"moves weights between GPUs, and {none}; use auto", transport)

@@ -19,26 +19,11 @@ class ModelConfig(Section):
     """Precision of training and inference: float32 on a CPU, bfloat16 on GPUs."""
 
 
-class MuonConfig(Section):
-    """Muon for the matrices of layers: momentum orthogonalised to singular values of about 1 (Newton-Schulz, five steps). AdamW for
-    embeddings, output layer, value head, norms and biases. It is Megatron-Core's, and needs the package emerging-optimizers."""
-
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """Share of the momentum kept at each step; the rest is the new gradient."""
-    nesterov: bool = False
-    """Nesterov momentum: orthogonalise gradient and momentum mixed in the same proportions."""
-    scale: Literal["spectral", "shape_scaling", "unit_rms_norm"] = "spectral"
-    """Factor of an orthogonal update with n rows and m columns. spectral: sqrt(max(n, m)); shape_scaling: sqrt(max(1, n / m));
-    unit_rms_norm: sqrt(n / m)."""
-    factor: PositiveFloat = 0.2
-    """Further factor. With spectral, 0.2 makes updates about as large as AdamW's, so that both can use the same lr."""
-
-
 class OptimizerConfig(Section):
+    """AdamW of Megatron-Core: float32 moments and, for weights in bfloat16, float32 main weights."""
+
     lr: PositiveFloat = 1e-6
     """Peak learning rate."""
-    muon: MuonConfig | None = None
-    """Muon for the matrices of layers; absent: AdamW for all weights."""
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at the end of the decay."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
@@ -56,9 +41,6 @@ class OptimizerConfig(Section):
     """Decay rates of AdamW's moments."""
     eps: PositiveFloat = 1e-8
     """Offset of AdamW's denominator."""
-    moments: Literal["float32", "float16"] = "float32"
-    """Precision of AdamW's stored moments; it computes in float32. float16, with a scale per tensor, is Transformer Engine's Adam: four
-    bytes less per trained weight on GPUs; needs the distributed optimizer and weights in bfloat16."""
     on_host: bool = False
     """Keep AdamW's moments in host memory and compute the update there. Saves eight bytes of device memory per trained weight, but copies
     gradients and weights to the host and weights back in every optimizer step."""
@@ -123,8 +105,7 @@ class MegatronStrategyConfig(Section):
     sequence_parallel: bool = False
     """Split activations between tensor-parallel regions along the sequence (needs tensor_parallel > 1)."""
     distributed_optimizer: bool = True
-    """Shard the optimizer state over data-parallel ranks: AdamW's state by entries; with optimizer.muon, each rank updates some whole
-    weights and sends them to the others."""
+    """Shard the optimizer state over data-parallel ranks."""
     overlap_grad_reduce: bool = False
     """Overlap gradient reduction with the backward pass."""
     layers: Literal["auto", "torch", "transformer_engine"] = "auto"

@@ -74,7 +74,7 @@ class BatchFilesConfig(Section):
 
     write: Literal["auto", "always", "never"] = "auto"
     """auto: write if a step has at most 262,144 tokens and the script supports the training: in float32 (model.dtype), without
-    optimizer.muon, algorithm.routing_replay or adapters of experts."""
+    algorithm.routing_replay or adapters of experts."""
     copy_models_mb: Annotated[int, Field(ge=0)] = 256
     """Maximal size of models that are copied into the run's folder before training; for larger ones path and checksums are saved."""
 

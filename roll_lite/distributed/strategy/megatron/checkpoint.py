@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
@@ -31,7 +30,6 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as write_state
@@ -39,7 +37,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as write_state
 from roll_lite.config.checkpoint_files import MODEL_FILE, FileRecord, check_model
 from roll_lite.distributed.strategy.base import CheckpointWrite, RankLayout
 from roll_lite.distributed.strategy.megatron.checkpoint_writer import StagedWriter
-from roll_lite.distributed.strategy.megatron.muon import is_muon
 from roll_lite.distributed.strategy.megatron.optimizer import Optimizer
 from roll_lite.distributed.strategy.megatron.shard_loading import ShardReader, stored_name
 
@@ -49,7 +46,6 @@ TENSORS_SUFFIX = ".distcp"
 OPTIMIZER_TENSORS = "optimizer_tensors"
 """Key of the optimizer's tensors while they are read, apart from its other state."""
 MAIN_WEIGHTS = re.compile(r"^optimizer\.state\.(fp32_)?param\.")
-MOMENTS = re.compile(r"^optimizer\.state\.(exp_avg|momentum_buffer)\.")
 _FORMAT = {
     # The only sharding type that loads under another number of tensor and pipeline ranks.
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -120,8 +116,6 @@ def load_checkpoint(chunks: Sequence[Any], optimizer: Optimizer | None, layout: 
     with _told(folder / STATE_FOLDER) as state_folder:
         stored = dist_checkpointing.load_tensors_metadata(state_folder)
         reader = ShardReader(state_folder, weights)
-    if optimizer is not None:
-        _refuse_other_optimizer(_moments_of(optimizer, own, weights), stored, folder)
     with _told(folder / STATE_FOLDER) as state_folder:
         places = _stored_places(own, stored)
         wanted[OPTIMIZER_TENSORS] = {number: parent[key] for number, (parent, key) in enumerate(places)}
@@ -190,37 +184,21 @@ def _sharded_state(chunks: Sequence[Any], optimizer: Optimizer | None, loading: 
     if optimizer is not None:
         _keep_padding(chunks)
         only = weights["model"] if len(chunks) == 1 else weights
-        state["optimizer"] = (_state_to_fill if loading else _state_to_store)(optimizer, only, metadata)
+        to_store = optimizer.megatron.sharded_state_dict
+        state["optimizer"] = _state_to_fill(optimizer, only, metadata) if loading else to_store(only, metadata=metadata)
         state["schedule"] = optimizer.scheduler.state_dict()
     return state
 
 
-def _state_to_store(optimizer: Optimizer, weights: Any, metadata: Any) -> Any:
-    if not isinstance(optimizer.megatron, LayerWiseDistributedOptimizer):
-        return optimizer.megatron.sharded_state_dict(weights, metadata=metadata)
-    # Megatron's own is for bfloat16 weights only. Ranks hold different weights, so entries are matched by name, not by index.
-    tensors = list(_sharded_in([_whole_state(optimizer.megatron, part, weights, metadata) for part in optimizer.parts]))
-    return {"common_step": optimizer.scheduler.num_steps, "tensors": dict(enumerate(tensors))}
-
-
 def _state_to_fill(optimizer: Optimizer, weights: Any, metadata: Any) -> Any:
     """Optimizer state to load into, as the chained optimizer lays it out, without the tensors that a ShardReader reads."""
-    states = [_whole_state(optimizer.megatron, part, weights, metadata) for part in optimizer.parts]
+    states = [
+        part.state_dict()
+        if isinstance(part, DistributedOptimizer)
+        else part.sharded_state_dict(weights, is_loading=True, metadata=metadata)
+        for part in optimizer.parts
+    ]
     return states[0] if len(states) == 1 else dict(enumerate(states))
-
-
-def _whole_state(chain: Any, part: Any, weights: Any, metadata: Any) -> Any:
-    if isinstance(part, DistributedOptimizer):
-        return part.state_dict()
-    state = part.sharded_state_dict(weights, is_loading=True, metadata=metadata)
-    if isinstance(chain, LayerWiseDistributedOptimizer):
-        for value in _sharded_in(state):
-            value.replica_id = (*value.replica_id[:2], 0)  # the only one
-    return state
-
-
-def _sharded_in(state: Any) -> Iterator[Any]:
-    return (value for value in nested_values(state) if isinstance(value, ShardedBase | ShardedTensorFactory))
 
 
 def _kept_of(chunk: Any, state: dict[str, Any], optimizer: Optimizer | None) -> dict[str, Any]:
@@ -300,25 +278,6 @@ def _stored_places(state: Any, stored: Collection[str]) -> list[tuple[Any, Any]]
     return places
 
 
-def _moments_of(optimizer: Optimizer, state: Any, weights: Any) -> list[str]:
-    """Names under which a checkpoint of this optimizer stores its moments."""
-    names = [value.key for value in _sharded_in(state)]
-    if any(isinstance(part, DistributedOptimizer) for part in optimizer.parts):
-        names += [f"optimizer.state.exp_avg.{value.key}" for value in _sharded_in(weights)]
-    return [name for name in names if MOMENTS.match(name)]
-
-
-def _refuse_other_optimizer(moments: Iterable[str], stored: Collection[str], folder: Path) -> None:
-    """Refuse a checkpoint of another optimizer: Muon stores one momentum per matrix, AdamW two moments."""
-    for name in moments:
-        kind = MOMENTS.match(name)
-        if kind is not None and name not in stored:
-            other = "exp_avg" if kind[1] == "momentum_buffer" else "momentum_buffer"
-            if f"optimizer.state.{other}.{name[kind.end() :]}" in stored:
-                was, remedy = ("AdamW's", "remove it") if other == "exp_avg" else ("Muon's", "set it")
-                raise ValueError(f"checkpoint.resume: {folder} holds {was} state; optimizer.muon decides what trains matrices: {remedy}")
-
-
 def _items(state: Any) -> Iterable[tuple[Any, Any]]:
     return state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list) else ()
 
@@ -333,11 +292,9 @@ def _load_optimizer(optimizer: Optimizer, state: dict[Any, Any], steps: float) -
     """Load the optimizer. `state`: its state dict, filled with the checkpoint's tensors except those that the reader reads."""
     parts = optimizer.parts
     for number, part in enumerate(parts):
-        if is_muon(part):
-            continue  # it counts no steps
         own = state if len(parts) == 1 else state[number]
         inner = own.get("optimizer", own)
-        if isinstance(part, DistributedOptimizer) and not part.config.use_precision_aware_optimizer:
+        if isinstance(part, DistributedOptimizer):
             part._set_main_param_and_optimizer_states = MethodType(_set_states, part)
         if isinstance(part, DistributedOptimizer) or not isinstance(part.optimizer, torch.optim.AdamW):
             # So do the Adam of Transformer Engine and of Apex.

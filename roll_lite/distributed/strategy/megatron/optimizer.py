@@ -13,14 +13,11 @@ import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from roll_lite.config.schema.models import OptimizerConfig
 from roll_lite.distributed.strategy.device import current_device
-from roll_lite.distributed.strategy.megatron.half_moments import half_moments, make_half_moments
 from roll_lite.distributed.strategy.megatron.host_step import HostStep, take_adam_of_torch
-from roll_lite.distributed.strategy.megatron.muon import muon_optimizer, send_updated
 
 STRETCH = 4096
 """Entries per float32 partial sum of squares."""
@@ -51,7 +48,7 @@ def check_schedule(config: OptimizerConfig, total_updates: int | None) -> None:
 
 
 class Optimizer:
-    """AdamW over the model's chunks, or Muon and AdamW."""
+    """AdamW over the model's chunks."""
 
     def __init__(
         self, config: OptimizerConfig, chunks: Sequence[Any], distributed: bool, dtype: torch.dtype, total_updates: int | None
@@ -94,8 +91,6 @@ class Optimizer:
             if self.on_host:
                 self._host_steps.append(HostStep(part.optimizer, current_device()))
                 part.optimizer.step = self._host_steps[-1]
-            if part.config.use_precision_aware_optimizer:
-                part.init_state_fn = make_half_moments
             part.init_state_fn(part.optimizer, part.config)
             if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.AdamW) and not part.optimizer.state:
                 part.state_dict = partial(self._state_of_nobody, part)
@@ -139,12 +134,10 @@ class Optimizer:
         if not (all_finite and math.isfinite(grad_norm)):
             return StepResult(grad_norm, lr, skipped=True)
         if 0 < self._clip_grad < grad_norm:
-            all_of_them = (_gradient(parameter) for part in self.parts for parameter in part.get_parameters())
-            if gradients := [one for one in all_of_them if one is not None]:  # a rank may hold nothing of a small adapter
+            trained = (parameter for part in self.parts for parameter in part.get_parameters())
+            if gradients := [one.grad for one in trained if one.grad is not None]:  # a rank may hold nothing of a small adapter
                 torch._foreach_mul_(gradients, self._clip_grad / (grad_norm + 1e-6))
         self.megatron.step_with_ready_grads()
-        if isinstance(self.megatron, LayerWiseDistributedOptimizer):
-            send_updated(self.megatron)
         self.scheduler.step(increment=1)
         return StepResult(grad_norm, lr, skipped=False)
 
@@ -174,19 +167,10 @@ def _megatron_optimizer(config: OptimizerConfig, chunks: Sequence[Any], distribu
         params_dtype=dtype,
         use_distributed_optimizer=distributed,
         log_num_zeros_in_grad=False,
-        **(half_moments() if config.moments == "float16" else {}),
     )
     if config.on_host:
         take_adam_of_torch()
-    if config.muon is not None:
-        return muon_optimizer(config.muon, settings, chunks, distributed)
     return get_megatron_optimizer(settings, list(chunks))
-
-
-def _gradient(parameter: Any) -> torch.Tensor | None:
-    """Gradient in float32. With float16 moments the parameter is the bfloat16 weight, whose `grad` must share its dtype."""
-    decoupled: torch.Tensor | None = getattr(parameter, "decoupled_grad", None)
-    return parameter.grad if decoupled is None else decoupled
 
 
 def squared_norm(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

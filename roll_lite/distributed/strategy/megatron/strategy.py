@@ -130,7 +130,7 @@ class MegatronStrategy(TrainStrategy):
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             overlap_grad_reduce=self._config.overlap_grad_reduce,
-            use_distributed_optimizer=self._config.distributed_optimizer and optimizer.muon is None,
+            use_distributed_optimizer=self._config.distributed_optimizer,
             check_for_nan_in_grad=False,
         )
         # Buckets serve the overlap of the first chunk's backward pass; later chunks finish last and go in one piece.
