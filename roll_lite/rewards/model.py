@@ -40,7 +40,8 @@ class ModelReward(RewardType):
     A copy of the model takes up to `micro_batch_size` samples at a time, from any domain. It reads them in one forward pass, or in several
     if they exceed `micro_batch_tokens`.
 
-    A response that makes the text longer than the model's max_length scores 0. If a process of a reward model dies, it is restarted (with
+    A response that makes the text longer than the model's max_length scores 0. With `scale: none` that may be more than bad responses get:
+    use sigmoid where the model's outputs may be negative. If a process of a reward model dies, it is restarted (with
     `hf`), or all of the model's processes are (Megatron). The samples that it was scoring fail with the cause and are retried (`retries`);
     other copies keep serving. Without any copy, samples wait until the model is back, and their `timeout_s` is paused.
     `reward/workers_replaced` counts the replaced processes.

@@ -10,7 +10,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from roll_lite.rewards.math.quantities import Quantity, plain_number, ratio, unwrapped, with_braces
+from roll_lite.rewards.math.quantities import DELIMITED, NUMERAL, Quantity, plain_number, ratio, unwrapped, with_braces
 
 Parsed = list[Any]
 """Expressions of sympy that math-verify parses from a text."""
@@ -27,13 +27,10 @@ APPROXIMATELY = re.compile(r"\\approx(?![A-Za-z])|\\simeq(?![A-Za-z])|≈")
 EQUALS = re.compile(rf"(?<![<>=\\:])(?<![^\d)]!)=(?!=)|{APPROXIMATELY.pattern}")
 SEVERAL = re.compile(r";|,(?!\d{3}(?!\d))|\b(?:or|and)\b")
 NAME = re.compile(r"(?:(?:[A-Za-z]\w*|\\[A-Za-z]+)(?:_(?:\w+|\{\w+\}))?(?:\(\s*[A-Za-z]\s*\))?)?")
-NUMERAL = re.compile(r"[+-]?0[xob][\da-f]+|\(?[\da-z]*\d[\da-z]*\)?_\d{1,2}")
-TIME = re.compile(r"\d{1,2}:[0-5]\d(?::[0-5]\d)?")
 AMBIGUOUS = re.compile(r"\d\s+\d|(?:\*\*|\^)\s*(?:\d+|[A-Za-z])\s*(?:\*\*|\^)")
 """1 2 would be read as a product, 2^3^2 as (2^3)^2."""
 POWERS = re.compile(r"((?:\^|\*\*)\s*(?:\d+|\{[^{}]*\}))\s+(?=\d)")
 """2^6 3^5 is a product."""
-DELIMITED = re.compile(r"(?<!\\)\$|\\\(|\\\[|\\boxed")
 SET = re.compile(r"(?:\\left)?\\\{((?:(?!\\\}).)*?)(?:\\right)?\\\}|\{([^{}]*)\}", re.DOTALL)
 SEPARATOR = re.compile(
     r"(\s*(?:(?<!\\),(?!\d{3}(?!\d))|(?<!\\);|\\text\s*\{\s*,?\s*(?:and|or)\s*\}|\b(?:and|or)\b)\s*(?:and\b|or\b)?)|([(\[{])|[)\]}]"
@@ -51,7 +48,7 @@ OPERATIONS = [
         r"\\[dt]?binom(?![A-Za-z])|!",
         r"\\(?:gcd|lcm|max|min|sup|inf|det|arg|Re|Im|dim|operatorname|[pb]?mod|deg|cap)(?![A-Za-z])",
         r"\\l?floor|\\l?ceil",
-        r"\\end\s*\{\w*(?:matrix|array)\}(?:\s*\\right\s*\W)?\s*(?:\^|'|\\cdot|\\times|[*+([-]|\\left|\\begin)",
+        r"\\end\s*\{\w*(?:matrix|array)\}(?:\s*\\right\s*\W)?\s*[\^']",
     )
 ]
 """Operations left to compute: an answer may contain one only if the reference does."""
@@ -128,17 +125,13 @@ def _close(one: Fraction, other: Fraction) -> bool:
     return abs(one - other) <= max(abs(one), abs(other)) * CLOSE and round(one, PLACES) == round(other, PLACES)
 
 
-def verbatim(text: str) -> str:
-    """A numeral such as 1001_2 or 0x2A, or a time, which are equal to themselves only; empty for anything else."""
-    text = re.sub(r"[ {}]", "", unwrapped(text)).lower()
-    return re.sub(r"\A([+-]?0[xob]|)0*(?=.)", r"\1", text) if NUMERAL.fullmatch(text) or TIME.fullmatch(text) else ""
-
-
-def proportion(text: str) -> list[Fraction]:
-    """The parts of 2:3 or 1:2:5 as shares of their sum, which are no fraction; nothing for anything else."""
-    text = unwrapped(text).replace("{:}", ":").replace("\\colon", ":").replace(" ", "")
+def written_form(text: str) -> str | tuple[Fraction, ...]:
+    """A numeral such as 1001_2 or 0x2A, or the shares of a ratio such as 2:3, which are compared by their form only; else empty."""
+    text = re.sub(r"[ {}]", "", unwrapped(text)).lower().replace("\\colon", ":")
+    if NUMERAL.fullmatch(text):
+        return re.sub(r"\A([+-]?0[xob]|)0*(?=.)", r"\1", text)
     parts = [Fraction(part) for part in text.split(":")] if re.fullmatch(r"\d+(?:\.\d+)?(?::\d+(?:\.\d+)?)+", text) else []
-    return [part / (sum(parts) or 1) for part in parts]
+    return tuple(part / (sum(parts) or 1) for part in parts)
 
 
 def sides(text: str) -> list[str]:
@@ -156,8 +149,7 @@ def holds(parts: Sequence[str]) -> bool:
     numbers = [number for number in map(plain_number, parts) if number is not None]
     room = CLOSE**3 if all(number.exact for number in numbers) else LOOSE
     values = [number.value for number in numbers]
-    scales = (1, 100, Fraction(1, 100)) if any(number.percent for number in numbers) else (1,)
-    return all(any(abs(one * scale - values[-1]) <= max(abs(one * scale), abs(values[-1])) * room for scale in scales) for one in values)
+    return all(abs(value - values[-1]) <= max(abs(value), abs(values[-1])) * room for value in values)
 
 
 def list_of(text: str) -> list[str]:
@@ -178,40 +170,26 @@ def list_of(text: str) -> list[str]:
 
 
 def same_expression(gold: Parsed, found: Parsed) -> bool:
-    """Compare expressions. Constants are compared here, since math-verify takes tiny numbers for 0."""
-    pairs = [(one, other) for one in gold for other in found]
-    known = [_same_constant(one, other) if _is_constant(one) and _is_constant(other) else None for one, other in pairs]
-    if None not in known:
-        return any(known)
+    """Compare expressions; rational constants exactly, since math-verify takes tiny numbers for 0."""
+    import sympy
+
+    if all(isinstance(one, sympy.Expr) and one.is_number for one in (*gold, *found)):
+        values = [[one.doit() for one in side] for side in (gold, found)]
+        if all(value.is_Rational for side in values for value in side):
+            return not set(values[0]).isdisjoint(values[1])
     return bool(library().verify(gold, found, numeric_precision=DIGITS, allow_set_relation_comp=True, timeout_seconds=None))
-
-
-def _is_constant(expression: Any) -> bool:
-    import sympy
-
-    return isinstance(expression, sympy.Expr) and bool(expression.is_number)
-
-
-def _same_constant(one: Any, other: Any) -> bool:
-    import sympy
-
-    one, other = one.doit(), other.doit()
-    values = one.evalf(DIGITS), other.evalf(DIGITS)
-    if (one.is_Rational and other.is_Rational) or not all(value.is_finite for value in values):
-        return bool(one == other)
-    if one.has(sympy.Float) or other.has(sympy.Float):
-        parts = zip(*(value.as_real_imag() for value in values), strict=True)
-        return all(a.is_Number and b.is_Number and (a == b or _close(Fraction(str(a)), Fraction(str(b)))) for a, b in parts)
-    return bool(abs(values[0] - values[1]) <= max(map(abs, values)) * sympy.Float(10) ** (15 - DIGITS))
 
 
 def is_irrational(parsed: Parsed) -> bool:
     """Real constants that are no fractions; matrices, relations and sets are none."""
-    return any(_is_constant(one) and one.is_comparable and not is_too_large(one) and one.doit().is_rational is False for one in parsed)
+    import sympy
+
+    numbers = [one for one in parsed if isinstance(one, sympy.Expr) and one.is_number and one.is_comparable]
+    return any(not is_too_large(one) and one.doit().is_rational is False for one in numbers)
 
 
 def is_unfinished(gold: str, answer: str, golds: Parsed, found: Parsed) -> bool:
-    """True if the answer leaves more to compute than the reference: an operation, more additions, an inequality."""
+    """True if the answer leaves more to compute than the reference: an operation, more additions or products, an inequality."""
     gold, answer = as_latex(gold), as_latex(answer)
     if any(operation.search(answer) and not operation.search(gold) for operation in OPERATIONS):
         return True
@@ -226,29 +204,52 @@ def _is_as_simple(gold: Any, found: Any) -> bool:
     asked, given = ([] if isinstance(one, sympy.MatrixBase) else one.atoms(sympy.core.relational.Relational) for one in (gold, found))
     if not isinstance(gold, sympy.Expr) and all(map(_is_solved, asked)) and not all(map(_is_solved, given)):
         return False
-    forms = [_additions(form) for form in (gold, sympy.expand(gold) if isinstance(gold, sympy.Expr) else gold)]
-    above, below = _additions(found)
-    is_decimal = isinstance(gold, sympy.Float)
-    return above <= max(form[0] for form in forms) + is_decimal and (not below or is_decimal or any(form[1] for form in forms))
+    wanted, work, is_decimal = _work(gold), _work(found), isinstance(gold, sympy.Float)
+    return is_decimal or (work[0] <= wanted[0] and work[2] <= wanted[2] and (work[1] == 0 or wanted[1] > 0))
 
 
 def _is_solved(relation: Any) -> bool:
     return any(one.is_Symbol and not other.free_symbols for one, other in (relation.args, relation.args[::-1]))
 
 
-def _additions(expression: Any) -> tuple[int, int]:
-    """Number of additions, a power counted as a product, and of additions below fraction bars."""
+def _work(expression: Any) -> tuple[int, int, int]:
+    """Count additions, additions below fraction bars, and products to be carried out: of numbers, like powers, sums, matrices, and joinable
+    intervals."""
     import sympy
 
-    parts = [_additions(part) for part in (expression.flat() if isinstance(expression, sympy.MatrixBase) else expression.args)]
-    above, below = sum(part[0] for part in parts), sum(part[1] for part in parts)
-    if isinstance(expression, sympy.Add):
+    parts = [_work(part) for part in (expression.flat() if isinstance(expression, sympy.MatrixBase) else expression.args)]
+    above, below, products = (sum(part[place] for part in parts) for place in range(3))
+    if isinstance(expression, sympy.Add | sympy.MatAdd):
         above += len(parts) - 1
     elif isinstance(expression, sympy.Eq) and 0 not in expression.args and not _is_solved(expression):
         above += 1
-    elif isinstance(expression, sympy.Pow) and expression.exp.is_Rational:
-        above, below = (0, above + below) if expression.exp < 0 else (above * max(1, int(expression.exp)), below)
-    return above, below
+    elif isinstance(expression, sympy.Union):
+        joined = sympy.Union(*expression.args)
+        products += len(parts) - (len(joined.args) if isinstance(joined, sympy.Union) else 1)
+    elif isinstance(expression, sympy.MatMul) or (isinstance(expression, sympy.Pow) and expression.base.is_Matrix):
+        products += 1
+    elif isinstance(expression, sympy.Pow) and expression.exp.is_Rational and expression.exp < 0:
+        above, below, products = 0, above + below, 0
+    elif isinstance(expression, sympy.Mul | sympy.Pow):
+        products += _repeated_factors(expression) - sum(map(_repeated_factors, expression.args))
+    return above, below, products
+
+
+def _factors(product: Any) -> list[Any]:
+    return [one for factor in product.args for one in _factors(factor)] if product.is_Mul else [product]
+
+
+def _repeated_factors(product: Any) -> int:
+    """Number of factors that could be multiplied into another one: numbers, sums, powers of the same base."""
+    kinds: list[Any] = []
+    for factor in _factors(product):
+        base, exponent = factor.as_base_exp()
+        if exponent.is_Rational and exponent < 0 and (base.is_number or base.is_Add):
+            continue
+        times = int(exponent) if exponent.is_Integer and exponent > 1 and base != 10 and (base.is_Number or base.is_Add) else 1
+        if abs(factor) != 1:
+            kinds += ["number" if base.is_Number and exponent.is_Integer else "sum" if base.is_Add else base] * times
+    return len(kinds) - len(set(kinds))
 
 
 def is_too_large(expression: Any) -> bool:

@@ -64,7 +64,6 @@ PREFIXES = {"n nano": -9, "µ micro": -6, "m milli": -3, "c centi": -2, "d deci"
 METRIC = "m meter metre s second g gram l liter litre Pa pascal Hz hertz eV W watt J joule N newton V volt mol mole"
 for _prefix, _power in PREFIXES.items():
     KNOWN |= {_prefix.split()[len(one) > 3] + one: (KNOWN[one][0], KNOWN[one][1] * Fraction(10) ** _power) for one in METRIC.split()}
-SHORT = {"mph": "mi/h", "kmh": "km/h", "kmph": "km/h", "kph": "km/h", "cc": "cm^3", "sqft": "ft^2"}
 TENS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12, "tenth": -1, "hundredth": -2, "thousandth": -3}
 SCALES = {name: Fraction(10) ** power for name, power in TENS.items()}
 SCALES |= {"dozen": Fraction(12), "half": Fraction(1, 2), "halve": Fraction(1, 2), "quarter": Fraction(1, 4)}
@@ -75,6 +74,8 @@ NO_UNIT_WORD = re.compile(
 """Words behind a number that change its value, or say that it is not meant."""
 LETTERS = rf"[A-Za-zµ°$€£¥₹¢{HAN}]"
 UNIT = re.compile(rf"(?<=[\d)}}\].%\s])(\s*)((?:{LETTERS}++(?:\^-?\d|[²³])?[\s./]*+)++)\Z")
+DELIMITED = re.compile(r"(?<!\\)\$|\\\(|\\\[|\\boxed")
+NUMERAL = re.compile(r"[+-]?0[xob][\da-f]+|\(?[\da-z]*\d[\da-z]*\)?_\d{1,2}")
 Unit = tuple[frozenset[tuple[str, int]] | None, Fraction]
 """Dimensions with exponents, and size in units of them; None for unknown units such as apples."""
 NO_UNIT: Unit = (None, Fraction(1))
@@ -182,8 +183,7 @@ def split_unit(text: str) -> tuple[str, Unit, Fraction]:
 def unit_of(text: str) -> tuple[Unit, Fraction]:
     scale, size, times, sign, is_known = Fraction(1), Fraction(1), 1, 1, True
     exponents: dict[str, int] = {}
-    text = re.sub(r"[A-Za-z]+", lambda one: SHORT.get(one[0].lower(), one[0]), text.replace("²", "^2").replace("³", "^3"))
-    for name, power in re.findall(r"(/|[^\s/^.]+)(?:\^(-?\d))?", text):
+    for name, power in re.findall(r"(/|[^\s/^.]+)(?:\^(-?\d))?", text.replace("²", "^2").replace("³", "^3")):
         if name in ("/", "per"):
             sign = -1
         elif name in ("square", "sq", "cubic", "cu"):
@@ -209,7 +209,7 @@ def ratio(one: Unit, other: Unit) -> Fraction | None:
 
 def is_unit(word: str) -> bool:
     """A unit or a scale, or what stands with one."""
-    return bool(_named(KNOWN, word) or _named(SCALES, word)) or word.lower() in {*SHORT, "square", "sq", "cubic", "cu", "per"}
+    return bool(_named(KNOWN, word) or _named(SCALES, word)) or word.lower() in ("square", "sq", "cubic", "cu", "per")
 
 
 def _named(table: Mapping[str, T], name: str) -> T | None:

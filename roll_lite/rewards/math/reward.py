@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math as floats
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Annotated, Any, Literal
@@ -17,7 +17,7 @@ from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.answer_extraction import finished, last_boxes, plain_boxes
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.math import equality
-from roll_lite.rewards.math.answers import Boxes, Extract, find_answer, find_words, is_formula, words
+from roll_lite.rewards.math.answers import Boxes, Extract, find_answer, find_words, is_formula, without_form, words
 from roll_lite.rewards.math.equality import (
     APPROXIMATELY,
     NAME,
@@ -27,9 +27,8 @@ from roll_lite.rewards.math.equality import (
     library,
     list_of,
     parse,
-    proportion,
     sides,
-    verbatim,
+    written_form,
 )
 from roll_lite.rewards.math.quantities import NO_UNIT, TEXT, Quantity, Unit, quantity, ratio, split_unit, tidy, unwrapped
 from roll_lite.rewards.references import written
@@ -44,10 +43,8 @@ BEFORE = re.compile(
     re.DOTALL | re.IGNORECASE,
 )
 """Text before the answer in columns with whole solutions."""
-PARTS = re.compile(r"(?:^|\s)\(?[a1i]\)\s*\S.*[\s,;]\(?(?:b|2|ii)\)\s*\S", re.DOTALL | re.IGNORECASE)
-"""The answers of (a) and (b)."""
-LABELLED = re.compile(r"\s*\(?[a-z]\)[\s\\]+\$?\d", re.IGNORECASE)
-"""(B) 12, which would be read as a product."""
+PARTS = re.compile(r"(?:\A|\s)\(?[a1i]\)\s*\S.*[\s,;]\(?(?:b|2|ii)\)\s*\S|\A\s*\(?[a-z]\)[\s\\]+\$?\d", re.DOTALL | re.IGNORECASE)
+"""The answers of (a) and (b), or (B) 12, which would be read as a product."""
 SHORT_WORDS = re.compile(r"(?:\A|\s)(?:it|is|to|of|at|by|we|[ap]m|ft)(?=\s|\Z)", re.IGNORECASE)
 """Words that would be read as letters of a product: 3 to 5, 2:30 pm."""
 AROUND, PROSE, MOST_WORDS = re.compile(r"\\[,;:!()\[\] ]|[$*`\"“”~]"), re.compile(r"[A-Za-z][A-Za-z'’.,\s-]*"), 8
@@ -78,7 +75,6 @@ class Reference:
     unit: Unit = NO_UNIT
     parsed: Parsed = field(default_factory=list)
     """Expression without the unit."""
-    is_relation: bool = False
 
 
 class MathReward(RewardType):
@@ -86,12 +82,13 @@ class MathReward(RewardType):
 
     A unit may be missing on either side; units of measurement and currencies that both have must fit: 12 m is 1200 cm, not 12 cm. 50% is
     0.5, and 50 as well. Several formulas in a reference are a list: all of them, as often as there, in any order. Numerals such as `1001_2`
-    and 0x2F, and times such as 10:30, are equal to themselves only; 2:3 is 4:6, not 2/3. Of an equation the last side counts; `≈` leads to
-    an answer only if the reference is a decimal. An answer that leaves something to compute is wrong: integrals, sums, functions and other
-    operations that the reference has not, more additions than it has (`(x-1)(x+1)` for `x^2-1`), an inequality that is not solved. A
-    response without an answer, or one that takes longer than `cpu_limit_s`, is wrong. A reference answer that cannot be read, a sentence
-    with formulas or the answers of several parts, is a failure. Of a reference with "####", as GSM8K has them, what is behind it counts;
-    one in words, such as no solution, is compared as text, without regard to case. `extracted` in the details is what was compared.
+    and 0x2F are equal to themselves only; 2:3 is 4:6, not 2/3. Of an equation the last side counts; `≈` leads to an answer only if the
+    reference is a decimal. An answer that leaves something to compute is wrong: integrals, sums, functions and other operations that the
+    reference has not, more additions or products than it has (`(x-1)(x+1)` for `x^2-1`, `x^2+2x+1` for `(x+1)^2`, `x^2x^8` for `x^{10}`,
+    `[1,2]\cup[2,3]` for `[1,3]`), an inequality that is not solved. A response without an answer, or one that takes longer than
+    `cpu_limit_s`, is wrong. A reference answer that cannot be read, a sentence with formulas or the answers of several parts, is a failure.
+    Of a reference with "####", as GSM8K has them, what is behind it counts; one in words, such as no solution, is compared as text, without
+    regard to case. `extracted` in the details is what was compared.
 
     ```yaml
     reward:
@@ -142,8 +139,19 @@ class MathReward(RewardType):
             found = (find_words if gold.words else find_answer)(tidy(finished(sample)), self.extract, self.boxes)
             return self._verdict(gold, found)
 
-        verdict = self._judged(gold, decide)
-        vote = gold.text if verdict == EQUAL else _without_its_form(found)
+        try:
+            verdict = limited(self.cpu_limit_s, decide)
+        except TimeLimitExceeded:
+            verdict = "comparison takes too long"
+        except (RecursionError, MemoryError):
+            verdict = "answer too large"
+        except Exception:  # the policy writes what is read here: were it a failure, the policy could have a wrong answer left out
+            verdict = "cannot be computed"
+            try:
+                limited(self.cpu_limit_s, lambda: equality.same_expression(gold.parsed, gold.parsed))
+            except Exception as error:  # the reference alone raises too
+                raise RewardFailed(f"reward math: the reference answer {gold.text!r:.200} cannot be compared: {error!r:.200}") from error
+        vote = gold.text if verdict == EQUAL else without_form(found)
         return Score(float(verdict == EQUAL), verdict == EQUAL, {"extracted": found[:LONGEST_SHOWN], "verdict": verdict}, answer=vote)
 
     def warm(self) -> None:
@@ -160,21 +168,6 @@ class MathReward(RewardType):
     def response_for(self, answer: Any) -> str | None:
         return written(answer, self.extract)
 
-    def _judged(self, gold: Reference, decide: Callable[[], str]) -> str:
-        """The verdict on an answer. What makes the libraries raise is a wrong answer; RewardFailed if the reference alone does so too."""
-        try:
-            return limited(self.cpu_limit_s, decide)
-        except TimeLimitExceeded:
-            return "comparison takes too long"
-        except (RecursionError, MemoryError):
-            return "answer too large"
-        except Exception:  # the policy writes what is read here: were it a failure, the policy could have a wrong answer left out
-            try:
-                limited(self.cpu_limit_s, lambda: equality.same_expression(gold.parsed, gold.parsed))
-            except Exception as error:  # as above
-                raise RewardFailed(f"reward math: the reference answer {gold.text!r:.200} cannot be compared: {error!r:.200}") from error
-            return "cannot be computed"
-
     def _verdict(self, gold: Reference, answer: str) -> str:
         if not answer:
             return NOTHING
@@ -183,43 +176,39 @@ class MathReward(RewardType):
         if gold.items:
             left = list_of(answer)
             for item in gold.items:
-                place = next((place for place, one in enumerate(left) if self._verdict(item, one) == EQUAL), None)
-                if place is None:
+                equal = next((one for one in left if self._verdict(item, one) == EQUAL), None)
+                if equal is None:
                     return DIFFERENT
-                left.pop(place)
+                left.remove(equal)
             return DIFFERENT if left else EQUAL
         parts = sides(answer)
-        is_named = len(parts) > 1 and parts[0] and NAME.fullmatch(parts[0])
-        if gold.name and is_named and gold.name != "".join(parts[0].split()):
+        if gold.name and len(parts) > 1 and NAME.fullmatch(parts[0]) and "".join(parts[0].split()) not in ("", gold.name):
             return DIFFERENT
-        if verbatim(gold.text) or equality.NUMERAL.fullmatch(parts[-1].lower()):
-            return EQUAL if verbatim(gold.text) == verbatim(parts[-1]) else DIFFERENT
-        if proportion(gold.text) or proportion(parts[-1]):
-            if proportion(gold.text) != proportion(parts[-1]):
-                return DIFFERENT
-            return EQUAL if self.profile != "strict" or gold.text.replace(" ", "") == parts[-1].replace(" ", "") else NOT_SIMPLIFIED
+        wanted, given = written_form(gold.text), written_form(parts[-1])
+        if wanted or given:
+            is_reduced = self.profile != "strict" or gold.text.replace(" ", "") == parts[-1].replace(" ", "")
+            return DIFFERENT if wanted != given else EQUAL if is_reduced or isinstance(wanted, str) else NOT_SIMPLIFIED
         if APPROXIMATELY.search(answer) and (gold.number is None or gold.number.exact) and not all(map(NAME.fullmatch, parts[:-1])):
             return ROUNDED
         if not equality.holds(parts):
             return FALSE_EQUATION
         if gold.number is not None:
             return self._number(gold, gold.number, parts[-1])
-        return self._expression(gold, answer if gold.is_relation else parts[-1])
+        return self._expression(gold, answer if len(sides(gold.text)) > 1 else parts[-1])
 
     def _number(self, gold: Reference, wanted: Quantity, text: str) -> str:
         found = quantity(text)
-        if found is not None:
-            same = equality.same_number(wanted, found, self.rounded)
-            same_form = (
-                found.reduced and wanted.percent == found.percent and (None in (wanted.unit[0], found.unit[0]) or wanted.unit == found.unit)
-            )
-            if same and self.profile == "strict" and not same_form:
-                return NOT_SIMPLIFIED
-            return OTHER_UNIT if same is None else EQUAL if same else DIFFERENT
-        by_value = self.accept == "value" and self.profile != "strict"
-        if not by_value and (wanted.exact or not equality.is_irrational(parse(_without_unit(text)[0]))):
-            return NOT_A_NUMBER
-        return self._expression(gold, text, by_value)
+        if found is None:
+            by_value = self.accept == "value" and self.profile != "strict"
+            if not by_value and (wanted.exact or not equality.is_irrational(parse(_without_unit(text)[0]))):
+                return NOT_A_NUMBER
+            return self._expression(gold, text, by_value)
+        same = equality.same_number(wanted, found, self.rounded)
+        if same is None:
+            return OTHER_UNIT
+        has_units = None not in (wanted.unit[0], found.unit[0])
+        same_form = found.reduced and wanted.percent == found.percent and (not has_units or wanted.unit == found.unit)
+        return DIFFERENT if not same else EQUAL if self.profile != "strict" or same_form else NOT_SIMPLIFIED
 
     def _expression(self, gold: Reference, text: str, by_value: bool = False) -> str:
         body, unit = _without_unit(text)
@@ -235,15 +224,6 @@ class MathReward(RewardType):
         if not equality.same_expression(gold.parsed, parsed):
             return DIFFERENT
         return NOT_SIMPLIFIED if self.profile == "strict" and not any(one == other for one in gold.parsed for other in parsed) else EQUAL
-
-
-def _without_its_form(text: str) -> str:
-    """Normal form of a wrong answer, for majority votes: 1/2 and 0.5 are one answer, as are 12 cm and 120 mm."""
-    found = quantity(sides(text)[-1])
-    if found is None:
-        return "".join(text.split())
-    dimensions, size = found.unit
-    return f"{found.value * size} {sorted(dimensions)}" if dimensions else str(found.value)
 
 
 def _without_unit(text: str) -> tuple[str, Unit]:
@@ -281,29 +261,25 @@ def _read_reference(text: str) -> Reference:
     inner = unwrapped(", ".join(box.strip() for box in last_boxes(plain)) or plain)
     if said := _in_words(inner):
         return Reference(inner, words=said)
-    if PARTS.search(inner):
-        raise ValueError("it holds the answers of several parts")
-    if LABELLED.match(TEXT.sub(r" \1 ", inner)):
-        raise ValueError("it begins with a label, such as (B)")
+    if PARTS.search(TEXT.sub(r" \1 ", re.sub(r"\\(?:left|right)(?![A-Za-z])", "", inner))):
+        raise ValueError("it has a label, such as (a) or (B), or the answers of several parts")
     number, parts = quantity(inner), sides(inner)
-    if number is None and len(parts) > 1:
-        last = quantity(parts[-1])
-        if len(parts) == 2 and NAME.fullmatch(parts[0]) and last is not None:
-            return Reference(parts[1], number=last, name="".join(parts[0].split()), unit=last.unit, parsed=as_parsed(last))
-        if APPROXIMATELY.search(inner):  # the exact side
-            return _read_reference(next(part for part in parts if not NAME.fullmatch(part)))
+    if number is None and len(parts) == 2 and NAME.fullmatch(parts[0]) and (last := quantity(parts[1])):
+        return Reference(parts[1], number=last, name="".join(parts[0].split()), unit=last.unit, parsed=as_parsed(last))
+    if number is None and len(parts) > 1 and APPROXIMATELY.search(inner):  # the exact side
+        return _read_reference(next(part for part in parts if not NAME.fullmatch(part)))
     if number is not None:
         return Reference(inner, number=number, unit=number.unit, parsed=as_parsed(number))
     items = list_of(inner)
     if (len(items) > 1 or SET.fullmatch(inner)) and all(map(is_formula, items)):
         return Reference(inner, items=tuple(map(_read_reference, items)))
-    body, unit = _without_unit(inner)
-    if verbatim(inner) or proportion(inner):
+    if written_form(inner):
         return Reference(inner)
+    body, unit = _without_unit(inner)
     shown = TEXT.sub(r" \1 ", body)
     if words(shown) or SHORT_WORDS.search(shown):
         raise ValueError("it is a text, not one formula")
     parsed = parse(body)
     if not parsed:
         raise ValueError("math-verify cannot read it as mathematics")
-    return Reference(inner, unit=unit, parsed=parsed, is_relation=len(parts) > 1)
+    return Reference(inner, unit=unit, parsed=parsed)

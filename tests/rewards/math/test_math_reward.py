@@ -100,13 +100,19 @@ def questions(count: int) -> list[tuple[str, str]]:
                 (rf"{a}x+{b} < {a * 10 + b}", "x < 10"),
                 (rf"[0,{a + b}]\cap[{a},{a + b + 1}]", f"[{a},{a + b}]"),
                 (rf"{a}x+{b}x", f"{a + b}x"),
-            )[number % 10]
+                (sympy.latex(sympy.expand((x + a) ** 2)), f"(x+{a})^2"),
+                (rf"(x-{a})(x-{b})(x-1)", sympy.latex(sympy.expand((x - a) * (x - b) * (x - 1)))),
+                (rf"x^{a} x^{b}", rf"x^{{{a + b}}}"),
+                (rf"\pi\cdot{a}\cdot{b}", rf"{a * b}\pi"),
+                (rf"[0,{a}]\cup[{a},{a + b}]", f"[0,{a + b}]"),
+                (f"{a}" + sympy.latex(one, mat_str="pmatrix", mat_delim=""), sympy.latex(a * one, mat_str="pmatrix", mat_delim="")),
+            )[number % 16]
         )
     return made
 
 
 def test_no_question_is_its_own_answer() -> None:
-    for question, answer in questions(40):
+    for question, answer in questions(64):
         for extract, written in (("boxed", r"\boxed{{{}}}"), ("auto", "The answer is ${}$.")):
             assert verdict_of(answer, written.format(question), extract=extract) != "equal", question
         assert verdict_of(answer, rf"\boxed{{{answer}}}") == "equal", answer

@@ -6,6 +6,8 @@ import re
 from numbers import Integral, Real
 from typing import Any
 
+from roll_lite.rewards.text.instruction_checks.parts import words
+
 AROUND = 0.1
 """Tolerance of "around", as a share of the number; at least one."""
 
@@ -48,6 +50,20 @@ def options(value: Any) -> list[str]:
         return phrases("options", "an option", value)
     separator = next((one for one in ("/", r"\bor\b") if re.search(one, value)), ",")
     return phrases("options", "an option", [one for one in re.split(separator, phrase("options", value)) if one.strip()])
+
+
+def letter_of(value: Any) -> str:
+    if len(letter := phrase("letter", value)) != 1:
+        raise ValueError(f"letter must be one character, got {value!r}")
+    return letter
+
+
+def words_of(name: str, value: Any) -> list[str]:
+    """The words of a text, or of a list of one."""
+    wanted = words(one_phrase(name, value))
+    if not wanted:
+        raise ValueError(f"{name} must hold a word, got {value!r}")
+    return wanted
 
 
 def share(value: Any) -> float:

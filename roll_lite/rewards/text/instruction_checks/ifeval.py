@@ -1,4 +1,4 @@
-"""IFEval: its 25 constraints, by id. Arguments have the data set's names and spelling."""
+"""IFEval's 25 constraints, and the functions of RLVR-IFEval (AllenAI), which are mostly the same. Arguments have the data sets' names."""
 
 from __future__ import annotations
 
@@ -8,36 +8,15 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from roll_lite.rewards.text.instruction_checks.arguments import holds, phrase, phrases, whole
-from roll_lite.rewards.text.instruction_checks.parts import count_sentences, whole_words
+from roll_lite.rewards.text.instruction_checks.arguments import holds, letter_of, phrase, phrases, quantified, whole
+from roll_lite.rewards.text.instruction_checks.arguments import options as options_of
+from roll_lite.rewards.text.instruction_checks.parts import every, sentences, whole_words
 
 FENCES = ("```json", "```Json", "```JSON", "```")
 CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
-
-
-# ---------------------------------------------------------------- keywords
-
-
-def existence(response: str, *, keywords: list[str]) -> bool:
-    return all(occurrences(keyword, response) for keyword in phrases("keywords", "a keyword", keywords))
-
-
-def frequency(response: str, *, keyword: str, frequency: int, relation: str) -> bool:
-    return holds(occurrences(keyword, response), relation, frequency)
-
-
-def forbidden_words(response: str, *, forbidden_words: list[str]) -> bool:
-    return not any(whole_words(word, response) for word in phrases("forbidden_words", "a forbidden word", forbidden_words))
-
-
-def letter_frequency(response: str, *, letter: str, let_frequency: int, let_relation: str) -> bool:
-    return holds(response.lower().count(one_letter(letter).lower()), let_relation, let_frequency)
-
-
-def one_letter(letter: str) -> str:
-    if len(phrase("letter", letter)) != 1:
-        raise ValueError(f"letter must be one character, got {letter!r}")
-    return letter
+POSTSCRIPTS = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
+SENTENCES_OFF = 1
+"""Tolerance of "around" a number of sentences."""
 
 
 def occurrences(keyword: str, response: str) -> int:
@@ -45,14 +24,15 @@ def occurrences(keyword: str, response: str) -> int:
     return len(re.findall(re.escape(phrase("a keyword", keyword)), response, re.IGNORECASE))
 
 
-# ---------------------------------------------------------------- language
+def existence(response: str, keywords: list[str]) -> bool:
+    return all(occurrences(keyword, response) for keyword in phrases("keywords", "a keyword", keywords))
 
 
 def is_language(response: str, language: str, *, without_letters: bool) -> bool:
     """True if the response is in the language. `without_letters`: result for a text without letters; True in IFEval's original."""
-    detector = _detector()
+    wanted, detector = phrase("language", language), _detector()
     try:
-        return str(detector.detect(response)) == language
+        return str(detector.detect(response)) == wanted
     except detector.LangDetectException:
         return without_letters
 
@@ -65,18 +45,13 @@ def _detector() -> Any:
     return langdetect
 
 
-# ---------------------------------------------------------------- length
-
-
-def number_paragraphs(response: str, *, num_paragraphs: int) -> bool:
+def paragraphs_by_stars(response: str, num_paragraphs: int) -> bool:
     """Paragraphs are separated by ***."""
-    number = whole(num_paragraphs)
-    parts = re.split(r"\s?\*\*\*\s?", response)
-    inner = parts[1:-1]
-    return all(part.strip() for part in inner) and sum(bool(part.strip()) for part in parts) == number
+    parts = [part.strip() for part in re.split(r"\s?\*\*\*\s?", response)]
+    return sum(map(bool, parts)) == whole(num_paragraphs) and all(parts[1:-1])
 
 
-def nth_paragraph_first_word(response: str, *, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
+def nth_paragraph_first_word(response: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
     """Paragraphs are separated by two line breaks."""
     wanted, number, place = phrase("first_word", first_word).lower(), whole(num_paragraphs), whole(nth_paragraph, least=1)
     paragraphs = response.split("\n\n")
@@ -87,33 +62,21 @@ def nth_paragraph_first_word(response: str, *, num_paragraphs: int, nth_paragrap
     return bool(words) and re.split(r"[.,?!'\"]", words[0].lstrip("'\""))[0].lower() == wanted
 
 
-# ---------------------------------------------------------------- content and format
+def bullets(response: str) -> int:
+    return sum(len(re.findall(rf"^[^\S\n]*{mark}.*$", response, re.MULTILINE)) for mark in (r"\*[^*]", "-"))
 
 
-def number_placeholders(response: str, *, num_placeholders: int) -> bool:
-    return len(re.findall(r"\[[^\[\]\n]*\]", response)) >= whole(num_placeholders)
+def highlights(response: str) -> int:
+    single, double = re.findall(r"\*[^\n*]*\*", response), re.findall(r"\*\*[^\n*]*\*\*", response)
+    return sum(bool(part.strip("*").strip()) for part in [*single, *double])
 
 
-def postscript(response: str, *, postscript_marker: str) -> bool:
-    known = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
-    marker = phrase("postscript_marker", postscript_marker)
-    return re.search(known.get(marker, re.escape(marker.lower())), response.lower()) is not None
+def placeholders(response: str) -> int:
+    return len(re.findall(r"\[[^\[\]\n]*\]", response))
 
 
-def number_bullet_lists(response: str, *, num_bullets: int) -> bool:
-    stars = re.findall(r"^[^\S\n]*\*[^*].*$", response, re.MULTILINE)
-    dashes = re.findall(r"^[^\S\n]*-.*$", response, re.MULTILINE)
-    return len(stars) + len(dashes) == whole(num_bullets)
-
-
-def number_highlighted_sections(response: str, *, num_highlights: int) -> bool:
-    single = re.findall(r"\*[^\n*]*\*", response)
-    double = re.findall(r"\*\*[^\n*]*\*\*", response)
-    return sum(bool(part.strip("*").strip()) for part in [*single, *double]) >= whole(num_highlights)
-
-
-def multiple_sections(response: str, *, section_spliter: str, num_sections: int) -> bool:
-    return len(re.findall(rf"\s?{re.escape(phrase('section_spliter', section_spliter))}\s?\d+\s?", response)) >= whole(num_sections)
+def sections(response: str, splitter: str) -> int:
+    return len(re.findall(rf"\s?{re.escape(phrase('section_spliter', splitter))}\s?\d+\s?", response))
 
 
 def json_format(response: str) -> bool:
@@ -131,20 +94,17 @@ def title(response: str) -> bool:
     return any(line.partition("<<")[2].rpartition(">>")[0].strip("<> \t\r") for line in response.split("\n"))
 
 
-# ---------------------------------------------------------------- combinations, ends, case, punctuation
-
-
 def two_responses(response: str) -> bool:
-    parts = response.split("******")
-    filled = [part.strip() for part in parts if part.strip()]
-    return all(part.strip() for part in parts[1:-1]) and len(filled) == 2 and filled[0] != filled[1]
+    parts = [part.strip() for part in response.split("******")]
+    filled = list(filter(None, parts))
+    return all(parts[1:-1]) and len(filled) == 2 and filled[0] != filled[1]
 
 
-def repeat_prompt(response: str, *, prompt_to_repeat: str) -> bool:
+def repeat_prompt(response: str, prompt_to_repeat: str) -> bool:
     return response.strip().lower().startswith(phrase("prompt_to_repeat", prompt_to_repeat).lower())
 
 
-def end_checker(response: str, *, end_phrase: str) -> bool:
+def end_checker(response: str, end_phrase: str) -> bool:
     return response.strip().strip('"').lower().endswith(phrase("end_phrase", end_phrase).lower())
 
 
@@ -165,28 +125,44 @@ def english_lowercase(response: str) -> bool:
     return response.islower() and is_language(response, "en", without_letters=True)
 
 
-def no_comma(response: str) -> bool:
-    return "," not in response
+def validate_paragraphs(response: str, N: int, first_word: str, i: int) -> bool:
+    """Paragraphs are separated by two line breaks."""
+    number, place, wanted = whole(N, least=1), whole(i, least=1), phrase("first_word", first_word)
+    if place > number:
+        raise ValueError(f"there is no paragraph {place} of {number}")
+    parts = response.strip().split("\n\n")
+    return len(parts) == number and re.match(rf"\s*{re.escape(wanted)}(?!\w)", parts[place - 1]) is not None
+
+
+def has_postscript(response: str, postscript_marker: str) -> bool:
+    marker = phrase("postscript_marker", postscript_marker)
+    return re.search(POSTSCRIPTS.get(marker, re.escape(marker.lower())), response.lower()) is not None
 
 
 IFEVAL: dict[str, Callable[..., bool]] = {
     "keywords:existence": existence,
-    "keywords:frequency": frequency,
-    "keywords:forbidden_words": forbidden_words,
-    "keywords:letter_frequency": letter_frequency,
-    "language:response_language": lambda response, language: is_language(response, phrase("language", language), without_letters=True),
-    "length_constraints:number_sentences": lambda response, num_sentences, relation: holds(
-        count_sentences(response), relation, num_sentences
+    "keywords:frequency": lambda response, keyword, frequency, relation: holds(occurrences(keyword, response), relation, frequency),
+    "keywords:forbidden_words": lambda response, forbidden_words: (
+        not any(whole_words(word, response) for word in phrases("forbidden_words", "a forbidden word", forbidden_words))
     ),
-    "length_constraints:number_paragraphs": number_paragraphs,
+    "keywords:letter_frequency": lambda response, letter, let_frequency, let_relation: holds(
+        response.lower().count(letter_of(letter).lower()), let_relation, let_frequency
+    ),
+    "language:response_language": lambda response, language: is_language(response, language, without_letters=True),
+    "length_constraints:number_sentences": lambda response, num_sentences, relation: holds(
+        len(sentences(response)), relation, num_sentences
+    ),
+    "length_constraints:number_paragraphs": paragraphs_by_stars,
     "length_constraints:number_words": lambda response, num_words, relation: holds(len(re.findall(r"\w+", response)), relation, num_words),
     "length_constraints:nth_paragraph_first_word": nth_paragraph_first_word,
-    "detectable_content:number_placeholders": number_placeholders,
-    "detectable_content:postscript": postscript,
-    "detectable_format:number_bullet_lists": number_bullet_lists,
+    "detectable_content:number_placeholders": lambda response, num_placeholders: placeholders(response) >= whole(num_placeholders),
+    "detectable_content:postscript": has_postscript,
+    "detectable_format:number_bullet_lists": lambda response, num_bullets: bullets(response) == whole(num_bullets),
     "detectable_format:constrained_response": lambda response: any(option in response for option in CONSTRAINED),
-    "detectable_format:number_highlighted_sections": number_highlighted_sections,
-    "detectable_format:multiple_sections": multiple_sections,
+    "detectable_format:number_highlighted_sections": lambda response, num_highlights: highlights(response) >= whole(num_highlights),
+    "detectable_format:multiple_sections": lambda response, section_spliter, num_sections: (
+        sections(response, section_spliter) >= whole(num_sections)
+    ),
     "detectable_format:json_format": json_format,
     "detectable_format:title": title,
     "combination:two_responses": two_responses,
@@ -198,5 +174,47 @@ IFEVAL: dict[str, Callable[..., bool]] = {
     ),
     "change_case:english_capital": english_capital,
     "change_case:english_lowercase": english_lowercase,
-    "punctuation:no_comma": no_comma,
+    "punctuation:no_comma": lambda response: "," not in response,
+}
+
+RLVR_IFEVAL: dict[str, Callable[..., bool]] = {
+    # "N times" is exact.
+    "verify_keywords": lambda response, keyword_list: existence(response, keyword_list),
+    "verify_keyword_frequency": lambda response, word, N: whole_words(phrase("word", word), response) == whole(N),
+    # Also as parts of longer words.
+    "validate_forbidden_words": lambda response, forbidden_words: (
+        not any(word.lower() in response.lower() for word in phrases("forbidden_words", "a forbidden word", forbidden_words))
+    ),
+    # Case matters.
+    "verify_letter_frequency": lambda response, letter, N: response.count(letter_of(letter)) == whole(N),
+    "validate_response_language": lambda response, language: is_language(response, language, without_letters=False),
+    # Paragraphs are separated by * * *, and none is empty.
+    "verify_paragraph_count": lambda response, N: len(response.split("* * *")) == whole(N) and every(response.split("* * *"), str.strip),
+    "validate_word_constraint": lambda response, N, quantifier: quantified(len(response.split()), quantifier, N),
+    "verify_sentence_constraint": lambda response, N, quantifier: quantified(len(sentences(response)), quantifier, whole(N), SENTENCES_OFF),
+    "validate_paragraphs": validate_paragraphs,
+    # Text must follow the marker.
+    "verify_postscript": lambda response, postscript_marker: bool(
+        response.partition(phrase("postscript_marker", postscript_marker))[2].strip()
+    ),
+    "validate_placeholders": lambda response, N: placeholders(response) >= whole(N),
+    "verify_bullet_points": lambda response, N: bullets(response) == whole(N),
+    "validate_title": title,
+    # As a whole word, with case: a is not A.
+    "validate_choice": lambda response, options: any(
+        re.search(rf"(?<!\w){re.escape(option)}(?!\w)", response) for option in options_of(options)
+    ),
+    "validate_highlighted_sections": lambda response, N: highlights(response) >= whole(N),
+    "validate_sections": lambda response, N, section_splitter: (
+        sections(response.lower(), phrase("section_splitter", section_splitter).lower()) >= whole(N)
+    ),
+    "validate_json_format": json_format,
+    "validate_repeat_prompt": lambda response, original_prompt: repeat_prompt(response, original_prompt),
+    "validate_two_responses": two_responses,
+    "validate_uppercase": english_capital,
+    "validate_lowercase": english_lowercase,
+    "validate_frequency_capital_words": lambda response, N, quantifier: quantified(capital_words(response), quantifier, N),
+    "validate_end": end_checker,
+    "validate_quotation": quotation,
+    "validate_no_commas": IFEVAL["punctuation:no_comma"],
 }

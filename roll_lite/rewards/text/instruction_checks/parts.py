@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from itertools import groupby
+from collections.abc import Callable, Sequence
+from itertools import groupby, pairwise
+from typing import TypeVar
+
+Part = TypeVar("Part")
 
 ABBREVIATION = re.compile(
     r"(?:\b(?:Mr|Mrs|Ms|Dr|Prof|St|Sr|Jr|Inc|Ltd|Co|Corp|vs|etc|e\.g|i\.e|cf|al|Fig|approx|Jan|Feb|Mar|Apr|Aug|Sept?|Oct|Nov|Dec)"
@@ -55,10 +59,6 @@ def sentences(text: str) -> list[str]:
     return [text[one:two].strip() for one, two in spans]
 
 
-def count_sentences(text: str) -> int:
-    return len(sentences(text))
-
-
 def end_mark(sentence: str) -> str:
     """The last . ! or ? behind the sentence's last word."""
     tail = next((place for place in range(len(sentence), 0, -1) if sentence[place - 1].isalnum()), 0)
@@ -89,3 +89,13 @@ def syllables(word: str) -> int:
     if letters.endswith(("ed", "es")) and len(letters) > 3 and letters[-3] not in VOWELS:
         count -= not letters.endswith(("ted", "ded", "ses", "zes", "xes", "ches", "shes", "ces", "ges"))
     return max(count, 1)
+
+
+def every(parts: Sequence[Part], fits: Callable[[Part], object]) -> bool:
+    """True if there are parts, and all of them fit."""
+    return bool(parts) and all(map(fits, parts))
+
+
+def neighbours(parts: Sequence[Part], fit: Callable[[Part, Part], object], least: int = 0) -> bool:
+    """True if all adjacent parts fit, of `least` parts or more."""
+    return len(parts) >= least and all(fit(one, two) for one, two in pairwise(parts))
