@@ -79,7 +79,8 @@ class RolloutService:
         """Groups of the domains that are complete in the current batch."""
         self._error: BaseException | None = None
         self._changed = asyncio.Event()
-        router.on_room = self._admit
+        self._admits_soon = False
+        router.on_room = self._admit_soon
 
     def _runner(self, domain: Domain, recorder: Recorder, **how: Any) -> SampleRunner:
         retries = Retries(self._retries, domain.reward_retries)
@@ -93,7 +94,14 @@ class RolloutService:
         self._next_group += 1
         return self._next_group - 1
 
+    def _admit_soon(self) -> None:
+        """Admit in the next turn of the event loop, once for all the requests that end in this one."""
+        if not self._admits_soon:
+            self._admits_soon = True
+            asyncio.get_running_loop().call_soon(self._admit)
+
     def _admit(self) -> None:
+        self._admits_soon = False
         if self._error is None:
             self._admission.admit()
         if self._validation is not None and not self._draining:
@@ -108,7 +116,7 @@ class RolloutService:
         return max(capacity / (1 + len(self._domains)), capacity - training)
 
     def _group_ended(self) -> None:
-        self._admit()
+        self._admit_soon()
         self._changed.set()
 
     def _group_left_out(self, group: SampleGroup) -> None:
@@ -233,8 +241,8 @@ class RolloutService:
         assert self._validation is None, "one validation at a time"
         recorder = Recorder(self._domains, self._time())
         domains = list(self._domains.values())
-        runners = {one.name: self._runner(one, recorder, queue=_held_out(one.name), generated=self._admit) for one in domains}
-        self._validation = Validation(domains, runners, samples_per_prompt, sampling, recorder, self._admit, self._next_held_out)
+        runners = {one.name: self._runner(one, recorder, queue=_held_out(one.name), generated=self._admit_soon) for one in domains}
+        self._validation = Validation(domains, runners, samples_per_prompt, sampling, recorder, self._admit_soon, self._next_held_out)
         self._next_held_out += sum(len(one.validation or ()) for one in domains)
         self._router.release()
         self._admit()

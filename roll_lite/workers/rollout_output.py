@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import ray
 import torch
+from pydantic_core import PydanticSerializationError, to_json
 from ray.exceptions import RayError
 
 from roll_lite.algorithms.at_k import NO_ANSWER, READS_NONE
@@ -90,7 +91,7 @@ def tokens_of(groups: Sequence[SampleGroup], kept_ids: bool, experts: bool = Fal
 
 
 def _whole(values: Iterable[int]) -> torch.Tensor:
-    return torch.tensor(list(values), dtype=torch.int64)
+    return torch.from_numpy(np.fromiter(values, np.int64))
 
 
 def _baseline_scores(groups: Sequence[SampleGroup]) -> list[float]:
@@ -112,12 +113,18 @@ def write_samples(path: Path, groups: Iterable[SampleGroup], step: int, clock_of
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     records = ({"step": step, **line} for group in groups for line in _described(group, clock_offset))
-    lines = (json.dumps(record, ensure_ascii=False, default=str) for record in records)
     unfinished = path.with_suffix(".partial")
-    # Half a surrogate pair, which a program may print and JSON may hold, is not valid UTF-8: it is written as an escape.
-    with unfinished.open("w", encoding="utf-8", errors="backslashreplace") as file:
-        file.writelines(f"{line}\n" for line in lines)
+    with unfinished.open("wb") as file:
+        file.writelines(_line(record) for record in records)
     unfinished.replace(path)
+
+
+def _line(record: dict[str, Any]) -> bytes:
+    """The record as a line of JSON. Half a surrogate pair, which a program may print, is no UTF-8: it is written as an escape."""
+    try:
+        return to_json(record, inf_nan_mode="constants", fallback=str) + b"\n"
+    except PydanticSerializationError:
+        return json.dumps(record, ensure_ascii=False, default=str).encode(errors="backslashreplace") + b"\n"
 
 
 def _described(group: SampleGroup, clock_offset: float) -> Iterator[dict[str, Any]]:
