@@ -78,9 +78,7 @@ format: $(STAMP)  ## Rewrite the code in the house's format
 	@$(VENV)/bin/ruff format .
 
 docs: $(STAMP)  ## Write the generated pages of docs/
-	@$(VENV)/bin/python -m roll_lite.config.docs
-	@$(VENV)/bin/python -m roll_lite.observability.metrics_page docs/metrics.md
-	@$(VENV)/bin/python -m roll_lite.rewards.docs
+	@$(VENV)/bin/python tools/docs_pages.py
 	@$(VENV)/bin/python -m roll_lite.simulator.timelines docs/images
 
 recipes: $(STAMP)  ## Run every tiny recipe to its end and see whether it has learned (about 20 minutes)

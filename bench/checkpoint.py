@@ -20,7 +20,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from train import OPTIMIZER, make_rows, one_rank, policy_gradient
 
-from roll_lite.config.checkpoint_files import record
 from roll_lite.data.microbatch import TokenBudget
 from roll_lite.distributed.strategy.base import CheckpointWrite
 from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy
@@ -41,17 +40,14 @@ def measured(strategy: MegatronStrategy, folder: Path, rounds: int) -> dict[str,
         strategy.train_step(rows, policy_gradient, ["log_probs"], plan)
 
     def waited_for() -> None:
-        strategy.save_checkpoint(folder / "peer")
-        for path in (folder / "peer").rglob("*"):
-            if path.is_file():
-                record(path)
+        strategy.save_checkpoint(folder / "peer").finish()
 
     step()
     for _ in range(rounds):
         seconds["step"].append(timed(step)[0])
         seconds["peer"].append(timed(waited_for)[0])
         start = time.perf_counter()
-        waited, running = timed(lambda: strategy.start_checkpoint(folder / "ours"))
+        waited, running = timed(lambda: strategy.save_checkpoint(folder / "ours", asynchronous=True))
         assert isinstance(running, CheckpointWrite)
         while not running.is_done:
             seconds["step_beside"].append(timed(step)[0])

@@ -52,7 +52,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # isort: skip
 from megatron.core.transformer.transformer_block import get_num_layers_to_build  # isort: skip
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset  # isort: skip
-from roll_lite.config.hf_config import HfConfig, read_hf_config  # isort: skip
+from roll_lite.models.hf_config import HfConfig, read_hf_config  # isort: skip
 from roll_lite.distributed.strategy.megatron.experts import Balance  # isort: skip
 from roll_lite.distributed.strategy.megatron.forward_backward import sum_gradients  # isort: skip
 from roll_lite.distributed.strategy.megatron.hf_load import load_weights  # isort: skip

@@ -19,7 +19,6 @@ import yaml
 from roll_lite.config.arithmetic import derive
 from roll_lite.config.arithmetic_tables import render
 from roll_lite.config.checks.across import Check, readable
-from roll_lite.config.checks.files import run_folder
 from roll_lite.config.checks.gpu_only import needs_gpus
 from roll_lite.config.checks.layout import devices_are_there
 from roll_lite.config.checks.notes import notes_on
@@ -30,9 +29,12 @@ from roll_lite.config.placement_picture import draw
 from roll_lite.config.problems import ConfigError, Missing, Problem, hidden
 from roll_lite.config.schema.base import Refused
 from roll_lite.config.schema.run import RunConfig
-from roll_lite.config.shipped import found
 from roll_lite.data.check import check_data
+from roll_lite.data.dump_files import check_dumps
 from roll_lite.distributed.strategy.engines import engine_arguments_fit
+from roll_lite.files import absolute_path
+from roll_lite.observability.run_folder import check_run_dir
+from roll_lite.pipeline.checkpoint_files import check_resumption, resumption_notes
 from roll_lite.rewards.check import address_notes, check_rewards
 
 WRONG_CONFIGURATION = 2
@@ -41,11 +43,11 @@ INTERRUPTED = 130
 OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
 OUTPUT_FAILED = 74
 """The system's EX_IOERR: a full disk, a terminal that is gone."""
-CHECKS = (engine_arguments_fit, check_data, check_rewards)
+CHECKS = (check_resumption, check_dumps, engine_arguments_fit, check_data, check_rewards)
 """Checks that live beside the code they speak for."""
 OF_MACHINE = (devices_are_there, needs_gpus)
 """A configuration that is only checked may be meant for another machine."""
-OF_RUNS = (*CHECKS, *OF_MACHINE, run_folder)
+OF_RUNS = (*CHECKS, *OF_MACHINE, check_run_dir)
 SEEN_ENOUGH = 141
 """Exit code that a shell shows for a program ended by SIGPIPE."""
 
@@ -151,7 +153,7 @@ def _tables(config: RunConfig) -> str:
     for part in (lambda: render(derive(config)), lambda: draw(config)):
         with suppress(Refused):
             parts.append(part())
-    parts.append("\n".join(f"note: {note}" for note in [*notes_on(config), *address_notes(config), *of_machine]))
+    parts.append("\n".join(f"note: {note}" for note in [*notes_on(config, resumption_notes, address_notes), *of_machine]))
     return "".join(f"\n{part}\n" for part in parts if part)
 
 
@@ -201,7 +203,7 @@ def _reward(config: RunConfig, parsed: argparse.Namespace) -> int:
         from roll_lite.rewards.preview import Look, preview
     except KeyboardInterrupt:
         return INTERRUPTED
-    responses = found(parsed.responses) if parsed.responses else None
+    responses = absolute_path(parsed.responses) if parsed.responses else None
     return preview(config, Look(parsed.domain, parsed.split, parsed.limit or None, responses, parsed.column))
 
 
@@ -216,7 +218,8 @@ def _simulate(config: RunConfig, parsed: argparse.Namespace) -> int:
         from roll_lite.simulator.command import Question, answer
     except KeyboardInterrupt:
         return INTERRUPTED
-    return answer(config, Question(found(parsed.measured) if parsed.measured else None, parsed.compare, parsed.picture, parsed.color))
+    measured = absolute_path(parsed.measured) if parsed.measured else None
+    return answer(config, Question(measured, parsed.compare, parsed.picture, parsed.color))
 
 
 def _parser() -> argparse.ArgumentParser:

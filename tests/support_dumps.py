@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from roll_lite.config.dump_files import dump_file
-from roll_lite.config.model_files import tokenizer_checksum
 from roll_lite.config.schema.run import RunConfig
+from roll_lite.data.dump_files import dump_file
 from roll_lite.data.dumps import write_dump
 from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import (
@@ -27,6 +26,7 @@ from roll_lite.data.samples import (
     Transcript,
     VersionSpan,
 )
+from roll_lite.models.model_files import tokenizer_checksum
 from roll_lite.scheduler.service import accepted
 from roll_lite.workers.rollout_output import rows_of
 from roll_lite.workers.token_blocks import TokenRecord, token_block

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import get_args
@@ -26,6 +27,8 @@ LAYERS = (
     ("data",),
     ("observability",),
     ("config",),
+    ("models",),
+    ("files",),
     ("algorithms",),
 )
 """Top to bottom. Packages of one layer may use each other. Metrics, timers, trackers and the report know nothing of what they
@@ -125,6 +128,17 @@ def test_frameworks_that_hold_models_are_behind_the_strategies() -> None:
         if target.startswith(behind) and not name.startswith(f"{own}.megatron")
     }
     assert outside == {(f"{own}.models", f"{own}.megatron.strategy"), (f"{own}.models", f"{own}.hf")}
+
+
+def test_the_walks_name_files_that_exist() -> None:
+    """And a checkpoint's walk stays short."""
+    text = (PACKAGE.parent / "docs/architecture.md").read_text(encoding="utf-8")
+    walks = text.partition("\n## Walks\n")[2].partition("\n## ")[0]
+    named = re.findall(r"`([\w/.]+/[\w.]+\.py|[\w]+\.py)`", walks)
+    inner = {path.name for path in PACKAGE.rglob("*.py")}
+    assert named and [one for one in named if not (PACKAGE / one).is_file() and ("/" in one or one not in inner)] == []
+    checkpoint = walks.partition("A checkpoint, ")[2].partition("\n\n")[2].partition("\n\n")[0]
+    assert 0 < checkpoint.count("\n- ") + 1 <= 15
 
 
 def test_every_strategy_of_the_configuration_is_registered() -> None:

@@ -14,8 +14,8 @@ import yaml
 from roll_lite.cli import main
 from roll_lite.config.loading import load_config
 from roll_lite.config.problems import ConfigError
-from roll_lite.config.shipped import CONFIGS, EXAMPLES
 from roll_lite.data.check import check_data
+from roll_lite.files import CONFIGS, EXAMPLES
 
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = sorted(path.stem for path in (ROOT / "examples/configs").glob("tiny_*.yaml"))

@@ -10,22 +10,21 @@ from pathlib import Path as FilePath
 from roll_lite.config.checks.across import Check, check
 from roll_lite.config.compose.layers import Composed, compose, find, searched, suggestion
 from roll_lite.config.compose.overrides import is_sweep
-from roll_lite.config.files import is_file, is_folder, listing
 from roll_lite.config.placement import placed
 from roll_lite.config.problems import NO_VALUE, ConfigError, Path, Problem, dotted, or_nearest
 from roll_lite.config.schema.run import RunConfig
-from roll_lite.config.shipped import found
 from roll_lite.config.validation import validate
+from roll_lite.files import absolute_path, is_file, is_folder, listing
 
 
 def located(name: str, folder: FilePath | None) -> tuple[str, FilePath]:
     """Name and folder of a configuration. Without a folder, `name` is a path from the current folder; if no file is there, `find` searches
     the shipped ones."""
     with suppress(ValueError):  # reported as a mistake of --config-name
-        path = found(FilePath(f"{name.removesuffix('.yaml')}.yaml"))
+        path = absolute_path(FilePath(f"{name.removesuffix('.yaml')}.yaml"))
         if folder is None and is_file(path):
             return path.name.removesuffix(".yaml"), path.parent
-    return name, found(folder or FilePath())
+    return name, absolute_path(folder or FilePath())
 
 
 def load_config(

@@ -158,8 +158,3 @@ def space_missing(value: Any) -> str:
     if not isinstance(value, str) or (found := re.match(r"([A-Za-z_]\w*):(?=[^\s/])", value)) is None:
         return ""
     return "; YAML wants a space after the colon: " + hidden(f"{found[1]}: {value[found.end() :].split(' ')[0]}")
-
-
-def first_line(error: BaseException) -> str:
-    """First line of the message; the type if the message is empty."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

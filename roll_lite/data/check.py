@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from roll_lite.config.checks.across import readable
-from roll_lite.config.files import is_folder, read_text
-from roll_lite.config.model_files import chat_templates
 from roll_lite.config.problems import Problem, did_you_mean
 from roll_lite.config.schema.domains import ChatTemplateConfig, DataConfig, DomainConfig
 from roll_lite.config.schema.run import RunConfig
@@ -30,6 +28,8 @@ from roll_lite.data.row_values import (
     weight_of,
 )
 from roll_lite.data.sources import Row, Shard, declared_columns, paths_of, shard_rows, shards_of
+from roll_lite.files import is_folder, read_text
+from roll_lite.models.model_files import chat_templates
 
 SCANNED_ROWS, TABLE_ROWS = 200_000, 1000
 """Rows that the check reads of JSON lines, and of tables except for their tags: one to two seconds. The start of the run reads all rows."""

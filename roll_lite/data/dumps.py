@@ -21,8 +21,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 
-from roll_lite.config.dump_files import FORMAT, METADATA, SCHEMA_VERSION, damaged, read_header
 from roll_lite.data.columns_file import as_array
+from roll_lite.data.dump_files import FORMAT, METADATA, SCHEMA_VERSION, damaged, read_header
 from roll_lite.data.keys import KEYS, Kind
 from roll_lite.data.proto import VECTORS, Column, DataProto, object_column
 from roll_lite.data.ragged import Ragged, from_numpy
@@ -98,7 +98,7 @@ def write_dump(
     kept_ids: bool = False,
     clock_offset: float = 0.0,
 ) -> None:
-    """`rows`: of the samples that train. `facts`: step, config, tokenizer and stats for the header (config/dump_files.py), plain data.
+    """`rows`: of the samples that train. `facts`: step, config, tokenizer and stats for the header (dump_files.py), plain data.
     `kept_ids`: token blocks have that column. `clock_offset`: wall clock minus event loop's clock. The file appears complete
     or not at all."""
     entries = _entries(groups, rows)

@@ -8,9 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from roll_lite.config.files import elsewhere, is_file, kind_of, listing, read_object
-from roll_lite.config.problems import first_line
 from roll_lite.config.schema.domains import DataFiles
+from roll_lite.files import elsewhere, first_line, is_file, kind_of, listing, read_object
 
 Kind = Literal["jsonl", "parquet", "arrow"]
 

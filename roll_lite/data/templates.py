@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from roll_lite.config.files import read_text
-from roll_lite.config.problems import first_line
 from roll_lite.config.schema.domains import PlainTemplateConfig, TemplateConfig
 from roll_lite.config.text_templates import placeholders
 from roll_lite.data.row_values import RowError, messages_of, text_of
+from roll_lite.files import first_line, read_text
 
 Tokenizer = Any
 """A Hugging Face tokenizer; transformers, slow to import, is loaded only where one is made."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Generic, Protocol, TypeVar
 
-from roll_lite.config.problems import first_line
+from roll_lite.files import first_line
 
 ASK_SECONDS = 10.0
 SILENCE_SECONDS = 30.0

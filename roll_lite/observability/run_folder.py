@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from datetime import datetime
 from itertools import count
 from pathlib import Path
+from typing import Any
 
+import yaml
+
+from roll_lite.config.problems import Problem
+from roll_lite.config.schema.run import RunConfig
+from roll_lite.files import kind_of
+
+CONFIG_FILE = "config.yaml"
+"""The run's configuration."""
 LATEST = "latest"
 
 
@@ -38,3 +48,31 @@ def point_latest(run_dir: Path, folder: Path) -> None:
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(folder.relative_to(run_dir), target_is_directory=True)
     fresh.replace(link)
+
+
+def check_run_dir(config: RunConfig) -> Iterator[Problem]:
+    """Check that the existing part of run_dir is a writable folder. Only for runs, which create the rest."""
+    existing = next(folder for folder in (config.run_dir, *config.run_dir.parents) if kind_of(folder))
+    if kind_of(existing) != "folder":
+        yield Problem("run_dir", f"{existing} is a file; name a folder", str(config.run_dir))
+    elif not os.access(existing, os.W_OK | os.X_OK) or str(existing).startswith(("/proc", "/sys")):
+        yield Problem("run_dir", f"{existing} cannot be written to; name another folder", str(config.run_dir))
+    link = config.run_dir / LATEST
+    if not link.is_symlink() and kind_of(link):
+        yield Problem("run_dir", f"{link} is not a link; it has to make room for the link to the newest run", str(config.run_dir))
+
+
+def checkpoint_setting(run_folder: Path, key: str) -> Any:
+    """Setting of the section `checkpoint` in a run's configuration; None if it cannot be read."""
+    try:
+        return yaml.safe_load((run_folder / CONFIG_FILE).read_text(encoding="utf-8"))["checkpoint"][key]
+    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError):
+        return None
+
+
+def resumed_from(run_folder: Path) -> Path | None:
+    """Checkpoint or run that a run resumed from, if any."""
+    try:
+        return Path(checkpoint_setting(run_folder, "resume")).resolve()
+    except (OSError, TypeError, ValueError, RuntimeError):  # no path, or circular links
+        return None

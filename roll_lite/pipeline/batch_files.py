@@ -31,9 +31,7 @@ import numpy as np
 import pyarrow as pa
 
 from roll_lite.config.arithmetic import group_size, longest_sequence, trains
-from roll_lite.config.checkpoint_files import FileRecord, record
 from roll_lite.config.device_phases import Phase
-from roll_lite.config.hf_config import read_model_shape
 from roll_lite.config.schema.models import FEED_FORWARD
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.columns_file import as_table, rows_file, write_columns, write_table
@@ -41,6 +39,8 @@ from roll_lite.data.keys import Columns
 from roll_lite.data.minibatches import MiniBatch
 from roll_lite.data.proto import DataProto
 from roll_lite.distributed.dataflow import Batch
+from roll_lite.files import FileRecord, record
+from roll_lite.models.hf_config import read_model_shape
 from roll_lite.pipeline.clusters import Clusters, Model
 from roll_lite.pipeline.devices import states
 from roll_lite.pipeline.skipped_updates import Skipped

@@ -21,10 +21,9 @@ from roll_lite.config.arithmetic import (
     updates,
 )
 from roll_lite.config.device_phases import WHOLE
-from roll_lite.config.dump_files import FOLDER, found_dumps
-from roll_lite.config.model_files import tokenizer_checksum
 from roll_lite.config.schema.models import CriticRoleConfig, EngineStrategyConfig, ForwardRoleConfig, InferRoleConfig
 from roll_lite.config.schema.run import RunConfig
+from roll_lite.data.dump_files import FOLDER, found_dumps
 from roll_lite.data.stable_hash import derived_seed
 from roll_lite.data.supervised import SupervisedRows
 from roll_lite.data.templates import load_tokenizer
@@ -32,6 +31,7 @@ from roll_lite.distributed.cluster import Cluster, ClusterSpec, Pending, actor_o
 from roll_lite.distributed.placement import Placement, Slot, beside_driver
 from roll_lite.distributed.ray_session import RaySession
 from roll_lite.distributed.strategy.base import EngineMemory, EngineSpec, StateGroup
+from roll_lite.models.model_files import tokenizer_checksum
 from roll_lite.pipeline.batch_files import BatchFiles
 from roll_lite.pipeline.checkpoint import Checkpoints
 from roll_lite.pipeline.clusters import Clusters, Engines, Model, RewardModels

@@ -1,6 +1,6 @@
 """Checkpoints of a run, and the model it ends with.
 
-A checkpoint is written under another name and renamed when it is whole. What its files are stands in config/checkpoint_files.py.
+A checkpoint is written under another name and renamed when it is whole. checkpoint_files.py describes its files.
 """
 
 from __future__ import annotations
@@ -8,29 +8,28 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roll_lite.config.checkpoint_files import (
+from roll_lite.config.device_phases import Phase
+from roll_lite.config.schema.models import RefreshConfig
+from roll_lite.config.schema.run import RunConfig
+from roll_lite.files import FileRecord, record
+from roll_lite.pipeline.checkpoint_files import (
     FOLDER,
     SCHEMA_VERSION,
     STATE_FILE,
-    FileRecord,
     check_sums,
-    found,
+    finished_checkpoints,
     read_list,
     read_state,
-    record,
     resumption,
     steps_of,
     write_list,
 )
-from roll_lite.config.device_phases import Phase
-from roll_lite.config.schema.models import RefreshConfig
-from roll_lite.config.schema.run import RunConfig
 from roll_lite.pipeline.clusters import Clusters, Model
 from roll_lite.pipeline.devices import states
 from roll_lite.pipeline.sources import BatchSource
@@ -45,15 +44,11 @@ INTERRUPTED_S = 3.0
 
 @dataclass(frozen=True)
 class Unfinished:
-    """A checkpoint that has not got its name yet."""
+    """A checkpoint under another name, until it is whole."""
 
     folder: Path
     models: Mapping[str, Model[Any]]
-    """Models whose ranks are writing a checkpoint, by role."""
-
-    @property
-    def whole(self) -> Path:
-        return self.folder.with_suffix("")
+    """Models whose ranks are writing, by role."""
 
 
 class Checkpoints:
@@ -66,19 +61,16 @@ class Checkpoints:
         """`pipeline`: the driver's own state, with `steps_done`. With checkpoint.asynchronous the folder is there only after `look` or
         `finish`."""
         self.finish()
-        folder = self._run_folder / FOLDER / f"step_{pipeline['steps_done']:06d}.partial"
+        whole = self._run_folder / FOLDER / f"step_{pipeline['steps_done']:06d}"
+        folder = whole.with_suffix(".partial")
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         asynchronous = self._config.checkpoint.asynchronous
-        records: dict[str, FileRecord] = {}
         models = self._stateful(clusters)
         for role, model in models.items():
             (folder / role).mkdir()
             with model.loaded(states(Phase.CHECKPOINT)):
-                if asynchronous:
-                    model.ranks.all(ModelWorker.start_checkpoint, (folder / role).resolve())
-                else:
-                    records |= _joined(role, model.ranks.all(ModelWorker.save_checkpoint, (folder / role).resolve()))
+                model.ranks.all(ModelWorker.start_checkpoint, (folder / role).resolve(), asynchronous)
         state = {
             "schema_version": SCHEMA_VERSION,
             "listed": True,
@@ -87,12 +79,10 @@ class Checkpoints:
             "config": self._config.model_dump(mode="json"),
         }
         (folder / STATE_FILE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
-        unfinished = Unfinished(folder, models)
-        if asynchronous:
-            self._running = unfinished
-        else:
-            self._name(unfinished, records)
-        return unfinished.whole
+        self._running = Unfinished(folder, models)
+        if not asynchronous:
+            self.finish()
+        return whole
 
     def look(self, within_s: float | None = None) -> None:
         """Complete a checkpoint that has been written by now; called between steps. `within_s`: time in which ranks must answer."""
@@ -121,23 +111,20 @@ class Checkpoints:
             raise
 
     def finish(self) -> None:
-        """Wait for a checkpoint that is being written."""
+        """Wait for a checkpoint that is being written, and name it once it is whole."""
         if (running := self._running) is None:
             return
         self._running = None
+        folder, whole = running.folder, running.folder.with_suffix("")
         records: dict[str, FileRecord] = {}
         for role, model in running.models.items():
-            records |= _joined(role, model.ranks.all(ModelWorker.finish_checkpoint))
-        self._name(running, records)
-
-    def _name(self, unfinished: Unfinished, records: Mapping[str, FileRecord]) -> None:
-        """Turn completely written files into a checkpoint."""
-        folder = unfinished.folder
-        for role in unfinished.models:
+            of_ranks = model.ranks.all(ModelWorker.finish_checkpoint)
+            records |= {f"{role}/{name}": one for found in of_ranks for name, one in found.items()}
+        for role in running.models:
             expect_files(folder, {name: one.bytes for name, one in records.items() if name.startswith(f"{role}/")}, role)
         write_list(folder, {**records, STATE_FILE: record(folder / STATE_FILE)})
-        shutil.rmtree(unfinished.whole, ignore_errors=True)
-        folder.rename(unfinished.whole)
+        shutil.rmtree(whole, ignore_errors=True)
+        folder.rename(whole)
         self._remove_old()
 
     def _remove_old(self) -> None:
@@ -147,34 +134,30 @@ class Checkpoints:
         checkpoint.
         """
         settings = self._config.checkpoint
-        for old in found(self._run_folder)[: -settings.keep]:
+        for old in finished_checkpoints(self._run_folder)[: -settings.keep]:
             if not settings.keep_every or steps_of(old) % settings.keep_every:
                 shutil.rmtree(old.rename(old.with_name(f"{old.name}.removed")))
 
     def load(self, clusters: Clusters, source: BatchSource) -> dict[str, Any] | None:
-        """Bring every part to the state of `checkpoint.resume`; the driver's own is returned. None where nothing is to be resumed."""
+        """Bring every part to the state of `checkpoint.resume`, once all checksums are right. Returns the driver's own state; None without
+        `resume`."""
         if self._config.checkpoint.resume is None:
             return None
         folder = resumption(self._config.checkpoint.resume).checkpoint
-        state = read_state(folder)
-        missing = [role for role in self._stateful(clusters) if not (folder / role).is_dir()]
-        if missing:
+        state, wanted = read_state(folder), read_list(folder) or {}
+        models = self._stateful(clusters)
+        if missing := [role for role in models if not (folder / role).is_dir()]:
             raise ValueError(f"checkpoint.resume: {folder} holds nothing for {', '.join(missing)}; was it written without?")
-        self._check(clusters, folder)
-        for role, model in self._stateful(clusters).items():
+        for role, model in models.items():
+            own = sorted(name for name in wanted if name.startswith(f"{role}/"))
+            # The ranks share the reading.
+            for records in model.ranks.all(ModelWorker.file_records, folder.resolve(), own) if own else ():
+                check_sums(folder, wanted, records.items())
+        for role, model in models.items():
             with model.loaded(states(Phase.CHECKPOINT)):
                 model.ranks.all(ModelWorker.load_checkpoint, (folder / role).resolve())
         source.load_state_dict(state["rollouts"])
         return state["pipeline"]
-
-    def _check(self, clusters: Clusters, folder: Path) -> None:
-        """The checksum of every file of a role, before anything is loaded."""
-        wanted = read_list(folder)
-        if wanted is None:
-            return
-        for role, model in self._stateful(clusters).items():
-            own = sorted(name for name in wanted if name.startswith(f"{role}/"))
-            check_sums(folder, wanted, records_of(model, folder, own).items())
 
     def export_model(self, clusters: Clusters) -> Path:
         """The actor as Hugging Face safetensors under `model/`, the critic under `critic/`, for `critic.init: path`."""
@@ -208,10 +191,6 @@ class Checkpoints:
         return {**clusters.trained, **{role: model for role, model in follows.items() if model is not None}}
 
 
-def _joined(role: str, of_ranks: Iterable[Mapping[str, FileRecord]]) -> dict[str, FileRecord]:
-    return {f"{role}/{name}": one for records in of_ranks for name, one in records.items()}
-
-
 def expect_files(folder: Path, sizes: Mapping[str, int], role: str) -> None:
     """Wait until this node sees the files that ranks report as written. RuntimeError where it does not: they would be lost."""
     deadline = time.monotonic() + SEEN_WITHIN_S
@@ -231,11 +210,3 @@ def _size(file: Path) -> int | None:
         return file.stat().st_size
     except FileNotFoundError:
         return None
-
-
-def records_of(model: Model[Any], folder: Path, names: list[str]) -> dict[str, FileRecord]:
-    """Sizes and checksums, by name. The ranks share the reading."""
-    records: dict[str, FileRecord] = {}
-    for read in model.ranks.all(ModelWorker.file_records, folder.resolve(), names):
-        records |= read
-    return records

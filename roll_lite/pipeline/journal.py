@@ -15,7 +15,6 @@ import torch
 
 from roll_lite.algorithms.rewards import Masked
 from roll_lite.algorithms.token_metrics import nearest_rank, ratio_percentiles
-from roll_lite.config.checkpoint_files import resumption
 from roll_lite.config.checks.algorithm import compares_groups
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.proto import DataProto
@@ -28,6 +27,7 @@ from roll_lite.observability.metrics import NO_DOMAIN, MetricSums
 from roll_lite.observability.report import OVERALL, Accuracy, Change, LivePicture, accuracy_change, held_out_change, write_summary
 from roll_lite.observability.timers import StepTimers
 from roll_lite.observability.trackers import HistoryTracker, TrackedRun, Trackers, build_trackers, for_trackers
+from roll_lite.pipeline.checkpoint_files import resumption
 from roll_lite.pipeline.held_out import held_out_metrics
 from roll_lite.pipeline.skipped_updates import Skipped
 from roll_lite.pipeline.weights import Pushed

@@ -13,12 +13,12 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from roll_lite.config.arithmetic import roles
-from roll_lite.config.checkpoint_files import resumption
 from roll_lite.config.checks.layout import model_folder
-from roll_lite.config.problems import first_line
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.distributed.placement import Placement
+from roll_lite.files import first_line
 from roll_lite.pipeline.batch_files import batches_are_written
+from roll_lite.pipeline.checkpoint_files import resumption
 
 RESUME, CODE = "checkpoint.resume", "roll_lite"
 MODEL_SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja")

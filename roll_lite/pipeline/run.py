@@ -15,16 +15,16 @@ from types import FrameType
 import yaml
 
 from roll_lite.config.arithmetic import generates, roles
-from roll_lite.config.checkpoint_files import CONFIG_FILE, resumption
 from roll_lite.config.checks.notes import notes_on
-from roll_lite.config.problems import first_line
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.distributed.rank_group import WATCH
 from roll_lite.distributed.ray_session import ray_session
 from roll_lite.distributed.watchdog import WATCHDOG
 from roll_lite.distributed.worker import freeze_heap
-from roll_lite.observability.run_folder import create_run_folder, point_latest
+from roll_lite.files import first_line
+from roll_lite.observability.run_folder import CONFIG_FILE, create_run_folder, point_latest
 from roll_lite.pipeline.build import build
+from roll_lite.pipeline.checkpoint_files import resumption, resumption_notes
 from roll_lite.pipeline.journal import Journal
 
 COMPLETED, FAILED, INTERRUPTED = 0, 1, 130
@@ -67,10 +67,7 @@ def run(config: RunConfig) -> int:
 
 
 def announce(config: RunConfig, journal: Journal) -> None:
-    if config.checkpoint.resume is not None:
-        for note in resumption(config.checkpoint.resume).notes:
-            journal.console.message(note)
-    for note in notes_on(config):
+    for note in notes_on(config, resumption_notes):
         journal.console.message(note)
     journal.console.message(f"{config.experiment}: everything is written to {journal.folder}; starting Ray")
 

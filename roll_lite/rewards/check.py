@@ -12,10 +12,11 @@ from urllib.parse import urlsplit
 from roll_lite.config.checks.across import readable
 from roll_lite.config.checks.functions import check_function
 from roll_lite.config.checks.secrets import texts_in
-from roll_lite.config.problems import Problem, did_you_mean, first_line
+from roll_lite.config.problems import Problem, did_you_mean
 from roll_lite.config.schema.domains import DomainConfig, RewardConfig, RewardTermConfig
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.check import columns_missing
+from roll_lite.files import first_line
 from roll_lite.rewards.arguments import read_arguments
 from roll_lite.rewards.registry import REWARDS, reward_type
 from roll_lite.rewards.reward_type import RewardType

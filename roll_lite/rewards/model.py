@@ -9,12 +9,12 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, ValidationInfo, field_validator
 
-from roll_lite.config.files import is_folder
-from roll_lite.config.model_files import chat_templates
 from roll_lite.config.problems import Problem, did_you_mean
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.config.text_templates import placeholders
 from roll_lite.data.samples import RewardInput, Score
+from roll_lite.files import is_folder
+from roll_lite.models.model_files import chat_templates
 from roll_lite.rewards.base import ResponseSuspected, RewardFailed
 from roll_lite.rewards.placeholders import checked_template, columns_in, filled, filling, is_chat
 from roll_lite.rewards.reward_type import RewardType

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import yaml
 
-from roll_lite.config.files import is_folder
 from roll_lite.config.schema.run import RunConfig
+from roll_lite.files import is_folder
 from roll_lite.simulator.calibration import calibrated
 from roll_lite.simulator.picture import draft_of, draw_engines
 from roll_lite.simulator.report import NOTES, advice, details, engines, table

@@ -12,12 +12,12 @@ import psutil
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from roll_lite.config.problems import first_line
 from roll_lite.distributed.fleet import MemberLost
 from roll_lite.distributed.strategy.base import EngineNode, EngineSpec
 from roll_lite.distributed.strategy.engines import build_part
 from roll_lite.distributed.strategy.inference.processes import EngineProcesses, kill_all
 from roll_lite.distributed.worker import AsyncWorker, reserve_port, use_interface_of
+from roll_lite.files import first_line
 
 WATCH_SECONDS = 0.25
 LAST_SECONDS = 5.0

@@ -11,7 +11,6 @@ from typing import Any, ClassVar, TypeVar
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from roll_lite.config.problems import first_line
 from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import GenerationRequest, TokenRow
 from roll_lite.data.stable_hash import derived_seed
@@ -22,6 +21,7 @@ from roll_lite.distributed.strategy.engines import build_engine, share_of_device
 from roll_lite.distributed.weight_sync.group import TransferError, Transferred
 from roll_lite.distributed.weight_sync.plan import Membership, Route
 from roll_lite.distributed.worker import AsyncWorker, freeze_heap
+from roll_lite.files import first_line
 from roll_lite.scheduler.engines import BatchedEngine, Collected
 from roll_lite.workers.completions import CompletionPump
 from roll_lite.workers.engine_parts import EngineParts

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from roll_lite.config.checkpoint_files import FileRecord, record
 from roll_lite.config.schema.models import ActorRoleConfig, CriticRoleConfig, ForwardRoleConfig, ModelConfig, TrainRoleConfig
 from roll_lite.data.keys import Columns
 from roll_lite.data.microbatch import MicroBatchOutputs, TokenBudget, padded
@@ -23,6 +22,7 @@ from roll_lite.distributed.dataflow import BatchShard, Block, put_block
 from roll_lite.distributed.strategy.base import ModelSpec, Moved, RankLayout, StateGroup, TrainResult, TrainStrategy
 from roll_lite.distributed.strategy.models import build_model
 from roll_lite.distributed.worker import Worker, freeze_heap
+from roll_lite.files import FileRecord, record
 from roll_lite.workers.objectives import ActorLoss, CriticLoss
 
 
@@ -115,12 +115,8 @@ class ModelWorker(Worker):
     def take_moved(self) -> Moved:
         return self.strategy.take_moved()
 
-    def save_checkpoint(self, folder: Path) -> dict[str, FileRecord]:
-        """Return the records of the files that this rank has written, by path in the folder."""
-        return {str(path.relative_to(folder)): record(path) for path in self.strategy.save_checkpoint(folder)}
-
-    def start_checkpoint(self, folder: Path) -> None:
-        self._checkpoint = self.strategy.start_checkpoint(folder)
+    def start_checkpoint(self, folder: Path, asynchronous: bool) -> None:
+        self._checkpoint = self.strategy.save_checkpoint(folder, asynchronous)
 
     def checkpoint_is_written(self) -> bool:
         return self._checkpoint.is_done

@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from roll_lite.config.dump_files import damaged, read_header
+from roll_lite.data.dump_files import damaged, read_header
 from roll_lite.data.dumps import dump_parts
 from roll_lite.data.keys import KEYS, Kind
 from roll_lite.data.proto import DataProto

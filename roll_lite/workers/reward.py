@@ -16,11 +16,11 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from roll_lite.config.problems import first_line
 from roll_lite.config.schema.domains import RewardConfig
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.distributed.fleet import Fleet, FleetDown, MemberLost, Policy, SlowStart, until_silent
 from roll_lite.distributed.rank_group import kill_stopped
+from roll_lite.files import first_line
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.running.batch_scorer import BUSY, BatchScorer, Scored, slow_start, time_out
 

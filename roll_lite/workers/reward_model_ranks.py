@@ -11,12 +11,12 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from roll_lite.config.problems import first_line
 from roll_lite.config.schema.models import RewardModelConfig
 from roll_lite.distributed.fleet import MemberLost, cause_of, until_silent
 from roll_lite.distributed.rank_group import kill_stopped
 from roll_lite.distributed.strategy.base import RankLayout, StateGroup
 from roll_lite.distributed.strategy.models import STRATEGIES
+from roll_lite.files import first_line
 from roll_lite.rewards.model import ScoredText
 from roll_lite.workers.reward_model import NotInitialized
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from roll_lite.config.checks.reward_models import MODEL_REWARD
 from roll_lite.config.keep_mask import is_truncated
-from roll_lite.config.model_files import EMBEDDING, stored_tensors
 from roll_lite.config.schema.domains import DomainConfig, RolloutConfig, SamplingConfig
 from roll_lite.config.schema.models import ModelConfig, RewardModelConfig
 from roll_lite.data.prompts import PromptOrder, PromptSet, Split, load_prompts
@@ -23,6 +22,7 @@ from roll_lite.data.templates import Tokenizer, load_tokenizer
 from roll_lite.distributed.dataflow import Block
 from roll_lite.distributed.fleet import Fleet, Policy
 from roll_lite.distributed.worker import AsyncWorker, freeze_heap
+from roll_lite.models.model_files import EMBEDDING, stored_tensors
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.scheduler.domain import Domain
 from roll_lite.scheduler.mix import MixedOrder

@@ -16,7 +16,7 @@ from pydantic_core import PydanticSerializationError, to_json
 from ray.exceptions import RayError
 
 from roll_lite.algorithms.at_k import NO_ANSWER, READS_NONE
-from roll_lite.config.dump_files import dump_file
+from roll_lite.data.dump_files import dump_file
 from roll_lite.data.dumps import further_columns, times, write_dump
 from roll_lite.data.proto import DataProto, object_column
 from roll_lite.data.samples import Sample, SampleGroup

@@ -8,13 +8,15 @@ from pathlib import Path
 
 from support_weights import tensors, write_safetensors
 
-from roll_lite.config.checks.files import run_folder
 from roll_lite.config.checks.gpu_only import needs_gpus
 from roll_lite.config.checks.simulation import SIMULATION_CHECKS
 from roll_lite.config.loading import load_config
 from roll_lite.config.problems import ConfigError, Problem
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.check import check_data
+from roll_lite.data.dump_files import check_dumps
+from roll_lite.observability.run_folder import check_run_dir
+from roll_lite.pipeline.checkpoint_files import check_resumption
 from roll_lite.rewards.check import check_rewards
 
 VALID = """
@@ -73,7 +75,7 @@ class Project:
             self.folder / "configs",
             list(overrides),
             allow_scripted=allow_scripted,
-            further=[check_data, check_rewards, needs_gpus, run_folder, *SIMULATION_CHECKS],
+            further=[check_resumption, check_dumps, check_data, check_rewards, needs_gpus, check_run_dir, *SIMULATION_CHECKS],
         )
 
     def problems(self, *overrides: str, name: str = "run") -> list[Problem]:

@@ -7,10 +7,10 @@ import json
 import pytest
 from config_project import Project
 
-from roll_lite.config.checkpoint_files import SCHEMA_VERSION
 from roll_lite.config.checks import layout as check_layout
 from roll_lite.config.checks.notes import notes_on
-from roll_lite.config.hf_config import read_hf_config
+from roll_lite.models.hf_config import read_hf_config
+from roll_lite.pipeline.checkpoint_files import SCHEMA_VERSION
 
 ADAPTERS = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
 MISTAKES = {
@@ -112,7 +112,7 @@ def test_a_run_goes_on_with_the_adapters_that_it_had(project: Project) -> None:
     assert project.problems_of("actor_train: {lora: {rank: 8, targets: [o_proj, q_proj]}}", resume) == [], "in another order"
     for other, told in (("{rank: 4, targets: [q_proj, o_proj]}", "this run: rank 4,"), ("null", "this run: trains all weights")):
         (problem,) = project.problems_of(f"actor_train: {{lora: {other}}}", resume)
-        assert problem.path == "checkpoint.resume" and "rank 8, alpha 32.0, targets ['q_proj', 'o_proj']; " + told in problem.message
+        assert problem.path == "checkpoint.resume" and "rank 8, alpha 32.0, targets ['o_proj', 'q_proj']; " + told in problem.message
 
 
 def test_what_the_kl_is_measured_against_is_told(project: Project) -> None:

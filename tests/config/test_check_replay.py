@@ -13,10 +13,10 @@ from support_dumps import dump_run
 
 from roll_lite.config.arithmetic import derive, roles
 from roll_lite.config.arithmetic_tables import render
-from roll_lite.config.checkpoint_files import SCHEMA_VERSION
-from roll_lite.config.checks import replay
 from roll_lite.config.checks.replay import mode_notes
-from roll_lite.config.dump_files import METADATA, found_dumps
+from roll_lite.data import dump_files
+from roll_lite.data.dump_files import METADATA, found_dumps
+from roll_lite.pipeline.checkpoint_files import SCHEMA_VERSION
 
 ROLLOUT = "algorithm.old_log_probs=rollout"
 TRAIN = ("mode=train_only", "replay.path=past/dumps", "steps=3", "rollout.samples_per_prompt=2", "rollout.prompts_per_step=2")
@@ -112,7 +112,7 @@ def test_balanced_experts_make_another_policy(past: Project) -> None:
     config = past.load("critic.devices=1", "algorithm.advantage={name: gae}").model_dump(mode="json")
     for role in ("actor_train", "critic"):
         other = {**config, role: {**config[role], "balance_coef": 0.01}}
-        assert replay._differences(config, config) == "" != replay._differences(config, other)
+        assert dump_files._differences(config, config) == "" != dump_files._differences(config, other)
 
 
 def test_what_an_older_version_did_not_have_is_taken_for_the_default(past: Project) -> None:

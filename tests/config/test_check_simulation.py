@@ -5,7 +5,7 @@ import pytest
 from roll_lite.config.checks.simulation import SIMULATION_CHECKS
 from roll_lite.config.loading import load_config
 from roll_lite.config.problems import ConfigError
-from roll_lite.config.shipped import CONFIGS
+from roll_lite.files import CONFIGS
 
 
 def problems(*overrides: str) -> str:

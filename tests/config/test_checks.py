@@ -18,8 +18,8 @@ from roll_lite.config.checks import layout as check_layout
 from roll_lite.config.checks.across import readable
 from roll_lite.config.checks.gpu_only import VLLM_CPU_HEADS
 from roll_lite.config.checks.layout import sharing_notes
-from roll_lite.config.checks.notes import notes_on
 from roll_lite.config.checks.rollout import staleness_notes
+from roll_lite.pipeline.checkpoint_files import resumption_notes
 
 CRITIC = "critic: {}\nalgorithm: {advantage: {name: gae}}\n"
 TWO_SIZES = "domains: {add: {samples_per_prompt: 6}}\n"
@@ -678,7 +678,9 @@ def test_a_reference_that_becomes_another_one_is_told(project: Project) -> None:
             project.write(f"{checkpoint}/{role}/weights", "")
         resume = f"checkpoint.resume={checkpoint}"
         assert project.problems_of(yaml, resume) == []
-        notes = [note for note in notes_on(project.load(resume, name="changed")) if note.startswith("checkpoint.resume: KL is measured")]
+        notes = [
+            note for note in resumption_notes(project.load(resume, name="changed")) if note.startswith("checkpoint.resume: KL is measured")
+        ]
         assert len(notes) == (told is not None) and all(str(told) in note for note in notes), (made, yaml, notes)
 
 
@@ -700,7 +702,7 @@ def test_a_resumed_run_says_which_settings_differ(project: Project) -> None:
         checkpoint = project.write("old/checkpoints/step_000001/state.json", json.dumps(state)).parent
         project.write(f"{checkpoint}/actor_train/weights", "")
         config = project.load(f"checkpoint.resume={checkpoint}")
-        (note,) = [note for note in notes_on(config) if "setting" in note]
+        (note,) = [note for note in resumption_notes(config) if "setting" in note]
         assert all(part in note for part in told), note
 
 

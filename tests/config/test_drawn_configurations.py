@@ -15,8 +15,8 @@ from roll_lite.config.compose.layers import compose
 from roll_lite.config.loading import load_config
 from roll_lite.config.problems import ConfigError
 from roll_lite.config.schema.run import RunConfig
-from roll_lite.config.shipped import CONFIGS
 from roll_lite.config.validation import sections_at
+from roll_lite.files import CONFIGS
 
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 VALUES: list[Any] = [None, True, -1, 0, 3, 1.5, 1e400, 10**30, "", "word", "a: b", "{x}", "${seed}", "${gone}", "???", "node0:1", "ü\u2028"]

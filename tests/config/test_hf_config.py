@@ -26,9 +26,9 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from roll_lite.config.hf_config import ExpertsConfig, HfConfig, RopeConfig, read_hf_config, read_model_shape
-from roll_lite.config.hf_fields import ONLY, READ, READ_OF_EXPERTS, WITHOUT_EFFECT
-from roll_lite.config.model_files import head_beside_tied_embeddings, largest_token_id
+from roll_lite.models.hf_config import ExpertsConfig, HfConfig, RopeConfig, read_hf_config, read_model_shape
+from roll_lite.models.hf_fields import ONLY, READ, READ_OF_EXPERTS, WITHOUT_EFFECT
+from roll_lite.models.model_files import head_beside_tied_embeddings, largest_token_id
 
 
 def folder_with(config: dict[str, Any], folder: Path) -> Path:

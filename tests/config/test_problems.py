@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 from config_project import Project
 
-from roll_lite.config.problems import first_line, hidden, show
+from roll_lite.config.problems import hidden, show
+from roll_lite.files import first_line
 
 SECRET = "sk-LITERAL"
 

@@ -11,9 +11,9 @@ from support_weights import write_safetensors
 
 from roll_lite.config.arithmetic import derive
 from roll_lite.config.checks.layout import sharing_notes
-from roll_lite.config.hf_config import read_hf_config
 from roll_lite.config.loading import load_config
-from roll_lite.config.model_files import HEAD, weight_shapes
+from roll_lite.models.hf_config import read_hf_config
+from roll_lite.models.model_files import HEAD, weight_shapes
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "examples/configs"

@@ -21,7 +21,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # also in the sender's proce
 from support_models import EOS_ID, Family, by_checkpoint, load_hf, make_model, make_tiny_model
 from support_passes import forward
 
-from roll_lite.config.adapter_files import adapter_shapes
 from roll_lite.config.schema.models import LoraConfig, ModelConfig, SglangStrategyConfig, VllmStrategyConfig
 from roll_lite.data.proto import DataProto
 from roll_lite.data.ragged import Ragged
@@ -34,6 +33,7 @@ from roll_lite.distributed.weight_sync.group import TransferGroup, rendezvous_st
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan, TransferPlan, by_bucket, plan_transfers, tensors_of
 from roll_lite.distributed.weight_sync.transport import TransportSender
 from roll_lite.distributed.weight_sync.transports import transport_of
+from roll_lite.models.adapter_files import adapter_shapes
 
 Make = Literal["vllm", "sglang"]
 SHARPNESS = 2.0

@@ -14,8 +14,8 @@ import pytest
 import torch
 from support_dumps import PROMPT, TEMPERATURES, Blocks, batch, record, sample, write
 
-from roll_lite.config.dump_files import METADATA, read_header
 from roll_lite.data import dumps
+from roll_lite.data.dump_files import METADATA, read_header
 from roll_lite.data.dumps import load_dump, write_dump
 from roll_lite.data.keys import KEYS, Kind
 from roll_lite.data.proto import DataProto

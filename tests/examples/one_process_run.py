@@ -20,7 +20,6 @@ import torch.distributed as dist
 import yaml
 
 from roll_lite.config.arithmetic import actor_is_reference, updates
-from roll_lite.config.hf_config import read_model_shape
 from roll_lite.config.loading import load_config
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.microbatch import RowsAtATime
@@ -29,6 +28,7 @@ from roll_lite.data.ragged import Ragged
 from roll_lite.distributed import dataflow
 from roll_lite.distributed.dataflow import Batch, put_block
 from roll_lite.distributed.worker import ROLE, Worker
+from roll_lite.models.hf_config import read_model_shape
 from roll_lite.pipeline import devices
 from roll_lite.pipeline.batch_files import BatchFiles
 from roll_lite.pipeline.build import supervised_rows

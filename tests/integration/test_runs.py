@@ -20,8 +20,8 @@ import pytest
 from engine_harness import Make, require
 from left_behind import Traces
 
-from roll_lite.config.checkpoint_files import LIST_FILE, found, read_list
-from roll_lite.config.checkpoint_files import record as record_of
+from roll_lite.pipeline.checkpoint_files import LIST_FILE, finished_checkpoints, read_list
+from roll_lite.pipeline.checkpoint_files import record as record_of
 
 ROOT = Path(__file__).resolve().parents[2]
 NIGHTLY = pytest.mark.nightly
@@ -153,7 +153,7 @@ def test_grpo_runs_from_end_to_end_and_leaves_what_it_promises(start: Any) -> No
     assert summary["tokens"]["trained"] > 0
     assert (run.folder / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert (run.folder / "model" / "model.safetensors").stat().st_mode == (run.folder / "config.yaml").stat().st_mode
-    (checkpoint,) = found(run.folder)
+    (checkpoint,) = finished_checkpoints(run.folder)
     listed = read_list(checkpoint)
     files = {
         str(path.relative_to(checkpoint)): record_of(path) for path in checkpoint.rglob("*") if path.is_file() and path.name != LIST_FILE
@@ -209,7 +209,7 @@ def test_roles_that_leave_their_devices_when_idle_come_back_for_everything_that_
     code, output = run.finish()
     assert code == 0, output
     assert run.summary()["exit"] == "completed"
-    assert [folder.name for folder in found(run.folder)] == ["step_000002", "step_000003"]
+    assert [folder.name for folder in finished_checkpoints(run.folder)] == ["step_000002", "step_000003"]
     for record in [record for record in run.metrics() if "time/step" in record][1:]:
         assert record["offload/freed_megabytes/reference"] == record["offload/in_megabytes/reference"] > 0
         assert record["offload/out_megabytes/reference"] == 0, "its weights have been on the host since the start"
@@ -311,7 +311,7 @@ def test_deterministic_runs_repeat_sample_for_sample_and_a_resumed_run_goes_on_l
     assert code == 0, output
     uninterrupted = [content(whole, step) for step in (1, 2, 3)]
     losses = [record["actor/loss"] for record in whole.metrics() if "actor/loss" in record]
-    assert [folder.name for folder in found(whole.folder)] == ["step_000002", "step_000003"], "the last step writes one too"
+    assert [folder.name for folder in finished_checkpoints(whole.folder)] == ["step_000002", "step_000003"], "the last step writes one too"
     checkpoint = whole.folder / "checkpoints" / "step_000002"
 
     again = start("tiny_grpo", *settings, "steps=2")

@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from support_hosts import TwoHosts, two_hosts
 
-from roll_lite.config.checkpoint_files import LIST_FILE, found, read_list
+from roll_lite.pipeline.checkpoint_files import LIST_FILE, finished_checkpoints, read_list
 
 pytestmark = pytest.mark.slow
 
@@ -66,7 +66,7 @@ def test_without_checkpoints_and_model_everything_is_in_the_drivers_folder(hosts
 def test_ranks_on_both_hosts_write_whole_checkpoints_where_they_share_the_folder(hosts: TwoHosts) -> None:
     code, output, folder = run(hosts, hosts.shared / "runs", ON_BOTH, "checkpoint.every=2")
     assert code == 0, output
-    (checkpoint,) = found(folder)
+    (checkpoint,) = finished_checkpoints(folder)
     listed = read_list(checkpoint)
     assert listed is not None and set(listed) | {LIST_FILE} == files_below(checkpoint)
     assert {"actor_train/rank_00000.pt", "actor_train/rank_00001.pt"} < set(listed)

@@ -1,6 +1,5 @@
 import math
 import pickle
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from roll_lite.config.schema.algorithm import MismatchCorrectionConfig
 from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs
 from roll_lite.observability.metric_table import DERIVED, METRICS, Reduction
 from roll_lite.observability.metrics import MetricSums
-from roll_lite.observability.metrics_page import page
 from roll_lite.workers.objectives import ActorLoss, CriticLoss
 
 
@@ -216,8 +214,3 @@ def test_the_table_is_sound() -> None:
         assert not metric.count or metric.reduction is Reduction.MEAN, name
     for name, derived in DERIVED.items():
         assert name not in METRICS and len({METRICS[key].by for key in derived.inputs}) == 1, name
-
-
-def test_the_page_is_up_to_date() -> None:
-    written = Path(__file__).parents[2] / "docs" / "metrics.md"
-    assert written.read_text(encoding="utf-8") == page(), "run: python -m roll_lite.observability.metrics_page docs/metrics.md"

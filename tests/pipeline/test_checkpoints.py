@@ -11,13 +11,14 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from roll_lite.config.checkpoint_files import found, record, resumption
 from roll_lite.config.loading import load_config
 from roll_lite.config.schema.models import EmaConfig, ReferenceRoleConfig, RefreshConfig
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.distributed.failures import RankTimeout
+from roll_lite.files import FileRecord, record
 from roll_lite.pipeline.batch_files import BatchFiles
 from roll_lite.pipeline.checkpoint import Checkpoints, expect_files
+from roll_lite.pipeline.checkpoint_files import finished_checkpoints, resumption
 from roll_lite.pipeline.clusters import Clusters
 from roll_lite.pipeline.rlvr import RLVRPipeline
 
@@ -52,19 +53,22 @@ class Ranks:
             assert self.folder is not None
             if self.fails:
                 raise RuntimeError("No space left on device")
-            return [{}, *self.all(SimpleNamespace(__name__="save_checkpoint"), self.folder)]
-        elif method.__name__ in ("save_checkpoint", "save_hf"):
-            folder.mkdir(exist_ok=True)
-            (folder / "weights").write_text("saved")
-            wrote = {"weights": record(folder / "weights")}
-            if self.lies_elsewhere:
-                (folder / "weights").unlink()
-            return [wrote if method.__name__ == "save_checkpoint" else {name: one.bytes for name, one in wrote.items()}, {}]
+            return [{}, self.wrote(self.folder)]
+        elif method.__name__ == "save_hf":
+            return [{name: one.bytes for name, one in self.wrote(folder).items()}, {}]
         elif names is not None:
             return [{name: record(folder / name)} for name in names]
         else:
             assert (folder / "weights").read_text() == "saved"
         return None
+
+    def wrote(self, folder: Path) -> dict[str, FileRecord]:
+        folder.mkdir(exist_ok=True)
+        (folder / "weights").write_text("saved")
+        found = {"weights": record(folder / "weights")}
+        if self.lies_elsewhere:
+            (folder / "weights").unlink()
+        return found
 
 
 def parts(*roles: str) -> Any:
@@ -88,7 +92,7 @@ def test_the_newest_are_kept_by_number_not_by_name(config: RunConfig, tmp_path: 
     checkpoints = Checkpoints(config, tmp_path)
     for step in (999_998, 999_999, 1_000_000):
         checkpoints.save(parts("actor_train"), SOURCE, {"steps_done": step})
-    assert [folder.name for folder in found(tmp_path)] == ["step_999999", "step_1000000"]
+    assert [folder.name for folder in finished_checkpoints(tmp_path)] == ["step_999999", "step_1000000"]
     assert resumption(tmp_path).checkpoint.name == "step_1000000"
 
 
@@ -97,7 +101,7 @@ def test_some_are_kept_for_ever(config: RunConfig, tmp_path: Path) -> None:
     checkpoints = Checkpoints(config.model_copy(update={"checkpoint": settings}), tmp_path)
     for step in range(2, 17, 2):
         checkpoints.save(parts("actor_train"), SOURCE, {"steps_done": step})
-        assert found(tmp_path)[-1].name == f"step_{step:06d}"
+        assert finished_checkpoints(tmp_path)[-1].name == f"step_{step:06d}"
     assert sorted(folder.name for folder in (tmp_path / "checkpoints").iterdir()) == ["step_000006", "step_000012", "step_000016"]
 
 
@@ -107,7 +111,7 @@ def asynchronous(config: RunConfig) -> RunConfig:
 
 
 def names(run_folder: Path) -> list[str]:
-    return [folder.name for folder in found(run_folder)]
+    return [folder.name for folder in finished_checkpoints(run_folder)]
 
 
 def test_a_checkpoint_counts_once_everybody_has_written_it(asynchronous: RunConfig, tmp_path: Path) -> None:
@@ -197,7 +201,7 @@ def test_one_that_is_half_removed_is_none(config: RunConfig, tmp_path: Path, mon
     monkeypatch.setattr("roll_lite.pipeline.checkpoint.shutil.rmtree", killed)
     with pytest.raises(KeyboardInterrupt):
         checkpoints.save(parts("actor_train"), SOURCE, {"steps_done": 3})
-    assert [folder.name for folder in found(tmp_path)] == ["step_000002", "step_000003"]
+    assert [folder.name for folder in finished_checkpoints(tmp_path)] == ["step_000002", "step_000003"]
 
 
 def test_a_checkpoint_brings_the_drivers_state_back(config: RunConfig, tmp_path: Path) -> None:
@@ -240,7 +244,7 @@ def test_a_reference_that_follows_the_actor_is_renewed_and_kept(config: RunConfi
     assert calls == [("actor", "save_hf", "True"), ("reference", "load_hf")] and not list(tmp_path.iterdir())
     following = config.model_copy(update={"reference": ReferenceRoleConfig(refresh=refresh)})
     both = parts("actor_train")
-    both.reference = both.trained["actor_train"]
+    both.reference = parts("reference").trained["reference"]
     folder = Checkpoints(following, tmp_path).save(both, SOURCE, {"steps_done": 1})
     assert (folder / "reference" / "weights").is_file()
     Checkpoints(config, tmp_path).save(both, SOURCE, {"steps_done": 2})

@@ -6,13 +6,13 @@ import re
 from pathlib import Path
 
 import pytest
+from docs_pages import rewards
 
 from roll_lite.config.loading import load_config
 from roll_lite.config.problems import ConfigError
 from roll_lite.config.schema.domains import RewardConfig
 from roll_lite.data.samples import RewardInput
 from roll_lite.rewards.check import check_rewards
-from roll_lite.rewards.docs import render
 from roll_lite.rewards.registry import REWARDS, build_reward
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,7 +47,7 @@ def test_it_is_checked() -> None:
 
 
 def test_it_is_documented() -> None:
-    section = render().partition("## vowels\n")[2]
+    section = rewards().partition("## vowels\n")[2]
     assert section.startswith("\nThe share of letters that are vowels.")
     assert "| `least` | number >= 0 and <= 1 | `0.0` | A smaller share is worth nothing. |" in section
     assert "args: {least: 0.3}" in section

@@ -13,7 +13,7 @@ import yaml
 
 from roll_lite.config.loading import load_config
 from roll_lite.config.schema.simulation import SimulationConfig
-from roll_lite.config.shipped import CONFIGS
+from roll_lite.files import CONFIGS
 from roll_lite.simulator.calibration import MeasuredRun, calibrated, fit, measured, passes, read_run
 from roll_lite.simulator.scenario import scenario_of
 from roll_lite.simulator.simulation import simulate

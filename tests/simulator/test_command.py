@@ -9,7 +9,7 @@ import pytest
 
 from roll_lite.cli import main
 from roll_lite.config.loading import load_config
-from roll_lite.config.shipped import CONFIGS
+from roll_lite.files import CONFIGS
 from roll_lite.simulator.command import ALTERNATIVES, alternatives
 from roll_lite.simulator.report import advice
 from roll_lite.simulator.scenario import scenario_of

@@ -11,9 +11,9 @@ import pandas
 import pytest
 from rollout_cases import engines, rollouts, spec_of, toy_model
 
-from roll_lite.config.dump_files import dump_file, found_dumps
 from roll_lite.config.schema.domains import GroupFilterConfig
 from roll_lite.config.schema.models import ModelConfig
+from roll_lite.data.dump_files import dump_file, found_dumps
 from roll_lite.data.dumps import load_dump
 from roll_lite.data.proto import DataProto
 from roll_lite.distributed.cluster import ClusterSpec, RankFailed, start_cluster

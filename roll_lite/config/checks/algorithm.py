@@ -7,7 +7,6 @@ from contextlib import suppress
 
 from roll_lite.config.arithmetic import group_size
 from roll_lite.config.checks.functions import check_function
-from roll_lite.config.hf_config import read_model_shape
 from roll_lite.config.keep_mask import is_truncated, keep_mask_available
 from roll_lite.config.problems import Problem, show
 from roll_lite.config.schema.algorithm import (
@@ -21,6 +20,7 @@ from roll_lite.config.schema.algorithm import (
 )
 from roll_lite.config.schema.domains import DomainConfig
 from roll_lite.config.schema.run import RunConfig
+from roll_lite.models.hf_config import read_model_shape
 
 COMPARES_GROUPS = ("grpo", "rloo", "opo", "gpg")
 TRUNCATION = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "min_tokens": 0}

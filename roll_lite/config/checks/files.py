@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from roll_lite.config.adapter_files import resumption_problem
-from roll_lite.config.arithmetic import roles, trains, uses_reference
-from roll_lite.config.checkpoint_files import check_model, describe, read_state, remedy, resumption
-from roll_lite.config.checks.layout import model_folder
-from roll_lite.config.files import elsewhere, is_folder, kind_of, listing
-from roll_lite.config.hf_config import SUPPORTED_TYPES, HfConfig, ModelShape, read_hf_config, read_model_shape
-from roll_lite.config.hf_fields import HEADS, POLICY_HEADS
-from roll_lite.config.model_files import (
+from roll_lite.config.problems import Problem
+from roll_lite.config.schema.run import RunConfig
+from roll_lite.models.hf_config import SUPPORTED_TYPES, HfConfig, ModelShape, read_hf_config, read_model_shape
+from roll_lite.models.hf_fields import HEADS, POLICY_HEADS
+from roll_lite.models.model_files import (
     HEAD,
     TOKENIZER_FILES,
     VALUE_HEAD,
@@ -25,8 +20,6 @@ from roll_lite.config.model_files import (
     wrong_settings,
     wrong_weights,
 )
-from roll_lite.config.problems import Problem
-from roll_lite.config.schema.run import RunConfig
 
 NO_TOKENIZER = f"no tokenizer in this folder (none of {', '.join(TOKENIZER_FILES)})"
 
@@ -118,118 +111,4 @@ def _quietly(folder: Path) -> ModelShape | None:
         return None
 
 
-def _resume(config: RunConfig) -> Iterator[Problem]:
-    folder = config.checkpoint.resume
-    if folder is None:
-        return
-    if (found := kind_of(folder)) != "folder":
-        what = f"no such folder: {folder}{elsewhere(folder)}" if found is None else f"{folder} is no folder; name a checkpoint's or a run's"
-        yield Problem("checkpoint.resume", what, str(folder))
-        return
-    try:
-        checkpoint = resumption(folder).checkpoint
-        state = read_state(checkpoint)
-        absent = [name for name in ("pipeline", "rollouts") if not isinstance(state.get(name), dict)]
-        if absent:
-            raise ValueError(f"{checkpoint / 'state.json'} has no {' and no '.join(absent)}; {remedy(checkpoint)}")
-        if (mode := state.get("config", {}).get("mode", "full")) != config.mode:
-            raise ValueError(f"{checkpoint} was written by a run of mode: {mode}, this one is of mode: {config.mode}")
-        for other in _trained_otherwise(config, state):
-            raise ValueError(f"{checkpoint} cannot be gone on from: {other}")
-        follows = config.reference is not None and config.reference.refresh is not None
-        with_state = [role for role in ("actor_train", "critic", *(["reference"] if follows else [])) if role in roles(config)]
-        absent = [role for role in with_state if not is_folder(checkpoint / role) or not listing(checkpoint / role)]
-        if absent:
-            raise ValueError(f"{checkpoint} holds nothing for {', '.join(absent)}; {remedy(checkpoint)}")
-        for role in with_state:
-            _same_model(config, role, checkpoint)
-    except (ValueError, OSError) as error:
-        yield Problem("checkpoint.resume", str(error).removeprefix("checkpoint.resume: "), str(folder))
-
-
-def _trained_otherwise(config: RunConfig, state: Mapping[str, Any]) -> Iterator[str]:
-    if not trains(config):
-        return
-    if other := resumption_problem(config.actor_train.lora, _saved(state, "actor_train", "lora")):
-        yield other
-
-
-def _saved(state: Mapping[str, Any], *names: str) -> Mapping[str, Any] | None:
-    """Section of the checkpoint's configuration, None if absent."""
-    found: Any = state.get("config")
-    for name in names:
-        found = found.get(name) if isinstance(found, dict) else None
-    return found if isinstance(found, dict) else None
-
-
-def resumption_notes(config: RunConfig) -> list[str]:
-    """Notes if KL is measured against other weights than before the resume: a checkpoint does not hold a fixed reference. (With adapters,
-    model.path must have the same weights.)"""
-    folder, reference = config.checkpoint.resume, config.reference
-    follows = reference is not None and reference.refresh is not None
-    if folder is None or follows or not trains(config) or not uses_reference(config):
-        return []
-    state = read_state(resumption(folder).checkpoint)
-    now, made, had = config.model.path.resolve(), _saved(state, "model"), _saved(state, "reference")
-    if had is not None and had.get("refresh") is not None:
-        was = "a reference that follows the actor (reference.refresh)"
-    elif had is not None and made is not None and config.actor_train.lora is None and Path(made["path"]).resolve() != now:
-        was = made["path"]
-    else:
-        return []
-    return [f"checkpoint.resume: KL is measured against model.path ({now}) from here on, and was so far against {was}"]
-
-
-NOT_COMPARED = ("experiment", "run_dir", "checkpoint.resume", "simulation")
-MOST_CHANGES = 12
-
-
-def resumption_changes(config: RunConfig) -> list[str]:
-    """One line that lists the settings that differ from the checkpoint's."""
-    folder = config.checkpoint.resume
-    if folder is None:
-        return []
-    before = read_state(resumption(folder).checkpoint).get("config")
-    was, now = flattened(before if isinstance(before, dict) else {}), flattened(config.model_dump(mode="json"))
-    paths = [
-        path
-        for path in {**was, **now}
-        if was.get(path) != now.get(path) and not f"{path}.".startswith(tuple(f"{one}." for one in NOT_COMPARED))
-    ]
-    if not paths:
-        return ["checkpoint.resume: every setting is as it was"]
-    told = [f"{path}: {was.get(path)!s:.60} -> {now.get(path)!s:.60}" for path in paths[:MOST_CHANGES]]
-    more = [f"and {len(paths) - MOST_CHANGES} more"] if len(paths) > MOST_CHANGES else []
-    return [f"checkpoint.resume: these settings differ from the checkpoint's: {'; '.join([*told, *more])}"]
-
-
-def flattened(section: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Settings by full path; a list counts as one value."""
-    flat: dict[str, Any] = {}
-    for key, value in section.items():
-        place = f"{path}.{key}" if path else str(key)
-        flat |= flattened(value, place) if isinstance(value, dict) and value else {place: value}
-    return flat
-
-
-def _same_model(config: RunConfig, role: str, checkpoint: Path) -> None:
-    try:
-        hf = read_hf_config(model_folder(config, roles(config)[role]))
-    except ValueError:  # reported where the model is checked
-        return
-    check_model(checkpoint / role, describe(hf, config.model, role == "critic"))
-
-
-def run_folder(config: RunConfig) -> Iterator[Problem]:
-    """Check that the existing part of run_dir is a writable folder. Only for runs, which create the rest."""
-    existing = next(folder for folder in (config.run_dir, *config.run_dir.parents) if kind_of(folder))
-    if kind_of(existing) != "folder":
-        yield Problem("run_dir", f"{existing} is a file; name a folder", str(config.run_dir))
-    elif not os.access(existing, os.W_OK | os.X_OK) or str(existing).startswith(("/proc", "/sys")):
-        yield Problem("run_dir", f"{existing} cannot be written to; name another folder", str(config.run_dir))
-    link = config.run_dir / "latest"
-    if not link.is_symlink() and kind_of(link):
-        yield Problem("run_dir", f"{link} is not a link; it has to make room for the link to the newest run", str(config.run_dir))
-
-
-FILE_CHECKS = (_model, _critic, _resume)
+FILE_CHECKS = (_model, _critic)

@@ -62,8 +62,10 @@ def _definition(name: str, chain: int = LONGEST_CHAIN) -> ast.AST | None:
     spec = _located(module)
     if spec.origin is None or not spec.origin.endswith(".py"):
         return None
+    names: dict[str, ast.AST | None] = {}
     try:
-        names = dict(_bound(ast.parse(Path(spec.origin).read_bytes()).body))
+        for one, node in _bound(ast.parse(Path(spec.origin).read_bytes()).body):
+            names[one] = None if one in names else node  # bound twice: only running the code could tell
     except (SyntaxError, ValueError, OSError, RecursionError) as error:
         raise ValueError(f"{spec.origin} cannot be read: {error}") from error
     if attribute not in names:
@@ -88,7 +90,11 @@ def _definition(name: str, chain: int = LONGEST_CHAIN) -> ast.AST | None:
 def _located(module_name: str) -> ModuleSpec:
     """Locate a module without importing its parents. ValueError if it does not exist."""
     top, *below = module_name.split(".")
-    spec = _located_top(top)
+    try:
+        spec = find_spec(top)
+    except (ValueError, ImportError):  # a module loaded in an unusual way, such as __main__, has no spec
+        spec = None
+    spec = spec or PathFinder.find_spec(top, [str(Path.cwd())])  # searched too at the start of a run
     if spec is None:
         raise ValueError(f"there is no module {top!r} importable from {Path.cwd()} or a folder on PYTHONPATH")
     found = top
@@ -101,34 +107,22 @@ def _located(module_name: str) -> ModuleSpec:
     return spec
 
 
-def _located_top(name: str) -> ModuleSpec | None:
-    """Locate a module without dots, which imports nothing. The current folder is searched too, as at the start of a run."""
-    try:
-        spec = find_spec(name)
-    except (ValueError, ImportError):  # a module loaded in an unusual way, such as __main__, has no spec
-        spec = None
-    return spec or PathFinder.find_spec(name, [str(Path.cwd())])
-
-
-def _bound(body: Iterable[ast.AST]) -> Iterator[tuple[str, ast.AST | None]]:
+def _bound(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, ast.AST | None]]:
     """Names that statements bind, also inside `if`, `try` and `with`, and their values; None if only running the code could tell."""
-    known: dict[str, ast.AST | None] = {}
-    for node in body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            known[node.name] = node
-        elif isinstance(node, ast.Import):
-            known.update({(alias.asname or alias.name).partition(".")[0]: None for alias in node.names})
-        elif isinstance(node, ast.ImportFrom):
-            known.update({alias.asname or alias.name: node for alias in node.names})
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                value = node.value if isinstance(target, ast.Name) else None
-                known.update({one.id: value for one in ast.walk(target) if isinstance(one, ast.Name)})
-        elif isinstance(node, ast.stmt | ast.excepthandler | ast.match_case):
-            inner = [one for child in ast.iter_child_nodes(node) for one in _bound([child])]
-            names = [name for name, _ in inner]
-            known.update({name: None if name in known or names.count(name) > 1 else value for name, value in inner})
-    yield from known.items()
+    for node in nodes:
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                yield node.name, node
+            case ast.Import():
+                yield from (((alias.asname or alias.name).partition(".")[0], None) for alias in node.names)
+            case ast.ImportFrom():
+                yield from ((alias.asname or alias.name, node) for alias in node.names)
+            case ast.Assign() | ast.AnnAssign():
+                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                    value = node.value if isinstance(target, ast.Name) else None
+                    yield from ((one.id, value) for one in ast.walk(target) if isinstance(one, ast.Name))
+            case ast.stmt() | ast.excepthandler() | ast.match_case():
+                yield from _bound(ast.iter_child_nodes(node))
 
 
 def _arguments_fit(

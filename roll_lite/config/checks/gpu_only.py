@@ -11,10 +11,10 @@ from importlib.util import find_spec
 
 from roll_lite.config.arithmetic import adapters_of_engines, device_numbers, generates, infer_dtype, replays_engines, roles, trains
 from roll_lite.config.checks import layout
-from roll_lite.config.hf_config import read_model_shape
 from roll_lite.config.problems import Problem
 from roll_lite.config.schema.models import EngineStrategyConfig, SglangStrategyConfig, VllmStrategyConfig
 from roll_lite.config.schema.run import RunConfig
+from roll_lite.models.hf_config import read_model_shape
 
 SGLANG_FP8 = ("qwen2", "qwen3")
 """Families whose weights SGLang can replace in fp8, by its QuantizedRLModelLoader."""

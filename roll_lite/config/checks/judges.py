@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from roll_lite.config.checks.named import used_by_a_reward
-from roll_lite.config.hf_config import read_config
-from roll_lite.config.model_files import TOKENIZER_FILES, has_tokenizer, stored_tensors, wrong_settings
 from roll_lite.config.problems import Problem
 from roll_lite.config.schema.models import JudgeServerConfig
 from roll_lite.config.schema.run import RunConfig
+from roll_lite.models.hf_config import read_config
+from roll_lite.models.model_files import TOKENIZER_FILES, has_tokenizer, stored_tensors, wrong_settings
 
 JUDGE = "judge"
 

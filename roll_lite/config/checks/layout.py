@@ -21,7 +21,6 @@ from roll_lite.config.arithmetic import (
     roles,
     tensor_parallel_fits,
 )
-from roll_lite.config.hf_config import ModelShape, read_hf_config, read_model_shape
 from roll_lite.config.placement import ranges
 from roll_lite.config.problems import Problem
 from roll_lite.config.schema.models import (
@@ -35,6 +34,7 @@ from roll_lite.config.schema.models import (
     VllmStrategyConfig,
 )
 from roll_lite.config.schema.run import RunConfig
+from roll_lite.models.hf_config import ModelShape, read_hf_config, read_model_shape
 
 
 def _device_list(config: RunConfig, name: str, role: Role) -> Iterator[Problem]:

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 from math import prod
 
-from roll_lite.config.adapter_files import VLLM_RANKS, adapter_problems, adapter_shapes
 from roll_lite.config.arithmetic import actor_is_reference, adapters_of_engines, infer_dtype, trains, uses_reference
-from roll_lite.config.hf_config import read_hf_config, read_model_shape
-from roll_lite.config.model_files import weight_shapes
 from roll_lite.config.problems import Problem, did_you_mean
 from roll_lite.config.schema.models import FEED_FORWARD, LINEAR_LAYERS, VllmStrategyConfig
 from roll_lite.config.schema.run import RunConfig
+from roll_lite.models.adapter_files import VLLM_RANKS, adapter_problems, adapter_shapes
+from roll_lite.models.hf_config import read_hf_config, read_model_shape
+from roll_lite.models.model_files import weight_shapes
 
 
 def _targets(config: RunConfig) -> Iterator[Problem]:
@@ -44,7 +44,9 @@ def _experts(config: RunConfig) -> Iterator[Problem]:
 def _adapters_to_begin_with(config: RunConfig) -> Iterator[Problem]:
     lora = config.actor_train.lora
     if lora is not None and lora.path is not None:
-        yield from (Problem("actor_train.lora.path", message, str(lora.path)) for message in adapter_problems(lora))
+        yield from (
+            Problem("actor_train.lora.path", message, str(lora.path)) for message in adapter_problems(lora.path, lora.rank, lora.alpha)
+        )
 
 
 def _what_needs_whole_weights(config: RunConfig) -> Iterator[Problem]:

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from roll_lite.config.checks.named import used_by_a_reward
-from roll_lite.config.hf_config import SUPPORTED_TYPES, read_config, read_hf_config
-from roll_lite.config.model_files import TOKENIZER_FILES, VALUE_HEAD, has_tokenizer, stored_tensors
 from roll_lite.config.problems import Problem
 from roll_lite.config.schema.models import MegatronStrategyConfig, RewardModelConfig
 from roll_lite.config.schema.run import RunConfig
+from roll_lite.models.hf_config import SUPPORTED_TYPES, read_config, read_hf_config
+from roll_lite.models.model_files import TOKENIZER_FILES, VALUE_HEAD, has_tokenizer, stored_tensors
 
 MODEL_REWARD = "model"
 

@@ -20,10 +20,9 @@ from omegaconf.resolvers import oc
 from roll_lite.config.compose.overrides import Override, apply_override, names_first, parse_override
 from roll_lite.config.compose.short_form import make_room, spell_out
 from roll_lite.config.compose.yaml_source import MOST_VALUES, parse_yaml
-from roll_lite.config.files import is_file, read_text
-from roll_lite.config.problems import LEFT_OUT, Missing, Path, Problem, close_names, did_you_mean, dotted, first_line
-from roll_lite.config.shipped import CONFIGS
+from roll_lite.config.problems import LEFT_OUT, Missing, Path, Problem, close_names, did_you_mean, dotted
 from roll_lite.config.validation import words_at
+from roll_lite.files import CONFIGS, first_line, is_file, read_text
 
 DEEPEST = 50
 

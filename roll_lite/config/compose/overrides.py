@@ -15,8 +15,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from roll_lite.config.compose.short_form import is_short_form, make_room, spell_out
 from roll_lite.config.compose.yaml_source import parse_yaml
-from roll_lite.config.problems import Path, Problem, did_you_mean, dotted, first_line, show
+from roll_lite.config.problems import Path, Problem, did_you_mean, dotted, show
 from roll_lite.config.validation import words_at
+from roll_lite.files import first_line
 
 COMMAND_LINE = "command line"
 GRAMMAR = "write key=value, +key=value to add, or ~key to delete"

@@ -10,7 +10,8 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError
 
-from roll_lite.config.problems import NO_VALUE, Path, Problem, dotted, first_line, show, space_missing
+from roll_lite.config.problems import NO_VALUE, Path, Problem, dotted, show, space_missing
+from roll_lite.files import first_line
 
 MOST_VALUES = 100_000
 """Limit of values in one text, aliases expanded."""

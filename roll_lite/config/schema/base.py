@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from roll_lite.config.files import kind_of
-from roll_lite.config.shipped import found
+from roll_lite.files import absolute_path, kind_of
 
 
 def from_current_folder(path: Path) -> Path:
     """Make a path absolute, relative to the folder where the run starts, so that all workers agree. Shipped files are found from any
     folder. ValueError if the path is unreadable."""
     try:
-        path = found(path)
+        path = absolute_path(path)
     except RuntimeError:
         raise ValueError(f"there is no home folder {path.parts[0]}") from None
     kind_of(path)

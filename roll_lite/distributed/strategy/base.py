@@ -17,7 +17,6 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from roll_lite.config.checkpoint_files import FileRecord
 from roll_lite.config.schema.models import (
     HfStrategyConfig,
     InferStrategyConfig,
@@ -30,6 +29,7 @@ from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs, MicroBatchP
 from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import Completion, GenerationRequest
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan, Membership, Route, by_bucket, tensors_of
+from roll_lite.files import FileRecord, record
 
 # ---------------------------------------------------------------- training
 
@@ -178,18 +178,22 @@ class ForwardStrategy(ABC):
         """Free the device memory of state groups, keeping their contents in host memory (gradients are dropped)."""
 
 
-class CheckpointWrite(ABC):
-    """Part of a checkpoint that this rank writes beside the next steps."""
+@dataclass
+class CheckpointWrite:
+    """Part of a checkpoint that this rank writes. Here it is written already; a subclass may write it beside the next steps."""
+
+    folder: Path
+    files: Sequence[Path] = ()
 
     @property
-    @abstractmethod
     def is_done(self) -> bool:
         """True once written or failed: `finish` does not wait."""
+        return True
 
-    @abstractmethod
     def finish(self) -> dict[str, FileRecord]:
         """Wait for the write, on every rank in the same order as all else. RuntimeError if this part failed. For each file of the
         checkpoint, one rank returns its record by path."""
+        return {str(file.relative_to(self.folder)): record(file) for file in self.files}
 
 
 class TrainStrategy(ForwardStrategy):
@@ -218,13 +222,9 @@ class TrainStrategy(ForwardStrategy):
         """Return what `load` and `offload` moved since the last call."""
 
     @abstractmethod
-    def save_checkpoint(self, folder: Path) -> list[Path]:
-        """Save weights, optimizer, learning-rate schedule and random state; with adapters, those of the adapters alone. Returns the files
-        that this rank has written."""
-
-    @abstractmethod
-    def start_checkpoint(self, folder: Path) -> CheckpointWrite:
-        """Start saving the present state while steps continue."""
+    def save_checkpoint(self, folder: Path, asynchronous: bool = False) -> CheckpointWrite:
+        """Save weights, optimizer, learning-rate schedule and random state; with adapters, those of the adapters alone. `asynchronous`:
+        write the present state while steps continue."""
 
     @abstractmethod
     def load_checkpoint(self, folder: Path) -> None: ...

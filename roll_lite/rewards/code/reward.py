@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationInfo, field_validator
 
-from roll_lite.config.files import elsewhere, kind_of
-from roll_lite.config.problems import Problem, first_line
+from roll_lite.config.problems import Problem
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.samples import RewardInput, Score
+from roll_lite.files import elsewhere, first_line, kind_of
 from roll_lite.rewards.answer_extraction import after_thinking, is_cut
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.code.backends import Backend, RemoteBackend, backend_of

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from roll_lite.config.adapter_files import A, B, adapter_name
 from roll_lite.distributed.strategy.inference.held_weights import Layers, held_layers, shares
+from roll_lite.models.adapter_files import A, B, adapter_name
 
 NAME = "actor_train"
 """Name of the only adapter in an engine."""

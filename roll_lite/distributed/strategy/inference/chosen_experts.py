@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from roll_lite.config.hf_config import ExpertsConfig
+from roll_lite.models.hf_config import ExpertsConfig
 
 
 def chosen_experts(told: np.ndarray, experts: ExpertsConfig) -> np.ndarray:

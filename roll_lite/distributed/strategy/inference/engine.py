@@ -10,8 +10,6 @@ from collections.abc import AsyncIterator, Awaitable, Collection, Iterable, Mapp
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from roll_lite.config.adapter_files import adapter_shapes
-from roll_lite.config.hf_config import read_hf_config
 from roll_lite.config.keep_mask import keep_mask_available
 from roll_lite.config.schema.domains import GREATEST_TEMPERATURE, LEAST_TEMPERATURE
 from roll_lite.config.schema.models import EngineStrategyConfig
@@ -32,6 +30,8 @@ from roll_lite.distributed.weight_sync.group import largest
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, Membership, Route, tensors_of
 from roll_lite.distributed.weight_sync.transports import AUTO, TRANSPORTS
 from roll_lite.distributed.weight_sync.update import WeightUpdate, check_tensors, checkpoint_shapes
+from roll_lite.models.adapter_files import adapter_shapes
+from roll_lite.models.hf_config import read_hf_config
 
 T = TypeVar("T")
 

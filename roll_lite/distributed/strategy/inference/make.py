@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-from roll_lite.config.hf_config import HfConfig
 from roll_lite.data.samples import Completion, GenerationRequest
 from roll_lite.distributed.strategy.base import EngineMemory, PauseMode
 from roll_lite.distributed.strategy.inference.processes import EngineProcesses
+from roll_lite.models.hf_config import HfConfig
 
 
 class EnginePart(Protocol):

@@ -34,15 +34,17 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as write_state
 
-from roll_lite.config.checkpoint_files import MODEL_FILE, FileRecord, check_model
-from roll_lite.distributed.strategy.base import CheckpointWrite, RankLayout
-from roll_lite.distributed.strategy.megatron.checkpoint_writer import StagedWriter
+from roll_lite.distributed.strategy.base import RankLayout
+from roll_lite.distributed.strategy.megatron.checkpoint_writer import TENSORS_SUFFIX
 from roll_lite.distributed.strategy.megatron.optimizer import Optimizer
 from roll_lite.distributed.strategy.megatron.shard_loading import ShardReader, stored_name
+from roll_lite.files import is_file, read_object
+from roll_lite.models.hf_config import MODEL_FILE, check_same_model
+from roll_lite.models.model_files import weights_fingerprint
 
 STATE_FOLDER = "state"
-TENSORS_SUFFIX = ".distcp"
-"""Suffix of the files that ranks write in torch's checkpoint format."""
+BASE_FILE = "base.json"
+"""File beside a checkpoint of adapters that names their base model."""
 OPTIMIZER_TENSORS = "optimizer_tensors"
 """Key of the optimizer's tensors while they are read, apart from its other state."""
 MAIN_WEIGHTS = re.compile(r"^optimizer\.state\.(fp32_)?param\.")
@@ -78,38 +80,32 @@ def save_checkpoint(
     return own
 
 
+def write_base(folder: Path, model: Path) -> Path:
+    """Write BASE_FILE, for a checkpoint without the model's weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    card = {"path": str(model.resolve()), "fingerprint": weights_fingerprint(model)}
+    (folder / BASE_FILE).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
+    return folder / BASE_FILE
+
+
+def check_base(folder: Path, model: Path, adapters: bool) -> None:
+    """Raise ValueError if the checkpoint holds adapters but all weights train, or the reverse, or adapters of another model."""
+    of_adapters = is_file(folder / BASE_FILE)
+    if of_adapters != adapters:
+        holds, remedy = ("adapters", "set it") if of_adapters else ("a whole model", "leave it out")
+        raise ValueError(f"checkpoint.resume: {folder} holds {holds}; actor_train.lora decides what trains: {remedy}")
+    if adapters and (card := read_object(folder / BASE_FILE)).get("fingerprint") != weights_fingerprint(model):
+        raise ValueError(f"checkpoint.resume: the adapters in {folder} belong to {card.get('path')}; model.path {model} has other weights")
+
+
 def _without_optimizer(common: dict[str, Any]) -> dict[str, Any]:
     """State that Megatron may compare between ranks: without the optimizer, of which ranks hold different parts."""
     return {name: value for name, value in common.items() if name != "optimizer"}
 
 
-class RunningSave(CheckpointWrite):
-    """Asynchronous save: all ranks have staged their tensors, and one process per rank writes them. Collective."""
-
-    def __init__(self, folder: Path, layout: RankLayout, writer: StagedWriter) -> None:
-        self._folder = folder
-        self._writer = writer
-        dist.barrier()  # until the rest of the checkpoint is written
-        others = [path for path in folder.rglob("*") if path.is_file() and path.suffix != TENSORS_SUFFIX] if layout.rank == 0 else []
-        listed = [others]
-        dist.broadcast_object_list(listed, src=0)  # nodes may see each other's new files at different times
-        self._process = writer.start(listed[0][layout.rank :: layout.world_size])
-
-    @property
-    def is_done(self) -> bool:
-        return self._process.is_done
-
-    def finish(self) -> dict[str, FileRecord]:
-        written = self._process.result()
-        results: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(results, written.results)
-        records = {**written.records, **self._writer.complete(results)}
-        return {str(path.relative_to(self._folder)): found for path, found in records.items()}
-
-
 def load_checkpoint(chunks: Sequence[Any], optimizer: Optimizer | None, layout: RankLayout, model: Mapping[str, Any], folder: Path) -> None:
     """Load; collective. Learning rate, betas and weight decay stay as configured."""
-    check_model(folder, model)
+    check_same_model(folder, model)
     wanted = _sharded_state(chunks, optimizer, loading=True)
     own = wanted.pop("optimizer", None)
     weights = [wanted.get(name, {}) for name, _ in _named_chunks(chunks)]

@@ -16,13 +16,13 @@ import pickle
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
@@ -30,9 +30,12 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from roll_lite.config.checkpoint_files import FileRecord, record
+from roll_lite.distributed.strategy.base import CheckpointWrite, RankLayout
+from roll_lite.files import FileRecord, record
 
 ALIGNMENT = 64
+TENSORS_SUFFIX = ".distcp"
+"""Suffix of the files that ranks write in torch's checkpoint format."""
 COPIED_AT_ONCE = 16 << 20
 
 
@@ -71,18 +74,22 @@ class Written:
 class StagedWriter(FileSystemWriter):
     """torch's writer up to the point of writing: ranks have agreed who writes what, and the contents are copied."""
 
+    memory: io.FileIO
+    plan: SavePlan
+    contents: dict[Any, Place | bytes]
+
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self._folder = folder
+        self.folder = folder
+        self.later: list[tuple[Path, io.FileIO]] = []
         self._metadata: Metadata | None = None
-        self._later: list[tuple[Path, io.FileIO]] = []
 
     def write_later(self, file: Path, content: bytes) -> None:
         """Have the process write this file as well."""
         memory = _memory("file")
         shutil.copyfileobj(io.BytesIO(content), memory, COPIED_AT_ONCE)
         memory.seek(0)
-        self._later.append((file, memory))
+        self.later.append((file, memory))
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         found = {item.index: planner.resolve_data(item) for item in plan.items}
@@ -94,46 +101,52 @@ class StagedWriter(FileSystemWriter):
                 size += -(-content.nbytes // ALIGNMENT) * ALIGNMENT
             else:
                 contents[index] = content.getvalue()
-        self._memory = _memory("tensors", max(size, 1))  # mmap refuses zero bytes
-        copied = mmap.mmap(self._memory.fileno(), 0)
+        self.memory = _memory("tensors", max(size, 1))  # mmap refuses zero bytes
+        copied = mmap.mmap(self.memory.fileno(), 0)
         for index, content in found.items():
             if isinstance(place := contents[index], Place) and isinstance(content, torch.Tensor):
                 place.view(copied).copy_(content.detach())
-        self._plan, self._contents = SavePlan(plan.items, storage_data=plan.storage_data), contents
-        return _done([])
+        self.plan, self.contents = SavePlan(plan.items, storage_data=plan.storage_data), contents
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([])
+        return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Keep the results on the coordinating rank, for `complete`."""
         self._metadata = metadata
-
-    def start(self, others: Sequence[Path]) -> WriterProcess:
-        later = [(file, memory.fileno()) for file, memory in self._later]
-        job = Job(self._folder, self._plan, self._contents, later, list(others))
-        return WriterProcess(job, self._memory, [memory for _, memory in self._later])
 
     def complete(self, results: list[list[WriteResult]]) -> dict[Path, FileRecord]:
         """Write the index of all ranks' files; on the rank that coordinated the plan."""
         if self._metadata is None:
             return {}
         super().finish(self._metadata, results)
-        index = self._folder / ".metadata"
+        index = self.folder / ".metadata"
         return {index: record(index)}
 
 
-class WriterProcess:
-    def __init__(self, job: Job, memory: io.FileIO, later: Sequence[io.FileIO]) -> None:
-        self._folder = job.folder
+class RunningSave(CheckpointWrite):
+    """Asynchronous save: all ranks have staged their tensors, and one process per rank writes them. Collective."""
+
+    def __init__(self, folder: Path, layout: RankLayout, writer: StagedWriter) -> None:
+        super().__init__(folder)
+        self._writer = writer
+        dist.barrier()  # until the rest of the checkpoint is written
+        others = [path for path in folder.rglob("*") if path.is_file() and path.suffix != TENSORS_SUFFIX] if layout.rank == 0 else []
+        listed = [others]
+        dist.broadcast_object_list(listed, src=0)  # nodes may see each other's new files at different times
+        later = [(file, memory.fileno()) for file, memory in writer.later]
+        job = Job(writer.folder, writer.plan, writer.contents, later, listed[0][layout.rank :: layout.world_size])
         self._written, self._errors = _memory("written"), _memory("errors")
         with ExitStack() as ours:
             file = _memory("job")
-            for each in (file, memory, *later):
+            for each in (file, writer.memory, *(memory for _, memory in writer.later)):
                 ours.enter_context(each)
             file.write(pickle.dumps(job))
-            descriptors = [file.fileno(), memory.fileno(), self._written.fileno()]
+            descriptors = [file.fileno(), writer.memory.fileno(), self._written.fileno()]
             arguments = ", ".join(map(str, descriptors))
             self._process = subprocess.Popen(
                 [sys.executable, "-c", f"from {__name__} import write; write({arguments})"],
-                pass_fds=[*descriptors, *(each.fileno() for each in later)],
+                pass_fds=[*descriptors, *(descriptor for _, descriptor in later)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,
@@ -144,7 +157,14 @@ class WriterProcess:
     def is_done(self) -> bool:
         return self._process.poll() is not None
 
-    def result(self) -> Written:
+    def finish(self) -> dict[str, FileRecord]:
+        written = self._result()
+        results: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(results, written.results)
+        records = {**written.records, **self._writer.complete(results)}
+        return {str(path.relative_to(self.folder)): found for path, found in records.items()}
+
+    def _result(self) -> Written:
         """Wait for the process; RuntimeError if it failed."""
         self._process.wait()
         with self._written, self._errors:
@@ -152,7 +172,7 @@ class WriterProcess:
                 found: Written = pickle.loads(written)
                 return found
             said = _all_of(self._errors).decode(errors="replace").strip().splitlines() or ["its process was killed"]
-            raise RuntimeError(f"the checkpoint in {self._folder} was not written: {said[-1]}")
+            raise RuntimeError(f"the checkpoint in {self._writer.folder} was not written: {said[-1]}")
 
 
 class _Copied(DefaultSavePlanner):
@@ -189,9 +209,3 @@ def _memory(name: str, size: int = 0) -> io.FileIO:
 def _all_of(file: io.FileIO) -> bytes:
     file.seek(0)
     return file.read()
-
-
-def _done(value: Any) -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_result(value)
-    return future

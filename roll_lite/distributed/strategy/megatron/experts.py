@@ -14,10 +14,10 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from roll_lite.config.hf_config import ExpertsConfig, HfConfig
 from roll_lite.distributed.strategy.base import ExpertUse
 from roll_lite.distributed.strategy.megatron.packed_rows import PackedRows
 from roll_lite.distributed.strategy.megatron.routing import ChosenExperts
+from roll_lite.models.hf_config import ExpertsConfig, HfConfig
 
 if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None  # Megatron-Core 0.16 asks for it, and does not say that it needs Transformer Engine

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from safetensors.torch import save
 
-from roll_lite.config.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from roll_lite.config.hf_config import HfConfig
-from roll_lite.config.hf_fields import architecture
 from roll_lite.data.proto import save_tensors
 from roll_lite.distributed.strategy.megatron.hf_mapping import Binding, Entry, ranks_of_a_group, take_apart
 from roll_lite.distributed.strategy.megatron.parallel import cut_group
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan
+from roll_lite.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from roll_lite.models.hf_config import HfConfig
+from roll_lite.models.hf_fields import architecture
 
 Read = Callable[[torch.nn.Parameter], torch.Tensor]
 """Reads the exported tensor of a parameter: its values or its gradient."""

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from roll_lite.config.adapter_files import ADAPTER_WEIGHTS
-from roll_lite.config.hf_config import HfConfig
-from roll_lite.config.model_files import HEAD, head_beside_tied_embeddings, misfit, tensors_without_place, weight_shapes
 from roll_lite.distributed.strategy.base import ValueInit
 from roll_lite.distributed.strategy.megatron.hf_mapping import VALUE_HEAD, Binding, Entry, join, ranks_of_a_group
 from roll_lite.distributed.strategy.megatron.parallel import cut_group
+from roll_lite.models.adapter_files import ADAPTER_WEIGHTS
+from roll_lite.models.hf_config import HfConfig
+from roll_lite.models.model_files import HEAD, head_beside_tied_embeddings, misfit, tensors_without_place, weight_shapes
 
 
 class HfCheckpoint:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from roll_lite.config.hf_config import HfConfig
+from roll_lite.models.hf_config import HfConfig
 
 
 class Layout(Enum):

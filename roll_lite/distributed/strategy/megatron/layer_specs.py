@@ -18,9 +18,9 @@ from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from roll_lite.config.hf_config import HfConfig
 from roll_lite.distributed.strategy.megatron.experts import Balance, ExpertsLayer, experts_spec
 from roll_lite.distributed.strategy.megatron.layers import SdpaAttention, TorchRMSNorm
+from roll_lite.models.hf_config import HfConfig
 
 # Norms are stored under Transformer Engine's names: either kind of layers finds what the other saved.
 STORED_NAMES = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}

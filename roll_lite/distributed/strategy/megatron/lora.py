@@ -20,12 +20,12 @@ from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, set_tensor_model_parallel_attributes
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from roll_lite.config.adapter_files import A, B, adapter_name, target_of
-from roll_lite.config.hf_config import HfConfig
 from roll_lite.config.schema.models import FEED_FORWARD, LoraConfig
 from roll_lite.data.stable_hash import derived_seed
 from roll_lite.distributed.strategy.megatron.hf_mapping import EXPERT, LAYER, Binding, Entry, join, take_apart
 from roll_lite.distributed.strategy.megatron.parallel import cut_group
+from roll_lite.models.adapter_files import A, B, adapter_name, target_of
+from roll_lite.models.hf_config import HfConfig
 
 if TYPE_CHECKING:
     from roll_lite.distributed.strategy.megatron.hf_export import Change

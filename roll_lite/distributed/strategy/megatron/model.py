@@ -15,7 +15,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from roll_lite.config.arithmetic import layers_of_parts
-from roll_lite.config.hf_config import HfConfig, RopeConfig
 from roll_lite.config.schema.models import MegatronStrategyConfig
 from roll_lite.distributed.strategy.device import current_device
 from roll_lite.distributed.strategy.megatron.experts import Balance, experts_config
@@ -23,6 +22,7 @@ from roll_lite.distributed.strategy.megatron.hf_mapping import Binding, bind
 from roll_lite.distributed.strategy.megatron.layer_specs import TORCH, LayerParts, layer_spec
 from roll_lite.distributed.strategy.megatron.layers import ValueHead
 from roll_lite.distributed.strategy.megatron.packed_rows import PackedRows
+from roll_lite.models.hf_config import HfConfig, RopeConfig
 
 ROTARY_STEP = 256
 """Multiple of tokens that rotary embeddings are made for, so that Megatron caches only a few."""

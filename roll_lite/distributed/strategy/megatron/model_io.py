@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from roll_lite.config.hf_config import ExpertsConfig
 from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs, MicroBatchPlan, padded
 from roll_lite.data.proto import DataProto
 from roll_lite.distributed.strategy.megatron.distribution import distribution
@@ -19,6 +18,7 @@ from roll_lite.distributed.strategy.megatron.log_probs import log_probs_and_entr
 from roll_lite.distributed.strategy.megatron.packed_rows import ContextCut, PackedRows, on_device, packed
 from roll_lite.distributed.strategy.megatron.routing import EXPERTS, REPLAYED, Routes
 from roll_lite.distributed.strategy.megatron.vocabulary import Vocabulary
+from roll_lite.models.hf_config import ExpertsConfig
 
 KEPT, TEMPERATURE = "kept_ids", "temperature"
 """Columns for the head alone: which tokens a softmax covers, and the temperature. Losses do not see them."""

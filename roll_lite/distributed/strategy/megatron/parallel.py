@@ -9,10 +9,10 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from roll_lite.config.arithmetic import count_multiple, pipeline_problem, tensor_parallel_fits, token_multiple
-from roll_lite.config.hf_config import HfConfig
 from roll_lite.config.schema.models import MegatronStrategyConfig
 from roll_lite.data.microbatch import Multiples
 from roll_lite.distributed.strategy.base import RankLayout
+from roll_lite.models.hf_config import HfConfig
 
 
 def check_layout(strategy: MegatronStrategyConfig, hf: HfConfig, world_size: int) -> None:

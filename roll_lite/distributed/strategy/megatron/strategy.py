@@ -14,10 +14,6 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from roll_lite.config.adapter_files import adapter_config, adapter_shapes, check_base, write_base
-from roll_lite.config.checkpoint_files import describe
-from roll_lite.config.hf_config import read_hf_config
-from roll_lite.config.model_files import weight_shapes
 from roll_lite.config.schema.models import LoraConfig, MegatronStrategyConfig, OptimizerConfig
 from roll_lite.data.microbatch import MicroBatchOutputs, MicroBatchPlan, MicroBatchPlanner
 from roll_lite.data.proto import Column, DataProto
@@ -32,10 +28,10 @@ from roll_lite.distributed.strategy.base import (
     TrainStrategy,
 )
 from roll_lite.distributed.strategy.device import take_local_device
-from roll_lite.distributed.strategy.megatron.checkpoint import STATE_FOLDER, RunningSave
+from roll_lite.distributed.strategy.megatron.checkpoint import STATE_FOLDER, check_base, write_base
 from roll_lite.distributed.strategy.megatron.checkpoint import load_checkpoint as read_checkpoint
 from roll_lite.distributed.strategy.megatron.checkpoint import save_checkpoint as write_checkpoint
-from roll_lite.distributed.strategy.megatron.checkpoint_writer import StagedWriter
+from roll_lite.distributed.strategy.megatron.checkpoint_writer import RunningSave, StagedWriter
 from roll_lite.distributed.strategy.megatron.ema import WeightAverage
 from roll_lite.distributed.strategy.megatron.experts import Balance
 from roll_lite.distributed.strategy.megatron.forward_backward import (
@@ -59,6 +55,9 @@ from roll_lite.distributed.strategy.megatron.optimizer import Optimizer
 from roll_lite.distributed.strategy.megatron.parallel import check_layout, join_groups, layout_multiples
 from roll_lite.distributed.strategy.megatron.routing import EXPERTS, REPLAYED, collect_routes
 from roll_lite.distributed.weight_sync.plan import ExportPlan
+from roll_lite.models.adapter_files import adapter_config, adapter_shapes
+from roll_lite.models.hf_config import read_hf_config
+from roll_lite.models.model_files import weight_shapes
 
 SAVE_BUCKET_BYTES = 4 << 30
 """Most bytes per safetensors file."""
@@ -108,7 +107,7 @@ class MegatronStrategy(TrainStrategy):
         else:
             self._chunks = self._with_data_parallel(config, chunks, spec.optimizer)
             self._optimizer = Optimizer(spec.optimizer, self._chunks, self._config.distributed_optimizer, self._dtype, spec.total_updates)
-        self._described = describe(self._hf, spec.model, self._value_head)
+        self._described = self._hf.tensor_facts(spec.model.dtype, self._value_head)
         self._exporter = HfExporter(self._bindings, self._hf, self._adapters.merging if self._adapters is not None else None)
         self._to_engines = self._exporter
         if spec.lora is not None and self._adapters is not None and spec.lora.engines == "adapter":
@@ -228,9 +227,11 @@ class MegatronStrategy(TrainStrategy):
 
     def save_adapters(self, folder: Path) -> list[Path]:
         self._mover.require(StateGroup.WEIGHTS)
-        assert self._adapters is not None and self._spec.lora is not None, "this strategy was made without LoRA"
+        lora = self._spec.lora
+        assert self._adapters is not None and lora is not None, "this strategy was made without LoRA"
         exporter = HfExporter(self._adapters.bindings, self._hf)
-        return save_adapters(exporter, exporter.plan(SAVE_BUCKET_BYTES), folder, adapter_config(self._spec.lora, self._spec.model.path))
+        config = adapter_config(lora.rank, lora.alpha, lora.targets, self._spec.model.path)
+        return save_adapters(exporter, exporter.plan(SAVE_BUCKET_BYTES), folder, config)
 
     def load_hf(self, folder: Path) -> None:
         self._mover.require_to_write(StateGroup.WEIGHTS)
@@ -249,27 +250,22 @@ class MegatronStrategy(TrainStrategy):
         moved, self._mover.moved = self._mover.moved, Moved()
         return moved
 
-    def save_checkpoint(self, folder: Path) -> list[Path]:
-        return self._save(folder, FileSystemWriter(folder / STATE_FOLDER))
-
-    def start_checkpoint(self, folder: Path) -> CheckpointWrite:
-        writer = StagedWriter(folder / STATE_FOLDER)
-        self._save(folder, writer, writer.write_later)
-        return RunningSave(folder, self.layout, writer)
-
-    def _save(self, folder: Path, writer: FileSystemWriter, write: Write | None = None) -> list[Path]:
+    def save_checkpoint(self, folder: Path, asynchronous: bool = False) -> CheckpointWrite:
         self._mover.require(StateGroup.WEIGHTS, StateGroup.OPTIMIZER)
+        staged = StagedWriter(folder / STATE_FOLDER) if asynchronous else None
+        writer = staged or FileSystemWriter(folder / STATE_FOLDER)
         files: list[Path] = []
         if self._adapters is not None and self.layout.rank == 0:
             files.append(write_base(folder, self._spec.model.path))
         files += write_checkpoint(self._chunks, self._optimizer, self.layout, self._described, folder, writer)
         if self._average is not None:
+            write = staged.write_later if staged is not None else None
             files += self._write_hf(folder / AVERAGE_FOLDER, torch.float32, average=True, write=write)
-        return files
+        return CheckpointWrite(folder, files) if staged is None else RunningSave(folder, self.layout, staged)
 
     def load_checkpoint(self, folder: Path) -> None:
         self._mover.require_to_write(StateGroup.WEIGHTS, StateGroup.OPTIMIZER)
-        check_base(folder, self._spec.model.path, self._spec.lora)
+        check_base(folder, self._spec.model.path, self._spec.lora is not None)
         read_checkpoint(self._chunks, self._optimizer, self.layout, self._described, folder)
         if self._average is not None and (folder / AVERAGE_FOLDER).is_dir():
             self._load_weights(self._average.bindings, folder / AVERAGE_FOLDER, "checkpoint.resume")

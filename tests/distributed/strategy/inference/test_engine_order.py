@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from roll_lite.config.hf_config import HfConfig
 from roll_lite.config.schema.models import ModelConfig, VllmStrategyConfig
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, Sampling
 from roll_lite.distributed.strategy.base import EngineHealth, EngineMemory, EngineSpec, PauseMode
@@ -19,6 +18,7 @@ from roll_lite.distributed.strategy.inference.life import EngineDead
 from roll_lite.distributed.strategy.inference.processes import EngineProcesses
 from roll_lite.distributed.weight_sync.group import TransferError
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, Route
+from roll_lite.models.hf_config import HfConfig
 
 A, B = (ExportedTensor(name, (2,), torch.float32, owner=0, bucket=number) for number, name in enumerate("ab"))
 ALL = frozenset(EngineMemory)

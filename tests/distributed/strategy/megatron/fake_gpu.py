@@ -91,7 +91,6 @@ def main(folder: Path, layout: dict[str, Any]) -> None:
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron_cases import batch_of
 
-    from roll_lite.config.hf_config import read_hf_config
     from roll_lite.config.schema.algorithm import MismatchCorrectionConfig
     from roll_lite.config.schema.models import MegatronStrategyConfig
     from roll_lite.data.microbatch import MicroBatchPlan, TokenBudget
@@ -99,6 +98,7 @@ def main(folder: Path, layout: dict[str, Any]) -> None:
     from roll_lite.distributed.strategy.megatron import model_io, parallel
     from roll_lite.distributed.strategy.megatron.experts import Balance
     from roll_lite.distributed.strategy.megatron.model import RollModel, transformer_config
+    from roll_lite.models.hf_config import read_hf_config
     from roll_lite.workers.objectives import ActorLoss, CriticLoss
 
     parallel.model_parallel_cuda_manual_seed = lambda *_, **__: None  # type: ignore[assignment]

@@ -151,7 +151,7 @@ def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], 
         assert difference <= tolerance * max(float(tensor.norm()), 1e-3 * largest), f"{name}: off by {difference} of {float(tensor.norm())}"
 
 
-def reported_once(folder: Path, own: list[Path]) -> None:
+def reported_once(folder: Path, own: Sequence[Path]) -> None:
     """Each file of the folder by the rank that has written it. Collective."""
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, own)

@@ -12,15 +12,15 @@ from safetensors.torch import load_file
 from support_models import load_hf
 from support_passes import forward, train_step
 
-from roll_lite.config.checkpoint_files import record
 from roll_lite.config.schema.models import OptimizerConfig
 from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs
 from roll_lite.distributed.strategy.base import CheckpointWrite, StateGroup
-from roll_lite.distributed.strategy.megatron import checkpoint_writer
-from roll_lite.distributed.strategy.megatron.checkpoint_writer import Job, WriterProcess
+from roll_lite.distributed.strategy.megatron import strategy as megatron_strategy
+from roll_lite.distributed.strategy.megatron.checkpoint_writer import RunningSave
 from roll_lite.distributed.strategy.megatron.ema import WeightAverage
 from roll_lite.distributed.strategy.megatron.hf_mapping import FINAL_NORM, Binding
 from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy
+from roll_lite.files import record
 
 CONFIG = OptimizerConfig(lr=1e-2)
 DECAY = 0.75
@@ -74,7 +74,7 @@ def averaged(path: Path, folder: Path, layout: dict[str, Any], dtype: str) -> di
         mean = {name: DECAY * mean[name] + (1 - DECAY) * weight.double() for name, weight in own_weights(strategy).items()}
     assert train_step(strategy, shard(batch_of(), strategy), nan_loss, ["log_probs"], 3).skipped
     reported_once(folder / "average", strategy.save_hf(folder / "average", average=True))
-    reported_once(folder / "checkpoint", strategy.save_checkpoint(folder / "checkpoint"))
+    reported_once(folder / "checkpoint", strategy.save_checkpoint(folder / "checkpoint").files)
     running = started_with_nothing_written(strategy, folder / "beside")
     step(strategy, 3)
     strategy.save_hf(folder / "straight", average=True)
@@ -89,14 +89,14 @@ def averaged(path: Path, folder: Path, layout: dict[str, Any], dtype: str) -> di
 def started_with_nothing_written(strategy: MegatronStrategy, folder: Path) -> CheckpointWrite:
     """The average's weights are left to the process that writes the rest."""
 
-    class Writer(WriterProcess):
-        def __init__(self, job: Job, *memory: Any) -> None:
+    class Save(RunningSave):
+        def __init__(self, *given: Any) -> None:
             assert strategy.layout.world_size > 1 or not list(folder.rglob("*.safetensors"))
-            super().__init__(job, *memory)
+            super().__init__(*given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint_writer, "WriterProcess", Writer)
-        return strategy.start_checkpoint(folder)
+        patch.setattr(megatron_strategy, "RunningSave", Save)
+        return strategy.save_checkpoint(folder, asynchronous=True)
 
 
 def go_on(path: Path, folder: Path, layout: dict[str, Any], dtype: str, name: str) -> None:

@@ -19,12 +19,12 @@ from support_passes import forward, train_step
 from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
-from roll_lite.config.checkpoint_files import FileRecord, record
 from roll_lite.config.schema.models import LINEAR_LAYERS, ActorRoleConfig, LoraConfig, OptimizerConfig
 from roll_lite.data.microbatch import TokenBudget
 from roll_lite.distributed.strategy.base import StateGroup
 from roll_lite.distributed.strategy.megatron.hf_export import HfExporter
 from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy
+from roll_lite.files import FileRecord, record
 from roll_lite.workers.actor import AdaptedActorWorker
 
 CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1, betas=(0.8, 0.9), eps=1e-2, clip_grad=76.0)
@@ -346,7 +346,7 @@ def save_and_resume(path: Path, adapters: Path, folder: Path, layout: dict[str, 
     """A run goes on bit for bit. Offloading in between changes nothing, and frees everything."""
     straight, resumed = (started(path, CONFIG, total_updates=9, lora=lora_of(adapters), **layout) for _ in range(2))
     steps(straight, range(2))
-    reported_once(folder, straight.save_checkpoint(folder))
+    reported_once(folder, straight.save_checkpoint(folder).files)
     straight.offload(StateGroup)
     assert sum(one.untyped_storage().nbytes() for chunk in straight._chunks for one in chunk.parameters()) == 0
     straight.load(StateGroup)
@@ -405,7 +405,7 @@ def save_beside_steps(path: Path, adapters: Path, folder: Path, layout: dict[str
     """Two updates go over the adapters while these are written."""
     strategy, resumed = (started(path, CONFIG, total_updates=9, lora=lora_of(adapters), **layout) for _ in range(2))
     steps(strategy, range(2))
-    running = strategy.start_checkpoint(folder)
+    running = strategy.save_checkpoint(folder, asynchronous=True)
     expected = steps(strategy, range(2, 4))
     written = running.finish()
     dist.barrier()

@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from support_models import load_hf
 from support_passes import forward
 
-from roll_lite.config.hf_config import read_hf_config
-from roll_lite.config.hf_fields import POLICY_HEADS
-from roll_lite.config.model_files import HEAD, stored_tensors, wrong_settings, wrong_weights
 from roll_lite.data.microbatch import RowsAtATime
+from roll_lite.models.hf_config import read_hf_config
+from roll_lite.models.hf_fields import POLICY_HEADS
+from roll_lite.models.model_files import HEAD, stored_tensors, wrong_settings, wrong_weights
 
 FAMILIES = ("qwen2", "qwen3", "llama", "mistral")
 LAYERS = 2

@@ -19,12 +19,13 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from roll_lite.config.checkpoint_files import FileRecord, record
 from roll_lite.config.schema.models import LoraConfig, OptimizerConfig
 from roll_lite.distributed.strategy.base import StateGroup, TrainResult
 from roll_lite.distributed.strategy.megatron import strategy as strategy_module
-from roll_lite.distributed.strategy.megatron.checkpoint import STATE_FOLDER, RunningSave, _sharded_state
+from roll_lite.distributed.strategy.megatron.checkpoint import STATE_FOLDER, _sharded_state
+from roll_lite.distributed.strategy.megatron.checkpoint_writer import RunningSave
 from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy
+from roll_lite.files import FileRecord, record
 
 from megatron.core.dist_checkpointing.dict_utils import nested_values  # isort: skip  (roll_lite prepares megatron.core)
 from megatron.core.dist_checkpointing.mapping import ShardedTensor  # isort: skip
@@ -291,7 +292,7 @@ def save_beside_steps(path: Path, folder: Path, layout: dict[str, Any]) -> dict[
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() > 0:
             patch.setattr(Path, "rglob", lambda *_: iter(()))
-        running = strategy.start_checkpoint(folder)
+        running = strategy.save_checkpoint(folder, asynchronous=True)
     expected = steps(strategy, range(1, 3))
     written = running.finish()
     assert running.is_done
@@ -311,7 +312,7 @@ def test_steps_go_on_while_a_checkpoint_is_written(ranks: RankPool, path: Path, 
 
 def save_where_nothing_can_be_written(path: Path, folder: Path) -> str:
     strategy = begin(path, {})
-    running = strategy.start_checkpoint(folder)
+    running = strategy.save_checkpoint(folder, asynchronous=True)
     shutil.rmtree(folder)
     steps(strategy, range(1))
     with pytest.raises(RuntimeError) as error:
@@ -320,9 +321,9 @@ def save_where_nothing_can_be_written(path: Path, folder: Path) -> str:
 
 
 def kill_the_writer(path: Path, folder: Path) -> str:
-    running = begin(path, {}).start_checkpoint(folder)
+    running = begin(path, {}).save_checkpoint(folder, asynchronous=True)
     assert isinstance(running, RunningSave)
-    running._process._process.kill()
+    running._process.kill()
     with pytest.raises(RuntimeError) as error:
         running.finish()
     return str(error.value)

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from support_models import load_hf
 from transformers import AutoTokenizer
 
-from roll_lite.config.hf_config import read_hf_config
 from roll_lite.distributed.strategy.megatron.hf_export import _in_buckets
 from roll_lite.distributed.strategy.megatron.hf_mapping import LAYER, Layout, join, take_apart
+from roll_lite.models.hf_config import read_hf_config
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:

@@ -10,7 +10,6 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from roll_lite.config.adapter_files import VLLM_RANKS
 from roll_lite.config.schema.models import JudgeServerConfig, LoraConfig, ModelConfig, VllmStrategyConfig
 from roll_lite.data.samples import GenerationRequest, Sampling
 from roll_lite.distributed.strategy.base import EngineMemory, EngineSpec
@@ -19,6 +18,7 @@ from roll_lite.distributed.strategy.vllm.compat import settings
 from roll_lite.distributed.strategy.vllm.compat.engine import VllmEngine
 from roll_lite.distributed.strategy.vllm.compat.judge_server import server_arguments
 from roll_lite.distributed.strategy.vllm.compat.requests import sampling_params
+from roll_lite.models.adapter_files import VLLM_RANKS
 
 MODEL = ModelConfig(path=Path("model"), dtype="float32")
 

@@ -13,8 +13,8 @@ from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.lora.utils import get_target_module_name
 from sglang.srt.model_executor import model_runner
 
-from roll_lite.config.adapter_files import A
 from roll_lite.distributed.strategy.inference.adapters import NAME, AdaptedLayer
+from roll_lite.models.adapter_files import A
 
 
 def put_adapters(runner: Any, rank: int, tensors: dict[str, torch.Tensor]) -> None:

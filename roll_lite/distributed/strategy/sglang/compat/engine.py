@@ -16,7 +16,6 @@ from typing import Any
 import psutil
 import torch
 
-from roll_lite.config.hf_config import HfConfig
 from roll_lite.config.schema.models import SglangStrategyConfig
 from roll_lite.data.samples import Completion, GenerationRequest
 from roll_lite.distributed.strategy.base import EngineMemory, EngineSpec, PauseMode
@@ -27,6 +26,7 @@ from roll_lite.distributed.strategy.inference.scratch import Scratch
 from roll_lite.distributed.strategy.sglang.compat import settings
 from roll_lite.distributed.strategy.sglang.compat.channel import Closed, PickleChannel, Start
 from roll_lite.distributed.strategy.sglang.compat.settings import logged_error
+from roll_lite.models.hf_config import HfConfig
 
 _LAST_S = 3.0  # for the server to end what it has started
 SERVER = "roll_lite.distributed.strategy.sglang.compat.server"

@@ -11,7 +11,6 @@ from typing import Any
 
 import psutil
 
-from roll_lite.config.hf_config import read_hf_config
 from roll_lite.config.schema.models import SglangStrategyConfig
 from roll_lite.data.samples import Completion, GenerationRequest
 from roll_lite.distributed.strategy.base import EngineMemory
@@ -20,6 +19,7 @@ from roll_lite.distributed.strategy.inference.settings import check_engine_args
 from roll_lite.distributed.strategy.sglang.compat.channel import Start
 from roll_lite.distributed.strategy.sglang.compat.requests import completion, generate_input, grown
 from roll_lite.distributed.strategy.sglang.compat.settings import OWN_ARGUMENTS, check_cache, engine_arguments, node_arguments
+from roll_lite.models.hf_config import read_hf_config
 
 _TAGS = {EngineMemory.WEIGHTS: "weights", EngineMemory.KV_CACHE: "kv_cache"}
 

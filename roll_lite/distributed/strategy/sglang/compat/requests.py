@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from roll_lite.config.hf_config import ExpertsConfig
 from roll_lite.config.keep_mask import is_truncated
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, VersionSpan
 from roll_lite.distributed.strategy.inference.chosen_experts import chosen_experts
 from roll_lite.distributed.strategy.inference.seam import SEAM, seam_tokens
+from roll_lite.models.hf_config import ExpertsConfig
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput

@@ -6,11 +6,11 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roll_lite.config.hf_config import read_hf_config
 from roll_lite.config.keep_mask import KEEP_LIMIT
 from roll_lite.config.schema.models import LoraConfig, ModelConfig, SglangStrategyConfig
 from roll_lite.distributed.strategy.inference import settings
 from roll_lite.distributed.strategy.inference.settings import Environment, is_fp8, kv_cache_mb, with_fused
+from roll_lite.models.hf_config import read_hf_config
 
 if TYPE_CHECKING:
     from roll_lite.distributed.strategy.base import EngineNode

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from roll_lite.config.hf_config import HfConfig
 from roll_lite.config.keep_mask import keep_mask_width
 from roll_lite.config.schema.models import VllmStrategyConfig
 from roll_lite.data.samples import Completion, GenerationRequest
@@ -22,6 +21,7 @@ from roll_lite.distributed.strategy.inference.settings import check_engine_args
 from roll_lite.distributed.strategy.vllm.compat import settings
 from roll_lite.distributed.strategy.vllm.compat.requests import adapters_request, completion, grown, prompt_input, sampling_params
 from roll_lite.distributed.strategy.vllm.compat.stop_text import look_across_seams
+from roll_lite.models.hf_config import HfConfig
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs

@@ -12,11 +12,11 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-from roll_lite.config.hf_config import read_model_shape
 from roll_lite.config.schema.models import JudgeServerConfig
 from roll_lite.distributed.strategy.inference.processes import end_group_with_host
 from roll_lite.distributed.strategy.inference.settings import is_fp8, kv_cache_mb
 from roll_lite.distributed.strategy.vllm.compat.settings import FP8, batched_tokens, check_version, engine_environment, notes
+from roll_lite.models.hf_config import read_model_shape
 
 OWN_ARGUMENTS = ("host", "port", "uds", "fd", "served_model_name", "api_key", "api_server_count", "root_path", "ssl_certfile")
 """Arguments of a judge's server that no configuration may set."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from roll_lite.config.hf_config import ExpertsConfig
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, VersionSpan, since_token
 from roll_lite.distributed.strategy.inference.adapters import NAME
 from roll_lite.distributed.strategy.inference.chosen_experts import chosen_experts
 from roll_lite.distributed.strategy.inference.seam import SEAM, seam_tokens
+from roll_lite.models.hf_config import ExpertsConfig
 
 if TYPE_CHECKING:
     from vllm.logprobs import FlatLogprobs

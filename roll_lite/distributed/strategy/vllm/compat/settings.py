@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from roll_lite.config.adapter_files import VLLM_RANKS
 from roll_lite.config.keep_mask import KEEP_LIMIT
 from roll_lite.config.schema.models import LoraConfig, ModelConfig, VllmStrategyConfig
 from roll_lite.distributed.strategy.inference import settings
 from roll_lite.distributed.strategy.inference.settings import Environment, is_fp8, kv_cache_mb, with_fused
+from roll_lite.models.adapter_files import VLLM_RANKS
 
 if TYPE_CHECKING:
     from roll_lite.distributed.strategy.base import EngineNode

@@ -1,18 +1,48 @@
-"""Reads files and folders of the user: every failure is a ValueError that names the file.
+"""Files and folders of the user, and those that ship with the package. Every failure is a ValueError that names the file.
 
 Only plain files are opened: reading a pipe or a device might never end.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import stat
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+EXAMPLES = (Path(__file__).parent / "examples").resolve()
+"""Shipped files: configurations, the tiny model, toy data, rewards. A link to examples/ in a checkout, a folder in an installed package."""
+CONFIGS = EXAMPLES / "configs"
 
 LARGEST = 1 << 30
 """Maximal size of a file that is read as a whole, in bytes."""
 _SHOWN = 80
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    bytes: int
+    sha256: str
+
+
+def record(path: Path) -> FileRecord:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+        return FileRecord(file.tell(), digest.hexdigest())
+
+
+def absolute_path(path: Path) -> Path:
+    """Absolute path, relative to the current folder; the package's file if the path begins with examples/ and does not exist."""
+    path = path.expanduser()
+    here = path.absolute()
+    if path.parts[:1] == (EXAMPLES.name,):
+        shipped = EXAMPLES.joinpath(*path.parts[1:])
+        with suppress(OSError, ValueError):
+            return shipped if shipped.exists() and not here.exists() else here
+    return here
 
 
 def kind_of(path: Path) -> Literal["file", "folder", "other"] | None:
@@ -94,3 +124,8 @@ def elsewhere(path: Path) -> str:
         if kind_of(parent / relative) is not None:
             return f" (relative paths count from the current folder; there is {parent / relative}: start from {parent})"
     return " (relative paths count from the current folder)"
+
+
+def first_line(error: BaseException) -> str:
+    """First line of the message; the type if the message is empty."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from roll_lite.config.files import elsewhere, kind_of, read_object
-from roll_lite.config.hf_fields import HEADS, LLAMA3_FIELDS, refusals, rope_fields
+from roll_lite.files import elsewhere, kind_of, read_object
+from roll_lite.models.hf_fields import HEADS, LLAMA3_FIELDS, refusals, rope_fields
 
+MODEL_FILE = "model.json"
+"""File beside a role's checkpoint: the model's `tensor_facts`."""
+NOT_IN_TENSORS = ("max_positions", "norm_eps", "rope", "window")
+"""Fields of HfConfig that do not affect tensors."""
 SUPPORTED_TYPES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral")
 """`model_type`s whose weights the Megatron strategy can read and write."""
 
@@ -100,11 +105,26 @@ class HfConfig:
         matrices = (2 * self.heads + 2 * self.key_value_heads) * self.head_dim + 3 * sum(widths) / len(widths)
         return self.hidden * matrices / (self.heads * self.head_dim)
 
+    def tensor_facts(self, dtype: str, has_values: bool) -> dict[str, Any]:
+        """What determines the tensors of a checkpoint, converted through JSON."""
+        shape = {name: value for name, value in asdict(self).items() if name not in NOT_IN_TENSORS}
+        return {**json.loads(json.dumps(shape)), "model.dtype": dtype, "outputs": "values" if has_values else "tokens"}
+
     def _used_feed_forward(self, layer: int) -> int:
         """Feed-forward size that one token uses."""
         if self.experts is None or not self.experts.layers[layer]:
             return self.feed_forward
         return self.experts.per_token * self.experts.feed_forward
+
+
+def check_same_model(checkpoint: Path, wanted: Mapping[str, Any]) -> None:
+    """Raise ValueError if a role's checkpoint holds another model or precision. Versions without model.json pass."""
+    if kind_of(checkpoint / MODEL_FILE) is None:
+        return
+    held = read_object(checkpoint / MODEL_FILE)
+    differences = [f"{name} is {held[name]} there, {value} here" for name, value in wanted.items() if held.get(name, value) != value]
+    if differences:
+        raise ValueError(f"checkpoint.resume: {checkpoint} holds another model: {'; '.join(differences)}")
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from roll_lite.config.checkpoint_files import check_sums, found, read_list, read_state, record, resumption, write_list
+from roll_lite.files import record
+from roll_lite.pipeline.checkpoint_files import check_sums, finished_checkpoints, read_list, read_state, resumption, write_list
 
 
 def checkpoint(run: Path, step: int, listed: bool = True) -> Path:
@@ -40,7 +41,7 @@ def test_an_unfinished_one_does_not_hide_the_one_before_it(tmp_path: Path, left_
     (unfinished / left_out).unlink()
     (tmp_path / "checkpoints" / "step_000006.partial").mkdir()
     choice = resumption(tmp_path)
-    assert choice.checkpoint == good and found(tmp_path) == [good]
+    assert choice.checkpoint == good and finished_checkpoints(tmp_path) == [good]
     assert choice.notes == [f"step_000004 in {tmp_path / 'checkpoints'} was not finished; going on from step_000002"]
     with pytest.raises(ValueError, match=rf"step_000004 is an unfinished checkpoint; the one before it .*checkpoint\.resume={good}"):
         resumption(unfinished)

@@ -11,9 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from roll_lite.config.files import is_file, kind_of, read_bytes, read_object, read_text, unreadable
-from roll_lite.config.hf_config import HfConfig
-from roll_lite.config.problems import first_line
+from roll_lite.files import first_line, is_file, kind_of, read_bytes, read_object, read_text, unreadable
+from roll_lite.models.hf_config import HfConfig
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 EMBEDDING, HEAD, VALUE_HEAD = "model.embed_tokens.weight", "lm_head.weight", "score.weight"

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from roll_lite.config.files import is_file, read_object
-from roll_lite.config.model_files import weights_fingerprint
-from roll_lite.config.schema.models import LoraConfig
+from roll_lite.files import is_file, read_object
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 A, B = "lora_A", "lora_B"
 """Matrices of an adapter: [rank, in] and [out, rank]."""
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM reserves memory for; a rank between two of them takes as much as the larger one."""
-BASE_FILE = "base.json"
-"""File beside a checkpoint of adapters that names their base model."""
 _PLAIN: dict[str, Any] = {
     "bias": "none",
     "fan_in_fan_out": False,
@@ -38,37 +33,36 @@ _BEGUN_BESIDE_THE_BASE = (None, True, False, "gaussian", "orthogonal", "eva", "m
 """Values of init_lora_weights that leave the base unchanged; all others move part of its weights into the adapters."""
 
 
-def adapter_config(lora: LoraConfig, base: Path) -> dict[str, Any]:
-    """adapter_config.json, which PEFT reads beside the weights."""
+def adapter_config(rank: int, alpha: float, targets: Iterable[str], base: Path) -> dict[str, Any]:
+    """Content of adapter_config.json, which PEFT reads beside the weights."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(base.resolve()),
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
+        "r": rank,
+        "lora_alpha": alpha,
         "lora_dropout": 0.0,
-        "target_modules": sorted(lora.targets),
+        "target_modules": sorted(targets),
         "inference_mode": True,
         **_PLAIN,
     }
 
 
-def adapter_problems(lora: LoraConfig) -> Iterator[str]:
-    """Reasons why training cannot start from the adapters of lora.path."""
-    assert lora.path is not None
-    missing = [name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if not is_file(lora.path / name)]
+def adapter_problems(folder: Path, rank: int, alpha: float) -> Iterator[str]:
+    """Reasons why training cannot start from the adapters in the folder."""
+    missing = [name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if not is_file(folder / name)]
     if missing:
         yield f"has no {' and no '.join(missing)}; expected adapters in PEFT's format"
         return
     try:
-        stored = read_object(lora.path / ADAPTER_CONFIG)
+        stored = read_object(folder / ADAPTER_CONFIG)
     except ValueError as error:
         yield str(error)
         return
     if stored.get("peft_type") != "LORA":
         yield f"{ADAPTER_CONFIG} has peft_type {stored.get('peft_type')!r:.40}; expected adapters of the type LORA"
         return
-    for setting, key, own in (("rank", "r", lora.rank), ("alpha", "lora_alpha", lora.alpha)):
+    for setting, key, own in (("rank", "r", rank), ("alpha", "lora_alpha", alpha)):
         if stored.get(key) != own:
             yield f"{ADAPTER_CONFIG} has {key} {stored.get(key)!r:.40}, and actor_train.lora.{setting} is {own:g}"
     for key, plain in _PLAIN.items():
@@ -105,37 +99,3 @@ def adapter_shapes(weights: Mapping[str, tuple[int, ...]], targets: Collection[s
             rows, columns = shape
             shapes |= {adapter_name(weight, A): (rank, columns), adapter_name(weight, B): (rows, rank)}
     return shapes
-
-
-# ---------------------------------------------------------------- checkpoints of adapters, without the model's weights
-
-
-def write_base(folder: Path, model: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    card = {"path": str(model.resolve()), "fingerprint": weights_fingerprint(model)}
-    (folder / BASE_FILE).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
-    return folder / BASE_FILE
-
-
-def check_base(folder: Path, model: Path, lora: LoraConfig | None) -> None:
-    """Raise ValueError if the checkpoint holds adapters but all weights train, or the reverse, or adapters of another model."""
-    of_adapters = is_file(folder / BASE_FILE)
-    if of_adapters != (lora is not None):
-        holds, remedy = ("adapters", "set it") if of_adapters else ("a whole model", "leave it out")
-        raise ValueError(f"checkpoint.resume: {folder} holds {holds}; actor_train.lora decides what trains: {remedy}")
-    if lora is not None and (card := read_object(folder / BASE_FILE)).get("fingerprint") != weights_fingerprint(model):
-        raise ValueError(f"checkpoint.resume: the adapters in {folder} belong to {card.get('path')}; model.path {model} has other weights")
-
-
-def resumption_problem(lora: LoraConfig | None, saved: Mapping[str, Any] | None) -> str | None:
-    """Reason why a run cannot resume from one with other adapters. `saved`: actor_train.lora of that run."""
-    kept = ("rank", "alpha", "targets")
-    before, now = ({key: values.get(key) for key in kept} if values else None for values in (saved, lora.model_dump() if lora else None))
-    if _sorted_targets(before) == _sorted_targets(now):
-        return None
-    told = ["trains all weights" if one is None else ", ".join(f"{key} {value}" for key, value in one.items()) for one in (before, now)]
-    return f"it was written with other adapters (actor_train.lora): {told[0]}; this run: {told[1]}"
-
-
-def _sorted_targets(adapters: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    return None if adapters is None else {**adapters, "targets": sorted(adapters["targets"] or [])}

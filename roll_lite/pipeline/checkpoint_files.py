@@ -1,4 +1,4 @@
-"""Files of checkpoints: finds a run's checkpoints, chooses the one to resume from and verifies its files.
+"""Files of checkpoints: finds a run's checkpoints, chooses the one to resume from, verifies its files, and checks that they fit the run.
 
 A checkpoint is a folder `checkpoints/step_000020` in a run's folder. It holds a folder for each trained role, `state.json`, and
 `files.json`, written last: a list of all these files with sizes and checksums.
@@ -6,36 +6,26 @@ A checkpoint is a folder `checkpoints/step_000020` in a run's folder. It holds a
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from roll_lite.config.hf_config import HfConfig
-from roll_lite.config.schema.models import ModelConfig
+from roll_lite.config.arithmetic import roles, trains, uses_reference
+from roll_lite.config.checks.layout import model_folder
+from roll_lite.config.problems import Problem
+from roll_lite.config.schema.run import RunConfig
+from roll_lite.files import FileRecord, elsewhere, is_folder, kind_of, listing, record
+from roll_lite.models.hf_config import check_same_model, read_hf_config
+from roll_lite.observability.run_folder import checkpoint_setting, resumed_from
 
 FOLDER = "checkpoints"
 STATE_FILE = "state.json"
 LIST_FILE = "files.json"
-MODEL_FILE = "model.json"
-"""File in the folder of each role."""
-NOT_IN_TENSORS = ("max_positions", "norm_eps", "rope", "window")
-"""Fields of a model's configuration that do not affect its tensors."""
-CONFIG_FILE = "config.yaml"
-"""File in a run's folder: the configuration at its start."""
 NAME = re.compile(r"step_(\d+)")
 SCHEMA_VERSION = 4
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    bytes: int
-    sha256: str
 
 
 @dataclass(frozen=True)
@@ -49,7 +39,7 @@ class Resumption:
 # ---------------------------------------------------------------- choice of the checkpoint
 
 
-def found(run_folder: Path) -> list[Path]:
+def finished_checkpoints(run_folder: Path) -> list[Path]:
     """Finished checkpoints of a run, oldest first."""
     return [folder for folder in _numbered(run_folder) if is_finished(folder)]
 
@@ -70,7 +60,7 @@ def resumption(folder: Path) -> Resumption:
         raise ValueError(f"{folder} is an unfinished checkpoint; {remedy(folder)}")
     notes = []
     seen = {folder}
-    while not (checkpoints := found(folder)):
+    while not (checkpoints := finished_checkpoints(folder)):
         earlier = resumed_from(folder)
         if earlier is None or earlier in seen:
             raise ValueError(_no_checkpoints(folder))
@@ -87,9 +77,8 @@ def resumption(folder: Path) -> Resumption:
 
 def _no_checkpoints(folder: Path) -> str:
     """Reason why there is no checkpoint: not a run's folder, or the run wrote none, or ended before the first."""
-    try:
-        every = int(yaml.safe_load((folder / CONFIG_FILE).read_text(encoding="utf-8"))["checkpoint"]["every"])
-    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError):
+    every = checkpoint_setting(folder, "every")
+    if not isinstance(every, int):
         return f"{folder} is no checkpoint (no {STATE_FILE}) and no run with finished checkpoints (no {FOLDER}/step_*)"
     if every > 0:
         return f"the run in {folder} ended before its first checkpoint was complete (checkpoint.every: {every}); start it anew"
@@ -98,7 +87,7 @@ def _no_checkpoints(folder: Path) -> str:
 
 def remedy(checkpoint: Path) -> str:
     """Advice if this checkpoint cannot be used."""
-    earlier = [other for other in found(checkpoint.parent.parent) if steps_of(other) < steps_of(checkpoint)] if steps_of(checkpoint) else []
+    earlier = [other for other in finished_checkpoints(checkpoint.parent.parent) if steps_of(other) < steps_of(checkpoint)]
     if earlier:
         return f"the one before it can be gone on from: checkpoint.resume={earlier[-1]}"
     return "there is no earlier one beside it: go on from another run's checkpoint, or start anew"
@@ -127,41 +116,7 @@ def _should_have_list(checkpoint: Path) -> bool:
         return False
 
 
-def resumed_from(run_folder: Path) -> Path | None:
-    """Checkpoint or run that the run's configuration resumes from, if any."""
-    try:
-        config = yaml.safe_load((run_folder / CONFIG_FILE).read_text(encoding="utf-8"))
-        return Path(config["checkpoint"]["resume"]).resolve()
-    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError, RuntimeError):  # damaged, or circular links
-        return None
-
-
-# ---------------------------------------------------------------- the checkpoint's model
-
-
-def describe(hf: HfConfig, model: ModelConfig, has_values: bool) -> dict[str, Any]:
-    """Model facts that determine a role's tensors, converted through JSON."""
-    shape = {name: value for name, value in asdict(hf).items() if name not in NOT_IN_TENSORS}
-    return {**json.loads(json.dumps(shape)), "model.dtype": model.dtype, "outputs": "values" if has_values else "tokens"}
-
-
-def check_model(role_folder: Path, wanted: Mapping[str, Any]) -> None:
-    """Raise ValueError if the checkpoint holds another model or precision. Versions without model.json pass."""
-    if not (role_folder / MODEL_FILE).is_file():
-        return
-    held = _read_json(role_folder, MODEL_FILE)
-    differences = [f"{name} is {held[name]} there, {value} here" for name, value in wanted.items() if held.get(name, value) != value]
-    if differences:
-        raise ValueError(f"checkpoint.resume: {role_folder} holds another model: {'; '.join(differences)}")
-
-
 # ---------------------------------------------------------------- integrity of the files
-
-
-def record(path: Path) -> FileRecord:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256")
-        return FileRecord(file.tell(), digest.hexdigest())
 
 
 def write_list(checkpoint: Path, records: Mapping[str, FileRecord]) -> None:
@@ -223,3 +178,108 @@ def _read_json(checkpoint: Path, name: str) -> Any:
         return json.loads((checkpoint / name).read_bytes())
     except (ValueError, RecursionError) as error:
         raise damaged(checkpoint, name, f"cannot be read as JSON ({error})") from None
+
+
+# ---------------------------------------------------------------- does it fit this run
+
+
+def check_resumption(config: RunConfig) -> Iterator[Problem]:
+    """Check that the checkpoint is whole and holds what this run needs."""
+    folder = config.checkpoint.resume
+    if folder is None:
+        return
+    if (found := kind_of(folder)) != "folder":
+        what = f"no such folder: {folder}{elsewhere(folder)}" if found is None else f"{folder} is no folder; name a checkpoint's or a run's"
+        yield Problem("checkpoint.resume", what, str(folder))
+        return
+    try:
+        checkpoint = resumption(folder).checkpoint
+        state = read_state(checkpoint)
+        absent = [name for name in ("pipeline", "rollouts") if not isinstance(state.get(name), dict)]
+        if absent:
+            raise ValueError(f"{checkpoint / 'state.json'} has no {' and no '.join(absent)}; {remedy(checkpoint)}")
+        if (mode := state.get("config", {}).get("mode", "full")) != config.mode:
+            raise ValueError(f"{checkpoint} was written by a run of mode: {mode}, this one is of mode: {config.mode}")
+        lora = config.actor_train.lora
+        before, now = _adapters(_saved(state, "actor_train", "lora")), _adapters(lora.model_dump() if lora else None)
+        if trains(config) and before != now:
+            raise ValueError(f"{checkpoint} was written with other adapters (actor_train.lora): {before}; this run: {now}")
+        follows = config.reference is not None and config.reference.refresh is not None
+        with_state = [role for role in ("actor_train", "critic", *(["reference"] if follows else [])) if role in roles(config)]
+        absent = [role for role in with_state if not is_folder(checkpoint / role) or not listing(checkpoint / role)]
+        if absent:
+            raise ValueError(f"{checkpoint} holds nothing for {', '.join(absent)}; {remedy(checkpoint)}")
+        for role in with_state:
+            _check_model(config, role, checkpoint / role)
+    except (ValueError, OSError) as error:
+        yield Problem("checkpoint.resume", str(error).removeprefix("checkpoint.resume: "), str(folder))
+
+
+def _check_model(config: RunConfig, role: str, folder: Path) -> None:
+    try:
+        hf = read_hf_config(model_folder(config, roles(config)[role]))
+    except ValueError:  # reported where the model is checked
+        return
+    check_same_model(folder, hf.tensor_facts(config.model.dtype, role == "critic"))
+
+
+def _adapters(lora: Mapping[str, Any] | None) -> str:
+    if not lora:
+        return "trains all weights"
+    return f"rank {lora.get('rank')}, alpha {lora.get('alpha')}, targets {sorted(lora.get('targets') or [])}"
+
+
+def _saved(state: Mapping[str, Any], *names: str) -> Mapping[str, Any] | None:
+    """Section of the checkpoint's configuration, None if absent."""
+    found: Any = state.get("config")
+    for name in names:
+        found = found.get(name) if isinstance(found, dict) else None
+    return found if isinstance(found, dict) else None
+
+
+NOT_COMPARED = ("experiment", "run_dir", "checkpoint.resume", "simulation")
+MOST_CHANGES = 12
+
+
+def resumption_notes(config: RunConfig) -> list[str]:
+    """Notes on the choice of the checkpoint, on the reference, and on changed settings."""
+    if config.checkpoint.resume is None:
+        return []
+    chosen = resumption(config.checkpoint.resume)
+    state = read_state(chosen.checkpoint)
+    return [*chosen.notes, *_reference_notes(config, state), _changes(config, state)]
+
+
+def _reference_notes(config: RunConfig, state: Mapping[str, Any]) -> Iterator[str]:
+    """Note if KL is measured against other weights than before: a checkpoint does not hold a fixed reference. With adapters, model.path
+    must have the same weights."""
+    reference = config.reference
+    if not trains(config) or not uses_reference(config) or (reference is not None and reference.refresh is not None):
+        return
+    now, made, had = config.model.path.resolve(), _saved(state, "model"), _saved(state, "reference")
+    was = None
+    if had is not None and had.get("refresh") is not None:
+        was = "a reference that follows the actor (reference.refresh)"
+    elif had is not None and made is not None and config.actor_train.lora is None and Path(made["path"]).resolve() != now:
+        was = made["path"]
+    if was is not None:
+        yield f"checkpoint.resume: KL is measured against model.path ({now}) from here on, and was so far against {was}"
+
+
+def _changes(config: RunConfig, state: Mapping[str, Any]) -> str:
+    was, now = flattened(_saved(state) or {}), flattened(config.model_dump(mode="json"))
+    compared = [path for path in {**was, **now} if not f"{path}.".startswith(tuple(f"{one}." for one in NOT_COMPARED))]
+    told = [f"{path}: {was.get(path)!s:.60} -> {now.get(path)!s:.60}" for path in compared if was.get(path) != now.get(path)]
+    if not told:
+        return "checkpoint.resume: every setting is as it was"
+    more = [f"and {len(told) - MOST_CHANGES} more"] if len(told) > MOST_CHANGES else []
+    return f"checkpoint.resume: these settings differ from the checkpoint's: {'; '.join([*told[:MOST_CHANGES], *more])}"
+
+
+def flattened(section: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Settings by full path; a list counts as one value."""
+    flat: dict[str, Any] = {}
+    for key, value in section.items():
+        place = f"{path}.{key}" if path else str(key)
+        flat |= flattened(value, place) if isinstance(value, dict) and value else {place: value}
+    return flat

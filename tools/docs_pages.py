@@ -1,0 +1,145 @@
+#!/usr/bin/env python3
+"""Writes the tables of docs/configuration.md, docs/metrics.md and docs/rewards.md from the code: `make docs`.
+
+What stands above the marker of a page is written by hand and stays.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from roll_lite.config.problems import dotted, show
+from roll_lite.config.schema.base import Section
+from roll_lite.config.schema.run import RunConfig
+from roll_lite.config.validation import sections, shape_of
+from roll_lite.config.wording import field_type, in_words
+from roll_lite.observability.metric_table import DERIVED, METRICS
+from roll_lite.rewards.registry import REWARDS, reward_type
+from roll_lite.rewards.reward_type import RewardType
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+MARKER = "<!-- Below this line `make docs` writes the page from the code. -->\n"
+CODE = re.compile(r"(```.*?```|`[^`]*`)", re.DOTALL)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    names, *lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in (head, *rows)]
+    return "\n".join([names, "|" + "---|" * len(head), *lines])
+
+
+# ---------------------------------------------------------------- configuration.md
+
+
+def configuration() -> str:
+    places: dict[type[Section], list[str]] = {}
+    for path, cls in sections():
+        places.setdefault(cls, []).append(dotted(path))
+    return "\n\n".join(_section(cls, where) for cls, where in places.items())
+
+
+def _section(cls: type[Section], places: list[str]) -> str:
+    parts = [f"## {cls.__name__}"]
+    if cls is not RunConfig:
+        parts.append("At " + ", ".join(f"`{place}`" for place in places) + ".")
+    if cls.__doc__ and cls.__doc__ != Section.__doc__:
+        parts.append(" ".join(cls.__doc__.split()))
+    rows = []
+    for name, info in cls.model_fields.items():
+        description = " ".join((info.description or "Selects this section.").split())
+        rows.append((f"`{name}`", _type(info), _default(info), description))
+    return "\n\n".join([*parts, table(("field", "type", "default", "meaning"), rows)])
+
+
+def _type(info: FieldInfo) -> str:
+    shape = shape_of(info.annotation)
+    if not shape.variants:
+        return in_words(field_type(info))
+    links = " or ".join(f"[{variant.__name__}](#{variant.__name__.lower()})" for variant in shape.variants)
+    if shape.container is None:
+        return links
+    return ("mapping of name to " if shape.container is dict else "list of ") + links
+
+
+def _default(info: FieldInfo) -> str:
+    if info.is_required():
+        return "required"
+    value = info.get_default(call_default_factory=True)
+    if isinstance(value, BaseModel):
+        value = value.model_dump(mode="json", exclude_unset=True)
+        return f"`{_json(value)}`" if value else "its defaults"
+    if isinstance(value, list):
+        value = [item.model_dump(mode="json") if isinstance(item, BaseModel) else item for item in value]
+    return f"`{_json(value)}`"
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, default=str, ensure_ascii=False)
+
+
+# ---------------------------------------------------------------- metrics.md
+
+
+def metrics() -> str:
+    groups: dict[str, list[tuple[str, ...]]] = {}
+    for name, metric in METRICS.items():
+        if metric.shown:
+            row = (f"`{name}`", metric.reduction.value, metric.by or "", metric.unit, metric.description)
+            groups.setdefault(name.split("/")[0], []).append(row)
+    for name, derived in DERIVED.items():
+        row = (f"`{name}`", "derived", METRICS[derived.inputs[0]].by or "", derived.unit, derived.description)
+        groups.setdefault(name.split("/")[0], []).append(row)
+    head = ("name", "reduction", "by", "unit", "meaning")
+    return "\n\n".join(f"## {title}\n\n{table(head, rows)}" for title, rows in groups.items())
+
+
+# ---------------------------------------------------------------- rewards.md
+
+
+def rewards() -> str:
+    contents = " · ".join(f"[{name}](#{name})" for name in REWARDS)
+    return "\n\n".join([f"Types: {contents}", *(_reward(name, reward_type(name)) for name in REWARDS)])
+
+
+def _reward(name: str, cls: type[RewardType]) -> str:
+    prose, example = documentation(cls)
+    rows = []
+    for argument, info in cls.model_fields.items():
+        default = "required" if info.is_required() else f"`{show(info.get_default(call_default_factory=True))}`"
+        shown = f"**`{argument}`**" if info.is_required() else f"`{argument}`"
+        rows.append((shown, in_words(field_type(info)), default, _page_text(" ".join((info.description or "").split()))))
+    return "\n\n".join([f"## {name}", _page_text(prose), table(("argument", "type", "default", "meaning"), rows), example])
+
+
+def documentation(cls: type[RewardType]) -> tuple[str, str]:
+    """Prose of the docstring, and the YAML example at its end."""
+    prose, fence, example = inspect.cleandoc(cls.__doc__ or "").partition("```yaml\n")
+    return prose.strip(), fence + example
+
+
+def _page_text(text: str) -> str:
+    """Escape tags outside code, so that they are not read as HTML."""
+    return "".join(part if part.startswith("`") else part.replace("<", "&lt;") for part in CODE.split(text))
+
+
+PAGES: dict[str, Callable[[], str]] = {"configuration.md": configuration, "metrics.md": metrics, "rewards.md": rewards}
+
+
+def render(name: str) -> str:
+    """Content of a page: its part by hand as in docs/, and the generated one."""
+    by_hand, marker, _ = (DOCS / name).read_text(encoding="utf-8").partition(MARKER)
+    if not marker:
+        raise ValueError(f"docs/{name} lacks the line {MARKER!r}")
+    return f"{by_hand}{MARKER}\n{PAGES[name]()}\n"
+
+
+if __name__ == "__main__":
+    for page in PAGES:
+        (DOCS / page).write_text(render(page), encoding="utf-8")
