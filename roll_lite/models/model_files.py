@@ -233,22 +233,42 @@ def chat_templates(folder: Path) -> list[str]:
     return [str(one.get("template")) for one in named if isinstance(one, dict)]
 
 
+def _vocabulary(folder: Path) -> tuple[Any, list[tuple[int, str]]] | None:
+    """Vocabulary and added tokens of tokenizer.json, if there is one; ValueError for a broken one."""
+    file = folder / "tokenizer.json"
+    if kind_of(file) is None:
+        return None
+    content = read_object(file)
+    try:
+        vocabulary = content["model"]["vocab"]
+        if not isinstance(vocabulary, dict | list):
+            raise TypeError(f"its vocabulary is {vocabulary!r:.40}")
+        return vocabulary, sorted((token["id"], token["content"]) for token in content.get("added_tokens") or ())
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} cannot be read: it is no tokenizer's ({first_line(error)})") from error
+
+
 def tokenizer_checksum(folder: Path) -> str:
     """Checksum of the mapping from ids to text; equal for differently written tokenizer.json files. ValueError for a broken tokenizer."""
     digest = hashlib.sha256()
-    if kind_of(folder / "tokenizer.json") is not None:
-        content = read_object(folder / "tokenizer.json")
-        try:
-            vocabulary = content["model"]["vocab"]
-            added = sorted((token["id"], token["content"]) for token in content.get("added_tokens") or ())
-        except (AttributeError, KeyError, TypeError) as error:
-            raise ValueError(f"{folder / 'tokenizer.json'} cannot be read: it is no tokenizer's ({first_line(error)})") from error
-        digest.update(json.dumps([vocabulary, added], sort_keys=True).encode())
+    if (found := _vocabulary(folder)) is not None:
+        digest.update(json.dumps(found, sort_keys=True).encode())
         return digest.hexdigest()
     for name in (*TOKENIZER_FILES, "added_tokens.json"):
         if kind_of(folder / name) is not None:
             digest.update(name.encode() + read_bytes(folder / name))
     return digest.hexdigest()
+
+
+def largest_token_id(folder: Path) -> int | None:
+    """Largest id in the tokenizer files that are readable without the tokenizer's code; ValueError if one is unreadable."""
+    vocabulary, added = _vocabulary(folder) or ({}, [])
+    ids = [*(vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))), *(number for number, _ in added)]
+    for name in ("vocab.json", "added_tokens.json"):
+        ids += read_object(folder / name).values() if kind_of(folder / name) is not None else ()
+    if not all(isinstance(one, int) for one in ids):
+        raise ValueError(f"{folder} cannot be read: a token of its tokenizer has an id that is no number")
+    return max(ids, default=None)
 
 
 SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
@@ -265,24 +285,3 @@ def wrong_settings(folder: Path, vocab_size: int | None = None) -> str | None:
             if beyond:
                 return f"{file}: {field} is {beyond[0]}; the vocabulary (vocab_size) has {vocab_size} rows"
     return None
-
-
-def largest_token_id(folder: Path) -> int | None:
-    """Largest id in the tokenizer files that are readable without the tokenizer's code; ValueError if one is unreadable."""
-    ids: list[Any] = []
-    for name in ("tokenizer.json", "vocab.json", "added_tokens.json"):
-        if kind_of(folder / name) is None:
-            continue
-        content = read_object(folder / name)
-        try:
-            if name != "tokenizer.json":
-                ids += content.values()
-                continue
-            vocabulary = content["model"]["vocab"]
-            ids += vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-            ids += [token["id"] for token in content.get("added_tokens") or ()]
-        except (AttributeError, KeyError, TypeError) as error:
-            raise ValueError(f"{folder / name} cannot be read: it is no tokenizer's ({first_line(error)})") from error
-    if not all(isinstance(one, int) for one in ids):
-        raise ValueError(f"{folder} cannot be read: a token of its tokenizer has an id that is no number")
-    return max(ids, default=None)

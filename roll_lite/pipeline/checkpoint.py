@@ -24,6 +24,7 @@ from roll_lite.pipeline.checkpoint_files import (
     STATE_FILE,
     check_sums,
     finished_checkpoints,
+    follows_actor,
     read_list,
     read_state,
     resumption,
@@ -186,9 +187,10 @@ class Checkpoints:
 
     def _stateful(self, clusters: Clusters) -> dict[str, Model[Any]]:
         """Models in a checkpoint: those that train, and a reference that follows them."""
-        reference = self._config.reference
-        follows = {"reference": clusters.reference} if reference is not None and reference.refresh is not None else {}
-        return {**clusters.trained, **{role: model for role, model in follows.items() if model is not None}}
+        models: dict[str, Model[Any]] = {**clusters.trained}
+        if follows_actor(self._config.reference) and clusters.reference is not None:
+            models["reference"] = clusters.reference
+        return models
 
 
 def expect_files(folder: Path, sizes: Mapping[str, int], role: str) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from roll_lite.config.arithmetic import roles, trains, uses_reference
 from roll_lite.config.checks.layout import model_folder
 from roll_lite.config.problems import Problem
+from roll_lite.config.schema.models import ReferenceRoleConfig
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.files import FileRecord, elsewhere, is_folder, kind_of, listing, record
 from roll_lite.models.hf_config import check_same_model, read_hf_config
@@ -183,6 +184,15 @@ def _read_json(checkpoint: Path, name: str) -> Any:
 # ---------------------------------------------------------------- does it fit this run
 
 
+def follows_actor(reference: ReferenceRoleConfig | None) -> bool:
+    return reference is not None and reference.refresh is not None
+
+
+def saved_roles(config: RunConfig) -> list[str]:
+    """Roles with a state in checkpoints: those that train, and a reference that follows them."""
+    return ["actor_train", "critic", *(["reference"] if follows_actor(config.reference) else [])]
+
+
 def check_resumption(config: RunConfig) -> Iterator[Problem]:
     """Check that the checkpoint is whole and holds what this run needs."""
     folder = config.checkpoint.resume
@@ -204,8 +214,7 @@ def check_resumption(config: RunConfig) -> Iterator[Problem]:
         before, now = _adapters(_saved(state, "actor_train", "lora")), _adapters(lora.model_dump() if lora else None)
         if trains(config) and before != now:
             raise ValueError(f"{checkpoint} was written with other adapters (actor_train.lora): {before}; this run: {now}")
-        follows = config.reference is not None and config.reference.refresh is not None
-        with_state = [role for role in ("actor_train", "critic", *(["reference"] if follows else [])) if role in roles(config)]
+        with_state = [role for role in saved_roles(config) if role in roles(config)]
         absent = [role for role in with_state if not is_folder(checkpoint / role) or not listing(checkpoint / role)]
         if absent:
             raise ValueError(f"{checkpoint} holds nothing for {', '.join(absent)}; {remedy(checkpoint)}")
@@ -253,8 +262,7 @@ def resumption_notes(config: RunConfig) -> list[str]:
 def _reference_notes(config: RunConfig, state: Mapping[str, Any]) -> Iterator[str]:
     """Note if KL is measured against other weights than before: a checkpoint does not hold a fixed reference. With adapters, model.path
     must have the same weights."""
-    reference = config.reference
-    if not trains(config) or not uses_reference(config) or (reference is not None and reference.refresh is not None):
+    if not trains(config) or not uses_reference(config) or follows_actor(config.reference):
         return
     now, made, had = config.model.path.resolve(), _saved(state, "model"), _saved(state, "reference")
     was = None

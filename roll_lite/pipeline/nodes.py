@@ -18,7 +18,7 @@ from roll_lite.config.schema.run import RunConfig
 from roll_lite.distributed.placement import Placement
 from roll_lite.files import first_line
 from roll_lite.pipeline.batch_files import batches_are_written
-from roll_lite.pipeline.checkpoint_files import resumption
+from roll_lite.pipeline.checkpoint_files import follows_actor, resumption, saved_roles
 
 RESUME, CODE = "checkpoint.resume", "roll_lite"
 MODEL_SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja")
@@ -103,15 +103,6 @@ def readers(config: RunConfig) -> list[Reader]:
     return [Reader(setting, folder, tuple(names)) for (setting, folder), names in found.items()]
 
 
-def saved_roles(config: RunConfig) -> list[str]:
-    """Roles with a state in checkpoints: those that train, and a reference that follows them."""
-    return ["actor_train", "critic", *(["reference"] if _is_refreshed(config) else [])]
-
-
-def _is_refreshed(config: RunConfig) -> bool:
-    return config.reference is not None and config.reference.refresh is not None
-
-
 def written_by_ranks(config: RunConfig) -> dict[str, str]:
     """Files that ranks write into the run's folder, each with the setting that switches it off. The driver itself can write batches."""
     return {
@@ -120,7 +111,7 @@ def written_by_ranks(config: RunConfig) -> dict[str, str]:
             ("checkpoints", "checkpoint.every=0", config.checkpoint.every > 0),
             ("the exported model", "checkpoint.export_model=false", config.checkpoint.export_model),
             ("adapters at the start", "batches.write=never", config.actor_train.lora is not None and batches_are_written(config)),
-            ("the new reference", "reference.refresh=null", _is_refreshed(config)),
+            ("the new reference", "reference.refresh=null", follows_actor(config.reference)),
         )
         if is_written
     }

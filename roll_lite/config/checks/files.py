@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from roll_lite.config.problems import Problem
@@ -21,30 +22,14 @@ from roll_lite.models.model_files import (
     wrong_weights,
 )
 
-NO_TOKENIZER = f"no tokenizer in this folder (none of {', '.join(TOKENIZER_FILES)})"
-
 
 def _model(config: RunConfig) -> Iterator[Problem]:
     folder = config.model.path
     shape, hf = yield from _readable("model.path", folder, POLICY_HEADS)
     if shape is not None:
-        yield from _told("model.path", folder, lambda: None if has_tokenizer(folder) else NO_TOKENIZER)
-        yield from _told("model.path", folder, lambda: _ids_without_a_row(folder, shape))
+        yield from _told("model.path", folder, lambda: _tokenizer_misfit(folder, shape.vocab_size))
         yield from _told("model.path", folder, lambda: wrong_settings(folder, shape.vocab_size))
-        yield from weights_fit("model.path", folder, hf, HEAD)
-
-
-def weights_fit(path: str, folder: Path, hf: HfConfig | None, head: str) -> Iterator[Problem]:
-    """Check that the safetensors are complete and, given `hf`, have the shapes that config.json implies."""
-
-    def wrong() -> str | None:
-        stored = stored_tensors(folder)
-        if head == VALUE_HEAD and head not in stored:
-            return f"its safetensors have no {head}, the value head of a critic or reward model; use init: actor for a new one"
-        missing = wrong_weights(stored, hf, head) if hf is not None else None
-        return missing or (head_beside_tied_embeddings(folder) if hf is not None and hf.tied_embeddings and head == HEAD else None)
-
-    yield from _told(path, folder, wrong)
+        yield from _told("model.path", folder, lambda: _weights_misfit(folder, hf, HEAD))
 
 
 def _told(path: str, folder: Path, wrong: Callable[[], str | None]) -> Iterator[Problem]:
@@ -57,14 +42,26 @@ def _told(path: str, folder: Path, wrong: Callable[[], str | None]) -> Iterator[
         yield Problem(path, message, str(folder))
 
 
-def _ids_without_a_row(folder: Path, shape: ModelShape) -> str | None:
+def _tokenizer_misfit(folder: Path, vocab_size: int) -> str | None:
+    if not has_tokenizer(folder):
+        return f"no tokenizer in this folder (none of {', '.join(TOKENIZER_FILES)})"
     largest = largest_token_id(folder)
-    if largest is None or largest < shape.vocab_size:
+    if largest is None or largest < vocab_size:
         return None
     return (
-        f"its tokenizer has ids up to {largest}, its vocabulary (vocab_size of config.json) has only {shape.vocab_size} rows; "
+        f"its tokenizer has ids up to {largest}, its vocabulary (vocab_size of config.json) has only {vocab_size} rows; "
         "use the tokenizer that the model was trained with, or resize the model's embeddings"
     )
+
+
+def _weights_misfit(folder: Path, hf: HfConfig | None, head: str) -> str | None:
+    """Check that the safetensors are complete and, given `hf`, have the shapes that config.json implies."""
+    stored = stored_tensors(folder)
+    if head == VALUE_HEAD and head not in stored:
+        return f"its safetensors have no {head}, the value head of a critic or reward model; use init: actor for a new one"
+    if hf is None:
+        return None
+    return wrong_weights(stored, hf, head) or (head_beside_tied_embeddings(folder) if hf.tied_embeddings and head == HEAD else None)
 
 
 def _critic(config: RunConfig) -> Iterator[Problem]:
@@ -81,12 +78,14 @@ def _critic(config: RunConfig) -> Iterator[Problem]:
         yield Problem("critic.path", f"init: {critic.init} needs the checkpoint's folder", None)
         return
     shape, hf = yield from _readable("critic.path", critic.path)
-    actor = _quietly(config.model.path)
-    if shape is not None:
-        yield from weights_fit("critic.path", critic.path, hf, VALUE_HEAD)
-    if shape is not None and actor is not None and shape.vocab_size < actor.vocab_size:
-        message = f"its vocabulary ({shape.vocab_size}) is smaller than the model's ({actor.vocab_size}); both see the same tokens"
-        yield Problem("critic.path", message, str(critic.path))
+    if shape is None:
+        return
+    folder = critic.path
+    yield from _told("critic.path", folder, lambda: _weights_misfit(folder, hf, VALUE_HEAD))
+    with suppress(ValueError):  # reported as a problem of the model
+        if shape.vocab_size < (tokens := read_model_shape(config.model.path).vocab_size):
+            message = f"its vocabulary ({shape.vocab_size}) is smaller than the model's ({tokens}); both see the same tokens"
+            yield Problem("critic.path", message, str(folder))
 
 
 def _readable(
@@ -102,13 +101,6 @@ def _readable(
     except ValueError as error:
         yield Problem(path, str(error).removeprefix(f"{path}: "), str(folder))
         return shape, None
-
-
-def _quietly(folder: Path) -> ModelShape | None:
-    try:
-        return read_model_shape(folder)
-    except ValueError:
-        return None
 
 
 FILE_CHECKS = (_model, _critic)

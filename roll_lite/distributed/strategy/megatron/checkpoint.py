@@ -112,7 +112,6 @@ def load_checkpoint(chunks: Sequence[Any], optimizer: Optimizer | None, layout: 
     with _told(folder / STATE_FOLDER) as state_folder:
         stored = dist_checkpointing.load_tensors_metadata(state_folder)
         reader = ShardReader(state_folder, weights)
-    with _told(folder / STATE_FOLDER) as state_folder:
         places = _stored_places(own, stored)
         wanted[OPTIMIZER_TENSORS] = {number: parent[key] for number, (parent, key) in enumerate(places)}
         state = dist_checkpointing.load(wanted, state_folder)

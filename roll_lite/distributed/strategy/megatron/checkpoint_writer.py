@@ -65,12 +65,6 @@ class Job:
     """Existing files to checksum."""
 
 
-@dataclass(frozen=True)
-class Written:
-    results: list[WriteResult]
-    records: dict[Path, FileRecord]
-
-
 class StagedWriter(FileSystemWriter):
     """torch's writer up to the point of writing: ranks have agreed who writes what, and the contents are copied."""
 
@@ -158,21 +152,16 @@ class RunningSave(CheckpointWrite):
         return self._process.poll() is not None
 
     def finish(self) -> dict[str, FileRecord]:
-        written = self._result()
-        results: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(results, written.results)
-        records = {**written.records, **self._writer.complete(results)}
-        return {str(path.relative_to(self.folder)): found for path, found in records.items()}
-
-    def _result(self) -> Written:
-        """Wait for the process; RuntimeError if it failed."""
         self._process.wait()
         with self._written, self._errors:
-            if written := _all_of(self._written):
-                found: Written = pickle.loads(written)
-                return found
-            said = _all_of(self._errors).decode(errors="replace").strip().splitlines() or ["its process was killed"]
-            raise RuntimeError(f"the checkpoint in {self._writer.folder} was not written: {said[-1]}")
+            if not (written := _all_of(self._written)):
+                said = _all_of(self._errors).decode(errors="replace").strip().splitlines() or ["its process was killed"]
+                raise RuntimeError(f"the checkpoint in {self._writer.folder} was not written: {said[-1]}")
+        own, records = pickle.loads(written)
+        results: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(results, own)
+        records |= self._writer.complete(results)
+        return {str(path.relative_to(self.folder)): found for path, found in records.items()}
 
 
 class _Copied(DefaultSavePlanner):
@@ -196,8 +185,8 @@ def write(job_descriptor: int, tensors_descriptor: int, written_descriptor: int)
         with io.FileIO(descriptor) as memory, path.open("wb") as file:
             shutil.copyfileobj(memory, file, COPIED_AT_ONCE)
         files.append(path)
-    written = Written(results, {path: record(path) for path in [*files, *job.others]})
-    io.FileIO(written_descriptor, "w").write(pickle.dumps(written))
+    records = {path: record(path) for path in [*files, *job.others]}
+    io.FileIO(written_descriptor, "w").write(pickle.dumps((results, records)))
 
 
 def _memory(name: str, size: int = 0) -> io.FileIO:
