@@ -18,16 +18,15 @@ import yaml
 
 from roll_lite.config.arithmetic import derive
 from roll_lite.config.arithmetic_tables import render
-from roll_lite.config.checks.across import Check, readable
+from roll_lite.config.checks.across import Check, simulated_domains
 from roll_lite.config.checks.gpu_only import needs_gpus
 from roll_lite.config.checks.layout import devices_are_there
 from roll_lite.config.checks.notes import notes_on
-from roll_lite.config.checks.simulation import SIMULATION_CHECKS
 from roll_lite.config.compose.overrides import COMMAND_LINE, MOST_RUNS, alternatives
 from roll_lite.config.loading import load_config, located
 from roll_lite.config.placement_picture import draw
 from roll_lite.config.problems import ConfigError, Missing, Problem, hidden
-from roll_lite.config.schema.base import Refused
+from roll_lite.config.schema.base import Refused, readable
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.check import check_data
 from roll_lite.data.dump_files import check_dumps
@@ -107,7 +106,7 @@ def _main(arguments: Sequence[str] | None) -> int:
         if parsed.command == "run" and parsed.multirun:
             return _sweep(parsed, overrides)
         imagined = parsed.command == "simulate"
-        further = {"simulate": SIMULATION_CHECKS, "run": OF_RUNS}.get(parsed.command, CHECKS)
+        further = {"simulate": (simulated_domains,), "run": OF_RUNS}.get(parsed.command, CHECKS)
         config = _loaded(parsed, overrides, further, files=not imagined)
     except ConfigError as error:
         if parsed.command == "check" and all(isinstance(problem, Missing) for problem in error.problems):
@@ -148,7 +147,7 @@ def _check(config: RunConfig, parsed: argparse.Namespace) -> int:
 
 def _tables(config: RunConfig) -> str:
     """Layout, batch arithmetic, placement and notes; of a configuration with missing values, those that need none of them."""
-    of_machine = [f"{problem.path}: {problem.message}" for one in OF_MACHINE for problem in readable(one(config))]
+    of_machine = [f"{path}: {message}" for one in OF_MACHINE for path, message in readable(one(config))]
     parts = []
     for part in (lambda: render(derive(config)), lambda: draw(config)):
         with suppress(Refused):

@@ -35,21 +35,13 @@ Role = ForwardRoleConfig | InferRoleConfig | RewardModelConfig | JudgeServerConf
 class ClusterArithmetic:
     """Devices of one role and the grouping of its ranks."""
 
-    role: str
     devices: tuple[int, ...]
-    model_parallel: int
-    """Number of devices that hold one copy of the model."""
+    copies: int
+    """Data-parallel size of a training role, or number of engine replicas."""
     layout: str
     """Parallel sizes in words."""
     shares_with: tuple[str, ...]
     """Roles that use some of the same devices."""
-    per_device: int = 1
-    """Engine replicas on each device."""
-
-    @property
-    def copies(self) -> int:
-        """Data-parallel size of a training role, or number of engine replicas."""
-        return len(self.devices) // self.model_parallel * self.per_device
 
 
 @dataclass(frozen=True)
@@ -93,29 +85,6 @@ class PassArithmetic:
 
 
 @dataclass(frozen=True)
-class LearningRateArithmetic:
-    role: str
-    optimizer: OptimizerConfig
-    updates: int
-    """Optimizer steps of the whole run."""
-
-    def describe(self) -> str:
-        lr, warmup = self.optimizer.lr, self.optimizer.warmup_steps
-        if warmup > self.updates:
-            return f"rises over {warmup} updates; the {self.updates} of this run take it to {lr * self.updates / warmup:g}"
-        rise = f"rises to {lr:g} over {warmup} of {self.updates} updates" if warmup else f"{lr:g} at first, {self.updates} updates"
-        return f"{rise}, {self._decay()}"
-
-    def _decay(self) -> str:
-        decay, least = self.optimizer.decay, f"{self.optimizer.min_lr:g}"
-        if decay == "constant":
-            return "constant"
-        if decay == "wsd":
-            return f"constant until the last {self.optimizer.decay_steps}, then {self.optimizer.decay_shape} to {least}"
-        return f"then {decay} to {least}"
-
-
-@dataclass(frozen=True)
 class DomainArithmetic:
     name: str
     share: Fraction
@@ -132,9 +101,11 @@ class DomainArithmetic:
 
 @dataclass(frozen=True)
 class BatchArithmetic:
-    clusters: tuple[ClusterArithmetic, ...]
+    clusters: dict[str, ClusterArithmetic]
+    """By role."""
     passes: tuple[PassArithmetic, ...]
-    learning_rates: tuple[LearningRateArithmetic, ...]
+    learning_rates: dict[str, str]
+    """Learning rates over the whole run in words, by role."""
     domains: tuple[DomainArithmetic, ...]
     prompts_per_step: int
     samples_per_step: Fraction
@@ -143,26 +114,14 @@ class BatchArithmetic:
     ppo_epochs: int
     mini_batches: int
     max_model_len: int
+    engine_replicas: int
+    """0 if nothing is generated."""
+    device_count: int
+    """Number of distinct devices of all roles."""
 
     @property
     def updates_per_step(self) -> int:
         return self.ppo_epochs * self.mini_batches
-
-    @property
-    def generates(self) -> bool:
-        return any(cluster.role == "actor_infer" for cluster in self.clusters)
-
-    @property
-    def engine_replicas(self) -> int:
-        return self.cluster("actor_infer").copies
-
-    @property
-    def device_count(self) -> int:
-        """Number of distinct devices of all roles."""
-        return len({device for cluster in self.clusters for device in cluster.devices})
-
-    def cluster(self, role: str) -> ClusterArithmetic:
-        return next(cluster for cluster in self.clusters if cluster.role == role)
 
 
 def device_numbers(devices: Devices) -> tuple[int, ...]:
@@ -264,25 +223,16 @@ def layers_of_parts(strategy: MegatronStrategyConfig, layers: int) -> list[int]:
 
 
 def pipeline_problem(strategy: MegatronStrategyConfig, layers: int) -> tuple[str, str] | None:
-    """The invalid pipeline setting and the reason; None if all are valid."""
+    """The pipeline setting that does not fit the number of layers, and the reason; None if all fit."""
     pipeline, virtual, given = strategy.pipeline_parallel, strategy.virtual_pipeline_parallel, strategy.pipeline_layers
-    parts = pipeline * virtual
-    if virtual > 1 and pipeline == 1:
-        return "virtual_pipeline_parallel", "needs pipeline_parallel > 1; use 1"
-    if given is None:
-        if parts <= layers:
-            return None
-        most = layers // pipeline if virtual > 1 and pipeline <= layers else layers
-        setting = "pipeline_parallel" if most == layers else "virtual_pipeline_parallel"
-        return setting, f"makes {parts} parts of the model's {layers} layers; use at most {most}"
-    if len(given) != parts:
-        product = f"pipeline_parallel {pipeline}" + (f" x virtual_pipeline_parallel {virtual}" if virtual > 1 else "")
-        return "pipeline_layers", f"has {len(given)} numbers, {product} needs {parts}"
-    if sum(given) != layers:
-        return "pipeline_layers", f"adds up to {sum(given)}; the model has {layers} layers"
-    if 0 in given[1:-1]:
-        return "pipeline_layers", "only the first part, with the embeddings, and the last, with the output layer, can do without layers"
-    return None
+    if given is not None:
+        return ("pipeline_layers", f"adds up to {sum(given)}; the model has {layers} layers") if sum(given) != layers else None
+    if pipeline * virtual <= layers:
+        return None
+    by_virtual = virtual > 1 and pipeline <= layers
+    setting = "virtual_pipeline_parallel" if by_virtual else "pipeline_parallel"
+    most = layers // pipeline if by_virtual else layers
+    return setting, f"makes {pipeline * virtual} parts of the model's {layers} layers; use at most {most}"
 
 
 def tensor_parallel_fits(size: int, heads: int, key_value_heads: int, head_dim: int | None) -> bool:
@@ -364,7 +314,7 @@ def roles(config: RunConfig) -> dict[str, Role]:
 def derive(config: RunConfig) -> BatchArithmetic:
     """Derive all values of a configuration without mistakes."""
     shares = {name: Fraction(str(domain.share)) for name, domain in config.domains.items()}
-    prompts = config.rollout.prompts_per_step
+    prompts, algorithm, by_role = config.rollout.prompts_per_step, config.algorithm, roles(config)
     domains = tuple(
         DomainArithmetic(
             name=name,
@@ -376,44 +326,51 @@ def derive(config: RunConfig) -> BatchArithmetic:
         for name, domain in config.domains.items()
     )
     samples = sum((domain.samples_per_step for domain in domains), Fraction(0))
-    by_role = roles(config)
+    clusters = {name: _cluster(name, by_role) for name in by_role}
+    trained = {name: role.optimizer for name, role in by_role.items() if isinstance(role, TrainRoleConfig)}
     return BatchArithmetic(
-        clusters=tuple(_cluster(name, by_role) for name in by_role),
+        clusters=clusters,
         passes=tuple(_passes(config, by_role, domains)),
-        learning_rates=tuple(
-            LearningRateArithmetic(name, role.optimizer, updates(config, name))
-            for name, role in by_role.items()
-            if isinstance(role, TrainRoleConfig)
-        ),
+        learning_rates={name: _learning_rate(optimizer, updates(config, name)) for name, optimizer in trained.items()},
         domains=domains,
         prompts_per_step=prompts,
         samples_per_step=samples,
-        mini_batch_samples=samples / config.algorithm.mini_batches,
-        ppo_epochs=config.algorithm.ppo_epochs,
-        mini_batches=config.algorithm.mini_batches,
+        mini_batch_samples=samples / algorithm.mini_batches,
+        ppo_epochs=algorithm.ppo_epochs,
+        mini_batches=algorithm.mini_batches,
         max_model_len=max_model_len(config),
+        engine_replicas=clusters["actor_infer"].copies if generates(config) else 0,
+        device_count=len({device for cluster in clusters.values() for device in cluster.devices}),
     )
+
+
+def _learning_rate(optimizer: OptimizerConfig, total: int) -> str:
+    """Learning rate over a role's `total` updates, in words."""
+    lr, warmup, decay, least = optimizer.lr, optimizer.warmup_steps, optimizer.decay, f"{optimizer.min_lr:g}"
+    if warmup > total:
+        return f"rises over {warmup} updates; the {total} of this run take it to {lr * total / warmup:g}"
+    rise = f"rises to {lr:g} over {warmup} of {total} updates" if warmup else f"{lr:g} at first, {total} updates"
+    if decay == "wsd":
+        return f"{rise}, constant until the last {optimizer.decay_steps}, then {optimizer.decay_shape} to {least}"
+    return f"{rise}, {'constant' if decay == 'constant' else f'then {decay} to {least}'}"
 
 
 def _cluster(name: str, by_role: dict[str, Role]) -> ClusterArithmetic:
     role = by_role[name]
-    devices = device_numbers(role.devices)
-    others = [other for other in by_role if other != name and set(devices) & set(device_numbers(by_role[other].devices))]
-    size = model_parallel_size(role)
+    devices, size, strategy = device_numbers(role.devices), model_parallel_size(role), role.strategy
+    others = tuple(other for other in by_role if other != name and set(devices) & set(device_numbers(by_role[other].devices)))
     per_device = role.replicas_per_device if isinstance(role, InferRoleConfig) else 1
     copies = len(devices) // size * per_device
-    strategy = role.strategy
     if isinstance(strategy, MegatronStrategyConfig):
         virtual = strategy.virtual_pipeline_parallel
         sizes = {"TP": strategy.tensor_parallel, "PP": strategy.pipeline_parallel, "VPP": virtual, "CP": strategy.context_parallel}
-        experts = {"EP": strategy.expert_parallel, "ETP": strategy.expert_tensor_parallel}
-        parts = sizes | {"DP": copies} | experts
+        parts = sizes | {"DP": copies, "EP": strategy.expert_parallel, "ETP": strategy.expert_tensor_parallel}
         layout = " x ".join(f"{key} {value}" for key, value in parts.items() if value > 1 or key == "DP")
     else:
         shared = f", {per_device} on each device" if per_device > 1 else ""
-        experts_too = f" x EP {size}" if getattr(strategy, "expert_parallel", 1) > 1 else ""
-        layout = f"{copies} replica{'s' if copies != 1 else ''}" + (f" of TP {size}{experts_too}" if size > 1 else shared)
-    return ClusterArithmetic(name, devices, size, f"{strategy.name}: {layout}", tuple(others), per_device)
+        experts = f" x EP {size}" if getattr(strategy, "expert_parallel", 1) > 1 else ""
+        layout = f"{copies} replica{'s' if copies != 1 else ''}" + (f" of TP {size}{experts}" if size > 1 else shared)
+    return ClusterArithmetic(devices, copies, f"{strategy.name}: {layout}", others)
 
 
 def _passes(config: RunConfig, by_role: Mapping[str, Role], domains: Sequence[DomainArithmetic]) -> Iterator[PassArithmetic]:

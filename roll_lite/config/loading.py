@@ -49,16 +49,13 @@ def load_config(
     composed = compose(name, folder, overrides, may_be_left_out=not files)
     for line in composed.hidden:
         tell(line)
-    validated = validate(composed.data, composed.broken)
-    partial, unplaceable = placed(validated.partial)
-    cross = check(partial, allow_scripted=allow_scripted, further=further, files=files)
-    everything = [*composed.problems, *validated.problems, *unplaceable, *cross]
-    problems = [_with_source(problem, composed.origins) for problem in everything]
-    problems = [_meant_for_a_sweep(problem, overrides) for problem in problems]
+    valid, refused = validate(composed.data, composed.broken)
+    config, unplaceable = placed(valid)
+    problems = [*composed.problems, *refused, *unplaceable, *check(config, allow_scripted=allow_scripted, further=further, files=files)]
+    problems = [_meant_for_a_sweep(_with_source(problem, composed.origins), overrides) for problem in problems]
     if problems:
         problems = [_without_secrets(problem, composed) for problem in problems]
-        raise ConfigError(name, list({str(problem): problem for problem in problems}.values()), partial)
-    config, _ = placed(RunConfig.model_validate(validated.data))
+        raise ConfigError(name, list({str(problem): problem for problem in problems}.values()), config)
     config._as_written.update({path: text for path, (text, _) in composed.secrets.items()})
     return config
 

@@ -33,8 +33,7 @@ def placed(config: RunConfig) -> tuple[RunConfig, list[Problem]]:
         problems = list(_not_named(config.placement, by_role))
         if not problems:
             numbers = _numbers(config.placement, by_role)
-            staying = _staying(config)
-            config = _with(config, {name: _changes(config.placement, name, by_role, numbers, name in staying) for name in by_role})
+            config = _changed(config, by_role, numbers)
             problems = list(_impossible(config.placement, roles(config)))
     except Refused:  # a check of the schema has reported it
         return config, []
@@ -74,7 +73,8 @@ def _numbers(placement: PlacementConfig, by_role: Mapping[str, Role]) -> dict[st
     for group in groups:
         of_group = {name: by_role[name] for name in group}
         counts = _counts(placement, of_group, is_alone=placement.name == "colocated" and len(groups) == 1 and not listed)
-        order = _free(placement, taken, max(counts.values()), _together(of_group.values()))
+        together = max(int(getattr(role.strategy, "tensor_parallel", 1)) for role in of_group.values())
+        order = _free(placement, taken, max(counts.values()), together)
         numbers |= {name: order[: counts[name]] for name in group}
         if placement.name != "by_role":
             taken |= set(order)
@@ -97,85 +97,64 @@ def _counts(placement: PlacementConfig, group: Mapping[str, Role], is_alone: boo
     return {name: given.get(name, default) for name in group}
 
 
-def _together(group: Any) -> int:
-    """Number of devices that should be on one node."""
-    return max(int(getattr(role.strategy, "tensor_parallel", 1)) for role in group)
-
-
 def _free(placement: PlacementConfig, taken: set[int], wanted: int, together: int) -> list[int]:
-    """Next free devices. Devices that belong together are on one node if possible. Leftovers of nodes come last, then numbers beyond the
-    last device, which are reported later."""
-    everything, of_node = placement.devices, placement.devices_per_node
+    """Next free devices. Devices that belong together are on one node if possible, else equally many on each of the fewest nodes. Leftovers
+    of nodes come last, then numbers beyond the last device, which are reported later."""
+    of_node = placement.devices_per_node
     if placement.nodes is None or (placement.name == "by_role" and placement.fill == "pack"):
         return list(islice((number for number in count() if number not in taken), wanted))
-    size = _of_each_node(together, of_node)
-    of_nodes = [[number for number in range(first, first + of_node) if number not in taken] for first in range(0, everything, of_node)]
-    whole = [len(own) - len(own) % size for own in of_nodes]
-    parts = [[own[first : first + size] for first in range(0, end, size)] for own, end in zip(of_nodes, whole, strict=True)]
-    by_turns = [part for row in zip_longest(*parts) for part in row if part is not None]
-    in_order = by_turns if placement.fill == "spread" or together > of_node else list(chain.from_iterable(parts))
-    left_over = [own[end:] for own, end in zip(of_nodes, whole, strict=True)]
-    return [*chain.from_iterable([*in_order, *left_over]), *range(everything, everything + wanted)][:wanted]
-
-
-def _of_each_node(together: int, of_node: int) -> int:
-    """Devices per node that use the fewest nodes, equally many on each."""
-    return next(together // nodes for nodes in range(1, together + 1) if together % nodes == 0 and together // nodes <= of_node)
+    size = next(part for part in range(min(together, of_node), 0, -1) if together % part == 0)
+    parts: list[list[list[int]]] = []
+    left_over: list[int] = []
+    for first in range(0, placement.devices, of_node):
+        own = [number for number in range(first, first + of_node) if number not in taken]
+        end = len(own) - len(own) % size
+        parts.append([own[place : place + size] for place in range(0, end, size)])
+        left_over += own[end:]
+    is_spread = placement.fill == "spread" or together > of_node
+    in_order = chain.from_iterable(zip_longest(*parts, fillvalue=[]) if is_spread else parts)
+    return [*chain.from_iterable(in_order), *left_over, *range(placement.devices, placement.devices + wanted)][:wanted]
 
 
 def _listed(placement: PlacementConfig, devices: Devices) -> list[int]:
-    assert not isinstance(devices, int)
-    return [number for one in devices for number in ([one] if isinstance(one, int) else _of_node(placement, one))]
-
-
-def _of_node(placement: PlacementConfig, text: str) -> list[int]:
-    node, first, last = _parts(text)
-    start = node * placement.devices_per_node
-    return list(range(start + first, start + last + 1))
+    numbers: list[int] = []
+    for one in devices if not isinstance(devices, int) else ():
+        node, first, last = _parts(one) if isinstance(one, str) else (0, one, one)
+        start = node * placement.devices_per_node
+        numbers += range(start + first, start + last + 1)
+    return numbers
 
 
 def _parts(text: str) -> tuple[int, int, int]:
     """Node, first and last device."""
     match = ON_A_NODE.fullmatch(text)
     assert match is not None, "the schema has let it through"
-    node, first, last = match.groups()
-    return int(node), int(first), int(last if last is not None else first)
+    return int(match[1]), int(match[2]), int(match[3] or match[2])
 
 
 # ---------------------------------------------------------------- changes of the roles
 
 
-def _staying(config: RunConfig) -> set[str]:
-    """Roles that work all the time and so cannot take turns with others."""
-    scoring = [f"reward_models.{name}" for name in config.reward_models] if config.rollout.supply != "sync" else []
-    return {*scoring, *(TRAINING_ROLES if config.rollout.stream_log_probs else ())}
-
-
-def _changes(
-    placement: PlacementConfig, name: str, by_role: Mapping[str, Role], numbers: Mapping[str, list[int]], stays: bool
-) -> dict[str, Any]:
-    role, own = by_role[name], numbers[name]
-    changes: dict[str, Any] = {}
-    if (list(range(role.devices)) if isinstance(role.devices, int) else role.devices) != own:
-        changes["devices"] = len(own) if own == list(range(len(own))) and isinstance(role.devices, int) else own
-    shares = any(set(own) & set(numbers[other]) for other in by_role if other != name)
-    if placement.name != "by_role" and shares and "offload" in type(role).model_fields and "offload" not in role.model_fields_set:
-        changes["offload"] = not stays
-    return changes
-
-
-def _with(config: RunConfig, changes: Mapping[str, dict[str, Any]]) -> RunConfig:
+def _changed(config: RunConfig, by_role: Mapping[str, Role], numbers: Mapping[str, list[int]]) -> RunConfig:
+    """The configuration with these devices; roles that share them by a preset take turns, unless they work all the time."""
+    staying = {f"reward_models.{name}" for name in config.reward_models if config.rollout.supply != "sync"}
+    staying |= set(TRAINING_ROLES if config.rollout.stream_log_probs else ())
     update: dict[str, Any] = {}
-    for name, own in changes.items():
-        section, _, key = name.partition(".")
-        if not own:
-            continue
-        if key:
-            update.setdefault(section, dict(getattr(config, section)))
-            update[section][key] = update[section][key].model_copy(update=own)
-        else:
-            update[section] = getattr(config, section).model_copy(update=own)
-    return config.model_copy(update=update) if update else config
+    for path, role in by_role.items():
+        own, is_count = numbers[path], isinstance(role.devices, int)
+        changes: dict[str, Any] = {"devices": len(own) if is_count and own == list(range(len(own))) else own}
+        shares = any(set(own) & set(numbers[other]) for other in by_role if other != path)
+        if (
+            config.placement.name != "by_role"
+            and shares
+            and "offload" in type(role).model_fields
+            and "offload" not in role.model_fields_set
+        ):
+            changes["offload"] = path not in staying
+        section, _, name = path.partition(".")
+        changed = role.model_copy(update=changes)
+        update[section] = {**update.get(section, getattr(config, section)), name: changed} if name else changed
+    return config.model_copy(update=update)
 
 
 # ---------------------------------------------------------------- impossible placements

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 
 from roll_lite.config.arithmetic import Role, actor_gives_log_probs, device_numbers, model_parallel_size, roles
 from roll_lite.config.arithmetic_tables import table
@@ -16,34 +17,21 @@ LEGEND = "(...): there, but idle. 1., 2.: one after the other. all: weights, gra
 
 
 def draw(config: RunConfig) -> str:
-    by_role = roles(config)
+    by_role, placement, engine = roles(config), config.placement, config.actor_infer
     numbers = {name: frozenset(device_numbers(role.devices)) for name, role in by_role.items()}
-    phases = [phase for phase, presence in PHASES.items() if presence.of_step and _happens(config, phase)]
+    of_mode = {"rollout_only": (Phase.GENERATE,), "train_only": (Phase.LOG_PROBS, Phase.TRAIN)}.get(config.mode, tuple(PHASES))
+    phases = [phase for phase, presence in PHASES.items() if presence.of_step and phase in of_mode]
     cells = {phase: _column(config, phase, by_role) for phase in phases}
     rows = []
-    for devices, names in _blocks(config.placement, numbers):
+    for devices, names in _blocks(placement, numbers):
         for place, name in enumerate(names or ["nobody"]):
             rows.append([devices if place == 0 else "", name, *(cells[phase].get(name, "") for phase in phases)])
-    heads = ["devices", "role", *(phase.replace("_", " ") for phase in phases)]
-    return "\n".join([table(heads, rows), LEGEND, *_spanning(config)])
-
-
-def _spanning(config: RunConfig) -> list[str]:
-    """A line on engines that are larger than a node."""
-    placement, role = config.placement, config.actor_infer
-    if placement.nodes is None or model_parallel_size(role) <= placement.devices_per_node or config.mode == "train_only":
-        return []
-    of_engines = [[part[0] // placement.devices_per_node for part in nodes_of_engine(placement, own)] for own in engines(role)]
-    each = "; ".join(f"engine {number} on node{ranges(nodes)}" for number, nodes in enumerate(of_engines))
-    return [f"actor_infer spans nodes: {each}"]
-
-
-def _happens(config: RunConfig, phase: Phase) -> bool:
-    if config.mode == "rollout_only":
-        return phase is Phase.GENERATE
-    if config.mode == "train_only":
-        return phase in (Phase.LOG_PROBS, Phase.TRAIN)
-    return True
+    lines = [table(["devices", "role", *(phase.replace("_", " ") for phase in phases)], rows), LEGEND]
+    if "actor_infer" in by_role and placement.nodes is not None and model_parallel_size(engine) > placement.devices_per_node:
+        of_engines = [[part[0] // placement.devices_per_node for part in nodes_of_engine(placement, own)] for own in engines(engine)]
+        each = "; ".join(f"engine {number} on node{ranges(nodes)}" for number, nodes in enumerate(of_engines))
+        lines.append(f"actor_infer spans nodes: {each}")
+    return "\n".join(lines)
 
 
 def _column(config: RunConfig, phase: Phase, by_role: Mapping[str, Role]) -> dict[str, str]:
@@ -72,38 +60,33 @@ def _works(config: RunConfig, phase: Phase, name: str) -> bool:
 
 def _turns(config: RunConfig, phase: Phase, by_role: Mapping[str, Role]) -> dict[str, int]:
     """Turn numbers of roles that wait for each other, assuming equal durations."""
-    if not PHASES[phase].in_turns:
-        return {}
-    working = [name for name in PHASES[phase].parts if name in by_role and _works(config, phase, name)]
-    moving = [name for name in working if getattr(by_role[name], "offload", False)]
-    devices = {name: set(device_numbers(by_role[name].devices)) for name in moving}
+    presence = PHASES[phase]
+    working = [name for name in presence.parts if presence.in_turns and name in by_role and _works(config, phase, name)]
+    devices = {name: set(device_numbers(by_role[name].devices)) for name in working if getattr(by_role[name], "offload", False)}
     turns: dict[str, int] = {}
-    while waiting := [name for name in moving if name not in turns]:
-        number = 1 + max(turns.values(), default=0)
-        turns |= dict.fromkeys(startable(waiting, [], lambda one, other: bool(devices[one] & devices[other])), number)
-    return {name: turn for name, turn in turns.items() if any(devices[name] & devices[other] for other in moving if other != name)}
+    while waiting := [name for name in devices if name not in turns]:
+        starting = startable(waiting, [], lambda one, other: bool(devices[one] & devices[other]))
+        turns |= dict.fromkeys(starting, 1 + max(turns.values(), default=0))
+    return {name: turn for name, turn in turns.items() if any(devices[name] & devices[other] for other in devices if other != name)}
 
 
-def _blocks(placement: PlacementConfig, numbers: Mapping[str, frozenset[int]]) -> list[tuple[str, list[str]]]:
+def _blocks(placement: PlacementConfig, numbers: Mapping[str, frozenset[int]]) -> list[tuple[str, Sequence[str]]]:
     """Devices with the same roles, and those roles, by node; equal nodes are merged."""
 
     def names(device: int) -> tuple[str, ...]:
         return tuple(name for name, own in numbers.items() if device in own)
 
+    size, titled = placement.devices_per_node, dict[str, Sequence[int]]()
     if placement.nodes is None:
-        return _alike({device: names(device) for device in sorted(frozenset().union(*numbers.values()))}, "")
-    size = placement.devices_per_node
-    nodes = [tuple(names(first + place) for place in range(size)) for first in range(0, placement.nodes * size, size)]
-    blocks = []
-    for first in [node for node in range(len(nodes)) if node == 0 or nodes[node] != nodes[node - 1]]:
-        last = next((node - 1 for node in range(first + 1, len(nodes)) if nodes[node] != nodes[first]), len(nodes) - 1)
-        title = f"node{first}: " if first == last else f"node{first}-{last}, each: "
-        blocks += _alike(dict(enumerate(nodes[first])), title)
+        titled[""] = sorted(frozenset().union(*numbers.values()))
+    for _, equal in groupby(range(placement.nodes or 0), lambda node: [names(node * size + place) for place in range(size)]):
+        nodes = list(equal)
+        title = f"node{nodes[0]}: " if len(nodes) == 1 else f"node{nodes[0]}-{nodes[-1]}, each: "
+        titled[title] = range(nodes[0] * size, nodes[0] * size + size)
+    blocks: list[tuple[str, Sequence[str]]] = []
+    for title, devices in titled.items():
+        by_names: dict[tuple[str, ...], list[int]] = {}
+        for device in devices:
+            by_names.setdefault(names(device), []).append(device % size if title else device)
+        blocks += [(f"{title}{ranges(own)}", together) for together, own in by_names.items()]
     return blocks
-
-
-def _alike(roles_of: Mapping[int, Sequence[str]], title: str) -> list[tuple[str, list[str]]]:
-    blocks: dict[tuple[str, ...], list[int]] = {}
-    for device, names in roles_of.items():
-        blocks.setdefault(tuple(names), []).append(device)
-    return [(f"{title}{ranges(devices)}", list(names)) for names, devices in blocks.items()]

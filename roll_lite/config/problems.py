@@ -71,6 +71,10 @@ class Problem:
         return printable(f"{place}: {message}" + (f"  [{self.source}]" if self.source else ""))
 
 
+Mistake = tuple[str, str] | Problem
+"""YAML path, and what is wrong with its remedy; the value at the path is added. A Problem has its own value."""
+
+
 class Missing(Problem):
     """A required value that is not given."""
 

@@ -1,7 +1,8 @@
-"""Texts with {placeholders} from the YAML, filled from data."""
+"""Texts from the YAML that have to parse: templates with {placeholders}, and patterns."""
 
 from __future__ import annotations
 
+import re
 from string import Formatter
 
 BRACES = "write {{ and }} for braces that stay"
@@ -17,3 +18,15 @@ def placeholders(text: str) -> list[str]:
         if not name.isidentifier() or spec or conversion:
             raise ValueError(f"{{{name}}} is no placeholder; {BRACES}")
     return list(dict.fromkeys(name for name, _, _ in fields))
+
+
+def compile_format(pattern: str) -> re.Pattern[str]:
+    """Compile a format's pattern, for checks and scoring: `.` matches line breaks. Raises ValueError with the reason."""
+    if not pattern:
+        raise ValueError("the empty pattern matches every response")
+    try:
+        return re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise ValueError(f"not a regular expression: {error}") from error
+    except (OverflowError, RecursionError) as error:
+        raise ValueError(f"not a regular expression that can be compiled: {error}") from error

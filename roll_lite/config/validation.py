@@ -22,7 +22,7 @@ from roll_lite.config.problems import NO_VALUE, Missing, Path, Problem, close_na
 from roll_lite.config.schema.base import Section
 from roll_lite.config.schema.models import ScriptedStrategyConfig
 from roll_lite.config.schema.run import RunConfig
-from roll_lite.config.wording import field_type, in_words
+from roll_lite.config.wording import field_type, in_words, refusal
 
 FORMER_NAMES = ("type", "kind")
 """Former keys for `name` in some sections."""
@@ -35,21 +35,13 @@ class _Invalid:
 _INVALID = _Invalid()
 
 
-@dataclass
-class Validated:
-    partial: RunConfig
-    """Valid part of the configuration. Reading a refused field raises Refused."""
-    data: dict[str, Any]
-    """Input, with the default `name` of sections that leave it out."""
-    problems: list[Problem] = field(default_factory=list)
-
-
-def validate(data: dict[str, Any], broken: frozenset[Path] = frozenset()) -> Validated:
-    """Validate the data; paths in `broken` are skipped without a further problem."""
+def validate(data: dict[str, Any], broken: frozenset[Path] = frozenset()) -> tuple[RunConfig, list[Problem]]:
+    """Valid part of the configuration, and the problems with the rest: reading a refused field raises Refused. Paths in `broken` are
+    skipped without a further problem."""
     walker = _Walker(broken)
-    partial = walker.section(RunConfig, data, ())
-    assert isinstance(partial, RunConfig)
-    return Validated(partial, data, walker.problems)
+    config = walker.section(RunConfig, data, ())
+    assert isinstance(config, RunConfig)
+    return config, walker.problems
 
 
 @dataclass
@@ -69,8 +61,8 @@ class _Walker:
         refused: list[str] = []
         for name, info in cls.model_fields.items():
             here = (*path, name)
-            if name in data:
-                values[name] = self._field(cls, name, info, data, here)
+            if name in data or info.validate_default:
+                values[name] = self._field(cls, name, info, data[name] if name in data else str(info.default), here)
                 if values[name] is _INVALID:
                     refused.append(name)
             elif here in self.broken or name in meant or (info.is_required() and () in self.broken):
@@ -81,18 +73,19 @@ class _Walker:
         built = cls.model_construct(**values)
         for name in refused:
             built.__dict__.pop(name, None)
+        for key, message in built.mistakes():
+            self._refuse((*path, *key.split(".")) if key else path, value_at(built, key), message)
         return built
 
-    def _field(self, cls: type[Section], name: str, info: FieldInfo, data: dict[str, Any], path: Path) -> Any:
-        value = data[name]
+    def _field(self, cls: type[Section], name: str, info: FieldInfo, value: Any, path: Path) -> Any:
         if path in self.broken:
             return _INVALID
         if value is None and _optional(info.annotation):
             return None
         shape = shape_of(info.annotation)
         if len(shape.variants) > 1:
-            data[name], chosen = self._with_variant(shape.variants, info, value, path)
-            return self.section(chosen, data[name], path) if chosen is not None else _INVALID
+            chosen = self._variant(shape.variants, info, value, path)
+            return self.section(chosen, {"name": _word(chosen), **value}, path) if chosen is not None else _INVALID
         if not shape.variants:
             return self._leaf(cls, name, info, value, path)
         if shape.container is None:
@@ -131,30 +124,25 @@ class _Walker:
         try:
             return _leaf_adapter(cls, name).validate_json(json.dumps(value), strict=True)
         except ValidationError as error:
-            hint = or_nearest(value, map(str, get_args(info.annotation)), most=2) if isinstance(value, str) else ""
-            expected = _expected(info)
-            if expected in ("text", "path", "text or null", "path or null") and value is not None and not isinstance(value, str | list):
-                hint = "; put it in quotes"
-            custom = [str(one["ctx"]["error"]) for one in error.errors() if one["type"] == "value_error"]
-            self._refuse(path, value, custom[0] if custom else f"expected {expected}{hint}")
+            self._refuse(path, value, refusal(info, value, error.errors()))
             return _INVALID
 
-    def _with_variant(self, variants: list[type[Section]], info: FieldInfo, value: Any, path: Path) -> tuple[Any, type[Section] | None]:
+    def _variant(self, variants: list[type[Section]], info: FieldInfo, value: Any, path: Path) -> type[Section] | None:
         """Choose a member of a union by its `name`; without one, the default's."""
         by_name = {_word(variant): variant for variant in variants}
         if not isinstance(value, dict):
             # Short forms are sections by now; text comes from an interpolation.
             hint = f"; to interpolate the name, write it as {path[-1]}.name" if isinstance(value, str) else ""
             self._refuse(path, value, f"expected one of {', '.join(_offered(by_name))}, or a section with such a name{hint}")
-            return value, None
+            return None
         default = info.get_default(call_default_factory=True)
         name = value.get("name", default.name if default is not None else None)
         if (*path, "name") in self.broken or not isinstance(name, str) or name not in by_name:
             if (*path, "name") not in self.broken:
                 hint = space_missing(name) or or_nearest(str(name), _offered(by_name), most=2)
                 self._refuse((*path, "name"), name, f"expected one of {', '.join(_offered(by_name))}{hint}")
-            return value, None
-        return {"name": name, **value}, by_name[name]
+            return None
+        return by_name[name]
 
     def _unknown_key(self, cls: type[Section], key: str, data: dict[str, Any], path: Path) -> list[str]:
         """Report an unknown key with a suggestion: the same name within the section, else a close name here, else elsewhere. Returns close
@@ -164,7 +152,7 @@ class _Walker:
             self._refuse((*path, key), value, "is called name here, as in every section that is chosen by a word")
             return ["name"]
         if others := [_word(other) for other in sections_at(path) if other is not cls and key in other.model_fields]:
-            if data.pop(key) is not None:
+            if value is not None:
                 message = f"is only used by name: {' or '.join(others)}; {_word(cls)} has the keys {', '.join(cls.model_fields)}"
                 self._refuse((*path, key), value, message)
             return []
@@ -182,6 +170,15 @@ class _Walker:
 
     def _refuse(self, path: Path, value: Any, message: str) -> None:
         self.problems.append(Problem(dotted(path) or "(top)", message, value))
+
+
+def value_at(section: Any, path: str) -> Any:
+    """Value to show for a dotted path; NO_VALUE if it is a section or holds some, is refused, or there is none."""
+    for key in path.split("."):
+        items = vars(section) if isinstance(section, Section) else section if isinstance(section, dict) else {}
+        section = section[int(key)] if isinstance(section, list) and key.isdigit() else items.get(key, NO_VALUE)
+    held = section.values() if isinstance(section, dict) else section if isinstance(section, list) else [section]
+    return NO_VALUE if any(isinstance(one, Section) for one in held) else section
 
 
 @dataclass(frozen=True)
@@ -215,10 +212,6 @@ def _offered(names: Iterable[str]) -> list[str]:
 
 def _optional(annotation: Any) -> bool:
     return get_origin(annotation) in (Union, UnionType) and NoneType in get_args(annotation)
-
-
-def _takes_null(info: FieldInfo) -> bool:
-    return _optional(info.annotation) or any("enabled" in cls.model_fields for cls in shape_of(info.annotation).variants)
 
 
 def _expected(info: FieldInfo) -> str:
@@ -260,15 +253,20 @@ def sections_at(path: Path) -> list[type[Section]]:
     return next((found for place, found in _places().items() if fits(place)), [])
 
 
+def _fields_at(path: Path) -> list[FieldInfo]:
+    return [cls.model_fields[path[-1]] for cls in sections_at(path[:-1]) if path[-1] in cls.model_fields]
+
+
 def words_at(path: Path) -> str:
     """Type of a setting in words; empty if the schema has none at this path."""
-    fields = [cls.model_fields[path[-1]] for cls in sections_at(path[:-1]) if path[-1] in cls.model_fields]
+    fields = _fields_at(path)
     return in_words(field_type(fields[0])) if fields else ""
 
 
 def is_removed_by_null(path: Path) -> bool:
     """True for entries of a mapping, and for keys that have a default and cannot be null."""
-    if sections_at(path) and not any(path[-1] in cls.model_fields for cls in sections_at(path[:-1])):
+    fields = _fields_at(path)
+    if sections_at(path) and not fields:
         return not path[-1].isdigit()
-    fields = [cls.model_fields[path[-1]] for cls in sections_at(path[:-1]) if path[-1] in cls.model_fields]
-    return any(not info.is_required() and not _takes_null(info) for info in fields)
+    takes_null = any("enabled" in cls.model_fields for cls in sections_at(path))
+    return not takes_null and any(not info.is_required() and not _optional(info.annotation) for info in fields)

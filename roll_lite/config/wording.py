@@ -1,7 +1,8 @@
-"""Describes a field's type in words, for messages ("expected ...") and docs/configuration.md."""
+"""Puts a field's type, and pydantic's refusal of a value, into words, for messages and docs/configuration.md."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -9,6 +10,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import annotated_types
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from roll_lite.config.problems import or_nearest
 
 _PLAIN: dict[Any, str] = {
     str: "text",
@@ -20,18 +24,39 @@ _PLAIN: dict[Any, str] = {
     float: "number",
 }
 
+_SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+
 
 def field_type(field: FieldInfo) -> Any:
     """Annotation with its constraints, which pydantic stores apart."""
     return Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
 
 
+def refusal(field: FieldInfo, value: Any, errors: Sequence[ErrorDetails]) -> str:
+    """Message on a refused value: that of our own validator, else the expected type with a remedy."""
+    for error in errors:
+        if error["type"] == "value_error":
+            return str(error["ctx"]["error"])
+    expected = in_words(field_type(field))
+    hint = or_nearest(value, _choices(field.annotation), most=2) if isinstance(value, str) else ""
+    if expected in ("text", "path", "text or null", "path or null") and value is not None and not isinstance(value, str | list):
+        hint = "; put it in quotes"
+    return f"expected {expected}{hint}"
+
+
+def _choices(annotation: Any) -> list[str]:
+    inner = get_args(annotation)
+    return [str(one) for one in inner] if get_origin(annotation) is Literal else [one for part in inner for one in _choices(part)]
+
+
 def in_words(annotation: Any) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         base, *metadata = arguments
-        bounds = [bound for item in metadata for bound in _bounds(item)]
-        is_empty_refused = any(isinstance(item, annotated_types.MinLen) for one in metadata for item in _inner(one))
+        # Field(...) inside a union keeps its constraints in a nested FieldInfo.
+        constraints = [item for one in metadata for item in (one.metadata if isinstance(one, FieldInfo) else [one])]
+        bounds = [f"{sign} {getattr(item, key)}" for item in constraints for key, sign in _SIGNS.items() if hasattr(item, key)]
+        is_empty_refused = any(isinstance(item, annotated_types.MinLen) for item in constraints)
         least = "" if not is_empty_refused else ", not empty" if base is str else ", at least one"
         return " ".join([in_words(base), " and ".join(bounds)]).strip() + least
     if origin is Literal:
@@ -49,23 +74,3 @@ def in_words(annotation: Any) -> str:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "section"
     return _PLAIN[annotation]
-
-
-def _inner(metadata: Any) -> list[Any]:
-    """Constraints; Field(...) inside a union keeps them in a nested FieldInfo."""
-    return metadata.metadata if isinstance(metadata, FieldInfo) else [metadata]
-
-
-def _bounds(metadata: Any) -> list[str]:
-    if isinstance(metadata, FieldInfo):
-        return [bound for item in metadata.metadata for bound in _bounds(item)]
-    match metadata:
-        case annotated_types.Gt(gt=bound):
-            return [f"> {bound}"]
-        case annotated_types.Ge(ge=bound):
-            return [f">= {bound}"]
-        case annotated_types.Lt(lt=bound):
-            return [f"< {bound}"]
-        case annotated_types.Le(le=bound):
-            return [f"<= {bound}"]
-    return []

@@ -10,8 +10,8 @@ from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
-from roll_lite.config.checks.across import readable
 from roll_lite.config.problems import Problem, did_you_mean
+from roll_lite.config.schema.base import readable
 from roll_lite.config.schema.domains import ChatTemplateConfig, DataConfig, DomainConfig
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.config.text_templates import placeholders
@@ -247,18 +247,10 @@ def _tags(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Proble
 
 
 def _filter(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
-    chosen = domain.data.filter
-    place = f"{path}.data.filter"
-    for name in ("prompt_tokens", "difficulty_range"):
-        bounds = getattr(chosen, name)
-        if bounds is not None and bounds[0] > bounds[1]:
-            yield Problem(f"{place}.{name}", f"is upside down, nothing lies in it; use [{bounds[1]}, {bounds[0]}]", list(bounds))
-    if chosen.difficulty_range is not None and chosen.difficulty is None:
-        yield Problem(f"{place}.difficulty_range", "of which column? Name it with `difficulty`", list(chosen.difficulty_range))
-    longest = domain.sampling.max_prompt_tokens
-    if chosen.prompt_tokens is not None and chosen.prompt_tokens[0] > longest:
+    lengths, longest = domain.data.filter.prompt_tokens, domain.sampling.max_prompt_tokens
+    if lengths is not None and lengths[0] > longest:
         message = f"is more than sampling.max_prompt_tokens ({longest}): every prompt is left out or too long"
-        yield Problem(f"{place}.prompt_tokens", message, list(chosen.prompt_tokens))
+        yield Problem(f"{path}.data.filter.prompt_tokens", message, list(lengths))
 
 
 def _chat_template(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from roll_lite.config.problems import NO_VALUE, Problem, did_you_mean, dotted
-from roll_lite.config.wording import field_type, in_words
+from roll_lite.config.wording import field_type, refusal
 from roll_lite.rewards.reward_type import RewardType, Unshown
 
 
@@ -49,9 +48,7 @@ def _problem(name: str, cls: type[RewardType], args: Mapping[str, Any], error: E
     if info is None:
         return Problem(here, f"expected a section with the keys {', '.join(model.model_fields)}")
     shown = NO_VALUE if _is_unshown(field_type(cls.model_fields[path[0]])) else value
-    if error["type"] == "value_error":
-        return Problem(here, str(error["ctx"]["error"]), shown)
-    return Problem(here, f"expected {in_words(field_type(info))}{_closest(value, info)}", shown)
+    return Problem(here, refusal(info, value, [error]), shown)
 
 
 def _where(cls: type[RewardType], args: Mapping[str, Any], error: ErrorDetails) -> tuple[list[str], type[BaseModel], Any]:
@@ -82,13 +79,3 @@ def _section(annotation: Any) -> type[BaseModel] | None:
 def _is_unshown(annotation: Any) -> bool:
     """True if the argument may hold a secret; so may a section."""
     return isinstance(annotation, Unshown) or _section(annotation) is not None or any(map(_is_unshown, get_args(annotation)))
-
-
-def _closest(value: Any, info: FieldInfo) -> str:
-    close = did_you_mean(value, _choices(info.annotation)) if isinstance(value, str) else ""
-    return f"; {close}" if close.startswith("did") else ""
-
-
-def _choices(annotation: Any) -> list[str]:
-    inner = get_args(annotation)
-    return [str(one) for one in inner] if get_origin(annotation) is Literal else [one for part in inner for one in _choices(part)]

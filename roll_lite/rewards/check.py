@@ -9,10 +9,10 @@ from threading import Thread
 from time import monotonic
 from urllib.parse import urlsplit
 
-from roll_lite.config.checks.across import readable
 from roll_lite.config.checks.functions import check_function
 from roll_lite.config.checks.secrets import texts_in
 from roll_lite.config.problems import Problem, did_you_mean
+from roll_lite.config.schema.base import readable
 from roll_lite.config.schema.domains import DomainConfig, RewardConfig, RewardTermConfig
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.check import columns_missing

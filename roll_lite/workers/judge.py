@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import ray
 
-from roll_lite.config.checks.judges import JUDGE
+from roll_lite.config.checks.scoring_models import JUDGE
 from roll_lite.config.schema.domains import RewardConfig
 from roll_lite.config.schema.models import JudgeServerConfig
 from roll_lite.distributed.fleet import Fleet, MemberLost, Policy

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from roll_lite.config.checks.reward_models import MODEL_REWARD
+from roll_lite.config.checks.scoring_models import MODEL_REWARD
 from roll_lite.config.keep_mask import is_truncated
 from roll_lite.config.schema.domains import DomainConfig, RolloutConfig, SamplingConfig
 from roll_lite.config.schema.models import ModelConfig, RewardModelConfig

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from support_weights import tensors, write_safetensors
 
+from roll_lite.config.checks.across import simulated_domains
 from roll_lite.config.checks.gpu_only import needs_gpus
-from roll_lite.config.checks.simulation import SIMULATION_CHECKS
 from roll_lite.config.loading import load_config
 from roll_lite.config.problems import ConfigError, Problem
 from roll_lite.config.schema.run import RunConfig
@@ -75,7 +75,7 @@ class Project:
             self.folder / "configs",
             list(overrides),
             allow_scripted=allow_scripted,
-            further=[check_resumption, check_dumps, check_data, check_rewards, needs_gpus, check_run_dir, *SIMULATION_CHECKS],
+            further=[check_resumption, check_dumps, check_data, check_rewards, needs_gpus, check_run_dir, simulated_domains],
         )
 
     def problems(self, *overrides: str, name: str = "run") -> list[Problem]:

@@ -58,7 +58,7 @@ algorithm: {advantage: {name: gae}, kl_in_reward: {coef: 0.1}, ppo_epochs: 3, mi
     assert (copy.share, copy.prompts_per_step, copy.samples_per_step, copy.max_tokens) == (Fraction(2, 3), 8, 64, 40)
     assert (arithmetic.samples_per_step, arithmetic.mini_batch_samples, arithmetic.updates_per_step) == (80, 40, 6)
     assert (arithmetic.max_model_len, arithmetic.engine_replicas, arithmetic.device_count) == (48, 2, 13)
-    assert {one.role: (one.copies, one.shares_with) for one in arithmetic.clusters} == {
+    assert {role: (one.copies, one.shares_with) for role, one in arithmetic.clusters.items()} == {
         "actor_train": (2, ("actor_infer", "reference")),
         "actor_infer": (2, ("actor_train",)),
         "reference": (4, ("actor_train",)),

@@ -113,7 +113,7 @@ def test_judges_have_devices_of_their_own(project: Project) -> None:
 
     project.write("configs/judged.yaml", f"defaults: [run, _self_]\njudges: {{main: {{path: model, devices: [0, 3]}}}}\n{ASKS % ''}")
     arithmetic = derive(project.load(name="judged"))
-    judge = arithmetic.cluster("judges.main")
+    judge = arithmetic.clusters["judges.main"]
     assert (judge.devices, judge.copies, judge.layout) == ((0, 3), 2, "vllm: 2 replicas")
     assert set(judge.shares_with) == {"actor_train", "actor_infer"}
     assert "judges.main" in render(arithmetic)

@@ -13,7 +13,7 @@ from support_dumps import dump_run
 
 from roll_lite.config.arithmetic import derive, roles
 from roll_lite.config.arithmetic_tables import render
-from roll_lite.config.checks.replay import mode_notes
+from roll_lite.config.checks.notes import mode_notes
 from roll_lite.data import dump_files
 from roll_lite.data.dump_files import METADATA, found_dumps
 from roll_lite.pipeline.checkpoint_files import SCHEMA_VERSION

@@ -50,7 +50,7 @@ def test_what_is_right_passes_and_has_its_place_in_the_plan(helpful: Project, se
     assert found(helpful, settings, "template: '{prompt} -> {response}', scale: sigmoid") == {}
     config = helpful.load(name="changed")
     assert list(roles(config)) == ["actor_train", "actor_infer", "reward_models.helpful"]
-    cluster = derive(config).cluster("reward_models.helpful")
+    cluster = derive(config).clusters["reward_models.helpful"]
     assert cluster.devices == (1, 2)
     assert cluster.copies == (1 if "tensor_parallel" in settings else 2)
     assert "reward_models.helpful" in render(derive(config))

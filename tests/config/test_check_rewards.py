@@ -27,14 +27,14 @@ def test_terms_are_looked_up_like_rewards(project: Project) -> None:
         "[{name: exakt}, {name: exact, args: {stripp: true}}, {name: mine.shorter}, {name: mine.longer}, {name: exact, weight: 0.0}]",
     )
     assert [path for path, _ in found] == [
+        f"{REWARD}.terms.4.weight",
         f"{REWARD}.terms.0.name",
         f"{REWARD}.terms.1.args.stripp",
         f"{REWARD}.terms.2.args",
         f"{REWARD}.terms.3.name",
-        f"{REWARD}.terms.4.weight",
     ]
     for (_, message), fragment in zip(
-        found, ("did you mean 'exact'?", "did you mean 'strip'?", "needs limit", "has no 'longer'", "worth nothing"), strict=True
+        found, ("worth nothing", "did you mean 'exact'?", "did you mean 'strip'?", "needs limit", "has no 'longer'"), strict=True
     ):
         assert fragment in message
 

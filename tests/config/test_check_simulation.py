@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from roll_lite.config.checks.simulation import SIMULATION_CHECKS
+from roll_lite.config.checks.across import simulated_domains
 from roll_lite.config.loading import load_config
 from roll_lite.config.problems import ConfigError
 from roll_lite.files import CONFIGS
@@ -10,7 +10,7 @@ from roll_lite.files import CONFIGS
 
 def problems(*overrides: str) -> str:
     with pytest.raises(ConfigError) as error:
-        load_config("tiny_grpo", CONFIGS, overrides, further=SIMULATION_CHECKS)
+        load_config("tiny_grpo", CONFIGS, overrides, further=[simulated_domains])
     return str(error.value)
 
 
@@ -18,8 +18,8 @@ def test_domains_of_the_simulation_are_domains_of_the_run() -> None:
     assert "simulation.domains.ad: no such domain; did you mean 'add'?" in problems("simulation.domains.ad.median=5")
 
 
-def test_a_run_reads_nothing_of_the_simulation() -> None:
-    config = load_config("tiny_grpo", CONFIGS, ["~domains.make", "simulation.responses={median: 10, p99: 5}"])
+def test_a_run_reads_no_domains_of_the_simulation() -> None:
+    config = load_config("tiny_grpo", CONFIGS, ["~domains.make"])
     assert "make" in config.simulation.domains and "make" not in config.domains
 
 

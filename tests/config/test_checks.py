@@ -15,10 +15,10 @@ from support_weights import tensors, write_safetensors
 
 from roll_lite.config.arithmetic import max_model_len
 from roll_lite.config.checks import layout as check_layout
-from roll_lite.config.checks.across import readable
 from roll_lite.config.checks.gpu_only import VLLM_CPU_HEADS
 from roll_lite.config.checks.layout import sharing_notes
 from roll_lite.config.checks.rollout import staleness_notes
+from roll_lite.config.schema.base import readable
 from roll_lite.pipeline.checkpoint_files import resumption_notes
 
 CRITIC = "critic: {}\nalgorithm: {advantage: {name: gae}}\n"
@@ -160,7 +160,7 @@ CROSS_CHECKS = {
     "template without prompt": ("domains: {add: {template: {text: Q}}}", "domains.add.template.text", "{prompt}"),
     "system in plain": ("domains: {add: {template: {system: S}}}", "domains.add.template.system", "name: chat"),
     "lr": ("actor_train: {optimizer: {lr: 1e-4, min_lr: 1e-3}}", "actor_train.optimizer.min_lr", "lr (0.0001)"),
-    "betas": ("actor_train: {optimizer: {betas: [0.9, 1.0]}}", "actor_train.optimizer.betas", "less than 1"),
+    "betas": ("actor_train: {optimizer: {betas: [0.9, 1.0]}}", "actor_train.optimizer.betas", "and < 1"),
 }
 
 LAYOUT_CHECKS = {
@@ -811,6 +811,13 @@ def test_an_engine_that_knows_no_window(project: Project) -> None:
 def test_a_bug_in_a_check_is_not_taken_for_a_refused_field() -> None:
     with pytest.raises(AttributeError):
         readable(iter([SimpleNamespace().nothing]) for _ in range(1))  # type: ignore[arg-type]
+
+
+def test_a_refused_field_ends_only_the_rules_that_read_it(project: Project) -> None:
+    section = "{median: many, p99: 3, reward_s: 2, reward_p99_s: 1, all_right: 0.8, all_wrong: 0.4}"
+    problems = project.problems_of(f"simulation: {{responses: {section}}}")
+    assert [problem.path.rpartition(".")[2] for problem in problems] == ["median", "reward_p99_s", "all_wrong"]
+    assert [problem.value for problem in problems] == ["many", 1, 0.4]
 
 
 def test_roles_that_stay_on_the_same_gpus_are_told(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:

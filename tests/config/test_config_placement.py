@@ -223,7 +223,7 @@ def test_engines_larger_than_a_node_span_nodes(ppo: Project) -> None:
 
 def test_replicas_that_share_devices(project: Project) -> None:
     arithmetic = derive(project.load("actor_infer.devices=[1,2]", "actor_infer.replicas_per_device=3"))
-    assert (arithmetic.engine_replicas, arithmetic.cluster("actor_infer").layout) == (6, "vllm: 6 replicas, 3 on each device")
+    assert (arithmetic.engine_replicas, arithmetic.clusters["actor_infer"].layout) == (6, "vllm: 6 replicas, 3 on each device")
 
 
 def test_many_nodes_in_few_words() -> None:
@@ -237,8 +237,8 @@ def test_gpus_that_this_machine_has_not(project: Project, monkeypatch: pytest.Mo
     assert list(devices_are_there(config)) == [], "CPU slots"
     monkeypatch.setattr(layout, "gpus_visible", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
-    (problem,) = devices_are_there(config)
-    assert problem.path == "actor_infer.devices" and "devices 1-2 are not there: this machine has 1 GPU; use fewer" in problem.message
+    ((path, message),) = devices_are_there(config)
+    assert path == "actor_infer.devices" and "devices 1-2 are not there: this machine has 1 GPU; use fewer" in message
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
     assert list(devices_are_there(config)) == []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")

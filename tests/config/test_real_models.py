@@ -67,5 +67,5 @@ def test_it_passes_every_check_beside_its_model(name: str, tmp_path: Path, monke
     data = "examples/data/add_train.jsonl"
     given = [f"model.path={tmp_path}", f"domains.math.data.train={data}", f"domains.math.data.validation={data}"]
     config = load_config(name, CONFIGS, given)
-    assert {cluster.role: cluster.layout for cluster in derive(config).clusters} == layouts
+    assert {role: cluster.layout for role, cluster in derive(config).clusters.items()} == layouts
     assert config.experiment == name and sharing_notes(config) == [], "what shares GPUs leaves them when it is idle"

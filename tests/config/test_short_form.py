@@ -6,7 +6,7 @@ import pytest
 from config_project import Project
 
 from roll_lite.config.compose.layers import compose
-from roll_lite.config.compose.short_form import is_short_form
+from roll_lite.config.compose.merging import is_short_form
 from roll_lite.config.schema.algorithm import (
     CispoLossConfig,
     FixedKlConfig,
@@ -37,9 +37,8 @@ algorithm: {advantage: gae, policy_loss: cispo, kl_in_reward: {controller: fixed
 def test_every_section_that_is_chosen_by_its_name(project: Project) -> None:
     project.write("configs/words.yaml", f"defaults: [run]{EVERYWHERE}")
     composed = compose("words", project.folder / "configs", [])
-    validated = validate(composed.data)
-    assert composed.problems == validated.problems == []
-    config = validated.partial
+    config, problems = validate(composed.data)
+    assert composed.problems == problems == []
     assert config.reference is not None
     assert config.critic is not None
     trained = (config.actor_train.strategy, config.reference.strategy, config.critic.strategy)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from roll_lite.config.checks import trackers as check_trackers
+from roll_lite.config.checks import across as check_trackers
 from roll_lite.config.schema.run import TrackerConfig
 from roll_lite.observability.trackers import (
     LOCAL,

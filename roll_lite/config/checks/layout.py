@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import suppress
 from itertools import combinations
 from pathlib import Path
 
@@ -22,7 +20,7 @@ from roll_lite.config.arithmetic import (
     tensor_parallel_fits,
 )
 from roll_lite.config.placement import ranges
-from roll_lite.config.problems import Problem
+from roll_lite.config.schema.base import Mistakes
 from roll_lite.config.schema.models import (
     CriticRoleConfig,
     EngineStrategyConfig,
@@ -30,270 +28,182 @@ from roll_lite.config.schema.models import (
     JudgeServerConfig,
     MegatronStrategyConfig,
     RewardModelConfig,
+    ScriptedStrategyConfig,
     SglangStrategyConfig,
-    VllmStrategyConfig,
 )
 from roll_lite.config.schema.run import RunConfig
-from roll_lite.models.hf_config import ModelShape, read_hf_config, read_model_shape
+from roll_lite.models.hf_config import ModelShape, read_model_shape
 
 
-def _device_list(config: RunConfig, name: str, role: Role) -> Iterator[Problem]:
-    numbers = device_numbers(role.devices)
+def _device_list(config: RunConfig, name: str, role: Role) -> Mistakes:
+    numbers, size = device_numbers(role.devices), model_parallel_size(role)
     if not numbers:
-        yield Problem(f"{name}.devices", "needs at least one device", [])
-    twice = sorted(number for number, count in Counter(numbers).items() if count > 1)
-    if twice:
-        yield Problem(
-            f"{name}.devices", f"lists {', '.join(map(str, twice))} more than once; each device holds one rank of a role", list(numbers)
-        )
+        yield f"{name}.devices", "needs at least one device"
+    if twice := sorted(number for number, count in Counter(numbers).items() if count > 1):
+        yield f"{name}.devices", f"lists {', '.join(map(str, twice))} more than once; each device holds one rank of a role"
+    if len(numbers) % size:
+        sizes = {part: getattr(role.strategy, part, 1) for part in ("tensor_parallel", "pipeline_parallel", "context_parallel")}
+        given = " x ".join(f"{part} {number}" for part, number in sizes.items() if number > 1)
+        factors = f"{given} = {size}" if " x " in given else given
+        what = "replicas of the engine" if isinstance(role, InferRoleConfig) else "data-parallel copies of the model"
+        yield f"{name}.devices", f"{factors} does not divide {len(numbers)} devices into whole {what}; use a multiple of {size}"
 
 
-def _parallel_sizes_divide_devices(config: RunConfig, name: str, role: Role) -> Iterator[Problem]:
-    count, size = len(device_numbers(role.devices)), model_parallel_size(role)
-    if not count or count % size == 0:
-        return
-    strategy = role.strategy
-    parts = ("tensor_parallel", "pipeline_parallel", "context_parallel")
-    given = [f"{part} {getattr(strategy, part)}" for part in parts if getattr(strategy, part, 1) > 1]
-    factors = f"{' x '.join(given)} = {size}" if len(given) > 1 else given[0]
-    what = "replicas of the engine" if isinstance(role, InferRoleConfig) else "data-parallel copies of the model"
-    yield Problem(
-        f"{name}.devices",
-        f"{factors} does not divide {count} devices into whole {what}; use a multiple of {size}",
-        role.devices,
-    )
+def _replicas_share_a_device(config: RunConfig, name: str, role: Role) -> Mistakes:
+    if isinstance(role, InferRoleConfig) and role.replicas_per_device > 1 and (size := model_parallel_size(role)) > 1:
+        yield f"{name}.replicas_per_device", f"a replica has {size} devices of its own (tensor_parallel); use 1"
 
 
-def _replicas_share_a_device(config: RunConfig, name: str, role: Role) -> Iterator[Problem]:
-    if isinstance(role, InferRoleConfig) and role.replicas_per_device > 1 and model_parallel_size(role) > 1:
-        message = f"a replica has {model_parallel_size(role)} devices of its own (tensor_parallel); use 1"
-        yield Problem(f"{name}.replicas_per_device", message, role.replicas_per_device)
-
-
-def _sequence_parallel(config: RunConfig, name: str, role: Role) -> Iterator[Problem]:
-    strategy = role.strategy
-    if isinstance(strategy, MegatronStrategyConfig) and strategy.sequence_parallel and strategy.tensor_parallel == 1:
-        yield Problem(f"{name}.strategy.sequence_parallel", "needs tensor_parallel > 1; use false", True)
-
-
-def _stages_have_layers(config: RunConfig, name: str, role: Role) -> Iterator[Problem]:
-    shape = _shape(model_folder(config, role))
-    if shape is None or not isinstance(role.strategy, MegatronStrategyConfig):
-        return
-    if (problem := pipeline_problem(role.strategy, shape.layers)) is not None:
-        setting, message = problem
-        yield Problem(f"{name}.strategy.{setting}", message, getattr(role.strategy, setting))
-
-
-def _tensor_parallel_divides_heads(config: RunConfig, name: str, role: Role) -> Iterator[Problem]:
-    shape, parts = _shape(model_folder(config, role)), getattr(role.strategy, "tensor_parallel", 1)
+def _sizes_fit_the_model(config: RunConfig, name: str, role: Role) -> Mistakes:
+    """Check attention heads, feed-forward size, and the layers of pipeline parts."""
+    shape, strategy = known_shape(model_folder(config, role)), role.strategy
     if shape is None:
         return
-    head_dim = shape.head_dim if isinstance(role.strategy, MegatronStrategyConfig) else None
+    is_trainer, parts = isinstance(strategy, MegatronStrategyConfig), getattr(strategy, "tensor_parallel", 1)
+    head_dim = shape.head_dim if is_trainer else None
     fits = [size for size in range(1, shape.heads + 1) if tensor_parallel_fits(size, shape.heads, shape.kv_heads, head_dim)]
     if parts not in fits:
-        message = (
-            f"does not divide the model's {shape.heads} attention heads and {shape.kv_heads} key/value heads; use one of {_listed(fits)}"
-        )
-        yield Problem(f"{name}.strategy.tensor_parallel", message, parts)
+        heads = f"{shape.heads} attention heads and {shape.kv_heads} key/value heads"
+        yield f"{name}.strategy.tensor_parallel", f"does not divide the model's {heads}; use one of {_listed(fits)}"
     elif shape.feed_forward is not None and shape.feed_forward % parts:
-        message = f"does not divide the model's feed-forward size of {shape.feed_forward}"
-        yield Problem(f"{name}.strategy.tensor_parallel", message, parts)
+        yield f"{name}.strategy.tensor_parallel", f"does not divide the model's feed-forward size of {shape.feed_forward}"
+    if isinstance(strategy, MegatronStrategyConfig) and (problem := pipeline_problem(strategy, shape.layers)) is not None:
+        yield f"{name}.strategy.{problem[0]}", problem[1]
 
 
-def _experts(config: RunConfig, name: str, role: Role) -> Iterator[Problem]:
-    shape, strategy = _shape(model_folder(config, role)), role.strategy
+def _experts(config: RunConfig, name: str, role: Role) -> Mistakes:
+    shape, strategy = known_shape(model_folder(config, role)), role.strategy
     if shape is None or not isinstance(strategy, MegatronStrategyConfig):
         return
-    sizes = {"expert_parallel": strategy.expert_parallel, "expert_tensor_parallel": strategy.expert_tensor_parallel}
+    parallel, tensor = strategy.expert_parallel, strategy.expert_tensor_parallel
     if shape.experts is None:
-        for part, size in sizes.items():
-            if size > 1:
-                yield Problem(f"{name}.strategy.{part}", "the model has no experts; use 1", size)
-        if coef := getattr(role, "balance_coef", 0.0):
-            yield Problem(f"{name}.balance_coef", "the model has no experts to balance; use 0", coef)
+        for part in ("expert_parallel", "expert_tensor_parallel"):
+            if getattr(strategy, part) > 1:
+                yield f"{name}.strategy.{part}", "the model has no experts; use 1"
+        if getattr(role, "balance_coef", 0.0):
+            yield f"{name}.balance_coef", "the model has no experts to balance; use 0"
         return
-    if shape.experts % strategy.expert_parallel:
-        message = f"does not divide the model's {shape.experts} experts; use one of {_divisors(shape.experts)}"
-        yield Problem(f"{name}.strategy.expert_parallel", message, strategy.expert_parallel)
-    if (shape.expert_feed_forward or 0) % strategy.expert_tensor_parallel:
-        message = f"does not divide the experts' feed-forward size of {shape.expert_feed_forward}"
-        yield Problem(f"{name}.strategy.expert_tensor_parallel", message, strategy.expert_tensor_parallel)
+    if shape.experts % parallel:
+        fits = _listed([size for size in range(1, shape.experts + 1) if shape.experts % size == 0])
+        yield f"{name}.strategy.expert_parallel", f"does not divide the model's {shape.experts} experts; use one of {fits}"
+    if (shape.expert_feed_forward or 0) % tensor:
+        yield f"{name}.strategy.expert_tensor_parallel", f"does not divide the experts' feed-forward size of {shape.expert_feed_forward}"
     if strategy.tensor_parallel > 1 and not strategy.sequence_parallel:
-        message = "tensor_parallel > 1 of a model with experts needs it; use true"
-        yield Problem(f"{name}.strategy.sequence_parallel", message, False)
-    yield from _expert_ranks(name, role, strategy)
-
-
-def _expert_ranks(name: str, role: Role, strategy: MegatronStrategyConfig) -> Iterator[Problem]:
-    """Check the ranks that share the experts: they lie in one pipeline stage, if necessary in several copies of the model."""
-    count, sharing = len(device_numbers(role.devices)), strategy.expert_parallel * strategy.expert_tensor_parallel
+        yield f"{name}.strategy.sequence_parallel", "tensor_parallel > 1 of a model with experts needs it; use true"
+    # The ranks that share the experts lie in one pipeline stage, if necessary in several copies of the model.
+    count, sharing = len(device_numbers(role.devices)), parallel * tensor
     if count % (whole := sharing * strategy.pipeline_parallel):
-        parts = f"expert_parallel {strategy.expert_parallel} x expert_tensor_parallel {strategy.expert_tensor_parallel}"
+        parts = f"expert_parallel {parallel} x expert_tensor_parallel {tensor}"
         pipeline = f" x pipeline_parallel {strategy.pipeline_parallel}" if strategy.pipeline_parallel > 1 else ""
-        message = f"{parts}{pipeline} = {whole} does not divide {count} devices; use a multiple of {whole}"
-        yield Problem(f"{name}.devices", message, role.devices)
+        yield f"{name}.devices", f"{parts}{pipeline} = {whole} does not divide {count} devices; use a multiple of {whole}"
     stage = strategy.tensor_parallel * strategy.context_parallel
     if isinstance(role, RewardModelConfig) and stage % sharing:
-        message = (
-            f"{sharing} ranks would share the experts; the copies of a reward model score on their own, with {stage} ranks of a stage each"
-        )
-        yield Problem(f"{name}.strategy.expert_parallel", message, strategy.expert_parallel)
+        alone = f"the copies of a reward model score on their own, with {stage} ranks of a stage each"
+        yield f"{name}.strategy.expert_parallel", f"{sharing} ranks would share the experts; {alone}"
 
 
-def _experts_in_engines(config: RunConfig, name: str, role: Role) -> Iterator[Problem]:
-    shape, strategy = _shape(model_folder(config, role)), role.strategy
+def _experts_in_engines(config: RunConfig, name: str, role: Role) -> Mistakes:
+    shape, strategy = known_shape(model_folder(config, role)), role.strategy
     if shape is None or not isinstance(strategy, EngineStrategyConfig):
         return
-    tensor, expert, message = strategy.tensor_parallel, strategy.expert_parallel, None
+    tensor, expert, path = strategy.tensor_parallel, strategy.expert_parallel, f"{name}.strategy.expert_parallel"
     if expert > 1 and shape.experts is None:
-        message = "the model has no experts; use 1"
+        yield path, "the model has no experts; use 1"
     elif expert not in (1, tensor):
-        message = f"all devices of a replica share the experts, or none; use 1 or tensor_parallel ({tensor})"
+        yield path, f"all devices of a replica share the experts, or none; use 1 or tensor_parallel ({tensor})"
     elif expert > 1 and (shape.experts or 0) % expert:
-        message = f"does not divide the model's {shape.experts} experts; use 1, or another tensor_parallel"
-    if message is not None:
-        yield Problem(f"{name}.strategy.expert_parallel", message, expert)
-    elif expert == 1 and (shape.expert_feed_forward or 0) % tensor:
-        message = f"does not divide the experts' feed-forward size of {shape.expert_feed_forward}; expert_parallel leaves experts whole"
-        yield Problem(f"{name}.strategy.tensor_parallel", message, tensor)
+        yield path, f"does not divide the model's {shape.experts} experts; use 1, or another tensor_parallel"
+    elif expert == 1 and (size := shape.expert_feed_forward or 0) % tensor:
+        message = f"does not divide the experts' feed-forward size of {size}; expert_parallel leaves experts whole"
+        yield f"{name}.strategy.tensor_parallel", message
 
 
-def _recomputed_modules(config: RunConfig, name: str, role: Role) -> Iterator[Problem]:
-    strategy = role.strategy
-    modules = None
-    if isinstance(strategy, MegatronStrategyConfig) and strategy.recompute == "selective":
-        modules = strategy.recompute_modules
-    shape = _shape(model_folder(config, role)) if modules else None
-    if shape is None or modules is None:
+def _recomputed_modules(config: RunConfig, name: str, role: Role) -> Mistakes:
+    strategy, shape = role.strategy, known_shape(model_folder(config, role))
+    if not isinstance(strategy, MegatronStrategyConfig) or strategy.recompute != "selective" or shape is None:
         return
+    modules = strategy.recompute_modules or ()
     if "moe" in modules and shape.experts is None:
-        yield Problem(f"{name}.strategy.recompute_modules", "moe: the model has no experts; use mlp", list(modules))
+        yield f"{name}.strategy.recompute_modules", "moe: the model has no experts; use mlp"
     if "mlp" in modules and shape.feed_forward is None:
-        yield Problem(f"{name}.strategy.recompute_modules", "mlp: all layers of the model have experts; use moe", list(modules))
+        yield f"{name}.strategy.recompute_modules", "mlp: all layers of the model have experts; use moe"
 
 
-def _engine_limits(config: RunConfig, name: str, role: Role) -> Iterator[Problem]:
-    strategy = role.strategy
-    if not isinstance(strategy, EngineStrategyConfig):
-        return
-    if strategy.max_batched_tokens < strategy.max_running_requests:
-        message = (
-            f"every running request takes at least one token of a pass; use at least max_running_requests ({strategy.max_running_requests})"
-        )
-        yield Problem(f"{name}.strategy.max_batched_tokens", message, strategy.max_batched_tokens)
+ROLE_CHECKS = (_device_list, _replicas_share_a_device, _sizes_fit_the_model, _recomputed_modules, _experts, _experts_in_engines)
 
 
-ROLE_CHECKS = (
-    _device_list,
-    _parallel_sizes_divide_devices,
-    _replicas_share_a_device,
-    _sequence_parallel,
-    _stages_have_layers,
-    _tensor_parallel_divides_heads,
-    _recomputed_modules,
-    _experts,
-    _experts_in_engines,
-    _engine_limits,
-)
-
-
-def _model_is_long_enough(config: RunConfig) -> Iterator[Problem]:
-    shape = _shape(config.model.path)
+def _model_is_long_enough(config: RunConfig) -> Mistakes:
+    shape, ptx = known_shape(config.model.path), config.algorithm.ptx
     if shape is None or shape.max_positions is None:
         return
-    if (ptx := config.algorithm.ptx) is not None and ptx.max_tokens > shape.max_positions:
-        message = f"is more than the model's {shape.max_positions} positions (max_position_embeddings)"
-        yield Problem("algorithm.ptx.max_tokens", message, ptx.max_tokens)
-    given, needed = getattr(config.actor_infer.strategy, "max_model_len", None), max_model_len(config)
-    if needed <= shape.max_positions:
-        return
-    if given is not None:
-        message = f"is more than the model's {shape.max_positions} positions (max_position_embeddings)"
-        yield Problem("actor_infer.strategy.max_model_len", message, given)
+    more = f"is more than the model's {shape.max_positions} positions (max_position_embeddings)"
+    if ptx is not None and ptx.max_tokens > shape.max_positions:
+        yield "algorithm.ptx.max_tokens", more
+    if (given := getattr(config.actor_infer.strategy, "max_model_len", None)) is not None:
+        if given > shape.max_positions:
+            yield "actor_infer.strategy.max_model_len", more
         return
     for one in requests(config):
         if one.tokens > shape.max_positions:
-            message = (
-                f"max_prompt_tokens {one.sampling.max_prompt_tokens} + max_tokens {one.sampling.max_tokens} = {one.tokens} "
-                f"is more than the model's {shape.max_positions} positions (max_position_embeddings)"
-            )
-            yield Problem(one.path, message, one.sampling.max_tokens)
+            sizes = f"max_prompt_tokens {one.sampling.max_prompt_tokens} + max_tokens {one.sampling.max_tokens}"
+            yield one.path, f"{sizes} = {one.tokens} {more}"
 
 
-def _engine_knows_the_window(config: RunConfig) -> Iterator[Problem]:
-    """Refuse windows shorter than the context: SGLang attends to the whole context in every model of Llama's kind."""
-    if not generates(config):
+def _engine_knows_the_model(config: RunConfig) -> Mistakes:
+    """Refuse models that SGLang computes differently: it attends to the whole context in every model of Llama's kind, and takes all layers
+    for ones with experts if any has some."""
+    shape = known_shape(config.model.path)
+    if shape is None or not generates(config) or not isinstance(config.actor_infer.strategy, SglangStrategyConfig):
         return
-    shape = _shape(config.model.path)
-    if not isinstance(config.actor_infer.strategy, SglangStrategyConfig) or shape is None or shape.window is None:
-        return
-    if (needed := max_model_len(config)) > shape.window:
+    if shape.experts is not None and shape.feed_forward is not None:
+        message = "SGLang takes every layer of the model for one with experts, which some are not; use vllm"
+        yield "actor_infer.strategy.name", message
+    if shape.window is not None and (needed := max_model_len(config)) > shape.window:
         message = (
             f"knows no sliding window in this family, the trainer does: the model's is {shape.window} tokens and prompt and response "
             f"may take {needed}; use vllm"
         )
-        yield Problem("actor_infer.strategy.name", message, "sglang")
+        yield "actor_infer.strategy.name", message
 
 
-def _deterministic_runs_on_cpu(config: RunConfig) -> Iterator[Problem]:
+def _deterministic_runs_on_cpu(config: RunConfig) -> Mistakes:
     if config.deterministic and gpus_visible():
-        message = "GPU kernels do not repeat bit for bit; use false, or hide the GPUs with CUDA_VISIBLE_DEVICES=''"
-        yield Problem("deterministic", message, True)
+        yield "deterministic", "GPU kernels do not repeat bit for bit; use false, or hide the GPUs with CUDA_VISIBLE_DEVICES=''"
 
 
-def _verified_experts(config: RunConfig) -> Iterator[Problem]:
-    shape = _shape(config.model.path)
+def _verified_experts(config: RunConfig) -> Mistakes:
+    shape = known_shape(config.model.path)
     if config.weight_sync.verify != "none" and shape is not None and shape.experts is not None and (gpus_visible() or is_elsewhere(config)):
         message = "what an engine's kernels make of experts on a GPU is not read back; use none for a model with experts"
-        yield Problem("weight_sync.verify", message, config.weight_sync.verify)
+        yield "weight_sync.verify", message
 
 
-def _engine_tells_of_experts(config: RunConfig) -> Iterator[Problem]:
-    if not replays_engines(config) or isinstance(config.actor_infer.strategy, SglangStrategyConfig):
-        return
-    if isinstance(config.actor_infer.strategy, VllmStrategyConfig):  # on a CPU it does not report experts, see needs_gpus
-        return
-    message = "a scripted engine does not say which experts it used; use actor_infer.strategy.name: sglang, or routing_replay: train"
-    yield Problem("algorithm.routing_replay", message, "rollout")
+def _engine_tells_of_experts(config: RunConfig) -> Mistakes:
+    if replays_engines(config) and isinstance(config.actor_infer.strategy, ScriptedStrategyConfig):
+        message = "a scripted engine does not say which experts it used; use actor_infer.strategy.name: sglang, or routing_replay: train"
+        yield "algorithm.routing_replay", message
 
 
-def _experts_over_an_update(config: RunConfig) -> Iterator[Problem]:
+def _experts_over_an_update(config: RunConfig) -> Mistakes:
     """Refuse paused requests with routing replay: SGLang recomputes their tokens with new weights, and reports only those experts."""
-    rollout, name = config.rollout, config.actor_infer.strategy.name
-    if (
-        replays_engines(config)
-        and name == "sglang"
-        and (rollout.on_sync == "pause" or (rollout.on_sync is None and rollout.supply == "async"))
-    ):
-        message = (
-            "SGLang forgets which experts the old weights used where responses go on under new ones; use rollout.on_sync: abort or drain"
-        )
-        yield Problem("algorithm.routing_replay", message, "rollout")
-
-
-def _engine_knows_dense_layers(config: RunConfig) -> Iterator[Problem]:
-    if not generates(config) or not isinstance(config.actor_infer.strategy, SglangStrategyConfig):
-        return
-    with suppress(ValueError):  # the file checks report it
-        experts = read_hf_config(config.model.path).experts
-        if experts is not None and not all(experts.layers):
-            message = "SGLang takes every layer of the model for one with experts, which some are not; use vllm"
-            yield Problem("actor_infer.strategy.name", message, "sglang")
+    rollout = config.rollout
+    pauses = rollout.on_sync == "pause" or (rollout.on_sync is None and rollout.supply == "async")
+    if replays_engines(config) and pauses and isinstance(config.actor_infer.strategy, SglangStrategyConfig):
+        message = "SGLang forgets which experts the old weights used where responses go on under new ones"
+        yield "algorithm.routing_replay", f"{message}; use rollout.on_sync: abort or drain"
 
 
 LAYOUT_CHECKS = (
     _verified_experts,
     _engine_tells_of_experts,
     _experts_over_an_update,
-    _engine_knows_dense_layers,
     _model_is_long_enough,
-    _engine_knows_the_window,
+    _engine_knows_the_model,
     _deterministic_runs_on_cpu,
 )
 
 
-def devices_are_there(config: RunConfig) -> Iterator[Problem]:
+def devices_are_there(config: RunConfig) -> Mistakes:
     """Check that this machine has the GPUs, unless the run is on a cluster. CPU slots are created as needed."""
     if not gpus_visible() or is_elsewhere(config):
         return
@@ -303,7 +213,7 @@ def devices_are_there(config: RunConfig) -> Iterator[Problem]:
             are = "devices {} are" if len(beyond) > 1 else "device {} is"
             message = f"{are.format(ranges(beyond))} not there: this machine has {there} GPU{'s' if there != 1 else ''}"
             remedy = "use fewer, or name the cluster (ray.address, or placement.nodes for one that is not there yet)"
-            yield Problem(f"{name}.devices", f"{message}; {remedy}", role.devices)
+            yield f"{name}.devices", f"{message}; {remedy}"
 
 
 def sharing_notes(config: RunConfig) -> list[str]:
@@ -358,16 +268,12 @@ def gpu_count() -> int:
     return len([one for one in shown.split(",") if one.strip()]) if shown is not None else len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
-def _shape(folder: Path) -> ModelShape | None:
+def known_shape(folder: Path) -> ModelShape | None:
     """Shape of the model; None if unreadable, which the file checks report."""
     try:
         return read_model_shape(folder)
     except ValueError:
         return None
-
-
-def _divisors(number: int) -> str:
-    return _listed([one for one in range(1, number + 1) if number % one == 0])
 
 
 def _listed(numbers: list[int]) -> str:

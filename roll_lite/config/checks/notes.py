@@ -8,11 +8,20 @@ from contextlib import suppress
 from roll_lite.config.checks.gpu_only import gpu_notes
 from roll_lite.config.checks.layout import sharing_notes
 from roll_lite.config.checks.lora import engine_notes, reference_notes
-from roll_lite.config.checks.replay import mode_notes
 from roll_lite.config.checks.rollout import staleness_notes
 from roll_lite.config.checks.secrets import plain_secrets
 from roll_lite.config.schema.base import Refused
 from roll_lite.config.schema.run import RunConfig
+
+
+def mode_notes(config: RunConfig) -> list[str]:
+    """Notes on the parts that a partial run leaves out."""
+    if config.mode == "rollout_only":
+        idle = [name for name in ("actor_train", "reference", "critic") if getattr(config, name) is not None]
+        return [f"mode: rollout_only: {', '.join(idle)} and validation are left out; batches are dumped, nothing trains"]
+    if config.mode == "train_only":
+        return [f"mode: train_only: training on the dumps of {config.replay.path}; engines, rewards and validation are left out"]
+    return []
 
 
 def notes_on(config: RunConfig, *further: Callable[[RunConfig], list[str]]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Merges configuration files into one tree with OmegaConf: `defaults:` lists and overrides as in Hydra.
+"""Merges configuration files into one tree: `defaults:` lists and overrides as in Hydra, `${...}` by OmegaConf.
 
 Hydra itself stops at the first mistake, and refuses keys of the schema that no file sets; here all mistakes are collected.
 """
@@ -17,10 +17,10 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
+from roll_lite.config.compose.merging import merge, spell_out
 from roll_lite.config.compose.overrides import Override, apply_override, names_first, parse_override
-from roll_lite.config.compose.short_form import make_room, spell_out
 from roll_lite.config.compose.yaml_source import MOST_VALUES, parse_yaml
-from roll_lite.config.problems import LEFT_OUT, Missing, Path, Problem, close_names, did_you_mean, dotted
+from roll_lite.config.problems import LEFT_OUT, NO_VALUE, Missing, Path, Problem, close_names, did_you_mean, dotted
 from roll_lite.config.validation import words_at
 from roll_lite.files import CONFIGS, first_line, is_file, read_text
 
@@ -49,7 +49,7 @@ class _Composer:
     may_be_left_out: bool = False
     problems: list[Problem] = field(default_factory=list)
     origins: dict[Path, str] = field(default_factory=dict)
-    layers: list[DictConfig] = field(default_factory=list)
+    layers: list[dict[str, Any]] = field(default_factory=list)
     broken: set[Path] = field(default_factory=set)
     secrets: dict[Path, tuple[str, Any]] = field(default_factory=dict)
     values: int = 0
@@ -61,13 +61,13 @@ class _Composer:
         try:
             text = read_text(path)
         except ValueError as error:
-            self._unreadable(label, str(error))
+            self.refuse(label, str(error))
             return
         source = parse_yaml(text, label)
         self.problems += source.problems
         self.broken |= source.broken
         if source.data is not None and not isinstance(source.data, dict):
-            self._unreadable(label, "has to hold a mapping of keys to values at the top")
+            self.refuse(label, "has to hold a mapping of keys to values at the top")
             return
         data = spell_out(source.data or {}, (), source.lines)
         for entry, where in self._entries(data.pop("defaults", []), f"{label}: defaults"):
@@ -75,7 +75,7 @@ class _Composer:
                 self._add_entry(entry, where, (*stack, path.resolve()))
                 continue
             self.origins.update({place: f"{label}:{line}" for place, line in source.lines.items() if place})
-            self.layers.append(OmegaConf.create(data))
+            self.layers.append(data)
 
     def found(self, name: str, folder: FilePath) -> FilePath | None:
         path = find(name, folder)
@@ -84,21 +84,21 @@ class _Composer:
             self.hidden.append(f"{path} is used; the shipped configuration {name} has the same name")
         return path
 
-    def _unreadable(self, place: str, message: str, value: Any = None) -> None:
-        """Report a problem and mark the root as broken, so that settings of this file are not reported as missing."""
-        self.problems.append(Problem(place, message) if value is None else Problem(place, message, value))
-        self.broken.add(())
+    def refuse(self, place: str, message: str, value: Any = NO_VALUE, broken: Path = ()) -> None:
+        """Report a problem and mark a path as broken: the root if a whole file is unreadable, so that its settings are not missing."""
+        self.problems.append(Problem(place, message, value))
+        self.broken.add(broken)
 
     def _entries(self, defaults: Any, place: str) -> list[tuple[str | None, str]]:
         """Names of files with their places; None stands for `_self_`."""
         items = [defaults] if isinstance(defaults, str) else defaults
         if not isinstance(items, list):
-            self._unreadable(place, "has to be a file's name or a list of them", defaults)
+            self.refuse(place, "has to be a file's name or a list of them", defaults)
             return [(None, place)]
         entries: list[tuple[str | None, str]] = []
         for index, item in enumerate(items):
             if not isinstance(item, str) or not item.strip():
-                self._unreadable(f"{place}[{index}]", "write a file's name or _self_", "" if item is None else item)
+                self.refuse(f"{place}[{index}]", "write a file's name or _self_", item)
             else:
                 entries.append((None if item == "_self_" else item, f"{place}[{index}]"))
         own = [entry for entry, _ in entries].count(None)
@@ -110,20 +110,20 @@ class _Composer:
         name = posixpath.normpath(entry.removesuffix(".yaml"))
         if name.startswith(("/", "..")):
             message = "names are looked up in the file's folder, then among the shipped ones; write the name without a path"
-            self._unreadable(where, message, entry)
+            self.refuse(where, message, entry)
             return
         try:
             # A shipped file builds on shipped files only, even if the user's folder has the same names.
             path = self.found(name, CONFIGS if stack[-1].parent == CONFIGS else self.folder)
             if path is None:
-                self._unreadable(where, f"no {name}.yaml in {searched(self.folder)}; {suggestion(name, self.folder)}", entry)
+                self.refuse(where, f"no {name}.yaml in {searched(self.folder)}; {suggestion(name, self.folder)}", entry)
             elif path.resolve() in stack:
                 chain = " -> ".join(one.stem for one in (*stack, path.resolve()))
-                self._unreadable(where, f"loads itself: {chain}", entry)
+                self.refuse(where, f"loads itself: {chain}", entry)
             else:
                 self.add_file(path, name, stack)
         except ValueError as error:
-            self._unreadable(where, str(error), entry)
+            self.refuse(where, str(error), entry)
 
 
 def find(name: str, folder: FilePath) -> FilePath | None:
@@ -147,17 +147,13 @@ def compose(name: str, folder: FilePath, overrides: Sequence[str], *, may_be_lef
     parsed = [parse_override(text) for text in overrides]
     composer.problems += [one for one in parsed if isinstance(one, Problem)]
     composer.add_file(composer.found(name, folder) or folder / f"{name}.yaml", name, ())
-    config = OmegaConf.create({})
+    tree: dict[str, Any] = {}
     for layer in composer.layers:
-        make_room(config, layer, ())
-        try:
-            config = OmegaConf.merge(config, layer)  # type: ignore[assignment]
-        except OmegaConfBaseException as error:
-            composer.problems.append(Problem(str(error.full_key or "(merging)"), first_line(error)))
+        merge(tree, layer)
     for override in names_first([one for one in parsed if isinstance(one, Override)]):
-        composer.problems += apply_override(config, override)
+        composer.problems += apply_override(tree, override)
         _written_on_the_command_line(composer.origins, override.path)
-    data = _resolve(config, (), composer)
+    data = _resolve(OmegaConf.create(tree), (), composer)
     return Composed(data, composer.problems, frozenset(composer.broken), composer.origins, composer.secrets, composer.hidden)
 
 
@@ -195,19 +191,19 @@ def _resolve(node: DictConfig | ListConfig, path: Path, composer: _Composer) -> 
             composer.problems.append(Missing(dotted(here), f"has to be given, for example on the command line: {dotted(here)}=..."))
             composer.broken.add(here)
             continue
-        raw = OmegaConf.to_container(node, resolve=False)[key] if OmegaConf.is_interpolation(node, key) else None  # type: ignore[index]
+        raw = OmegaConf.to_container(node, resolve=False)[key] if OmegaConf.is_interpolation(node, key) else NO_VALUE  # type: ignore[index]
         variables: list[str] = []
         token = _from_environment.set(variables)
         try:
             value = node[key]
         except (OmegaConfBaseException, RecursionError, ValueError) as error:
-            _refuse(composer, here, _why(error, variables), raw)
+            composer.refuse(dotted(here), _why(error, variables), raw, here)
             continue
         finally:
             _from_environment.reset(token)
         if isinstance(value, DictConfig | ListConfig):
             if len(here) > DEEPEST or composer.values > MOST_VALUES:
-                _refuse(composer, here, "with its interpolations written out it holds too many values, or itself", raw)
+                composer.refuse(dotted(here), "with its interpolations written out it holds too many values, or itself", raw, here)
                 return None
             value = _resolve(value, here, composer)
         elif variables:
@@ -227,11 +223,6 @@ def _why(error: Exception, variables: list[str]) -> str:
         if f"Environment variable '{variable}' not found" in str(error):
             return f"the environment variable {variable} is not set"
     return "cannot be resolved" if any(variable in os.environ for variable in variables) else first_line(error)
-
-
-def _refuse(composer: _Composer, path: Path, message: str, raw: Any = None) -> None:
-    composer.problems.append(Problem(dotted(path), message) if raw is None else Problem(dotted(path), message, raw))
-    composer.broken.add(path)
 
 
 OmegaConf.register_new_resolver("oc.env", _environment, replace=True)

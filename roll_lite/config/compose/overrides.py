@@ -10,14 +10,11 @@ from decimal import Decimal
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from roll_lite.config.compose.short_form import is_short_form, make_room, spell_out
+from roll_lite.config.compose.merging import is_short_form, merge, spell_out
 from roll_lite.config.compose.yaml_source import parse_yaml
 from roll_lite.config.problems import Path, Problem, did_you_mean, dotted, show
 from roll_lite.config.validation import words_at
-from roll_lite.files import first_line
 
 COMMAND_LINE = "command line"
 GRAMMAR = "write key=value, +key=value to add, or ~key to delete"
@@ -125,66 +122,57 @@ def _range(arguments: str) -> list[str]:
     return [str(start + number * step) for number in range(count)]
 
 
-def apply_override(config: DictConfig, override: Override) -> list[Problem]:
+def apply_override(tree: dict[str, Any], override: Override) -> list[Problem]:
     """Set, merge or delete the value. Keys that do not exist are created; the schema checks them later."""
-    last = override.path[-1]
     try:
-        parent = _parent(config, override)
+        holder, depth = _holder(tree, override)
     except LookupError as error:
         return [Problem(override.text, str(error.args[0]), source=COMMAND_LINE)]
-    if override.delete:
-        if isinstance(parent, ListConfig):
-            del parent[int(last)]
+    key, path, value = override.path[depth], override.path[:depth], override.value
+    for inner in reversed(override.path[depth + 1 :]):
+        value = {inner: value}
+    if isinstance(holder, list):
+        there = holder[int(key)]
+        if override.delete:
+            del holder[int(key)]
+        elif isinstance(there, dict) and isinstance(value, dict):
+            merge(there, value, (*path, key))
         else:
-            del parent[last]
-    elif override.value == {} and isinstance(parent, DictConfig) and isinstance(there := _child(parent, last), DictConfig) and there:
-        message = (
-            f"a mapping is merged into a section, and an empty one changes nothing; delete what is to go: ~{dotted(override.path)}.KEY"
-        )
-        return [Problem(override.text, message, source=COMMAND_LINE)]
+            holder[int(key)] = value
+    elif override.delete:
+        del holder[key]
+    elif value == {} and isinstance(there := holder.get(key), dict) and there:
+        message = "a mapping is merged into a section, and an empty one changes nothing; delete what is to go"
+        return [Problem(override.text, f"{message}: ~{dotted(override.path)}.KEY", source=COMMAND_LINE)]
     else:
-        # Replaced, not merged: a list over a section, the reverse, and anything over an interpolation, which need not resolve.
-        layer = {last: override.value}
-        if parent is not config or len(override.path) == 1:
-            make_room(parent, layer, override.path[:-1])
-        if not layer:  # a null that removes the inherited section
-            return []
-        settled = not OmegaConf.is_interpolation(parent, int(last) if isinstance(parent, ListConfig) else last)
-        merge = settled and isinstance(override.value, dict) and isinstance(_child(parent, last), DictConfig)
-        OmegaConf.update(config, dotted(override.path), override.value, merge=merge, force_add=True)
+        merge(holder, {key: value}, path)
     return []
 
 
-def _parent(config: DictConfig, override: Override) -> DictConfig | ListConfig:
-    """Container of the override's last key. Raises LookupError with a message if it cannot exist."""
-    container: Any = config
+def _holder(tree: dict[str, Any], override: Override) -> tuple[dict[str, Any] | list[Any], int]:
+    """Innermost section or list on the override's path, and the number of keys that lead there. LookupError with a message if the next key
+    cannot be in it."""
+    container: Any = tree
     for depth, key in enumerate(override.path):
-        here = dotted(override.path[:depth])
-        if isinstance(container, ListConfig):
+        here, below = dotted(override.path[:depth]), override.path[depth + 1 :]
+        if isinstance(container, list):
             if not key.isdigit():
                 raise LookupError(f"{here} is a list; after it comes a number, not {key!r}")
             if int(key) >= len(container):
                 raise LookupError(f"{here} has {len(container)} entries, numbered from 0; there is no entry {key}")
-        elif isinstance(container, DictConfig):
-            if override.delete and key not in list(container):  # `in` is false if the value is ???
-                raise LookupError(f"nothing to delete at {dotted(override.path[: depth + 1])}; {did_you_mean(key, map(str, container))}")
-        elif container is None and not override.delete:
-            if key.isdigit():
-                raise LookupError(f"{here} is not set in the YAML files; give the whole list: {here}=[...]")
-            return config
+            inner = container[int(key)]
+        elif isinstance(container, dict):
+            if override.delete and key not in container:
+                raise LookupError(f"nothing to delete at {dotted(override.path[: depth + 1])}; {did_you_mean(key, container)}")
+            inner = container.get(key)
         else:
             raise LookupError(f"{here} is {show(container, here)}, not a section; it has no {key!r}")
-        if depth == len(override.path) - 1:
-            return container
-        container = _child(container, key)
+        if below and inner in (None, "???") and not override.delete:
+            if below[0].isdigit():
+                whole = dotted(override.path[: depth + 1])
+                raise LookupError(f"{whole} is not set in the YAML files; give the whole list: {whole}=[...]")
+            return container, depth
+        if not below:
+            return container, depth
+        container = inner
     raise AssertionError("an override has at least one key")
-
-
-def _child(container: DictConfig | ListConfig, key: str) -> Any:
-    place: Any = int(key) if isinstance(container, ListConfig) else key
-    if isinstance(container, DictConfig) and key not in container:  # absent or ???
-        return None
-    try:
-        return container[place]
-    except OmegaConfBaseException as error:
-        raise LookupError(first_line(error)) from error

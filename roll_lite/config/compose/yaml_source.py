@@ -53,44 +53,38 @@ def parse_yaml(text: str, place: str, root: Path = ()) -> YamlSource:
         node = loader.get_single_node()
         if node is not None and _values(node, {}) > MOST_VALUES:
             raise yaml.YAMLError(f"with its aliases written out it holds more than {MOST_VALUES:,} values")
-        source.data = _convert(loader, node, root, place, source, ()) if node is not None else None
+        source.data = _convert(loader, node, root, place, source) if node is not None else None
     except (yaml.YAMLError, RecursionError) as error:
         source = YamlSource(problems=[Problem(place, f"not valid YAML: {_one_line(error)}")], broken={root})
     return source
 
 
-def _values(node: yaml.Node, known: dict[int, int]) -> int:
-    """Number of values in and below the node, aliases expanded; an alias of its own parent counts 0."""
+def _values(node: yaml.Node, known: dict[int, int | None]) -> int:
+    """Number of values in and below the node, aliases expanded. YAMLError if an alias stands for a section or list around it."""
     if id(node) not in known:
-        known[id(node)] = 0
+        known[id(node)] = None
         parts = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
         known[id(node)] = 1 + sum(_values(part, known) for part in parts) if isinstance(node, yaml.CollectionNode) else 1
-    return known[id(node)]
+    if (found := known[id(node)]) is None:
+        raise yaml.YAMLError(f"the alias in line {node.start_mark.line + 1} stands for a section or list that it is part of itself")
+    return found
 
 
-def _convert(loader: _Loader, node: yaml.Node, path: Path, place: str, source: YamlSource, above: tuple[yaml.Node, ...]) -> Any:
-    """Data of a node. `above`: the nodes that contain it."""
+def _convert(loader: _Loader, node: yaml.Node, path: Path, place: str, source: YamlSource) -> Any:
     source.lines[path] = node.start_mark.line + 1
-    if node in above:
-        _refuse(source, path, "stands for a section or list that it is part of itself", NO_VALUE, f"{place}:{source.lines[path]}")
-        return None
-    above = (*above, node)
     if isinstance(node, yaml.SequenceNode):
-        return [_convert(loader, item, (*path, str(index)), place, source, above) for index, item in enumerate(node.value)]
+        return [_convert(loader, item, (*path, str(index)), place, source) for index, item in enumerate(node.value)]
     if not isinstance(node, yaml.MappingNode) or node.tag != "tag:yaml.org,2002:map":
         return _scalar(loader, node, path, place, source)
     own_keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge"]
     for key in sorted({key for key in own_keys if own_keys.count(key) > 1}):
         line = max(one.start_mark.line for one, _ in node.value if one.value == key) + 1
         source.problems.append(Problem(dotted((*path, key)), "written twice; keep one", source=f"{place}:{line}"))
-    if any(value is node or (isinstance(value, yaml.SequenceNode) and node in value.value) for _, value in node.value):
-        _refuse(source, path, "is merged into itself", NO_VALUE, f"{place}:{source.lines[path]}")
-        return None
     for key_node, value_node in node.value if node.flow_style else ():
         if key_node.end_mark.index == value_node.end_mark.index:  # no colon was read: `{lr:1e-4}`, `{prompt}`
             text = key_node.value if isinstance(key_node, yaml.ScalarNode) else ""
-            message = "YAML takes this for a section; put a text with braces in quotes"
-            _refuse(source, path, (space_missing(text) or message).removeprefix("; "), NO_VALUE, f"{place}:{source.lines[path]}")
+            message = space_missing(text).removeprefix("; ") or "YAML takes this for a section; put a text with braces in quotes"
+            _refuse(source, path, message, NO_VALUE, f"{place}:{source.lines[path]}")
             return None
     loader.flatten_mapping(node)
     result: dict[str, Any] = {}
@@ -100,7 +94,7 @@ def _convert(loader: _Loader, node: yaml.Node, path: Path, place: str, source: Y
             message = f"a key has to be text, {show(key) if key is not None else 'this'} is not; put it in quotes"
             source.problems.append(Problem(dotted(path) or "(top)", message, source=f"{place}:{key_node.start_mark.line + 1}"))
             continue
-        result[key] = _convert(loader, value_node, (*path, key), place, source, above)
+        result[key] = _convert(loader, value_node, (*path, key), place, source)
         source.lines[(*path, key)] = key_node.start_mark.line + 1
     return result
 

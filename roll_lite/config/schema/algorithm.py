@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from roll_lite.config.schema.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section, UserPath
+from roll_lite.config.schema.base import ASCENDING, Mistakes, NonNegativeFloat, PositiveFloat, PositiveInt, Section, UserPath, rule
 from roll_lite.config.schema.domains import DataConfig, DomainConfig, PlainTemplateConfig, RewardConfig, SamplingConfig, TemplateConfig
 
 # ---------------------------------------------------------------- advantages
@@ -153,9 +153,9 @@ class ToprLossConfig(Section):
     ones."""
 
     name: Literal["topr"] = "topr"
-    positive: tuple[NonNegativeFloat, NonNegativeFloat] = (1.0, 1.0)
+    positive: Annotated[tuple[NonNegativeFloat, NonNegativeFloat], ASCENDING] = (1.0, 1.0)
     """Range of the weight at positive advantages."""
-    negative: tuple[NonNegativeFloat, NonNegativeFloat] = (0.0, 1.0)
+    negative: Annotated[tuple[NonNegativeFloat, NonNegativeFloat], ASCENDING] = (0.0, 1.0)
     """Range of the weight at negative advantages."""
 
 
@@ -231,6 +231,11 @@ class CorrectionWeightConfig(Section):
     high: PositiveFloat | None = 2.0
     """Upper end of the range; null: unlimited."""
 
+    @rule
+    def _range(self) -> Mistakes:
+        if self.high is not None and self.low >= self.high:
+            yield "low", f"is not below high ({self.high})"
+
 
 class CorrectionFilterConfig(Section):
     """Removes the policy loss of tokens, or whole sequences, on which trainer and engine differ too much."""
@@ -245,6 +250,19 @@ class CorrectionFilterConfig(Section):
     high: float | None = None
     """Upper limit; null: unlimited."""
 
+    @rule
+    def _range(self) -> Mistakes:
+        low, high, agreement = self.low, self.high, 1.0 if self.estimator == "ratio" else 0.0
+        message = f"takes tokens on which trainer and engine agree: their {self.estimator} is {agreement:g}"
+        if low is None and high is None:
+            yield "", "has no range, everything passes; set low or high, or remove it"
+        if low is not None and high is not None and low >= high:
+            yield "low", f"is not below high ({high})"
+        elif low is not None and low > agreement:
+            yield "low", message
+        elif high is not None and high < agreement:
+            yield "high", message
+
 
 class MismatchCorrectionConfig(Section):
     """Corrects for tokens that the engine sampled from a different policy than the trainer's: one weight and any number of filters."""
@@ -253,6 +271,11 @@ class MismatchCorrectionConfig(Section):
     """Importance weight; null: 1."""
     filters: list[CorrectionFilterConfig] = Field(default_factory=list)
     """Filters that tokens must all pass to keep their weight; other tokens get 0."""
+
+    @rule
+    def _corrects(self) -> Mistakes:
+        if self.weight is None and not self.filters:
+            yield "", "neither weighs nor filters; set weight (weight: {high: 2.0}) or filters, or remove it"
 
 
 class ValueLossConfig(Section):
@@ -291,16 +314,22 @@ class KlInRewardConfig(Section):
     controller: KlControllerConfig = Field(default_factory=FixedKlConfig)
     """Schedule of the weight."""
 
+    @rule
+    def _controls(self) -> Mistakes:
+        if self.controller.name == "adaptive" and self.coef == 0:
+            yield "controller.name", "multiplies the term's coef, which is 0; set it"
 
-class KlInLossConfig(Section):
-    coef: NonNegativeFloat = 0.0
-    """Weight; 0: off."""
+
+class KlInLossConfig(KlInRewardConfig):
     estimator: Literal["k1", "k2", "k3", "abs", "full"] = "k3"
     """Same as for kl_in_reward."""
-    controller: KlControllerConfig = Field(default_factory=FixedKlConfig)
-    """Schedule of the weight."""
     unbiased_gradient: bool = False
     """Use the gradient of KL(policy || reference) itself, with importance weights for samples of an older policy."""
+
+    @rule
+    def _unbiased(self) -> Mistakes:
+        if self.unbiased_gradient and self.estimator == "full":
+            yield "unbiased_gradient", "the gradient of `full` is exact as it is; remove it"
 
 
 # ---------------------------------------------------------------- rewards and masks
@@ -314,6 +343,11 @@ class RewardNormalizationConfig(Section):
     """Subtract the mean."""
     std: bool = True
     """Divide by the standard deviation."""
+
+    @rule
+    def _normalizes(self) -> Mistakes:
+        if not self.mean and not self.std:
+            yield "", "neither takes the mean off nor divides; set mean or std, or remove it"
 
 
 class LengthPenaltyConfig(Section):
@@ -355,9 +389,9 @@ class MasksConfig(Section):
     """Responses cut at max_tokens. keep: train; mask: do not train; penalize: subtract truncated_penalty from their reward and train."""
     truncated_penalty: PositiveFloat = 1.0
     """Penalty for truncated: penalize."""
-    group_mean: tuple[float, float] | None = None
+    group_mean: Annotated[tuple[float, float], ASCENDING] | None = None
     """Range of a group's mean score in which it trains, ends included."""
-    response_tokens: tuple[Annotated[int, Field(ge=0)], PositiveInt] | None = None
+    response_tokens: Annotated[tuple[Annotated[int, Field(ge=0)], PositiveInt], ASCENDING] | None = None
     """Range of response lengths that train, ends included."""
     function: str | None = None
     """Dotted path to a function `RewardRows -> weights [samples]`, see docs/algorithms.md; 0 does not train."""
@@ -438,6 +472,39 @@ class AlgorithmConfig(Section):
     """Limit for KL(old || new) of an update, in nats per token: beyond it, the step's remaining actor updates are skipped."""
     critic_warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps at the start that train only the critic."""
+
+    @rule
+    def _current(self) -> Mistakes:
+        if self.old_log_probs == "current" and (updates := self.ppo_epochs * self.mini_batches) > 1:
+            given = f"ppo_epochs {self.ppo_epochs} x mini_batches {self.mini_batches} are {updates}"
+            yield "old_log_probs", f"needs one update per batch, but {given}; use recompute"
+        if self.old_log_probs == "current" and self.kl_in_reward.coef > 0:
+            yield "old_log_probs", "kl_in_reward needs log-probs before the update, `current` has them only in it; use recompute or rollout"
+
+    @rule
+    def _replay(self) -> Mistakes:
+        if self.routing_replay == "train" and self.old_log_probs != "recompute":
+            left_out = f"which old_log_probs: {self.old_log_probs} leaves out; use recompute"
+            yield "routing_replay", f"replays the pass that takes the old log-probs, {left_out}"
+
+    @rule
+    def _one_ratio(self) -> Mistakes:
+        if self.old_log_probs == "rollout" and self.mismatch_correction is not None and self.mismatch_correction.weight is not None:
+            message = "with old_log_probs: rollout the policy loss's own ratio is against the engine"
+            yield "mismatch_correction.weight", f"{message}; use recompute or current, or filters alone"
+
+    @rule
+    def _full_kl(self) -> Mistakes:
+        kl = self.kl_in_reward
+        if kl.coef > 0 and kl.estimator == "full" and self.old_log_probs != "recompute":
+            message = "needs the policy's whole distribution before the update; use old_log_probs: recompute, or another estimator"
+            yield "kl_in_reward.estimator", message
+
+    @rule
+    def _full_kl_of_ptx(self) -> Mistakes:
+        if self.ptx is not None and self.kl_in_loss.coef > 0 and self.kl_in_loss.estimator == "full":
+            message = "would take the whole distribution of the rows of algorithm.ptx too; use another estimator, or no ptx"
+            yield "kl_in_loss.estimator", message
 
     @property
     def weighs_by_rollout(self) -> bool:

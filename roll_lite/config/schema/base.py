@@ -1,13 +1,19 @@
-"""Base class of all sections, and types of numbers and paths."""
+"""Base class of all sections and of their rules, and types of numbers and paths."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from types import FunctionType
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from roll_lite.files import absolute_path, kind_of
+
+T = TypeVar("T")
 
 
 def from_current_folder(path: Path) -> Path:
@@ -30,6 +36,14 @@ def below(limit: int, what: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+def _in_order(given: tuple[Any, Any]) -> tuple[Any, Any]:
+    low, high = given
+    if low > high:
+        raise ValueError(f"is upside down, nothing lies in it; use [{high:g}, {low:g}]")
+    return given
+
+
+ASCENDING = AfterValidator(_in_order)
 PositiveInt = Annotated[int, Field(gt=0), below(2**31, "the limit for all numbers here")]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 TimeLimit = Annotated[float, Field(ge=0)] | None
@@ -39,6 +53,31 @@ UserPath = Annotated[Path, AfterValidator(from_current_folder)]
 
 class Refused(Exception):
     """Raised by reading a field whose value the schema has refused."""
+
+
+def readable(found: Iterable[T]) -> list[T]:
+    """Mistakes found before a refused field is read."""
+    mistakes: list[T] = []
+    with suppress(Refused):
+        mistakes.extend(found)  # keeps those before the exception
+    return mistakes
+
+
+Mistakes = Iterator[tuple[str, str]]
+"""Keys with what is wrong and its remedy; the key "" is the whole section."""
+Rule = Callable[[Any], Mistakes]
+
+
+def rule(method: Rule) -> Rule:
+    """Mark a method as a rule of its section."""
+    vars(method)["is_rule"] = True
+    return method
+
+
+@cache
+def _rules(cls: type) -> list[Rule]:
+    methods = {name: one for base in cls.__mro__ for name, one in vars(base).items() if isinstance(one, FunctionType)}
+    return [one for one in methods.values() if hasattr(one, "is_rule")]
 
 
 class Section(BaseModel):
@@ -52,6 +91,10 @@ class Section(BaseModel):
             if name in type(self).model_fields:
                 raise Refused(name)
             return super().__getattr__(name)
+
+    def mistakes(self) -> list[tuple[str, str]]:
+        """Mistakes by the section's rules. A refused field ends the rules that read it, not the others."""
+        return [found for one in _rules(type(self)) for found in readable(one(self))]
 
     @property
     def parameters(self) -> dict[str, Any]:

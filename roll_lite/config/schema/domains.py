@@ -4,20 +4,27 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from roll_lite.config.schema.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section, UserPath
+from roll_lite.config.problems import did_you_mean
+from roll_lite.config.schema.base import ASCENDING, Mistakes, NonNegativeFloat, PositiveFloat, PositiveInt, Section, UserPath, rule
+from roll_lite.config.text_templates import compile_format, placeholders
 
 
 class DataFilterConfig(Section):
     """Selects rows of the data; the number of dropped rows is printed at the start."""
 
-    prompt_tokens: tuple[Annotated[int, Field(ge=0)], PositiveInt] | None = None
+    prompt_tokens: Annotated[tuple[Annotated[int, Field(ge=0)], PositiveInt], ASCENDING] | None = None
     """Range of prompt lengths to keep, ends included. The template counts; held-out prompts are filtered too."""
     difficulty: str | None = None
     """Name of a column with a number, such as the share of samples that a model has solved. Only `train` needs it."""
-    difficulty_range: tuple[float, float] | None = None
+    difficulty_range: Annotated[tuple[float, float], ASCENDING] | None = None
     """Range of difficulties to keep, ends included. Only for `train`: held-out prompts are all kept."""
+
+    @rule
+    def _column(self) -> Mistakes:
+        if self.difficulty_range is not None and self.difficulty is None:
+            yield "difficulty_range", "of which column? Name it with `difficulty`"
 
 
 DataFiles = UserPath | Annotated[list[UserPath], Field(min_length=1)] | Annotated[dict[UserPath, PositiveFloat], Field(min_length=1)]
@@ -49,11 +56,17 @@ class DataConfig(Section):
     """
 
 
+def _shows_the_prompt(text: str) -> str:
+    if not placeholders(text):
+        raise ValueError("never shows the prompt; put {prompt} where it belongs")
+    return text
+
+
 class PlainTemplateConfig(Section):
     """A text that contains the prompt."""
 
     name: Literal["plain"] = "plain"
-    text: str = "{prompt}"
+    text: Annotated[str, AfterValidator(_shows_the_prompt)] = "{prompt}"
     """Input of the model; {prompt} stands for the prompt's column."""
 
 
@@ -96,11 +109,25 @@ class SamplingConfig(Section):
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
     """Tokens that end a response, in addition to the model's end of sequence; the token is part of it."""
 
+    @rule
+    def _limits(self) -> Mistakes:
+        if self.min_tokens > self.max_tokens:
+            yield "min_tokens", f"is more than max_tokens ({self.max_tokens})"
+
+
+def _engines_sample(temperature: float) -> float:
+    if 0 < temperature < LEAST_TEMPERATURE:
+        raise ValueError(f"engines sample at {LEAST_TEMPERATURE:g} and above, and greedily at 0; use {LEAST_TEMPERATURE:g} or 0")
+    return temperature
+
+
+_HeldOutTemperature = Annotated[float, Field(ge=0, le=GREATEST_TEMPERATURE), AfterValidator(_engines_sample)]
+
 
 class HeldOutSamplingConfig(Section):
     """Sampling of a domain's held-out prompts; overrides validation.sampling."""
 
-    temperature: Annotated[float, Field(ge=0, le=GREATEST_TEMPERATURE)] | None = None
+    temperature: _HeldOutTemperature | None = None
     """Sampling temperature; 0: greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     """Nucleus sampling; 1: off."""
@@ -122,14 +149,14 @@ class ValidationSamplingConfig(HeldOutSamplingConfig):
     """Sampling of held-out prompts; a domain's validation_sampling overrides it. All settings but the temperature default to those of the
     domain's training."""
 
-    temperature: Annotated[float, Field(ge=0, le=GREATEST_TEMPERATURE)] = 1.0
+    temperature: _HeldOutTemperature = 1.0
     """Sampling temperature; 0: greedy."""
 
 
 class FormatConfig(Section):
     """Bonus or penalty for a response's format, independent of its answer."""
 
-    pattern: str
+    pattern: Annotated[str, AfterValidator(lambda pattern: compile_format(pattern).pattern)]
     """Regular expression that must match somewhere in the response (`.` matches line breaks; anchor with ^ and $ if needed)."""
     bonus: float = 0.1
     """Added to the score of matching responses."""
@@ -146,6 +173,11 @@ class RewardTermConfig(Section):
     """Keyword arguments of the function."""
     weight: float = 1.0
     """Factor of its value; negative: a penalty."""
+
+    @rule
+    def _weighs(self) -> Mistakes:
+        if self.weight == 0:
+            yield "weight", "the term is worth nothing; remove it, or give it a weight"
 
 
 class RewardConfig(Section):
@@ -212,6 +244,20 @@ class GroupFilterConfig(Section):
     when_short: Literal["fail", "continue"] = "fail"
     """Action when that is not enough. fail: end the run; continue: train on the groups that passed."""
 
+    @rule
+    def _known(self) -> Mistakes:
+        if self.name in GROUP_MEASURES:
+            above, below = self.bounds
+            if above is not None and below is not None and above >= below:
+                yield "above", f"no group is above it and below {below:g}"
+            return
+        if "." not in self.name:
+            known = did_you_mean(self.name, GROUP_MEASURES)
+            yield "name", f"no such filter; {known}, or a dotted path to a function of your own"
+        for key in ("above", "below"):
+            if getattr(self, key) is not None:
+                yield key, f"belongs to {', '.join(GROUP_MEASURES)}: {self.name!r} decides by itself"
+
     @property
     def bounds(self) -> tuple[float | None, float | None]:
         """Range of a built-in measure."""
@@ -258,3 +304,17 @@ class RolloutConfig(Section):
     max_mismatch: PositiveFloat | None = 0.2
     """Maximal mean difference between the log-probs of engines and trainer over the first batch's tokens, in nats; beyond it they hold
     different models, and the run ends. In bfloat16 0.01 to 0.05 is usual. null: unlimited."""
+
+    @rule
+    def _ahead(self) -> Mistakes:
+        given, surplus = self.max_staleness, self.oversample > 1
+        if self.supply != "sync" and surplus:
+            message = f"rollout.supply {self.supply} generates ahead as far as its staleness allows; what is more would become too old"
+            yield "oversample", f"{message}; use 1, or rollout.supply: sync"
+        if given == 0 and self.supply == "one_step_off":
+            yield "max_staleness", "a batch is generated one step before it is trained; use 1 or more, or supply: sync"
+        if given and self.supply == "sync" and self.oversample > given + 1:
+            message = f"surplus is kept for max_staleness: {given} further batches, and what is more would be generated again and again"
+            yield "oversample", f"{message}; use at most {given + 1}, or a higher max_staleness"
+        if given and self.supply == "sync" and not surplus:
+            yield "max_staleness", "nothing is generated ahead by supply: sync without oversample; use 0, or supply: async"

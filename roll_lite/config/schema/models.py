@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from roll_lite.config.schema.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section, UserPath, below
+from roll_lite.config.problems import did_you_mean
+from roll_lite.config.schema.base import Mistakes, NonNegativeFloat, PositiveFloat, PositiveInt, Section, UserPath, below, rule
 
 # ---------------------------------------------------------------- model and optimisation
 
@@ -17,6 +19,9 @@ class ModelConfig(Section):
     """Folder of the model in Hugging Face format (config.json, safetensors, tokenizer)."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Precision of training and inference: float32 on a CPU, bfloat16 on GPUs."""
+
+
+_Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(Section):
@@ -37,7 +42,7 @@ class OptimizerConfig(Section):
     sqrt(x)."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay of matrices, embeddings, output layer and value head, not of biases and norms."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[_Beta, _Beta] = (0.9, 0.95)
     """Decay rates of AdamW's moments."""
     eps: PositiveFloat = 1e-8
     """Offset of AdamW's denominator."""
@@ -49,6 +54,16 @@ class OptimizerConfig(Section):
     stop_after_skipped: Annotated[int, Field(ge=0)] = 5
     """Consecutive skipped updates of the role that end the run, counted across steps and resumed runs; 0: unlimited. An update is skipped
     if its loss or gradient is not finite; samples of the first one are saved in the run's folder, under skipped/."""
+
+    @rule
+    def _least(self) -> Mistakes:
+        if self.min_lr > self.lr:
+            yield "min_lr", f"is more than lr ({self.lr})"
+
+    @rule
+    def _wsd(self) -> Mistakes:
+        if self.decay == "wsd" and self.decay_steps is None:
+            yield "decay_steps", "decay: wsd needs the number of optimizer steps at the end of the run that it falls over"
 
 
 FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
@@ -75,6 +90,14 @@ class LoraConfig(Section):
     engines: Literal["merged", "adapter"] = "merged"
     """Content of weight updates to engines: all weights with merged adapters, or the adapters alone, which engines add to model.path's
     weights while computing. The latter transfers much less, but each token costs a little more. Not for adapters of experts."""
+
+    @rule
+    def _layers(self) -> Mistakes:
+        for name, count in Counter(self.targets).items():
+            if name not in LINEAR_LAYERS:
+                yield "targets", f"no such linear layer {name!r}; {did_you_mean(name, LINEAR_LAYERS)}"
+            if count > 1:
+                yield "targets", f"lists {name} more than once"
 
 
 # ---------------------------------------------------------------- strategies (unions keyed on `name`)
@@ -119,6 +142,23 @@ class MegatronStrategyConfig(Section):
     keys and values.
     """
 
+    @rule
+    def _sequence(self) -> Mistakes:
+        if self.sequence_parallel and self.tensor_parallel == 1:
+            yield "sequence_parallel", "needs tensor_parallel > 1; use false"
+
+    @rule
+    def _parts(self) -> Mistakes:
+        pipeline, virtual, layers = self.pipeline_parallel, self.virtual_pipeline_parallel, self.pipeline_layers
+        if virtual > 1 and pipeline == 1:
+            yield "virtual_pipeline_parallel", "needs pipeline_parallel > 1; use 1"
+        elif layers is not None and len(layers) != pipeline * virtual:
+            product = f"pipeline_parallel {pipeline}" + (f" x virtual_pipeline_parallel {virtual}" if virtual > 1 else "")
+            yield "pipeline_layers", f"has {len(layers)} numbers, {product} needs {pipeline * virtual}"
+        elif layers is not None and 0 in layers[1:-1]:
+            ends = "only the first part, with the embeddings, and the last, with the output layer"
+            yield "pipeline_layers", f"{ends}, can do without layers"
+
 
 class EngineStrategyConfig(Section):
     """Settings of all real engines: only the name differs between them."""
@@ -148,6 +188,12 @@ class EngineStrategyConfig(Section):
     """
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the engine, passed on unchanged."""
+
+    @rule
+    def _limits(self) -> Mistakes:
+        if self.max_batched_tokens < self.max_running_requests:
+            least = f"use at least max_running_requests ({self.max_running_requests})"
+            yield "max_batched_tokens", f"every running request takes at least one token of a pass; {least}"
 
 
 class VllmStrategyConfig(EngineStrategyConfig):
@@ -255,6 +301,27 @@ class ActorRoleConfig(TrainRoleConfig):
     """Adapters to train with frozen weights; absent: all weights train."""
     ema: EmaConfig | None = None
     """Average of the weights; absent: none."""
+
+    @rule
+    def _adapters_and_average(self) -> Mistakes:
+        if self.lora is not None and self.ema is not None:
+            yield "ema", "is an average of all weights, of which only adapters train; remove it, or lora"
+
+    @rule
+    def _adapters_and_router(self) -> Mistakes:
+        if self.lora is not None and self.balance_coef > 0:
+            yield "balance_coef", "the router stays as it is where adapters train; use 0, or no lora"
+
+    @rule
+    def _adapters_of_stages(self) -> Mistakes:
+        layers, stages = self.strategy.pipeline_layers, self.strategy.pipeline_parallel
+        if self.lora is not None and layers and not all(any(layers[stage::stages]) for stage in range(stages)):
+            yield "strategy.pipeline_layers", "a stage without layers has no adapters to train; give it some"
+
+    @rule
+    def _adapters_and_kernels(self) -> Mistakes:
+        if self.lora is not None and self.strategy.layers == "transformer_engine":
+            yield "strategy.layers", "it has norms inside the matrix products that adapters (lora) are put beside; use torch, or auto"
 
 
 class RefreshConfig(Section):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, PrivateAttr, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import AfterValidator, Field, PrivateAttr, SerializerFunctionWrapHandler, model_serializer
 
 from roll_lite.config.problems import LEFT_OUT, without_secrets
 from roll_lite.config.schema.algorithm import AlgorithmConfig
-from roll_lite.config.schema.base import PositiveFloat, PositiveInt, Section, TimeLimit, UserPath
+from roll_lite.config.schema.base import Mistakes, PositiveFloat, PositiveInt, Section, TimeLimit, UserPath, rule
 from roll_lite.config.schema.domains import DomainConfig, RolloutConfig, ValidationSamplingConfig
 from roll_lite.config.schema.models import (
     ActorRoleConfig,
@@ -46,11 +47,6 @@ class ValidationConfig(Section):
     enabled: bool = True
     """Enables validation."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _null_disables(cls, section: Any) -> Any:
-        return {"enabled": False} if section is None else section
-
 
 class CheckpointConfig(Section):
     every: Annotated[int, Field(ge=0)] = 0
@@ -66,6 +62,11 @@ class CheckpointConfig(Section):
     """Checkpoint folder to resume from, or a run's folder, for its newest checkpoint."""
     export_model: bool = True
     """Write the final model in Hugging Face format."""
+
+    @rule
+    def _kept(self) -> Mistakes:
+        if self.keep_every and self.every and self.keep_every % self.every:
+            yield "keep_every", f"is no multiple of checkpoint.every ({self.every}): some would never be written"
 
 
 class BatchFilesConfig(Section):
@@ -143,10 +144,24 @@ class LimitsConfig(Section):
     """
 
 
+LONGEST_NAME = 200
+"""File systems allow 255 bytes."""
+
+
+def _names_a_folder(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        raise ValueError("names a folder: use letters, digits, '.', '_' and '-'")
+    if len(name) > LONGEST_NAME:
+        raise ValueError(f"names a folder, and has {len(name)} letters; use at most {LONGEST_NAME}")
+    if name == "latest":
+        raise ValueError("run_dir/latest is the link to the newest run; choose another name")
+    return name
+
+
 class RunConfig(Section):
     """Root section."""
 
-    experiment: str
+    experiment: Annotated[str, AfterValidator(_names_a_folder)]
     """Name of the run, a folder under run_dir."""
     run_dir: UserPath = Field(default=Path("runs"), validate_default=True)
     """Folder of runs, each written to run_dir/experiment/start time."""
@@ -200,6 +215,21 @@ class RunConfig(Section):
     """Time limits for phases and processes that hang."""
     simulation: SimulationConfig = Field(default_factory=SimulationConfig)
     """Assumptions of `roll-lite simulate`; runs do not read them."""
+
+    @rule
+    def _dumps(self) -> Mistakes:
+        if self.mode == "train_only" and self.replay.path is None:
+            yield "replay.path", "mode: train_only trains on the dumps of a past run; name its folder"
+        if self.mode != "train_only" and self.replay.path is not None:
+            yield "replay.path", f"is only used by mode: train_only, the mode is {self.mode}; remove it, or change the mode"
+        if self.mode == "train_only" and self.rollout.dump:
+            yield "rollout.dump", "mode: train_only generates nothing that could be dumped; use false"
+
+    @rule
+    def _verified(self) -> Mistakes:
+        if self.mode == "rollout_only" and self.weight_sync.verify != "none":
+            message = "in mode: rollout_only nothing trains, and no weights are sent that could be compared; use none"
+            yield "weight_sync.verify", message
 
     _as_written: dict[tuple[str, ...], str] = PrivateAttr(default_factory=dict)
 

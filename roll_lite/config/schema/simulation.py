@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from roll_lite.config.schema.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from roll_lite.config.schema.base import Mistakes, NonNegativeFloat, PositiveFloat, PositiveInt, Section, rule
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -74,6 +74,28 @@ class SimulatedResponsesConfig(Section):
     """Share of prompts that are always solved."""
     all_wrong: Share = 0.1
     """Share of prompts that are never solved. Others are solved with evenly spread probabilities."""
+
+    @rule
+    def _lengths(self) -> Mistakes:
+        if self.median is not None and self.p99 is not None and self.p99 < self.median:
+            yield "p99", f"is less than the median, {self.median:g}"
+        if self.quantiles is not None and self.quantiles != sorted(self.quantiles):
+            yield "quantiles", "go from the shortest to the longest"
+        for key in ("median", "p99"):
+            if self.quantiles is not None and getattr(self, key) is not None:
+                yield key, "the quantiles say how long responses are"
+
+    @rule
+    def _scoring_times(self) -> Mistakes:
+        if self.reward_p99_s is not None and self.reward_p99_s < self.reward_s:
+            yield "reward_p99_s", f"is less than the median, {self.reward_s:g}"
+        if self.reward_p99_s is not None and self.reward_s == 0:
+            yield "reward_s", "a median of 0 leaves no room for longer times; use a positive one"
+
+    @rule
+    def _solved(self) -> Mistakes:
+        if self.all_right + self.all_wrong > 1:
+            yield "all_wrong", f"with all_right {self.all_right:g} that is more than all prompts"
 
 
 class SimulationConfig(Section):

@@ -9,8 +9,8 @@ from typing import Literal, Self
 
 from pydantic import field_validator, model_validator
 
-from roll_lite.config.checks.rewards import compile_format
 from roll_lite.config.schema.domains import RewardConfig
+from roll_lite.config.text_templates import compile_format
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.reward_type import RewardType
 from roll_lite.rewards.running.time_limit import TimeLimitExceeded, limited

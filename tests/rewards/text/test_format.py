@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from roll_lite.config.checks.rewards import compile_format
 from roll_lite.config.schema.domains import FormatConfig, RewardConfig
+from roll_lite.config.text_templates import compile_format
 from roll_lite.rewards.running.time_limit import limited
 from roll_lite.rewards.text import format as subject
 from roll_lite.rewards.text.format import FormatCheck, format_check

@@ -27,10 +27,8 @@ def check_layout(strategy: MegatronStrategyConfig, hf: HfConfig, world_size: int
         raise ValueError(f"strategy.tensor_parallel: {tensor} does not go with the model's {heads}")
     if not all(hf.has_experts(layer) for layer in range(hf.layers)) and hf.feed_forward % tensor:
         raise ValueError(f"strategy.tensor_parallel: {tensor} does not divide the model's feed-forward size {hf.feed_forward}")
-    if strategy.sequence_parallel and tensor == 1:
-        raise ValueError("strategy.sequence_parallel: true needs strategy.tensor_parallel > 1")
-    if (problem := pipeline_problem(strategy, hf.layers)) is not None:
-        name, message = problem
+    problem = pipeline_problem(strategy, hf.layers)
+    for name, message in [*strategy.mistakes(), *([problem] if problem is not None else [])]:
         raise ValueError(f"strategy.{name}: {getattr(strategy, name)}: {message}")
     _check_experts(strategy, hf, world_size)
 

@@ -129,7 +129,7 @@ def test_checkpoints_that_do_not_fit(ranks: RankPool, tmp_path: Path) -> None:
         (empty, {}, "no config.json in"),
         (no_weights, {}, "holds neither model.safetensors nor model.safetensors.index.json"),
         (path, {"tensor_parallel": 2}, "strategy: tensor_parallel 2 x pipeline_parallel 1 does not divide the 1 ranks"),
-        (path, {"sequence_parallel": True}, "strategy.sequence_parallel: true needs strategy.tensor_parallel > 1"),
+        (path, {"sequence_parallel": True}, "strategy.sequence_parallel: True: needs tensor_parallel > 1"),
     ]
     for folder, layout, message in cases:
         assert message in ranks(1, error_of, folder, layout)[0]

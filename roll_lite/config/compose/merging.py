@@ -6,10 +6,9 @@ Words are expanded as soon as a file or an override is read, so that merging see
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from typing import Any, get_args
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
 from pydantic.fields import FieldInfo
 
 from roll_lite.config.problems import Path
@@ -34,30 +33,23 @@ def is_short_form(value: Any, path: Path) -> bool:
     return is_word and any("name" in cls.model_fields for cls in sections_at(path))
 
 
-def make_room(tree: Any, layer: Any, path: Path) -> None:
-    """Prepare to merge `layer` over `tree`, both at `path`.
-
-    Removes from the tree what the layer replaces: a list under a section and the reverse (OmegaConf refuses to merge them), and keys of a
-    name that the layer changes. Removes from both the keys that a null of the layer removes.
-    """
-    if not isinstance(tree, DictConfig) or not isinstance(layer, DictConfig | MutableMapping):
-        return
+def merge(tree: dict[str, Any], layer: Mapping[str, Any], path: Path = ()) -> None:
+    """Merge `layer` into `tree`, both at `path`: sections are merged, other values replaced. A null removes what cannot be null."""
     for key in _ended(tree, layer, path):
         del tree[key]
-    for key in [str(key) for key in layer]:
-        old, new = _plain(tree, key), _plain(layer, key)
-        if key in tree and _is_null(layer, key) and is_removed_by_null((*path, key)):
-            del tree[key], layer[key]
-        elif isinstance(old, DictConfig) and isinstance(new, DictConfig | Mapping):
-            make_room(old, new, (*path, key))
-        elif isinstance(old, DictConfig | ListConfig) and isinstance(new, DictConfig | ListConfig) and type(old) is not type(new):
+    for key, value in layer.items():
+        if key in tree and value is None and is_removed_by_null((*path, key)):
             del tree[key]
+        elif isinstance(value, dict) and isinstance(tree.get(key), dict):
+            merge(tree[key], value, (*path, key))
+        else:
+            tree[key] = value
 
 
-def _ended(tree: DictConfig, layer: DictConfig | Mapping[str, Any], path: Path) -> list[str]:
+def _ended(tree: Mapping[str, Any], layer: Mapping[str, Any], path: Path) -> list[str]:
     """Keys that end if the layer changes the section's name: those that only the former member of a union has, or has with another meaning;
-    or the arguments of the former name."""
-    former, chosen = (_plain(one, "name") for one in (tree, layer))
+    or the arguments of the former name. An interpolated or open name is unknown."""
+    former, chosen = (None if "${" in str(one.get("name")) or one.get("name") == "???" else one.get("name") for one in (tree, layer))
     classes = sections_at(path)
     if chosen is None or former == chosen or not any("name" in cls.model_fields for cls in classes):
         return []
@@ -67,21 +59,8 @@ def _ended(tree: DictConfig, layer: DictConfig | Mapping[str, Any], path: Path) 
     before, after = by_name.get(str(former), classes[0]), by_name.get(str(chosen))
     if after is None or after is before:
         return []
-    own = [str(key) for key in tree if key in before.model_fields and key != "name"]
+    own = [key for key in tree if key in before.model_fields and key != "name"]
     return [key for key in own if not _alike(before.model_fields[key], after.model_fields.get(key))]
-
-
-def _is_null(node: DictConfig | Mapping[str, Any], key: str) -> bool:
-    if isinstance(node, DictConfig) and (OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, key)):
-        return False
-    return key in node and node[key] is None
-
-
-def _plain(node: DictConfig | Mapping[str, Any], key: str) -> Any:
-    """Value of a key; None if absent or an interpolation."""
-    if isinstance(node, DictConfig) and OmegaConf.is_interpolation(node, key):
-        return None
-    return node.get(key) if key in node else None
 
 
 def _alike(one: FieldInfo, other: FieldInfo | None) -> bool:
