@@ -267,7 +267,7 @@ class Cluster(Generic[W_co]):
         self._call(Worker.meet_at, dict.fromkeys(range(self.world_size), (address,)), {}, list, "start").result(limit)
         places = self._call(Worker.place, dict.fromkeys(range(self.world_size), ()), {}, list, "start").result(limit)
         for pulse, place in zip(self.group.pulses, places, strict=False):  # unwatched ranks have no pulse
-            pulse.node, pulse.pid = place
+            pulse.place = place
         self.group.started = True
 
     def _call(

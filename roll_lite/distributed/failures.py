@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ray.exceptions import RayActorError, RayTaskError
 
-from roll_lite.distributed.fleet import FleetDown, MemberLost
+from roll_lite.files import first_line
 
 LOG_LINES = 15
 UNDERLINES = re.compile(r"^[ ^~]+\n", re.MULTILINE)
@@ -32,6 +32,28 @@ class RankFailed(RuntimeError):
 
 class RankTimeout(RankFailed):
     """Ranks exceeded their time limit; `rank` is the first of them."""
+
+
+class MemberLost(Exception):
+    """Raised by a member's work or start: the member is lost, for this cause."""
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(cause)
+        self.cause = cause
+
+
+class FleetDown(RuntimeError):
+    """No member is left, and no restart either."""
+
+    def __init__(self, fleet: str, place: int, cause: str) -> None:
+        super().__init__(fleet, place, cause)
+        self.fleet = fleet
+        self.place = place
+        """Number of the last member lost."""
+        self.cause = cause
+
+    def __str__(self) -> str:
+        return self.cause
 
 
 class ClusterDead(RuntimeError):
@@ -59,6 +81,16 @@ def is_loss(error: BaseException) -> bool:
 def may_be_aftermath(error: BaseException) -> bool:
     """True if the error may follow from another rank's death: collectives report that as RuntimeError or OSError."""
     return isinstance(error, RayTaskError) and isinstance(error.cause, RuntimeError | OSError)
+
+
+def cause_of(error: BaseException, name: str = "") -> str:
+    """Cause in one line. `name`: who failed, for errors that do not say so."""
+    if isinstance(error, RayTaskError) and error.cause is not None:
+        error = error.cause
+    if isinstance(error, MemberLost):
+        return error.cause
+    cause = f"its process died: {first_line(error)}" if is_death(error) else f"{type(error).__name__}: {first_line(error)}"
+    return f"{name}: {cause}" if name else cause
 
 
 def failure_text(error: BaseException, log_file: Path | None) -> str:

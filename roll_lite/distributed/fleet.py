@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Generic, Protocol, TypeVar
 
-from roll_lite.files import first_line
+from roll_lite.distributed.failures import FleetDown, MemberLost, cause_of
+from roll_lite.distributed.liveness import Heartbeat, first_of
 
 ASK_SECONDS = 10.0
 SILENCE_SECONDS = 30.0
@@ -38,30 +39,8 @@ class Member(Protocol):
         ...
 
 
-class MemberLost(Exception):
-    """Raised by a member's work or start: the member is lost, for this cause."""
-
-    def __init__(self, cause: str) -> None:
-        super().__init__(cause)
-        self.cause = cause
-
-
 class SlowStart(MemberLost):
     """A start exceeded its time limit."""
-
-
-class FleetDown(RuntimeError):
-    """No member is left, and no restart either."""
-
-    def __init__(self, fleet: str, place: int, cause: str) -> None:
-        super().__init__(fleet, place, cause)
-        self.fleet = fleet
-        self.place = place
-        """Number of the last member lost."""
-        self.cause = cause
-
-    def __str__(self) -> str:
-        return self.cause
 
 
 @dataclass(frozen=True)
@@ -241,18 +220,12 @@ class Fleet(Generic[M]):
             self._finish(seat.cause, seat.place)
 
     async def _until_lost(self, seat: _Seat[M]) -> str:
-        tasks: list[asyncio.Task[Any]] = [asyncio.create_task(seat.member.until_lost())]
-        if self._serve is not None:
-            tasks.insert(0, asyncio.create_task(self._serve(seat.member)))
+        member = seat.member
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            ended = next(task for task in tasks if task.done())
-            error = ended.exception()
-            return ended.result() or f"{seat.member.name} stopped serving" if error is None else cause_of(error, seat.member.name)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            works: list[Coroutine[Any, Any, str | None]] = [] if self._serve is None else [self._serve(member)]
+            return await first_of(*works, member.until_lost()) or f"{member.name} stopped serving"
+        except Exception as error:  # a process edge: it becomes the cause
+            return cause_of(error, member.name)
 
     async def _replace(self, seat: _Seat[M], lost: str) -> str | None:
         """Restart a lost member; returns the cause if that fails."""
@@ -319,21 +292,6 @@ class Fleet(Generic[M]):
 
 
 async def until_silent(ask: Callable[[], Awaitable[object]], is_busy: Callable[[], bool]) -> str:
-    """Ask an idle member for an answer now and then; returns the cause if it is silent or its answer differs from the first one."""
-    first: object = None
-    while True:
-        if not is_busy():
-            try:
-                async with asyncio.timeout(SILENCE_SECONDS):
-                    answer = await ask()
-            except TimeoutError:
-                return f"it had nothing to do, and did not answer within {SILENCE_SECONDS:g} s"
-            if first not in (None, answer):
-                return "it has been started again by others"
-            first = answer
-        await asyncio.sleep(ASK_SECONDS)
-
-
-def cause_of(error: BaseException, name: str) -> str:
-    """Cause in one line; errors other than MemberLost are prefixed with `name`."""
-    return error.cause if isinstance(error, MemberLost) else f"{name}: {type(error).__name__}: {first_line(error)}"
+    """Ask an idle member for an answer now and then; returns the cause if it is silent."""
+    limit_s = await Heartbeat(ask, SILENCE_SECONDS, ASK_SECONDS, is_busy=is_busy).until_silent()
+    return f"it had nothing to do, and did not answer within {limit_s:g} s"

@@ -10,8 +10,7 @@ from typing import Any, Generic, NoReturn, TypeVar, cast
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from roll_lite.distributed.failures import RankFailed, RankTimeout, failure_text, is_death, is_loss, may_be_aftermath
-from roll_lite.distributed.fleet import FleetDown
+from roll_lite.distributed.failures import FleetDown, RankFailed, RankTimeout, failure_text, is_death, is_loss, may_be_aftermath
 from roll_lite.distributed.rank_group import WATCH, RankGroup, stopped_ones
 from roll_lite.distributed.watchdog import WATCHDOG, Limit
 
@@ -251,7 +250,12 @@ def _stacks(group: RankGroup, stuck: Sequence[int]) -> str:
     texts = []
     for ref, rank in refs.items():
         try:
-            said = f"stands at\n{ray.get(ref)}" if ref in ready else f"does not say where it stands: {group.pulses[rank].describe()}"
+            if ref in ready:
+                said = f"stands at\n{ray.get(ref)}"
+            else:
+                place = group.pulses[rank].place
+                known = place.describe() if place is not None else "where its process is, is not known"
+                said = f"does not say where it stands: {known}"
         except ray.exceptions.RayError:  # the rank is given up anyway
             continue
         texts.append(f"\n\nrank {rank} {said}")

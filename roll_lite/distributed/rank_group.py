@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,12 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import ray
 from ray.exceptions import RayError
 
 from roll_lite.distributed.failures import ClusterDead, RankFailed, failure_text
-from roll_lite.distributed.watchdog import name_of, status_of
+from roll_lite.distributed.liveness import Place, Silence, kill_actors, name_of, stopped_at
 
 PULSE_SECONDS = 5.0
 """Pause between an answer and the next question."""
@@ -24,60 +21,32 @@ LISTEN_SECONDS = 1.0
 
 
 class Pulse:
-    """Heartbeat of a watched rank: asks it now and then for an answer.
-
-    A busy process answers. A stopped one, or one that never releases Python's lock, does not.
-    """
+    """Heartbeat of a watched rank, listened to by the waits of this process."""
 
     def __init__(self, ask: Callable[[], ray.ObjectRef]) -> None:
-        self.node: str | None = None
-        """Node of its process; known after the first call to the cluster."""
-        self.pid: int | None = None
+        self.place: Place | None = None
+        """Known after the first call to the cluster."""
         self._ask = ask
         self._question: ray.ObjectRef | None = None
         self._next = 0.0
-        self._silent_s = 0.0
+        self._silence = Silence()
 
-    def listen(self, elapsed: float) -> float:
-        """Seconds that the open question has waited while this process listened. `elapsed`: seconds since the last call."""
+    def listen(self) -> float:
+        """Seconds that the open question has waited while this process listened."""
         if self._question is None:
             if time.monotonic() >= self._next:
-                self._question = self._ask()
+                self._question, self._silence = self._ask(), Silence()
+                self._silence.look(0.0)
             return 0.0
         ready, _ = ray.wait([self._question], timeout=0, fetch_local=False)
         if not ready:
-            self._silent_s += elapsed
-            return self._silent_s
+            return self._silence.look(2 * LISTEN_SECONDS)
         try:
-            self.node, self.pid = ray.get(self._question)
+            self.place = ray.get(self._question)
         except RayError:  # deaths are reported elsewhere
             return 0.0
-        self._question, self._silent_s, self._next = None, 0.0, time.monotonic() + PULSE_SECONDS
+        self._question, self._next = None, time.monotonic() + PULSE_SECONDS
         return 0.0
-
-    @property
-    def process(self) -> psutil.Process | None:
-        """The process; None if it is unknown, gone, or on another node."""
-        if self.pid is None or self.node != ray.get_runtime_context().get_node_id():
-            return None
-        try:
-            return psutil.Process(self.pid)
-        except psutil.Error:
-            return None
-
-    def describe(self) -> str:
-        """State of its process as seen from outside."""
-        if self.pid is None:
-            return "where its process is, is not known"
-        process = self.process
-        if process is None:
-            return f"its process {self.pid} cannot be looked at from this node"
-        status = status_of(process)
-        if status == psutil.STATUS_STOPPED:
-            return f"its process {self.pid} is stopped, as by SIGSTOP, and can say nothing"
-        if status == psutil.STATUS_DISK_SLEEP:
-            return f"its process {self.pid} waits in the kernel for a disk or a device"
-        return f"its process {self.pid} is {status}, and gives no answer"
 
 
 class RankGroup:
@@ -153,13 +122,7 @@ class RankGroup:
     def kill(self, why: str) -> None:
         self.end = why
         WATCH.remove(self)
-        for actor in self.actors:
-            ray.kill(actor)
-        for process in stopped([self]):  # ray.kill asks the process to end; a stopped one does not hear it
-            try:
-                process.send_signal(signal.SIGKILL)
-            except psutil.Error:
-                continue
+        kill_actors(self.actors, [pulse.place for pulse in self.pulses])
 
     def stacks(self, rank: int) -> ray.ObjectRef:
         """Stack traces of a watched rank, even a busy one."""
@@ -204,15 +167,12 @@ class LivenessWatch:
             self._silence_s = before
 
     def silent(self) -> tuple[RankGroup, int, float] | None:
-        """A rank that exceeded the limit, and the limit. Every wait calls this repeatedly.
-
-        Time between waits, or while this process itself is stopped, does not count.
-        """
+        """A rank that exceeded the limit, and the limit. Every wait calls this repeatedly; time between waits does not count."""
         now = time.monotonic()
         if self._silence_s is None or now - self._listened < LISTEN_SECONDS:
             return None
-        elapsed, self._listened = min(now - self._listened, 2 * LISTEN_SECONDS), now
-        heard = [(group, rank, pulse.listen(elapsed)) for group in self.groups() for rank, pulse in enumerate(group.pulses)]
+        self._listened = now
+        heard = [(group, rank, pulse.listen()) for group in self.groups() for rank, pulse in enumerate(group.pulses)]
         late = max(heard, key=lambda entry: entry[2], default=None)
         return (late[0], late[1], self._silence_s) if late is not None and late[2] > self._silence_s else None
 
@@ -220,33 +180,10 @@ class LivenessWatch:
 WATCH = LivenessWatch()
 
 
-def stopped(groups: Sequence[RankGroup]) -> list[psutil.Process]:
-    """Stopped processes of these groups on this node, children included."""
-    found = []
-    for process in (process for group in groups for pulse in group.pulses if (process := pulse.process) is not None):
-        try:
-            family = [process, *process.children(recursive=True)]
-        except psutil.Error:
-            continue
-        found += [member for member in family if member.pid != os.getpid() and status_of(member) == psutil.STATUS_STOPPED]
-    return found
-
-
-def kill_stopped(node: str, pid: int) -> None:
-    """Kill a stopped process on this node; ray.kill only asks, and a stopped process does not hear."""
-    if not ray.is_initialized() or node != ray.get_runtime_context().get_node_id():
-        return
-    try:
-        process = psutil.Process(pid)
-        if process.status() == psutil.STATUS_STOPPED:
-            process.kill()
-    except psutil.Error:
-        return
-
-
 def stopped_ones(groups: Sequence[RankGroup]) -> str:
     """Message that names the stopped processes; empty if there are none."""
-    names = ", ".join(f"{process.pid} ({name_of(process)})" for process in stopped(groups))
+    found = stopped_at(pulse.place for group in groups for pulse in group.pulses)
+    names = ", ".join(f"{process.pid} ({name_of(process)})" for process in found)
     return f"\n\nstopped, as by SIGSTOP: {names}" if names else ""
 
 

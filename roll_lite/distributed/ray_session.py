@@ -25,8 +25,9 @@ import ray._private.utils
 from roll_lite.config.schema.run import RayConfig
 from roll_lite.distributed import session_guard
 from roll_lite.distributed.child_processes import keep_exit_codes
+from roll_lite.distributed.liveness import is_stopped
 from roll_lite.distributed.rank_group import WATCH
-from roll_lite.distributed.watchdog import WATCHDOG, status_of
+from roll_lite.distributed.watchdog import WATCHDOG
 
 logger = logging.getLogger(__name__)
 
@@ -200,7 +201,7 @@ def _own_servers() -> list[psutil.Process]:
 def _end_stopped_servers() -> None:
     """Kill Ray's stopped servers, since Ray would wait for their answers."""
     for process in _own_servers():
-        if status_of(process) == psutil.STATUS_STOPPED:
+        if is_stopped(process):
             process.kill()
 
 

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 
 import psutil
 
+from roll_lite.distributed.liveness import StoppedTime, is_running, name_of
+
 PATROL_SECONDS = 0.5
 STUCK_SECONDS = 15.0
 """Time that the main thread has to act on a passed limit before the thread ends the process."""
@@ -46,7 +48,7 @@ class Watchdog:
         self._limits: list[Limit] = []
         self._processes: dict[psutil.Process, str] = {}
         """Watched processes and their names; a dead process has no name."""
-        self._stopped_s: dict[int, float] = {}
+        self._stopped = StoppedTime(PATROL_SECONDS)
         self._lost: str | None = None
         self._lost_at = 0.0
         self._told = False
@@ -78,7 +80,6 @@ class Watchdog:
         """Watch processes that the session needs, inside the block."""
         self._processes = {process: name_of(process) for process in processes}
         self._lost, self._told = None, False
-        self._stopped_s.clear()
         try:
             yield
         finally:
@@ -122,35 +123,16 @@ class Watchdog:
         return None
 
     def _loss(self) -> str | None:
-        for process, name in list(self._processes.items()):
-            status = status_of(process)
-            stopped = status == psutil.STATUS_STOPPED
-            self._stopped_s[process.pid] = self._stopped_s.get(process.pid, 0.0) + PATROL_SECONDS if stopped else 0.0
-            what = f"the Ray session is lost: its process {process.pid} ({name})"
-            if status in (None, psutil.STATUS_ZOMBIE):
-                return f"{what} died; it may have been killed from outside, or for want of memory"
-            if self.silence_s and self._stopped_s[process.pid] > self.silence_s:
-                return f"{what} has been stopped, as by SIGSTOP, for {self.silence_s:g} s (limits.silence)"
-        return None
+        processes = list(self._processes.items())
+        for process, name in processes:
+            if not is_running(process):
+                what = f"its process {process.pid} ({name})"
+                return f"the Ray session is lost: {what} died; it may have been killed from outside, or for want of memory"
+        stopped = self._stopped.look([process for process, _ in processes], self.silence_s, "limits.silence")
+        return stopped and f"the Ray session is lost: {stopped}"
 
 
 WATCHDOG = Watchdog()
-
-
-def status_of(process: psutil.Process) -> str | None:
-    """Status of a process; None if it is gone."""
-    try:
-        return process.status() if process.is_running() else None
-    except psutil.Error:
-        return None
-
-
-def name_of(process: psutil.Process) -> str:
-    """Name of a process, from its title if it has set one."""
-    try:
-        return (process.cmdline() or [process.name()])[0].rpartition("/")[2].partition(" ")[0] or process.name()
-    except psutil.Error:
-        return "gone"
 
 
 def _stack(thread: int) -> str:

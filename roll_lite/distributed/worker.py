@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, ClassVar
 import psutil
 import ray
 
+from roll_lite.distributed.liveness import Place
+
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -98,9 +100,9 @@ class Worker:
         """Never return: the call fails when this process dies."""
         threading.Event().wait()
 
-    def place(self) -> tuple[str, int]:
-        """Node and process id; also the heartbeat's answer."""
-        return ray.get_runtime_context().get_node_id(), os.getpid()
+    def place(self) -> Place:
+        """Place of the process; also the heartbeat's answer."""
+        return Place.here()
 
     def stacks(self) -> str:
         return other_stacks()
@@ -125,7 +127,7 @@ class AsyncWorker(Worker):
         self._end = self._end or error
         self._has_ended.set()
 
-    async def place(self) -> tuple[str, int]:  # type: ignore[override]
+    async def place(self) -> Place:  # type: ignore[override]
         return super().place()
 
     async def stacks(self) -> str:  # type: ignore[override]

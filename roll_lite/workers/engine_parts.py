@@ -10,14 +10,14 @@ from typing import Any, ClassVar
 
 import psutil
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError
 
-from roll_lite.distributed.fleet import MemberLost
+from roll_lite.distributed.failures import MemberLost, cause_of
+from roll_lite.distributed.liveness import first_of
 from roll_lite.distributed.strategy.base import EngineNode, EngineSpec
 from roll_lite.distributed.strategy.engines import build_part
 from roll_lite.distributed.strategy.inference.processes import EngineProcesses, kill_all
 from roll_lite.distributed.worker import AsyncWorker, reserve_port, use_interface_of
-from roll_lite.files import first_line
 
 WATCH_SECONDS = 0.25
 LAST_SECONDS = 5.0
@@ -103,24 +103,22 @@ class EngineParts:
                     ray.get(reference)
                 except RayError as error:
                     if not self._start_is_over.is_set():
-                        self.lost = _words(started[reference], error)
+                        self.lost = _lost_part(started[reference], error)
                     while not self._start_is_over.wait(WATCH_SECONDS):
                         kill_all(psutil.Process().children(recursive=True))
                     return
 
     async def until_lost(self) -> str:
         """Wait until a part is lost; returns the cause."""
-        watches = {asyncio.ensure_future(actor.until_death.remote()): number for number, actor in enumerate(self._actors, start=1)}
+        return await first_of(*(self._until_lost(number, actor) for number, actor in enumerate(self._actors, start=1)))
+
+    async def _until_lost(self, number: int, actor: Any) -> str:
         try:
-            done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
-            ended = done.pop()
-            error = ended.exception()
-            assert error is not None, "until_death returned"
-            self.lost = _words(watches[ended], error)
+            await actor.until_death.remote()
+        except RayError as error:
+            self.lost = _lost_part(number, error)
             return self.lost
-        finally:
-            for watch in watches:
-                watch.cancel()
+        raise AssertionError("until_death returned")
 
     async def shutdown(self) -> None:
         """Ask the parts to stop, so that they clean up, then kill them."""
@@ -137,9 +135,5 @@ class EngineParts:
             ray.kill(actor)
 
 
-def _words(number: int, error: BaseException) -> str:
-    if isinstance(error, RayActorError):
-        cause = f"its process is gone: {first_line(error)}"
-    else:
-        cause = first_line(error.cause) if isinstance(error, RayTaskError) else first_line(error)
-    return f"the engine's part on its node {number}: {cause}"
+def _lost_part(number: int, error: BaseException) -> str:
+    return f"the engine's part on its node {number}: {cause_of(error)}"

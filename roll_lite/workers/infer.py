@@ -9,19 +9,18 @@ from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError
 
 from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import GenerationRequest, TokenRow
 from roll_lite.data.stable_hash import derived_seed
-from roll_lite.distributed.fleet import MemberLost
-from roll_lite.distributed.rank_group import kill_stopped
+from roll_lite.distributed.failures import MemberLost, cause_of
+from roll_lite.distributed.liveness import Heartbeat, Place, first_of, kill_actors
 from roll_lite.distributed.strategy.base import EngineMemory, EngineSpec
 from roll_lite.distributed.strategy.engines import build_engine, share_of_device
 from roll_lite.distributed.weight_sync.group import TransferError, Transferred
 from roll_lite.distributed.weight_sync.plan import Membership, Route
 from roll_lite.distributed.worker import AsyncWorker, freeze_heap
-from roll_lite.files import first_line
 from roll_lite.scheduler.engines import BatchedEngine, Collected
 from roll_lite.workers.completions import CompletionPump
 from roll_lite.workers.engine_parts import EngineParts
@@ -33,7 +32,6 @@ WATCH_SECONDS = 0.5
 LAST_SECONDS = 2.0
 PULSE_SECONDS = 2.0
 """Pause between an answer and the next heartbeat."""
-LISTEN_SECONDS = 0.5
 MOST_BLOCKS = 32
 """Maximum of token blocks returned by one call."""
 POLL_SECONDS = 10.0
@@ -184,12 +182,8 @@ class RemoteEngine(BatchedEngine):
         self._worker = worker
         self._kept_ids = kept_ids
         self._experts = experts
-        self._silence_s = silence_s
-        self.silent_s = 0.0
-        """Seconds since its last answer, not counting time in which this process itself was stopped."""
-        self._listened_at: float | None = None
-        self._place: tuple[str, int] | None = None
-        """Node and process id."""
+        self._heartbeat = Heartbeat(self._ask_place, silence_s, PULSE_SECONDS)
+        self._place: Place | None = None
         self._blocks = 1
         """Number of token blocks to request next."""
 
@@ -198,59 +192,32 @@ class RemoteEngine(BatchedEngine):
         await self._worker.until_ready.remote()
 
     async def until_lost(self) -> str:
-        watches = [asyncio.ensure_future(self._until_death()), asyncio.ensure_future(self._until_silent())]
         try:
-            done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
-            return done.pop().result()
-        finally:
-            for watch in watches:
-                watch.cancel()
-
-    async def _until_death(self) -> str:
-        try:
-            await self._worker.until_death.remote()
-        except RayTaskError as error:
-            return str(error.cause)
-        except RayActorError as error:
-            return f"its process is gone: {first_line(error)}"
-        raise AssertionError(f"{self.name}: until_death returned")
+            return await first_of(self._worker.until_death.remote(), self._until_silent())
+        except RayError as error:
+            return cause_of(error)
 
     async def _until_silent(self) -> str:
-        """Ask heartbeats until one stays unanswered; returns the cause. The worker answers even during long prefills and updates."""
-        self._listen(0.0)
-        while True:
-            question = asyncio.ensure_future(self._worker.place.remote())
-            asked = self.silent_s
-            while not question.done():
-                await asyncio.wait((question,), timeout=LISTEN_SECONDS)
-                silent_s = self._listen(2 * LISTEN_SECONDS)
-                if self._silence_s is not None and silent_s - asked > self._silence_s and not question.done():
-                    limit = f"limits.engine_silence: {self._silence_s:g} s"
-                    return f"nothing was heard of its process for {silent_s:.1f} s ({limit})"
-            if question.exception() is not None:
-                return await self._until_death()
-            self._place, self.silent_s = question.result(), 0.0
-            await asyncio.sleep(PULSE_SECONDS)
-            self._listen(PULSE_SECONDS)
+        """Wait until it leaves a heartbeat unanswered; returns the cause. The worker answers even during long prefills and updates."""
+        limit_s = await self._heartbeat.until_silent()
+        return f"nothing was heard of its process for {self.silent_s:.1f} s (limits.engine_silence: {limit_s:g} s)"
 
-    def _listen(self, most: float) -> float:
-        """Seconds of silence so far. At most `most` seconds since the last call count: in the rest this process itself was stopped."""
-        now = asyncio.get_running_loop().time()
-        if self._listened_at is not None:
-            self.silent_s += min(now - self._listened_at, most)
-        self._listened_at = now
-        return self.silent_s
+    async def _ask_place(self) -> None:
+        self._place = await self._worker.place.remote()
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds from its last answer to its loss."""
+        return self._heartbeat.silent_s
 
     def _die(self, cause: str) -> None:
         if self._dead is None:
-            self._listen(PULSE_SECONDS)
+            self._heartbeat.listen(PULSE_SECONDS)
         super()._die(cause)
 
     def kill(self) -> None:
         """Kill the worker, even a stopped one, which might come back with old weights."""
-        ray.kill(self._worker)
-        if self._place is not None:
-            kill_stopped(*self._place)
+        kill_actors([self._worker], [self._place])
 
     def lost(self, cause: str) -> None:
         """Fail all pending requests with EngineLost."""
@@ -270,7 +237,7 @@ class RemoteEngine(BatchedEngine):
             record = await joined_row(request, parts, fetch_block)
             return TokenRow(ray.put(token_block([record], self._kept_ids, self._experts)), 0, len(record))
         except RayError as error:
-            raise ConnectionError(f"{type(error).__name__}: {first_line(error)}") from error
+            raise ConnectionError(cause_of(error)) from error
 
     async def _abort(self, request_ids: list[str]) -> None:
         await self._call(self._worker.abort.remote(request_ids))
@@ -279,4 +246,4 @@ class RemoteEngine(BatchedEngine):
         try:
             return await reference
         except RayActorError as error:
-            raise ConnectionError(f"its process is gone: {first_line(error)}") from error
+            raise ConnectionError(cause_of(error)) from error

@@ -17,7 +17,9 @@ import ray
 from roll_lite.config.checks.scoring_models import JUDGE
 from roll_lite.config.schema.domains import RewardConfig
 from roll_lite.config.schema.models import JudgeServerConfig
-from roll_lite.distributed.fleet import Fleet, MemberLost, Policy
+from roll_lite.distributed.failures import MemberLost
+from roll_lite.distributed.fleet import Fleet, Policy
+from roll_lite.distributed.liveness import Heartbeat, first_of
 from roll_lite.distributed.worker import AsyncWorker, reserve_port
 
 POLL_SECONDS = 0.25
@@ -90,24 +92,26 @@ class JudgeServer:
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
-        while not await self._is_healthy():
-            code = self.process.poll()
-            if code is not None:
-                raise MemberLost(f"{self.name} ended with exit code {code} while it started; see the root cause above")
-            await asyncio.sleep(POLL_SECONDS)
+        if (code := await first_of(self._ended(), self._until_healthy())) is not None:
+            raise MemberLost(f"{self.name} ended with exit code {code} while it started; see the root cause above")
 
     async def until_lost(self) -> str:
-        assert self.process is not None
-        clock = asyncio.get_running_loop().time
-        answered = asked = clock()
-        while (code := self.process.poll()) is None and clock() - answered < SILENCE_SECONDS:
-            await asyncio.sleep(POLL_SECONDS)
-            if clock() - asked > HEALTH_SECONDS:
-                asked = clock()
-                answered = asked if await self._is_healthy() else answered
-        cause = f"died (exit code {code})" if code is not None else f"did not answer for {SILENCE_SECONDS:g} s"
+        heartbeat = Heartbeat(self._until_healthy, SILENCE_SECONDS, HEALTH_SECONDS, POLL_SECONDS)
+        code = await first_of(self._ended(), heartbeat.until_silent())
+        cause = f"died (exit code {code})" if isinstance(code, int) else f"did not answer for {SILENCE_SECONDS:g} s"
         sys.stderr.write(f"{self.name} {cause}\n")
         return f"{self.name} {cause}"
+
+    async def _ended(self) -> int:
+        """Wait for the process's end; returns its exit code."""
+        assert self.process is not None
+        while (code := self.process.poll()) is None:  # noqa: ASYNC110 (processes make no events)
+            await asyncio.sleep(POLL_SECONDS)
+        return code
+
+    async def _until_healthy(self) -> None:
+        while not await self._is_healthy():  # noqa: ASYNC110 (processes make no events)
+            await asyncio.sleep(POLL_SECONDS)
 
     def kill(self) -> None:
         """Kill the server and all its child processes."""

@@ -8,21 +8,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-import os
-from collections import deque
-from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from roll_lite.config.schema.domains import RewardConfig
 from roll_lite.data.samples import RewardInput, Score
-from roll_lite.distributed.fleet import Fleet, FleetDown, MemberLost, Policy, SlowStart, until_silent
-from roll_lite.distributed.rank_group import kill_stopped
-from roll_lite.files import first_line
+from roll_lite.distributed.failures import MemberLost, cause_of
+from roll_lite.distributed.fleet import Policy, SlowStart, until_silent
+from roll_lite.distributed.liveness import Place, kill_actors
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.running.batch_scorer import BUSY, BatchScorer, Scored, slow_start, time_out
+from roll_lite.workers.scoring_pool import Job, ScoringPool
 
 BATCH_SECONDS = 0.05
 """Target duration of one call: much longer than the call's own cost, short enough that samples do not wait for each other."""
@@ -33,6 +31,8 @@ MOST_SAMPLES = 64
 GRACE_SECONDS = 1.0
 LOST_IN_A_ROW = 16
 """Number of lost workers, without a score in between, after which all waiting samples fail instead of waiting for their own time-outs."""
+
+RewardJob = Job[RewardInput, Score]
 
 
 class RewardWorker:
@@ -56,20 +56,8 @@ class RewardWorker:
         """Score items by number. Unfinished ones are returned by a later call, with or without further items."""
         return self._scorer(items, SLICE_SECONDS)
 
-    def process_id(self) -> int:
-        return os.getpid()
-
-    def place(self) -> tuple[str, int]:
-        """Node and process id."""
-        return ray.get_runtime_context().get_node_id(), os.getpid()
-
-
-@dataclass
-class _Waiting:
-    item: RewardInput
-    answer: asyncio.Future[Score]
-    alone: bool = False
-    """Score it on its own next, since its last batch hung or died: so the right sample is blamed."""
+    def place(self) -> Place:
+        return Place.here()
 
 
 class PooledWorker:
@@ -83,8 +71,8 @@ class PooledWorker:
     def __init__(self, config: RewardConfig, path: str) -> None:
         self.name = f"reward {config.name}"
         self.actor: Any = None
-        self._place: tuple[str, int] | None = None
-        self.under_way: dict[int, _Waiting] = {}
+        self._place: Place | None = None
+        self.under_way: dict[int, RewardJob] = {}
         """Samples in flight, by the worker's numbers."""
         self._config = config
         self._path = path
@@ -99,23 +87,14 @@ class PooledWorker:
         self._place = await self.actor.place.remote()
 
     async def until_lost(self) -> str:
-        try:
-            return f"{self.name}: {await until_silent(lambda: self.actor.process_id.remote(), lambda: bool(self.under_way))}"
-        except RayActorError as error:
-            return self.died(error)
+        return f"{self.name}: {await until_silent(lambda: self.actor.place.remote(), lambda: bool(self.under_way))}"
 
     def kill(self) -> None:
-        if self.actor is not None:
-            ray.kill(self.actor)
-        if self._place is not None:
-            kill_stopped(*self._place)
-
-    def died(self, error: RayActorError) -> str:
-        return f"{self.name}: its process died: {first_line(error)}"
+        kill_actors([] if self.actor is None else [self.actor], [self._place])
 
 
-class RewardPool:
-    """A RewardClient over the reward workers of one domain. A free worker takes waiting samples at once.
+class RewardPool(ScoringPool[PooledWorker, RewardInput, Score]):
+    """A RewardClient over the reward workers of one domain.
 
     A function that hangs or kills its process fails its own sample and costs a worker, which is replaced; other samples of the call are
     scored again. A hang in Python is interrupted inside the worker. Other hangs (a stopped process, a call into C) are ended by the pool's
@@ -124,17 +103,12 @@ class RewardPool:
     """
 
     def __init__(self, domain: str, config: RewardConfig) -> None:
-        self.domain = domain
         self._config = config
         self._path = f"domains.{domain}.reward"
-        self._queue: deque[_Waiting] = deque()
-        self._arrived = asyncio.Event()
-        self._idle = 0
         self._seconds_per_sample: float | None = None
         self._lost_in_a_row = 0
         members = [PooledWorker(config, self._path) for _ in range(config.workers)]
-        policy = Policy(config.start_timeout_s, path=self._path)
-        self._fleet = Fleet(f"{self._path}.workers", members, policy, self._serve, self._lost, self._down)
+        super().__init__(f"{self._path}.workers", members, Policy(config.start_timeout_s, path=self._path))
 
     async def start(self) -> None:
         """Start and warm up all workers. A mistake in the reward's configuration raises ValueError."""
@@ -143,29 +117,12 @@ class RewardPool:
         except SlowStart:
             raise ValueError(slow_start(self._config, self._path)) from None
 
-    async def score(self, item: RewardInput) -> Score:
-        if self._fleet.end is not None:
-            raise RewardFailed(self._broken(self._fleet.end))
-        waiting = _Waiting(item, asyncio.get_running_loop().create_future())
-        self._queue.append(waiting)
-        self._arrived.set()
-        return await waiting.answer
-
     @property
     def capacity(self) -> float:
         return sum(MOST_SAMPLES if member.is_async else 1 for member in self._fleet.members)
 
     def close(self) -> None:
         self._fleet.close()
-
-    def newly_replaced(self) -> int:
-        """Number of workers replaced since the last call, for the statistics of a batch."""
-        return self._fleet.newly_replaced()
-
-    @property
-    def replaced(self) -> int:
-        """Number of workers replaced since the start."""
-        return self._fleet.replaced
 
     @property
     def workers(self) -> list[Any]:
@@ -185,92 +142,58 @@ class RewardPool:
             batch = self._join(member.under_way) if member.under_way else await self._take(member)
             await self._call(member, dict(zip(numbers, batch, strict=False)))
 
-    async def _call(self, member: PooledWorker, batch: dict[int, _Waiting]) -> None:
-        """Score a batch. Raises MemberLost if the worker must be replaced."""
+    async def _call(self, member: PooledWorker, batch: dict[int, RewardJob]) -> None:
+        """Score a batch. Raises if the worker must be replaced: its process died, or has a bug and its state is unknown."""
         member.under_way |= batch
         try:
             # The worker ends a call in time, unless the running code cannot be interrupted.
             async with asyncio.timeout(BUSY * self._config.timeout_s + SLICE_SECONDS + GRACE_SECONDS):
-                scored: Scored = await member.actor.score.remote({number: waiting.item for number, waiting in batch.items()})
+                scored: Scored = await member.actor.score.remote({number: job.item for number, job in batch.items()})
         except TimeoutError:
             raise MemberLost(time_out(self._config.name, self._config.timeout_s)) from None
-        except RayActorError as error:
-            raise MemberLost(member.died(error)) from error
-        except RayTaskError:  # a bug in the worker, whose state is unknown
+        except RayError:
             raise
         except Exception as error:  # an item cannot be pickled: recorded as a failure of these samples
-            failed = {number: member.under_way.pop(number) for number in batch}
-            self._blame(failed, f"{member.name}: {type(error).__name__}: {first_line(error)}")
-        else:
-            self._answer(member, scored, len(batch))
-            if scored.interrupted:
-                raise MemberLost(f"{member.name}: it was interrupted somewhere inside")
+            self._blame({number: member.under_way.pop(number) for number in batch}, cause_of(error, member.name))
+            return
+        self._hand_out(member, scored, len(batch))
+        if scored.interrupted:
+            raise MemberLost(f"{member.name}: it was interrupted somewhere inside")
 
     def _lost(self, member: PooledWorker, cause: str) -> None:
-        """Retry or fail the samples in flight in a lost worker."""
         self._blame(member.under_way, cause)
         self._lost_in_a_row += 1
         if self._lost_in_a_row >= LOST_IN_A_ROW:
             lost = f"{self._lost_in_a_row} workers were lost one after the other"
-            self._fail_all(f"{member.name}: {lost}, and nothing was scored in between; the last: {cause}")
-
-    def _down(self, end: FleetDown) -> None:
-        for member in self._fleet.members:
-            self._queue.extend(member.under_way.values())
-        self._fail_all(self._broken(end))
-
-    def _broken(self, end: FleetDown) -> str:
-        return f"reward {self._config.name}: no worker can be started any more: {end.cause}"
+            self._fail_waiting(f"{member.name}: {lost}, and nothing was scored in between; the last: {cause}")
 
     # ------------------------------------------------------------ samples
 
-    async def _take(self, member: PooledWorker) -> list[_Waiting]:
-        self._idle += 1
-        try:
-            while not self._queue:
-                self._arrived.clear()
-                await self._arrived.wait()
-            limit = self._batch_limit(member)
-            batch = [self._queue.popleft()]
-            while self._queue and len(batch) < limit and not batch[0].alone and not self._queue[0].alone:
-                batch.append(self._queue.popleft())
-            return batch
-        finally:
-            self._idle -= 1
-
-    def _join(self, under_way: dict[int, _Waiting]) -> list[_Waiting]:
+    def _join(self, under_way: dict[int, RewardJob]) -> list[RewardJob]:
         """Further samples for a busy worker: its share of those waiting; none if a sample must run alone."""
-        if any(waiting.alone for waiting in under_way.values()):
+        if any(job.alone for job in under_way.values()):
             return []
-        room = min(MOST_SAMPLES - len(under_way), math.ceil(len(self._queue) / (self._idle + 1)))
-        batch: list[_Waiting] = []
-        while len(batch) < room and not self._queue[0].alone:
-            batch.append(self._queue.popleft())
-        return batch
+        return self._next(min(MOST_SAMPLES - len(under_way), math.ceil(len(self._queue) / (self._idle + 1))), joins=True)
 
-    def _batch_limit(self, member: PooledWorker) -> int:
-        share = math.ceil(len(self._queue) / self._idle)
+    def _most(self, member: PooledWorker) -> int:
         if member.is_async:
-            return min(MOST_SAMPLES, share)
+            return MOST_SAMPLES
         if self._seconds_per_sample is None:
             return 1
         seconds = self._config.timeout_s / 2 if member.is_batched else BATCH_SECONDS  # a list's samples share one time limit
-        return max(1, min(MOST_SAMPLES, share, int(seconds / max(self._seconds_per_sample, 1e-6))))
+        return max(1, min(MOST_SAMPLES, int(seconds / max(self._seconds_per_sample, 1e-6))))
 
-    def _answer(self, member: PooledWorker, scored: Scored, given: int) -> None:
+    def _hand_out(self, member: PooledWorker, scored: Scored, given: int) -> None:
         """Hand out a call's results. `given`: number of samples in the call."""
         results = scored.results if not scored.interrupted else dict.fromkeys(member.under_way) | scored.results
         done = 0
         for number, result in sorted(results.items(), reverse=True):
-            waiting = member.under_way.pop(number)
+            job = member.under_way.pop(number)
             if result is None:
-                self._again(waiting, waiting.alone or number in scored.suspects)
+                self._again(job, job.alone or number in scored.suspects)
                 continue
             done += 1
-            if isinstance(result, str):
-                self._fail(waiting, result)
-            elif not waiting.answer.done():
-                waiting.answer.set_result(result)
+            self._resolve(job, RewardFailed(result) if isinstance(result, str) else result)
             if isinstance(result, Score) or not scored.interrupted:
                 self._lost_in_a_row = 0
         if member.is_async or not given or scored.interrupted or scored.suspects:
@@ -280,25 +203,16 @@ class RewardPool:
         # Rises at once and falls slowly, since too large a batch costs more than too small a one.
         self._seconds_per_sample = seconds if known is None else max(seconds, 0.8 * known + 0.2 * seconds)
 
-    def _blame(self, under_way: dict[int, _Waiting], cause: str) -> None:
+    def _blame(self, under_way: dict[int, RewardJob], cause: str) -> None:
         """Handle the samples of a failed call: a single one fails, several are scored again one by one to find the cause."""
-        several = len(under_way) > 1
-        for number in sorted(under_way, reverse=True):
-            waiting = under_way.pop(number)
-            if several:
-                self._again(waiting, alone=True)
-            else:
-                self._fail(waiting, cause)
+        jobs = [under_way.pop(number) for number in sorted(under_way, reverse=True)]
+        if len(jobs) == 1:
+            self._fail(jobs, cause)
+            return
+        for job in jobs:
+            self._again(job, alone=True)
 
-    def _again(self, waiting: _Waiting, alone: bool) -> None:
-        waiting.alone = alone
-        self._queue.appendleft(waiting)
+    def _again(self, job: RewardJob, alone: bool) -> None:
+        job.alone = alone
+        self._queue.appendleft(job)
         self._arrived.set()
-
-    def _fail(self, waiting: _Waiting, cause: str) -> None:
-        if not waiting.answer.done():
-            waiting.answer.set_exception(RewardFailed(cause))
-
-    def _fail_all(self, cause: str) -> None:
-        while self._queue:
-            self._fail(self._queue.popleft(), cause)

@@ -14,6 +14,7 @@ from roll_lite.data.microbatch import MicroBatchPlanner, PaddedBudget, RowsAtATi
 from roll_lite.data.proto import DataProto
 from roll_lite.data.ragged import Ragged
 from roll_lite.data.templates import load_tokenizer
+from roll_lite.distributed.failures import MemberLost
 from roll_lite.distributed.strategy.base import ForwardStrategy, ModelSpec, RankLayout, StateGroup
 from roll_lite.distributed.strategy.models import build_model
 from roll_lite.distributed.worker import Worker, freeze_heap
@@ -44,7 +45,7 @@ class RewardModelSpec:
         )
 
 
-class NotInitialized(RuntimeError):
+class NotInitialized(MemberLost):
     """A restarted process was asked for scores before it had a model."""
 
 
@@ -88,7 +89,7 @@ class RewardModelWorker(Worker):
 
     def _initialized(self) -> ForwardStrategy:
         if self.strategy is None:
-            raise NotInitialized(f"reward model {self.spec.name}: this process has no model yet")
+            raise NotInitialized(f"reward model {self.spec.name}: its process has been started again, and has no model yet")
         return self.strategy
 
     def _scores(self, strategy: ForwardStrategy, rows: list[list[int]]) -> list[float] | None:

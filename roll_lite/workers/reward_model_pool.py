@@ -1,38 +1,187 @@
-"""Clients of reward models in the rollout service: they batch samples of all domains for the copies of a model."""
+"""Reward models as the rollout service uses them: the copies that their ranks form, their restart after a death, and the samples."""
 
 from __future__ import annotations
 
 import asyncio
-import math
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
 
 from roll_lite.config.schema.domains import RewardConfig
 from roll_lite.config.schema.models import RewardModelConfig
 from roll_lite.data.samples import RewardInput, Score
-from roll_lite.distributed.fleet import Fleet, FleetDown, MemberLost, Policy
+from roll_lite.distributed.failures import FleetDown, MemberLost, cause_of, is_death
+from roll_lite.distributed.fleet import Policy, until_silent
+from roll_lite.distributed.liveness import Place, first_of, kill_actors
+from roll_lite.distributed.strategy.base import RankLayout, StateGroup
+from roll_lite.distributed.strategy.models import STRATEGIES
 from roll_lite.rewards.base import ResponseSuspected, RewardFailed, RewardFunction
 from roll_lite.rewards.model import ModelReward, ScoredText, nothing
 from roll_lite.rewards.registry import typed_reward
 from roll_lite.rewards.running.batch_scorer import time_out
 from roll_lite.workers.reward import RewardPool
-from roll_lite.workers.reward_model_ranks import RESTART_SECONDS, Copy, Ranks, is_gone
+from roll_lite.workers.reward_model import NotInitialized
+from roll_lite.workers.scoring_pool import Job, ScoringPool
 
 WINDOW_SECONDS = 0.003
 """Time that an idle copy waits for a full batch."""
+RESTART_SECONDS = 600.0
+"""Time limit for processes to start and load the model."""
+HANG_SECONDS = 600.0
+"""Time limit of a copy's batch; a sample's own limit is shorter."""
+KILL_SECONDS = 1.0
+"""Time to wait until killed processes are gone."""
+POLL_SECONDS = 0.25
+
+TextJob = Job[ScoredText, float]
 
 
-@dataclass
-class _Waiting:
-    text: ScoredText
-    answer: asyncio.Future[float]
+@dataclass(eq=False)
+class Copy:
+    """The ranks of one copy of the model, which compute a forward pass together."""
+
+    actors: tuple[Any, ...]
+    head: int
+    """Index of the rank that returns the results."""
+    under_way: list[TextJob] = field(default_factory=list)
+    """Samples in flight."""
 
 
-class RewardModelClient:
-    """Client of one reward model. A free copy takes waiting samples at once, so that the least loaded one gets the work.
+def copies_of(actors: Sequence[Any], layouts: Sequence[RankLayout]) -> list[Copy]:
+    """Copies in data-rank order. `actors` and `layouts` have the same order."""
+    copies = []
+    for data_rank in sorted({layout.data_rank for layout in layouts}):
+        own = [(actor, layout) for actor, layout in zip(actors, layouts, strict=True) if layout.data_rank == data_rank]
+        head = next(place for place, (_, layout) in enumerate(own) if layout.is_head)
+        copies.append(Copy(tuple(actor for actor, _ in own), head))
+    return copies
+
+
+def is_gone(error: BaseException) -> bool:
+    """True if the process died, or Ray restarted it and it has no model yet."""
+    return is_death(error) or (isinstance(error, RayTaskError) and isinstance(error.cause, NotInitialized))
+
+
+class Ranks:
+    """Ranks that start together, as one member of the model's fleet: all ranks of a Megatron model, or a single rank with hf.
+
+    The driver owns the processes, and Ray restarts dead ones; `start` loads the model into them.
+    """
+
+    def __init__(self, model: str, actors: Sequence[Any], config: RewardModelConfig) -> None:
+        self.name = f"reward model {model}"
+        self.copies: list[Copy] = []
+        """Set by `start`."""
+        self.guilty: Copy | None = None
+        """Copy whose failure ended the others, if known."""
+        self._actors = list(actors)
+        self._places: list[Place] = []
+        self._are_connected = STRATEGIES[config.strategy.name].connects_ranks
+        self._is_resident = not config.offload
+        self._moving = asyncio.Lock()
+        self._is_initialized = True
+        """True if the model is loaded: at first by the driver, after a loss by `start`."""
+        self._is_gone = False
+        self._was_killed = False
+
+    @staticmethod
+    def of(model: str, actors: Sequence[Any], config: RewardModelConfig) -> list[Ranks]:
+        """Members of the model's fleet. `actors`: all of its ranks, in order."""
+        parts = [actors] if STRATEGIES[config.strategy.name].connects_ranks else [[actor] for actor in actors]
+        return [Ranks(model, part, config) for part in parts]
+
+    async def start(self) -> None:
+        is_initialized, self._is_initialized = self._is_initialized, False
+        try:
+            async with self._moving:
+                if not is_initialized:
+                    await self._initialize()
+                self.copies = copies_of(self._actors, await asyncio.gather(*(actor.layout.remote() for actor in self._actors)))
+        except Exception as error:
+            raise MemberLost(self.cause(error)) from error
+        self._places = await self._find_places()
+        self.guilty = None
+
+    async def until_lost(self) -> str:
+        """Wait until a rank is silent or dead, which ends all of them; returns the cause."""
+
+        async def ask() -> None:
+            if await self._find_places() != self._places:
+                raise MemberLost(f"{self.name}: it has been started again by others")
+
+        try:
+            return f"{self.name}: {await until_silent(ask, lambda: self._moving.locked() or any(copy.under_way for copy in self.copies))}"
+        except Exception as error:
+            raise MemberLost(self.cause(error)) from error
+
+    async def _find_places(self) -> list[Place]:
+        return list(await asyncio.gather(*(actor.place.remote() for actor in self._actors)))
+
+    def kill(self) -> None:
+        """Kill the ranks for a restart. Connected ranks cannot take in a new one, so all of them restart."""
+        self._was_killed = self._are_connected or not self._is_gone
+        self._is_gone = False
+        if self._was_killed:
+            kill_actors(self._actors, self._places, no_restart=False)
+
+    def cause(self, error: BaseException) -> str:
+        """Cause in one line; notes the death of a process."""
+        self._is_gone |= is_gone(error)
+        return cause_of(error, self.name)
+
+    async def score(self, copy: Copy, texts: list[ScoredText]) -> list[float | str]:
+        try:
+            async with asyncio.timeout(HANG_SECONDS) as limit:
+                await self.move(True)
+                shared: Any = texts if len(copy.actors) == 1 else ray.put(texts)
+                results = await asyncio.gather(*(actor.score.remote(shared) for actor in copy.actors))
+                found: list[float | str] = results[copy.head]
+                return found
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise MemberLost(f"{self.name}: it hangs: no scores within {HANG_SECONDS:g} s") from None
+
+    async def move(self, to_devices: bool) -> None:
+        """Load or offload the model. When offloading, a dead rank is left to the next sample."""
+        async with self._moving:
+            if self._is_resident == to_devices:
+                return
+            self._is_resident = to_devices
+            methods = [actor.load if to_devices else actor.offload for actor in self._actors]
+            moved = [method.remote([StateGroup.WEIGHTS]) for method in methods]
+            for error in await asyncio.gather(*moved, return_exceptions=True):
+                if isinstance(error, BaseException) and (to_devices or not is_gone(error)):
+                    raise error
+
+    async def _initialize(self) -> None:
+        if self._was_killed:
+            await asyncio.sleep(KILL_SECONDS)
+        await asyncio.gather(*(_reached(actor) for actor in self._actors))
+        if self._are_connected:
+            address = await self._actors[0].rendezvous.remote()
+            await asyncio.gather(*(actor.meet_at.remote(address) for actor in self._actors))
+        await asyncio.gather(*(actor.initialize.remote() for actor in self._actors))
+        self._is_resident = True
+
+
+async def _reached(actor: Any) -> None:
+    """Wait until the restarted process answers."""
+    while True:
+        try:
+            await actor.place.remote()
+        except RayActorError:
+            await asyncio.sleep(POLL_SECONDS)
+        else:
+            return
+
+
+class RewardModelClient(ScoringPool[Ranks, ScoredText, float]):
+    """Client of one reward model, which batches the samples of all domains.
 
     A copy that loses a process fails its samples with the cause and is started again; other copies serve meanwhile. If there is none,
     waiting samples fail too and may be retried, see `in_service`.
@@ -41,16 +190,7 @@ class RewardModelClient:
     def __init__(self, name: str, actors: Sequence[Any], config: RewardModelConfig) -> None:
         self.name = name
         self._config = config
-        self._queue: deque[_Waiting] = deque()
-        self._arrived = asyncio.Event()
-        self._idle = 0
-        self._open = 0
-        self._quiet = asyncio.Event()
-        self._quiet.set()
-        self._under_way: dict[Copy, list[_Waiting]] = {}
-        self._fleet = Fleet(
-            f"reward_models.{name}", Ranks.of(name, actors, config), Policy(RESTART_SECONDS), self._serve, self._lost, self._down
-        )
+        super().__init__(f"reward_models.{name}", Ranks.of(name, actors, config), Policy(RESTART_SECONDS), WINDOW_SECONDS)
 
     async def in_service(self) -> None:
         """Wait for a copy that can score; RewardFailed if there will never be one."""
@@ -61,42 +201,22 @@ class RewardModelClient:
         except FleetDown as end:
             raise RewardFailed(end.cause) from None
 
-    async def score(self, text: ScoredText) -> float:
-        """Score a text, or raise RewardFailed."""
-        self._open += 1
-        self._quiet.clear()
-        try:
-            await self.in_service()
-            waiting = _Waiting(text, asyncio.get_running_loop().create_future())
-            self._queue.append(waiting)
-            self._arrived.set()
-            return await waiting.answer
-        finally:
-            self._open -= 1
-            if not self._open:
-                self._quiet.set()
+    async def score(self, item: ScoredText) -> float:
+        await self.in_service()
+        return await super().score(item)
 
     @property
     def capacity(self) -> float:
-        """Samples that its copies score at a time."""
         return self._config.micro_batch_size * sum(len(ranks.copies) for ranks in self._fleet.members)
 
     async def rest(self) -> None:
         """Offload the model (with `offload: true`) after generation, once all samples are scored, until the next sample."""
         if not self._config.offload or not self._fleet.is_tended:
             return
-        await self._quiet.wait()
+        while self._open:
+            await asyncio.wait(self._open)
         async with self._fleet.drained():
-            await asyncio.gather(*(ranks.offload() for ranks in self._fleet.serving))
-
-    def newly_restarted(self) -> int:
-        """Number of restarted ranks since the last call, for the statistics of a batch."""
-        return self._fleet.newly_replaced()
-
-    @property
-    def restarts(self) -> int:
-        """Number of restarted ranks since the start."""
-        return self._fleet.replaced
+            await asyncio.gather(*(ranks.move(False) for ranks in self._fleet.serving))
 
     def close(self) -> None:
         """Stop serving; the driver ends the processes."""
@@ -104,25 +224,19 @@ class RewardModelClient:
 
     # ------------------------------------------------------------ copies
 
-    async def _serve(self, ranks: Ranks) -> None:
+    def _most(self, member: Ranks) -> int:
+        return self._config.micro_batch_size
+
+    async def _serve(self, member: Ranks) -> None:
         """Serve all copies until one is lost, which ends all of them."""
-        serving = [asyncio.create_task(self._serve_copy(copy, ranks)) for copy in ranks.copies]
-        try:
-            done, _ = await asyncio.wait(serving, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        finally:
-            for task in serving:
-                task.cancel()
-            await asyncio.gather(*serving, return_exceptions=True)
+        await first_of(*(self._serve_copy(copy, member) for copy in member.copies))
 
     async def _serve_copy(self, copy: Copy, ranks: Ranks) -> None:
         while True:
-            batch = await self._take()
-            self._under_way[copy] = batch
+            copy.under_way = batch = await self._take(ranks)
             async with self._fleet.at_work(ranks):
                 try:
-                    results = await ranks.score(copy, [waiting.text for waiting in batch])
+                    results = await ranks.score(copy, [job.item for job in batch])
                 except Exception as error:  # a process edge: recorded as a failure of these samples
                     cause = ranks.cause(error)
                     # Other ranks of the copy may wait for the failed one for ever.
@@ -131,57 +245,21 @@ class RewardModelClient:
                         raise MemberLost(cause) from error
                     self._fail(batch, cause)
                 else:
-                    self._answer(batch, results)
-            del self._under_way[copy]
+                    self._hand_out(batch, results)
+            copy.under_way = []
 
-    def _lost(self, ranks: Ranks, cause: str) -> None:
-        for copy in ranks.copies:
-            is_guilty = ranks.guilty in (None, copy)
-            bystander = f"{ranks.name}: its ranks are started again, because one of them was lost"
-            self._fail(self._under_way.pop(copy, []), cause if is_guilty else bystander)
+    def _lost(self, member: Ranks, cause: str) -> None:
+        for copy in member.copies:
+            is_guilty = member.guilty in (None, copy)
+            bystander = f"{member.name}: its ranks are started again, because one of them was lost"
+            self._fail(copy.under_way, cause if is_guilty else bystander)
+            copy.under_way = []
         if not self._fleet.serving:
             self._fail_waiting(cause)
 
-    def _down(self, end: FleetDown) -> None:
-        for batch in self._under_way.values():
-            self._fail(batch, end.cause)
-        self._fail_waiting(end.cause)
-
-    # ------------------------------------------------------------ samples
-
-    async def _take(self) -> list[_Waiting]:
-        """Take at most micro_batch_size samples, and at most this copy's share of those waiting."""
-        size = self._config.micro_batch_size
-        self._idle += 1
-        try:
-            while True:
-                while not self._queue:
-                    self._arrived.clear()
-                    await self._arrived.wait()
-                if len(self._queue) < size:
-                    await asyncio.sleep(WINDOW_SECONDS)
-                share = min(size, math.ceil(len(self._queue) / self._idle))
-                taken = [self._queue.popleft() for _ in range(share)]
-                if batch := [waiting for waiting in taken if not waiting.answer.done()]:
-                    return batch
-        finally:
-            self._idle -= 1
-
-    def _answer(self, batch: list[_Waiting], results: list[float | str]) -> None:
-        for waiting, result in zip(batch, results, strict=True):
-            if isinstance(result, str):
-                self._fail([waiting], f"reward model {self.name}: {result}", ResponseSuspected)
-            elif not waiting.answer.done():
-                waiting.answer.set_result(result)
-
-    def _fail(self, batch: list[_Waiting], cause: str, kind: type[RewardFailed] = RewardFailed) -> None:
-        for waiting in batch:
-            if not waiting.answer.done():
-                waiting.answer.set_exception(kind(cause))
-
-    def _fail_waiting(self, cause: str) -> None:
-        self._fail(list(self._queue), cause)
-        self._queue.clear()
+    def _hand_out(self, batch: list[TextJob], results: list[float | str]) -> None:
+        for job, result in zip(batch, results, strict=True):
+            self._resolve(job, ResponseSuspected(f"reward model {self.name}: {result}") if isinstance(result, str) else result)
 
 
 class RewardModelPool:
@@ -222,7 +300,7 @@ class RewardModelPool:
 
     def newly_replaced(self) -> int:
         """Number of replaced workers and ranks since the last call. A model that several domains share is counted by the first caller."""
-        return self._client.newly_restarted() + (self._added.newly_replaced() if self._added is not None else 0)
+        return self._client.newly_replaced() + (self._added.newly_replaced() if self._added is not None else 0)
 
     @cached_property
     def _reward(self) -> ModelReward:

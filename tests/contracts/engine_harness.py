@@ -294,7 +294,7 @@ class Harness:
         return await task
 
     def processes(self) -> list[psutil.Process]:
-        return list(self.strategy.processes._all)
+        return list(self.strategy.processes.all)
 
     def kill(self) -> None:
         """What the operating system does to an engine that takes too much memory: its first process is gone."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import ray
 
-from roll_lite.distributed.fleet import FleetDown, MemberLost
+from roll_lite.distributed.failures import FleetDown, MemberLost
 from roll_lite.distributed.worker import AsyncWorker, Worker
 
 if TYPE_CHECKING:

@@ -19,10 +19,10 @@ from roll_lite.config.schema.placement import PlacementConfig
 from roll_lite.config.schema.run import RayConfig
 from roll_lite.data.samples import GenerationRequest, Sampling
 from roll_lite.distributed.cluster import Cluster, ClusterSpec, RankFailed, actor_options, start_cluster
+from roll_lite.distributed.liveness import is_running
 from roll_lite.distributed.placement import Placement
 from roll_lite.distributed.ray_session import ray_session
 from roll_lite.distributed.strategy.base import EngineMemory, EngineSpec, TrainStrategy
-from roll_lite.distributed.strategy.inference.processes import is_running
 from roll_lite.distributed.weight_sync.checksum import checksum, require_equal
 from roll_lite.distributed.weight_sync.endpoints import WeightSender
 from roll_lite.distributed.weight_sync.plan import ExportPlan, plan_transfers
@@ -111,7 +111,7 @@ def lost_while_it_starts(engines: Cluster[InferWorker], role: str) -> None:
     try:
         starting.result()
     except RankFailed as error:
-        assert "the engine's part on its node 1: its process is gone" in str(error), error
+        assert "the engine's part on its node 1: its process died" in str(error), error
     else:
         raise AssertionError("the engine started without a part of it")
     ended = [*processes(f"{role}-0.node"), *processes(role)]

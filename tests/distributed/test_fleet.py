@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from roll_lite.distributed.fleet import Fleet, FleetDown, MemberLost, MemberState, Policy, SlowStart
+from roll_lite.distributed.failures import FleetDown, MemberLost
+from roll_lite.distributed.fleet import Fleet, MemberState, Policy, SlowStart
 from roll_lite.simulator.clock import run_virtual
 
 NEVER = float("inf")

@@ -49,13 +49,13 @@ async def test_what_is_asked_in_one_turn_travels_in_one_call() -> None:
 
 class Unreachable(Watched):
     async def _submit(self, requests: list[GenerationRequest], frozen: bool) -> None:
-        raise ConnectionError("its process is gone")
+        raise ConnectionError("its process died")
 
 
 async def test_a_call_that_fails_is_the_engines_death() -> None:
     engine = Unreachable()
     answers = await asyncio.gather(*(engine.generate(request(f"r{i}")) for i in range(3)), return_exceptions=True)
-    assert all(isinstance(answer, EngineLost) and "its process is gone" in answer.cause for answer in answers)
+    assert all(isinstance(answer, EngineLost) and "its process died" in answer.cause for answer in answers)
     with pytest.raises(EngineLost):
         await engine.generate(request("later"))
 

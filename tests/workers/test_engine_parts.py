@@ -98,7 +98,7 @@ async def test_an_engine_that_waits_for_a_part_that_is_gone_is_ended_and_told_wh
         await ended.wait()
         raise ValueError("the engine's process ended while it started")
 
-    with pytest.raises(RuntimeError, match="the engine's part on its node 1: no memory"):
+    with pytest.raises(RuntimeError, match="the engine's part on its node 1: RayError: no memory"):
         await asyncio.wait_for(parts.start(engine()), 30)
     assert len(rays.killed) == 2
 
@@ -119,4 +119,4 @@ async def test_the_loss_of_a_part_has_its_cause(monkeypatch: pytest.MonkeyPatch)
     parts, _ = parts_of(monkeypatch, Answer(), lost)
     await parts.start(asyncio.sleep(0))
     assert await parts.until_lost() == parts.lost
-    assert parts.lost == "the engine's part on its node 1: its process is gone: its node died"
+    assert parts.lost == "the engine's part on its node 1: its process died: its node died"

@@ -20,7 +20,8 @@ from roll_lite.config.schema.domains import RewardConfig, RewardTermConfig
 from roll_lite.config.schema.models import JudgeServerConfig, VllmStrategyConfig
 from roll_lite.data.samples import RewardInput
 from roll_lite.distributed.cluster import Cluster
-from roll_lite.distributed.fleet import Fleet, FleetDown, MemberLost, Policy
+from roll_lite.distributed.failures import FleetDown, MemberLost
+from roll_lite.distributed.fleet import Fleet, Policy
 from roll_lite.distributed.strategy.vllm.compat import judge_server
 from roll_lite.distributed.worker import reserve_port
 from roll_lite.rewards.base import RewardFailed

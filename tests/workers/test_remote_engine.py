@@ -60,8 +60,7 @@ def test_without_a_limit_it_is_waited_for() -> None:
 
 def test_what_is_killed_is_killed_also_where_it_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     killed: list[Any] = []
-    monkeypatch.setattr(infer.ray, "kill", lambda actor: killed.append("asked"))
-    monkeypatch.setattr(infer, "kill_stopped", lambda *place: killed.append(place))
+    monkeypatch.setattr(infer, "kill_actors", lambda actors, places: killed.extend(places))
 
     async def main() -> None:
         engine = RemoteEngine("e", worker(lambda asked: 0.0), silence_s=7.0)
@@ -72,7 +71,7 @@ def test_what_is_killed_is_killed_also_where_it_is_stopped(monkeypatch: pytest.M
         watching.cancel()
 
     run_virtual(main())
-    assert killed == ["asked", "asked", ("node", 7)]
+    assert killed == [None, ("node", 7)]
 
 
 def test_an_engine_whose_process_is_gone_says_so() -> None:
@@ -90,4 +89,4 @@ def test_an_engine_whose_process_is_gone_says_so() -> None:
         assert engine.silent_s == pytest.approx(1.5), "it has answered at 2 s"
         return cause
 
-    assert run_virtual(main()).startswith("its process is gone: ")
+    assert run_virtual(main()).startswith("its process died: ")

@@ -112,7 +112,7 @@ async def test_what_cannot_be_interrupted_ends_with_its_process() -> None:
         results = await outcomes(rewards, "a", "hang", "c")
         assert rewards.replaced >= 1
         with pytest.raises(ray.exceptions.RayActorError):
-            await worker.process_id.remote()
+            await worker.place.remote()
     assert [type(result) for result in results] == [Score, str, Score]
 
 

@@ -21,10 +21,11 @@ from roll_lite.config.schema.models import MegatronStrategyConfig, RewardModelCo
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.distributed import fleet
 from roll_lite.distributed.cluster import Cluster, ClusterSpec, start_cluster
+from roll_lite.distributed.liveness import Place
 from roll_lite.distributed.placement import anywhere
 from roll_lite.distributed.strategy.base import RankLayout
 from roll_lite.rewards.base import RewardFailed
-from roll_lite.workers import reward_model_ranks
+from roll_lite.workers import reward_model_pool
 from roll_lite.workers.reward_model import RewardModelSpec, RewardModelWorker
 from roll_lite.workers.reward_model_pool import RewardModelClient, RewardModelPool
 
@@ -54,23 +55,19 @@ class FakeRank:
         self.dies_idle = False
         self.comes_back = True
         self.kills = 0
-        self.stands_at = "another node", 1
+        self.stands_at = Place("another node", 1)
         self.layout, self.score = Method(self._layout), Method(self._score)
-        self.process_id, self.initialize = Method(self._process_id), Method(self._initialize)
-        self.place = Method(self._place)
+        self.place, self.initialize = Method(self._place), Method(self._initialize)
         self.rendezvous, self.meet_at = Method(self._rendezvous), Method(self._meet_at)
         self.load, self.offload = Method(self._loaded), Method(self._offloaded)
 
     async def _layout(self) -> RankLayout:
         return self.own
 
-    async def _process_id(self) -> int:
+    async def _place(self) -> Place:
         if self.dies_idle:
             self.dies_idle = False
             raise ActorDiedError
-        return 1
-
-    async def _place(self) -> tuple[str, int]:
         return self.stands_at
 
     async def _rendezvous(self) -> str:
@@ -120,7 +117,7 @@ def kill(monkeypatch: pytest.MonkeyPatch) -> None:
             real(actor, **options)
 
     monkeypatch.setattr(ray, "kill", either)
-    monkeypatch.setattr(reward_model_ranks, "KILL_SECONDS", 0.1)
+    monkeypatch.setattr(reward_model_pool, "KILL_SECONDS", 0.1)
 
 
 @asynccontextmanager
@@ -140,7 +137,7 @@ async def outcome(score: Awaitable[Any]) -> Any:
 
 
 async def until_restarted(model: RewardModelClient) -> None:
-    while model.restarts == 0:  # noqa: ASYNC110 (nobody else waits for that)
+    while model.replaced == 0:  # noqa: ASYNC110 (nobody else waits for that)
         await asyncio.sleep(0.01)
 
 
@@ -202,7 +199,7 @@ async def test_a_dead_copy_fails_its_samples_and_comes_back_while_the_others_ser
         before = len(dead.calls)
         assert await asyncio.gather(*(model.score("xx") for _ in range(12))) == [2.0] * 12
     assert len(dead.calls) > before
-    assert (model.newly_restarted(), model.newly_restarted()) == (1, 0)
+    assert (model.newly_replaced(), model.newly_replaced()) == (1, 0)
     assert (dead.kills, alive.kills) == (0, 0)
 
 
@@ -246,20 +243,20 @@ async def test_every_sample_that_waits_ends_within_its_own_time() -> None:
 
 async def test_a_copy_that_hangs_is_ended_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever waits has given up by then; it would be nobody's any more."""
-    monkeypatch.setattr(reward_model_ranks, "HANG_SECONDS", 0.3)
+    monkeypatch.setattr(reward_model_pool, "HANG_SECONDS", 0.3)
     (actor,) = ranks(1)
     actor.hangs = True
     async with client([actor]) as model:
         assert await outcome(model.score("a")) == "reward model toy: it hangs: no scores within 0.3 s"
         assert await model.score("a") == 1.0
-    assert (actor.kills, model.restarts) == (1, 1)
+    assert (actor.kills, model.replaced) == (1, 1)
 
 
 @pytest.mark.usefixtures("ray_local")
 @pytest.mark.parametrize("is_stopped", [True, False])
 def test_a_stopped_process_of_a_lost_rank_is_killed(monkeypatch: pytest.MonkeyPatch, is_stopped: bool) -> None:
     """Ray asks a process to end, which a stopped one does not hear. One that runs is left to Ray, and so is the model's next process."""
-    monkeypatch.setattr(reward_model_ranks, "HANG_SECONDS", 0.3)
+    monkeypatch.setattr(reward_model_pool, "HANG_SECONDS", 0.3)
     (actor,) = ranks(1)
     actor.hangs = True
 
@@ -270,7 +267,7 @@ def test_a_stopped_process_of_a_lost_rank_is_killed(monkeypatch: pytest.MonkeyPa
 
     with subprocess.Popen(["sleep", "100"]) as process:
         try:
-            actor.stands_at = ray.get_runtime_context().get_node_id(), process.pid
+            actor.stands_at = Place(ray.get_runtime_context().get_node_id(), process.pid)
             if is_stopped:
                 process.send_signal(signal.SIGSTOP)
                 os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
@@ -293,7 +290,7 @@ async def test_a_copy_that_dies_with_nothing_to_do_is_started_again_at_no_sample
 
 async def test_an_error_in_the_client_itself_leaves_nobody_waiting() -> None:
     async with client(ranks(1)) as model:
-        model._answer = lambda batch, results: 1 / 0  # type: ignore[method-assign, assignment]
+        model._hand_out = lambda batch, results: 1 / 0  # type: ignore[method-assign, assignment]
         assert await outcome(model.score("a")) == "reward model toy: ZeroDivisionError: division by zero"
 
 
@@ -345,7 +342,7 @@ async def test_connected_ranks_are_all_started_again_when_one_of_them_fails() ->
         assert second == "reward model toy: its ranks are started again, because one of them was lost"
         assert await asyncio.gather(*(model.score("a") for _ in range(2))) == [1.0, 1.0]
     assert [actor.kills for actor in actors] == [1] * 4
-    assert model.restarts == 1
+    assert model.replaced == 1
 
 
 @pytest.mark.usefixtures("ray_local")
@@ -432,10 +429,10 @@ def test_a_killed_process_is_replaced_and_scores_as_before(tmp_path: Path, layou
             before = (await pool.score(item())).value
             os.kill(await actors[0].process_id.remote(), signal.SIGKILL)
             seen: list[Any] = []
-            while model.restarts == 0:
+            while model.replaced == 0:
                 seen += await asyncio.gather(*(outcome(pool.score(item())) for _ in range(8)))
             seen += await asyncio.gather(*(pool.score(item()) for _ in range(8)))
-            return before, seen, model.restarts
+            return before, seen, model.replaced
         finally:
             model.close()
 

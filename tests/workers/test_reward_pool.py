@@ -117,7 +117,7 @@ async def test_a_hanging_sample_costs_itself_and_not_its_neighbours() -> None:
         assert len(rewards.workers) == 1
         assert rewards.workers[0] != first
         with pytest.raises(ray.exceptions.RayActorError):
-            await first.process_id.remote()
+            await first.place.remote()
 
 
 async def test_a_killed_worker_is_replaced_and_its_samples_are_not_charged() -> None:
@@ -136,14 +136,14 @@ async def test_an_error_in_the_pool_itself_leaves_nobody_waiting(monkeypatch: py
     """A bug there ended the task that served, and whoever waited waited for ever."""
     monkeypatch.setattr(reward, "LOST_IN_A_ROW", 3)
     async with pool(f"{USER}.length") as rewards:
-        answer, left = rewards._answer, iter(range(times))
+        answer, left = rewards._hand_out, iter(range(times))
 
         def faulty(*args: Any) -> None:
             if next(left, None) is not None:
                 raise LookupError("no such sample")
             answer(*args)
 
-        rewards._answer = faulty  # type: ignore[method-assign]
+        rewards._hand_out = faulty  # type: ignore[method-assign]
         async with asyncio.timeout(60):
             results = await asyncio.gather(*(outcome(rewards, "x" * i) for i in range(1, 9)))
         failed = [result for result in results if isinstance(result, str)]
@@ -155,7 +155,7 @@ async def test_functions_that_stop_their_process_cost_a_bounded_number_of_time_o
     """Nothing inside a stopped process keeps a limit, and 200 time-outs one after the other are none."""
     monkeypatch.setattr(reward, "LOST_IN_A_ROW", 4)
     async with pool(f"{USER}.stopping", workers=2, timeout_s=0.3) as rewards:
-        processes = [await worker.process_id.remote() for worker in rewards.workers]
+        processes = [(await worker.place.remote()).pid for worker in rewards.workers]
         async with asyncio.timeout(120):
             causes = await asyncio.gather(*(outcome(rewards, "stop") for _ in range(200)))
         assert sum(cause == f"reward {USER}.stopping: time-out: no score within 0.3 s" for cause in causes) <= 5
@@ -170,7 +170,7 @@ async def test_a_worker_that_dies_while_it_has_nothing_to_do_is_replaced_before_
     monkeypatch.setattr(fleet, "ASK_SECONDS", 0.1)
     async with pool(f"{USER}.length") as rewards:
         await asyncio.sleep(0.3)
-        os.kill(await rewards.workers[0].process_id.remote(), signal.SIGKILL)
+        os.kill((await rewards.workers[0].place.remote()).pid, signal.SIGKILL)
         async with asyncio.timeout(60):
             while rewards.replaced == 0:  # noqa: ASYNC110 (nobody else waits for that)
                 await asyncio.sleep(0.05)

@@ -30,8 +30,8 @@ from roll_lite.data.samples import GenerationRequest, Sampling, TokenRow, Turn
 from roll_lite.data.templates import load_tokenizer
 from roll_lite.distributed.cluster import Cluster, ClusterSpec, Pending, RankFailed, start_cluster
 from roll_lite.distributed.dataflow import Batch
+from roll_lite.distributed.liveness import is_running
 from roll_lite.distributed.placement import anywhere
-from roll_lite.distributed.strategy.inference.processes import is_running
 from roll_lite.scheduler.engines import EngineLost
 from roll_lite.scheduler.stats import RolloutStats
 from roll_lite.workers.infer import InferWorker, RemoteEngine
@@ -266,7 +266,7 @@ def test_an_engines_death_is_noticed_within_seconds(model: ModelConfig) -> None:
         await asyncio.sleep(1.0)
         killed = time.monotonic()
         ray.kill(infer.group.actors[0])
-        with pytest.raises(EngineLost, match="its process is gone"):
+        with pytest.raises(EngineLost, match="its process died"):
             await answer
         return time.monotonic() - killed
 
@@ -288,7 +288,7 @@ def test_what_an_engine_has_delivered_outlives_it(model: ModelConfig, tokens: in
         assert turn.tokens is not None
         assert read_elsewhere(turn.tokens.block) == tokens + 2
         request, lost = GenerationRequest("r", (1, 2), Sampling(temperature=1.0, max_tokens=9)), infer.actors[0].collect.remote()
-        with pytest.raises(ConnectionError, match="^ActorDiedError: "):
+        with pytest.raises(ConnectionError, match="^its process died: "):
             asyncio.run(RemoteEngine("e", None)._joined(request, [TokenRow(lost, 0, 3)]))
 
 

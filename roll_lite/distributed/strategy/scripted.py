@@ -102,7 +102,8 @@ class ScriptedEngine(InferenceStrategy):
         self._weights = weights
         self._running: dict[str, _Running] = {}
         self._waiting: deque[_Running] = deque()
-        self._life = EngineLife("scripted", failure=None)
+        self._life = EngineLife("scripted")
+        self._life.start()
         self._idle = asyncio.Event()
         self._idle.set()
 

@@ -14,6 +14,7 @@ from roll_lite.config.keep_mask import keep_mask_available
 from roll_lite.config.schema.domains import GREATEST_TEMPERATURE, LEAST_TEMPERATURE
 from roll_lite.config.schema.models import EngineStrategyConfig
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest
+from roll_lite.distributed.liveness import StoppedTime, describe, is_stopped
 from roll_lite.distributed.strategy.base import (
     EngineHealth,
     EngineMemory,
@@ -355,20 +356,17 @@ class EngineStrategy(InferenceStrategy):
 
     async def _watch(self) -> None:
         """Watch the processes. Engines notice late, or never, that one of theirs was killed or stopped."""
-        stopped_s = 0.0
-        while self._check() is None:
+        stopped = StoppedTime(LIVENESS_POLL_S)
+        failure: str | None = None
+        while failure is None:
             await asyncio.sleep(LIVENESS_POLL_S)
-            stopped = self.processes.stopped()
-            stopped_s = stopped_s + LIVENESS_POLL_S if stopped else 0.0
-            if stopped and self._silence_s is not None and stopped_s >= self._silence_s and self._life.failure is None:
-                self._life.die(f"{stopped} has been stopped, as by SIGSTOP, for {self._silence_s:g} s (limits.engine_silence)")
-        assert self._life.failure is not None
-        self.fail(self._life.failure)
+            failure = self._check() or stopped.look(self.processes.all, self._silence_s, "limits.engine_silence")
+        self.fail(failure)
 
     async def _watch_steps(self) -> None:
         why = await self._steps.until_stuck()
-        stopped = self.processes.stopped()
-        self.fail(f"{why}: {stopped} is stopped" if stopped else why)
+        stopped = next((process for process in self.processes.all if is_stopped(process)), None)
+        self.fail(why if stopped is None else f"{why}: {describe(stopped)} is stopped")
 
     def _require(self, event: EngineEvent) -> None:
         self._check()

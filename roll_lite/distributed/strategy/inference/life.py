@@ -1,7 +1,8 @@
-"""States of an engine, what each allows, and the state that follows."""
+"""State machine of an engine: its states, the events that each allows, and where they lead."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping, Set
 from enum import StrEnum
 
@@ -49,21 +50,23 @@ class EngineEvent(StrEnum):
 
 
 _S, _E = EngineState, EngineEvent
-_STARTED = {_E.PAUSE, _E.RESUME, _E.CONNECT, _E.OFFLOAD, _E.LOAD, _E.DIE}
-_WITH_WEIGHTS = _STARTED | {_E.BEGIN_UPDATE, _E.RECEIVE, _E.READ_WEIGHTS}
+_ALIVE = frozenset(EngineState) - {_S.STARTING, _S.DEAD}
 
-ALLOWED: Mapping[EngineState, Set[EngineEvent]] = {
-    _S.STARTING: {_E.START, _E.DIE},
-    _S.SERVING: _WITH_WEIGHTS,
-    _S.PAUSED: _WITH_WEIGHTS,
-    _S.UPDATING: {_E.PAUSE, _E.RESUME, _E.RECEIVE, _E.BREAK_OFF, _E.FINISH_UPDATE, _E.LOAD, _E.DIE},
-    _S.HALF_UPDATED: {_E.PAUSE, _E.RESUME, _E.CONNECT, _E.BEGIN_UPDATE, _E.RECEIVE, _E.LOAD, _E.DIE},
-    _S.CACHE_OFFLOADED: _WITH_WEIGHTS,
-    _S.WEIGHTS_OFFLOADED: _STARTED,
-    _S.DEAD: {_E.DIE},
+ALLOWED: Mapping[EngineEvent, Set[EngineState]] = {
+    _E.START: {_S.STARTING},
+    _E.PAUSE: _ALIVE,
+    _E.RESUME: _ALIVE,
+    _E.CONNECT: _ALIVE - {_S.UPDATING},
+    _E.BEGIN_UPDATE: _ALIVE - {_S.UPDATING, _S.WEIGHTS_OFFLOADED},
+    _E.RECEIVE: _ALIVE - {_S.WEIGHTS_OFFLOADED},
+    _E.BREAK_OFF: {_S.UPDATING},
+    _E.FINISH_UPDATE: {_S.UPDATING},
+    _E.READ_WEIGHTS: _ALIVE - {_S.UPDATING, _S.HALF_UPDATED, _S.WEIGHTS_OFFLOADED},
+    _E.OFFLOAD: _ALIVE - {_S.UPDATING, _S.HALF_UPDATED},
+    _E.LOAD: _ALIVE,
+    _E.DIE: frozenset(EngineState),
 }
-"""Events that each state allows; any other is refused. The next state follows from the facts in EngineLife, such as that somebody paused
-the engine, which every state remembers."""
+"""States that allow an event; any other refuses it."""
 
 _MEANWHILE = {
     _E.CONNECT: "finish it first",
@@ -75,11 +78,11 @@ _MEANWHILE = {
 
 
 class EngineLife:
-    """State of an engine."""
+    """State of an engine, and what it remembers beside it: the caller's last word, offloaded parts, the update."""
 
-    def __init__(self, make: str, failure: str | None = NOT_STARTED) -> None:
-        self._make = make
-        self.failure = failure
+    def __init__(self, make: str) -> None:
+        self.state = EngineState.STARTING
+        self.failure: str | None = NOT_STARTED
         """Reason why it cannot serve."""
         self.paused = False
         """True after `pause` until `resume`."""
@@ -87,31 +90,26 @@ class EngineLife:
         """Offloaded parts."""
         self.update: WeightUpdate | None = None
         """Update that was announced and is not finished."""
-        self.receiving = False
-        """True once buckets of this update, or of one that broke off, have arrived."""
         self.version = 0
         """Version of the weights that generate."""
-
-    @property
-    def state(self) -> EngineState:
-        if self.failure is not None:
-            return EngineState.STARTING if self.failure == NOT_STARTED else EngineState.DEAD
-        if self.receiving:
-            return EngineState.UPDATING if self.update is not None else EngineState.HALF_UPDATED
-        if self.away:
-            return EngineState.WEIGHTS_OFFLOADED if EngineMemory.WEIGHTS in self.away else EngineState.CACHE_OFFLOADED
-        return EngineState.PAUSED if self.paused else EngineState.SERVING
+        self._make = make
+        self._died = asyncio.Event()
 
     @property
     def held_up(self) -> bool:
         """True if it could not generate even without a requested pause."""
         return self.state not in (EngineState.SERVING, EngineState.PAUSED)
 
-    # ------------------------------------------------------------ what is allowed
+    async def until_dead(self) -> str:
+        """Wait for the engine's death; returns the cause."""
+        await self._died.wait()
+        assert self.failure is not None
+        return self.failure
 
     def require(self, event: EngineEvent) -> None:
+        """Refuse an event that the state does not allow."""
         state = self.state
-        if event in ALLOWED[state]:
+        if state in ALLOWED[event]:
             return
         if event is EngineEvent.START:
             raise RuntimeError(f"{self._make} engine: a strategy starts its engine once; make a new strategy for another")
@@ -137,42 +135,63 @@ class EngineLife:
     def start(self) -> None:
         self.require(EngineEvent.START)
         self.failure = None
+        self._enter_whole()
 
     def pause(self) -> None:
         self.require(EngineEvent.PAUSE)
         self.paused = True
+        self._follow()
 
     def resume(self) -> None:
         self.require(EngineEvent.RESUME)
         self.paused = False
+        self._follow()
 
     def begin_update(self, update: WeightUpdate) -> None:
         self.require(EngineEvent.BEGIN_UPDATE)
         self.update = update
+        if self.state is EngineState.HALF_UPDATED:
+            self.state = EngineState.UPDATING
 
     def receive(self) -> WeightUpdate:
         update = self.require_update()
-        self.receiving = True
+        self.state = EngineState.UPDATING
         return update
 
     def break_off(self, half_way: bool) -> None:
         self.require(EngineEvent.BREAK_OFF)
-        self.receiving = half_way
         if half_way:
-            self.update = None
+            self.state, self.update = EngineState.HALF_UPDATED, None
+        else:
+            self._enter_whole()
 
     def finish_update(self, version: int) -> None:
         self.require(EngineEvent.FINISH_UPDATE)
-        self.update, self.receiving, self.version = None, False, version
+        self.update, self.version = None, version
+        self._enter_whole()
 
     def offload(self, parts: Iterable[EngineMemory]) -> None:
         self.require(EngineEvent.OFFLOAD)
         self.away |= set(parts)
+        self._follow()
 
     def load(self, parts: Iterable[EngineMemory]) -> None:
         self.require(EngineEvent.LOAD)
         self.away -= set(parts)
+        self._follow()
 
     def die(self, why: str) -> None:
-        self.require(EngineEvent.DIE)
-        self.failure = why
+        self.state, self.failure = EngineState.DEAD, why
+        self._died.set()
+
+    def _follow(self) -> None:
+        """Enter the state that a pause or offloaded parts demand, unless an update comes first."""
+        if self.state not in (EngineState.UPDATING, EngineState.HALF_UPDATED):
+            self._enter_whole()
+
+    def _enter_whole(self) -> None:
+        """Enter the state of an engine with one set of weights."""
+        if self.away:
+            self.state = EngineState.WEIGHTS_OFFLOADED if EngineMemory.WEIGHTS in self.away else EngineState.CACHE_OFFLOADED
+        else:
+            self.state = EngineState.PAUSED if self.paused else EngineState.SERVING

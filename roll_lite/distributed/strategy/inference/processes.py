@@ -12,9 +12,9 @@ from pathlib import Path
 
 import psutil
 
+from roll_lite.distributed.liveness import is_running, name_of
 from roll_lite.distributed.session_guard import SHARED, remove_folder
 from roll_lite.distributed.strategy.inference.scratch import SCRATCH
-from roll_lite.distributed.watchdog import name_of, status_of
 
 HOST_PID = "ROLL_LITE_ENGINE_HOST_PID"
 """Variable with the process whose end must also end the engine's processes."""
@@ -30,31 +30,26 @@ class EngineProcesses:
     """Engine process and its workers."""
 
     def __init__(self) -> None:
-        self._all: list[psutil.Process] = []
+        self.all: list[psutil.Process] = []
         self._shared: set[Path] = set()
 
     def watch(self, pids: Sequence[int]) -> None:
         heads = [psutil.Process(pid) for pid in pids]
         found = {process.pid: process for head in heads for process in (head, *head.children(recursive=True))}
-        self._all = [process for process in found.values() if not cleans_up(process)]
-        self._shared = _left_behind(self._all)
+        self.all = [process for process in found.values() if not cleans_up(process)]
+        self._shared = _left_behind(self.all)
 
     @property
     def watched(self) -> bool:
-        return bool(self._all)
+        return bool(self.all)
 
     def running(self) -> bool:
         """True while all run: an engine may notice the loss of a worker late."""
-        return all(is_running(process) for process in self._all)
-
-    def stopped(self) -> str | None:
-        """Describe a process that is stopped, if there is one."""
-        found = next((process for process in self._all if status_of(process) == psutil.STATUS_STOPPED), None)
-        return f"its process {found.pid} ({name_of(found)})" if found is not None else None
+        return all(is_running(process) for process in self.all)
 
     def are_compiling(self) -> bool:
         """True if one of them has started a kernel compiler."""
-        own = {process.pid for process in self._all}
+        own = {process.pid for process in self.all}
         compilers = [process for process in psutil.process_iter() if name_of(process) in COMPILERS]
         return any(not own.isdisjoint(_ancestors(compiler)) for compiler in compilers)
 
@@ -62,11 +57,11 @@ class EngineProcesses:
         """Ask them to leave, which must be quick, and make sure that they did."""
         await asyncio.wait({asyncio.create_task(asyncio.to_thread(ask))}, timeout=_PATIENCE_S)
         self.kill()
-        await asyncio.to_thread(psutil.wait_procs, self._all, _PATIENCE_S)
+        await asyncio.to_thread(psutil.wait_procs, self.all, _PATIENCE_S)
         remove(self._shared)
 
     def kill(self) -> None:
-        for process in self._all:
+        for process in self.all:
             if is_running(process):
                 process.kill()
 
@@ -83,14 +78,6 @@ def cleans_up(process: psutil.Process) -> bool:
     try:
         return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
     except psutil.Error:
-        return False
-
-
-def is_running(process: psutil.Process) -> bool:
-    """True unless the process has ended, a zombie included."""
-    try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
         return False
 
 

@@ -10,11 +10,12 @@ separate processes and can be seen.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
+
+from roll_lite.distributed.liveness import Heartbeat
 
 AUTO_S = 7.0
 AUTO_CPU_S = 300.0
@@ -38,16 +39,16 @@ def step_limit(setting: float | str | None) -> float | None:
     return setting or None
 
 
-class StepWatch:
-    """Watch over one engine's steps. Time in which this process does not run is not counted."""
+class StepWatch(Heartbeat):
+    """Watch over one engine's steps."""
 
     def __init__(
-        self, ask: Callable[[], Awaitable[object]], limit_s: float | None, is_compiling: Callable[[], bool] = lambda: False
+        self, answer: Callable[[], Awaitable[object]], limit_s: float | None, is_compiling: Callable[[], bool] = lambda: False
     ) -> None:
-        """`ask` returns when the engine's loop has answered between two steps. `is_compiling` is asked only when an answer is late."""
-        self._ask = ask
+        """`answer` returns when the engine's loop has answered between two steps. `is_compiling` is asked only when an answer is late."""
+        super().__init__(self._step, limit_s, ASK_S, LISTEN_S)
+        self._answer = answer
         self._is_compiling = is_compiling
-        self._limit_s = limit_s
         self._longest_s = 0.0
         self._has_responded = False
         self._suspended = 0
@@ -68,34 +69,26 @@ class StepWatch:
 
     async def until_stuck(self) -> str:
         """Wait until the engine is stuck; return the reason."""
-        while True:
-            waited = 0.0
-            question = asyncio.ensure_future(self._ask())
-            try:
-                while not question.done():
-                    waited = await self._listen(question, waited)
-                    limit = self._limit()
-                    if limit is not None and waited > limit and not question.done():
-                        longest = f"the longest before took {self._longest_s:.1f} s" if self._has_responded else "no response has ended yet"
-                        return f"no step has ended for {limit:g} s, {longest} (limits.engine_step)"
-            finally:
-                question.cancel()
-            if not question.cancelled() and question.exception() is None:  # failures are reported by the watch over its processes
-                self._longest_s = max(self._longest_s, waited)
-            await asyncio.sleep(ASK_S)
+        limit_s = await self.until_silent()
+        longest = f"the longest before took {self._longest_s:.1f} s" if self._has_responded else "no response has ended yet"
+        return f"no step has ended for {limit_s:g} s, {longest} (limits.engine_step)"
 
-    async def _listen(self, question: asyncio.Future[object], waited: float) -> float:
-        loop = asyncio.get_running_loop()
-        before = loop.time()
-        await asyncio.wait((question,), timeout=LISTEN_S)
+    async def _step(self) -> None:
+        with suppress(Exception):  # failures are reported by the watch over its processes
+            await self._answer()
+            self.listen()
+            self._longest_s = max(self._longest_s, self.waited_s)
+
+    def listen(self, most_s: float | None = None) -> None:
+        limit_s, waited_s = self.limit(), self.waited_s
+        super().listen(most_s)
         if self._suspended:
-            return 0.0
-        limit = self._limit()
-        is_late = limit is not None and waited > LATE * limit and not question.done()
-        return waited if is_late and self._is_compiling() else waited + min(loop.time() - before, 2 * LISTEN_S)
+            self.waited_s = 0.0
+        elif limit_s is not None and waited_s > LATE * limit_s and self._is_compiling():
+            self.waited_s = waited_s
 
-    def _limit(self) -> float | None:
-        if self._limit_s is None:
+    def limit(self) -> float | None:
+        limit_s = super().limit()
+        if limit_s is None:
             return None
-        least = self._limit_s if self._has_responded else FIRST_STEPS * self._limit_s
-        return max(least, SLOWER * self._longest_s)
+        return max(limit_s if self._has_responded else FIRST_STEPS * limit_s, SLOWER * self._longest_s)

@@ -21,10 +21,11 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from roll_lite.distributed.liveness import is_running
 from roll_lite.distributed.strategy.inference.adapters import IncomingAdapters, held_adapters
 from roll_lite.distributed.strategy.inference.answers import answering
 from roll_lite.distributed.strategy.inference.held_weights import Layers, held_weights
-from roll_lite.distributed.strategy.inference.processes import HOST_PID, is_running, kill_all, when_host_is_gone
+from roll_lite.distributed.strategy.inference.processes import HOST_PID, kill_all, when_host_is_gone
 from roll_lite.distributed.strategy.vllm.compat.adapters import adapted_layers, multiply_plainly, put_adapters
 from roll_lite.distributed.weight_sync.checksum import checksum
 from roll_lite.distributed.weight_sync.endpoints import WeightReceiver

@@ -1,0 +1,204 @@
+"""Liveness of processes: the silence of one that is asked for answers, the time that one is stopped, its state and its end.
+
+One rule holds for every silence: time in which the watching process itself did not run does not count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, NamedTuple, TypeVar
+
+import psutil
+import ray
+
+T = TypeVar("T")
+
+
+class Silence:
+    """Seconds of silence, summed by looks. After a long gap only the longest usual time between two looks counts."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.seconds = 0.0
+        self._clock = clock
+        self._looked: float | None = None
+
+    def look(self, most_s: float) -> float:
+        """Add the time since the last look, at most `most_s`; returns the sum."""
+        now = self._clock()
+        if self._looked is not None:
+            self.seconds += min(now - self._looked, most_s)
+        self._looked = now
+        return self.seconds
+
+
+class Heartbeat:
+    """Asks a process now and then for an answer. A busy one answers; one that is stopped, hangs or keeps Python's lock does not."""
+
+    def __init__(
+        self,
+        ask: Callable[[], Awaitable[Any]],
+        limit_s: float | None,
+        pause_s: float,
+        look_s: float = 0.5,
+        is_busy: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`limit_s`: time for an answer; None: unlimited. `pause_s`: time from an answer to the next question. `is_busy`: ask none now."""
+        self.waited_s = 0.0
+        """Time that the open question has waited."""
+        self._silence = Silence(lambda: asyncio.get_running_loop().time())
+        self._ask = ask
+        self._limit_s = limit_s
+        self._pause_s = pause_s
+        self._look_s = look_s
+        self._is_busy = is_busy
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the last answer."""
+        return self._silence.seconds
+
+    def limit(self) -> float | None:
+        return self._limit_s
+
+    async def until_silent(self) -> float:
+        """Wait until an answer takes too long; returns the limit that it exceeded. Raises what a question raises."""
+        self.listen(0.0)
+        while True:
+            if not self._is_busy():
+                question = asyncio.ensure_future(self._ask())
+                self.waited_s = 0.0
+                try:
+                    while not question.done():
+                        await asyncio.wait((question,), timeout=self._look_s)
+                        self.listen()
+                        limit_s = self.limit()
+                        if limit_s is not None and self.waited_s > limit_s and not question.done():
+                            return limit_s
+                    question.result()
+                finally:
+                    question.cancel()
+                self._silence.seconds = 0.0
+            await asyncio.sleep(self._pause_s)
+            self.listen(self._pause_s)
+
+    def listen(self, most_s: float | None = None) -> None:
+        """Count the time since the last call, at most `most_s`; None: two looks."""
+        before = self.silent_s
+        self.waited_s += self._silence.look(2 * self._look_s if most_s is None else most_s) - before
+
+
+class StoppedTime:
+    """Time that processes have been stopped, as by SIGSTOP, counted by looks."""
+
+    def __init__(self, look_s: float) -> None:
+        """`look_s`: time between two looks."""
+        self._look_s = look_s
+        self._seconds: dict[psutil.Process, float] = {}
+
+    def look(self, processes: Iterable[psutil.Process], limit_s: float | None, setting: str) -> str | None:
+        """Describe one that has been stopped for longer than the limit (None: unlimited), if there is one."""
+        self._seconds = {process: self._seconds.get(process, 0.0) + self._look_s for process in processes if is_stopped(process)}
+        for process, seconds in self._seconds.items():
+            if limit_s is not None and seconds > limit_s:
+                return f"{describe(process)} has been stopped, as by SIGSTOP, for {limit_s:g} s ({setting})"
+        return None
+
+
+class Place(NamedTuple):
+    """Node and id of a process."""
+
+    node: str
+    pid: int
+
+    @staticmethod
+    def here() -> Place:
+        return Place(ray.get_runtime_context().get_node_id(), os.getpid())
+
+    @property
+    def process(self) -> psutil.Process | None:
+        """The process; None if it is gone or on another node."""
+        if not ray.is_initialized() or self.node != ray.get_runtime_context().get_node_id():
+            return None
+        try:
+            return psutil.Process(self.pid)
+        except psutil.Error:
+            return None
+
+    def describe(self) -> str:
+        """State of the process as seen from outside."""
+        process = self.process
+        if process is None:
+            return f"its process {self.pid} cannot be looked at from this node"
+        status = status_of(process)
+        if status == psutil.STATUS_STOPPED:
+            return f"its process {self.pid} is stopped, as by SIGSTOP, and can say nothing"
+        if status == psutil.STATUS_DISK_SLEEP:
+            return f"its process {self.pid} waits in the kernel for a disk or a device"
+        return f"its process {self.pid} is {status}, and gives no answer"
+
+
+def stopped_at(places: Iterable[Place | None]) -> list[psutil.Process]:
+    """Stopped processes at these places, as far as they are on this node, children included."""
+    found = []
+    for process in (process for place in places if place is not None and (process := place.process) is not None):
+        try:
+            family = [process, *process.children(recursive=True)]
+        except psutil.Error:
+            continue
+        found += [member for member in family if member.pid != os.getpid() and is_stopped(member)]
+    return found
+
+
+def kill_actors(actors: Iterable[Any], places: Iterable[Place | None], no_restart: bool = True) -> None:
+    """Kill actors, even stopped ones: ray.kill only asks a process to end, and a stopped one does not hear it."""
+    for actor in actors:
+        ray.kill(actor, no_restart=no_restart)
+    for process in stopped_at(places):
+        try:
+            process.kill()
+        except psutil.Error:
+            continue
+
+
+def status_of(process: psutil.Process) -> str | None:
+    """Status of a process; None if it is gone."""
+    try:
+        return process.status() if process.is_running() else None
+    except psutil.Error:
+        return None
+
+
+def is_running(process: psutil.Process) -> bool:
+    """True unless the process has ended, a zombie included."""
+    return status_of(process) not in (None, psutil.STATUS_ZOMBIE)
+
+
+def is_stopped(process: psutil.Process) -> bool:
+    return status_of(process) == psutil.STATUS_STOPPED
+
+
+def describe(process: psutil.Process) -> str:
+    return f"its process {process.pid} ({name_of(process)})"
+
+
+def name_of(process: psutil.Process) -> str:
+    """Name of a process, from its title if it has set one."""
+    try:
+        return (process.cmdline() or [process.name()])[0].rpartition("/")[2].partition(" ")[0] or process.name()
+    except psutil.Error:
+        return "gone"
+
+
+async def first_of(*works: Awaitable[T]) -> T:
+    """Result of the work that ends first; raises its error. Cancels the others, and waits for them."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return next(task for task in tasks if task.done()).result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,127 @@
+"""Pool of workers that score samples, as reward functions or reward models do: the samples that wait, and the fleet that takes them."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from roll_lite.distributed.failures import FleetDown
+from roll_lite.distributed.fleet import Fleet, Member, Policy
+from roll_lite.rewards.base import RewardFailed
+
+Item = TypeVar("Item")
+"""What is scored."""
+Result = TypeVar("Result")
+"""What a worker returns for it."""
+M = TypeVar("M", bound=Member)
+
+
+@dataclass(eq=False)
+class Job(Generic[Item, Result]):
+    """A sample to score."""
+
+    item: Item
+    answer: asyncio.Future[Result]
+    alone: bool = False
+    """Score it on its own next, since its last batch hung or died: so the right sample is blamed."""
+
+
+class ScoringPool(ABC, Generic[M, Item, Result]):
+    """Queue of samples. A free worker takes waiting samples at once, so that the least loaded one gets the work."""
+
+    def __init__(self, path: str, members: Sequence[M], policy: Policy, window_s: float = 0.0) -> None:
+        """`path`: YAML path of the workers. `window_s`: time that a free worker waits for a full batch."""
+        self._fleet = Fleet(path, members, policy, self._serve, self._lost, self._down)
+        self._queue: deque[Job[Item, Result]] = deque()
+        self._open: dict[asyncio.Future[Result], None] = {}
+        """Answers of the samples that wait or are in a worker, oldest first."""
+        self._arrived = asyncio.Event()
+        self._idle = 0
+        self._window_s = window_s
+
+    @abstractmethod
+    async def _serve(self, member: M) -> None:
+        """Score samples until the member is lost."""
+
+    @abstractmethod
+    def _lost(self, member: M, cause: str) -> None:
+        """Retry or fail the samples in flight in a lost member."""
+
+    @abstractmethod
+    def _most(self, member: M) -> int:
+        """Maximum of samples in the member's next batch."""
+
+    def newly_replaced(self) -> int:
+        """Number of members replaced since the last call, for the statistics of a batch."""
+        return self._fleet.newly_replaced()
+
+    @property
+    def replaced(self) -> int:
+        """Number of members replaced since the start."""
+        return self._fleet.replaced
+
+    async def score(self, item: Item) -> Result:
+        """Result of a sample; RewardFailed if there is none."""
+        if self._fleet.end is not None:
+            raise RewardFailed(str(self._fleet.end))
+        job = Job(item, asyncio.get_running_loop().create_future())
+        self._queue.append(job)
+        self._arrived.set()
+        self._open[job.answer] = None
+        try:
+            return await job.answer
+        finally:
+            del self._open[job.answer]
+
+    async def _take(self, member: M) -> list[Job[Item, Result]]:
+        """Wait for samples; take at most `_most`, and at most this worker's share of those waiting."""
+        self._idle += 1
+        try:
+            while True:
+                while not self._queue:
+                    self._arrived.clear()
+                    await self._arrived.wait()
+                if self._window_s and len(self._queue) < self._most(member):
+                    await asyncio.sleep(self._window_s)
+                if batch := self._next(min(self._most(member), math.ceil(len(self._queue) / self._idle))):
+                    return batch
+        finally:
+            self._idle -= 1
+
+    def _next(self, most: int, joins: bool = False) -> list[Job[Item, Result]]:
+        """Up to `most` waiting samples, without cancelled ones. One that must run alone comes alone, and `joins` no others."""
+        batch: list[Job[Item, Result]] = []
+        while self._queue and len(batch) < most and not (self._queue[0].alone and (batch or joins)):
+            job = self._queue.popleft()
+            if not job.answer.done():
+                batch.append(job)
+            if job.alone:
+                break
+        return batch
+
+    def _resolve(self, job: Job[Item, Result], result: Result | Exception) -> None:
+        if job.answer.done():
+            return
+        if isinstance(result, Exception):
+            job.answer.set_exception(result)
+        else:
+            job.answer.set_result(result)
+
+    def _fail(self, jobs: Iterable[Job[Item, Result]], cause: str) -> None:
+        for job in jobs:
+            self._resolve(job, RewardFailed(cause))
+
+    def _fail_waiting(self, cause: str) -> None:
+        self._fail(self._queue, cause)
+        self._queue.clear()
+
+    def _down(self, end: FleetDown) -> None:
+        self._queue.clear()
+        for answer in self._open:
+            if not answer.done():
+                answer.set_exception(RewardFailed(str(end)))
