@@ -6,8 +6,8 @@ sees only the arguments of calls. A test that needs more than such calls runs in
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-import itertools
 import json
 import os
 import secrets
@@ -16,10 +16,10 @@ import sys
 import time
 import traceback
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from roll_lite.sandbox.inside import guarded
+from roll_lite.sandbox.inside import LOADED, Loaded, guarded, replaced_by
 from roll_lite.sandbox.kernel import limit_cpu
 from roll_lite.sandbox.values import FROM_PROGRAM, decode, encode
 
@@ -29,9 +29,7 @@ CHANGING = (list, dict, set, bytearray)
 """Types of arguments that a function can change in place."""
 CONTROL = (StopIteration, StopAsyncIteration)
 """Exceptions that would end a loop of the tests without a check; the tests get a plain Exception instead."""
-
-
-NO_ANSWER = (ValueError, TypeError, LookupError, AttributeError, RecursionError, ArithmeticError)
+NO_ANSWER = (ValueError, TypeError, LookupError, AttributeError, RecursionError, ArithmeticError, MemoryError)
 """Exceptions that reading a forged answer may raise."""
 
 
@@ -43,16 +41,21 @@ class _Aborted(BaseException):
 
 
 class Remote:
-    """Proxy for a function, class or object of the program: can be called and passed back, has no operators and equals nothing else."""
+    """Proxy for a function, class or object of the program: can be called and passed back, has no operators and equals nothing else.
 
-    def __init__(self, tests: Tests, at: str | int) -> None:
-        self._tests, self._at = tests, at
+    `at`: a name, the number of an object, or a number and the name of its method. `has_methods`: an object of LeetCode's class Solution.
+    """
+
+    def __init__(self, tests: Tests, at: str | int | list[Any], has_methods: bool = False) -> None:
+        self._tests, self._at, self._has_methods = tests, at, has_methods
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return self._tests.call(self._at, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         """A test that reads an attribute of a program's name moves inside. An object that the program returned has no attributes."""
+        if self._has_methods:
+            return Remote(self._tests, [self._at, name])
         if isinstance(self._at, str):
             self._tests.go_inside(f"{self._at}.{name}")
         raise AttributeError(f"an object of the program is no plain value: no attribute {name!r}")
@@ -70,20 +73,17 @@ class Tests:
         self._peer, self._wall_s = peer, wall_s
         self._heard = b""
         self._deadline = 0.0
-        self._remotes: dict[str | int, Remote] = {}
+        self._remotes: dict[int, Remote] = {}
         self._ended = self._inside = self._stopped = ""
         """Why the program's process is unusable; why the test must run inside it; the limit that was exceeded."""
         self._used = False
 
     def run(self, tests: list[dict[str, Any]], fail_fast: bool) -> Iterator[dict[str, Any]]:
         """Yield the verdict of each test, until the program's process ends or, with `fail_fast`, until one fails."""
-        names: dict[str, Any] = {}
         for test in tests:
             self._deadline = time.monotonic() + self._wall_s
             try:
-                names = names or self._names()
-                self._ask({"do": "begin"})
-                verdict = self._verdict(test, {name: names[name] for name in test["names"] if name in names})
+                verdict = self._verdict(test)
             except _Aborted:
                 verdict = {}
             if self._ended:
@@ -92,24 +92,17 @@ class Tests:
             if self._ended or (fail_fast and verdict.get("error")):
                 return
 
-    def _names(self) -> dict[str, Any]:
-        """Functions, classes and constants of the program."""
-        answer = self._ask({"do": "names"})
-        try:
-            return {name: Remote(self, name) if value == {"r": name} else self._read(value) for name, value in answer["names"].items()}
-        except NO_ANSWER:
-            self._end("the program sent what is no answer")
-
-    def _verdict(self, test: dict[str, Any], names: dict[str, Any]) -> dict[str, Any]:
+    def _verdict(self, test: dict[str, Any]) -> dict[str, Any]:
+        with self._reading():
+            known = self._ask({"do": "begin"})["names"]
+            names = {name: self._read(known[name][0]) if known[name] else Remote(self, name) for name in test["names"] if name in known}
         try:
             import_modules(test)
         except ImportError as error:
             return {"cannot": f"the tests import what is not there: {error}; python_path may name its folder"}
         self._inside, self._used = test["inside"], any(not isinstance(value, Remote) for value in names.values())
         if not self._inside:
-            module = types.ModuleType(FROM_PROGRAM)
-            sys.modules[FROM_PROGRAM] = module
-            names = {name: self._solution() if name == "Solution" else value for name, value in names.items()}
+            module = sys.modules[FROM_PROGRAM] = types.ModuleType(FROM_PROGRAM)
             module.__dict__.update(names)
             wrong = run_test(test, names)
             missing = [name for name in test["names"] if name not in names]
@@ -118,29 +111,34 @@ class Tests:
             if not self._inside:
                 return {"error": wrong or ("" if self._used else f"NameError: name {missing[0]!r} is not defined")}
         token = secrets.token_hex()
-        answer = self._ask({"do": "test", "test": test, "token": token})
-        if answer.get("token") != token:
-            self._end("the program sent what is no answer")
-        return {"error": str(answer["error"]), "inside": self._inside}
+        with self._reading():
+            answer = self._ask({"do": "test", "test": test, "token": token})
+            if answer["token"] != token:
+                raise ValueError
+            return {"error": str(answer["error"]), "inside": self._inside}
 
     def go_inside(self, why: str) -> NoReturn:
         self._inside = self._inside or why
         raise _Aborted(why)
 
-    def call(self, at: str | int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, at: str | int | list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._used = True
-        asked = {"do": "call", "at": at, "args": encode(list(args), self._refer), "kwargs": encode(kwargs, self._refer)}
-        answer = self._ask(asked)
-        raised: Exception | None = None
-        try:
-            for place, now in dict(answer.get("changed", {})).items():
-                _replace(kwargs[place] if place in kwargs else args[int(place)], self._read(now))
+        asked = {"do": "call", "at": at, "args": encode(args, self._refer), "kwargs": encode(kwargs, self._refer)}
+        with self._reading():
+            answer = self._ask(asked)
+            for place, now in answer["changed"]:
+                given, now = args[place] if type(place) is int else kwargs[place], self._read(now)
+                if type(given) not in CHANGING:
+                    raise ValueError
+                given.clear()
+                given.extend(now) if hasattr(given, "extend") else given.update(now)
             if "error" not in answer:
-                return self._read(answer["value"])
-            raised = _error(answer)
-        except NO_ANSWER:
-            self._end("the program sent what is no answer")
-        raise raised
+                value = self._read(answer["value"])
+                if at == "Solution" and isinstance(value, Remote):
+                    value._has_methods = True
+                return value
+            error = _error(answer)
+        raise error
 
     def _refer(self, value: Any) -> Any:
         if isinstance(value, Remote):
@@ -150,34 +148,21 @@ class Tests:
     def _read(self, data: Any) -> Any:
         return decode(data, lambda at: self._remotes.setdefault(int(at), Remote(self, int(at))))
 
-    def _solution(self) -> type:
-        """LeetCode's class Solution: each instance is a fresh object of the program, whose methods can be called."""
-        numbers, tests = itertools.count(), self
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except NO_ANSWER:
+            self._end("the program sent what is no answer")
 
-        class Solution:
-            def __init__(self) -> None:
-                self._number = next(numbers)
-
-            def __getattr__(self, name: str) -> Remote:
-                return Remote(tests, f"Solution#{self._number}.{name}")
-
-        return Solution
-
-    def _ask(self, asked: dict[str, Any]) -> dict[str, Any]:
+    def _ask(self, asked: dict[str, Any]) -> Any:
         message = json.dumps(asked).encode() + b"\n"
         try:
             while message:
                 message = message[os.write(self._peer, message) :]
-            line = self._line()
+            return json.loads(self._line())
         except ConnectionError:
             self._end("the program ended during its tests")
-        try:
-            answer = json.loads(line)
-        except (ValueError, RecursionError, MemoryError):
-            answer = None
-        if not isinstance(answer, dict):
-            self._end("the program sent what is no answer")
-        return answer
 
     def _line(self) -> bytes:
         poller = select.poll()
@@ -201,15 +186,10 @@ class Tests:
 
 
 def import_modules(test: dict[str, Any]) -> dict[str, Any]:
-    """Import the test's own imports; return the modules that it uses without importing them, by name."""
-    for name in test["imports"]:
-        importlib.import_module(name)
+    """Run the test's import statements; return the modules that it uses without importing them, by name."""
+    for statement in test["imports"]:
+        exec(statement, {})
     return {name: importlib.import_module(path) for name, path in test["modules"].items()}
-
-
-def _replace(mine: Any, now: Any) -> None:
-    mine.clear()
-    mine.extend(now) if hasattr(mine, "extend") else mine.update(now)
 
 
 def _error(answer: dict[str, Any]) -> Exception:
@@ -239,18 +219,25 @@ def run_test(test: dict[str, Any], names: dict[str, Any], inside: bool = False) 
     known = module.__dict__
     known |= {**import_modules(test), **names, "RUN_TEST_CLASSES": lambda: run_test_classes(known)}
     failed: list[str] = []
+    wrong, loaded = "", None
     try:
         tree = guarded(test["source"], known, failed) if inside else test["source"]
         if "unittest" in test["source"]:
-            importlib.import_module("unittest").__dict__["main"] = lambda *args, **kwargs: run_test_classes(known)
+            unittest = importlib.import_module("unittest")
+            unittest.__dict__["main"] = lambda *args, **kwargs: run_test_classes(known)
+            unittest.case.__dict__["_ShouldStop"] = ()  # it would catch this exception, which a program may raise, and count a pass
+        loaded = Loaded().add(LOADED.modules) if inside else None
         exec(compile(tree, "tests.py", "exec", dont_inherit=True), known)
     except SystemExit as end:
         if inside and not _is_left_by(known, end):
-            return "the program ended the test: SystemExit"
-        return failed[0] if failed else "" if end.code in (None, 0, False) else f"SystemExit: {end.code}"
+            wrong = "the program ended the test: SystemExit"
+        elif end.code not in (None, 0, False):
+            wrong = f"SystemExit: {end.code}"
     except BaseException as error:
-        return _what_failed(error, test["source"])
-    return failed[0] if failed else ""
+        wrong = _what_failed(error, test["source"])
+    if loaded and (replaced := loaded.put_back() - replaced_by(test["source"])):
+        failed.append(f"the program replaced {', '.join(sorted(replaced))} of a module")
+    return wrong or (failed[0] if failed else "")
 
 
 def _is_left_by(tests: dict[str, Any], end: SystemExit) -> bool:
@@ -264,7 +251,6 @@ def run_test_classes(names: dict[str, Any]) -> None:
     classes = [one for one in names.values() if isinstance(one, type) and one.__module__ == names["__name__"]]
     unittest = importlib.import_module("unittest")
     result, load = unittest.TestResult(), unittest.defaultTestLoader.loadTestsFromTestCase
-    unittest.case.__dict__["_ShouldStop"] = ()  # it would catch this exception, which a program may raise, and count a pass
     for one in classes:
         if issubclass(one, unittest.TestCase):
             load(one).run(result)
@@ -292,11 +278,21 @@ def _what_failed(error: BaseException, source: str) -> str:
 # ---------------------------------------------------------------- the program's side
 
 
-def serve(program: dict[str, Any], names: list[str], peer: int, test_s: float, named: Callable[[dict[str, Any], str], Any]) -> None:
-    """Answer the tests' requests until they end. `named` finds a function of the program, or a method of its class Solution."""
+def find(names: dict[str, Any], function: str) -> Any:
+    """Find a function, or a method of a class; the class may be omitted if it is Solution."""
+    owner, _, method = function.rpartition(".")
+    if not owner and function not in names and isinstance(names.get("Solution"), type):
+        owner, method = "Solution", function
+    if not owner:
+        return names[function]
+    found = names[owner]
+    return getattr(found() if isinstance(found, type) else found, method)
+
+
+def serve(program: dict[str, Any], names: list[str], peer: int, test_s: float) -> None:
+    """Answer the tests' requests until they end."""
     objects: list[Any] = []
     places: dict[int, int] = {}
-    solutions: dict[str, Any] = {}
     incoming, outgoing = open(peer, "rb", closefd=False), open(peer, "wb", closefd=False)  # noqa: SIM115
 
     def refer(value: Any) -> Any:
@@ -305,50 +301,42 @@ def serve(program: dict[str, Any], names: list[str], peer: int, test_s: float, n
             objects.append(value)  # keeps it alive, so that its id stays unique
         return {"r": places[id(value)]}
 
-    def find(at: str | int) -> Any:
-        if isinstance(at, int):
-            return objects[at]
-        owner, _, method = at.partition(".")
-        if not method:
-            return named(program, at)
-        if owner not in solutions:
-            solutions[owner] = program["Solution"]()
-        return getattr(solutions[owner], method)
+    def find_at(at: str | int | list[Any]) -> Any:
+        if isinstance(at, list):
+            return getattr(objects[at[0]], at[1])
+        return find(program, at) if isinstance(at, str) else objects[at]
+
+    def begin(asked: dict[str, Any]) -> dict[str, Any]:
+        limit_cpu(test_s)
+        return {"names": {name: None if callable(one) else [encode(one, refer)] for name, one in known().items()}}
+
+    def known() -> dict[str, Any]:
+        found = {}
+        for name in names:
+            with contextlib.suppress(KeyError, AttributeError):
+                found[name] = find(program, name)
+        return found
+
+    def test(asked: dict[str, Any]) -> dict[str, Any]:
+        LOADED.put_back()
+        given = {name: one for name, one in known().items() if name in asked["test"]["names"]}
+        return {"token": asked["token"], "error": run_test(asked["test"], given, inside=True)}
 
     def call(asked: dict[str, Any]) -> dict[str, Any]:
-        args, kwargs = decode(asked["args"], find), decode(asked["kwargs"], find)
+        args, kwargs = decode(asked["args"], find_at), decode(asked["kwargs"], find_at)
         try:
-            said: dict[str, Any] = {"value": encode(find(asked["at"])(*args, **kwargs), refer)}
+            said: dict[str, Any] = {"value": encode(find_at(asked["at"])(*args, **kwargs), refer)}
         except Exception as error:  # passed on to the tests
             said = _told(error)
-        given = dict(zip(map(str, itertools.count()), args, strict=False)) | kwargs
-        before = dict(zip(map(str, itertools.count()), asked["args"], strict=False)) | dict(asked["kwargs"]["d"])
-        after = {place: encode(one, refer) for place, one in given.items() if type(one) in CHANGING}
-        return said | {"changed": {place: now for place, now in after.items() if now != before[place]}}
+        before = [*asked["args"]["t"], *(one for _, one in asked["kwargs"]["d"])]
+        now = [(place, encode(one, refer) if type(one) in CHANGING else None) for place, one in (*enumerate(args), *kwargs.items())]
+        return said | {"changed": [[place, one] for (place, one), old in zip(now, before, strict=True) if one not in (None, old)]}
 
     while line := incoming.readline():
         asked = json.loads(line)
-        if asked["do"] == "begin":
-            limit_cpu(test_s)
-        answer: dict[str, Any]
-        if asked["do"] == "names":
-            known = {name: _value(program, name, named, refer) for name in names}
-            answer = {"names": {name: value for name, value in known.items() if value is not None}}
-        elif asked["do"] == "test":
-            given = {name: named(program, name) for name in asked["test"]["names"] if known[name] is not None}
-            answer = {"token": asked["token"], "error": run_test(asked["test"], given, inside=True)}
-        else:
-            answer = call(asked) if asked["do"] == "call" else {}
+        answer = {"begin": begin, "call": call, "test": test}[asked["do"]](asked)
         outgoing.write(json.dumps(answer).encode() + b"\n")
         outgoing.flush()
-
-
-def _value(program: dict[str, Any], name: str, named: Callable[[dict[str, Any], str], Any], refer: Callable[[Any], Any]) -> Any:
-    try:
-        value = named(program, name)
-    except (KeyError, AttributeError):
-        return None
-    return {"r": name} if callable(value) else encode(value, refer)
 
 
 def _told(error: Exception) -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""Guards for a test that runs in the program's process, so that operators of the program's classes decide as little as possible.
+"""Guards for a test that runs in the program's process: the program decides as little as possible.
 
 A class could equal everything (`__eq__`), or read the expected value (`Area(3) - 28.274`). So equality counts only between two objects of
 the program that also hold the same data, and a program's operator between its object and a plain value fails the test. A failed assert
-stays failed, even if it is caught. A program that patches the interpreter can still forge a verdict.
+stays failed, even if it is caught. Modules are as they were before the program (`Loaded`), and a test during which a function of one is
+replaced fails. A program that reads the interpreter's own frames or memory can still forge a verdict.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import ast
 import builtins
 import copy
 import functools
+import itertools
 import operator
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from roll_lite.sandbox.values import FROM_PROGRAM, encode, plain_copy
@@ -44,23 +46,80 @@ MADE_IN_PYTHON = 1 << 9
 OF_C = (types.WrapperDescriptorType, types.MethodDescriptorType)
 PLAIN_CONTAINERS = (list, tuple, set, frozenset, dict)
 DEEPEST = 20
+CONSTANT = (int, float, complex, str, bytes)
 RAISING = ("raises", "assertRaises", "assertRaisesRegex", "suppress", "warns", "assertWarns", "assertLogs", "assertNoLogs")
+
+
+class Loaded:
+    """Loaded modules with their attributes, those of their classes, and the code of their functions."""
+
+    def __init__(self) -> None:
+        self.modules: dict[str, types.ModuleType] = {}
+        self._held: dict[int, tuple[Any, dict[str, Any]]] = {}
+        self._code: dict[int, tuple[Any, ...]] = {}
+
+    def add(self, modules: dict[str, types.ModuleType] = sys.modules) -> Loaded:
+        """Add modules; by default, what was loaded since."""
+        known = {"__main__", *self.modules}
+        new = {name: one for name, one in modules.items() if isinstance(one, types.ModuleType) and name not in known}
+        self.modules |= new
+        places: list[Any] = list(new.values())
+        places += {one for module in places for one in vars(module).values() if isinstance(one, type) and FLAGS(one) & MADE_IN_PYTHON}
+        for place in places:
+            held = self._held.setdefault(id(place), (place, dict(vars(place))))[1]
+            functions = [one for one in held.values() if type(one) is types.FunctionType]
+            self._code |= {id(one): (one, one.__code__, one.__defaults__, one.__kwdefaults__) for one in functions}
+        return self
+
+    def put_back(self) -> set[str]:
+        """Undo changes; returns the names of replaced functions, classes and modules."""
+        replaced = {name for name, module in self.modules.items() if sys.modules.get(name) is not module}
+        sys.modules.update(self.modules)
+        for function, code, defaults, named in self._code.values():
+            if function.__code__ is not code or function.__defaults__ is not defaults or function.__kwdefaults__ is not named:
+                function.__code__, function.__defaults__, function.__kwdefaults__ = code, defaults, named
+                replaced.add(function.__name__)
+        for place, held in self._held.values():
+            now, is_class = vars(place), isinstance(place, type)
+            added = [name for name in now if name not in held and (is_class or name in BUILTINS)]  # a global hides a builtin
+            for name in [name for name, value in held.items() if now.get(name, held) is not value] + added:
+                value = held.get(name, now.get(name))
+                if callable(value) or isinstance(value, types.ModuleType):
+                    replaced.add(name)
+                elif not isinstance(value, CONSTANT) or name.startswith("_"):  # state, such as sys.stdout
+                    continue
+                if name in added:
+                    type.__delattr__(place, name) if is_class else now.pop(name)
+                else:
+                    type.__setattr__(place, name, value) if is_class else now.update({name: value})
+        return replaced
+
+
+LOADED = Loaded()
+
+
+def replaced_by(source: str) -> set[str]:
+    """Names that the tests may replace themselves: attributes that they set, and all of their texts, as for `setattr`."""
+    nodes = list(ast.walk(ast.parse(source)))
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return texts | {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
 
 
 def guarded(source: str, names: dict[str, Any], failed: list[str]) -> ast.Module:
     """Returns the tests' syntax tree with guards, whose functions are added to `names`; failed asserts are recorded in `failed`."""
     names |= {"__builtins__": BUILTINS, "__compare__": compare, "__operate__": operate}
     names |= {"__failed__": lambda line, *why: failed.append(f"AssertionError{f': {why[0]}' if why else ''} at {line}"[:300])}
+    names |= {f"__{name}__": one for name, one in CALLING.items()}
     names |= {"__reached__": set(), "__all_reached__": functools.partial(_all_reached, failed)}
     if "unittest" in source:
         _guard_unittest(failed)
     tree = ast.parse(source)
-    return ast.fix_missing_locations(_Guards(source.splitlines()).visit(tree))
+    return ast.fix_missing_locations(_Guards(source.splitlines(), names).visit(tree))
 
 
 class _Guards(ast.NodeTransformer):
-    def __init__(self, lines: list[str]) -> None:
-        self._lines = lines
+    def __init__(self, lines: list[str], names: Collection[str]) -> None:
+        self._lines, self._names = lines, names
 
     def visit_Compare(self, node: ast.Compare) -> ast.AST:
         self.generic_visit(node)
@@ -70,6 +129,13 @@ class _Guards(ast.NodeTransformer):
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         self.generic_visit(node)
         return _call(node, "__operate__", ast.Constant(type(node.op).__name__), node.left, node.right)
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        """Rewrite `map(...)`, `filter(...)` and `iter(...)`."""
+        self.generic_visit(node)
+        if isinstance(node.func, ast.Name) and node.func.id in CALLING and node.func.id not in self._names:
+            node.func = ast.copy_location(ast.Name(f"__{node.func.id}__", ast.Load()), node.func)
+        return node
 
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
         """Rewrite `assert x, y` so that a failure is recorded as well as raised."""
@@ -96,6 +162,23 @@ class _Guards(ast.NodeTransformer):
 
 def _call(node: Any, name: str, *args: Any) -> ast.Call:
     return ast.copy_location(ast.Call(ast.Name(name, ast.Load()), list(args), []), node)
+
+
+def _map(function: Callable[..., Any], *items: Any) -> Iterator[Any]:
+    return (function(*one) for one in zip(*items, strict=False))
+
+
+def _filter(function: Callable[..., Any] | None, items: Any) -> Iterator[Any]:
+    return (one for one in items if (function(one) if function else one))
+
+
+def _iter(first: Any, *last: Any) -> Iterator[Any]:
+    calls = (first() for _ in itertools.count())
+    return itertools.takewhile(lambda one: not _compared("Eq", one, last[0]), calls) if last else iter(first)
+
+
+CALLING = {"map": _map, "filter": _filter, "iter": _iter}
+"""Replacements in tests: with Python's own, a program's StopIteration ends the test's loop early. A generator makes it an error."""
 
 
 def _all_reached(failed: list[str], reached: set[int], line: int) -> None:

@@ -13,8 +13,10 @@ import importlib
 import json
 import linecache
 import os
+import resource
 import select
 import signal
+import site
 import sys
 import threading
 import time
@@ -23,13 +25,15 @@ import types
 from collections.abc import Callable
 from typing import Any, NoReturn, TextIO
 
-from roll_lite.sandbox.asserts import Tests, serve
+from roll_lite.sandbox.asserts import Tests, find, import_modules, serve
+from roll_lite.sandbox.inside import LOADED
 from roll_lite.sandbox.kernel import OUT_OF_TIME, limit_cpu
 from roll_lite.sandbox.values import FROM_PROGRAM, decode, encode
 
 RESULT = 3
 PEER = 4
 RECURSION = 20_000
+SET_LIMIT = resource.setrlimit
 STACK = 8 << 20
 """Stack of a thread, as outside; the main thread's is larger."""
 
@@ -50,7 +54,10 @@ def run_program(order: dict[str, Any]) -> None:
     sys.argv = ["main.py"]
     if order["kind"] != "tests":  # tests import no files that the program wrote
         sys.path.insert(0, os.getcwd())  # noqa: PTH109
-    builtins.exit = builtins.quit = _leave_program  # type: ignore[assignment]
+    site.setquit()
+    site.setcopyright()
+    site.sethelper()
+    resource.setrlimit = _set_limit
     if "test_s" in order:
         limit_cpu(order["test_s"])
     try:
@@ -100,9 +107,13 @@ def _is_closed(stream: TextIO) -> bool:
         return True
 
 
-def _leave_program(code: Any = None) -> NoReturn:
-    """exit and quit, which `site` would define; it does not run here."""
-    raise SystemExit(code)
+def _set_limit(which: int, limits: tuple[int, int]) -> None:
+    """Ignore attempts to raise limits of memory and CPU time, which contest programs make as a matter of course."""
+    try:
+        SET_LIMIT(which, limits)
+    except ValueError:
+        if which not in (resource.RLIMIT_AS, resource.RLIMIT_DATA, resource.RLIMIT_CPU, resource.RLIMIT_STACK):
+            raise
 
 
 KEPT = ("roll_lite", "roll_lite.rewards")
@@ -157,7 +168,7 @@ def _call_in_child(names: dict[str, Any], order: dict[str, Any], arguments: list
     if (pid := os.fork()) == 0:
         try:
             limit_cpu(order["test_s"])
-            value = _named(names, order["function"])(*arguments, **named)
+            value = find(names, order["function"])(*arguments, **named)
             _print(there, {"value": encode(value)} | ({"changed": encode(arguments[0])} if value is None and arguments else {}))
         except BaseException as error:
             with contextlib.suppress(BaseException):
@@ -192,17 +203,6 @@ def _print(file: int, data: dict[str, Any]) -> None:
         stream.write((data["line"] if "line" in data else json.dumps(data)) + "\n")
 
 
-def _named(names: dict[str, Any], function: str) -> Callable[..., Any]:
-    """Find a function, or a method of a class; the class may be omitted if it is Solution."""
-    owner, _, method = function.rpartition(".")
-    if not owner and function not in names and isinstance(names.get("Solution"), type):
-        owner, method = "Solution", function
-    if not owner:
-        return names[function]
-    found = names[owner]
-    return getattr(found() if isinstance(found, type) else found, method)
-
-
 def _expression(order: dict[str, Any]) -> None:
     names = {"__builtins__": builtins} | {name: importlib.import_module(name) for name in order.get("modules", ())}
     _print(RESULT, {"value": encode(eval(compile(order["source"].strip(), "<expression>", "eval", dont_inherit=True), names))})
@@ -210,7 +210,10 @@ def _expression(order: dict[str, Any]) -> None:
 
 def _serve(order: dict[str, Any]) -> None:
     """Serve assert-style tests, in the program's process."""
-    serve(_module(order, FROM_PROGRAM), order["names"], PEER, order["test_s"], _named)
+    with contextlib.suppress(Exception):  # the tests' process says what cannot be imported
+        import_modules(order)
+    LOADED.add()
+    serve(_module(order, FROM_PROGRAM), order["names"], PEER, order["test_s"])
 
 
 def _tests(order: dict[str, Any]) -> None:

@@ -28,6 +28,7 @@ from typing import Any, NoReturn
 from roll_lite.sandbox import kernel
 from roll_lite.sandbox.cgroup import Group, die_first, make_group
 from roll_lite.sandbox.filesystem import WORK, claim, claimed_by_none, remove_folder
+from roll_lite.sandbox.inside import LOADED
 from roll_lite.sandbox.isolation import Walls, build_outer_walls, go_inside, reset_signals
 from roll_lite.sandbox.process_tree import descendants, kill_descendants
 from roll_lite.sandbox.programs import run_program
@@ -118,6 +119,8 @@ def main(control: int, settings: dict[str, Any]) -> None:
         importlib.import_module(name)
     if walls.kind == "landlock":
         share_in_files()
+    tempfile.tempdir = None  # programs read it from their environment
+    LOADED.add()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     gc.collect()
     gc.freeze()
@@ -242,7 +245,6 @@ class Zygote:
                 os.closerange(say + 1, HIGHEST_FILE)
                 if not self._namespaces:
                     os.environ["HOME"] = os.environ["TMPDIR"] = folder
-                tempfile.tempdir = None  # read from the environment again
                 go_inside(self._walls, folder, limits, self._readable)
             except BaseException as error:
                 os.write(say, f"{type(error).__name__}: {error}".encode())

@@ -41,6 +41,6 @@ def refused(sandbox: Sandbox, statement: str, preparation: str = "") -> None:
 def asserts(source: str, tests: str) -> Pair:
     """The program and its tests, as the reward sends them."""
     test = {"source": tests, "names": ["f"], "modules": {}, "imports": [], "inside": ""}
-    program = {"kind": "serve", "source": source, "names": ["f"], "test_s": PATIENT.cpu_s}
+    program = {"kind": "serve", "source": source, "names": ["f"], "test_s": PATIENT.cpu_s, "modules": {}, "imports": []}
     order = {"kind": "tests", "tests": [test], "wall_s": PATIENT.wall_s, "fail_fast": True}
     return Pair(Program(program, limits=PATIENT), Program(order, limits=PATIENT))

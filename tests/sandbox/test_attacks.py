@@ -293,7 +293,11 @@ def test_limits_of_others_are_out_of_reach(sandbox: Sandbox) -> None:
     refused(sandbox, f"resource.prlimit({os.getpid()}, resource.RLIMIT_CPU, (1, 1))", "import resource")
     source = """
 import resource
-try: resource.setrlimit(resource.RLIMIT_CPU, (999, 999)); print('did')
+for which in (resource.RLIMIT_CPU, resource.RLIMIT_AS, resource.RLIMIT_DATA):
+    before = resource.getrlimit(which)
+    if before[1] > 0: resource.setrlimit(which, (before[1] + 999, before[1] + 999))
+    assert resource.getrlimit(which) == before
+try: resource.prlimit(0, resource.RLIMIT_CPU, (999, 999)); print('did')
 except (ValueError, OSError): print('refused')
 """
     assert said(sandbox, source) == "refused\n"

@@ -75,6 +75,18 @@ resource.setrlimit(resource.RLIMIT_STACK, (-1, -1))
 resource.setrlimit(resource.RLIMIT_STACK, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 print('said')
 """,
+    "memory and time without a limit": """
+import resource
+resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
+resource.setrlimit(resource.RLIMIT_DATA, (1 << 40, resource.RLIM_INFINITY))
+resource.setrlimit(resource.RLIMIT_CPU, (9999, resource.RLIM_INFINITY))
+print('said')
+""",
+    "names of an interactive interpreter": """
+assert all(map(str, (copyright, credits, license, help, exit, quit)))
+print('said')
+exit()
+""",
     "output detached": """
 import io, sys
 sys.stdout = io.TextIOWrapper(sys.stdout.detach(), encoding='utf-8')

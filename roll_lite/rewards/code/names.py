@@ -55,7 +55,7 @@ class Names:
     modules: dict[str, str]
     """Modules that the tests use without importing them, such as math in `math.pi`."""
     imports: tuple[str, ...] = ()
-    """Modules that the tests import."""
+    """Import statements of the tests, but those of the program."""
     inside: str = ""
     """Why the test must run in the program's process; empty if calls with plain values are enough."""
 
@@ -139,13 +139,12 @@ def _names(tree: ast.Module, program: set[str], needed: dict[str, str], named: s
     for node in ast.walk(tree):
         match node:
             case ast.Import(names=aliases):
-                imports |= {alias.name for alias in aliases}
+                imports |= {f"import {alias.name}" for alias in aliases if alias.name != FROM_PROGRAM}
                 bound |= {(alias.asname or alias.name).partition(".")[0] for alias in aliases}
-            case ast.ImportFrom(module=str(module), names=aliases):
-                imports.add(module)
-                bound |= {alias.asname or alias.name for alias in aliases} if module != FROM_PROGRAM else set()
+            case ast.ImportFrom(module=str(module), names=aliases) if module != FROM_PROGRAM:
+                imports |= {f"from {module} import {alias.name}" for alias in aliases}
+                bound |= {alias.asname or alias.name for alias in aliases}
     modules = {name: path for name, path in needed.items() if name not in named}
-    imports.discard(FROM_PROGRAM)
     inside = why_inside(tree, program, bound | modules.keys() | {FROM_PROGRAM})
     return Names(tuple(sorted(program)), modules, tuple(sorted(imports)), inside)
 

@@ -76,8 +76,11 @@ class CodeReward(RewardType):
     response. Such a test runs in the program's process after the program; its verdict carries a secret that the program was not given. The
     program's operators count as little as possible: a comparison of its object with a plain value uses the data that the object holds; two
     of its objects are equal if their class says so and their attributes are equal; any other operator that sees a plain value and returns
-    one fails the test; a failed assert stays failed, even if it is caught; `sys.exit` of the program fails the test. A program that attacks
-    its interpreter can still forge such a verdict. `inside` in the sample's details counts these tests.
+    one fails the test; a failed assert stays failed, even if it is caught; `sys.exit` of the program fails the test. Loaded modules and
+    those that the tests import are put back as before the program, and a test during which a function or class of one is replaced fails,
+    unless the tests name it. A StopIteration of the program in `map`, `filter` and `iter` is an error. Not seen: a class whose objects hold
+    nothing, or always the same, and equal each other; a StopIteration in functions of itertools; an attack through the interpreter's own
+    frames or memory. `inside` in the sample's details counts these tests.
 
     **What programs see.** Python's standard library, the system's programs and libraries, their own empty folder, and the paths in
     `readable` and `python_path`; nothing else below /usr, no installed packages, nothing of the project. Shared memory of multiprocessing

@@ -129,7 +129,10 @@ class Rounds:
             names = sorted({name for one in group for name in one.names})
             asked = [{name: getattr(one, name) for name in ("source", "names", "modules", "imports", "inside")} for one in group]
             tests = {"kind": "tests", "tests": asked, "fail_fast": self.fail_fast, "wall_s": self.limits.wall_s}
-            return Pair(Program({"kind": "serve", **source, **each, "names": names}, limits=limits), Program(tests, limits=limits))
+            modules = {name: path for one in group for name, path in one.modules.items()}
+            imports = sorted({one for test in group for one in test.imports})
+            serve = {"kind": "serve", **source, **each, "names": names, "modules": modules, "imports": imports}
+            return Pair(Program(serve, limits=limits), Program(tests, limits=limits))
         if language is None:
             return Program({"kind": "script", **source}, test.stdin.encode(), limits=limits)
         files = {} if language.compile else {language.file: attempt.source}

@@ -258,6 +258,63 @@ def test_a_program_that_leaves_a_test_inside_does_not_pass_it(leave: str) -> Non
         assert verdict("class P:\n    x = 5", f"assert P().x == 5\n{end}") == "passed"
 
 
+REPLACED = {
+    "a function": ("math.isclose = lambda *a, **k: True", "import math", "assert math.isclose(P().x, 5)"),
+    "a function, under its own name": ("math.isclose = lambda *a, **k: True", "from math import isclose", "assert isclose(P().x, 5)"),
+    "a constant": ("math.pi = 7", "", "assert P().x == math.pi"),
+    "a method": ("unittest.TestCase.assertEqual = lambda *a: None", "import unittest", "{}self.assertEqual(P().x, 5)"),
+    "code": ("unittest.TestCase.assertEqual.__code__ = (lambda *a: None).__code__", "import unittest", "{}self.assertEqual(P().x, 5)"),
+    "a method that a class inherits": (
+        "unittest.TestCase.__getattribute__ = lambda s, n: (lambda *a: None) if 'Equal' in n else object.__getattribute__(s, n)",
+        "import unittest",
+        "{}self.assertEqual(P().x, 5)",
+    ),
+    "a builtin, seen by a module": ("unittest.case.AssertionError = GeneratorExit", "import unittest", "{}self.assertEqual(P().x, 5)"),
+    "a builtin": ("builtins.abs = lambda x: 0", "", "assert abs(P().x - 5) < 1"),
+    "a module": ("sys.modules['statistics'] = P", "import statistics", "assert statistics.mean([P().x]) == 5"),
+    "a module of a package": ("sys.modules['unittest.mock'] = P", "from unittest import mock", "assert mock.ANY == 5 and P().x == 5"),
+    "a module that was not loaded": ("sys.modules['colorsys'] = P", "import colorsys", "assert colorsys.hls_to_rgb(0, P().x, 0)[0] == 5"),
+}
+UNIT = "class T(unittest.TestCase):\n    def test(self): "
+
+
+@pytest.mark.parametrize("which", REPLACED)
+@pytest.mark.parametrize("when", ["before", "during"])
+def test_a_program_replaces_nothing_that_a_test_inside_uses(which: str, when: str) -> None:
+    replaced, imports, check = REPLACED[which]
+    program = "import builtins, math, sys, unittest, unittest.mock\nclass P:\n    ANY = 5\n    mean = hls_to_rgb = lambda *a: [5]\n"
+    program += f"    @property\n    def x(self):\n        {replaced if when == 'during' else 'pass'}\n        return 4\n"
+    tests = f"{imports}\nP().x\n{check.format(UNIT)}"
+    said = verdict(program + (replaced if when == "before" else ""), tests)
+    assert said.startswith("test 1: failed: "), said
+    honest = "math.pi" if "math.pi" in check else 5
+    assert verdict(f"import math\nclass P:\n    x = {honest}", tests.replace("mock.ANY == 5 and ", "")) == "passed"
+
+
+def test_what_tests_inside_replace_they_may() -> None:
+    sleep = "import time\ntime.sleep = lambda s: None\nassert P().x == 5"
+    clock = "from unittest.mock import patch\nwith patch('time.time', lambda: 5): assert P().x == 5"
+    program = "import time\nclass P:\n    x = property(lambda s: {})"
+    assert verdict(program.format("time.sleep(9) or 5"), sleep) == verdict(program.format("time.time()"), clock) == "passed"
+
+
+def test_what_a_program_has_set_up_stays_for_its_tests() -> None:
+    program = "import io, os, sys, tempfile\nsys.stdout = io.TextIOWrapper(sys.stdout.detach())\nsys.setrecursionlimit(9999)\nclass P:\n"
+    program += "    def x(s):\n        print(5)\n        return sys.argv == ['main.py'] and tempfile.gettempdir() == os.environ['TMPDIR']"
+    assert verdict(program, "import os\nassert P().x()\nassert P().x()") == "passed"
+
+
+STOPS = "class P:\n    def __new__(c, *a):\n        if a: raise StopIteration\n        return object.__new__(c)\n"
+NUMBERS = "class P(int):\n    said = iter([5, 5, 1, 1])\n    def __new__(c, *a): return int.__new__(c, 5)\n"
+
+
+@pytest.mark.parametrize("loop", ["map(P, [1])", "filter(P, [5])", "iter(P().x, 1)", "(P().x() for _ in [1])"])
+def test_a_stop_iteration_of_the_program_ends_no_loop_of_the_tests(loop: str) -> None:
+    tests = f"for one in {loop}:\n    assert one == 5"
+    assert verdict(f"{STOPS}    def x(s): raise StopIteration", tests).startswith("test 1: failed: RuntimeError"), loop
+    assert verdict(f"{NUMBERS}    def x(s): return next(P.said)", tests) == "passed"
+
+
 def test_objects_inside_are_equal_if_they_hold_the_same() -> None:
     tests = "p = Point(1, 2)\nassert p.x == 1\nassert p.moved(1) == Point(2, 2)"
     honest = "class Point:\n    def __init__(s, x, y): s.x, s.y = x, y\n    def __eq__(s, o): return (s.x, s.y) == (o.x, o.y)\n"
@@ -268,21 +325,22 @@ def test_objects_inside_are_equal_if_they_hold_the_same() -> None:
 
 SPEAKS = "import json, os\ndef f(*x):\n    os.write(4, json.dumps({}).encode() + b'\\n')\n    os._exit(0)"
 FORGED = [
-    {"value": {"r": "f"}},
-    {"value": {"r": None}},
-    {"value": {"r": 10**400}},
-    {"value": {"s": [{"r": 0}, {"r": 1}]}},
-    {"value": {"v": ["x", []]}},
-    {"value": {"v": ["ItemsView", [1]]}},
-    {"value": 1, "changed": {"7": 1}},
-    {"value": 1, "changed": {"x": 1}},
+    {"value": {"r": "f"}, "changed": []},
+    {"value": {"r": None}, "changed": []},
+    {"value": {"r": 10**400}, "changed": []},
+    {"value": {"s": [{"r": 0}, {"r": 1}]}, "changed": []},
+    {"value": {"v": ["x", []]}, "changed": []},
+    {"value": {"v": ["ItemsView", [1]]}, "changed": []},
+    {"value": 1, "changed": [[7, 1]]},
+    {"value": 1, "changed": [["x", 1]]},
+    {"value": 1, "changed": [[0, 1]]},
     {"value": 1, "changed": 5},
-    {"error": 5},
-    {"error": [], "args": [], "text": 3},
-    {"error": ["builtins.SystemExit"], "args": [0], "text": ""},
-    {"error": ["builtins.StopIteration"], "args": [], "text": ""},
-    {"error": ["unittest.case.SkipTest"], "args": [], "text": ""},
-    {"error": ["builtins.ImportError"], "args": [], "text": ""},
+    {"error": 5, "changed": []},
+    {"error": [], "args": [], "text": 3, "changed": []},
+    {"error": ["builtins.SystemExit"], "args": [0], "text": "", "changed": []},
+    {"error": ["builtins.StopIteration"], "args": [], "text": "", "changed": []},
+    {"error": ["unittest.case.SkipTest"], "args": [], "text": "", "changed": []},
+    {"error": ["builtins.ImportError"], "args": [], "text": "", "changed": []},
     {"cannot": "x"},
     {"token": "", "error": ""},
     {"inside": "x", "error": ""},
@@ -307,6 +365,13 @@ def test_a_test_inside_needs_its_token() -> None:
         said = verdict(program, tests)
         assert said.startswith("test 1: failed: "), said
     assert verdict("class P:\n    x = 5", tests) == "passed"
+
+
+def test_a_forged_answer_moves_no_test_inside() -> None:
+    cleared = SPEAKS.replace("{}", repr({"value": 1, "changed": [[0, []]]}), 1)
+    [score] = CodeReward()([RewardInput("code", "", cleared, "assert f(f) == 5", {}, "stop")])
+    assert isinstance(score, Score) and score.details["verdict"] == "test 1: failed: the program sent what is no answer", score
+    assert "inside" not in score.details
 
 
 def test_the_tests_are_in_no_frame_of_the_program_when_it_is_run() -> None:
