@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import ctypes
 import json
 import os
 import resource
@@ -21,9 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from roll_lite.sandbox.kernel import OUT_OF_TIME
+from roll_lite.sandbox.kernel import OUT_OF_TIME, PR_SET_DUMPABLE, memory_file, prctl
 
-PR_SET_DUMPABLE = 4
 LOOK_S = 0.01
 LINGER_S = 0.2
 """Time for a program to end after its tests have ended."""
@@ -44,8 +42,8 @@ def main(harness: str) -> None:
     job = Path("job.json")
     asked = json.loads(job.read_text(encoding="utf-8"))
     job.unlink()  # a program that could read it would read the tests
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # nor from this process's memory
+    with contextlib.suppress(OSError):
+        prctl(PR_SET_DUMPABLE, 0)  # nor from this process's memory
     harness = str(Path(harness).resolve())
     outcome = _run_pair(asked, harness) if "tests" in asked else _Running(asked, harness).ended()
     Path("outcome.json").write_text(json.dumps(outcome), encoding="utf-8")
@@ -70,7 +68,7 @@ class _Running:
         self._folder = tempfile.mkdtemp()
         self._started = time.monotonic()
         inputs = (base64.b64decode(asked["stdin"]), base64.b64decode(asked["artifact"]), json.dumps(asked["order"]).encode())
-        stdin, artifact, order = map(_memory_file, inputs)
+        stdin, artifact, order = map(memory_file, inputs)
         files = [stdin, *self._output.values(), peer if peer >= 0 else artifact, order]
         self._pid = os.fork()
         if self._pid == 0:
@@ -124,11 +122,3 @@ class _Running:
         stopped = stopped or ("output" if max(map(len, said.values())) > most else "")
         packed = {name: base64.b64encode(content[:most]).decode("ascii") for name, content in said.items()}
         return {"exit": ended, "stopped": stopped, "seconds": time.monotonic() - self._started, "cpu_s": cpu_s, **packed}
-
-
-def _memory_file(content: bytes) -> int:
-    file = os.memfd_create("input")
-    while content:
-        content = content[os.write(file, content) :]
-    os.lseek(file, 0, os.SEEK_SET)
-    return file

@@ -33,10 +33,8 @@ COMPARES: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
     "Is": (operator.is_, ()),
     "IsNot": (operator.is_not, ()),
 }
-ARITHMETIC = (operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod, operator.pow, operator.matmul)
-BITS = (operator.lshift, operator.rshift, operator.or_, operator.xor, operator.and_)
-KINDS = "Add Sub Mult Div FloorDiv Mod Pow MatMult LShift RShift BitOr BitXor BitAnd"
-OPERATORS: dict[str, Callable[[Any, Any], Any]] = dict(zip(KINDS.split(), (*ARITHMETIC, *BITS), strict=True))
+SPECIAL = {"Mult": "mul", "MatMult": "matmul", "Div": "truediv", "BitOr": "or_", "BitXor": "xor", "BitAnd": "and_"}
+"""Operators that `operator` names otherwise than `ast`."""
 COMPARING = ("__eq__", "__ne__", "__lt__", "__gt__", "__le__", "__ge__", "__sub__", "__rsub__")
 OF_CLASS = type.__dict__
 MRO, HELD_BY, FLAGS = (OF_CLASS[name].__get__ for name in ("__mro__", "__dict__", "__flags__"))
@@ -244,7 +242,7 @@ def _holds(container: Any, item: Any) -> bool:
 
 def operate(kind: str, one: Any, other: Any) -> Any:
     """Apply an operator; AssertionError if it is the program's own, sees a plain value and returns one."""
-    operation = OPERATORS[kind]
+    operation = getattr(operator, SPECIAL.get(kind, kind.lower()))
     name = operation.__name__.strip("_")
     own = [_defines(value, (f"__{name}__", f"__r{name}__")) for value in (one, other)]
     result = operation(one, other)

@@ -5,15 +5,18 @@ A warm interpreter (zygote.py) goes behind the outer walls once; each program th
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import resource
 import signal
-from collections.abc import Callable, Mapping, Sequence
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from roll_lite.sandbox import filesystem, kernel, landlock, process_tree, seccomp
+from roll_lite.sandbox import filesystem, kernel, seccomp
+from roll_lite.sandbox.kernel import checked, libc
 
 NOBODY = 65534
 FIRST_OF_OWN = 2_000_000_000
@@ -26,6 +29,13 @@ NEIGHBOURS = 512
 OTHERS = kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | kernel.CLONE_NEWCGROUP
 BEHIND_OTHER_WALLS = 47
 """Exit status of a trial whose walls cannot be built."""
+CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
+EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
+READ = EXECUTE | READ_FILE | READ_DIR
+RIGHTS_BY_ABI = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}
+TRUNCATE_ABI = 3
+SCOPE_ABI = 6
+"""First version that also confines signals and abstract sockets."""
 TRIAL = {
     "cpu_s": 10,
     "memory_bytes": 1 << 30,
@@ -174,14 +184,14 @@ def _without_namespaces(why_not: list[str], wanted: str) -> Walls:
         walls.held |= {"network": "seccomp", "system calls": "seccomp"}
     except OSError as error:
         why_not.append(f"seccomp: {error}")
-    abi = landlock.landlock_abi()
+    abi = landlock_abi()
     if os.getuid() == 0 and _may_use_another_user():
         own = FIRST_OF_OWN + os.getpid()
         walls.user = own if _works(lambda: _change_user(own)) else NOBODY
         walls.held["users"] = f"user {walls.user}, no capability but to read what landlock shows"
     elif os.getuid() == 0:
         why_not.append(f"users: this root may not start, kill and clean up after processes of user {NOBODY}")
-    if walls.filter and (abi >= landlock.TRUNCATE_ABI or (abi and "users" in walls.held)):
+    if walls.filter and (abi >= TRUNCATE_ABI or (abi and "users" in walls.held)):
         walls.held["files"] = f"landlock (version {abi}), seccomp; known names and sizes can be looked up"
     else:
         why_not.append(f"files: landlock version {abi} alone lets programs empty or chmod them" if abi else "landlock: not in this kernel")
@@ -197,12 +207,12 @@ def _open_to_others(abi: int, filtered: bool, is_root: bool, other_user: bool) -
     """Why programs without a pid namespace could reach other processes or become too many; empty if they cannot."""
     if not abi or not filtered:
         return "keeping to themselves takes landlock and seccomp"
-    if not process_tree.can_be_followed():
+    if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):  # noqa: PTH110
         return "this kernel does not list a process's children"
     if is_root and not other_user:
         return "no limit holds for the number of root's own"
-    if abi < landlock.SCOPE_ABI and not other_user:
-        return f"landlock version {abi} lets signals through to processes of the same user (version {landlock.SCOPE_ABI} does not)"
+    if abi < SCOPE_ABI and not other_user:
+        return f"landlock version {abi} lets signals through to processes of the same user (version {SCOPE_ABI} does not)"
     return ""
 
 
@@ -218,10 +228,10 @@ def go_inside(walls: Walls, folder: str, limits: Mapping[str, Any], readable: Se
     if walls.kind == "none":
         return
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
-    few_files = walls.kind == "landlock" and landlock.landlock_abi() > 0
+    few_files = walls.kind == "landlock" and landlock_abi() > 0
     if few_files:
         shown, named = _shown_by_landlock(tuple(readable))
-        landlock.restrict_files(shown, [folder], filesystem.DEVICES, named)
+        restrict_files(shown, [folder], filesystem.DEVICES, named)
     kept = 0
     if os.getuid() == 0 and not walls.own_users and "users" in walls.held:
         if few_files:  # to read an interpreter below root's home; landlock limits what may be read
@@ -232,7 +242,7 @@ def go_inside(walls: Walls, folder: str, limits: Mapping[str, Any], readable: Se
     kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # last: a change of user resets it
     if walls.filter:
-        signals_stay = landlock.landlock_abi() >= landlock.SCOPE_ABI or ("users" in walls.held and walls.user != NOBODY)
+        signals_stay = landlock_abi() >= SCOPE_ABI or ("users" in walls.held and walls.user != NOBODY)
         seccomp.install_filter(walls.filter if walls.kind == "namespaces" else seccomp.build_filter(os.getpid(), signals_stay))
 
 
@@ -312,3 +322,37 @@ def _at_most(value: int, hard: int) -> int:
 def reset_signals() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_IGN if number in (signal.SIGXFSZ, signal.SIGPIPE) else signal.SIG_DFL)
+
+
+def landlock_abi() -> int:
+    """Version of landlock in this kernel; 0: none."""
+    return max(0, int(libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), 1)))
+
+
+def restrict_files(readable: Iterable[str], writable: Iterable[str], devices: Iterable[str], named: Iterable[str]) -> None:
+    """Restrict this process and its children to these paths; needs no_new_privs. `named`: folders whose names alone may be read."""
+    abi = landlock_abi()
+    rights = RIGHTS_BY_ABI[max(known for known in RIGHTS_BY_ABI if known <= abi)]
+    size = 24 if abi >= SCOPE_ABI else 16 if abi >= 4 else 8
+    attributes = struct.pack("QQQ", rights, 3, 3)[:size]
+    ruleset = checked(libc.syscall(CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0), "landlock_create_ruleset")
+    try:
+        for paths, allowed in ((readable, READ), (writable, rights), (devices, READ_FILE | WRITE_FILE), (named, READ_DIR)):
+            for path in paths:
+                _add(ruleset, path, allowed)
+        checked(libc.syscall(RESTRICT_SELF, ruleset, 0), "landlock_restrict_self")
+    finally:
+        os.close(ruleset)
+
+
+def _add(ruleset: int, path: str, rights: int) -> None:
+    try:
+        fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        of_files = rights if os.path.isdir(path) else rights & (EXECUTE | WRITE_FILE | READ_FILE | 1 << 14)  # noqa: PTH112
+        rule = struct.pack("=Qi", of_files, fd)
+        checked(libc.syscall(ADD_RULE, ruleset, 1, rule, 0), f"landlock_add_rule {path}")
+    finally:
+        os.close(fd)

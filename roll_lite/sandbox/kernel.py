@@ -56,6 +56,15 @@ def checked(result: int, what: str) -> int:
     return result
 
 
+def memory_file(content: bytes = b"") -> int:
+    """A file in memory, at its start."""
+    file = os.memfd_create("program")
+    with open(file, "wb", closefd=False) as stream:
+        stream.write(content)
+    os.lseek(file, 0, os.SEEK_SET)
+    return file
+
+
 OUT_OF_TIME = int(signal.SIGPROF)
 """Exit status of a process that `limit_cpu` ended."""
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from roll_lite.sandbox.cgroup import remove_group
-from roll_lite.sandbox.protections import Protections, refuse_unprotected
+from roll_lite.sandbox.kernel import memory_file
 
 ROOT = str(Path(__file__).resolve().parents[2])
 BOOT = """
@@ -109,16 +109,41 @@ class Outcome:
 Ended: TypeAlias = Outcome | SandboxTrouble
 
 
-def memory_file(content: bytes = b"") -> int:
-    fd = os.memfd_create("program")
-    try:
-        while content:
-            content = content[os.write(fd, content) :]
-        os.lseek(fd, 0, os.SEEK_SET)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
+REQUIRED = {
+    "files": "programs could read and write the user's files",
+    "network": "programs could open connections",
+    "processes": "programs could see or signal other processes, or outlive their test",
+}
+OPTIONAL = {"system calls": "more of the kernel is within reach", "users": "programs run as the user who started this"}
+ALWAYS = "CPU time, memory, processes, size of files and folder, open files, output and wall-clock time limited; clean environment"
+
+
+@dataclass(frozen=True)
+class Protections:
+    kind: str
+    held: dict[str, str]
+    why_not: tuple[str, ...] = ()
+    counted: tuple[str, ...] = ()
+    """Resources that the kernel counts in a control group; others are sampled about twenty times a second."""
+
+    @property
+    def missing(self) -> list[str]:
+        return [name for name in REQUIRED if not self.held.get(name)]
+
+    def describe(self) -> str:
+        holds = "; ".join(f"{name}: {by}" for name, by in self.held.items())
+        lacks = "; ".join(f"{name} ({what})" for name, what in {**REQUIRED, **OPTIONAL}.items() if not self.held.get(name))
+        reasons = f" [{'; '.join(self.why_not)}]" if self.why_not else ""
+        counted = f" ({', '.join(self.counted)} by a control group)" if self.counted else ""
+        return f"holds: {holds or 'nothing'}; limits: {ALWAYS}{counted}. missing: {lacks or 'nothing'}{reasons}"
+
+    def refuse_missing(self, allowed: bool) -> None:
+        if self.missing and not allowed:
+            raise ValueError(
+                f"reward code: this machine cannot isolate programs: {self.describe()}. "
+                "Run where user namespaces or landlock and seccomp are available, use a remote sandbox (backend: {url: ...}), "
+                "or accept the risk with allow_unprotected: true"
+            )
 
 
 class Sandbox:
@@ -202,7 +227,7 @@ class Sandbox:
             if "trouble" in report:
                 raise SandboxTrouble(f"the program could not be started: {report['trouble']}")
             most = program.limits.output_kb * 1024
-            stdout, stderr, result = (_content(file, most) for file in files[2:5])
+            stdout, stderr, result = (os.pread(file, most, 0) for file in files[2:5])
             stopped = report["stopped"] or ("output" if max(os.fstat(file).st_size for file in files[2:5]) > most else "")
             return Outcome(report["exit"], stopped, stdout, stderr, result, report["seconds"], report["cpu_s"])
         except SandboxTrouble:
@@ -305,10 +330,6 @@ def _ordered_limits(program: Program) -> dict[str, Any]:
     }
 
 
-def _content(file: int, most: int) -> bytes:
-    return os.pread(file, most, 0)
-
-
 def ended_its_sandbox(job: Program | Pair) -> Outcome:
     """Outcome of a program that killed its sandbox."""
     limits = job.limits if isinstance(job, Program) else job.program.limits
@@ -326,7 +347,7 @@ class SandboxPool:
         """Start all sandboxes and log their protections. ValueError if required ones are missing and the user has not allowed that."""
         try:
             protections, *_ = [sandbox.start() for sandbox in self._sandboxes]
-            refuse_unprotected(protections, self._allow_unprotected)
+            protections.refuse_missing(self._allow_unprotected)
         except (SandboxTrouble, ValueError):
             self.close()
             raise
@@ -423,12 +444,3 @@ class SandboxPool:
     def close(self) -> None:
         for sandbox in self._sandboxes:
             sandbox.close()
-
-
-def describe(walls: str = "namespaces") -> str:
-    """Describe this machine's protections, by starting a sandbox and closing it."""
-    sandbox = Sandbox(walls)
-    try:
-        return sandbox.start().describe()
-    finally:
-        sandbox.close()

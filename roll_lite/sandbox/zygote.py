@@ -30,47 +30,15 @@ from roll_lite.sandbox.cgroup import Group, die_first, make_group
 from roll_lite.sandbox.filesystem import WORK, claim, claimed_by_none, remove_folder
 from roll_lite.sandbox.inside import LOADED
 from roll_lite.sandbox.isolation import Walls, build_outer_walls, go_inside, reset_signals
-from roll_lite.sandbox.process_tree import descendants, kill_descendants
 from roll_lite.sandbox.programs import run_program
 from roll_lite.sandbox.shared import share_in_files
 from roll_lite.sandbox.usage import Usage
 
-WARM = [
-    "array",
-    "bisect",
-    "collections",
-    "copy",
-    "datetime",
-    "decimal",
-    "fractions",
-    "functools",
-    "heapq",
-    "itertools",
-    "json",
-    "math",
-    "operator",
-    "queue",
-    "random",
-    "re",
-    "statistics",
-    "string",
-    "threading",
-    "traceback",
-    "typing",
-    "linecache",
-    "ast",
-    "types",
-    "enum",
-    "io",
-    "time",
-    "atexit",
-    "inspect",
-    "dataclasses",
-    "abc",
-    "numbers",
-    "cmath",
-    "textwrap",
-]
+WARM = """
+array bisect collections copy datetime decimal fractions functools heapq itertools json math operator queue random re statistics
+string threading traceback typing linecache ast types enum io time atexit inspect dataclasses abc numbers cmath textwrap
+"""
+"""Modules that programs find loaded."""
 FIRST_LOOK_S, LOOK_S = 0.02, 0.05
 """Seconds before the first sample, and on average between later ones. Random, so that a program cannot idle on time."""
 DISK_LOOK_S = 0.005
@@ -78,6 +46,7 @@ DISK_LOOK_S = 0.005
 LONGEST_LIMITS = 4096
 HIGHEST_FILE = 1024
 FOLDER = "code-"
+PATIENCE_S = 5.0
 LEFT, MOST_LEFT = "left-", 4
 """Name prefix of ended programs' folders, and how many may await removal."""
 M_ARENA_MAX = -8
@@ -115,7 +84,7 @@ def main(control: int, settings: dict[str, Any]) -> None:
     os.environ.update({"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": WORK, "LANG": "C.UTF-8", "TMPDIR": WORK})
     sys.path[:] = [path for path in sys.path if path != settings["root"]] + settings["python_path"]
     kernel.libc.mallopt(M_ARENA_MAX, 1)  # otherwise each thread reserves 64 MB of address space
-    for name in WARM:
+    for name in WARM.split():
         importlib.import_module(name)
     if walls.kind == "landlock":
         share_in_files()
@@ -286,7 +255,7 @@ class Zygote:
         if not stopped:
             out_of_time = cpu_s > limits["cpu_s"] or os.waitstatus_to_exitcode(status) == kernel.OUT_OF_TIME
             stopped = "cpu" if out_of_time else "memory" if self._usage.out_of_memory() else ""
-        return {"exit": os.waitstatus_to_exitcode(status), "stopped": stopped, "cpu_s": cpu_s, "memory_bytes": usage.ru_maxrss * 1024}
+        return {"exit": os.waitstatus_to_exitcode(status), "stopped": stopped, "cpu_s": cpu_s}
 
     def _wait(self, poller: select.poll, pause: float, limits: dict[str, Any], folder: str) -> list[tuple[int, int]]:
         """Wait for an event or the next sample. If nothing limits the folder's size, sample as soon as the disk fills."""
@@ -304,3 +273,38 @@ class Zygote:
             return list(dict.fromkeys([pid, *descendants()]))
         own = os.getpid()
         return [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != own]  # noqa: PTH208
+
+
+def descendants() -> list[int]:
+    """Descendants of this process. It is a subreaper: it inherits processes that lose their parent."""
+    found = _children(os.getpid())
+    for process in found:
+        found.extend(child for child in _children(process) if child not in found)
+    return found
+
+
+def _children(pid: int) -> list[int]:
+    """Children of all threads of a process: a child belongs to the thread that forked it."""
+    found: list[int] = []
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208
+    except OSError:  # ended meanwhile
+        return found
+    for thread in threads:
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as stream:  # noqa: PTH123
+            found.extend(map(int, stream.read().split()))
+    return found
+
+
+def kill_descendants() -> None:
+    """Kill all descendants; TimeoutError if some do not die."""
+    deadline = time.monotonic() + PATIENCE_S
+    while rest := descendants():
+        for process in rest:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"processes of the program do not die: {rest}")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from roll_lite.sandbox import isolation
-from roll_lite.sandbox.protections import Protections, refuse_unprotected
+from roll_lite.sandbox.pool import Protections
 
 ROOT = Path(__file__).resolve().parents[2]
 TRY = f"""
@@ -156,5 +156,5 @@ def test_without_a_pid_namespace_processes_are_safe_only_where_signals_stay_insi
 def test_what_is_missing_is_told_and_refused() -> None:
     protections = Protections("landlock", {"files": "landlock", "network": "seccomp"}, ("processes: signals pass",))
     with pytest.raises(ValueError, match=r"missing: processes .*\[processes: signals pass\].* allow_unprotected: true"):
-        refuse_unprotected(protections, allowed=False)
-    refuse_unprotected(protections, allowed=True)
+        protections.refuse_missing(allowed=False)
+    protections.refuse_missing(allowed=True)
