@@ -34,7 +34,7 @@ from roll_lite.distributed.strategy.engines import engine_arguments_fit
 from roll_lite.files import absolute_path
 from roll_lite.observability.run_folder import check_run_dir
 from roll_lite.pipeline.checkpoint_files import check_resumption, resumption_notes
-from roll_lite.rewards.check import address_notes, check_rewards
+from roll_lite.rewards.registry import address_notes, check_rewards
 
 WRONG_CONFIGURATION = 2
 """Exit code, argparse's own for a wrong command line as well."""

@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
+import os
+import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from roll_lite.config.schema.domains import DomainConfig
+from roll_lite.config.schema.domains import DomainConfig, RewardConfig
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.prompts import PromptSet, Split, load_prompts
 from roll_lite.data.row_values import RowError
 from roll_lite.data.samples import FinishReason, Prompt, RewardInput
 from roll_lite.data.sources import Row, read_rows
-from roll_lite.data.templates import Template, Tokenizer, load_tokenizer
+from roll_lite.data.templates import Template, load_tokenizer
 from roll_lite.data.user_function import nearest_aside
-from roll_lite.rewards.preview_table import Looked, render, render_references
-from roll_lite.rewards.references import written
+from roll_lite.rewards.preview_table import Looked, References, render, render_references
 from roll_lite.rewards.registry import REWARDS, typed_reward
-from roll_lite.rewards.reward_type import RewardType
+from roll_lite.rewards.reward_type import RewardType, written
 from roll_lite.rewards.running.reward_process import RewardProcess
-from roll_lite.rewards.unreadable import References, read_references
 
 RIGHT, WRONG_ANSWERS, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 """Exit codes."""
 INSTEAD = "--responses FILE (lines with `response` and `prompt` or `prompt_uid`), or --column NAME for a column of the data with right ones"
 REFERENCES_S = 30.0
 """Time limit for reading the split's references if `limit` is set."""
+PROMPTS_A_PROCESS = 500
+MOST_PROCESSES = 8
+
+Try = tuple[Prompt, str, str]
+"""Prompt, response and finish reason."""
 
 
 @dataclass(frozen=True)
@@ -46,47 +54,43 @@ class Look:
     """Column of the data to take the responses from."""
 
 
-@dataclass(frozen=True)
-class _Try:
-    prompt: Prompt
-    response: str
-    finish_reason: str = FinishReason.STOP
-
-
 def preview(config: RunConfig, look: Look) -> int:
     """Score responses and print a table; wrong use is reported on standard error. Returns the exit code."""
     looked: list[Looked] = []
+    title = "responses" if look.responses else "reference answers" if look.column is None else f"responses of column {look.column}"
+    references = None
     try:
         if look.responses is not None and look.column is not None:
             raise ValueError(f"--column: {look.column!r} would be ignored, --responses says where the responses are; give one of them")
         name = _domain(config, look)
-        domain = config.domains[name]
-        prompts, tries = _tries(name, domain, config, look)
-        with RewardProcess(domain.reward, f"domains.{name}.reward") as reward:
-            for one in tries:
-                score, seconds = reward.score(_sample(one))
-                looked.append(Looked(one.prompt, one.response, score, seconds))
+        domain, path = config.domains[name], f"domains.{name}.reward"
+        built_in = typed_reward(domain.reward.name, domain.reward.args, path) if domain.reward.name in REWARDS else None
+        if built_in is not None and built_in.within_a_run:
+            raise ValueError(f"{path}.name: {domain.reward.name!r} is scored by processes that only a run starts")
+        prompts, tries = _tries(name, config, look, built_in)
+        with RewardProcess(domain.reward, path) as reward:
+            for prompt, response, reason in tries:
+                score, seconds = reward.score(RewardInput.of(prompt, response, reason))
+                looked.append(Looked(prompt, response, score, seconds))
                 _progress(len(looked), len(tries))
-        references = _references(name, domain, prompts, look)
+        if built_in is not None and built_in.reads_answer_first:
+            limit_s = None if look.limit is None else REFERENCES_S
+            references = read_references(domain.reward, path, prompts, limit_s, lambda read: _progress(read, len(prompts)))
     except ValueError as error:
         sys.stderr.write(f"{error}\n")
         return WRONG_USE
     except KeyboardInterrupt:
         if looked:
-            render(looked, _title(look))
+            render(looked, title)
         sys.stderr.write("interrupted\n")
         return INTERRUPTED
-    render(looked, _title(look))
+    render(looked, title)
     if references is not None:
         render_references(references, shows_all=look.limit is None)
     failed = any(isinstance(one.score, str) for one in looked)
     wrong = any(not isinstance(one.score, str) and not one.score.is_correct for one in looked)
     unreadable = references is not None and bool(references.unreadable)
     return WRONG_ANSWERS if failed or (look.responses is None and (wrong or unreadable)) else RIGHT
-
-
-def _title(look: Look) -> str:
-    return "responses" if look.responses else "reference answers" if look.column is None else f"responses of column {look.column}"
 
 
 def _domain(config: RunConfig, look: Look) -> str:
@@ -96,78 +100,7 @@ def _domain(config: RunConfig, look: Look) -> str:
     name = look.domain or names[0]
     if name not in names:
         raise ValueError(f"--domain: {name!r} is no domain{nearest_aside(name, names)}; there are {', '.join(names)}")
-    reward = _typed(name, config.domains[name])
-    if reward is not None and reward.within_a_run:
-        raise ValueError(f"domains.{name}.reward.name: {config.domains[name].reward.name!r} is scored by processes that only a run starts")
     return name
-
-
-def _typed(name: str, domain: DomainConfig) -> RewardType | None:
-    """The reward if its type is built in, else None."""
-    is_built_in = domain.reward.name in REWARDS
-    return typed_reward(domain.reward.name, domain.reward.args, f"domains.{name}.reward") if is_built_in else None
-
-
-def _references(name: str, domain: DomainConfig, prompts: PromptSet, look: Look) -> References | None:
-    """References that the reward can and cannot read; None if its type does not read them first."""
-    if not _reads_answer_first(name, domain):
-        return None
-    seconds = None if look.limit is None else REFERENCES_S
-    return read_references(domain.reward, f"domains.{name}.reward", prompts, seconds, lambda read: _progress(read, len(prompts)))
-
-
-def _reads_answer_first(name: str, domain: DomainConfig) -> bool:
-    reward = _typed(name, domain)
-    return reward is not None and reward.reads_answer_first
-
-
-def _tries(name: str, domain: DomainConfig, config: RunConfig, look: Look) -> tuple[PromptSet, list[_Try]]:
-    """The prompts (the whole split if all references are read), and the responses to score."""
-    tokenizer = load_tokenizer(config.model.path)
-    reads_all = _reads_answer_first(name, domain)
-    if look.responses is None:
-        nothing = _nothing_to_score(name, domain, look)
-        limit = 1 if nothing else None if reads_all else look.limit
-        prompts = load_prompts(name, domain, look.split, tokenizer, config.domains, limit)
-        if nothing:
-            own = (domain.data.prompt, domain.data.answer)
-            columns = [column for column, value in prompts[0].columns.items() if isinstance(value, str) and column not in own]
-            there_are = f"; there are {', '.join(columns)}" if columns else ""
-            raise ValueError(f"{nothing}; give {INSTEAD}{there_are}")
-        reward = _typed(name, domain)
-        return prompts, [_reference(prompt, reward, look) for prompt in islice(prompts, look.limit)]
-    given = _Given(name, domain, look)
-    needed = None if reads_all else given.prompts_needed
-    prompts = load_prompts(name, domain, look.split, tokenizer, config.domains, needed)
-    return prompts, given.tries(prompts, tokenizer)
-
-
-def _nothing_to_score(name: str, domain: DomainConfig, look: Look) -> str | None:
-    """Why the reference answers cannot be scored as responses; None if they can or are not wanted."""
-    if look.column is not None:
-        return None
-    if domain.data.answer is None:
-        return f"domains.{name}.data.answer: there are no reference answers"
-    reward = _typed(name, domain)
-    what = reward.no_response() if reward is not None else None
-    return f"domains.{name}.reward.name: nothing to score: the answers of {domain.reward.name!r} are {what}" if what else None
-
-
-def _reference(prompt: Prompt, reward: RewardType | None, look: Look) -> _Try:
-    if look.column is not None:
-        if not isinstance(response := prompt.columns.get(look.column), str):
-            raise ValueError(f"--column: prompt {prompt.uid} has no text in the column {look.column!r}; it has {', '.join(prompt.columns)}")
-        return _Try(prompt, response)
-    response = written(prompt.answer) if reward is None else reward.response_for(prompt.answer)
-    if response is None:
-        raise ValueError(
-            f"prompt {prompt.uid}: its answer {prompt.answer!r:.80} is no text that could be a response; give --responses FILE"
-        )
-    return _Try(prompt, response)
-
-
-def _sample(one: _Try) -> RewardInput:
-    return RewardInput.of(one.prompt, one.response, one.finish_reason)
 
 
 def _progress(done: int, total: int) -> None:
@@ -176,80 +109,133 @@ def _progress(done: int, total: int) -> None:
         sys.stderr.flush()
 
 
-class _Given:
-    """Responses from a file."""
+# ---------------------------------------------------------------- responses
 
-    def __init__(self, name: str, domain: DomainConfig, look: Look) -> None:
-        assert look.responses is not None
-        self._name = name
-        self._domain = domain
-        self._file = look.responses
-        self._rows: list[tuple[Row, Mapping[str, Any]]] = []
-        for row, content in self._readable(look.responses):
-            if look.limit is not None and len(self._rows) >= look.limit:
-                break
-            self._rows.append((row, content))
-        if not self._rows:
+
+def _tries(name: str, config: RunConfig, look: Look, reward: RewardType | None) -> tuple[PromptSet, list[Try]]:
+    """The prompts (the whole split if all references are read), and the responses to score."""
+    domain, tokenizer = config.domains[name], load_tokenizer(config.model.path)
+    reads_all = reward is not None and reward.reads_answer_first
+    if look.responses is not None:
+        given = list(islice(_readable(look.responses, name), look.limit))
+        if not given:
             raise ValueError(f"--responses: {look.responses} has no response of domain {name}")
-
-    def _readable(self, file: Path) -> Iterator[tuple[Row, Mapping[str, Any]]]:
-        """Lines of this domain with a response. The samples of a run include failed ones, which have none."""
-        for row in read_rows(file.absolute()):
-            content = row.content
-            if isinstance(content, str):
-                raise ValueError(f"--responses: {row.place}: {content}")
-            if content.get("domain", self._name) != self._name or ("failure" in content and content.get("finish_reason") is None):
-                continue
-            if not isinstance(content.get("response"), str):
-                raise ValueError(f"--responses: {row.place}: column 'response': must be a text, got {content.get('response')!r:.80}")
-            uid, reason = content.get("prompt_uid"), content.get("finish_reason")
-            if uid is None and "prompt" not in content:
-                raise ValueError(f"--responses: {row.place}: which prompt? It needs `prompt_uid` or `prompt`")
-            if uid is not None and type(uid) is not int:
-                raise ValueError(f"--responses: {row.place}: column 'prompt_uid': must be a whole number, got {uid!r:.80}")
-            if reason is not None and reason not in tuple(FinishReason):
-                reasons = ", ".join(FinishReason)
-                raise ValueError(f"--responses: {row.place}: column 'finish_reason': must be one of {reasons}, got {reason!r:.80}")
-            yield row, content
-
-    @property
-    def prompts_needed(self) -> int | None:
-        uids = [content.get("prompt_uid") for _, content in self._rows]
-        return 1 + max(uid for uid in uids if uid is not None) if None not in uids else None
-
-    def tries(self, prompts: PromptSet, tokenizer: Tokenizer) -> list[_Try]:
-        template = Template(self._domain.template, self._domain.data.prompt, tokenizer, f"domains.{self._name}.template")
+        uids = [content.get("prompt_uid") for _, content in given]
+        needed = None if reads_all or None in uids else 1 + max(uid for uid in uids if uid is not None)
+        prompts = load_prompts(name, domain, look.split, tokenizer, config.domains, needed)
+        template = Template(domain.template, domain.data.prompt, tokenizer, f"domains.{name}.template")
         by_text: dict[str, list[Prompt]] = {}
-        if self.prompts_needed is None:
-            for prompt in prompts:
-                by_text.setdefault(prompt.text, []).append(prompt)
-        return [self._try(row, content, prompts, by_text, template) for row, content in self._rows]
+        for prompt in prompts if None in uids else ():
+            by_text.setdefault(prompt.text, []).append(prompt)
+        return prompts, [_given(row, content, prompts, by_text, _texts(content, domain, template)) for row, content in given]
+    nothing = None
+    if look.column is None and domain.data.answer is None:
+        nothing = f"domains.{name}.data.answer: there are no reference answers"
+    elif look.column is None and reward is not None and (what := reward.no_response()):
+        nothing = f"domains.{name}.reward.name: nothing to score: the answers of {domain.reward.name!r} are {what}"
+    prompts = load_prompts(name, domain, look.split, tokenizer, config.domains, 1 if nothing else None if reads_all else look.limit)
+    if nothing:
+        own = (domain.data.prompt, domain.data.answer)
+        columns = [column for column, value in prompts[0].columns.items() if isinstance(value, str) and column not in own]
+        there_are = f"; there are {', '.join(columns)}" if columns else ""
+        raise ValueError(f"{nothing}; give {INSTEAD}{there_are}")
+    return prompts, [(prompt, _response(prompt, reward, look), FinishReason.STOP) for prompt in islice(prompts, look.limit)]
 
-    def _try(
-        self, row: Row, content: Mapping[str, Any], prompts: PromptSet, by_text: Mapping[str, Sequence[Prompt]], template: Template
-    ) -> _Try:
-        uid, texts = content.get("prompt_uid"), self._texts(content, template)
-        if uid is None:
-            found = [prompt for text in texts for prompt in by_text.get(text, [])]
-            if not found or any(prompt.answer != found[0].answer for prompt in found):
-                problem = "stands there with several answers; name one by `prompt_uid`" if found else "is not in the domain's data"
-                raise ValueError(f"--responses: {row.place}: the prompt {content['prompt']!r:.80} {problem}")
-            prompt = found[0]
-        elif 0 <= uid < len(prompts):
-            prompt = prompts[uid]
-        else:
-            raise ValueError(f"--responses: {row.place}: there is no prompt {uid}; the data has {len(prompts)}")
-        if texts and prompt.text not in texts:
-            message = f"prompt {prompt.uid} of the data is {prompt.text!r:.80}, not {content['prompt']!r:.80}"
-            raise ValueError(f"--responses: {row.place}: {message}; is it of the other --split?")
-        return _Try(prompt, content["response"], content.get("finish_reason") or FinishReason.STOP)
 
-    def _texts(self, content: Mapping[str, Any], template: Template) -> list[str]:
-        """Possible texts of the prompt: as given, or with the template applied."""
-        if "prompt" not in content:
-            return []
-        texts = [content["prompt"]] if isinstance(content["prompt"], str) else []
+def _response(prompt: Prompt, reward: RewardType | None, look: Look) -> str:
+    """The reference answer as a response, or the text of the column."""
+    if look.column is not None:
+        if not isinstance(text := prompt.columns.get(look.column), str):
+            raise ValueError(f"--column: prompt {prompt.uid} has no text in the column {look.column!r}; it has {', '.join(prompt.columns)}")
+        return text
+    response = written(prompt.answer) if reward is None else reward.response_for(prompt.answer)
+    if response is None:
+        problem = f"its answer {prompt.answer!r:.80} is no text that could be a response"
+        raise ValueError(f"prompt {prompt.uid}: {problem}; give --responses FILE")
+    return response
+
+
+def _readable(file: Path, domain: str) -> Iterator[tuple[Row, Mapping[str, Any]]]:
+    """Lines of this domain with a response. The samples of a run include failed ones, which have none."""
+    for row in read_rows(file.absolute()):
+        content, place = row.content, f"--responses: {row.place}"
+        if isinstance(content, str):
+            raise ValueError(f"{place}: {content}")
+        if content.get("domain", domain) != domain or ("failure" in content and content.get("finish_reason") is None):
+            continue
+        uid, reason = content.get("prompt_uid"), content.get("finish_reason")
+        if not isinstance(content.get("response"), str):
+            raise ValueError(f"{place}: column 'response': must be a text, got {content.get('response')!r:.80}")
+        if uid is None and "prompt" not in content:
+            raise ValueError(f"{place}: which prompt? It needs `prompt_uid` or `prompt`")
+        if uid is not None and type(uid) is not int:
+            raise ValueError(f"{place}: column 'prompt_uid': must be a whole number, got {uid!r:.80}")
+        if reason is not None and reason not in tuple(FinishReason):
+            raise ValueError(f"{place}: column 'finish_reason': must be one of {', '.join(FinishReason)}, got {reason!r:.80}")
+        yield row, content
+
+
+def _texts(content: Mapping[str, Any], domain: DomainConfig, template: Template) -> list[str]:
+    """Possible texts of the prompt: as given, or with the template applied."""
+    if "prompt" not in content:
+        return []
+    texts = [content["prompt"]] if isinstance(content["prompt"], str) else []
+    try:
+        return [*texts, template.render({domain.data.prompt: content["prompt"]})]
+    except RowError:  # the template needs further columns
+        return texts
+
+
+def _given(row: Row, content: Mapping[str, Any], prompts: PromptSet, by_text: Mapping[str, list[Prompt]], texts: list[str]) -> Try:
+    uid, place = content.get("prompt_uid"), f"--responses: {row.place}"
+    if uid is None:
+        found = [prompt for text in texts for prompt in by_text.get(text, [])]
+        if not found or any(prompt.answer != found[0].answer for prompt in found):
+            problem = "stands there with several answers; name one by `prompt_uid`" if found else "is not in the domain's data"
+            raise ValueError(f"{place}: the prompt {content['prompt']!r:.80} {problem}")
+        prompt = found[0]
+    elif 0 <= uid < len(prompts):
+        prompt = prompts[uid]
+    else:
+        raise ValueError(f"{place}: there is no prompt {uid}; the data has {len(prompts)}")
+    if texts and prompt.text not in texts:
+        message = f"prompt {prompt.uid} of the data is {prompt.text!r:.80}, not {content['prompt']!r:.80}"
+        raise ValueError(f"{place}: {message}; is it of the other --split?")
+    return prompt, content["response"], content.get("finish_reason") or FinishReason.STOP
+
+
+# ---------------------------------------------------------------- references
+
+
+def read_references(
+    config: RewardConfig, path: str, prompts: PromptSet, seconds: float | None, progress: Callable[[int], None]
+) -> References:
+    """Find references that the reward cannot read, so that no response to their prompts gets a score: prompts in random order, for at most
+    `seconds`. ValueError for a mistake in the reward's section at `path`."""
+    plain = config.model_copy(update={"terms": [], "format": None})
+    order = iter(random.Random(0).sample(range(len(prompts)), len(prompts)))
+    processes = min(os.cpu_count() or 1, MOST_PROCESSES, 1 + len(prompts) // PROMPTS_A_PROCESS)
+    read: dict[int, str | None] = {}
+    lock, over = threading.Lock(), threading.Event()
+
+    def serve() -> None:
+        with RewardProcess(plain, path) as reward:
+            until = None if seconds is None else time.monotonic() + seconds
+            while not over.is_set() and (until is None or time.monotonic() < until):
+                with lock:
+                    number = next(order, None)
+                if number is None:
+                    return
+                score, _ = reward.score(RewardInput.of(prompts[number], "", FinishReason.STOP))
+                with lock:
+                    read[prompts[number].uid] = score if isinstance(score, str) else None
+                    progress(len(read))
+
+    with ThreadPoolExecutor(processes) as threads:
         try:
-            return [*texts, template.render({self._domain.data.prompt: content["prompt"]})]
-        except RowError:  # the template needs further columns
-            return texts
+            done, _ = wait([threads.submit(serve) for _ in range(processes)], return_when=FIRST_EXCEPTION)
+        finally:
+            over.set()
+    for one in done:
+        one.result()
+    return References(len(prompts), {uid: cause for uid, cause in sorted(read.items()) if cause is not None}, len(read))

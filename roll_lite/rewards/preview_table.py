@@ -14,7 +14,6 @@ from rich.table import Table
 from rich.text import Text
 
 from roll_lite.data.samples import Prompt, Score
-from roll_lite.rewards.unreadable import References
 
 PLAIN_WIDTH = 140
 LONGEST_CELL = 160
@@ -31,6 +30,24 @@ class Looked:
     score: Score | str
     """Score, or cause of failure."""
     seconds: float
+
+
+@dataclass(frozen=True)
+class References:
+    """Result of reading a split's references."""
+
+    total: int
+    unreadable: dict[int, str]
+    """Cause of failure by prompt."""
+    read: int
+    """Number of references read; less than all if the time ran out."""
+
+    def summary(self) -> str:
+        of_all = "" if self.read == self.total else f" looked at, spread over all {self.total} (--limit 0 looks at every one)"
+        if not self.unreadable:
+            return f"references: {'all ' if not of_all else ''}{self.read}{of_all}{',' if of_all else ''} can be read"
+        share = len(self.unreadable) / max(self.read, 1)
+        return f"references: {len(self.unreadable)} of {self.read}{of_all} cannot be read ({share:.2%})"
 
 
 def render(looked: Sequence[Looked], title: str, stream: TextIO | None = None) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ast
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
 from roll_lite.config.problems import Problem
 from roll_lite.config.schema.run import RunConfig
-from roll_lite.rewards.references import written
 
 
 class Unshown:
@@ -79,3 +79,40 @@ def too_slow(place: str, argument: str, value: float, seconds: float, timeout_s:
     if seconds >= timeout_s:
         message = f"allows {seconds:g} s by the clock; the whole sample has {timeout_s:g} (the reward's timeout_s): use less, or raise that"
         yield Problem(f"{place}.args.{argument}", message, value)
+
+
+NEUTRAL = {"+": "+0", "-": "-0", "*": "*1"}
+"""Suffixes that add a required operator to an expression without changing a number's value."""
+WRAPPED = {"boxed": r"\boxed{{{}}}", "tagged": "<answer>{}</answer>"}
+
+
+def written(answer: Any, extract: str = "") -> str | None:
+    """Text of the answer at the place where `extract` finds it; None if it cannot be written as a response."""
+    first = answer[0] if isinstance(answer, list) and answer else answer  # of a list any entry counts
+    if isinstance(first, bool) or not isinstance(first, str | int | float):
+        return None
+    return WRAPPED.get(extract, "{}").format(first)
+
+
+def no_expression(must_contain: Sequence[str], forbid: Sequence[str]) -> str | None:
+    """Description of the answers if no expression with these pieces can be made from them; else None."""
+    if not forbid and all(piece in NEUTRAL for piece in must_contain):
+        return None
+    marks = [*(f"with {piece!r}" for piece in must_contain), *(f"without {piece!r}" for piece in forbid)]
+    return f"values, and a response is an expression {' and '.join(marks)} that is worth one"
+
+
+def expression_worth(answer: Any, pieces: Sequence[str] = ()) -> str | None:
+    """Python expression for a value; a text that is a literal is used as it is. For a number, `pieces` (operators) are added."""
+    written = repr(answer) if answer is not None else None
+    value = answer
+    try:
+        if isinstance(answer, str):
+            value = ast.literal_eval(answer.strip())
+            written = answer
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        pass
+    if not pieces or written is None:
+        return written
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return written.strip() + "".join(NEUTRAL[piece] for piece in pieces) if is_number else None

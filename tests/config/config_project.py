@@ -17,7 +17,7 @@ from roll_lite.data.check import check_data
 from roll_lite.data.dump_files import check_dumps
 from roll_lite.observability.run_folder import check_run_dir
 from roll_lite.pipeline.checkpoint_files import check_resumption
-from roll_lite.rewards.check import check_rewards
+from roll_lite.rewards.registry import check_rewards
 
 VALID = """
 experiment: probe

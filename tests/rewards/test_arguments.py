@@ -11,8 +11,7 @@ import pytest
 from roll_lite.config.loading import load_config
 from roll_lite.config.problems import NO_VALUE, ConfigError, Problem
 from roll_lite.rewards.arguments import read_arguments
-from roll_lite.rewards.check import check_rewards
-from roll_lite.rewards.registry import REWARDS, reward_type
+from roll_lite.rewards.registry import REWARDS, check_rewards, reward_type
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES: dict[str, Any] = {

@@ -8,7 +8,7 @@ import pytest
 
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.base import RewardFailed, RewardFunction, to_score
-from roll_lite.rewards.terms.combine import Reward, Term
+from roll_lite.rewards.terms import Reward, Term
 
 HUGE = 10**400
 """More than a float can hold."""

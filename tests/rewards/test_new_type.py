@@ -12,8 +12,7 @@ from roll_lite.config.loading import load_config
 from roll_lite.config.problems import ConfigError
 from roll_lite.config.schema.domains import RewardConfig
 from roll_lite.data.samples import RewardInput
-from roll_lite.rewards.check import check_rewards
-from roll_lite.rewards.registry import REWARDS, build_reward
+from roll_lite.rewards.registry import REWARDS, build_reward, check_rewards
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/add_a_domain.md").read_text(encoding="utf-8")

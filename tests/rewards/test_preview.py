@@ -18,8 +18,8 @@ from roll_lite.cli import main
 from roll_lite.config.schema.domains import RewardConfig
 from roll_lite.data.prompts import PromptSet
 from roll_lite.data.samples import RewardInput, Score
+from roll_lite.rewards.preview import read_references
 from roll_lite.rewards.running.reward_process import RewardProcess
-from roll_lite.rewards.unreadable import read_references
 
 ROOT = Path(__file__).resolve().parents[2]
 FUNCTIONS = """

@@ -9,8 +9,8 @@ import pytest
 from roll_lite.config.schema.domains import RewardConfig
 from roll_lite.data.samples import RewardInput
 from roll_lite.rewards.code.reward import CodeReward
-from roll_lite.rewards.references import written
 from roll_lite.rewards.registry import build_reward, typed_reward
+from roll_lite.rewards.reward_type import written
 from roll_lite.rewards.text.instruction import InstructionReward
 
 

@@ -16,7 +16,7 @@ from roll_lite.config.schema.domains import RewardConfig
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.registry import build_reward
-from roll_lite.rewards.terms.combine import Reward
+from roll_lite.rewards.terms import Reward
 
 ROOT = Path(__file__).parents[2]
 

@@ -20,8 +20,7 @@ from roll_lite.rewards.code.compare import Compare
 from roll_lite.rewards.code.languages import Extract, Language, extract_code, known_languages
 from roll_lite.rewards.code.rounds import CLOCK, LONGEST_CODE, Attempt, Rounds
 from roll_lite.rewards.code.tests import Test, tests_of
-from roll_lite.rewards.references import expression_worth, no_expression
-from roll_lite.rewards.reward_type import RewardType, too_slow
+from roll_lite.rewards.reward_type import RewardType, expression_worth, no_expression, too_slow
 from roll_lite.sandbox.pool import Limits, SandboxPool
 
 OF_THE_POOL = ("parallel", "allow_unprotected", "readable", "python_path")

@@ -98,6 +98,14 @@ class Refused(ResponseSuspected):
     """Raised if the service answers that it cannot handle this request."""
 
 
+class _Passing(Exception):
+    """Raised by an attempt that may be retried, at other URLs only if the service was too slow."""
+
+    def __init__(self, cause: str, is_refusal: bool = False, wait_s: float | None = None, elsewhere_only: bool = False) -> None:
+        super().__init__(cause)
+        self.is_refusal, self.wait_s, self.elsewhere_only = is_refusal, wait_s, elsewhere_only
+
+
 @dataclass
 class _Url:
     url: str
@@ -109,18 +117,6 @@ class _Url:
 
     def is_available(self) -> bool:
         return self.failures == 0 or (self.requests == 0 and monotonic() >= self.rests_until)
-
-
-@dataclass
-class _Trouble:
-    """Cause of a failed attempt that may be retried."""
-
-    text: str
-    is_refusal: bool = False
-    wait_s: float | None = None
-    """Seconds to wait, if the service asks for that."""
-    elsewhere_only: bool = False
-    """True: retry at other URLs only, since this service was too slow."""
 
 
 class HttpClient:
@@ -136,67 +132,67 @@ class HttpClient:
     async def post(self, payload: Any, retries: int | None = None) -> tuple[Any, str]:
         """Returns the answer's JSON and the URL that gave it, in a form that may be shown. After the retries: Refused if the service
         rejects the request, RewardFailed if there is no answer."""
-        attempts, troubles = 1 + (self._settings.retries if retries is None else retries), dict[str, str]()
+        attempts, causes = 1 + (self._settings.retries if retries is None else retries), dict[str, str]()
         try:
             body = json.dumps(payload).encode()
         except (TypeError, ValueError) as error:
             raise RewardFailed(f"{self._reward}: the request cannot be written as JSON: {error}") from None
         async with self._limit:
             for attempt in range(attempts):
-                available = [url for url in self._urls if url.is_available()]
                 # Ties are broken at random: otherwise all worker processes would begin with the first URL.
-                least_busy = min(available, key=lambda url: (url.requests, random.random()), default=None)
-                url = least_busy or min(self._urls, key=lambda url: url.rests_until)
+                order = sorted(self._urls, key=lambda url: (not url.is_available(), url.requests, random.random()))
+                url = order[0] if order[0].is_available() else min(order, key=lambda url: url.rests_until)
                 url.requests += 1
                 try:
-                    answer = await self._attempt(url, body)
+                    return await self._attempt(url, body), shown(url.url)
+                except _Passing as passing:
+                    trouble = passing
                 finally:
                     url.requests -= 1
-                if not isinstance(answer, _Trouble):
-                    return answer, shown(url.url)
                 url.failures += 1
-                rest = min(BACKOFF_S * 2**url.failures, LONGEST_BACKOFF_S) if answer.wait_s is None else answer.wait_s
+                rest = min(BACKOFF_S * 2**url.failures, LONGEST_BACKOFF_S) if trouble.wait_s is None else trouble.wait_s
                 url.rests_until = monotonic() + rest
-                troubles[shown(url.url)] = answer.text
+                causes[shown(url.url)] = str(trouble)
                 if not any(url.is_available() for url in self._urls):
-                    if answer.elsewhere_only or attempt == attempts - 1:
+                    if trouble.elsewhere_only or attempt == attempts - 1:
                         break
                     backoff = min(BACKOFF_S * 2**attempt, LONGEST_BACKOFF_S) * random.uniform(0.5, 1.0)
-                    await asyncio.sleep(max(answer.wait_s or 0.0, backoff))
-        causes = "; ".join(f"{url} {text}" for url, text in troubles.items())
-        made = f"{attempt + 1} attempt{'s' if attempt else ''}"
-        raise (Refused if answer.is_refusal else RewardFailed)(f"{self._reward}: no answer after {made}: {causes}")
+                    await asyncio.sleep(max(trouble.wait_s or 0.0, backoff))
+        said = f"no answer after {attempt + 1} attempt{'s' if attempt else ''}: {'; '.join(map(' '.join, causes.items()))}"
+        raise (Refused if trouble.is_refusal else RewardFailed)(f"{self._reward}: {said}")
 
-    async def _attempt(self, url: _Url, body: bytes) -> Any | _Trouble:
+    async def _attempt(self, url: _Url, body: bytes) -> Any:
         import httpx2
 
-        key, seconds = self._key(), self._settings.timeout_s
-        header = self._settings.api_key_header
-        headers = {} if key is None else {header: f"Bearer {key}" if header.lower() == "authorization" else key}
-        client = self._client if self._client is not None else await anext(self._open)
-        self._client = client
+        key, seconds, headers = self._key(), self._settings.timeout_s, {"Content-Type": "application/json"}
+        if key is not None:
+            header = self._settings.api_key_header
+            headers[header] = f"Bearer {key}" if header.lower() == "authorization" else key
+        if self._client is None:
+            self._client = await anext(self._open)
         try:
             async with asyncio.timeout(seconds):
-                response = await client.post(url.url, content=body, headers={"Content-Type": "application/json", **headers})
+                response = await self._client.post(url.url, content=body, headers=headers)
         except httpx2.ConnectTimeout:
-            return _Trouble(f"cannot be reached: no connection within {min(CONNECT_S, seconds):g} s", elsewhere_only=True)
+            raise _Passing(f"cannot be reached: no connection within {min(CONNECT_S, seconds):g} s", elsewhere_only=True) from None
         except (TimeoutError, httpx2.TimeoutException):
-            return _Trouble(f"gave no answer within {seconds:g} s", elsewhere_only=True)
+            raise _Passing(f"gave no answer within {seconds:g} s", elsewhere_only=True) from None
         except (httpx2.HTTPError, OSError) as error:
-            return _Trouble(f"cannot be reached: {_without(key, _innermost(error))}")
+            raise _Passing(f"cannot be reached: {_without(key, _innermost(error))}") from None
         said = _without(key, response.text).strip().partition("\n")[0][:SHOWN_CHARACTERS].strip()
         said = f": {said}" if said else ""
         answered = f"answered {response.status_code} {_without(key, response.reason_phrase)}".strip() + said
         is_refusal = response.status_code in ABOUT_THE_CONTENT
         if response.status_code in PASSING:
-            return _Trouble(answered, is_refusal, _seconds(response.headers.get("Retry-After")))
+            asked = re.fullmatch(r"\d+(?:\.\d+)?", response.headers.get("Retry-After", ""))
+            raise _Passing(answered, is_refusal, min(float(asked[0]), LONGEST_BACKOFF_S) if asked else None)
         url.failures = 0
         if not response.is_success:
             raise (Refused if is_refusal else RewardFailed)(f"{self._reward}: {shown(url.url)} {answered}")
         try:  # a key of a few letters is no secret, and part of most words
             return json.loads(_without(key if key and len(key) >= SHORTEST_SECRET else None, response.text))
         except (ValueError, RecursionError) as error:
-            return _Trouble(f"answered with malformed JSON ({error}){said}", is_refusal=True)
+            raise _Passing(f"answered with malformed JSON ({error}){said}", is_refusal=True) from None
 
     def _key(self) -> str | None:
         if (variable := self._settings.api_key_env) is None:
@@ -245,11 +241,3 @@ def _innermost(error: BaseException) -> str:
     while (cause := error.__cause__ or error.__context__) is not None:
         error = cause
     return (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}: {error}".rstrip(": ")
-
-
-def _seconds(retry_after: str | None) -> float | None:
-    """Seconds of a Retry-After header; None for a date."""
-    try:
-        return None if retry_after is None else min(max(float(retry_after), 0.0), LONGEST_BACKOFF_S)
-    except ValueError:
-        return None

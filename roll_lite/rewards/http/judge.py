@@ -28,10 +28,9 @@ from roll_lite.models.model_files import chat_templates
 from roll_lite.rewards.answer_extraction import CUT, finished, is_cut
 from roll_lite.rewards.base import ResponseSuspected, RewardFailed
 from roll_lite.rewards.http.client import Addresses, AskingReward, HttpClient, several
-from roll_lite.rewards.http.verdict import Verdict, VerdictParser, checked_pattern, checked_scale
+from roll_lite.rewards.http.verdict import Verdict, VerdictCache, VerdictParser, cache_key, compiled
 from roll_lite.rewards.placeholders import checked_template, columns_in, filled
 from roll_lite.rewards.reward_type import Unshown
-from roll_lite.rewards.running.verdict_cache import VerdictCache, cache_key
 
 Api = Literal["chat", "completions"]
 TEMPLATE = """Is the response a correct and complete answer to the question?
@@ -99,11 +98,11 @@ class JudgeReward(AskingReward):
     and }} stay braces. {fence} is a line that the response cannot contain: put one before and one behind it."""
     system: str | None = None
     """System message."""
-    pattern: Annotated[str, AfterValidator(checked_pattern)] | None = None
+    pattern: Annotated[str, AfterValidator(lambda pattern: compiled(pattern).pattern)] | None = None
     """Regular expression of the verdict in the judge's text: the first group of its last match, or the whole match."""
     choices: dict[str, float] | None = None
     """Verdicts in words, with their values."""
-    scale: Annotated[tuple[float, float], AfterValidator(checked_scale)] | None = None
+    scale: tuple[float, float] | None = None
     """Lowest and highest number that the judge may give, mapped to 0 and 1."""
     temperature: NonNegativeFloat = 0.0
     """Sampling temperature of the judge; 0 is greedy, and cached."""
@@ -132,6 +131,8 @@ class JudgeReward(AskingReward):
     @field_validator("scale")
     @classmethod
     def _of_numbers(cls, scale: tuple[float, float] | None, others: ValidationInfo) -> tuple[float, float] | None:
+        if scale is not None and not scale[0] < scale[1]:
+            raise ValueError("the first number has to be less than the second")
         if scale is not None and others.data.get("choices") is not None:
             raise ValueError("is of numbers, and the choices say what each verdict is worth; remove one")
         return scale

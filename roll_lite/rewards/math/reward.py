@@ -31,8 +31,7 @@ from roll_lite.rewards.math.equality import (
     written_form,
 )
 from roll_lite.rewards.math.quantities import NO_UNIT, TEXT, Quantity, Unit, quantity, ratio, split_unit, tidy, unwrapped
-from roll_lite.rewards.references import written
-from roll_lite.rewards.reward_type import RewardType, too_slow
+from roll_lite.rewards.reward_type import RewardType, too_slow, written
 from roll_lite.rewards.running.time_limit import TimeLimitExceeded, limited
 
 Accept = Literal["simplified", "value"]

@@ -16,7 +16,7 @@ from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.base import RewardFailed, RewardFunction
 from roll_lite.rewards.registry import build_reward
 from roll_lite.rewards.running.time_limit import TimeLimitExceeded, limited
-from roll_lite.rewards.terms.combine import Reward
+from roll_lite.rewards.terms import Reward
 from roll_lite.rewards.text.format import FormatCheck, format_check
 
 WAIT_SECONDS = 0.1

@@ -16,9 +16,8 @@ from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.base import RewardFailed, RewardFunction
 from roll_lite.rewards.http import client as http_client
 from roll_lite.rewards.http.judge import JudgeReward
-from roll_lite.rewards.http.verdict import VerdictParser
+from roll_lite.rewards.http.verdict import VerdictCache, VerdictParser, cache_key
 from roll_lite.rewards.registry import build_reward
-from roll_lite.rewards.running.verdict_cache import VerdictCache, cache_key
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,7 @@ import pytest
 from roll_lite.config.schema.domains import RewardConfig, RewardTermConfig
 from roll_lite.data.samples import RewardInput
 from roll_lite.rewards.registry import build_reward
-from roll_lite.rewards.terms.length import LengthReward
-from roll_lite.rewards.terms.repetition import RepetitionReward
+from roll_lite.rewards.terms import LengthReward, RepetitionReward
 from roll_lite.rewards.text.format import FormatReward
 
 

@@ -1,0 +1,174 @@
+"""Terms of a reward, `length` and `repetition` among them, and their sum with the reward of the domain's type."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from roll_lite.data.samples import RewardInput, Score
+from roll_lite.rewards.base import RewardFailed, RewardFunction, checked_score
+from roll_lite.rewards.reward_type import RewardType
+
+
+@dataclass(frozen=True)
+class Term:
+    label: str
+    """Name in details and causes; unique within its reward."""
+    weight: float
+    function: RewardFunction
+
+
+class Reward:
+    """Sum of base and weight * term. The base alone decides whether a sample is correct; if a term fails, the sample fails."""
+
+    def __init__(self, base: RewardFunction, terms: Sequence[Term] = ()) -> None:
+        self.name = base.name
+        self.base = base
+        self.terms = tuple(terms)
+        self.functions = (base, *(term.function for term in self.terms))
+        """Functions of the base and the terms, in this order."""
+        self.is_async = any(function.is_async for function in self.functions)
+        self.is_batched = any(function.is_batched for function in self.functions)
+
+    def __call__(self, item: RewardInput) -> Score:
+        """Score without an event loop."""
+        results: list[Score | RewardFailed] = []
+        for function in self.functions:
+            try:
+                results.append(function(item))
+            except RewardFailed as failure:
+                results.append(failure)
+                break
+        return self.combined(results)
+
+    def combined(self, results: Sequence[Score | RewardFailed]) -> Score:
+        """Sum of the functions' results; raises the first failure."""
+        for place, result in enumerate(results):
+            if isinstance(result, RewardFailed):
+                raise result if place == 0 else RewardFailed(f"term {self.terms[place - 1].label}: {result.cause}")
+        base, *others = [result for result in results if isinstance(result, Score)]
+        if not self.terms:
+            return base
+        value, details, terms = base.value, {"base": base.value, **base.details}, {"base": base.value}
+        for term, score in zip(self.terms, others, strict=True):
+            terms[term.label] = term.weight * score.value
+            value += terms[term.label]
+            details[term.label] = score.value
+            details.update({f"{term.label}.{key}": detail for key, detail in score.details.items()})
+        value = checked_score(value, f"{self.name} with its terms")
+        return replace(base, value=value, correct=base.is_correct, details=details, terms=terms)
+
+    def warm(self) -> None:
+        """Do the work of a first call before a time limit runs."""
+        for function in self.functions:
+            function.warm()
+
+    def describe(self) -> str:
+        """Information for the user about how it runs on this machine."""
+        return "; ".join(filter(None, (function.describe() for function in self.functions)))
+
+    def close(self) -> None:
+        for function in self.functions:
+            function.close()
+
+
+def labels_of(names: Sequence[str]) -> list[str]:
+    """Short labels: the last part of each dotted path, numbered if repeated."""
+    labels: list[str] = []
+    for name in names:
+        short = name.rpartition(".")[2]
+        count = sum(label == short or label.startswith(f"{short}_") for label in labels)
+        labels.append(short if count == 0 else f"{short}_{count + 1}")
+    return labels
+
+
+Count = Annotated[int, Field(ge=0)]
+
+
+class LengthReward(RewardType):
+    """A term for the response's length: 1 for an ideal length, falling linearly to 0 at a distance of `width`.
+
+    Without `target` and `limit` the value is the share of `width` that the response fills, at most 1: longer is better. Rewards see no
+    tokens: length counts characters or words (by white space).
+
+    ```yaml
+    reward:
+      name: math
+      terms:
+        - {name: length, args: {limit: 2000, width: 1000}, weight: 0.2}      # 0.2 up to 2,000 characters, nothing from 3,000 on
+    ```
+    """
+
+    target: Count | None = None
+    """Ideal length."""
+    limit: Count | None = None
+    """Maximum ideal length, instead of a target."""
+    tolerance: Count = 0
+    """Distance from the target that still counts as ideal."""
+    width: Annotated[int, Field(ge=1)] = 100
+    """Distance from the ideal length at which the value is 0."""
+    unit: Literal["characters", "words"] = "characters"
+    """Unit of the length."""
+
+    @field_validator("limit")
+    @classmethod
+    def _one_aim(cls, limit: int | None, others: ValidationInfo) -> int | None:
+        if limit is not None and others.data.get("target") is not None:
+            raise ValueError("length takes target or limit, not both; remove one")
+        return limit
+
+    @field_validator("tolerance")
+    @classmethod
+    def _of_a_target(cls, tolerance: int, others: ValidationInfo) -> int:
+        if tolerance and "target" in others.data and others.data["target"] is None:
+            raise ValueError("is that of a target, and there is none; remove it, or give a target")
+        return tolerance
+
+    def __call__(self, sample: RewardInput) -> Score:
+        count = len(sample.response) if self.unit == "characters" else len(sample.response.split())
+        if self.target is not None:
+            off = max(0, abs(count - self.target) - self.tolerance)
+        elif self.limit is not None:
+            off = max(0, count - self.limit)
+        else:
+            return Score(min(1.0, count / self.width), None, {self.unit: float(count)})
+        return Score(max(0.0, 1 - off / self.width), off == 0, {self.unit: float(count)})
+
+    def no_response(self) -> str:
+        return "nothing"
+
+
+class RepetitionReward(RewardType):
+    """A term for repetition: the share of n-grams that occurred before, from 0 to almost 1; its weight should be negative. Case does not
+    matter. A response with fewer than `n` words (or characters) repeats nothing.
+
+    ```yaml
+    reward:
+      name: math
+      terms:
+        - {name: repetition, args: {n: 4, free: 0.1}, weight: -0.5}
+    ```
+    """
+
+    n: Annotated[int, Field(ge=1)] = 4
+    """Length of the n-grams."""
+    unit: Literal["words", "characters"] = "words"
+    """Unit of the n-grams."""
+    free: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of repetition that costs nothing; from there the value rises linearly to 1."""
+
+    def __call__(self, sample: RewardInput) -> Score:
+        text = sample.response.casefold()
+        parts = text.split() if self.unit == "words" else list(text)
+        count = len(parts) - self.n + 1
+        if count <= 0:
+            return Score(0.0, None, {"repeated": 0.0})
+        different = len({tuple(parts[start : start + self.n]) for start in range(count)})
+        share = 1 - different / count
+        return Score(max(0.0, share - self.free) / (1 - self.free), None, {"repeated": share})
+
+    def no_response(self) -> str:
+        return "nothing"

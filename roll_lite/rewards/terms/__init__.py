@@ -1,1 +1,0 @@
-"""Terms of a reward, and how they are added to it."""
