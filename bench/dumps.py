@@ -59,7 +59,7 @@ def made(tokens: int, samples: int) -> tuple[list[SampleGroup], dict[int, DataPr
         records.append(TokenRecord.joined([TokenRecord.given(prompt), TokenRecord(ids, np.ones(tokens, bool), log_probs)]))
     size = max(1, BLOCK_TOKENS // (PROMPT + tokens))  # rows of a full block
     parts = [records[start : start + size] for start in range(0, len(records), size)]
-    blocks = {number: token_block(part, kept_ids=False) for number, part in enumerate(parts)}
+    blocks = {number: token_block(part) for number, part in enumerate(parts)}
     places = [TokenRow(number, row, PROMPT + tokens) for number, block in blocks.items() for row in range(len(block))]
     text = "the words of it " * (tokens // 4)
     segments = (Segment(Author.PROMPT, PROMPT), Segment(Author.POLICY, tokens, (VersionSpan(0, 3),)))

@@ -67,7 +67,7 @@ async def streamed(strategy: Any, prompts: Sequence[list[int]], number: int) -> 
     requests = [GenerationRequest(f"{number}/{i}", tuple(prompt), sampling) for i, prompt in enumerate(prompts)]
     lengths = {}
     started = time.perf_counter()
-    async for completion in strategy.generate(requests):
+    for completion in await asyncio.gather(*map(strategy.generate, requests)):
         assert completion.error is None, completion.error
         lengths[completion.request_id] = len(completion.token_ids)
     seconds = time.perf_counter() - started

@@ -87,7 +87,7 @@ class Engine:
 
         sampling = Sampling(1.0, MAX_TOKENS, min_tokens=MAX_TOKENS)
         requests = [GenerationRequest(f"{time.perf_counter()}/{number}", (1 + number, 2, 3, 4), sampling) for number in range(REQUESTS)]
-        async for completion in self.strategy.generate(requests):
+        for completion in await asyncio.gather(*map(self.strategy.generate, requests)):
             assert completion.error is None and len(completion.token_ids) == MAX_TOKENS, completion
 
     def leave(self) -> None:

@@ -29,7 +29,7 @@ from roll_lite.data.samples import (
 from roll_lite.models.model_files import tokenizer_checksum
 from roll_lite.scheduler.service import accepted
 from roll_lite.workers.rollout_output import rows_of
-from roll_lite.workers.token_blocks import TokenRecord, token_block
+from roll_lite.workers.token_blocks import KEPT_IDS, TokenRecord, token_block
 
 PROMPT = (5, 6, 7)
 TEMPERATURES = {"add": 1.0, "copy": 0.7}
@@ -39,7 +39,8 @@ class Blocks:
     """Token blocks by name."""
 
     def __init__(self, records: dict[str, list[TokenRecord]], kept_ids: bool = False) -> None:
-        self.blocks: dict[str, DataProto | None] = {name: token_block(own, kept_ids) for name, own in records.items()}
+        columns = [KEPT_IDS] if kept_ids else []
+        self.blocks: dict[str, DataProto | None] = {name: token_block(own, columns) for name, own in records.items()}
 
     def __call__(self, references: Sequence[Any]) -> list[DataProto | None]:
         return [self.blocks[name] for name in references]
@@ -48,7 +49,7 @@ class Blocks:
 def record(response: Sequence[int], kept: np.ndarray | None = None) -> TokenRecord:
     count = len(response)
     log_probs = -np.arange(1, count + 1, dtype=np.float32) / 3
-    own = TokenRecord(np.array(response, np.int64), np.ones(count, bool), log_probs, kept)
+    own = TokenRecord(np.array(response, np.int64), np.ones(count, bool), log_probs, {} if kept is None else {KEPT_IDS: kept})
     return TokenRecord.joined([TokenRecord.given(PROMPT), own])
 
 

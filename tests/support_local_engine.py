@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import cast
 
 from roll_lite.data.proto import DataProto
-from roll_lite.data.samples import GenerationRequest, TokenRow
+from roll_lite.data.samples import GenerationRequest, TokenRow, Turn
 from roll_lite.distributed.strategy.base import InferenceStrategy
-from roll_lite.scheduler.engines import BatchedEngine, Collected
+from roll_lite.scheduler.engines import Asked, BatchedEngine, Collected, EngineClient
 from roll_lite.workers.completions import CompletionPump
-from roll_lite.workers.token_blocks import joined_row, token_block
+from roll_lite.workers.token_blocks import joined_block
 
 
 async def fetch_block(block: DataProto) -> DataProto:
@@ -20,6 +22,23 @@ async def fetch_block(block: DataProto) -> DataProto:
 async def collect(pump: CompletionPump, max_wait_s: float) -> Collected:
     collected, blocks = await pump.collect(max_wait_s, most_blocks=2)
     return collected.lying_in(blocks)
+
+
+class Told(Asked):
+    """Passes progress on."""
+
+    def __init__(self, request: GenerationRequest, tell: Callable[[int], None]) -> None:
+        super().__init__(request)
+        self._tell = tell
+
+    def generated(self, tokens: int) -> None:
+        self._tell(tokens)
+
+
+def ask(engine: EngineClient, request: GenerationRequest, tell: Callable[[int], None] = lambda tokens: None) -> asyncio.Future[Turn]:
+    asked = Told(request, tell)
+    engine.send(asked)
+    return cast("asyncio.Future[Turn]", asked.answer)
 
 
 class LocalEngine(BatchedEngine):
@@ -37,8 +56,8 @@ class LocalEngine(BatchedEngine):
         return await collect(self._pump, 60.0)
 
     async def _joined(self, request: GenerationRequest, parts: Sequence[TokenRow]) -> TokenRow:
-        record = await joined_row(request, parts, fetch_block)
-        return TokenRow(token_block([record], False), 0, len(record))
+        block = await joined_block(request, parts, fetch_block)
+        return TokenRow(block, 0, len(block.ragged("input_ids").values))
 
     async def _abort(self, request_ids: list[str]) -> None:
         await self._pump.abort(request_ids)

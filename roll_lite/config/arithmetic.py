@@ -9,6 +9,7 @@ from math import ceil
 from typing import Literal
 
 from roll_lite.config.checks.functions import parameters_of
+from roll_lite.config.keep_mask import is_truncated
 from roll_lite.config.schema.algorithm import CustomLossConfig, KlInLossConfig, KlInRewardConfig
 from roll_lite.config.schema.base import Refused
 from roll_lite.config.schema.domains import DomainConfig, SamplingConfig
@@ -300,6 +301,13 @@ def actor_gives_log_probs(config: RunConfig) -> bool:
 def replays_engines(config: RunConfig) -> bool:
     """True if the actor's passes use the experts that the engines chose."""
     return trains(config) and config.algorithm.routing_replay == "rollout"
+
+
+def extra_token_columns(config: RunConfig) -> tuple[str, ...]:
+    """Columns of token blocks beyond those that every run has."""
+    has_kept_ids = config.rollout.keep_mask and any(is_truncated(domain.sampling) for domain in config.domains.values())
+    columns = {"kept_ids": has_kept_ids, "rollout_experts": replays_engines(config)}
+    return tuple(name for name, is_there in columns.items() if is_there)
 
 
 def roles(config: RunConfig) -> dict[str, Role]:

@@ -163,7 +163,7 @@ class Completion:
     cached_tokens: int = 0
     """Prompt tokens found in the engine's prefix cache."""
     experts: np.ndarray | None = field(default=None, compare=False)
-    """[tokens, layers with experts x experts per token] int16: experts of the prompt's and response's tokens, if EngineSpec.experts.
+    """[tokens, layers with experts x experts per token] int16: experts of the prompt's and response's tokens, if reported.
 
     The last token is missing, since the engine has not processed it.
     """

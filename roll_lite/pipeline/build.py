@@ -11,11 +11,11 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from roll_lite.config.arithmetic import (
     actor_is_reference,
     adapters_of_engines,
+    extra_token_columns,
     generates,
     infer_dtype,
     max_model_len,
     model_parallel_size,
-    replays_engines,
     roles,
     trains,
     updates,
@@ -172,7 +172,7 @@ class Starter:
             role.threads,
             limits.engine_silence or None,
             limits.engine_step,
-            experts=replays_engines(self.config),
+            columns=extra_token_columns(self.config),
             sharers=role.replicas_per_device,
             lora=adapters_of_engines(self.config),
         )
@@ -209,7 +209,7 @@ class Starter:
             engines_rest=config.actor_infer.offload,
             engine_silence_s=config.limits.engine_silence or None,
             trains_embeddings=trains(config) and config.actor_train.lora is None,
-            experts=replays_engines(config),
+            columns=extra_token_columns(config),
         )
         return start_cluster(self.spec("rollouts", [beside_driver()]), RolloutWorker, service)
 

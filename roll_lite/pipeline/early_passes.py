@@ -11,7 +11,7 @@ from roll_lite.distributed.cluster import Cluster, Pending, gather
 from roll_lite.distributed.dataflow import Batch, Block
 from roll_lite.pipeline.clusters import Model
 from roll_lite.pipeline.journal import Journal
-from roll_lite.scheduler.settings import least_early
+from roll_lite.scheduler.supply import least_early
 from roll_lite.workers.rollout import RolloutWorker
 
 

@@ -10,7 +10,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from roll_lite.data.samples import FinishReason, GenerationRequest, TokenRow, Turn, VersionSpan, merged
 
@@ -25,8 +25,23 @@ class EngineLost(Exception):
         self.partial = partial
 
 
-Generated = Callable[[int], None]
-"""Progress callback: called with the number of tokens when an engine starts a request, and every few seconds."""
+class Asked:
+    """A request at an engine, with what has come of it."""
+
+    __slots__ = ("answer", "parts", "request")
+
+    def __init__(self, request: GenerationRequest) -> None:
+        self.ask(request)
+
+    def ask(self, request: GenerationRequest) -> None:
+        self.request = request
+        self.answer: asyncio.Future[Turn | None] = asyncio.get_running_loop().create_future()
+        """The response, with `error` set if the request failed; EngineLost if the engine died. None: it was given up."""
+        self.parts: list[Turn] = []
+        """Parts of the response, used if the engine dies before the rest."""
+
+    def generated(self, tokens: int) -> None:
+        """Note progress: called with the number of tokens when the engine begins, and every few seconds."""
 
 
 class EngineClient(Protocol):
@@ -34,8 +49,8 @@ class EngineClient(Protocol):
 
     name: str
 
-    def generate(self, request: GenerationRequest, generated: Generated | None = None) -> Awaitable[Turn]:
-        """Generate a response. A failed request has `error` set; raises EngineLost if the engine dies."""
+    def send(self, asked: Asked) -> None:
+        """Generate a response; it resolves `asked.answer`."""
         ...
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -66,14 +81,6 @@ def _lying_in(turns: Sequence[Turn], blocks: Sequence[Any]) -> list[Turn]:
     return [turn if turn.tokens is None else turn._replace(tokens=turn.tokens._replace(block=blocks[turn.tokens.block])) for turn in turns]
 
 
-class _Asked(NamedTuple):
-    request: GenerationRequest
-    generated: Generated | None
-    answer: asyncio.Future[Turn]
-    parts: list[Turn]
-    """Parts of the response, used if the engine dies before the rest."""
-
-
 class BatchedEngine(ABC):
     """The caller's side of an engine (an EngineClient): batches requests, and resolves futures with the answers."""
 
@@ -81,7 +88,7 @@ class BatchedEngine(ABC):
         self.name = name
         self._frozen_admission = frozen_admission
         self._outbox: list[GenerationRequest] = []
-        self._asked: dict[str, _Asked] = {}
+        self._asked: dict[str, Asked] = {}
         self._collector: asyncio.Task[None] | None = None
         self._sending: set[asyncio.Task[None]] = set()
         self._dead: str | None = None
@@ -99,17 +106,14 @@ class BatchedEngine(ABC):
     @abstractmethod
     async def _abort(self, request_ids: list[str]) -> None: ...
 
-    def generate(self, request: GenerationRequest, generated: Generated | None = None) -> asyncio.Future[Turn]:
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[Turn] = loop.create_future()
+    def send(self, asked: Asked) -> None:
         if self._dead is not None:
-            answer.set_exception(EngineLost(self.name, self._dead))
-            return answer
-        self._asked[request.request_id] = _Asked(request, generated, answer, [])
+            asked.answer.set_exception(EngineLost(self.name, self._dead))
+            return
+        self._asked[asked.request.request_id] = asked
         if not self._outbox:
-            loop.call_soon(self._flush)
-        self._outbox.append(request)
-        return answer
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outbox.append(asked.request)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         asked = set(request_ids)
@@ -150,7 +154,7 @@ class BatchedEngine(ABC):
             while self._asked:
                 collected = await self._collect()
                 for request_id, tokens in collected.generated.items():
-                    if (asked := self._asked.get(request_id)) is not None and asked.generated is not None:
+                    if (asked := self._asked.get(request_id)) is not None:
                         asked.generated(tokens)
                 for part in collected.parts:
                     if part.request_id in self._asked:
@@ -181,7 +185,7 @@ class BatchedEngine(ABC):
             elif not asked.answer.done():
                 asked.answer.set_exception(EngineLost(self.name, self._dead))
 
-    async def _lose(self, asked: _Asked, cause: str) -> None:
+    async def _lose(self, asked: Asked, cause: str) -> None:
         """Fail a request with EngineLost and the tokens handed out so far."""
         lost: Exception
         try:
@@ -193,7 +197,7 @@ class BatchedEngine(ABC):
         if not asked.answer.done():
             asked.answer.set_exception(lost)
 
-    async def _partial(self, asked: _Asked) -> Turn | None:
+    async def _partial(self, asked: Asked) -> Turn | None:
         rows = [part.tokens for part in asked.parts if part.tokens is not None]
         if not rows:
             return None

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import NamedTuple
 
+from roll_lite.config.schema.domains import GroupFilterConfig
 from roll_lite.data.samples import SampleGroup, Score
+from roll_lite.data.user_function import load_function
 
 LOW, HIGH, FUNCTION = "low", "high", "function"
 """Causes of filtering: the value is not above `above`, not below `below`, or the user's function returned False."""
@@ -68,3 +70,13 @@ MEASURES: dict[str, Callable[[Sequence[Score]], float]] = {
     "mean": lambda scores: fmean(score.value for score in scores),
     "std": lambda scores: pstdev([score.value for score in scores]),
 }
+
+
+def filter_of(config: GroupFilterConfig | None) -> GroupFilter | None:
+    if config is None:
+        return None
+    if config.name in MEASURES:
+        cause = kept_between(config.name, *config.bounds)
+    else:
+        cause = kept_by(load_function(config.name, "rollout.filter.name", "SampleGroup -> bool"), config.name)
+    return GroupFilter(cause, config.tries, fill=config.when_short == "fail")

@@ -1,19 +1,18 @@
-"""Requests in flight: `Asked` follows one over all its engines, `Flight` keeps its time at one engine."""
+"""Requests in flight: each one's way over its engines, its time and its load."""
 
 from __future__ import annotations
 
 import asyncio
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 from sys import intern
 
 from roll_lite.data.samples import TURN, GenerationRequest, Turn, VersionSpan, merged
 from roll_lite.data.stable_hash import stable_hash
 from roll_lite.scheduler.choice import EngineChoice, EngineLoad
-from roll_lite.scheduler.engines import EngineLost
+from roll_lite.scheduler.engines import Asked, EngineLost
 
 PRIOR_RESPONSES = 8
 """Number of assumed responses of max_tokens at the start, since short responses finish first."""
@@ -25,6 +24,8 @@ CLOCK_S = 1e-6
 """Tolerance for timers that fire early."""
 LOOK_S = 1.0
 """Interval of time-out checks while the engine is paused."""
+ABORT_PATIENCE_S = 10.0
+"""Time in which an engine must answer an abort with its tokens."""
 
 
 class ExpectedLength:
@@ -54,65 +55,6 @@ class ExpectedLength:
         """
         longer = len(self._lengths) - bisect_right(self._lengths, generated)
         return self._sums[longer] / longer - generated if longer else 0.0
-
-
-@dataclass(eq=False, slots=True)
-class Asked:
-    """A request over all the engines that work on it."""
-
-    domain: str
-    first: GenerationRequest
-    expected: ExpectedLength
-    so_far: Turn | None = None
-    """Response so far, if the request was interrupted."""
-    legs: int = 0
-    fruitless: int = 0
-    survived: tuple[EngineLost, ...] = ()
-    generating_s: float = 0.0
-    """Time used so far."""
-    prefix: str = ""
-    """Identifies a shared prompt beginning: the group's prompt or, in a later turn, the sample's earlier turns."""
-
-    def __post_init__(self) -> None:
-        first_turn = self.first.context is None
-        self.prefix = intern("/".join(self.first.request_id.split("/", 4)[:4])) if first_turn else self.sample
-
-    @property
-    def sample(self) -> str:
-        return self.first.request_id.partition(TURN)[0]
-
-    @property
-    def shared_tokens(self) -> int:
-        """Prompt tokens that an engine with this prefix has cached."""
-        return self.first.context.length if self.first.context is not None else len(self.first.prompt_ids)
-
-    @property
-    def own_tokens(self) -> int:
-        """Further tokens that exist already: a later turn's prompt, and the response so far."""
-        new = len(self.first.prompt_ids) if self.first.context is not None else 0
-        return new + (self.so_far.length if self.so_far is not None else 0)
-
-    def left(self, generated: int = 0) -> float:
-        """Load that it adds to an engine after `generated` tokens there: the tokens still expected.
-
-        Before its prefill the prompt counts too. So an engine's load is the prefill that waits and the growth of its responses; finished
-        tokens cost little in comparison.
-        """
-        done = generated + (self.so_far.length if self.so_far is not None else 0)
-        return max(1.0, min(self.expected.left(done), self.first.sampling.max_tokens - done))
-
-    def interrupted(self, turn: Turn) -> None:
-        self.so_far = joined(self.so_far, turn)
-        self.legs += 1
-
-    def request(self) -> GenerationRequest:
-        """The request to send: the original one, or one that continues from the response so far."""
-        if self.so_far is None:
-            return self.first
-        sampling, done = self.first.sampling, self.so_far.length
-        seed = None if sampling.seed is None else stable_hash(sampling.seed, "continued", self.legs)
-        rest = replace(sampling, max_tokens=sampling.max_tokens - done, min_tokens=max(0, sampling.min_tokens - done), seed=seed)
-        return GenerationRequest(f"{self.first.request_id}~{self.legs}", (), rest, self.so_far.tokens, resumed=done)
 
 
 def joined(before: Turn | None, turn: Turn) -> Turn:
@@ -153,99 +95,162 @@ class EngineClock:
             self._stopped_at = None
 
 
-class Flight:
-    """Time-out and progress of a request at one engine. Uses callbacks and a timer, since a task per request would dominate the cost."""
+class Flight(Asked):
+    """A request on its way, over all engines that work on it: the one record of it on this side.
+
+    Time-outs use callbacks and a timer, since a task per request would dominate the cost.
+    """
 
     __slots__ = (
-        "_asked",
-        "_begun_at",
         "_choice",
         "_clock",
-        "_cost",
         "_done",
-        "_engine",
+        "_generating_s",
         "_grown",
         "_length",
         "_loop",
-        "_sent",
+        "_since",
         "_timeout_s",
         "_timer",
-        "over",
+        "begun",
+        "cost",
+        "domain",
+        "engine",
+        "expected",
+        "first",
+        "fruitless",
+        "legs",
+        "place",
+        "prefix",
+        "so_far",
+        "survived",
+        "timed_out",
     )
+    engine: EngineLoad
+    """The present one."""
+    cost: float
+    """Load that the request adds to it."""
+    place: asyncio.Future[None]
+    """Done when a request that waited has an engine."""
 
-    def __init__(self, engine: EngineLoad, asked: Asked, timeout_s: float, choice: EngineChoice, cost: float, clock: EngineClock) -> None:
-        """`cost`: load that the request added to the engine."""
-        self._engine, self._asked, self._timeout_s = engine, asked, timeout_s
-        self._choice, self._cost, self._done, self._grown = choice, cost, 0.0, 0.0
-        self._length = asked.left()
-        """Expected length of the response."""
-        self._clock = clock
+    def __init__(
+        self, domain: str, first: GenerationRequest, expected: ExpectedLength, timeout_s: float, choice: EngineChoice, clock: EngineClock
+    ) -> None:
+        self.domain, self.first, self.expected = domain, first, expected
+        self.so_far: Turn | None = None
+        """Response so far, if the request was interrupted."""
+        self.legs = self.fruitless = 0
+        self.survived: tuple[EngineLost, ...] = ()
+        self.timed_out = False
+        is_first_turn = first.context is None
+        self.prefix = intern("/".join(first.request_id.split("/", 4)[:4])) if is_first_turn else self.sample
+        """Identifies a shared prompt beginning: the group's prompt or, in a later turn, the sample's earlier turns."""
+        self._timeout_s, self._choice, self._clock = timeout_s, choice, clock
         self._loop = asyncio.get_running_loop()
-        self.over: asyncio.Future[None] = self._loop.create_future()
-        """Done when there is an answer or the time is up."""
-        self._sent = clock.time()
-        self._begun_at: float | None = None
-        self._timer = self._loop.call_later(timeout_s, self._look_at_engine)
-
-    def answered(self, _: object) -> None:
-        """Note the engine's answer. (An answer after the time-out was provoked by an abort and is no sign of life.)"""
-        if not self.over.done():
-            self._engine.last_sign = self._clock.time()
-            self.over.set_result(None)
+        self._generating_s = 0.0
+        """Time used so far."""
 
     @property
-    def begun(self) -> bool:
-        return self._begun_at is not None
+    def sample(self) -> str:
+        return self.first.request_id.partition(TURN)[0]
+
+    @property
+    def shared_tokens(self) -> int:
+        """Prompt tokens that an engine with this prefix has cached."""
+        return self.first.context.length if self.first.context is not None else len(self.first.prompt_ids)
+
+    @property
+    def own_tokens(self) -> int:
+        """Further tokens that exist already: a later turn's prompt, and the response so far."""
+        new = len(self.first.prompt_ids) if self.first.context is not None else 0
+        return new + (self.so_far.length if self.so_far is not None else 0)
+
+    def left(self, generated: int = 0) -> float:
+        """Load that it adds to an engine after `generated` tokens there: the tokens still expected.
+
+        Before its prefill the prompt counts too. So an engine's load is the prefill that waits and the growth of its responses; finished
+        tokens cost little in comparison.
+        """
+        done = generated + (self.so_far.length if self.so_far is not None else 0)
+        return max(1.0, min(self.expected.left(done), self.first.sampling.max_tokens - done))
+
+    def interrupted(self, turn: Turn) -> None:
+        self.so_far = joined(self.so_far, turn)
+        self.legs += 1
+
+    def _next_request(self) -> GenerationRequest:
+        """The request to send: the original one, or one that continues from the response so far."""
+        if self.so_far is None:
+            return self.first
+        sampling, done = self.first.sampling, self.so_far.length
+        seed = None if sampling.seed is None else stable_hash(sampling.seed, "continued", self.legs)
+        rest = replace(sampling, max_tokens=sampling.max_tokens - done, min_tokens=max(0, sampling.min_tokens - done), seed=seed)
+        return GenerationRequest(f"{self.first.request_id}~{self.legs}", (), rest, self.so_far.tokens, resumed=done)
+
+    # ------------------------------------------------------------ at one engine
+
+    def depart(self) -> None:
+        """Send the request to its engine."""
+        self.ask(self._next_request())
+        self._length = self.left()
+        """Expected length of the response."""
+        self._done = self._grown = 0.0
+        self.begun, self._since = False, self._clock.time()
+        """Whether generation has started, and the time of its start or of the departure."""
+        self._timer = self._loop.call_later(self._timeout_s, self._look)
+        self.engine.client.send(self)
 
     def generated(self, tokens: int) -> None:
         """Note the engine's progress report: the request has started and has this many tokens."""
-        if self.over.done():
+        if self.answer.done() or self.timed_out:
             return
-        if self._begun_at is None:
+        if not self.begun:
             self._begin()
-        left = self._asked.left(tokens)
-        self._report(self._cost - left, tokens + left - self._length)
+        left = self.left(tokens)
+        self._report(self.cost - left, tokens + left - self._length)
 
     def _report(self, done: float, grown: float) -> None:
         """Report to the choice. `done`: tokens finished; `grown`: change of the expected length."""
         done += grown
-        self._choice.report(self._engine, done - self._done, grown - self._grown)
+        self._choice.report(self.engine, done - self._done, grown - self._grown)
         self._done, self._grown = done, grown
-
-    def _end_wait(self) -> None:
-        if not self.over.done():
-            self.over.set_result(None)
 
     def _begin(self) -> None:
         """Start the request's own time."""
-        self._timer.cancel()
-        self._begun_at = self._engine.last_sign = self._clock.time()
-        self._engine.generating += 1
-        self._look_at_time()
+        self.begun, self._since = True, self._clock.time()
+        self.engine.last_sign = self._since
+        self.engine.generating += 1
+        if self._generating_s:  # otherwise the timer fires early enough
+            self._timer.cancel()
+            self._look()
 
-    def _look_at_time(self) -> None:
-        """End the wait if a started request has used up its time."""
-        assert self._begun_at is not None
-        used = self._asked.generating_s + self._clock.time() - self._begun_at
-        self._wait_or_end(self._timeout_s - used, self._look_at_time)
-
-    def _look_at_engine(self) -> None:
-        """End the wait of a request that has not started if its engine was idle for a whole time limit."""
-        since = max(self._sent, self._engine.last_sign)
-        left = self._timeout_s - (0.0 if self._engine.generating else self._clock.time() - since)
-        self._wait_or_end(left, self._look_at_engine)
-
-    def _wait_or_end(self, left: float, look_again: Callable[[], None]) -> None:
-        if left > CLOCK_S:
-            self._timer = self._loop.call_later(max(left, LOOK_S if self._clock.stands else 0.0), look_again)
+    def _look(self) -> None:
+        """End a started request that has used up its time, or one that has not started if its engine was idle for a whole time limit."""
+        now = self._clock.time()
+        if self.begun:
+            used = self._generating_s + now - self._since
         else:
-            self._end_wait()
+            used = 0.0 if self.engine.generating else now - max(self._since, self.engine.last_sign)
+        left = self._timeout_s - used
+        if left > CLOCK_S:
+            self._timer = self._loop.call_later(max(left, LOOK_S if self._clock.stands else 0.0), self._look)
+        elif not self.answer.done():
+            self.timed_out = True
+            self._timer = self._loop.call_later(ABORT_PATIENCE_S, self._give_up)
+            self.engine.client.abort([self.request.request_id])
 
-    def close(self) -> None:
+    def _give_up(self) -> None:
+        if not self.answer.done():
+            self.answer.set_result(None)
+
+    def arrive(self) -> None:
         """Stop the timer and withdraw the request from the engine's counts."""
         self._timer.cancel()
-        if self._begun_at is not None:
+        if self.begun:
             self._report(0.0, 0.0)
-            self._engine.last_sign = self._clock.time()
-            self._engine.generating -= 1
-            self._asked.generating_s += self._engine.last_sign - self._begun_at
+            self.engine.last_sign = self._clock.time()
+            self.engine.generating -= 1
+            self._generating_s += self.engine.last_sign - self._since
+        elif self.answer.done() and not self.answer.cancelled() and not self.timed_out:
+            # An answer after the time-out was provoked by an abort and is no sign of life.
+            self.engine.last_sign = self._clock.time()

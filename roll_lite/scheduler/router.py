@@ -12,15 +12,12 @@ from roll_lite.data.samples import FinishReason, GenerationRequest, Turn
 from roll_lite.data.stable_hash import stable_hash
 from roll_lite.scheduler.choice import EngineChoice, EngineLoad
 from roll_lite.scheduler.engines import EngineClient, EngineLost
-from roll_lite.scheduler.flight import Asked, EngineClock, ExpectedLength, Flight, joined
-from roll_lite.scheduler.waves import WaveGate
+from roll_lite.scheduler.flight import EngineClock, ExpectedLength, Flight, joined
 
 NEW_COST = 0.1
 """Weight of the newest request in a domain's average of tokens per request."""
 READY_SHARE = 0.25
 """Requests sent to an engine beyond its slots, as a share of them, so that a free slot is filled at once."""
-ABORT_PATIENCE_S = 10.0
-"""Time in which an engine must answer an abort with its tokens."""
 DEADLY = 3
 """A request is given up after this many lost engines, since it may have caused the losses."""
 FRUITLESS = 3
@@ -42,10 +39,6 @@ class RequestFailed(Exception):
 
 class NoEngineLeft(RuntimeError):
     """The last engine died."""
-
-
-_Place = asyncio.Future[tuple[EngineLoad, float]]
-"""Resolves to the engine of a request and the load that the request adds to it."""
 
 
 class Router:
@@ -75,7 +68,7 @@ class Router:
         self._slots = engine_slots
         self._most = None if engine_slots is None or deterministic else engine_slots + max(1, int(engine_slots * READY_SHARE))
         self._choice = EngineChoice(self.engines, self._most, None if deterministic else engine_tokens)
-        self._queues: dict[str, deque[tuple[Asked, _Place]]] = {}
+        self._queues: dict[str, deque[Flight]] = {}
         """Requests that wait for an engine, by domain."""
         self._waiting = 0
         self._in_flight: dict[str, int] = {}
@@ -93,42 +86,42 @@ class Router:
         expected = self._expected.get(domain)
         if expected is None or expected.most < request.sampling.max_tokens:  # a validation may use a smaller maximum
             expected = self._expected[domain] = ExpectedLength(request.sampling.max_tokens)
-        asked = Asked(domain, request, expected)
+        flight = Flight(domain, request, expected, self._timeout_s, self._choice, self.clock)
         while True:
-            if asked.so_far is not None and asked.so_far.length >= request.sampling.max_tokens:
-                return asked.so_far._replace(finish_reason=FinishReason.LENGTH)  # interrupted at its very end
+            if flight.so_far is not None and flight.so_far.length >= request.sampling.max_tokens:
+                return flight.so_far._replace(finish_reason=FinishReason.LENGTH)  # interrupted at its very end
             if self.gate is not None:
                 await self.gate.enter(request.request_id)
-            engine, cost = await self._place(asked)
+            await self._place(flight)
             try:
-                turn = await self._ask(engine, cost, asked)
+                turn = await self._answer(flight)
             except EngineLost as loss:
-                asked.survived += (loss,)
+                flight.survived += (loss,)
                 if loss.partial is not None:
-                    asked.interrupted(loss.partial)
-                if len(asked.survived) >= DEADLY:
-                    causes = f"{DEADLY} engines died while running it: {'; '.join(str(loss) for loss in asked.survived)}"
-                    raise RequestFailed(f"request given up: {causes}", asked.so_far, final=True) from loss
+                    flight.interrupted(loss.partial)
+                if len(flight.survived) >= DEADLY:
+                    causes = f"{DEADLY} engines died while running it: {'; '.join(str(loss) for loss in flight.survived)}"
+                    raise RequestFailed(f"request given up: {causes}", flight.so_far, final=True) from loss
                 continue
             if turn.error is not None:
                 raise RequestFailed(turn.error)
             if turn.finish_reason is not FinishReason.ABORT:
-                turn = joined(asked.so_far, turn)
-                engine.served += 1
-                self._choice.remember(asked.sample, engine)
+                turn = joined(flight.so_far, turn)
+                flight.engine.served += 1
+                self._choice.remember(flight.sample, flight.engine)
                 expected.observe(turn.length)
                 return turn
-            self._go_on_from(asked, turn)
+            self._go_on_from(flight, turn)
 
-    def _go_on_from(self, asked: Asked, turn: Turn) -> None:
+    def _go_on_from(self, flight: Flight, turn: Turn) -> None:
         """Let an aborted request continue if it made progress or requests are held anyway; otherwise count the abort."""
         if turn.length and turn.tokens is not None:
-            asked.interrupted(turn)
-            asked.fruitless = 0
+            flight.interrupted(turn)
+            flight.fruitless = 0
         elif not self._held:
-            asked.fruitless += 1
-            if asked.fruitless >= FRUITLESS or turn.length:
-                partial = joined(asked.so_far, turn) if turn.length else asked.so_far
+            flight.fruitless += 1
+            if flight.fruitless >= FRUITLESS or turn.length:
+                partial = joined(flight.so_far, turn) if turn.length else flight.so_far
                 raise RequestFailed("aborted by the engine", partial)
 
     # ------------------------------------------------------------ load
@@ -220,43 +213,45 @@ class Router:
 
     # ------------------------------------------------------------ placing
 
-    async def _place(self, asked: Asked) -> tuple[EngineLoad, float]:
+    async def _place(self, flight: Flight) -> None:
         """Choose the engine and count the request as in flight; waits for room."""
-        found = None if self._waiting or self._held else self._choose(asked)
-        if found is not None:
-            self._give(asked, *found)
-            return found
-        engine, cost = await self._queue(asked, has_begun=bool(asked.legs) or asked.first.context is not None)
-        while self._held or not engine.serves:  # changed since the place was found
-            self._free(asked, engine, cost)
-            engine, cost = await self._queue(asked, has_begun=True)
-        return engine, cost
+        if self._waiting or self._held or not self._give(flight):
+            await self._queue(flight, has_begun=bool(flight.legs) or flight.first.context is not None)
+            while self._held or not flight.engine.serves:  # changed since the place was found
+                self._free(flight)
+                await self._queue(flight, has_begun=True)
 
-    async def _queue(self, asked: Asked, has_begun: bool) -> tuple[EngineLoad, float]:
-        place: _Place = asyncio.get_running_loop().create_future()
-        queue = self._queues.setdefault(asked.domain, deque())
+    async def _queue(self, flight: Flight, has_begun: bool) -> None:
+        flight.place = asyncio.get_running_loop().create_future()
+        queue = self._queues.setdefault(flight.domain, deque())
         if has_begun:
-            queue.appendleft((asked, place))
+            queue.appendleft(flight)
         else:
-            queue.append((asked, place))
+            queue.append(flight)
         self._waiting += 1
         try:
-            return await place
+            await flight.place
         except asyncio.CancelledError:
-            if place.cancelled():
+            if flight.place.cancelled():
                 self._waiting -= 1  # the queue drops it at its front
-            elif place.exception() is None:
-                self._free(asked, *place.result())
+            elif flight.place.exception() is None:
+                self._free(flight)
             raise
 
-    def _give(self, asked: Asked, engine: EngineLoad, cost: float) -> None:
-        self._choice.give(engine, asked.prefix, cost)
-        self._costs[asked.domain] = cost + (1 - NEW_COST) * (self._costs.get(asked.domain, cost) - cost)
-        self._in_flight[asked.domain] = self._in_flight.get(asked.domain, 0) + 1
+    def _give(self, flight: Flight) -> bool:
+        """Give the request an engine; False if all are full."""
+        if (found := self._choose(flight)) is None:
+            return False
+        flight.engine, flight.cost = found
+        self._choice.give(flight.engine, flight.prefix, flight.cost)
+        before = self._costs.get(flight.domain, flight.cost)
+        self._costs[flight.domain] = flight.cost + (1 - NEW_COST) * (before - flight.cost)
+        self._in_flight[flight.domain] = self._in_flight.get(flight.domain, 0) + 1
+        return True
 
-    def _free(self, asked: Asked, engine: EngineLoad, cost: float) -> None:
-        self._choice.take_back(engine, cost)
-        self._in_flight[asked.domain] -= 1
+    def _free(self, flight: Flight) -> None:
+        self._choice.take_back(flight.engine, flight.cost)
+        self._in_flight[flight.domain] -= 1
         self._idle.set()
         self._send_waiting()
         if self._waiting == 0 or self.has_room():
@@ -266,24 +261,21 @@ class Router:
         """Send waiting requests, the domain with the fewest in flight first, so that long responses of one do not hold up the others."""
         while not self._held and (waiting := [name for name, queue in self._queues.items() if queue]):
             queue = self._queues[min(waiting, key=lambda name: self._in_flight.get(name, 0))]
-            asked, place = queue[0]
-            if not place.cancelled():
+            flight = queue[0]
+            if not flight.place.cancelled():
                 try:
-                    found = self._choose(asked)
-                except NoEngineLeft as error:
-                    place.set_exception(error)
-                else:
-                    if found is None:
+                    if not self._give(flight):
                         return
-                    self._give(asked, *found)
-                    place.set_result(found)
+                    flight.place.set_result(None)
+                except NoEngineLeft as error:
+                    flight.place.set_exception(error)
                 self._waiting -= 1
             queue.popleft()
 
-    def _choose(self, asked: Asked) -> tuple[EngineLoad, float] | None:
+    def _choose(self, flight: Flight) -> tuple[EngineLoad, float] | None:
         """Engine and load for a request; None if all are full. In waves engines have no limit."""
-        shared, own = asked.shared_tokens, asked.own_tokens + asked.left()
-        if self.gate is None and (found := self._choice.choose(asked.prefix, shared, own)) is not None:
+        shared, own = flight.shared_tokens, flight.own_tokens + flight.left()
+        if self.gate is None and (found := self._choice.choose(flight.prefix, shared, own)) is not None:
             return found
         if not self._choice.serving:
             causes = "; ".join(f"{engine.client.name}: {engine.dead or 'drained'}" for engine in self.engines)
@@ -291,38 +283,68 @@ class Router:
         if self.gate is None:
             return None
         serving = [engine for engine in self.engines if engine.serves]
-        return serving[stable_hash(asked.first.request_id) % len(serving)], shared + own
+        return serving[stable_hash(flight.first.request_id) % len(serving)], shared + own
 
-    # ------------------------------------------------------------ asking
-
-    async def _ask(self, engine: EngineLoad, cost: float, asked: Asked) -> Turn:
-        request = asked.request()
-        flight = Flight(engine, asked, self._timeout_s, self._choice, cost, self.clock)
-        answer = asyncio.ensure_future(engine.client.generate(request, flight.generated))
-        answer.add_done_callback(flight.answered)
-        self._at_engines[request.request_id] = engine
+    async def _answer(self, flight: Flight) -> Turn:
+        """Send the request and wait for its answer. Raises RequestFailed with the response so far if its time is up."""
+        flight.depart()
+        request_id, turn = flight.request.request_id, None
+        self._at_engines[request_id] = flight.engine
         try:
-            await flight.over
-            return answer.result() if answer.done() else await self._cut_off(engine, asked, request.request_id, flight, answer)
+            turn = await flight.answer
         except EngineLost as loss:
-            self._take_out(engine, loss.cause)
+            self._take_out(flight.engine, loss.cause)
             raise
         finally:
-            flight.close()
-            del self._at_engines[request.request_id]
-            if not answer.done():
-                answer.cancel()
-                engine.client.abort([request.request_id])
-            self._free(asked, engine, cost)
-
-    async def _cut_off(self, engine: EngineLoad, asked: Asked, request_id: str, flight: Flight, answer: asyncio.Future[Turn]) -> Turn:
-        """Abort a request whose time is up. Raises RequestFailed with the response so far, or returns a response that has just ended."""
-        engine.client.abort([request_id])
-        await asyncio.wait((answer,), timeout=ABORT_PATIENCE_S)
-        turn = answer.result() if answer.done() else None
-        if turn is not None and turn.error is None and turn.finish_reason is not FinishReason.ABORT:
-            return turn
-        partial = joined(asked.so_far, turn) if turn is not None and turn.length else asked.so_far
+            flight.arrive()
+            del self._at_engines[request_id]
+            if flight.answer.cancelled() or (flight.timed_out and turn is None):
+                flight.engine.client.abort([request_id])
+            self._free(flight)
+        if turn is not None and not (flight.timed_out and (turn.error is not None or turn.finish_reason is FinishReason.ABORT)):
+            return turn  # perhaps one that ended when its time was up
+        partial = joined(flight.so_far, turn) if turn is not None and turn.length else flight.so_far
         what = "no response" if flight.begun else "the engine began with nothing"
         # A started request without an answer may have generated much.
-        raise RequestFailed(f"time-out: {what} within {self._timeout_s:g} s", partial, timed_out=True, began=flight.begun and turn is None)
+        began = flight.begun and turn is None
+        raise RequestFailed(f"time-out: {what} within {self._timeout_s:g} s", partial, timed_out=True, began=began)
+
+
+class WaveGate:
+    """Waves of requests, for deterministic runs.
+
+    A request is held back until every live sample waits here or is done; then all leave in one event-loop turn.
+
+    So an engine gets the same requests together in every repetition of a run; their timing has no influence. Retries form the next wave.
+    """
+
+    def __init__(self) -> None:
+        self._members = 0
+        self._waiting: dict[str, asyncio.Future[None]] = {}
+
+    def join(self) -> None:
+        """Count a new sample."""
+        self._members += 1
+
+    def leave(self) -> None:
+        """Discount a finished sample."""
+        self._members -= 1
+        self._open_if_complete()
+
+    async def enter(self, request_id: str) -> None:
+        """Wait for the wave to be released. Requests leave in the order of their ids."""
+        loop = asyncio.get_running_loop()
+        place = self._waiting[request_id] = loop.create_future()
+        loop.call_soon(self._open_if_complete)  # later: at once, the last sample would leave before all others
+        try:
+            await place
+        finally:
+            self._waiting.pop(request_id, None)
+
+    def _open_if_complete(self) -> None:
+        if len(self._waiting) < self._members:
+            return
+        wave, self._waiting = self._waiting, {}
+        for _, place in sorted(wave.items()):
+            if not place.done():
+                place.set_result(None)

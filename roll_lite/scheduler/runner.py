@@ -1,13 +1,18 @@
-"""The way of one sample from its first request to its score, with retries."""
+"""The way of one sample from its first request to its score, with retries.
+
+An episode generates it: one prompt and one response by default, several turns with an environment.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from roll_lite.data.samples import (
+    TURN,
+    Author,
     GenerationRequest,
     Prompt,
     RewardInput,
@@ -16,14 +21,82 @@ from roll_lite.data.samples import (
     SampleOutcome,
     Sampling,
     Score,
+    Segment,
+    TokenRow,
     Transcript,
     Turn,
 )
 from roll_lite.data.stable_hash import stable_hash
 from roll_lite.rewards.base import RewardFailed
-from roll_lite.scheduler.episode import Ask, Conversation, Episode, one_response
 from roll_lite.scheduler.router import RequestFailed, Router
 from roll_lite.scheduler.stats import Recorder
+
+Ask = Callable[[GenerationRequest], Awaitable[Turn]]
+
+
+class Conversation:
+    """A sample under construction. Tokens of earlier turns stay elsewhere; requests refer to them."""
+
+    __slots__ = ("_ask", "_request_id", "_sampling", "_segments", "_tokens", "_turns")
+
+    def __init__(self, ask: Ask, request_id: str, sampling: Sampling) -> None:
+        self._ask = ask
+        self._request_id = request_id
+        self._sampling = sampling
+        self._segments: tuple[Segment, ...] = ()
+        self._turns: tuple[Turn, ...] = ()
+        self._tokens: TokenRow | None = None
+
+    @property
+    def room(self) -> int:
+        """Tokens that the policy may still write; max_tokens limits all of its turns together."""
+        return self._sampling.max_tokens - sum(turn.length for turn in self._turns)
+
+    async def respond(self, token_ids: Sequence[int], author: Author = Author.ENVIRONMENT) -> Turn:
+        """Add tokens of the prompt or the environment, and let the policy respond. Raises RequestFailed."""
+        if self.room < 1:
+            raise ValueError(f"request {self._request_id}: the policy has written its {self._sampling.max_tokens} tokens; end the episode")
+        request = self._request(tuple(token_ids))
+        try:
+            turn = await self._ask(request)
+        except RequestFailed as failure:
+            if failure.partial is not None:
+                self._add(author, len(token_ids), failure.partial)
+            raise
+        self._add(author, len(token_ids), turn)
+        return turn
+
+    def transcript(self) -> Transcript:
+        """Transcript of the episode so far."""
+        last = self._turns[-1].finish_reason if self._turns else None
+        return Transcript(self._segments, "\n".join(turn.text for turn in self._turns), last, self._tokens)
+
+    def _request(self, token_ids: tuple[int, ...]) -> GenerationRequest:
+        number = len(self._turns)
+        if not number:
+            return GenerationRequest(self._request_id, token_ids, self._sampling)
+        seed = self._sampling.seed
+        least = min(self._sampling.min_tokens, self.room)
+        further = replace(
+            self._sampling, max_tokens=self.room, min_tokens=least, seed=None if seed is None else stable_hash(seed, "turn", number)
+        )
+        return GenerationRequest(f"{self._request_id}{TURN}{number}", token_ids, further, self._tokens)
+
+    def _add(self, author: Author, tokens: int, turn: Turn) -> None:
+        if tokens:
+            self._segments += (Segment(author, tokens),)
+        self._segments += (Segment(Author.POLICY, turn.length, turn.versions),)
+        self._turns += (turn,)
+        self._tokens = turn.tokens
+
+
+Episode = Callable[[Prompt, Conversation], Awaitable[None]]
+"""Runs one conversation. It must let RequestFailed pass: the sample is then retried, or reported as failed."""
+
+
+async def one_response(prompt: Prompt, conversation: Conversation) -> None:
+    await conversation.respond(prompt.token_ids, Author.PROMPT)
+
 
 Seeds = Callable[[SampleId], int | None]
 
@@ -52,14 +125,6 @@ class RewardClient(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Retries:
-    """Number of retries for generation and for scoring."""
-
-    generation: int
-    reward: int
-
-
 class SampleRunner:
     """Generates and scores samples of one domain. A sample without retries left is returned as failed, with its cause."""
 
@@ -68,7 +133,8 @@ class SampleRunner:
         domain: str,
         router: Router,
         rewards: RewardClient,
-        retries: Retries,
+        retries: int,
+        reward_retries: int,
         seeds: Seeds,
         recorder: Recorder,
         episode: Episode = one_response,
@@ -82,10 +148,9 @@ class SampleRunner:
         self._domain = domain
         self._router = router
         self._rewards = rewards
-        self._retries = retries
+        self._retries, self._reward_retries = retries, reward_retries
         self._seeds = seeds
         self._recorder = recorder
-        self._ask: Ask = self._generate
         self._episode = episode
         self._queue = queue or domain
         self._generated = generated
@@ -102,7 +167,7 @@ class SampleRunner:
         cause, timed_out = "", False
         clock = asyncio.get_running_loop().time
         asked = clock()
-        for attempt in range(self._retries.generation + 1):
+        for attempt in range(self._retries + 1):
             sample_id = replace(first, attempt=attempt) if attempt else first
             if attempt:
                 self._recorder.domains[self._domain].retries[cause] += 1
@@ -127,7 +192,7 @@ class SampleRunner:
 
     def _conversation(self, sample_id: SampleId, sampling: Sampling) -> Conversation:
         seed = self._seeds(sample_id)
-        return Conversation(self._ask, sample_id.request_id(), sampling if seed is None else replace(sampling, seed=seed))
+        return Conversation(self._generate, sample_id.request_id(), sampling if seed is None else replace(sampling, seed=seed))
 
     async def _generate(self, request: GenerationRequest) -> Turn:
         recorder, clock = self._recorder, asyncio.get_running_loop().time
@@ -146,7 +211,7 @@ class SampleRunner:
         item = RewardInput.of(prompt, transcript.text, str(transcript.finish_reason))
         clock = asyncio.get_running_loop().time
         cause = ""
-        for attempt in range(self._retries.reward + 1):
+        for attempt in range(self._reward_retries + 1):
             if attempt:
                 self._recorder.domains[self._domain].retries[cause] += 1
             wanted = clock()

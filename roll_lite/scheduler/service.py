@@ -10,9 +10,8 @@ from typing import Any
 from roll_lite.data.samples import SampleGroup, SampleOutcome, Sampling
 from roll_lite.scheduler.admission import Admission
 from roll_lite.scheduler.domain import DataExhausted, Domain, DomainScheduler
-from roll_lite.scheduler.episode import Episode, one_response
 from roll_lite.scheduler.router import Router
-from roll_lite.scheduler.runner import Retries, SampleRunner, no_seeds, seeds_from
+from roll_lite.scheduler.runner import Episode, SampleRunner, no_seeds, one_response, seeds_from
 from roll_lite.scheduler.stats import Progress, Recorder, RolloutStats, RunTotals
 from roll_lite.scheduler.supply import SYNCHRONOUS, OnSync, Pacing
 from roll_lite.scheduler.validation import VALIDATION_EPOCH, Validation
@@ -83,8 +82,8 @@ class RolloutService:
         router.on_room = self._admit_soon
 
     def _runner(self, domain: Domain, recorder: Recorder, **how: Any) -> SampleRunner:
-        retries = Retries(self._retries, domain.reward_retries)
-        return SampleRunner(domain.name, self._router, domain.rewards, retries, self._seeds, recorder, self._episode, **how)
+        retries = self._retries, domain.reward_retries
+        return SampleRunner(domain.name, self._router, domain.rewards, *retries, self._seeds, recorder, self._episode, **how)
 
     def _scheduler(self, domain: Domain) -> DomainScheduler:
         runner = self._runners[domain.name]

@@ -108,34 +108,27 @@ class RolloutStats:
 class RunTotals:
     """Totals of the run by domain, before filters and in the batches; shares are computed from them."""
 
-    COUNTS: ClassVar = {
-        "scored_samples": "scored",
-        "generated_tokens": "response_tokens",
-        "delivered": "delivered",
-        "delivered_samples": "accepted",
-        "delivered_tokens": "batch_tokens",
-    }
-    """Name in checkpoints -> field of DomainStats that is summed."""
+    TOTALS: ClassVar = (
+        ("scored_samples", "scored", "scored_share"),
+        ("generated_tokens", "response_tokens", "generated_share"),
+        ("delivered", "delivered", "realised_share"),
+        ("delivered_samples", "accepted", "sample_share"),
+        ("delivered_tokens", "batch_tokens", "token_share"),
+    )
+    """Name in checkpoints, field of DomainStats that is summed, field for the domain's share of the sum."""
 
     def __init__(self, domains: Iterable[str]) -> None:
         names = list(domains)
-        self._sums = {name: dict.fromkeys(names, 0) for name in self.COUNTS}
+        self._sums = {total: dict.fromkeys(names, 0) for total, _, _ in self.TOTALS}
 
     def add(self, stats: RolloutStats) -> None:
         """Add one batch, and fill its shares with those of the run."""
-        for total, number in self.COUNTS.items():
+        for total, number, share in self.TOTALS:
+            sums = self._sums[total]
             for name, domain in stats.domains.items():
-                self._sums[total][name] += getattr(domain, number)
-        for name, domain in stats.domains.items():
-            domain.scored_share = self._share("scored_samples", name)
-            domain.generated_share = self._share("generated_tokens", name)
-            domain.realised_share = self._share("delivered", name)
-            domain.sample_share = self._share("delivered_samples", name)
-            domain.token_share = self._share("delivered_tokens", name)
-
-    def _share(self, total: str, name: str) -> float:
-        sums = self._sums[total]
-        return sums[name] / max(1, sum(sums.values()))
+                sums[name] += getattr(domain, number)
+            for name, domain in stats.domains.items():
+                setattr(domain, share, sums[name] / max(1, sum(sums.values())))
 
     def state_dict(self) -> dict[str, dict[str, int]]:
         return {total: dict(sums) for total, sums in self._sums.items()}

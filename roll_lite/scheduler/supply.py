@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar, Protocol
 
+from roll_lite.config.schema.domains import RolloutConfig
+
 
 class OnSync(StrEnum):
     """Treatment of running responses at a weight update."""
@@ -91,3 +93,19 @@ class Pacing:
 
 
 SYNCHRONOUS = Pacing()
+
+
+def pacing_of(config: RolloutConfig) -> Pacing:
+    kind = SUPPLIES[config.supply]
+    supply = kind() if config.max_staleness is None else kind(config.max_staleness)
+    on_sync = OnSync(config.on_sync or ("drain" if config.supply == "one_step_off" else "pause"))
+    return Pacing(supply, on_sync, config.oversample)
+
+
+LEAST_SHARE = 4
+"""An early log-prob pass takes at least 1/LEAST_SHARE of a batch; a smaller one is not worth its start."""
+
+
+def least_early(prompts_per_step: int) -> int:
+    """Minimum of groups for an early pass (rollout.stream_log_probs)."""
+    return -(-prompts_per_step // LEAST_SHARE)

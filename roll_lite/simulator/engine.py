@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from roll_lite.data.samples import FinishReason, GenerationRequest, TokenRow, Turn, VersionSpan
-from roll_lite.scheduler.engines import EngineLost, Generated
+from roll_lite.scheduler.engines import Asked, EngineLost
 
 REPORT_S = 5.0
 """Interval of progress reports with the tokens so far, which outlive the engine; the same as the engine workers'."""
@@ -75,9 +75,7 @@ class Span:
 class _Run:
     """A request in the engine. The engine counts the tokens of every running request; `zero` is its count when this one had none."""
 
-    request: GenerationRequest
-    answer: asyncio.Future[Turn]
-    tell: Generated | None
+    asked: Asked
     prompt: int
     """Prompt tokens, continued ones included."""
     tokens: int
@@ -151,18 +149,19 @@ class SimulatedEngine:
 
     # ------------------------------------------------------------ what the router asks
 
-    async def generate(self, request: GenerationRequest, generated: Generated | None = None) -> Turn:
+    def send(self, asked: Asked) -> None:
+        request = asked.request
         if self.dead is not None:
-            raise EngineLost(self.name, self.dead)
+            asked.answer.set_exception(EngineLost(self.name, self.dead))
+            return
         whole, most = self._length(request) - request.resumed, request.sampling.max_tokens
         prompt = len(request.prompt_ids) + (request.context.length if request.context is not None else 0)
         reason = FinishReason.LENGTH if whole >= most else FinishReason.STOP
-        run = _Run(request, self._loop.create_future(), generated, prompt, max(1, min(whole, most)), reason)
+        run = _Run(asked, prompt, max(1, min(whole, most)), reason)
         run.prefix = "/".join(request.request_id.split("/", 4)[:4])
         self._runs[request.request_id] = run
         self._waiting.append(run)
         self._look_soon()
-        return await run.answer
 
     def abort(self, request_ids: Sequence[str]) -> None:
         if self.hangs:
@@ -170,7 +169,7 @@ class SimulatedEngine:
         self._settle()
         for run in [self._runs[one] for one in request_ids if one in self._runs]:
             self._end(run, FinishReason.ABORT)
-        self._waiting = deque(run for run in self._waiting if run.request.request_id in self._runs)
+        self._waiting = deque(run for run in self._waiting if run.asked.request.request_id in self._runs)
         self._look_soon()
 
     # ------------------------------------------------------------ what happens to it
@@ -211,9 +210,9 @@ class SimulatedEngine:
         self._waiting.clear()
         self._ends.clear()
         for run in runs.values():
-            if not run.answer.done():
+            if not run.asked.answer.done():
                 partial = self._turn(run, run.reported, FinishReason.ABORT) if run.reported else None
-                run.answer.set_exception(EngineLost(self.name, cause, partial))
+                run.asked.answer.set_exception(EngineLost(self.name, cause, partial))
         if self._timer is not None:
             self._timer.cancel()
 
@@ -282,7 +281,7 @@ class SimulatedEngine:
             self._start(run)
 
     def _start(self, run: _Run) -> None:
-        request = run.request
+        request = run.asked.request
         run.slot, run.since, run.zero = heapq.heappop(self._slots), self._settled, self._decoded - run.generated
         self._stamp(run)
         run.cached = self._prefill(run)
@@ -290,15 +289,14 @@ class SimulatedEngine:
         self._running[request.request_id] = run
         self._admitted += 1
         heapq.heappush(self._ends, (run.zero + run.tokens, self._admitted, run))
-        if run.tell is not None:
-            run.tell(self._tokens(run))
+        run.asked.generated(self._tokens(run))
         if not self._reporting:
             self._reporting = True
             self._loop.call_later(REPORT_S, self._report)
 
     def _prefill(self, run: _Run) -> int:
         """Compute a request's keys and values, except those of a prompt that the engine holds: return the number of those."""
-        held = run.prompt - run.request.resumed - 1 if self._prefixes[run.prefix] > 0 else 0
+        held = run.prompt - run.asked.request.resumed - 1 if self._prefixes[run.prefix] > 0 else 0
         self._prefixes[run.prefix] += 1
         tokens = run.prompt + self._tokens(run) - held
         self.prefilled += tokens
@@ -311,8 +309,7 @@ class SimulatedEngine:
         self._settle()
         for run in self._running.values():
             run.reported = self._tokens(run)
-            if run.tell is not None:
-                run.tell(run.reported)
+            run.asked.generated(run.reported)
         self._reporting = bool(self._running)
         if self._reporting:
             self._loop.call_later(REPORT_S, self._report)
@@ -321,17 +318,17 @@ class SimulatedEngine:
         tokens = self._tokens(run)
         if run.slot >= 0:
             self._leave(run)
-        del self._runs[run.request.request_id]
+        del self._runs[run.asked.request.request_id]
         self.generated += tokens
-        if not run.answer.done():
-            run.answer.set_result(self._turn(run, tokens, reason))
+        if not run.asked.answer.done():
+            run.asked.answer.set_result(self._turn(run, tokens, reason))
 
     def _turn(self, run: _Run, tokens: int, reason: FinishReason) -> Turn:
         """Turn with the first `tokens` tokens."""
         row = TokenRow(None, 0, run.prompt + tokens)
         versions = tuple(span for span in run.versions if span.start < max(1, tokens))
-        text = sample_of(run.request.request_id)
-        return Turn(run.request.request_id, tokens, text, reason, versions, cached_tokens=run.cached, tokens=row)
+        text = sample_of(run.asked.request.request_id)
+        return Turn(run.asked.request.request_id, tokens, text, reason, versions, cached_tokens=run.cached, tokens=row)
 
     def _leave(self, run: _Run) -> None:
         self._note(run)
@@ -339,7 +336,7 @@ class SimulatedEngine:
         heapq.heappush(self._slots, run.slot)
         run.slot = -1
         self._prefixes[run.prefix] -= 1
-        del self._running[run.request.request_id]
+        del self._running[run.asked.request.request_id]
         if not self._running:  # drops rounding errors
             self._cached = self._decoded = self._prefill_s = 0.0
             self._ends.clear()
@@ -370,8 +367,8 @@ class SimulatedEngine:
     def _note(self, run: _Run) -> None:
         """Record the time since `since` as a span, for the picture."""
         if self._spans is not None and not self._frozen and run.slot >= 0 and self._settled > run.since:
-            version = run.versions[-1].version
-            self._spans.append(Span(self.number, run.slot, run.since, self._settled, version, run.request.request_id.partition("/")[0]))
+            version, domain = run.versions[-1].version, run.asked.request.request_id.partition("/")[0]
+            self._spans.append(Span(self.number, run.slot, run.since, self._settled, version, domain))
         run.since = self._settled
 
 

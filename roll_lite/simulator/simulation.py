@@ -12,9 +12,10 @@ from typing import Any
 
 from roll_lite.data.samples import Sample, SampleGroup, SampleOutcome
 from roll_lite.scheduler.domain import DataExhausted
+from roll_lite.scheduler.filters import filter_of
 from roll_lite.scheduler.router import Router
 from roll_lite.scheduler.service import RolloutResult, RolloutService
-from roll_lite.scheduler.settings import filter_of, least_early, pacing_of
+from roll_lite.scheduler.supply import least_early, pacing_of
 from roll_lite.simulator.clock import run_virtual
 from roll_lite.simulator.engine import SimulatedEngine, Span
 from roll_lite.simulator.scenario import Scenario

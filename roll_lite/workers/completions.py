@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, TokenRow, Turn
-from roll_lite.distributed.strategy.base import InferenceStrategy, PauseMode
+from roll_lite.distributed.strategy.base import InferenceStrategy, PauseMode, RequestProgress
 from roll_lite.scheduler.engines import Collected
 from roll_lite.workers.token_blocks import BLOCK_TOKENS, TokenRecord, token_block
-
-STARTED_POLL_S = 1.0
-"""Poll interval for "request started"."""
-HAND_OUT_S = 5.0
-"""Interval at which tokens of unfinished responses are handed out; a dying process loses those after the last time."""
-
 
 PART_PREFIX = TokenRecord.given((0,))
 """Dummy first token, so that a part's first log-prob is kept."""
@@ -41,47 +36,41 @@ class CompletionPump:
     """Collects completions of a strategy until they are fetched."""
 
     def __init__(
-        self, strategy: InferenceStrategy, fetch: Callable[[Any], Awaitable[DataProto]], linger_s: float = 0.05, experts: bool = False
+        self,
+        strategy: InferenceStrategy,
+        fetch: Callable[[Any], Awaitable[DataProto]],
+        linger_s: float = 0.05,
+        columns: Collection[str] = (),
     ) -> None:
-        """`fetch` gets a block by its reference. `experts`: completions report experts, and blocks have this column."""
+        """`fetch` gets a block by its reference. `columns`: extra ones of the blocks."""
         self._strategy = strategy
         self._fetch = fetch
         self._linger_s = linger_s
-        self._experts = experts
+        self._columns = columns
         self._ready: deque[_Ready] = deque()
         self._tokens_waiting = 0
         self._left_over = False
         """True if the last call left completions behind because its blocks were full."""
         self._before: dict[str, list[TokenRecord]] = {}
         """Context and prompt of each outstanding request."""
-        self._handed_out: dict[str, int] = {}
-        """Number of tokens handed out for each outstanding request; the caller keeps them if this process dies."""
-        self._handing_out: asyncio.Task[None] | None = None
         self._entering: set[str] = set()
-        """Outstanding requests that are not in the engine yet."""
-        self._not_begun: set[str] = set()
+        """Outstanding requests whose context is being fetched."""
         self._generated: dict[str, int] = {}
         """Progress of outstanding requests since the last answer, in tokens."""
-        self._looking: asyncio.Task[None] | None = None
-        self._kept_ids = False
         self._changed = asyncio.Event()
         self._dead: str | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def submit(self, requests: Sequence[GenerationRequest], frozen: bool, kept_ids: bool = False) -> None:
-        """Give requests to the engine. `frozen`: it starts when it has all of them, so that its batches repeat. `kept_ids`: blocks have
-        this column."""
-        self._kept_ids = kept_ids
+    async def submit(self, requests: Sequence[GenerationRequest], frozen: bool) -> None:
+        """Give requests to the engine. `frozen`: it starts when it has all of them, so that its batches repeat."""
         self._before |= {request.request_id: [TokenRecord.given(request.prompt_ids)] for request in requests}
         self._entering.update(request.request_id for request in requests)
         prompts = [prompt for request in requests if (prompt := await self._whole_prompt(request)) is not None]
-        if not prompts:
-            return
-        if frozen:
+        if frozen and prompts:
             await self._strategy.pause(PauseMode.KEEP)
-        consumer = self._run(self._consume(prompts))
-        if frozen:
-            await self._until_admitted(len(prompts), consumer)
+        answers = [self._start(prompt) for prompt in prompts if prompt.request_id in self._before]  # others were aborted meanwhile
+        if frozen and prompts:
+            await self._until_admitted(answers)
             await self._strategy.resume()
 
     async def _whole_prompt(self, request: GenerationRequest) -> GenerationRequest | None:
@@ -97,76 +86,51 @@ class CompletionPump:
             self._before[request.request_id].insert(0, earlier)
         return replace(request, prompt_ids=(*earlier.ids.tolist(), *request.prompt_ids), context=None)
 
-    def _run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+    def _start(self, request: GenerationRequest) -> asyncio.Future[Completion]:
+        self._entering.discard(request.request_id)
+        answer = self._strategy.generate(request, partial(self._note_progress, request.request_id))
+        answer.add_done_callback(partial(self._answered, request.request_id))
+        return answer
 
-    async def _until_admitted(self, requests: int, consumer: asyncio.Task[None]) -> None:
-        while not consumer.done():
+    async def _until_admitted(self, answers: Sequence[asyncio.Future[Completion]]) -> None:
+        while not all(answer.done() for answer in answers):
             health = await self._strategy.health()
-            if not health.alive or health.running + health.waiting >= min(requests, len(self._before)):
+            if not health.alive or health.running + health.waiting >= min(len(answers), len(self._before)):
                 return
             await asyncio.sleep(0.001)
 
-    async def _consume(self, requests: Sequence[GenerationRequest]) -> None:
-        requests = [request for request in requests if request.request_id in self._before]  # others were aborted meanwhile
-        unanswered = {request.request_id for request in requests}
-        self._entering -= unanswered
-        self._not_begun |= unanswered
-        if self._looking is None or self._looking.done():
-            self._looking = self._run(self._poll_started())
-        if self._handing_out is None or self._handing_out.done():
-            self._handing_out = self._run(self._hand_out_parts())
-        error = "the engine ended without an answer"
-        try:
-            async for completion in self._strategy.generate(requests):
-                unanswered.discard(completion.request_id)
-                if completion.error is not None:
-                    await self._check_engine(completion.error)
-                self._push(completion)
-        except Exception as failure:
-            error = f"{type(failure).__name__}: {failure}"
-            await self._check_engine(error)
-        for request_id in unanswered:
-            self._push(Completion(request_id, error=error))
+    def _note_progress(self, request_id: str, progress: RequestProgress) -> None:
+        if request_id in self._before:
+            self._generated[request_id] = progress.generated
+            if progress.part is not None:
+                self._make_ready(_Ready(progress.part, [PART_PREFIX], is_part=True))
+            self._changed.set()
 
-    async def _poll_started(self) -> None:
-        """Poll for started requests while there are requests that have not started."""
-        while self._not_begun and self._dead is None:
-            begun = self._strategy.generated(self._not_begun)
-            if begun:
-                self._generated |= begun
-                self._changed.set()
-                self._not_begun.difference_update(begun)
-            await asyncio.sleep(STARTED_POLL_S)
+    def _answered(self, request_id: str, answer: asyncio.Future[Completion]) -> None:
+        failure = None if answer.cancelled() else answer.exception()
+        if failure is not None or answer.cancelled():
+            error = "the engine ended without an answer" if failure is None else f"{type(failure).__name__}: {failure}"
+            completion = Completion(request_id, error=error)
+        else:
+            completion = answer.result()
+        if completion.error is None:
+            self._push(completion)
+        else:
+            task = asyncio.get_running_loop().create_task(self._fail(completion))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
-    async def _hand_out_parts(self) -> None:
-        """Hand out tokens and progress of unfinished responses while there are any."""
-        await asyncio.sleep(HAND_OUT_S)
-        while self._before and self._dead is None:
-            begun = self._before.keys() - self._not_begun
-            self._generated |= self._strategy.generated(begun)
-            since = {request_id: self._handed_out.get(request_id, 0) for request_id in begun}
-            for part in await self._grown(since):
-                if part.request_id in self._before:
-                    self._handed_out[part.request_id] = since[part.request_id] + len(part.token_ids)
-                    self._make_ready(_Ready(part, [PART_PREFIX], is_part=True))
-            await asyncio.sleep(HAND_OUT_S)
-
-    async def _grown(self, since: Mapping[str, int]) -> list[Completion]:
-        try:
-            return await self._strategy.grown(since) if since else []
-        except Exception:  # a process edge: the engine failed, and its requests report that
-            return []
+    async def _fail(self, completion: Completion) -> None:
+        """Note the engine's death if it is the cause of a failed request."""
+        if self._dead is None and not (await self._strategy.health()).alive:
+            self._dead = completion.error
+            self._changed.set()
+        self._push(completion)
 
     def _push(self, completion: Completion) -> None:
         before = self._before.pop(completion.request_id, None)
         if before is not None:  # not answered before, by an abort
             self._entering.discard(completion.request_id)
-            self._not_begun.discard(completion.request_id)
-            self._handed_out.pop(completion.request_id, None)
             self._make_ready(_Ready(completion, before))
 
     def _make_ready(self, ready: _Ready) -> None:
@@ -179,12 +143,6 @@ class CompletionPump:
         for request_id in list(self._entering if request_ids is None else self._entering.intersection(request_ids)):
             self._push(Completion(request_id, finish_reason=FinishReason.ABORT))
         await self._strategy.abort(request_ids)
-
-    async def _check_engine(self, error: str) -> None:
-        """Note the engine's death if it is the cause of a failed request."""
-        if self._dead is None and not (await self._strategy.health()).alive:
-            self._dead = error
-            self._changed.set()
 
     async def collect(self, max_wait_s: float, most_blocks: int = 1) -> tuple[Collected, list[DataProto]]:
         """Completions and progress since the last call, with tokens as blocks. Waits for the first completion, and `linger_s` for more.
@@ -224,7 +182,7 @@ class CompletionPump:
                 tokens += len(record)
             self._tokens_waiting -= ready.tokens
             (parts if ready.is_part else turns).append(turn_of(completion, row))
-        return turns, parts, [token_block(records, self._kept_ids, self._experts) for records in blocks if records]
+        return turns, parts, [token_block(records, self._columns) for records in blocks if records]
 
 
 def turn_of(completion: Completion, tokens: TokenRow | None) -> Turn:

@@ -24,7 +24,7 @@ from roll_lite.distributed.worker import AsyncWorker, freeze_heap
 from roll_lite.scheduler.engines import BatchedEngine, Collected
 from roll_lite.workers.completions import CompletionPump
 from roll_lite.workers.engine_parts import EngineParts
-from roll_lite.workers.token_blocks import joined_row, token_block
+from roll_lite.workers.token_blocks import joined_block
 
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ class InferWorker(AsyncWorker):
         self._parts = EngineParts(spec, parts[self.rank]) if parts and parts[self.rank] else None
         self._strategy = build_engine(spec if self._parts is None else self._parts.spec)
         self._ready = asyncio.Event()
-        self._pump = CompletionPump(self._strategy, fetch_block, experts=spec.experts)
+        self._pump = CompletionPump(self._strategy, fetch_block, columns=spec.columns)
 
     async def initialize(self, turn: int = 0, turns: int = 1) -> None:
         """Start the engine, only in this replica's turn."""
@@ -100,9 +100,9 @@ class InferWorker(AsyncWorker):
 
     # ------------------------------------------------------------ rollouts
 
-    async def submit(self, requests: list[GenerationRequest], frozen: bool = False, kept_ids: bool = False) -> None:
-        """Submit requests. `frozen`: the engine starts when it has all of them. `kept_ids`: token blocks have this column."""
-        await self._pump.submit(requests, frozen, kept_ids)
+    async def submit(self, requests: list[GenerationRequest], frozen: bool = False) -> None:
+        """Submit requests. `frozen`: the engine starts when it has all of them."""
+        await self._pump.submit(requests, frozen)
 
     async def collect(self, most_blocks: int = 1, max_wait_s: float = POLL_SECONDS) -> tuple[Collected | DataProto | None, ...]:
         """Everything that finished since the last call, then `most_blocks` token blocks, padded with None.
@@ -169,19 +169,9 @@ class RemoteEngine(BatchedEngine):
     `silence_s`: time in which it must answer a heartbeat; None: unlimited.
     """
 
-    def __init__(
-        self,
-        name: str,
-        worker: Any,
-        frozen_admission: bool = False,
-        kept_ids: bool = False,
-        silence_s: float | None = None,
-        experts: bool = False,
-    ) -> None:
+    def __init__(self, name: str, worker: Any, frozen_admission: bool = False, silence_s: float | None = None) -> None:
         super().__init__(name, frozen_admission)
         self._worker = worker
-        self._kept_ids = kept_ids
-        self._experts = experts
         self._heartbeat = Heartbeat(self._ask_place, silence_s, PULSE_SECONDS)
         self._place: Place | None = None
         self._blocks = 1
@@ -224,7 +214,7 @@ class RemoteEngine(BatchedEngine):
         self._die(cause)
 
     async def _submit(self, requests: list[GenerationRequest], frozen: bool) -> None:
-        await self._call(self._worker.submit.remote(requests, frozen, self._kept_ids))
+        await self._call(self._worker.submit.remote(requests, frozen))
 
     async def _collect(self) -> Collected:
         answer, *blocks = self._worker.collect.options(num_returns=1 + self._blocks).remote(self._blocks)
@@ -234,8 +224,8 @@ class RemoteEngine(BatchedEngine):
 
     async def _joined(self, request: GenerationRequest, parts: Sequence[TokenRow]) -> TokenRow:
         try:
-            record = await joined_row(request, parts, fetch_block)
-            return TokenRow(ray.put(token_block([record], self._kept_ids, self._experts)), 0, len(record))
+            block = await joined_block(request, parts, fetch_block)
+            return TokenRow(ray.put(block), 0, len(block.ragged("input_ids").values))
         except RayError as error:
             raise ConnectionError(cause_of(error)) from error
 

@@ -25,11 +25,12 @@ from roll_lite.distributed.worker import AsyncWorker, freeze_heap
 from roll_lite.models.model_files import EMBEDDING, stored_tensors
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.scheduler.domain import Domain
+from roll_lite.scheduler.filters import filter_of
 from roll_lite.scheduler.mix import MixedOrder
 from roll_lite.scheduler.router import Router
 from roll_lite.scheduler.service import RolloutService, accepted
-from roll_lite.scheduler.settings import filter_of, pacing_of
 from roll_lite.scheduler.stats import Progress, RolloutStats
+from roll_lite.scheduler.supply import pacing_of
 from roll_lite.workers.infer import RemoteEngine
 from roll_lite.workers.judge import JudgeAddress, with_addresses
 from roll_lite.workers.reward import RewardPool
@@ -70,8 +71,8 @@ class RolloutSpec:
     """Time in which an engine's process must answer; None: unlimited."""
     trains_embeddings: bool = False
     """Updates change the embeddings of the tokens that prompts contain."""
-    experts: bool = False
-    """Engines report the experts of each token."""
+    columns: tuple[str, ...] = ()
+    """Extra columns of token blocks, as in EngineSpec."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +99,6 @@ class RolloutWorker(AsyncWorker):
     def __init__(self, spec: RolloutSpec) -> None:
         super().__init__()
         self._spec = spec
-        keep_mask = spec.rollout.keep_mask
-        self._kept_ids = any(sampling_of(domain.sampling, keep_mask).keep_mask for domain in spec.domains.values())
-        """True if token blocks have the column kept_ids."""
         self._temperatures = {name: domain.sampling.temperature for name, domain in spec.domains.items()}
         self._pools: dict[str, RewardPool | RewardModelPool] = {}
         self._reward_models: dict[str, RewardModelClient] = {}
@@ -119,10 +117,7 @@ class RolloutWorker(AsyncWorker):
         """Read the data and start the reward workers. `engines`: InferWorker actors. `reward_models`: RewardModelWorker actors by model.
         `judges`: addresses of the judges started by the run."""
         spec = self._spec
-        clients = [
-            RemoteEngine(f"actor_infer[{i}]", engine, spec.deterministic, self._kept_ids, spec.engine_silence_s, spec.experts)
-            for i, engine in enumerate(engines)
-        ]
+        clients = [RemoteEngine(f"actor_infer[{i}]", engine, spec.deterministic, spec.engine_silence_s) for i, engine in enumerate(engines)]
         rollout = spec.rollout
         router = Router(clients, rollout.request_timeout_s, spec.deterministic, spec.engine_slots, rollout.max_tokens_per_engine)
 
@@ -239,7 +234,7 @@ class RolloutWorker(AsyncWorker):
         writing = self._samples_file("step", step, result.groups)
         if self._spec.dumps is not None:
             everyone = sorted([*result.groups, *result.left_out], key=lambda group: group.group)
-            writing.append(self._spec.dumps.writing(step, everyone, rows, result.stats, self._kept_ids, _clock_offset()))
+            writing.append(self._spec.dumps.writing(step, everyone, rows, result.stats, self._spec.columns, _clock_offset()))
         await self._write(writing)
         replaced = {name: pool.newly_replaced() for name, pool in self._pools.items()}
         silences, self._silences = self._silences, []
@@ -255,7 +250,7 @@ class RolloutWorker(AsyncWorker):
         return rows_of(trainable, self._temperatures), self._tokens_of(trainable)
 
     def _tokens_of(self, groups: Sequence[SampleGroup]) -> Block:
-        return tokens_of(groups, self._kept_ids, self._spec.experts)
+        return tokens_of(groups, self._spec.columns)
 
     async def lost_engines(self) -> dict[int, str]:
         """Causes of lost engines, by number."""

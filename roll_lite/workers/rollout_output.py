@@ -22,7 +22,7 @@ from roll_lite.data.proto import DataProto, object_column
 from roll_lite.data.samples import Sample, SampleGroup
 from roll_lite.distributed.dataflow import Block
 from roll_lite.scheduler.stats import RolloutStats
-from roll_lite.workers.token_blocks import EXPERTS, TOKEN_COLUMNS
+from roll_lite.workers.token_blocks import KEPT_IDS, TOKEN_COLUMNS
 
 # ---------------------------------------------------------------- for the driver
 
@@ -76,8 +76,8 @@ def _answers(group: SampleGroup) -> Iterator[int]:
         yield READS_NONE if answer is None else numbers.setdefault(answer, len(numbers)) if answer else NO_ANSWER
 
 
-def tokens_of(groups: Sequence[SampleGroup], kept_ids: bool, experts: bool = False) -> Block:
-    """Block that refers to the tokens of these samples. `kept_ids`, `experts`: the token blocks have these columns."""
+def tokens_of(groups: Sequence[SampleGroup], extra: Sequence[str] = ()) -> Block:
+    """Block that refers to the tokens of these samples. `extra`: further columns of the token blocks."""
     places = [sample.transcript.tokens for group in groups for sample in group.samples]
     numbers: dict[Any, int] = {}
     objects = np.empty(len(places), np.int32)
@@ -86,8 +86,7 @@ def tokens_of(groups: Sequence[SampleGroup], kept_ids: bool, experts: bool = Fal
         assert place is not None, f"sample {sample} has no tokens"
         objects[sample] = numbers.setdefault(place.block, len(numbers))
         rows[sample] = place.row
-    keys = (*TOKEN_COLUMNS, *(["kept_ids"] if kept_ids else []), *([EXPERTS] if experts else []))
-    return Block(tuple(numbers), keys, np.arange(len(places)), objects, rows)
+    return Block(tuple(numbers), (*TOKEN_COLUMNS, *extra), np.arange(len(places)), objects, rows)
 
 
 def _whole(values: Iterable[int]) -> torch.Tensor:
@@ -177,11 +176,12 @@ class DumpSpec:
     """Checksum of the tokenizer."""
 
     def writing(
-        self, step: int, groups: Sequence[SampleGroup], rows: DataProto, stats: RolloutStats, kept_ids: bool, clock_offset: float = 0.0
+        self, step: int, groups: Sequence[SampleGroup], rows: DataProto, stats: RolloutStats, extra: Sequence[str], clock_offset: float
     ) -> Callable[[], None]:
-        """Function that writes a dump, for a thread; it captures `stats` now. `rows`: of the samples that train."""
+        """Function that writes a dump, for a thread; it captures `stats` now. `rows`: of the samples that train. `extra`: further columns
+        of the token blocks."""
         facts = {"step": step, "config": self.config, "tokenizer": self.tokenizer, "stats": json.loads(json.dumps(stats, default=vars))}
-        return partial(write_dump, dump_file(self.folder, step), groups, rows, stored_blocks, facts, kept_ids, clock_offset)
+        return partial(write_dump, dump_file(self.folder, step), groups, rows, stored_blocks, facts, KEPT_IDS in extra, clock_offset)
 
 
 def stored_blocks(references: Sequence[Any]) -> list[DataProto | None]:

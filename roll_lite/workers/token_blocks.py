@@ -6,8 +6,8 @@ another holds the first and the second.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -21,8 +21,11 @@ from roll_lite.data.samples import Completion, GenerationRequest, TokenRow
 BLOCK_TOKENS = 2**16
 """Size of a full block, about 850 KB. A reader of one row fetches the whole block; sending a reference costs 100 to 200 microseconds."""
 
-EXPERTS = "rollout_experts"
 TOKEN_COLUMNS = ("input_ids", "response_mask", "rollout_log_probs")
+KEPT_IDS, EXPERTS = "kept_ids", "rollout_experts"
+EXTRA_COLUMNS = {KEPT_IDS: np.int32, EXPERTS: np.int16}
+"""Columns that only some runs have (EngineSpec.columns), a vector per token: ids that survived truncation, and experts that processed the
+token. Vectors are padded with -1; all -1: sampling was not truncated, or experts are unknown."""
 
 
 @dataclass(frozen=True)
@@ -35,25 +38,28 @@ class TokenRecord:
     """bool: the policy chose the token."""
     log_probs: np.ndarray
     """float32, under the sampling distribution; 0 where the mask is 0."""
-    kept_ids: np.ndarray | None = None
-    """[T, K] int32: ids that survived truncation, padded with -1. None: sampling was not truncated."""
-    experts: np.ndarray | None = None
-    """[T, K] int16: experts that processed the token, -1 if unknown. None: all unknown."""
+    extra: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """[T, K] by name of EXTRA_COLUMNS; one that is absent is all -1."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
+    def vectors(self, name: str) -> np.ndarray:
+        """An extra column."""
+        return self.extra[name] if name in self.extra else _unknown(name, len(self))
+
     def drop_prefix(self, first: int) -> TokenRecord:
         """Drop the first tokens."""
-        kept, experts = (None if part is None else part[first:] for part in (self.kept_ids, self.experts))
-        return TokenRecord(self.ids[first:], self.mask[first:], self.log_probs[first:], kept, experts)
+        extra = {name: column[first:] for name, column in self.extra.items()}
+        return TokenRecord(self.ids[first:], self.mask[first:], self.log_probs[first:], extra)
 
     def fill_experts(self, experts: np.ndarray | None) -> TokenRecord:
         """Fill in unknown expert ids. Known ones stay: sampling used them, while a continued request computed the tokens again."""
         if experts is None:
             return self
-        told = _stacked([experts[: len(self)], _no_experts(max(0, len(self) - len(experts)))])
-        return replace(self, experts=told if self.experts is None else np.where(self.experts < 0, told, self.experts))
+        told = _stacked([experts[: len(self)], _unknown(EXPERTS, max(0, len(self) - len(experts)))])
+        known = self.extra.get(EXPERTS)
+        return replace(self, extra={**self.extra, EXPERTS: told if known is None else np.where(known < 0, told, known)})
 
     @staticmethod
     def given(token_ids: Sequence[int]) -> TokenRecord:
@@ -66,80 +72,67 @@ class TokenRecord:
         count = len(completion.token_ids)
         assert len(completion.log_probs) == count, f"{completion.request_id}: tokens and log-probs differ in number"
         ids, log_probs = np.fromiter(completion.token_ids, np.int64, count), np.fromiter(completion.log_probs, np.float32, count)
-        return TokenRecord(ids, np.ones(count, bool), log_probs, _kept_ids(completion))
+        kept = {} if completion.kept_ids is None else {KEPT_IDS: _padded(completion.kept_ids)}
+        assert all(len(column) == count for column in kept.values()), f"{completion.request_id}: tokens and kept ids differ in number"
+        return TokenRecord(ids, np.ones(count, bool), log_probs, kept)
 
     @staticmethod
     def joined(parts: Sequence[TokenRecord]) -> TokenRecord:
         """Concatenate records."""
-        kept = None
-        if any(part.kept_ids is not None for part in parts):
-            kept = _stacked([_all_kept(len(part)) if part.kept_ids is None else part.kept_ids for part in parts])
-        experts = None
-        if any(part.experts is not None for part in parts):
-            experts = _stacked([_no_experts(len(part)) if part.experts is None else part.experts for part in parts])
+        extra = {name: _stacked([part.vectors(name) for part in parts]) for name in dict.fromkeys(chain(*(part.extra for part in parts)))}
         ids, masks, log_probs = zip(*((part.ids, part.mask, part.log_probs) for part in parts), strict=True)
-        return TokenRecord(np.concatenate(ids), np.concatenate(masks), np.concatenate(log_probs), kept, experts)
+        return TokenRecord(np.concatenate(ids), np.concatenate(masks), np.concatenate(log_probs), extra)
 
     @staticmethod
     def read(block: DataProto, row: int) -> TokenRecord:
         ids, mask = block.ragged("input_ids").row(row).numpy(), block.ragged("response_mask").row(row).numpy()
         # The first token of a row has no log-prob, since nothing predicts it.
         log_probs = np.concatenate([np.zeros(1, np.float32), block.ragged("rollout_log_probs").row(row).numpy()])
-        kept = None
-        if "kept_ids" in block:
-            entries = block.ragged("kept_ids").row(row).numpy()
-            kept = np.concatenate([np.full((1, entries.shape[1]), -1, np.int32), entries])
-        experts = block.ragged(EXPERTS).row(row).numpy() if EXPERTS in block else None
-        return TokenRecord(ids, mask, log_probs, kept, experts)
+        extra = {name: block.ragged(name).row(row).numpy() for name in EXTRA_COLUMNS if name in block}
+        if KEPT_IDS in extra:
+            extra[KEPT_IDS] = _stacked([_unknown(KEPT_IDS, 1), extra[KEPT_IDS]])
+        return TokenRecord(ids, mask, log_probs, extra)
 
 
-async def joined_row(request: GenerationRequest, parts: Sequence[TokenRow], fetch: Callable[[Any], Awaitable[DataProto]]) -> TokenRecord:
-    """A sample so far: the request's context and prompt, then `parts`, whose first token is a dummy (completions.py)."""
+async def joined_block(request: GenerationRequest, parts: Sequence[TokenRow], fetch: Callable[[Any], Awaitable[DataProto]]) -> DataProto:
+    """Block of one sample so far: the request's context and prompt, then `parts`, whose first token is a dummy (completions.py)."""
     before = [] if request.context is None else [TokenRecord.read(await fetch(request.context.block), request.context.row)]
-    new = [TokenRecord.read(await fetch(part.block), part.row).drop_prefix(1) for part in parts]
-    return TokenRecord.joined([*before, TokenRecord.given(request.prompt_ids), *new])
+    blocks = [(await fetch(part.block), part.row) for part in parts]
+    new = [TokenRecord.read(block, row).drop_prefix(1) for block, row in blocks]
+    columns = [name for name in EXTRA_COLUMNS if name in blocks[0][0]]
+    return token_block([TokenRecord.joined([*before, TokenRecord.given(request.prompt_ids), *new])], columns)
 
 
-def token_block(records: Sequence[TokenRecord], kept_ids: bool, experts: bool = False) -> DataProto:
-    """Write records as rows of a block. `kept_ids`, `experts`: include these columns even if empty, so that all blocks of a batch agree."""
+def token_block(records: Sequence[TokenRecord], extra: Collection[str] = ()) -> DataProto:
+    """Write records as rows of a block. `extra`: further columns, included even if empty, so that all blocks of a batch agree."""
     assert all(len(record) for record in records), "a sample has tokens"
     whole = TokenRecord.joined([TokenRecord.given(()), *records])
     offsets = np.concatenate([[0], np.cumsum([len(record) for record in records], dtype=np.int64)])
     predicted = np.ones(len(whole), dtype=bool)
     predicted[offsets[:-1]] = False
-    transitions = torch.from_numpy(offsets - np.arange(len(offsets)))
+    tokens, transitions = torch.from_numpy(offsets), torch.from_numpy(offsets - np.arange(len(offsets)))
     columns = {
-        "input_ids": Ragged(torch.from_numpy(whole.ids), torch.from_numpy(offsets)),
-        "response_mask": Ragged(torch.from_numpy(whole.mask), torch.from_numpy(offsets)),
+        "input_ids": Ragged(torch.from_numpy(whole.ids), tokens),
+        "response_mask": Ragged(torch.from_numpy(whole.mask), tokens),
         "rollout_log_probs": Ragged(torch.from_numpy(whole.log_probs[predicted]), transitions),
     }
-    if kept_ids:
-        kept = _all_kept(len(whole)) if whole.kept_ids is None else whole.kept_ids
-        columns["kept_ids"] = Ragged(torch.from_numpy(kept[predicted]), transitions)
-    if experts:
-        known = _no_experts(len(whole)) if whole.experts is None else whole.experts
-        columns[EXPERTS] = Ragged(torch.from_numpy(known), torch.from_numpy(offsets))
+    if KEPT_IDS in extra:
+        columns[KEPT_IDS] = Ragged(torch.from_numpy(whole.vectors(KEPT_IDS)[predicted]), transitions)
+    if EXPERTS in extra:
+        columns[EXPERTS] = Ragged(torch.from_numpy(whole.vectors(EXPERTS)), tokens)
     return DataProto(columns)
 
 
-def _kept_ids(completion: Completion) -> np.ndarray | None:
+def _padded(kept_ids: Sequence[Sequence[int]]) -> np.ndarray:
     """[tokens, K] int32: ids that survived truncation, padded with -1."""
-    of_tokens = completion.kept_ids
-    if of_tokens is None:
-        return None
-    assert len(of_tokens) == len(completion.token_ids), f"{completion.request_id}: tokens and kept ids differ in number"
-    counts = np.fromiter(map(len, of_tokens), dtype=np.int64, count=len(of_tokens))
-    ids = np.full((len(of_tokens), max(1, int(counts.max(initial=0)))), -1, dtype=np.int32)
-    ids[np.arange(ids.shape[1]) < counts[:, None]] = np.fromiter(chain.from_iterable(of_tokens), dtype=np.int32)
+    counts = np.fromiter(map(len, kept_ids), dtype=np.int64, count=len(kept_ids))
+    ids = np.full((len(kept_ids), max(1, int(counts.max(initial=0)))), -1, dtype=np.int32)
+    ids[np.arange(ids.shape[1]) < counts[:, None]] = np.fromiter(chain.from_iterable(kept_ids), dtype=np.int32)
     return ids
 
 
-def _all_kept(tokens: int) -> np.ndarray:
-    return np.full((tokens, 1), -1, dtype=np.int32)
-
-
-def _no_experts(tokens: int) -> np.ndarray:
-    return np.full((tokens, 1), -1, dtype=np.int16)
+def _unknown(name: str, tokens: int) -> np.ndarray:
+    return np.full((tokens, 1), -1, dtype=EXTRA_COLUMNS[name])
 
 
 def _stacked(parts: Sequence[np.ndarray]) -> np.ndarray:

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # also in the sender's process
+from support_completions import completions
 from support_models import EOS_ID, Family, by_checkpoint, load_hf, make_model, make_tiny_model
 from support_passes import forward
 
@@ -270,7 +271,13 @@ class Harness:
 
     async def all(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """In the order in which they finish."""
-        return [completion async for completion in self.strategy.generate(requests)]
+        return [completion async for completion in completions(self.strategy, requests)]
+
+    async def generated(self, request_ids: Sequence[str]) -> dict[str, int]:
+        """Tokens of the requests that the engine has begun with."""
+        flights = [flight for flight in self.strategy._reports.flights if flight.request.request_id in request_ids and flight.entered]
+        found = zip(flights, await self.strategy._progress(flights, parts=False), strict=True)
+        return {flight.request.request_id: progress.generated for flight, progress in found if progress is not None}
 
     @staticmethod
     def renamed(request: GenerationRequest, request_id: str) -> GenerationRequest:

@@ -14,9 +14,10 @@ from support_local_engine import collect, fetch_block
 from support_models import EOS_ID
 
 from roll_lite.data.samples import FinishReason, GenerationRequest, TokenRow, Turn, VersionSpan
+from roll_lite.distributed.strategy.inference import requests as in_flight
 from roll_lite.scheduler.flight import joined
 from roll_lite.workers.completions import CompletionPump
-from roll_lite.workers.token_blocks import TokenRecord, joined_row
+from roll_lite.workers.token_blocks import KEPT_IDS, TokenRecord, joined_block
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -26,11 +27,11 @@ KEPT = {"top_k": 8, "top_p": 0.9, "keep_mask": True}
 
 @pytest.fixture
 def pump(engine: Harness) -> CompletionPump:
-    return CompletionPump(engine.strategy, fetch_block, linger_s=0.0)
+    return CompletionPump(engine.strategy, fetch_block, linger_s=0.0, columns=[KEPT_IDS])
 
 
 async def turns(pump: CompletionPump, *requests: GenerationRequest) -> dict[str, Turn]:
-    await pump.submit(requests, frozen=False, kept_ids=True)
+    await pump.submit(requests, frozen=False)
     return await answers(pump, len(requests))
 
 
@@ -44,9 +45,9 @@ async def answers(pump: CompletionPump, count: int) -> dict[str, Turn]:
 async def interrupted(engine: Harness, pump: CompletionPump, request: GenerationRequest) -> Turn:
     """Ended by an abort, somewhere in the middle; once more where a busy machine had it end before."""
     for _ in range(3):
-        await pump.submit([request], frozen=False, kept_ids=True)
+        await pump.submit([request], frozen=False)
         answer = asyncio.create_task(answers(pump, 1))
-        while not answer.done() and request.request_id not in engine.strategy.generated([request.request_id]):  # noqa: ASYNC110
+        while not answer.done() and not await engine.generated([request.request_id]):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         await pump.abort([request.request_id])
         turn = (await answer)[request.request_id]
@@ -109,11 +110,11 @@ async def test_sampled_under_truncation_and_three_sets_of_weights(engine: Harnes
     spans = tuple(VersionSpan(start, version) for start, (_, version) in zip(starts, weights, strict=False))
     assert reduce(joined, parts).versions == spans and len({span.version for span in spans}) == 3
     record = whole(parts[-1])
-    assert len(record) == len(PROMPT) + LONG and record.kept_ids is not None
+    assert len(record) == len(PROMPT) + LONG and KEPT_IDS in record.extra
     tokens = record.ids[len(PROMPT) :].tolist()
     under = [replace(engine, reference=reference).hf_logits(tokens, without_eos=True) for reference, _ in weights]
     logits = torch.cat([one[start:end] for one, (start, end) in zip(under, pairwise(starts), strict=True)]) / 0.8
-    for position, kept in enumerate(record.kept_ids[len(PROMPT) :]):
+    for position, kept in enumerate(record.extra[KEPT_IDS][len(PROMPT) :]):
         dropped = torch.ones(logits.shape[-1], dtype=torch.bool)
         dropped[torch.from_numpy(kept[kept >= 0]).long()] = False
         assert 1 <= int((~dropped).sum()) <= 9 and not dropped[tokens[position]]
@@ -150,12 +151,12 @@ async def test_parts_that_are_handed_out_on_the_way_are_the_response(
     engine: Harness, pump: CompletionPump, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Joined they are what the response begins with, to the last bit of the log-probs, and with its masks and versions."""
-    for pace in ("HAND_OUT_S", "STARTED_POLL_S"):
-        monkeypatch.setattr(f"roll_lite.workers.completions.{pace}", 0.01)
+    monkeypatch.setattr(in_flight, "BEGUN_POLL_S", 0.01)
+    monkeypatch.setattr(in_flight, "PARTS_EVERY", 1)
     requests = [engine.request(LONG, temperature=0.8, min_tokens=LONG, seed=n, **sampling) for n, sampling in enumerate(({}, KEPT))]
     parts: dict[str, list[Turn]] = {request.request_id: [] for request in requests}
     turns: dict[str, Turn] = {}
-    await pump.submit(requests, frozen=False, kept_ids=True)
+    await pump.submit(requests, frozen=False)
     while len(turns) < len(requests):
         collected = await collect(pump, 30.0)
         turns |= {turn.request_id: turn for turn in collected.turns}
@@ -165,14 +166,14 @@ async def test_parts_that_are_handed_out_on_the_way_are_the_response(
     for request in requests:
         rows = [part.tokens for part in parts[request.request_id] if part.tokens is not None]
         assert len(rows) > 1, "several parts"
-        begun, record = await joined_row(request, rows, fetch_block), whole(turns[request.request_id])
+        begun, record = TokenRecord.read(await joined_block(request, rows, fetch_block), 0), whole(turns[request.request_id])
         count = len(begun)
         assert len(PROMPT) < count < len(record), "the newest token may be the response's last, which only the answer tells"
         assert begun.ids.tolist() == record.ids[:count].tolist() and begun.mask.tolist() == record.mask[:count].tolist()
         assert begun.log_probs.tolist() == record.log_probs[:count].tolist()
         if request.sampling.keep_mask:
-            assert begun.kept_ids is not None and record.kept_ids is not None
-            assert [set(row[row >= 0]) for row in begun.kept_ids] == [set(row[row >= 0]) for row in record.kept_ids[:count]]
+            kept = [[set(row[row >= 0]) for row in one.extra[KEPT_IDS][:count]] for one in (begun, record)]
+            assert kept[0] == kept[1] and any(kept[0])
         assert {span.version for part in parts[request.request_id] for span in part.versions} == {engine.version}
 
 

@@ -96,7 +96,7 @@ async def begun_at(name: str, router: Router, engine: Harness) -> list[str]:
     """The requests that it has, once it has generated something of each."""
     while True:
         at = [request_id for request_id, load in router._at_engines.items() if load.client.name == name]
-        if at and len(engine.strategy.generated(at)) == len(at):
+        if at and len(await engine.generated(at)) == len(at):
             return at
         await asyncio.sleep(0.005)
 

@@ -50,14 +50,14 @@ async def test_the_engine_says_where_its_tokens_went(tmp_path: Path) -> None:
     require("sglang")
     path = make_tiny_model(tmp_path / "model", "qwen3_moe", tied=False, sharpness=2.0, layers=3)
     strategy = SglangStrategyConfig(kv_cache_mb=64, max_running_requests=8)
-    engine = build_engine(EngineSpec(ModelConfig(path=path, dtype="float32"), strategy, max_model_len=512, experts=True))
+    engine = build_engine(EngineSpec(ModelConfig(path=path, dtype="float32"), strategy, max_model_len=512, columns=("rollout_experts",)))
     await engine.initialize()
 
     async def checked(*requests: GenerationRequest, abort_after: float | None = None) -> list[Completion]:
         prompts = {request.request_id: request.prompt_ids for request in requests}
         if abort_after is not None:
             asyncio.get_running_loop().call_later(abort_after, lambda: asyncio.ensure_future(engine.abort()))
-        found = [completion async for completion in engine.generate(requests)]
+        found = await asyncio.gather(*map(engine.generate, requests))
         for completion in found:
             assert completion.error is None and completion.experts is not None
             tokens = (*prompts[completion.request_id], *completion.token_ids)

@@ -13,6 +13,7 @@ from support_models import EOS_ID, VOCAB_SIZE
 
 from roll_lite.data.samples import FinishReason
 from roll_lite.distributed.strategy.base import EngineMemory, PauseMode
+from roll_lite.distributed.strategy.inference import requests as in_flight
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -173,36 +174,36 @@ async def test_abort_right_after_submission(engine: Harness) -> None:
     assert [completion.finish_reason for completion in await task] == [FinishReason.ABORT] * 3
 
 
-async def test_leaving_the_stream_aborts_the_rest(engine: Harness) -> None:
-    stream = engine.strategy.generate([engine.request(2), engine.request(LONG, min_tokens=LONG)])
-    await anext(stream)
-    await stream.aclose()
+async def test_cancelling_a_request_aborts_it(engine: Harness) -> None:
+    short, long = [engine.strategy.generate(one) for one in (engine.request(2), engine.request(LONG, min_tokens=LONG))]
+    await short
+    long.cancel()
     async with asyncio.timeout(60):
         while (await engine.strategy.health()).running:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert (await engine.one(4)).error is None
 
 
-async def test_what_has_begun_is_told_with_its_growth_and_what_waits_is_not(engine: Harness) -> None:
+async def test_what_has_begun_is_told_with_its_growth_and_what_waits_is_not(engine: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests beyond what the engine runs at a time wait; the others have begun, soon after their first token, and never have more tokens
     than come out in the end."""
     slots = engine.strategy.options.max_running_requests
     requests = [engine.request(LONG, min_tokens=LONG) for _ in range(slots + 2)]
     ids = [request.request_id for request in requests]
-    assert not engine.strategy.generated(ids)
-    task = asyncio.create_task(engine.all(requests))
+    monkeypatch.setattr(in_flight, "BEGUN_POLL_S", 0.01)
+    monkeypatch.setattr(in_flight, "PARTS_EVERY", 1)
+    told: dict[str, list[int]] = {request_id: [] for request_id in ids}
+    answers = [engine.strategy.generate(one, lambda found, own=told[one.request_id]: own.append(found.generated)) for one in requests]
     async with asyncio.timeout(60):
-        while len(first := engine.strategy.generated(ids)) < slots:  # noqa: ASYNC110
+        while not all(own and own[-1] > own[0] for own in (told[one] for one in ids[:slots])):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        later = first
-        while not all(later[one] > tokens for one, tokens in first.items()):
-            await asyncio.sleep(0.01)
-            later = engine.strategy.generated(ids)
-    assert sorted(later) == sorted(ids[:slots])
+    assert [bool(told[one]) for one in ids] == [True] * slots + [False] * 2
     await engine.strategy.abort(ids)
-    lengths = {completion.request_id: len(completion.token_ids) for completion in await task}
-    assert all(0 < tokens <= lengths[one] for one, tokens in later.items())
-    assert not engine.strategy.generated(ids)
+    lengths = [len(completion.token_ids) for completion in await asyncio.gather(*answers)]
+    assert all(0 < told[one][0] <= told[one][-1] <= length for one, length in zip(ids[:slots], lengths, strict=False))
+    counts = [len(own) for own in told.values()]
+    await asyncio.sleep(0.05)
+    assert [len(own) for own in told.values()] == counts
 
 
 # ---------------------------------------------------------------- pause

@@ -66,7 +66,7 @@ async def sampled(model: Path) -> dict[str, list[tuple[GenerationRequest, Comple
             for number in range(8)
         }
         found: dict[str, list[tuple[GenerationRequest, Completion]]] = {name: [] for name in TRUNCATIONS}
-        async for completion in engine.generate(list(requests.values())):
+        for completion in await asyncio.gather(*map(engine.generate, requests.values())):
             assert completion.error is None
             found[completion.request_id.split("/")[0]].append((requests[completion.request_id], completion))
         return found

@@ -47,7 +47,7 @@ def test_an_empty_batch_goes_through_the_step_up_to_the_training(recipe: str, tm
     stats.domains["add"] = mixed()
     stats.domains["add"].filtered[LOW] += 7
     stats.domains["make"].filtered[HIGH] += 2
-    batch = Batch(rows_of([], {}), [tokens_of([], kept_ids=False)])
+    batch = Batch(rows_of([], {}), [tokens_of([])])
     with journal.step(1):
         journal.rollouts(batch.rows, stats, 0, {})
         shaped = RewardShaping(config)(batch)

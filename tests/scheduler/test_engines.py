@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
+from support_local_engine import ask
 
 from roll_lite.data.samples import GenerationRequest, Sampling, TokenRow, Turn
 from roll_lite.scheduler.engines import BatchedEngine, Collected, EngineLost
@@ -39,11 +40,11 @@ class Watched(BatchedEngine):
 async def test_what_is_asked_in_one_turn_travels_in_one_call() -> None:
     engine = Watched()
     names = [f"r{i}" for i in range(256)]
-    turns = await asyncio.gather(*(engine.generate(request(name)) for name in names))
+    turns = await asyncio.gather(*(ask(engine, request(name)) for name in names))
     assert [turn.request_id for turn in turns] == names
     assert engine.submitted == [names]
     assert engine.collected == 1
-    await asyncio.gather(*(engine.generate(request(name)) for name in names))
+    await asyncio.gather(*(ask(engine, request(name)) for name in names))
     assert len(engine.submitted) == 2
 
 
@@ -54,10 +55,10 @@ class Unreachable(Watched):
 
 async def test_a_call_that_fails_is_the_engines_death() -> None:
     engine = Unreachable()
-    answers = await asyncio.gather(*(engine.generate(request(f"r{i}")) for i in range(3)), return_exceptions=True)
+    answers = await asyncio.gather(*(ask(engine, request(f"r{i}")) for i in range(3)), return_exceptions=True)
     assert all(isinstance(answer, EngineLost) and "its process died" in answer.cause for answer in answers)
     with pytest.raises(EngineLost):
-        await engine.generate(request("later"))
+        await ask(engine, request("later"))
 
 
 class LosesParts(Watched):
@@ -77,10 +78,10 @@ class LosesParts(Watched):
 
 async def test_where_what_was_handed_out_is_gone_too_the_loss_says_so() -> None:
     with pytest.raises(EngineLost, match="lightning; the tokens handed out so far are lost too: struck twice") as lost:
-        await LosesParts(ConnectionError("struck twice")).generate(request("r"))
+        await ask(LosesParts(ConnectionError("struck twice")), request("r"))
     assert lost.value.partial is None
 
 
 async def test_a_mistake_in_what_was_handed_out_is_not_taken_for_a_loss() -> None:
     with pytest.raises(ValueError, match="no such column"):
-        await LosesParts(ValueError("no such column")).generate(request("r"))
+        await ask(LosesParts(ValueError("no such column")), request("r"))

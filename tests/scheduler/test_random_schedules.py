@@ -496,7 +496,7 @@ class RandomSchedules(RuleBasedStateMachine):
 
     def queued(self) -> list[str]:
         queues = self.router._queues.values()
-        return [asked.first.request_id for queue in queues for asked, place in queue if not place.cancelled()]
+        return [flight.first.request_id for queue in queues for flight in queue if not flight.place.cancelled()]
 
     @invariant()
     def little_waits_for_the_engines(self) -> None:

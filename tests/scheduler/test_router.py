@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import pytest
 from scheduler_support import by_tokens, make_domain, make_service, prompt_of
-from support_local_engine import LocalEngine
+from support_local_engine import LocalEngine, ask
 
 from roll_lite.data.samples import FinishReason, GenerationRequest, Sampling, TokenRow, Turn, VersionSpan
 from roll_lite.distributed.strategy.scripted import Response, ScriptedEngine
 from roll_lite.scheduler.choice import EngineLoad
-from roll_lite.scheduler.engines import EngineLost, Generated
-from roll_lite.scheduler.flight import Asked, ExpectedLength
+from roll_lite.scheduler.engines import Asked, EngineLost
+from roll_lite.scheduler.flight import ExpectedLength, Flight
 from roll_lite.scheduler.router import NoEngineLeft, RequestFailed, Router
 from roll_lite.simulator.clock import run_virtual
 
@@ -27,23 +27,24 @@ class HeldEngine:
     def __init__(self, name: str, begins: bool = True) -> None:
         self.name = name
         self.begins = begins
-        self.tell: dict[str, Generated | None] = {}
-        self.held: dict[str, asyncio.Future[Turn]] = {}
+        self.tell: dict[str, Asked] = {}
+        self.held: dict[str, asyncio.Future[Turn | None]] = {}
         self.aborted: list[str] = []
         self.aborted_before: set[str] = set()
         """They came."""
         self.asked: list[GenerationRequest] = []
 
-    async def generate(self, request: GenerationRequest, generated: Generated | None = None) -> Turn:
+    def send(self, asked: Asked) -> None:
+        request = asked.request
         self.asked.append(request)
         if request.request_id in self.aborted_before:
             self.aborted_before.remove(request.request_id)
-            return Turn(request.request_id, finish_reason=FinishReason.ABORT)
-        self.held[request.request_id] = asyncio.get_running_loop().create_future()
-        self.tell[request.request_id] = generated
+            asked.answer.set_result(Turn(request.request_id, finish_reason=FinishReason.ABORT))
+            return
+        self.held[request.request_id] = asked.answer
+        self.tell[request.request_id] = asked
         if self.begins:
-            self.say(request.request_id, 0)
-        return await self.held[request.request_id]
+            asyncio.get_running_loop().call_soon(self.say, request.request_id, 0)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         self.aborted += request_ids
@@ -55,8 +56,7 @@ class HeldEngine:
 
     def say(self, request_id: str, tokens: int) -> None:
         """So many it has generated."""
-        if (tell := self.tell[request_id]) is not None:
-            tell(tokens)
+        self.tell[request_id].generated(tokens)
 
     def answer(self, request_id: str, tokens: int = 10, error: str | None = None) -> None:
         self.held.pop(request_id).set_result(Turn(request_id, tokens, finish_reason=FinishReason.STOP, error=error))
@@ -239,7 +239,7 @@ class RoundRobin(Router):
 
     _turn: itertools.count[int]
 
-    def _choose(self, asked: Asked) -> tuple[EngineLoad, float]:
+    def _choose(self, flight: Flight) -> tuple[EngineLoad, float]:
         self._turn = getattr(self, "_turn", itertools.count())
         return self.engines[next(self._turn) % len(self.engines)], 0.0
 
@@ -308,7 +308,7 @@ def test_domains_share_one_view_of_the_engines() -> None:
 
 async def test_by_tokens_helper_ends_with_stop() -> None:
     engine = LocalEngine("e", ScriptedEngine(by_tokens(3, 0.0)))
-    turn = await engine.generate(request("r"))
+    turn = await ask(engine, request("r"))
     assert (turn.length, turn.finish_reason) == (3, FinishReason.STOP)
 
 

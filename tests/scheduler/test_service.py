@@ -418,13 +418,17 @@ def test_waves_reach_the_engine_whole_and_sorted() -> None:
         domains, options = deterministic_service()
         service, _, engines = make_service(domains, uneven(0.1), **options)
         for engine in engines:
-            generate = engine.generate
+            pause, generate = engine.pause, engine.generate
 
-            def watched(requests: Any, generate: Any = generate) -> Any:
-                waves.append([request.request_id for request in requests])
-                return generate(requests)
+            def paused(mode: Any, pause: Any = pause) -> Any:
+                waves.append([])
+                return pause(mode)
 
-            engine.generate = watched  # type: ignore[method-assign]
+            def watched(request: Any, report: Any, generate: Any = generate) -> Any:
+                waves[-1].append(request.request_id)
+                return generate(request, report)
+
+            engine.pause, engine.generate = paused, watched  # type: ignore[method-assign, assignment]
         await service.next_batch(5)
 
     run_virtual(main())

@@ -15,7 +15,7 @@ from roll_lite.data.samples import FinishReason, GenerationRequest, SampleOutcom
 from roll_lite.data.stable_hash import stable_hash
 from roll_lite.distributed.strategy.base import PauseMode
 from roll_lite.distributed.strategy.scripted import Response, ScriptedEngine
-from roll_lite.scheduler.engines import EngineLost, Generated
+from roll_lite.scheduler.engines import Asked, EngineLost
 from roll_lite.scheduler.flight import LOOK_S
 from roll_lite.scheduler.router import NoEngineLeft, RequestFailed, Router
 from roll_lite.scheduler.service import RolloutResult, accepted
@@ -219,13 +219,13 @@ class Held:
 
     def __init__(self, answer: Turn | None) -> None:
         self.answer = answer
-        self.held: dict[str, asyncio.Future[Turn]] = {}
+        self.held: dict[str, asyncio.Future[Turn | None]] = {}
+        self.begins = True
 
-    async def generate(self, request: GenerationRequest, generated: Generated | None = None) -> Turn:
-        self.held[request.request_id] = asyncio.get_running_loop().create_future()
-        if generated is not None:
-            generated(0)
-        return await self.held[request.request_id]
+    def send(self, asked: Asked) -> None:
+        self.held[asked.request.request_id] = asked.answer
+        if self.begins:
+            asked.generated(0)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
@@ -319,12 +319,10 @@ def test_those_who_wait_hear_of_the_last_engines_death_and_may_leave() -> None:
 def test_whoever_gives_up_on_an_engine_that_stands_still_is_no_sign_of_life_from_it() -> None:
     """Of two requests that it never begins with, the second one fails its own time after it was sent, not one time after the first."""
 
-    class Still(Held):
-        async def generate(self, request: GenerationRequest, generated: Generated | None = None) -> Turn:
-            return await super().generate(request)
-
     async def main() -> list[float]:
-        router = Router([Still(Turn("r", finish_reason=FinishReason.ABORT))], 20.0)
+        still = Held(Turn("r", finish_reason=FinishReason.ABORT))
+        still.begins = False
+        router = Router([still], 20.0)
         ended: list[float] = []
 
         async def one(name: str, at: float) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
+from support_local_engine import ask
+
 from roll_lite.data.samples import GenerationRequest, Sampling, TokenRow, Turn
 from roll_lite.simulator.engine import EngineLimits, EngineRates, SimulatedEngine, Span
 
@@ -31,5 +33,5 @@ def engine_of(
 async def finished(engine: SimulatedEngine, one: GenerationRequest, after: float = 0.0) -> tuple[float, Turn]:
     """When it is answered, and with what."""
     await asyncio.sleep(after)
-    turn = await engine.generate(one)
+    turn = await ask(engine, one)
     return asyncio.get_running_loop().time(), turn

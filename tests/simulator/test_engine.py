@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulator_support import engine_of, finished, request
+from support_local_engine import ask
 
 from roll_lite.data.samples import FinishReason, Turn, VersionSpan
 from roll_lite.scheduler.engines import EngineLost
@@ -201,7 +202,7 @@ def test_what_a_dead_engine_has_reported_goes_on_elsewhere(hangs_at: float, kept
             at, turn = await finished(other, request("a", context=6 + kept, resumed=kept))
             assert (at, turn.length) == (pytest.approx(14.5 + 20 - kept), 20 - kept)
         with pytest.raises(EngineLost):
-            await engine.generate(request("a"))
+            await ask(engine, request("a"))
 
     run_virtual(main())
 
@@ -210,10 +211,10 @@ def test_it_tells_when_it_begins_and_from_then_on_how_far_it_is() -> None:
     async def main() -> list[tuple[str, float, int]]:
         engine, clock, told = engine_of({"a": 13, "b": 1}, slots=1), asyncio.get_running_loop().time, []
 
-        async def ask(name: str) -> None:
-            await engine.generate(request(name), lambda tokens: told.append((name, round(clock(), 3), tokens)))
+        async def one(name: str) -> None:
+            await ask(engine, request(name), lambda tokens: told.append((name, round(clock(), 3), tokens)))
 
-        await asyncio.gather(ask("a"), ask("b"))
+        await asyncio.gather(one("a"), one("b"))
         return told
 
     assert run_virtual(main()) == [("a", 0, 0), ("a", 5, 5), ("a", 10, 10), ("b", 13, 0)]
@@ -246,7 +247,7 @@ def test_a_thousand_engines_take_events_not_tokens() -> None:
         lengths = {str(number): 100_000 for number in range(8)}
         engines = [engine_of(lengths, EngineRates(0.01, 1e-5, 1e-9)) for _ in range(1000)]
         numbered = [request(name, max_tokens=10**6) for name in lengths]
-        turns = await asyncio.gather(*(engine.generate(one) for one in numbered for engine in engines))
+        turns = await asyncio.gather(*(ask(engine, one) for one in numbered for engine in engines))
         return sum(turn.length for turn in turns)
 
     assert run_virtual(main()) == 8 * 1000 * 100_000
@@ -265,10 +266,10 @@ def test_every_request_ends_once_whatever_happens(data: st.DataObject) -> None:
         engine = engine_of(lengths, EngineRates(1.0, 0.1, 0.001, 0.01), slots=3, cached_tokens=cached)
         done: dict[str, int] = {}
 
-        async def ask(name: str) -> None:
+        async def whole(name: str) -> None:
             total, legs, one = 0, 0, request(name, prompt=4)
             while True:
-                turn = await engine.generate(one)
+                turn = await ask(engine, one)
                 assert [span.start for span in turn.versions] == sorted({span.start for span in turn.versions})
                 assert [span.version for span in turn.versions] == sorted({span.version for span in turn.versions})
                 total += turn.length
@@ -294,7 +295,7 @@ def test_every_request_ends_once_whatever_happens(data: st.DataObject) -> None:
                     engine.abort([f"a/p/0/0/{name}/0" for name in names])
             engine.update(version + 1)
 
-        await asyncio.gather(disturb(), *(ask(name) for name in lengths))
+        await asyncio.gather(disturb(), *(whole(name) for name in lengths))
         assert done == lengths
         assert engine.generated == sum(lengths.values())
         assert engine.running == 0 and engine._cached == 0.0

@@ -16,8 +16,8 @@ from roll_lite.config.schema.models import ModelConfig, ScriptedStrategyConfig
 from roll_lite.distributed.cluster import Cluster, ClusterSpec, start_cluster
 from roll_lite.distributed.placement import anywhere
 from roll_lite.distributed.strategy.base import EngineSpec
+from roll_lite.distributed.strategy.inference import requests as in_flight
 from roll_lite.scheduler.engines import Collected
-from roll_lite.workers import completions
 from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.rollout import RolloutSpec, RolloutWorker
 
@@ -50,7 +50,7 @@ class DoomedWorker(InferWorker):
     _times = 0
 
     def __init__(self, spec: EngineSpec) -> None:
-        completions.HAND_OUT_S = 0.3
+        in_flight.BEGUN_POLL_S, in_flight.PARTS_EVERY = 0.3, 1
         super().__init__(spec)
 
     async def end_once_parts_are_out(self, number: int) -> None:

@@ -7,7 +7,7 @@ import pickle
 from dataclasses import replace
 
 import pytest
-from support_local_engine import LocalEngine, collect, fetch_block
+from support_local_engine import LocalEngine, ask, collect, fetch_block
 
 from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, Sampling, TokenRow, Turn, VersionSpan
@@ -24,7 +24,7 @@ def request(name: str) -> GenerationRequest:
 
 
 async def generated(engine: LocalEngine, asked: GenerationRequest) -> Turn:
-    return await engine.generate(asked)
+    return await ask(engine, asked)
 
 
 def test_completions_that_finish_close_together_are_fetched_together() -> None:
@@ -55,7 +55,7 @@ def test_collect_comes_back_empty_after_its_time() -> None:
 def test_a_failed_request_of_a_living_engine_is_only_that() -> None:
     async def main() -> list[Turn]:
         engine = LocalEngine("e", ScriptedEngine(lambda r: Response(3, 0.1, error="too long" if r.request_id == "bad" else None)))
-        return await asyncio.gather(engine.generate(request("bad")), engine.generate(request("good")))
+        return await asyncio.gather(ask(engine, request("bad")), ask(engine, request("good")))
 
     bad, good = run_virtual(main())
     assert bad.error == "too long"
@@ -68,7 +68,7 @@ def test_completions_that_were_ready_survive_the_engines_death() -> None:
             return Response(1, 1.0) if r.request_id == "quick" else Response(2, 1.0, error="lightning", fatal=r.request_id == "fatal")
 
         engine = LocalEngine("e", ScriptedEngine(script), linger_s=5.0)
-        return await asyncio.gather(*(engine.generate(request(name)) for name in ("quick", "fatal", "other")), return_exceptions=True)
+        return await asyncio.gather(*(ask(engine, request(name)) for name in ("quick", "fatal", "other")), return_exceptions=True)
 
     quick, fatal, other = run_virtual(main())
     assert isinstance(quick, Turn)
@@ -76,15 +76,19 @@ def test_completions_that_were_ready_survive_the_engines_death() -> None:
 
 
 class Exploding(ScriptedEngine):
-    async def generate(self, requests):  # type: ignore[no-untyped-def, override]
-        yield Completion(requests[0].request_id, (1,), (0.0,), finish_reason=FinishReason.STOP)
-        raise RuntimeError("broken inside")
+    def generate(self, request, report=None):  # type: ignore[no-untyped-def, override]
+        answer = asyncio.get_running_loop().create_future()
+        if request.request_id == "r0":
+            answer.set_result(Completion(request.request_id, (1,), (0.0,), finish_reason=FinishReason.STOP))
+        else:
+            answer.set_exception(RuntimeError("broken inside"))
+        return answer
 
 
 def test_an_engine_that_raises_answers_for_every_request() -> None:
     async def main() -> list[Turn]:
         engine = LocalEngine("e", Exploding())
-        return await asyncio.gather(*(engine.generate(request(f"r{i}")) for i in range(3)))
+        return await asyncio.gather(*(ask(engine, request(f"r{i}")) for i in range(3)))
 
     first, *others = run_virtual(main())
     assert first.error is None
@@ -98,19 +102,19 @@ def test_frozen_admission_shows_the_engine_everything_before_it_starts() -> None
         pause, resume, generate = strategy.pause, strategy.resume, strategy.generate
         strategy.pause = lambda mode: (log.append(f"pause {mode}"), pause(mode))[1]  # type: ignore[method-assign]
         strategy.resume = lambda: (log.append(f"resume with {len(strategy._waiting)} waiting"), resume())[1]  # type: ignore[method-assign]
-        strategy.generate = lambda rs: (log.append(" ".join(r.request_id for r in rs)), generate(rs))[1]  # type: ignore[method-assign]
+        strategy.generate = lambda r, report: (log.append(r.request_id), generate(r, report))[1]  # type: ignore[method-assign, misc, assignment]
         engine = LocalEngine("e", strategy, frozen_admission=True)
         order: list[str] = []
 
         async def one(name: str) -> None:
-            await engine.generate(request(name))
+            await ask(engine, request(name))
             order.append(name)
 
         await asyncio.gather(*map(one, ["c", "a", "b"]))
         return log, order
 
     log, order = run_virtual(main())
-    assert log == ["pause keep", "a b c", "resume with 3 waiting"]
+    assert log == ["pause keep", "a", "b", "c", "resume with 3 waiting"]
     assert order == ["a", "b", "c"]
 
 
@@ -122,9 +126,9 @@ class Remembering(ScriptedEngine):
 
     prompts: list[tuple[int, ...]]
 
-    def generate(self, requests):  # type: ignore[no-untyped-def, override]
-        self.prompts = [*getattr(self, "prompts", []), *(request.prompt_ids for request in requests)]
-        return super().generate(requests)
+    def generate(self, request, report):  # type: ignore[no-untyped-def, override]
+        self.prompts = [*getattr(self, "prompts", []), request.prompt_ids]
+        return super().generate(request, report)
 
 
 def test_what_comes_back_refers_to_its_tokens() -> None:
@@ -152,7 +156,7 @@ def test_a_block_holds_a_bounded_number_of_tokens() -> None:
     async def main() -> list[Turn]:
         engine = LocalEngine("e", ScriptedEngine(lambda r: Response(BLOCK_TOKENS // 4, 0.0)), linger_s=1.0)
         sampling = Sampling(temperature=1.0, max_tokens=10**6)
-        return await asyncio.gather(*(engine.generate(GenerationRequest(f"r{i}", (1, 2), sampling)) for i in range(10)))
+        return await asyncio.gather(*(ask(engine, GenerationRequest(f"r{i}", (1, 2), sampling)) for i in range(10)))
 
     rows = [turn.tokens for turn in run_virtual(main())]
     assert sorted(row.row for row in rows if row) == [0, 0, 0, 1, 1, 1, 2, 2, 3, 3]
@@ -165,8 +169,8 @@ def test_a_request_goes_on_where_another_ended() -> None:
 
     async def main() -> tuple[Turn, Turn]:
         engine = LocalEngine("e", strategy)
-        first = await engine.generate(request("r"))
-        second = await engine.generate(replace(request("r/turn1"), prompt_ids=(50, 51, 52), context=first.tokens))
+        first = await ask(engine, request("r"))
+        second = await ask(engine, replace(request("r/turn1"), prompt_ids=(50, 51, 52), context=first.tokens))
         return first, second
 
     first, second = run_virtual(main())
@@ -186,15 +190,15 @@ def test_a_response_goes_on_with_another_request() -> None:
 
     async def main() -> tuple[Turn, Turn, Turn]:
         engine = LocalEngine("e", strategy)
-        begun = engine.generate(request("r"))
+        begun = ask(engine, request("r"))
         await asyncio.sleep(4.5)
         engine.abort(["r"])
         first = await begun
         rest = GenerationRequest("r/part1", (), Sampling(temperature=1.0, max_tokens=96), first.tokens, resumed=first.length)
-        waiting = engine.generate(rest)
+        waiting = ask(engine, rest)
         await asyncio.sleep(0.1)
         engine.abort(["r/part1"])
-        return first, await waiting, await engine.generate(replace(rest, request_id="r/part2"))
+        return first, await waiting, await ask(engine, replace(rest, request_id="r/part2"))
 
     first, nothing, second = run_virtual(main())
     assert first.tokens and second.tokens
@@ -212,7 +216,7 @@ def test_a_failed_request_and_an_empty_abort_have_no_tokens_and_a_partial_one_ha
     async def main() -> list[Turn]:
         strategy = ScriptedEngine(lambda r: Response(10, 1.0, error="bad" if r.request_id == "bad" else None), slots=2)
         engine = LocalEngine("e", strategy)
-        tasks = [engine.generate(request(name)) for name in ("bad", "begun", "queued")]
+        tasks = [ask(engine, request(name)) for name in ("bad", "begun", "queued")]
         await asyncio.sleep(4.5)
         engine.abort(["begun", "queued"])
         return await asyncio.gather(*tasks)
@@ -233,7 +237,7 @@ def test_an_abort_that_comes_while_earlier_turns_are_fetched_is_not_lost() -> No
     async def main() -> tuple[list[Turn], float, int]:
         strategy = ScriptedEngine(lambda r: Response(100, 1.0))
         pump = CompletionPump(strategy, slowly)
-        reference = token_block([TokenRecord.given((1, 2, 3))], False)
+        reference = token_block([TokenRecord.given((1, 2, 3))])
         late = replace(request("late"), context=TokenRow(reference, 0, 3))
         entering = asyncio.create_task(pump.submit([late, request("fresh")], frozen=False))
         await asyncio.sleep(5.0)
@@ -277,10 +281,10 @@ def test_a_caller_hears_when_its_request_is_begun_with_and_every_five_seconds_ho
         engine = LocalEngine("e", ScriptedEngine(lambda r: Response(12, 1.0), slots=1))
         clock, told = asyncio.get_running_loop().time, []
 
-        async def ask(name: str) -> None:
-            await engine.generate(request(name), lambda tokens: told.append((name, int(clock()), tokens)))
+        async def one(name: str) -> None:
+            await ask(engine, request(name), lambda tokens: told.append((name, int(clock()), tokens)))
 
-        await asyncio.gather(ask("a"), ask("b"))
+        await asyncio.gather(one("a"), one("b"))
         return told
 
     assert run_virtual(main()) == [("a", 0, 0), ("a", 5, 5), ("a", 10, 10), ("b", 12, 0), ("b", 15, 3), ("b", 20, 8)]
@@ -290,7 +294,7 @@ def lost_after(seconds: float, strategy: ScriptedEngine, *requests: GenerationRe
     async def main() -> list[Turn | BaseException]:
         engine = LocalEngine("e", strategy)
         asyncio.get_running_loop().call_later(seconds, strategy.kill, "lightning")
-        return await asyncio.gather(*map(engine.generate, requests), return_exceptions=True)
+        return await asyncio.gather(*(ask(engine, one) for one in requests), return_exceptions=True)
 
     return run_virtual(main())
 
@@ -315,7 +319,7 @@ def test_what_an_engine_had_handed_out_survives_it() -> None:
 async def until_aborted() -> list[list[int]]:
     """The tokens of the same request, after 9 s."""
     engine = LocalEngine("e", ScriptedEngine(lambda r: Response(100, 1.0)))
-    task = engine.generate(request("begun"))
+    task = ask(engine, request("begun"))
     await asyncio.sleep(9.001)
     engine.abort(["begun"])
     tokens = (await task).tokens
@@ -328,9 +332,9 @@ def test_parts_of_a_later_turn_and_of_two_versions_are_joined() -> None:
 
     async def main() -> Turn:
         engine = LocalEngine("e", strategy)
-        reference = token_block([TokenRecord.given((7, 8, 9))], False)
+        reference = token_block([TokenRecord.given((7, 8, 9))])
         later = GenerationRequest("r", (50,), Sampling(temperature=1.0, max_tokens=100), context=TokenRow(reference, 0, 3))
-        waiting = engine.generate(later)
+        waiting = ask(engine, later)
         await asyncio.sleep(7.5)
         await strategy.begin_weight_update([])
         strategy._life.receive()

@@ -77,11 +77,11 @@ def test_rows_by_hand() -> None:
 
 def test_references_by_hand() -> None:
     """Blocks have rows of samples that failed, too: those are nobody's here."""
-    block = tokens_of(GROUPS, kept_ids=False)
+    block = tokens_of(GROUPS)
     assert block.refs == ("one", "other")
     assert (block.objects.tolist(), block.rows.tolist(), block.samples.tolist()) == ([0, 1, 0], [4, 0, 2], [0, 1, 2])
     assert block.keys == ("input_ids", "response_mask", "rollout_log_probs")
-    assert tokens_of(GROUPS, kept_ids=True).keys == (*block.keys, "kept_ids")
+    assert tokens_of(GROUPS, ["kept_ids"]).keys == (*block.keys, "kept_ids")
 
 
 def test_only_the_policys_tokens_count_as_its_own() -> None:
@@ -101,7 +101,7 @@ def test_only_the_policys_tokens_count_as_its_own() -> None:
 def test_what_the_driver_gets_does_not_grow_with_the_responses() -> None:
     def size(tokens: int) -> int:
         groups = [SampleGroup(0, "maths", tuple(sample(0, i, (1, 2), tokens, Score(1.0), ("one", i)) for i in range(8)))]
-        return len(pickle.dumps((rows_of(groups, AT), tokens_of(groups, False))))
+        return len(pickle.dumps((rows_of(groups, AT), tokens_of(groups))))
 
     assert size(4000) == size(40)
 
@@ -134,7 +134,7 @@ def test_every_row_has_its_groups_baseline_and_the_baseline_has_no_row() -> None
     rows = rows_of(groups, AT)
     assert rows["baseline_score"].tolist() == [0.25, 0.25, -2.0]
     assert rows["index"].tolist() == [0, 2, 0]
-    assert len(tokens_of(groups, False).samples) == 3
+    assert len(tokens_of(groups).samples) == 3
     with pytest.raises(AssertionError, match="group 4 has no scored greedy baseline"):
         rows_of([groups[0], GROUPS[1]], AT)
     with pytest.raises(AssertionError, match="group 3 has no scored"):

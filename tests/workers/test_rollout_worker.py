@@ -21,6 +21,7 @@ from ray import cloudpickle
 from ray.exceptions import RayActorError
 from rollout_cases import USER, DoomedWorker, domain, engines, rollouts, spec_of, toy_model
 from safetensors.torch import load_file, save_file
+from support_local_engine import ask
 from support_models import make_tiny_model
 
 from roll_lite.config.schema.domains import FormatConfig, RewardConfig, SamplingConfig
@@ -262,7 +263,7 @@ def seams(batch: RolloutBatch) -> list[int]:
 def test_an_engines_death_is_noticed_within_seconds(model: ModelConfig) -> None:
     async def until_noticed(infer: Cluster[InferWorker]) -> float:
         engine = RemoteEngine("e", infer.group.actors[0])
-        answer = engine.generate(GenerationRequest("r", (1, 2), Sampling(temperature=1.0, max_tokens=1000)))
+        answer = ask(engine, GenerationRequest("r", (1, 2), Sampling(temperature=1.0, max_tokens=1000)))
         await asyncio.sleep(1.0)
         killed = time.monotonic()
         ray.kill(infer.group.actors[0])
@@ -278,7 +279,7 @@ def test_an_engines_death_is_noticed_within_seconds(model: ModelConfig) -> None:
 def test_what_an_engine_has_delivered_outlives_it(model: ModelConfig, tokens: int) -> None:
     async def generate(infer: Cluster[InferWorker]) -> Turn:
         engine = RemoteEngine("e", infer.group.actors[0])
-        return await engine.generate(GenerationRequest("r", (1, 2), Sampling(temperature=1.0, max_tokens=tokens)))
+        return await ask(engine, GenerationRequest("r", (1, 2), Sampling(temperature=1.0, max_tokens=tokens)))
 
     with engines(model, 1, response_tokens=tokens) as infer:
         turn = asyncio.run(generate(infer))

@@ -14,8 +14,8 @@ from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import Author, GenerationRequest, Prompt, RewardInput, SampleOutcome, Sampling, Score, Segment, VersionSpan
 from roll_lite.distributed.strategy.scripted import LOG_PROB, Response, ScriptedEngine
 from roll_lite.scheduler.domain import Domain
-from roll_lite.scheduler.episode import Conversation, Episode
 from roll_lite.scheduler.router import Router
+from roll_lite.scheduler.runner import Conversation, Episode
 from roll_lite.scheduler.service import RolloutResult, RolloutService
 from roll_lite.simulator.clock import run_virtual
 from roll_lite.workers.credit import alone, assign_credit

@@ -6,8 +6,9 @@ process), an inference strategy wherever an asyncio loop runs.
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass, field
 from enum import StrEnum
@@ -297,14 +298,35 @@ class EngineSpec:
     """Seconds that a process may stay stopped; None: no limit."""
     step_s: float | Literal["auto"] | None = None
     """Least limit for one engine step in seconds; None: no limit."""
-    experts: bool = False
-    """Report expert choices (Completion.experts)."""
+    columns: tuple[str, ...] = ()
+    """Columns of token blocks beyond those that every run has, of workers/token_blocks.EXTRA_COLUMNS."""
     node: EngineNode | None = None
     """None: the engine runs on one node."""
     sharers: int = 1
     """Replicas that share its device; their ranks are consecutive."""
     lora: LoraConfig | None = None
     """Updates bring these adapters for the model's own weights; None: all weights."""
+
+    @property
+    def reports_experts(self) -> bool:
+        """Whether completions have expert choices (Completion.experts)."""
+        return "rollout_experts" in self.columns
+
+
+@dataclass(frozen=True, slots=True)
+class RequestProgress:
+    """Progress of a request that an engine has begun."""
+
+    generated: int
+    """Tokens so far; may lag slightly."""
+    part: Completion | None = None
+    """Tokens since the last part, without text and finish reason.
+
+    The newest token is left out: it may end the response, and a continuation must not run past its end.
+    """
+
+
+Report = Callable[[RequestProgress], None]
 
 
 class InferenceStrategy(ABC):
@@ -319,18 +341,10 @@ class InferenceStrategy(ABC):
     async def initialize(self) -> None: ...
 
     @abstractmethod
-    def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion]:
-        """Yield one completion per request in the order in which they finish, also for failed and aborted ones."""
+    def generate(self, request: GenerationRequest, report: Report = lambda progress: None) -> asyncio.Future[Completion]:
+        """Admit a request. The future yields its completion, also if it failed or was aborted; cancelling it aborts the request.
 
-    @abstractmethod
-    def generated(self, request_ids: Collection[str]) -> Mapping[str, int]:
-        """Tokens generated so far for those requests in flight that the engine has begun; may lag slightly."""
-
-    @abstractmethod
-    async def grown(self, since: Mapping[str, int]) -> list[Completion]:
-        r"""Tokens of requests in flight beyond the given counts, without text and finish reason.
-
-        The newest token is left out: it may end the response, and a continuation must not run past its end.
+        `report` is called soon after the engine has begun with the request, and with its tokens every few seconds (inference/requests.py).
         """
 
     @abstractmethod

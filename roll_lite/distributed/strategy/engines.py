@@ -64,7 +64,7 @@ def build_part(spec: EngineSpec) -> EnginePart:
     """Build an engine's part on a node other than its first."""
     match spec.strategy:
         case VllmStrategyConfig():
-            from roll_lite.distributed.strategy.vllm.compat.part import VllmPart
+            from roll_lite.distributed.strategy.vllm.compat.engine import VllmPart
 
             return VllmPart(spec)
         case SglangStrategyConfig():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from roll_lite.config.schema.models import ScriptedStrategyConfig
@@ -18,8 +18,11 @@ from roll_lite.distributed.strategy.base import (
     EngineMemory,
     InferenceStrategy,
     PauseMode,
+    Report,
+    RequestProgress,
 )
 from roll_lite.distributed.strategy.inference.life import EngineEvent, EngineLife, EngineState
+from roll_lite.distributed.strategy.inference.requests import InFlight, ProgressReports
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, Membership, Route, tensors_of
 from roll_lite.distributed.weight_sync.update import WeightUpdate, check_tensors
 
@@ -60,7 +63,7 @@ class _Running:
 
     request: GenerationRequest
     response: Response
-    out: asyncio.Queue[Completion]
+    answer: asyncio.Future[Completion]
     elapsed: float = 0.0
     since: float | None = None
     timer: asyncio.TimerHandle | None = None
@@ -104,22 +107,22 @@ class ScriptedEngine(InferenceStrategy):
         self._waiting: deque[_Running] = deque()
         self._life = EngineLife("scripted")
         self._life.start()
+        self._reports = ProgressReports(self._progress)
         self._idle = asyncio.Event()
         self._idle.set()
 
     async def initialize(self) -> None:
         """Do nothing: there is nothing to load."""
 
-    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion]:
-        out: asyncio.Queue[Completion] = asyncio.Queue()
-        for request in requests:
-            if self._life.failure is not None:
-                out.put_nowait(Completion(request.request_id, error=self._life.failure))
-            else:
-                self._waiting.append(_Running(request, self._script(request), out))
-        self._admit()
-        for _ in requests:
-            yield await out.get()
+    def generate(self, request: GenerationRequest, report: Report = lambda progress: None) -> asyncio.Future[Completion]:
+        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        if self._life.failure is not None:
+            answer.set_result(Completion(request.request_id, error=self._life.failure))
+        else:
+            self._waiting.append(_Running(request, self._script(request), answer))
+            self._reports.add(InFlight(request, report, entered=True), answer)
+            self._admit()
+        return answer
 
     # ------------------------------------------------------------ time
 
@@ -154,10 +157,12 @@ class ScriptedEngine(InferenceStrategy):
         self._running.pop(run.request.request_id, None)
         if not self._running:
             self._idle.set()
-        if error is not None:
-            run.out.put_nowait(Completion(run.request.request_id, error=error))
+        if run.answer.done():  # cancelled
             return
-        run.out.put_nowait(
+        if error is not None:
+            run.answer.set_result(Completion(run.request.request_id, error=error))
+            return
+        run.answer.set_result(
             Completion(
                 request_id=run.request.request_id,
                 token_ids=_token_ids(run.request, tokens),
@@ -178,20 +183,20 @@ class ScriptedEngine(InferenceStrategy):
 
     # ------------------------------------------------------------ control
 
-    def generated(self, request_ids: Collection[str]) -> Mapping[str, int]:
-        """Tokens of requests whose first token is on its way."""
-        now = asyncio.get_running_loop().time()
-        runs = [self._running[one] for one in request_ids if one in self._running]
-        return {run.request.request_id: run.produced(now) for run in runs if run.elapsed_at(now) >= run.response.delay_s}
+    async def _progress(self, flights: Sequence[InFlight], parts: bool) -> list[RequestProgress | None]:
+        return [self._progress_of(flight, parts, asyncio.get_running_loop().time()) for flight in flights]
 
-    async def grown(self, since: Mapping[str, int]) -> list[Completion]:
-        now, found = asyncio.get_running_loop().time(), []
-        for request_id, before in since.items():
-            run = self._running.get(request_id)
-            if run is not None and (tokens := run.produced(now) - 1) > before:
-                ids = _token_ids(run.request, tokens)[before:]
-                found.append(Completion(request_id, ids, (LOG_PROB,) * len(ids), versions=since_token(run.versions, before, tokens)))
-        return found
+    def _progress_of(self, flight: InFlight, parts: bool, now: float) -> RequestProgress | None:
+        """Progress of a request whose first token is on its way."""
+        run = self._running.get(flight.request.request_id)
+        if run is None or run.elapsed_at(now) < run.response.delay_s:
+            return None
+        produced, before = run.produced(now), flight.reported
+        if not parts or produced - 1 <= before:
+            return RequestProgress(produced)
+        ids = _token_ids(run.request, produced - 1)[before:]
+        versions = since_token(run.versions, before, produced - 1)
+        return RequestProgress(produced, Completion(run.request.request_id, ids, (LOG_PROB,) * len(ids), versions=versions))
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         wanted = None if request_ids is None else set(request_ids)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support_completions import completions
 
 from roll_lite.config.schema.models import ScriptedStrategyConfig
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, Sampling, VersionSpan
@@ -27,7 +28,7 @@ def engine(slots: int | None = None, **lengths: int) -> ScriptedEngine:
 
 
 async def finish(scripted: ScriptedEngine, *requests: GenerationRequest) -> list[tuple[float, Completion]]:
-    return [(asyncio.get_running_loop().time(), completion) async for completion in scripted.generate(requests)]
+    return [(asyncio.get_running_loop().time(), completion) async for completion in completions(scripted, requests)]
 
 
 async def alongside(main: Coroutine[Any, Any, Any], after: float, action: Coroutine[Any, Any, None]) -> Any:

@@ -6,8 +6,7 @@ Its state is kept in `life.py`; a make of engine implements `make.py`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
 from roll_lite.config.keep_mask import keep_mask_available
@@ -21,10 +20,13 @@ from roll_lite.distributed.strategy.base import (
     EngineSpec,
     InferenceStrategy,
     PauseMode,
+    Report,
+    RequestProgress,
 )
 from roll_lite.distributed.strategy.inference.life import EngineDead, EngineEvent, EngineLife, EngineState
 from roll_lite.distributed.strategy.inference.make import EngineMake
 from roll_lite.distributed.strategy.inference.processes import EngineProcesses
+from roll_lite.distributed.strategy.inference.requests import InFlight, ProgressReports
 from roll_lite.distributed.strategy.inference.settings import with_fused
 from roll_lite.distributed.strategy.inference.step_watch import StepWatch, step_limit
 from roll_lite.distributed.weight_sync.group import largest
@@ -40,14 +42,6 @@ LIVENESS_POLL_S = 0.25
 DIED = "the engine's process died"
 
 
-@dataclass
-class _InFlight:
-    request: GenerationRequest
-    entered: bool = False
-    """True once the engine has the request."""
-    aborted: bool = False
-
-
 class EngineStrategy(InferenceStrategy):
     """Engine of any make; keeps the promises that all makes share."""
 
@@ -61,7 +55,7 @@ class EngineStrategy(InferenceStrategy):
         self._lora = spec.lora
         self._silence_s = spec.silence_s
         self._life = EngineLife(make.name)
-        self._in_flight: dict[asyncio.Task[Completion], _InFlight] = {}
+        self._reports = ProgressReports(self._progress)
         self._order = asyncio.Lock()
         """Lock that serialises calls which change the engine's state."""
         self._halted: bool | None = False
@@ -108,43 +102,28 @@ class EngineStrategy(InferenceStrategy):
 
     # ------------------------------------------------------------ requests
 
-    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion]:
-        self._check()
-        finished: asyncio.Queue[Completion] = asyncio.Queue()
-        tasks = [self._start(request, finished) for request in requests]
-        try:
-            for _ in tasks:
-                yield await finished.get()
-        finally:
-            for task in tasks:
-                task.cancel()  # which aborts what the engine still runs
-
-    def _start(self, request: GenerationRequest, finished: asyncio.Queue[Completion]) -> asyncio.Task[Completion]:
-        one = _InFlight(request)
-        task = asyncio.create_task(self._complete(one))
-        self._in_flight[task] = one
-
-        def ended(task: asyncio.Task[Completion]) -> None:
-            """Completion callback, which also runs for a task cancelled before its first step."""
-            del self._in_flight[task]
-            gone = task.cancelled()
-            finished.put_nowait(Completion(request.request_id, error=self._life.failure or "cancelled") if gone else task.result())
-
-        task.add_done_callback(ended)
+    def generate(self, request: GenerationRequest, report: Report = lambda progress: None) -> asyncio.Future[Completion]:
+        flight = InFlight(request, report)
+        task = asyncio.get_running_loop().create_task(self._complete(flight))
+        self._reports.add(flight, task)
         return task
 
-    async def _complete(self, one: _InFlight) -> Completion:
-        request = one.request
+    async def _complete(self, flight: InFlight) -> Completion:
+        request = flight.request
         try:
             refusal = self._life.failure or self._refusal(request)
             if refusal is not None:
                 return Completion(request.request_id, error=refusal)
-            if one.aborted:
+            if flight.aborted:
                 return Completion(request.request_id, finish_reason=FinishReason.ABORT)
-            one.entered = True
-            completion = await self.make.run(request, self._life.version)
+            flight.entered, flight.version = True, self._life.version
+            completion = await self.make.run(flight)
             self._steps.responded()
             return completion
+        except asyncio.CancelledError:
+            if self._life.failure is None:  # cancelled by the caller
+                raise
+            return Completion(request.request_id, error=self._life.failure)
         except Exception as error:  # the edge of the process: this one request failed, whatever the error
             return Completion(request.request_id, error=self._check() or f"{type(error).__name__}: {error.__cause__ or error}")
 
@@ -167,18 +146,15 @@ class EngineStrategy(InferenceStrategy):
                 return f"{what} a token outside the vocabulary of {self._vocabulary}"
         return keep_mask_available(sampling, self._vocabulary) if sampling.keep_mask and sampling.temperature > 0 else None
 
-    def generated(self, request_ids: Collection[str]) -> Mapping[str, int]:
-        return self.make.generated(request_ids) if self._check() is None else {}
-
-    async def grown(self, since: Mapping[str, int]) -> list[Completion]:
-        return await self.make.grown(since) if self._check() is None else []
+    async def _progress(self, flights: Sequence[InFlight], parts: bool) -> Sequence[RequestProgress | None]:
+        return await self.make.progress(flights, parts) if self._check() is None else [None] * len(flights)
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         asked = None if request_ids is None else set(request_ids)
-        wanted = [one for one in self._in_flight.values() if asked is None or one.request.request_id in asked]
-        for one in wanted:
-            one.aborted = True
-        known = [one.request.request_id for one in wanted if one.entered]
+        wanted = [flight for flight in self._reports.flights if asked is None or flight.request.request_id in asked]
+        for flight in wanted:
+            flight.aborted = True
+        known = [flight for flight in wanted if flight.entered]
         if known and self._check() is None:
             await self.make.abort(known)
 
@@ -222,7 +198,7 @@ class EngineStrategy(InferenceStrategy):
 
     async def health(self) -> EngineHealth:
         failure = self._check()
-        count = sum(one.entered and not task.done() for task, one in self._in_flight.items())
+        count = sum(flight.entered and not task.done() for flight, task in self._reports.flights.items())
         running = 0 if self._halted else min(count, self.options.max_running_requests)
         details: dict[str, Any] = {"state": str(self._life.state)} | ({"failure": failure} if failure else {})
         if self._life.away:
@@ -385,8 +361,9 @@ class EngineStrategy(InferenceStrategy):
             self._life.die(why)
         assert self._life.failure is not None
         self.make.give_up(self._life.failure)
-        for task in self._in_flight:
-            task.cancel()
+        for flight, task in self._reports.flights.items():
+            if flight.entered:  # others will see the failure
+                task.cancel()
 
     def fail(self, why: str) -> None:
         """Give up an engine that must not serve any more, and end it."""

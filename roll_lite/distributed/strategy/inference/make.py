@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
-from roll_lite.data.samples import Completion, GenerationRequest
-from roll_lite.distributed.strategy.base import EngineMemory, PauseMode
+from roll_lite.data.samples import Completion
+from roll_lite.distributed.strategy.base import EngineMemory, PauseMode, RequestProgress
 from roll_lite.distributed.strategy.inference.processes import EngineProcesses
+from roll_lite.distributed.strategy.inference.requests import InFlight
 from roll_lite.models.hf_config import HfConfig
 
 
@@ -58,19 +59,15 @@ class EngineMake(EnginePart, Protocol):
 
     # ------------------------------------------------------------ requests
 
-    async def run(self, request: GenerationRequest, version: int) -> Completion:
-        """Run a checked request; cancelling aborts it in the engine. `version`: of the weights."""
+    async def run(self, flight: InFlight) -> Completion:
+        """Run a checked request; cancelling aborts it in the engine."""
         ...
 
-    def generated(self, request_ids: Collection[str]) -> Mapping[str, int]:
-        """See InferenceStrategy."""
+    async def progress(self, flights: Sequence[InFlight], parts: bool) -> Sequence[RequestProgress | None]:
+        """See requests.Look."""
         ...
 
-    async def grown(self, since: Mapping[str, int]) -> list[Completion]:
-        """See InferenceStrategy."""
-        ...
-
-    async def abort(self, request_ids: Sequence[str]) -> None: ...
+    async def abort(self, flights: Sequence[InFlight]) -> None: ...
 
     async def pause(self, mode: PauseMode) -> None: ...
 

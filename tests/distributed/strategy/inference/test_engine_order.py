@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import support_completions
 import torch
 
 from roll_lite.config.schema.models import ModelConfig, VllmStrategyConfig
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, Sampling
-from roll_lite.distributed.strategy.base import EngineHealth, EngineMemory, EngineSpec, PauseMode
+from roll_lite.distributed.strategy.base import EngineHealth, EngineMemory, EngineSpec, PauseMode, RequestProgress
 from roll_lite.distributed.strategy.inference.engine import EngineStrategy
 from roll_lite.distributed.strategy.inference.life import EngineDead
 from roll_lite.distributed.strategy.inference.processes import EngineProcesses
+from roll_lite.distributed.strategy.inference.requests import InFlight
 from roll_lite.distributed.weight_sync.group import TransferError
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, Route
 from roll_lite.models.hf_config import HfConfig
@@ -67,11 +69,17 @@ class Recorder:
 
     async def stop(self, processes: EngineProcesses) -> None: ...
 
-    async def run(self, request: GenerationRequest, version: int) -> Completion:
-        future = self.requests[request.request_id] = asyncio.get_running_loop().create_future()
+    async def run(self, flight: InFlight) -> Completion:
+        future = self.requests[flight.request.request_id] = asyncio.get_running_loop().create_future()
         return await future
 
-    async def abort(self, request_ids: Sequence[str]) -> None:
+    async def progress(self, flights: Sequence[InFlight], parts: bool) -> list[RequestProgress | None]:
+        return [None] * len(flights)
+
+    async def abort(self, flights: Sequence[InFlight]) -> None:
+        self.end(flight.request.request_id for flight in flights)
+
+    def end(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             if not self.requests[request_id].done():
                 self.requests[request_id].set_result(Completion(request_id, (1,), finish_reason=FinishReason.ABORT))
@@ -79,7 +87,7 @@ class Recorder:
     async def pause(self, mode: PauseMode) -> None:
         await self.gate.wait()
         if mode is PauseMode.ABORT:
-            await self.abort(list(self.requests))
+            self.end(self.requests)
         if mode is PauseMode.WAIT:
             assert not self.half_loaded and self.resident == ALL, "lets requests run to their end"
             await asyncio.gather(*self.requests.values())
@@ -150,7 +158,8 @@ def request(name: str, **sampling: Any) -> GenerationRequest:
 
 
 async def completions(engine: Engine, *names: str) -> dict[str, Completion]:
-    return {completion.request_id: completion async for completion in engine.generate([request(name) for name in names])}
+    found = [completion async for completion in support_completions.completions(engine, [request(name) for name in names])]
+    return {completion.request_id: completion for completion in found}
 
 
 async def turns(count: int = 5) -> None:
@@ -191,7 +200,7 @@ async def test_an_abort_finds_requests_that_are_on_their_way(engine: Engine, ste
 
 @pytest.mark.parametrize(("sampling", "message"), [({"max_tokens": 0}, "max_tokens is 0"), ({"stop": ("x", "")}, "stop text is empty")])
 async def test_what_no_engine_can_do_is_refused_alike(engine: Engine, sampling: dict[str, Any], message: str) -> None:
-    (completion,) = [one async for one in engine.generate([request("a", **sampling)])]
+    completion = await engine.generate(request("a", **sampling))
     assert message in (completion.error or "")
 
 
@@ -219,7 +228,7 @@ async def test_a_resume_comes_after_the_pause_before_it(engine: Engine) -> None:
     resuming = asyncio.create_task(engine.resume())
     await turns()
     assert not resuming.done()
-    await engine.make.abort(["a"])
+    engine.make.end(["a"])
     await asyncio.gather(pausing, resuming, running)
     assert engine.make.calls == ["pause wait", "resume"] and engine.make.runs
 

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,11 @@ from support_local_engine import LocalEngine
 
 from roll_lite.config.schema.models import ModelConfig, VllmStrategyConfig
 from roll_lite.data.samples import Completion, GenerationRequest, Sampling, Turn
-from roll_lite.distributed.strategy.base import EngineSpec, PauseMode
+from roll_lite.distributed.strategy.base import EngineSpec, PauseMode, RequestProgress
 from roll_lite.distributed.strategy.inference import step_watch
 from roll_lite.distributed.strategy.inference.engine import EngineStrategy
 from roll_lite.distributed.strategy.inference.processes import EngineProcesses
+from roll_lite.distributed.strategy.inference.requests import InFlight
 from roll_lite.distributed.strategy.inference.step_watch import StepWatch, step_limit
 from roll_lite.distributed.strategy.scripted import Response, ScriptedEngine
 from roll_lite.scheduler.router import Router
@@ -212,18 +213,15 @@ class Scripted:
 
     def give_up(self, why: str) -> None: ...
 
-    async def run(self, request: GenerationRequest, version: int) -> Completion:
-        return await anext(aiter(self.engine.generate([request])))
+    async def run(self, flight: InFlight) -> Completion:
+        return await self.engine.generate(flight.request)
 
-    def generated(self, request_ids: Collection[str]) -> Mapping[str, int]:
-        return self.engine.generated(request_ids)
+    async def progress(self, flights: Sequence[InFlight], parts: bool) -> list[RequestProgress | None]:
+        return await self.engine._progress(flights, parts)
 
-    async def grown(self, since: Mapping[str, int]) -> list[Completion]:
-        return await self.engine.grown(since)
-
-    async def abort(self, request_ids: Sequence[str]) -> None:
+    async def abort(self, flights: Sequence[InFlight]) -> None:
         await self.going.wait()
-        await self.engine.abort(request_ids)
+        await self.engine.abort([flight.request.request_id for flight in flights])
 
 
 class Strategy(EngineStrategy):

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from roll_lite.data.samples import GenerationRequest, Sampling
-from roll_lite.distributed.strategy.inference.seam import seam_tokens
+from roll_lite.distributed.strategy.inference.requests import seam_tokens
 from roll_lite.distributed.strategy.sglang.compat.stop_text import StopText
 
 

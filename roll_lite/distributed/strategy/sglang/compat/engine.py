@@ -9,7 +9,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,12 @@ import psutil
 import torch
 
 from roll_lite.config.schema.models import SglangStrategyConfig
-from roll_lite.data.samples import Completion, GenerationRequest
-from roll_lite.distributed.strategy.base import EngineMemory, EngineSpec, PauseMode
+from roll_lite.data.samples import Completion
+from roll_lite.distributed.strategy.base import EngineMemory, EngineSpec, PauseMode, RequestProgress
 from roll_lite.distributed.strategy.inference.answers import values
 from roll_lite.distributed.strategy.inference.life import EngineDead
 from roll_lite.distributed.strategy.inference.processes import HOST_PID, EngineProcesses, group, kill_all
+from roll_lite.distributed.strategy.inference.requests import InFlight
 from roll_lite.distributed.strategy.inference.scratch import Scratch
 from roll_lite.distributed.strategy.sglang.compat import settings
 from roll_lite.distributed.strategy.sglang.compat.channel import Closed, PickleChannel, Start
@@ -47,9 +48,8 @@ class SglangEngine:
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         """Futures of requests and calls, by number."""
-        self._request_ids: dict[int, str] = {}
-        self._generated: dict[str, int] = {}
-        """Tokens of running requests by id, as the server reported them."""
+        self._flights: dict[InFlight, int] = {}
+        """Numbers of requests in the server."""
         self._scratch: Scratch | None = None
         self._channel: PickleChannel | None = None
         self._server: subprocess.Popen[bytes] | None = None
@@ -126,30 +126,25 @@ class SglangEngine:
 
     # ------------------------------------------------------------ requests
 
-    async def run(self, request: GenerationRequest, version: int) -> Completion:
-        number = next(self._numbers)
-        self._request_ids[number] = request.request_id
+    async def run(self, flight: InFlight) -> Completion:
+        number = self._flights[flight] = next(self._numbers)
         try:
-            answer: Completion = await self._answer(number, ("generate", number, request))
+            answer: Completion = await self._answer(number, ("generate", number, flight.request))
             return answer
         except asyncio.CancelledError:
             self._send(("abort", [number]))
             raise
         finally:
-            self._generated.pop(self._request_ids.pop(number), None)
+            del self._flights[flight]
 
-    def generated(self, request_ids: Collection[str]) -> Mapping[str, int]:
-        return {request_id: self._generated[request_id] for request_id in self._generated.keys() & request_ids}
+    async def progress(self, flights: Sequence[InFlight], parts: bool) -> list[RequestProgress | None]:
+        numbers = [self._flights.get(flight) for flight in flights]
+        since = {number: flight.reported for flight, number in zip(flights, numbers, strict=True) if number is not None}
+        found: dict[int, RequestProgress] = await self._call("progress", since, parts)
+        return [None if number is None else found.get(number) for number in numbers]
 
-    async def grown(self, since: Mapping[str, int]) -> list[Completion]:
-        """Report tokens, except of requests that have run under two sets of weights."""
-        wanted = {number: since[request_id] for number, request_id in self._request_ids.items() if request_id in since}
-        found: list[Completion] = await self._call("grown", wanted)
-        return found
-
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        wanted = set(request_ids)
-        self._send(("abort", [number for number, request_id in self._request_ids.items() if request_id in wanted]))
+    async def abort(self, flights: Sequence[InFlight]) -> None:
+        self._send(("abort", [self._flights[flight] for flight in flights if flight in self._flights]))
 
     async def pause(self, mode: PauseMode) -> None:
         await self._call("pause", mode)
@@ -202,9 +197,6 @@ class SglangEngine:
         with contextlib.suppress(Closed):
             while True:
                 kind, number, *answer = await self._channel.receive()
-                if kind == "generated":
-                    self._generated |= {self._request_ids[one]: tokens for one, tokens in number.items() if one in self._request_ids}
-                    continue
                 future = self._waiting.get(number)
                 if future is not None and not future.done():
                     future.set_result(answer[0] if kind == "completion" else tuple(answer))

@@ -10,8 +10,7 @@ import numpy as np
 
 from roll_lite.config.keep_mask import is_truncated
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, VersionSpan
-from roll_lite.distributed.strategy.inference.chosen_experts import chosen_experts
-from roll_lite.distributed.strategy.inference.seam import SEAM, seam_tokens
+from roll_lite.distributed.strategy.inference.requests import SEAM, chosen_experts, seam_tokens
 from roll_lite.models.hf_config import ExpertsConfig
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ def reports_survivors(request: GenerationRequest) -> bool:
     return request.sampling.keep_mask and request.sampling.temperature > 0 and is_truncated(request.sampling)
 
 
-def grown(request: GenerationRequest, state: Any, first: int, version: int) -> Completion | None:
+def new_tokens(request: GenerationRequest, state: Any, first: int, version: int) -> Completion | None:
     """Tokens that SGLang has reported (every 50) after a request's first ones and without the newest; None if none. `version`: of all of
     them."""
     end = min(len(state.output_ids), len(state.output_token_logprobs_val)) - 1

@@ -1,6 +1,6 @@
 r"""Code inside SGLang's scheduler processes: receiving and loading weights, reading the model back, sampling.
 
-The half in the engine's first process is `manager.py`.
+The half in the engine's first process is `server.py`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from roll_lite.distributed.strategy.inference.adapters import NAME, IncomingAdapters, held_adapters
 from roll_lite.distributed.strategy.inference.answers import answering
 from roll_lite.distributed.strategy.inference.held_weights import Layers, held_weights
-from roll_lite.distributed.strategy.inference.seam import SEAM
+from roll_lite.distributed.strategy.inference.requests import SEAM
 from roll_lite.distributed.strategy.sglang.compat.adapters import (
     adapted_layers,
     adapters_leave_with_weights,

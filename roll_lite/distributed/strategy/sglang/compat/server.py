@@ -7,6 +7,8 @@ Started as `python -m roll_lite.distributed.strategy.sglang.compat.server FD` in
 from __future__ import annotations
 
 import asyncio
+import atexit
+import json
 import os
 import random
 import socket
@@ -16,20 +18,59 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+import psutil
 import torch
 
+from roll_lite.config.schema.models import SglangStrategyConfig
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest
 from roll_lite.distributed.session_guard import remove_folder
-from roll_lite.distributed.strategy.base import EngineMemory, PauseMode
-from roll_lite.distributed.strategy.inference.processes import end_group_with_host_or_leader
+from roll_lite.distributed.strategy.base import EngineMemory, PauseMode, RequestProgress
+from roll_lite.distributed.strategy.inference.processes import end_group_with_host_or_leader, kill_all
 from roll_lite.distributed.strategy.inference.scratch import SCRATCH, name_semaphores
+from roll_lite.distributed.strategy.inference.settings import check_engine_args
 from roll_lite.distributed.strategy.sglang.compat.channel import Closed, PickleChannel, Start
-from roll_lite.distributed.strategy.sglang.compat.manager import Manager, end, launch
-from roll_lite.distributed.strategy.sglang.compat.settings import keep_files_in
+from roll_lite.distributed.strategy.sglang.compat.requests import completion, generate_input, new_tokens
+from roll_lite.distributed.strategy.sglang.compat.settings import (
+    OWN_ARGUMENTS,
+    check_cache,
+    engine_arguments,
+    keep_files_in,
+    node_arguments,
+)
+from roll_lite.models.hf_config import read_hf_config
 
 _FLUSH_POLL_S = 0.01
 _FLUSH_TIMEOUT_S = 30.0
-_GENERATED_POLL_S = 0.5
+
+
+_TAGS = {EngineMemory.WEIGHTS: "weights", EngineMemory.KV_CACHE: "kv_cache"}
+
+
+def launch(start: Start) -> Any:
+    """Launch an engine, or this node's part of one: only the first part has a tokenizer manager."""
+    from sglang.srt.entrypoints.engine import Engine
+    from sglang.srt.server_args import ServerArgs
+
+    from roll_lite.distributed.strategy.sglang.compat.scheduler import run_scheduler
+
+    spec, strategy = start.spec, start.spec.strategy
+    assert isinstance(strategy, SglangStrategyConfig)
+    known = getattr(ServerArgs, "__struct_fields__", ()) or getattr(ServerArgs, "__dataclass_fields__", ())
+    check_engine_args("SGLang", strategy.engine_args, OWN_ARGUMENTS, list(known))
+
+    class RolloutEngine(Engine):
+        run_scheduler_process_func = staticmethod(run_scheduler)
+
+    arguments = engine_arguments(spec.model, strategy, spec.max_model_len, spec.seed, start.cuda, spec.lora)
+    engine = RolloutEngine(**arguments | {"enable_return_routed_experts": spec.reports_experts} | node_arguments(spec.node))
+    scheduler = engine._scheduler_init_result.scheduler_infos[0]
+    cache = scheduler["max_total_num_tokens"], scheduler["page_size"]
+    try:
+        check_cache(spec.model, strategy, spec.max_model_len, start.cuda, *cache)
+    except ValueError:
+        end(engine)
+        raise
+    return engine
 
 
 @dataclass
@@ -39,8 +80,6 @@ class _Running:
     number: int
     request: GenerationRequest
     aborted: bool = False
-    generated: int = 0
-    """Tokens that the host knows of."""
     had_other_weights: bool = False
     """True once it runs under a second set of weights. Versions of its tokens are then known only at its end."""
     dispatched: asyncio.Event = field(default_factory=asyncio.Event)
@@ -52,12 +91,17 @@ class _Running:
 
 
 class EngineServer:
-    """Executor of the hosting process's commands on one engine."""
+    """Executor of the hosting process's commands on one engine, whose tokenizer manager handles every call."""
 
-    def __init__(self, manager: Manager, seed: int, channel: PickleChannel) -> None:
-        self._manager = manager
+    def __init__(self, engine: Any, start: Start, channel: PickleChannel) -> None:
+        self._engine, self._manager = engine, engine.tokenizer_manager
+        self._spec = start.spec
         self._channel = channel
-        self._seeds = random.Random(seed)
+        self._answer = Path(start.scratch) / "answer.json"
+        self._vocabulary = int(self._manager.model_config.vocab_size)
+        self._experts = read_hf_config(start.spec.model.path).experts if start.spec.reports_experts else None
+        self._version = "0"
+        self._seeds = random.Random(start.spec.seed)
         self._running: dict[str, _Running] = {}
         self._held: list[_Running] | None = None
         """Requests that arrived while the engine is being emptied."""
@@ -65,27 +109,26 @@ class EngineServer:
         self._paused = False
         self._order = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
-        manager.on_dispatch(self._dispatched)
+        self._send_to_scheduler, self._manager._send_one_request = self._manager._send_one_request, self._dispatch
         self._commands: dict[str, Callable[..., Awaitable[Any]]] = {
             "pause": self.pause,
             "resume": self.resume,
-            "workers": manager.call_workers,
+            "workers": self.call_workers,
             "new_weights": self.new_weights,
-            "load": manager.load,
+            "load": self.load,
             "offload": self.offload,
         }
 
     async def serve(self) -> None:
         """Serve until the host is gone."""
-        self._start(self._tell_generated())
         while True:
             command, *arguments = await self._channel.receive()
             if command == "generate":
                 self._submit(_Running(*arguments))
             elif command == "abort":
                 self._start(self.abort(set(arguments[0])))
-            elif command == "grown":
-                self._tell_grown(*arguments)
+            elif command == "progress":
+                self._tell_progress(*arguments)
             elif command == "scheduler":
                 self._start(self._answer_of_scheduler(*arguments))
             else:
@@ -108,7 +151,7 @@ class EngineServer:
     async def _answer_of_scheduler(self, call: int) -> None:
         """Answer for the scheduler, outside of the order of commands."""
         try:
-            await self._manager.scheduler_answers()
+            await self._manager.get_internal_state()  # the scheduler takes messages in every round of its loop
             answer: tuple[bool, str | None] = (True, None)
         except Exception as error:  # the edge of the process, as above
             answer = (False, f"{error}" or type(error).__name__)
@@ -126,22 +169,26 @@ class EngineServer:
     async def _generate(self, running: _Running) -> None:
         request = running.request
         try:
-            seed = self._seeds.getrandbits(62)
-            completion = await self._manager.generate(request, running.rid, seed, lambda: running.aborted)
+            seed, reports_experts = self._seeds.getrandbits(62), self._experts is not None
+            asked = generate_input(request, running.rid, seed, self._spec.max_model_len, self._vocabulary, reports_experts)
+            output = await anext(self._manager.generate_request(asked, None))
+            answer = completion(request, output, self._manager.tokenizer, running.aborted, self._experts)
         except Exception as error:  # the edge of the process: this one request failed, whatever the error
-            completion = Completion(request.request_id, error=f"{type(error).__name__}: {error}")
-        await self._finish(running, completion)
+            answer = Completion(request.request_id, error=f"{type(error).__name__}: {error}")
+        await self._finish(running, answer)
 
-    async def _finish(self, running: _Running, completion: Completion) -> None:
+    async def _finish(self, running: _Running, answer: Completion) -> None:
         running.dispatched.set()
-        self._channel.send(("completion", running.number, completion))
+        self._channel.send(("completion", running.number, answer))
         async with self._empty:
             del self._running[running.rid]
             self._empty.notify_all()
 
-    def _dispatched(self, rid: str) -> None:
-        if rid in self._running:
-            self._running[rid].dispatched.set()
+    async def _dispatch(self, tokenized: Any) -> None:
+        """Hand a request to SGLang's scheduler; later messages to the scheduler find it there."""
+        await self._send_to_scheduler(tokenized)
+        if tokenized.rid in self._running:
+            self._running[tokenized.rid].dispatched.set()
 
     async def _all_dispatched(self) -> None:
         held = {running.rid for running in self._held or ()}
@@ -149,22 +196,18 @@ class EngineServer:
             if running.rid not in held:
                 await running.dispatched.wait()
 
-    async def _tell_generated(self) -> None:
-        while True:
-            news = {}
-            for running in self._running.values():
-                if (tokens := self._manager.generated(running.rid)) > running.generated:
-                    news[running.number] = running.generated = tokens
-            if news:
-                self._channel.send(("generated", news))
-            await asyncio.sleep(_GENERATED_POLL_S)
-
-    def _tell_grown(self, call: int, since: dict[int, int]) -> None:
-        found = []
+    def _tell_progress(self, call: int, since: dict[int, int], parts: bool) -> None:
+        """Reply with the progress of begun requests by number. `since`: tokens of earlier parts. No parts of requests that have run under
+        two sets of weights."""
+        found = {}
         for running in self._running.values():
-            if running.number in since and not running.had_other_weights:
-                found.append(self._manager.grown(running.request, running.rid, since[running.number]))
-        self._channel.send(("reply", call, True, [one for one in found if one is not None]))
+            # A request that is not streamed is reported at its first token and every 50 tokens.
+            state = self._manager.rid_to_state.get(running.rid)
+            if running.number in since and state is not None and state.output_ids:
+                has_part, first = parts and not running.had_other_weights, since[running.number]
+                part = new_tokens(running.request, state, first, int(self._version)) if has_part else None
+                found[running.number] = RequestProgress(len(state.output_ids), part)
+        self._channel.send(("reply", call, True, found))
 
     async def abort(self, numbers: set[int]) -> None:
         for running in [running for running in self._running.values() if running.number in numbers]:
@@ -174,7 +217,7 @@ class EngineServer:
                 await self._finish(running, Completion(running.request.request_id, finish_reason=FinishReason.ABORT))
                 continue
             await running.dispatched.wait()
-            self._manager.abort(running.rid)
+            self._manager.abort_request(running.rid)
 
     # ------------------------------------------------------------ pause
 
@@ -202,13 +245,21 @@ class EngineServer:
             await self._continue_scheduler()
 
     async def _stop_scheduler(self) -> None:
+        """Stop the scheduler. SGLang's own pause would hold later requests outside, and admit them in no fixed order."""
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
         await self._all_dispatched()
-        await self._manager.stop_scheduler()
+        # `retract` puts running requests back into the queue: they are recomputed from their tokens on resume.
+        await self._manager._async_dispatch_to_scheduler(PauseGenerationReqInput(mode="retract"))
+        # The scheduler handles messages in order, and answers this one, which changes nothing.
+        await self._set_version(self._version)
         self._paused = True
 
     async def _continue_scheduler(self) -> None:
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
         await self._all_dispatched()
-        await self._manager.continue_scheduler()
+        await self._manager._async_dispatch_to_scheduler(ContinueGenerationReqInput())
         self._paused = False
 
     # ------------------------------------------------------------ weights, memory
@@ -218,18 +269,50 @@ class EngineServer:
         await self._flush()
         for running in self._running.values():
             running.had_other_weights = True
-        await self._manager.set_version(version)
+        await self._set_version(version)
+
+    async def _set_version(self, version: str) -> None:
+        from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
+
+        await self._manager.update_weight_version(UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False))
+        self._version = version
+
+    async def call_workers(self, method: str, arguments: dict[str, Any]) -> Any:
+        """Call a method of RolloutScheduler on all workers and collect the answers, in a thread because it may wait for a trainer."""
+        answer = self._answer
+        answer.unlink(missing_ok=True)
+        try:
+            await asyncio.to_thread(lambda: self._engine.collective_rpc(method, answer=str(answer), **arguments))
+        except AssertionError as error:
+            raise RuntimeError(str(error)) from error
+        return json.loads(answer.read_text(encoding="utf-8"))
 
     async def _flush(self) -> None:
+        """Clear the cache. SGLang refuses while a request runs; a release then kills the engine."""
         deadline = asyncio.get_running_loop().time() + _FLUSH_TIMEOUT_S
-        while not await self._manager.flush():
+        while not (await self._manager.flush_cache()).success:
             if asyncio.get_running_loop().time() > deadline:
                 raise RuntimeError(f"the engine was not idle within {_FLUSH_TIMEOUT_S:g} s: its cache cannot be cleared")
             await asyncio.sleep(_FLUSH_POLL_S)
 
     async def offload(self, parts: Collection[EngineMemory]) -> None:
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
         await self._flush()
-        await self._manager.offload(parts)
+        await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=[_TAGS[part] for part in parts]), None)
+
+    async def load(self, parts: Collection[EngineMemory]) -> None:
+        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+        await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=[_TAGS[part] for part in parts]), None)
+
+
+def end(engine: Any) -> None:
+    """End the engine. SGLang's own way also kills the process that clears shared memory, which its watchdog takes for a crash."""
+    atexit.unregister(engine.shutdown)
+    if engine.tokenizer_manager is not None:
+        engine.tokenizer_manager._subprocess_watchdog.stop()
+    kill_all(psutil.Process().children(recursive=True))
 
 
 def _stop(engine: Any, scratch: str) -> NoReturn:
@@ -245,10 +328,10 @@ async def _serve(channel: PickleChannel, start: Start, engine: Any) -> None:
         channel.send(("ready", pids))
         await channel.receive()  # no messages come but the host's end
         raise Closed
-    manager = Manager(engine, start)
-    await manager.freeze_gc()
+    # Imported objects: SGLang runs the garbage collector whenever it clears its cache, so at every update.
+    await engine.tokenizer_manager.freeze_gc()
     channel.send(("ready", pids))
-    await EngineServer(manager, start.spec.seed, channel).serve()
+    await EngineServer(engine, start, channel).serve()
 
 
 async def _first_message(connection: socket.socket) -> tuple[PickleChannel, Start]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -12,21 +12,28 @@ import torch
 from roll_lite.config.keep_mask import keep_mask_width
 from roll_lite.config.schema.models import VllmStrategyConfig
 from roll_lite.data.samples import Completion, GenerationRequest
-from roll_lite.distributed.strategy.base import EngineMemory, EngineSpec, PauseMode
+from roll_lite.distributed.strategy.base import EngineMemory, EngineSpec, PauseMode, RequestProgress
 from roll_lite.distributed.strategy.inference.answers import values
 from roll_lite.distributed.strategy.inference.life import EngineDead
 from roll_lite.distributed.strategy.inference.processes import HOST_PID, EngineProcesses
+from roll_lite.distributed.strategy.inference.requests import InFlight
 from roll_lite.distributed.strategy.inference.scratch import Scratch
 from roll_lite.distributed.strategy.inference.settings import check_engine_args
 from roll_lite.distributed.strategy.vllm.compat import settings
-from roll_lite.distributed.strategy.vllm.compat.requests import adapters_request, completion, grown, prompt_input, sampling_params
-from roll_lite.distributed.strategy.vllm.compat.stop_text import look_across_seams
+from roll_lite.distributed.strategy.vllm.compat.requests import (
+    adapters_request,
+    completion,
+    look_across_seams,
+    new_tokens,
+    prompt_input,
+    sampling_params,
+)
 from roll_lite.models.hf_config import HfConfig
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.engine.output_processor import RequestState
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 T = TypeVar("T")
 
@@ -40,7 +47,7 @@ def engine_args(spec: EngineSpec, cuda: bool) -> AsyncEngineArgs:
     assert isinstance(spec.strategy, VllmStrategyConfig)
     check_engine_args("vLLM", spec.strategy.engine_args, settings.OWN_ARGUMENTS, AsyncEngineArgs.__dataclass_fields__)
     arguments = settings.engine_arguments(spec.model, spec.strategy, spec.max_model_len, spec.seed, cuda, spec.lora)
-    return AsyncEngineArgs(**arguments, **settings.node_arguments(spec.node), enable_return_routed_experts=spec.experts)
+    return AsyncEngineArgs(**arguments, **settings.node_arguments(spec.node), enable_return_routed_experts=spec.reports_experts)
 
 
 class VllmEngine:
@@ -59,8 +66,6 @@ class VllmEngine:
         self._scratch: Scratch | None = None
         self._running: AsyncLLM | None = None
         self._given_up: asyncio.Future[str] | None = None
-        self._requests: dict[str, tuple[GenerationRequest, int]] = {}
-        """Running requests with the weights' version at their start."""
 
     # ------------------------------------------------------------ life
 
@@ -94,7 +99,7 @@ class VllmEngine:
             raise ValueError(
                 f"vLLM has another model than {self._spec.model.path / 'config.json'}: vocabulary and tied embeddings are {read}"
             )
-        self._experts = config.experts if self._spec.experts else None
+        self._experts = config.experts if self._spec.reports_experts else None
         # Once this answer is cached, requests enter in the order of submission.
         await self._answer(self._llm.get_supported_tasks())
         await self._set_version(0)
@@ -141,17 +146,14 @@ class VllmEngine:
 
     # ------------------------------------------------------------ requests
 
-    async def run(self, request: GenerationRequest, version: int) -> Completion:
+    async def run(self, flight: InFlight) -> Completion:
+        request = flight.request
         alternatives = self._alternatives(request)
         params = sampling_params(request, alternatives or 0)
-        self._requests[request.request_id] = (request, version)
-        try:
-            prompt = prompt_input(request.prompt_ids)
-            async for output in self._llm.generate(prompt, params, request.request_id, lora_request=self._adapters):
-                if output.finished:
-                    return completion(request, output, self._tokenizer, version, alternatives, self._experts)
-        finally:
-            self._requests.pop(request.request_id, None)
+        prompt = prompt_input(request.prompt_ids)
+        async for output in self._llm.generate(prompt, params, request.request_id, lora_request=self._adapters):
+            if output.finished:
+                return completion(request, output, self._tokenizer, flight.version, alternatives, self._experts)
         return Completion(request.request_id, error="vLLM ended the request without an output")
 
     def _alternatives(self, request: GenerationRequest) -> int | None:
@@ -161,28 +163,20 @@ class VllmEngine:
             return None
         return keep_mask_width(sampling, self._vocabulary) if sampling.temperature > 0 else 0
 
-    def generated(self, request_ids: Collection[str]) -> Mapping[str, int]:
-        begun = ((request_id, state) for request_id, state in self._states(request_ids) if not state.is_prefilling)
-        return {request_id: state.detokenizer.num_output_tokens() for request_id, state in begun if state.detokenizer is not None}
+    async def progress(self, flights: Sequence[InFlight], parts: bool) -> list[RequestProgress | None]:
+        return [self._progress(flight, parts) for flight in flights]
 
-    async def grown(self, since: Mapping[str, int]) -> list[Completion]:
-        found = []
-        for request_id, state in self._states(since):
-            if request_id in self._requests:
-                request, version = self._requests[request_id]
-                found.append(grown(request, state, since[request_id], version, self._alternatives(request)))
-        return [one for one in found if one is not None]
-
-    def _states(self, request_ids: Iterable[str]) -> Iterator[tuple[str, RequestState]]:
-        """Request states; vLLM uses its own ids."""
+    def _progress(self, flight: InFlight, parts: bool) -> RequestProgress | None:
         known = self._llm.output_processor
-        for request_id in request_ids:
-            for own in known.external_req_ids.get(request_id, ()):
-                if (state := known.request_states.get(own)) is not None:
-                    yield request_id, state
+        own_ids = known.external_req_ids.get(flight.request.request_id, ())
+        state = next((known.request_states[own] for own in own_ids if own in known.request_states), None)
+        if state is None or state.is_prefilling or state.detokenizer is None:
+            return None
+        part = new_tokens(flight, state, self._alternatives(flight.request)) if parts else None
+        return RequestProgress(state.detokenizer.num_output_tokens(), part)
 
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        await self._llm.abort(list(request_ids))
+    async def abort(self, flights: Sequence[InFlight]) -> None:
+        await self._llm.abort([flight.request.request_id for flight in flights])
 
     async def pause(self, mode: PauseMode) -> None:
         await self._answer(self._llm.pause_generation(mode=mode.value, clear_cache=False))
@@ -233,3 +227,40 @@ class VllmEngine:
 
     async def _workers(self, method: str, *arguments: Any) -> None:
         await self._answer(self._llm.collective_rpc(method, args=arguments))
+
+
+class VllmPart:
+    """Part of an engine on a node other than the first: workers that the first node calls, as `vllm serve --headless` runs them."""
+
+    name = "vLLM"
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._spec = spec
+        self._cuda = torch.cuda.is_available()
+        self._variables = settings.engine_environment(spec.threads, self._cuda, spec.node).variables()
+        self._scratch: Scratch | None = None
+        self._executor: MultiprocExecutor | None = None
+
+    def check_version(self) -> str:
+        return settings.check_version()
+
+    async def start(self) -> list[int]:
+        """Start; blocks the event loop until the workers of all nodes have met, because they belong to the starting thread."""
+        os.environ.update(self._variables | {HOST_PID: str(os.getpid())})
+        self._scratch = Scratch("rl-vllm-", settings.SOCKETS)
+        with self._scratch.inherited():
+            from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+            config = engine_args(self._spec, self._cuda).create_engine_config(headless=True)
+            self._executor = MultiprocExecutor(config, monitor_workers=False)
+        return [worker.proc.pid for worker in self._executor.workers]
+
+    def is_dead(self) -> bool:
+        return False
+
+    async def stop(self, processes: EngineProcesses) -> None:
+        executor, self._executor = self._executor, None
+        if executor is not None:
+            await processes.end(executor.shutdown)
+        if self._scratch is not None:
+            self._scratch.remove()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import TYPE_CHECKING, Any
 
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, VersionSpan, since_token
 from roll_lite.distributed.strategy.inference.adapters import NAME
-from roll_lite.distributed.strategy.inference.chosen_experts import chosen_experts
-from roll_lite.distributed.strategy.inference.seam import SEAM, seam_tokens
+from roll_lite.distributed.strategy.inference.requests import SEAM, InFlight, chosen_experts, seam_tokens
 from roll_lite.models.hf_config import ExpertsConfig
 
 if TYPE_CHECKING:
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
-    from vllm.v1.engine.output_processor import RequestState
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+    from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
 
 ADAPTERS = 1
@@ -93,17 +95,18 @@ def completion(
     )
 
 
-def grown(request: GenerationRequest, state: RequestState, first: int, version: int, alternatives: int | None) -> Completion | None:
-    """Output of a request after its first tokens and without the newest; None if there is none."""
+def new_tokens(flight: InFlight, state: RequestState, alternatives: int | None) -> Completion | None:
+    """Output of a request since its last part and without the newest token; None if there is none."""
     assert state.detokenizer is not None and state.logprobs_processor is not None
+    first = flight.reported
     found = state.logprobs_processor.logprobs
     end = min(state.detokenizer.num_output_tokens(), len(found) if found is not None else 0) - 1
     if end <= first:
         return None
     new = found[first:end]
-    spans = [VersionSpan(start, int(label)) for label, start in state.weight_version_starts] or [VersionSpan(0, version)]
+    spans = [VersionSpan(start, int(label)) for label, start in state.weight_version_starts] or [VersionSpan(0, flight.version)]
     return Completion(
-        request_id=request.request_id,
+        request_id=flight.request.request_id,
         token_ids=tuple(state.detokenizer.output_token_ids[first:end]),
         log_probs=tuple(new.logprobs[start] for start in new.start_indices),
         versions=since_token(spans, first, end),
@@ -124,3 +127,39 @@ def _kept_ids(found: FlatLogprobs, alternatives: int) -> tuple[tuple[int, ...], 
         tuple(dict.fromkeys(token for token, log_prob in pairs[start:end] if log_prob > -math.inf))
         for start, end in zip(found.start_indices, found.end_indices, strict=True)
     )
+
+
+def look_across_seams(processor: OutputProcessor) -> None:
+    """Find stop strings that begin before a resume point: vLLM searches only what it has generated itself.
+
+    Start requests that carry a SEAM with the text of that many last prompt tokens. Nothing else reads that text.
+    """
+    add = processor.add_request
+
+    def add_request(request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:
+        add(request, *args, **kwargs)
+        params = request.sampling_params
+        seam = (params.extra_args or {}).get(SEAM, 0) if params is not None else 0
+        if seam:
+            processor.request_states[request.request_id].detokenizer = detokenizer_across(processor.tokenizer, request, seam)
+
+    processor.add_request = add_request
+
+
+def detokenizer_across(tokenizer: Any, request: EngineCoreRequest, seam: int) -> IncrementalDetokenizer:
+    from vllm.v1.engine.detokenizer import BaseIncrementalDetokenizer, IncrementalDetokenizer, SlowIncrementalDetokenizer
+
+    assert request.prompt_token_ids is not None
+    shorter = copy.copy(request)
+    shorter.prompt_token_ids = request.prompt_token_ids[:-seam]
+    detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, shorter)
+    assert isinstance(detokenizer, BaseIncrementalDetokenizer)
+    for token in request.prompt_token_ids[-seam:]:
+        detokenizer.token_ids.append(token)
+        detokenizer.output_text += detokenizer.decode_next(token)
+    # They are not among the generated tokens.
+    if isinstance(detokenizer, SlowIncrementalDetokenizer):
+        detokenizer.prompt_len += seam
+    else:
+        detokenizer.token_ids.clear()
+    return detokenizer

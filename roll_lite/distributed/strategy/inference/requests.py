@@ -1,0 +1,92 @@
+"""What engines share of requests: the record of one in flight, reports of its progress, stop strings at a resume point, expert choices."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from roll_lite.data.samples import GenerationRequest
+from roll_lite.distributed.strategy.base import Report, RequestProgress
+from roll_lite.models.hf_config import ExpertsConfig
+
+SEAM = "roll_lite_seam"
+"""Key under which a request carries `seam_tokens` through an engine."""
+TOKENS_PER_CHARACTER = 4
+WITHOUT_TEXT = 32
+"""Allowance for special tokens and for tokens whose text appears only with the next one."""
+BEGUN_POLL_S = 1.0
+PARTS_EVERY = 5
+"""Polls from one report of tokens to the next; a dying process loses the tokens after the last one."""
+
+
+@dataclass(eq=False)
+class InFlight:
+    """A request in an engine: the one record of it in this process."""
+
+    request: GenerationRequest
+    report: Report
+    version: int = 0
+    """Weight version at its start."""
+    entered: bool = False
+    """True once the engine has it."""
+    aborted: bool = False
+    begun: bool = False
+    reported: int = 0
+    """Number of tokens in the parts reported so far."""
+
+
+Look = Callable[[Sequence[InFlight], bool], Awaitable[Sequence[RequestProgress | None]]]
+"""Gets requests, and whether to return their new tokens as parts; returns the progress of each, None if it has not begun."""
+
+
+class ProgressReports:
+    """Requests in flight, whose progress is reported until none is left."""
+
+    def __init__(self, look: Look) -> None:
+        self.flights: dict[InFlight, asyncio.Future[Any]] = {}
+        self._look = look
+        self._polling: asyncio.Task[None] | None = None
+
+    def add(self, flight: InFlight, answer: asyncio.Future[Any]) -> None:
+        """Report a request's progress until it is answered."""
+        self.flights[flight] = answer
+        answer.add_done_callback(lambda _: self.flights.pop(flight))
+        if self._polling is None or self._polling.done():
+            self._polling = asyncio.get_running_loop().create_task(self._poll())
+
+    async def _poll(self) -> None:
+        for poll in itertools.count():
+            if not self.flights:
+                return
+            parts = poll > 0 and poll % PARTS_EVERY == 0
+            with suppress(Exception):  # a process edge: the engine failed, and its requests say so
+                await self._report([one for one in self.flights if one.entered and (parts or not one.begun)], parts)
+            await asyncio.sleep(BEGUN_POLL_S)
+
+    async def _report(self, flights: Sequence[InFlight], parts: bool) -> None:
+        for flight, progress in zip(flights, await self._look(flights, parts) if flights else (), strict=True):
+            if progress is not None and flight in self.flights:
+                flight.begun = True
+                flight.reported += len(progress.part.token_ids) if progress.part is not None else 0
+                flight.report(progress)
+
+
+def seam_tokens(request: GenerationRequest) -> int:
+    """Number of the prompt's last tokens, part of the response, that may hold the beginning of a stop string."""
+    longest = max(map(len, request.sampling.stop), default=0)
+    return min(request.resumed, longest * TOKENS_PER_CHARACTER + WITHOUT_TEXT) if longest else 0
+
+
+def chosen_experts(told: np.ndarray, experts: ExpertsConfig) -> np.ndarray:
+    """[tokens, expert layers x experts per token] int16 from `told` [tokens, layers, experts per token], which covers expert layers or
+    all layers."""
+    if told.shape[1] == len(experts.layers):
+        told = told[:, np.array(experts.layers)]
+    assert told.shape[1:] == (sum(experts.layers), experts.per_token), f"the engine tells of {told.shape[1:]} experts of a token"
+    return told.reshape(len(told), -1).astype(np.int16)
