@@ -58,7 +58,7 @@ from roll_lite.distributed.strategy.megatron.forward_backward import sum_gradien
 from roll_lite.distributed.strategy.megatron.hf_load import load_weights  # isort: skip
 from roll_lite.distributed.strategy.megatron.hf_mapping import bind  # isort: skip
 from roll_lite.distributed.strategy.megatron.layers import SdpaAttention, TorchRMSNorm  # isort: skip
-from roll_lite.distributed.strategy.megatron.layer_specs import TORCH, layer_spec  # isort: skip
+from roll_lite.distributed.strategy.megatron.layers import TORCH, layer_spec  # isort: skip
 from roll_lite.distributed.strategy.megatron.model import transformer_config  # isort: skip
 
 ROWS, MICRO_BATCH, VOCAB, PROMPT, LENGTH = 64, 8, 4096, 20, 100

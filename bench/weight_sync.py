@@ -31,7 +31,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from roll_lite.distributed.strategy.device import current_device
-from roll_lite.distributed.weight_sync.devices import settle
+from roll_lite.distributed.weight_sync.memory import settle
 
 TRANSPORTS = ("shared_memory", "gloo")
 HOST = "127.0.0.1"
@@ -136,7 +136,7 @@ class Engine:
         return self.receiver.finish(lambda: None)
 
     def checksums(self) -> dict[str, str]:
-        from roll_lite.distributed.weight_sync.checksum import checksum
+        from roll_lite.distributed.weight_sync.update import checksum
 
         return {name: checksum(tensor) for name, tensor in self.model.items()}
 

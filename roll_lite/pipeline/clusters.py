@@ -54,10 +54,6 @@ class Model(Generic[W]):
     def loaded(self, parts: Sequence[StateGroup]) -> AbstractContextManager[None]:
         return loaded(self, parts)
 
-    def take_moved(self) -> list[Moved]:
-        """Loads and offloads of each rank since the last call."""
-        return self.ranks.all(ModelWorker.take_moved)
-
     def shards(self, batch: Batch, columns: Columns) -> list[BatchShard]:
         """Cut the batch into shards of about equal cost, one per data-parallel rank."""
         parts = balanced_partition(self._costs(batch), self.ranks.data_size)
@@ -157,7 +153,7 @@ class Clusters:
 
     def take_moved(self) -> dict[str, list[Moved]]:
         """Loads and offloads of all roles with `offload: true` since the last call."""
-        return {model.ranks.name: model.take_moved() for model in self.models if model.offloads}
+        return {model.ranks.name: model.ranks.all(ModelWorker.take_moved) for model in self.models if model.offloads}
 
     @property
     def trained(self) -> dict[str, Model[ActorWorker] | Model[CriticWorker]]:

@@ -14,9 +14,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from roll_lite.config.device_phases import Phase
 from roll_lite.config.schema.run import WeightSyncConfig
 from roll_lite.distributed.cluster import Cluster, Pending, gather
-from roll_lite.distributed.weight_sync.checksum import require_equal, sample
 from roll_lite.distributed.weight_sync.group import Transferred, interrupt, largest, rendezvous_client
 from roll_lite.distributed.weight_sync.plan import ExportPlan, TransferPlan, plan_transfers
+from roll_lite.distributed.weight_sync.update import require_equal, sample
 from roll_lite.pipeline.clusters import Model
 from roll_lite.pipeline.devices import states
 from roll_lite.workers.actor import ActorWorker

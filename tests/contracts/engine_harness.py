@@ -29,11 +29,11 @@ from roll_lite.data.samples import Completion, GenerationRequest, Sampling
 from roll_lite.distributed.strategy.base import EngineSpec, ModelSpec, PauseMode
 from roll_lite.distributed.strategy.engines import build_engine
 from roll_lite.distributed.strategy.inference.engine import EngineStrategy
-from roll_lite.distributed.weight_sync.checksum import checksum
+from roll_lite.distributed.weight_sync.endpoints import transport_of
 from roll_lite.distributed.weight_sync.group import TransferGroup, rendezvous_store
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan, TransferPlan, by_bucket, plan_transfers, tensors_of
 from roll_lite.distributed.weight_sync.transport import TransportSender
-from roll_lite.distributed.weight_sync.transports import transport_of
+from roll_lite.distributed.weight_sync.update import checksum
 from roll_lite.models.adapter_files import adapter_shapes
 
 Make = Literal["vllm", "sglang"]

@@ -31,8 +31,8 @@ from test_contract_weights import (  # noqa: F401 (collected here once more, for
 from trainer_ranks import Trainer
 
 from roll_lite.config.schema.models import LoraConfig
-from roll_lite.distributed.weight_sync.checksum import checksum
 from roll_lite.distributed.weight_sync.group import TransferError
+from roll_lite.distributed.weight_sync.update import checksum
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
 

@@ -12,9 +12,9 @@ import torch
 from engine_harness import Harness, Make, SenderProcess, export_plan, random_state, require
 
 from roll_lite.distributed.strategy.inference.life import EngineDead
-from roll_lite.distributed.weight_sync.checksum import checksum
 from roll_lite.distributed.weight_sync.group import StaleEpoch, TransferError, interrupt, rendezvous_client, rendezvous_store
 from roll_lite.distributed.weight_sync.plan import TransferPlan, by_bucket, plan_transfers
+from roll_lite.distributed.weight_sync.update import checksum
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
 

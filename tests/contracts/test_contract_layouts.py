@@ -16,8 +16,8 @@ from support_models import Family, by_checkpoint, load_hf, make_tiny_model
 from trainer_ranks import Ranks, Trainer, nudge
 
 from roll_lite.config.schema.models import LoraConfig
-from roll_lite.distributed.weight_sync.checksum import checksum
 from roll_lite.distributed.weight_sync.plan import ExportPlan, TransferPlan, plan_transfers
+from roll_lite.distributed.weight_sync.update import checksum
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

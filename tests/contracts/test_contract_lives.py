@@ -17,8 +17,8 @@ from left_behind import Traces, nothing_left_behind
 from support_models import Family
 
 from roll_lite.distributed.strategy.inference.life import EngineDead
-from roll_lite.distributed.weight_sync.checksum import checksum
 from roll_lite.distributed.weight_sync.group import TransferError, rendezvous_store
+from roll_lite.distributed.weight_sync.update import checksum
 
 LONG = 1500
 MANY = 2000  # tokens that fit

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from roll_lite.distributed.weight_sync.devices import Home
-from roll_lite.distributed.weight_sync.group import TransferGroup, rendezvous_store
+from roll_lite.distributed.weight_sync.endpoints import transport_of
+from roll_lite.distributed.weight_sync.group import Home, TransferGroup, rendezvous_store
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan, Membership, Route, TransferPlan, plan_transfers
-from roll_lite.distributed.weight_sync.transports import transport_of
 
 
 def make_plan(owners: int, engines: Mapping[int, int], buckets: int = 6) -> tuple[TransferPlan, dict[str, torch.Tensor]]:

@@ -27,12 +27,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
-from roll_lite.distributed.weight_sync.devices import compute_beside, settle
-from roll_lite.distributed.weight_sync.fetch import FetchReceiver, FetchSender
 from roll_lite.distributed.weight_sync.group import TransferError, TransferGroup
-from roll_lite.distributed.weight_sync.memory import GpuSegment, Segment, SharedSegment, open_shared
+from roll_lite.distributed.weight_sync.memory import GpuSegment, Segment, SharedSegment, compute_beside, open_shared, settle
 from roll_lite.distributed.weight_sync.plan import Channel, Route
-from roll_lite.distributed.weight_sync.transport import Await, BufferedSender, FlatLayout, TransportReceiver, flat_layout, unflatten
+from roll_lite.distributed.weight_sync.transport import (
+    Await,
+    BufferedSender,
+    FetchReceiver,
+    FetchSender,
+    FlatLayout,
+    TransportReceiver,
+    flat_layout,
+    unflatten,
+)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The transfer group: its members, its epoch, and their announcements before and after each bucket.
+"""The transfer group: its members and their machines, its epoch, and announcements before and after each bucket.
 
 All of this passes through a rendezvous store; the transports move the weights themselves.
 """
@@ -6,19 +6,60 @@ All of this passes through a rendezvous store; the transports move the weights t
 from __future__ import annotations
 
 import json
+import os
+import socket
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from roll_lite.distributed.weight_sync.devices import Home
 from roll_lite.distributed.weight_sync.plan import Channel, Membership, Route
+
+
+@dataclass(frozen=True)
+class Home:
+    """Machine, GPU and process of a member."""
+
+    machine: str
+    """Equal for processes that can map each other's memory: same machine, container and user."""
+    device: str = ""
+    """UUID of its GPU, which unlike a device number means the same in every process. Empty: CPU."""
+    visible: tuple[str, ...] = ()
+    """UUIDs of the GPUs whose memory it can read, its own included."""
+    process: int = 0
+    """Process id."""
+
+    @staticmethod
+    def of(plain: Mapping[str, Any]) -> Home:
+        return Home(**{**plain, "visible": tuple(plain["visible"])})
+
+    @staticmethod
+    def here() -> Home:
+        if not torch.cuda.is_available():
+            return Home(this_machine(), process=os.getpid())
+        own = torch.cuda.current_device()
+        near = [one for one in range(torch.cuda.device_count()) if one == own or torch.cuda.can_device_access_peer(own, one)]
+        return Home(this_machine(), uuid_of(own), tuple(uuid_of(one) for one in near), os.getpid())
+
+
+def this_machine() -> str:
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/pid').readlink()} {os.getuid()}"
+    except OSError:  # not Linux: no process shares memory with another
+        return f"{socket.gethostname()} {os.getpid()}"
+
+
+def uuid_of(number: int) -> str:
+    return str(torch.cuda.get_device_properties(number).uuid)
+
 
 LONGEST_PAUSE_S = 0.01  # between two polls
 _LONGER = 1.2

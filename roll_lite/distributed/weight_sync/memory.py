@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from roll_lite.distributed.weight_sync.devices import Home, local_number, uuid_of
-from roll_lite.distributed.weight_sync.group import TransferError
+from roll_lite.distributed.weight_sync.group import Home, TransferError, uuid_of
 
 Export = tuple[Callable[..., torch.Tensor], Sequence[Any]]
 """A function and its arguments that rebuild the tensor in another process."""
@@ -166,3 +165,20 @@ def open_exported(handle: str, reader: int) -> torch.Tensor:
     uuid, *exports = handle.split(";")
     rebuild, arguments = pickle.loads(base64.b64decode(exports[reader]))
     return rebuild(*arguments[:_DEVICE], local_number(uuid), *arguments[_DEVICE + 1 :])
+
+
+def local_number(uuid: str) -> int:
+    """Device number of a GPU in this process."""
+    return [uuid_of(number) for number in range(torch.cuda.device_count())].index(uuid)
+
+
+def settle(tensor: torch.Tensor) -> None:
+    """Wait for the device's pending work, so that other processes may read the tensor."""
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()
+
+
+def compute_beside(tensor: torch.Tensor) -> None:
+    """Switch this thread to the tensor's GPU. A new thread starts on the first visible GPU and would allocate memory there."""
+    if tensor.is_cuda:
+        torch.cuda.set_device(tensor.device)

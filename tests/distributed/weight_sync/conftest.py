@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 
-from roll_lite.distributed.weight_sync import devices
+from roll_lite.distributed.weight_sync import group
 from roll_lite.distributed.weight_sync.broadcast import _Broadcasts
 from roll_lite.distributed.weight_sync.plan import Route
 
@@ -15,7 +15,7 @@ from roll_lite.distributed.weight_sync.plan import Route
 def machines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each member has one of its own."""
     numbers = itertools.count()
-    monkeypatch.setattr(devices, "this_machine", lambda: f"machine {next(numbers)}")
+    monkeypatch.setattr(group, "this_machine", lambda: f"machine {next(numbers)}")
 
 
 @pytest.fixture

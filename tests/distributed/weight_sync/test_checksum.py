@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from roll_lite.distributed.weight_sync import checksum as module
-from roll_lite.distributed.weight_sync.checksum import SAMPLED, checksum, sample
+from roll_lite.distributed.weight_sync import update as module
+from roll_lite.distributed.weight_sync.update import SAMPLED, checksum, sample
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])

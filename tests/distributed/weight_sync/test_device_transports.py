@@ -20,14 +20,11 @@ from transfer_members import Members, assert_equal, fresh, half, make_plan, rece
 from roll_lite.distributed.strategy.base import TrainStrategy
 from roll_lite.distributed.weight_sync import memory
 from roll_lite.distributed.weight_sync.broadcast import BroadcastReceiver, BroadcastSender, Wire, connect_gloo, connect_nccl
-from roll_lite.distributed.weight_sync.devices import Home
-from roll_lite.distributed.weight_sync.endpoints import WeightSender
-from roll_lite.distributed.weight_sync.fetch import FetchSender
-from roll_lite.distributed.weight_sync.group import StaleEpoch, TransferError, TransferTimeout, interrupt, rendezvous_client
+from roll_lite.distributed.weight_sync.endpoints import SIDE_BY_SIDE, TRANSPORTS, WeightSender, link, transport_of
+from roll_lite.distributed.weight_sync.group import Home, StaleEpoch, TransferError, TransferTimeout, interrupt, rendezvous_client
 from roll_lite.distributed.weight_sync.memory import Segment
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan, plan_transfers
-from roll_lite.distributed.weight_sync.transport import BUCKETS_AHEAD, Transport, flat_layout
-from roll_lite.distributed.weight_sync.transports import SIDE_BY_SIDE, TRANSPORTS, link, transport_of
+from roll_lite.distributed.weight_sync.transport import BUCKETS_AHEAD, FetchSender, Transport, flat_layout
 
 SENDERS_NUMBER, READERS_NUMBER = 0, 3
 """Of one and the same GPU, in lists of devices that differ."""

@@ -12,10 +12,10 @@ from transfer_members import assert_equal, fresh
 
 from roll_lite.distributed.strategy.base import TrainStrategy
 from roll_lite.distributed.weight_sync.broadcast import GlooReceiver
-from roll_lite.distributed.weight_sync.checksum import checksum, require_equal
 from roll_lite.distributed.weight_sync.endpoints import WeightReceiver, WeightSender
 from roll_lite.distributed.weight_sync.group import StaleEpoch, TransferError, interrupt, rendezvous_client
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan, TransferPlan, by_bucket, plan_transfers
+from roll_lite.distributed.weight_sync.update import checksum, require_equal
 
 OWNERS = {"a": 0, "b": 2, "c": 2, "d": 0}
 BUCKETS = {"a": 0, "b": 1, "c": 1, "d": 2}

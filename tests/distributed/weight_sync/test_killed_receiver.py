@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from roll_lite.distributed.strategy.base import TrainStrategy
-from roll_lite.distributed.weight_sync import devices
+from roll_lite.distributed.weight_sync import group
 from roll_lite.distributed.weight_sync.endpoints import WeightReceiver, WeightSender
 from roll_lite.distributed.weight_sync.group import TransferError, interrupt, rendezvous_client
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan, TransferPlan, by_bucket, plan_transfers
@@ -39,7 +39,7 @@ class Trainer:
 def work(pipe: Connection, machine: str | None) -> None:
     """A worker. Buckets are taken when the test says so; `versions` is what the model holds, and whether it may serve."""
     if machine is not None:
-        devices.this_machine = lambda: machine
+        group.this_machine = lambda: machine
     receiver = WeightReceiver()
     model: dict[str, torch.Tensor] = {}
 

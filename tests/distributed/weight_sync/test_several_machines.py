@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from transfer_members import Members, assert_equal, fresh, make_plan
 
-from roll_lite.distributed.weight_sync.devices import Home
-from roll_lite.distributed.weight_sync.group import TransferError
+from roll_lite.distributed.weight_sync.group import Home, TransferError
 from roll_lite.distributed.weight_sync.plan import TransferPlan
 from roll_lite.distributed.weight_sync.transport import BUCKETS_AHEAD, flat_layout
 

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from transfer_members import Members, assert_equal, deliver, fresh, half, make_plan
 
-from roll_lite.distributed.weight_sync.devices import Home
-from roll_lite.distributed.weight_sync.group import StaleEpoch, TransferError, interrupt, rendezvous_client, rendezvous_store
+from roll_lite.distributed.weight_sync.group import Home, StaleEpoch, TransferError, interrupt, rendezvous_client, rendezvous_store
 from roll_lite.distributed.weight_sync.plan import ExportPlan, TransferPlan, plan_transfers, tensors_of
 
 

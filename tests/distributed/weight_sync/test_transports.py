@@ -11,11 +11,10 @@ from transfer_members import Members, assert_equal, fresh, make_plan, send_all
 
 from roll_lite.config.schema.run import WeightSyncConfig
 from roll_lite.distributed.weight_sync.broadcast import GlooReceiver, GlooSender
-from roll_lite.distributed.weight_sync.fetch import FetchReceiver, FetchSender
+from roll_lite.distributed.weight_sync.endpoints import AUTO, TRANSPORTS
 from roll_lite.distributed.weight_sync.group import Announcement, TransferError, TransferTimeout
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, Route, TransferPlan
-from roll_lite.distributed.weight_sync.transport import BUCKETS_AHEAD, flat_layout
-from roll_lite.distributed.weight_sync.transports import AUTO, TRANSPORTS
+from roll_lite.distributed.weight_sync.transport import BUCKETS_AHEAD, FetchReceiver, FetchSender, flat_layout
 
 
 def segments(sender: FetchSender) -> int:

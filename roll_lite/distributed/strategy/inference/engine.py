@@ -29,9 +29,9 @@ from roll_lite.distributed.strategy.inference.processes import EngineProcesses
 from roll_lite.distributed.strategy.inference.requests import InFlight, ProgressReports
 from roll_lite.distributed.strategy.inference.settings import with_fused
 from roll_lite.distributed.strategy.inference.step_watch import StepWatch, step_limit
+from roll_lite.distributed.weight_sync.endpoints import AUTO, TRANSPORTS
 from roll_lite.distributed.weight_sync.group import largest
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, Membership, Route, tensors_of
-from roll_lite.distributed.weight_sync.transports import AUTO, TRANSPORTS
 from roll_lite.distributed.weight_sync.update import WeightUpdate, check_tensors, checkpoint_shapes
 from roll_lite.models.adapter_files import adapter_shapes
 from roll_lite.models.hf_config import read_hf_config

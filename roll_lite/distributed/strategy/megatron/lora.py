@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, set_tensor_model_parallel_attributes
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from roll_lite.config.schema.models import FEED_FORWARD, LoraConfig
+from roll_lite.config.schema.models import LoraConfig
 from roll_lite.data.stable_hash import derived_seed
 from roll_lite.distributed.strategy.megatron.hf_mapping import EXPERT, LAYER, Binding, Entry, join, take_apart
 from roll_lite.distributed.strategy.megatron.parallel import cut_group
@@ -128,10 +128,6 @@ class Adapters:
 
     def __init__(self, chunks: Sequence[RollModel], hf: HfConfig, lora: LoraConfig, seed: int) -> None:
         """Freeze the model and put adapters beside its layers."""
-        feed_forward = sorted(set(FEED_FORWARD) & set(lora.targets))
-        if hf.experts is not None and feed_forward and (ranks := cut_group(of_experts=True).size()) > 1:
-            message = f"{ranks} ranks share an expert, whose {', '.join(feed_forward)} (actor_train.lora.targets) is adapted whole; use 1"
-            raise ValueError(f"actor_train.strategy.expert_tensor_parallel: {message}")
         self._all: list[Adapter] = []
         self.bindings: list[Binding] = []
         """Bindings under PEFT's names."""

@@ -19,8 +19,7 @@ from roll_lite.config.schema.models import MegatronStrategyConfig
 from roll_lite.distributed.strategy.device import current_device
 from roll_lite.distributed.strategy.megatron.experts import Balance, experts_config
 from roll_lite.distributed.strategy.megatron.hf_mapping import Binding, bind
-from roll_lite.distributed.strategy.megatron.layer_specs import TORCH, LayerParts, layer_spec
-from roll_lite.distributed.strategy.megatron.layers import ValueHead
+from roll_lite.distributed.strategy.megatron.layers import TORCH, LayerParts, ValueHead, layer_spec
 from roll_lite.distributed.strategy.megatron.packed_rows import PackedRows
 from roll_lite.models.hf_config import HfConfig, RopeConfig
 

@@ -13,8 +13,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs, MicroBatchPlan, padded
 from roll_lite.data.proto import DataProto
-from roll_lite.distributed.strategy.megatron.distribution import distribution
-from roll_lite.distributed.strategy.megatron.log_probs import log_probs_and_entropy
+from roll_lite.distributed.strategy.megatron.log_probs import distribution, log_probs_and_entropy
 from roll_lite.distributed.strategy.megatron.packed_rows import ContextCut, PackedRows, on_device, packed
 from roll_lite.distributed.strategy.megatron.routing import EXPERTS, REPLAYED, Routes
 from roll_lite.distributed.strategy.megatron.vocabulary import Vocabulary

@@ -1,23 +1,24 @@
-"""Megatron's optimizer and parameter scheduler, and one step of both."""
+"""Megatron's optimizer and parameter scheduler, one step of both, and AdamW's step on the host."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer import distrib_optimizer, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch.optim.adamw import adamw
 
 from roll_lite.config.schema.models import OptimizerConfig
 from roll_lite.distributed.strategy.device import current_device
-from roll_lite.distributed.strategy.megatron.host_step import HostStep, take_adam_of_torch
 
 STRETCH = 4096
 """Entries per float32 partial sum of squares."""
@@ -30,30 +31,13 @@ class StepResult:
     skipped: bool
 
 
-def check_schedule(config: OptimizerConfig, total_updates: int | None) -> None:
-    """ValueError for a learning-rate schedule that does not fit the number of updates."""
-    if config.decay != "constant" and total_updates is None:
-        raise ValueError(f"optimizer.decay: {config.decay!r} needs the number of optimizer steps of the whole run (total_updates)")
-    if config.min_lr > config.lr:
-        raise ValueError(f"optimizer.min_lr: {config.min_lr} is larger than optimizer.lr {config.lr}")
-    if total_updates is not None and config.decay != "constant" and config.warmup_steps >= total_updates:
-        raise ValueError(f"optimizer.warmup_steps: {config.warmup_steps} leaves nothing of the run's {total_updates} optimizer steps")
-    if config.decay == "wsd":
-        assert total_updates is not None
-        if config.decay_steps is None:
-            raise ValueError("optimizer.decay_steps: decay 'wsd' needs the number of optimizer steps that it falls over")
-        if config.decay_steps > total_updates - config.warmup_steps:
-            left = f"the run's {total_updates} optimizer steps without {config.warmup_steps} of the warm-up"
-            raise ValueError(f"optimizer.decay_steps: {config.decay_steps} are more than {left}")
-
-
 class Optimizer:
     """AdamW over the model's chunks."""
 
     def __init__(
         self, config: OptimizerConfig, chunks: Sequence[Any], distributed: bool, dtype: torch.dtype, total_updates: int | None
     ) -> None:
-        check_schedule(config, total_updates)
+        assert config.decay == "constant" or total_updates is not None, "a decay needs the number of updates of the whole run"
         self._clip_grad = config.clip_grad
         self.megatron = _megatron_optimizer(config, chunks, distributed, dtype)
         self.on_host = config.on_host
@@ -192,3 +176,98 @@ def _stretches(tensor: torch.Tensor) -> list[torch.Tensor]:
     flat = tensor.flatten()
     whole = len(flat) - len(flat) % STRETCH
     return [flat[:whole].view(-1, STRETCH), flat[None, whole:]]
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def take_adam_of_torch() -> None:
+    """Make this process use torch's Adam. Megatron-Core 0.16 prefers Transformer Engine's or Apex's, which compute on the device."""
+    optimizer.USING_PYTORCH_OPTIMIZER = True
+    distrib_optimizer.HAVE_APEX_OR_TE = False  # it keeps the step count as torch does
+
+
+@dataclass
+class Staged:
+    """A weight on its way through host memory."""
+
+    weight: torch.Tensor
+    gradient: torch.Tensor
+
+
+class HostStep:
+    """Replacement for torch AdamW's `step`: moments stay in host memory, which frees eight bytes per trained weight on the device.
+
+    Gradients and weights travel to the host together on a separate stream; a weight is updated while others still arrive or travel back.
+    """
+
+    def __init__(self, adam: torch.optim.AdamW, device: torch.device) -> None:
+        self._optimizer = adam
+        self._pin = device.type == "cuda"
+        self._device = torch.get_device_module(device)
+        self._stream = self._device.Stream()
+        self._staged: dict[torch.Tensor, Staged] = {}
+        for group in adam.param_groups:
+            for weight in group["params"]:
+                adam.state[weight] = {name: self._zeros_like(weight) for name in MOMENTS}
+
+    def _zeros_like(self, weight: torch.Tensor) -> torch.Tensor:
+        """Zeros in host memory: the device may have no room."""
+        return torch.zeros(weight.shape, dtype=weight.dtype, pin_memory=self._pin)
+
+    def keep_moments(self) -> None:
+        """Move moments to host memory, wherever they were loaded."""
+        for state in self._optimizer.state.values():
+            for name in MOMENTS:
+                if not self._pin:
+                    state[name] = state[name].cpu()
+                elif not state[name].is_pinned():
+                    state[name] = state[name].cpu().pin_memory()
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        self._stream.wait_stream(self._device.current_stream())
+        with self._device.stream(self._stream):
+            under_way = [(group, weight, self._to_host(weight), self._event()) for group, weight in self._trained()]
+        for group, weight, staged, arrived in under_way:
+            arrived.synchronize()
+            self._update(group, staged, self._optimizer.state[weight])
+            with self._device.stream(self._stream):
+                weight.copy_(staged.weight, non_blocking=True)
+        self._device.current_stream().wait_stream(self._stream)
+
+    def _trained(self) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
+        for group in self._optimizer.param_groups:
+            yield from ((group, weight) for weight in group["params"] if weight.grad is not None)
+
+    def _to_host(self, weight: torch.Tensor) -> Staged:
+        if weight not in self._staged:
+            self._staged[weight] = Staged(*(torch.empty(weight.shape, dtype=weight.dtype, pin_memory=self._pin) for _ in range(2)))
+        assert weight.grad is not None
+        staged = self._staged[weight]
+        staged.weight.copy_(weight, non_blocking=True)
+        staged.gradient.copy_(weight.grad, non_blocking=True)
+        return staged
+
+    def _event(self) -> Any:
+        event = self._device.Event()
+        event.record(self._stream)
+        return event
+
+    def _update(self, group: dict[str, Any], staged: Staged, state: dict[str, torch.Tensor]) -> None:
+        adamw(
+            [staged.weight],
+            [staged.gradient],
+            [state["exp_avg"]],
+            [state["exp_avg_sq"]],
+            [],
+            [state["step"]],
+            fused=True,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )

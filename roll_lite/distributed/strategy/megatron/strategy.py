@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -32,7 +31,6 @@ from roll_lite.distributed.strategy.megatron.checkpoint import STATE_FOLDER, che
 from roll_lite.distributed.strategy.megatron.checkpoint import load_checkpoint as read_checkpoint
 from roll_lite.distributed.strategy.megatron.checkpoint import save_checkpoint as write_checkpoint
 from roll_lite.distributed.strategy.megatron.checkpoint_writer import RunningSave, StagedWriter
-from roll_lite.distributed.strategy.megatron.ema import WeightAverage
 from roll_lite.distributed.strategy.megatron.experts import Balance
 from roll_lite.distributed.strategy.megatron.forward_backward import (
     most_over_data_ranks,
@@ -46,13 +44,13 @@ from roll_lite.distributed.strategy.megatron.hf_export import HfExporter, Write,
 from roll_lite.distributed.strategy.megatron.hf_export import save_hf as write_hf
 from roll_lite.distributed.strategy.megatron.hf_load import load_adapters, load_weights
 from roll_lite.distributed.strategy.megatron.hf_mapping import Binding, bind
-from roll_lite.distributed.strategy.megatron.layer_specs import chosen_parts
+from roll_lite.distributed.strategy.megatron.layers import chosen_parts
 from roll_lite.distributed.strategy.megatron.lora import Adapters
 from roll_lite.distributed.strategy.megatron.model import RollModel, transformer_config
 from roll_lite.distributed.strategy.megatron.model_io import KEPT, TEMPERATURE, ModelInput, check_outputs, model_inputs, outputs_of, to_host
 from roll_lite.distributed.strategy.megatron.offload import StateMover
 from roll_lite.distributed.strategy.megatron.optimizer import Optimizer
-from roll_lite.distributed.strategy.megatron.parallel import check_layout, join_groups, layout_multiples
+from roll_lite.distributed.strategy.megatron.parallel import join_groups, layout_multiples
 from roll_lite.distributed.strategy.megatron.routing import EXPERTS, REPLAYED, collect_routes
 from roll_lite.distributed.weight_sync.plan import ExportPlan
 from roll_lite.models.adapter_files import adapter_config, adapter_shapes
@@ -85,7 +83,6 @@ class MegatronStrategy(TrainStrategy):
     def initialize(self) -> None:
         spec = self._spec
         self._hf = read_hf_config(spec.model.path, spec.path_key)
-        check_layout(self._config, self._hf, dist.get_world_size())
         self.device = take_local_device()
         if spec.deterministic:
             torch.use_deterministic_algorithms(True)
@@ -271,3 +268,36 @@ class MegatronStrategy(TrainStrategy):
             self._load_weights(self._average.bindings, folder / AVERAGE_FOLDER, "checkpoint.resume")
         elif self._average is not None:  # the checkpoint is older than this state
             self._average.restart()
+
+
+class WeightAverage:
+    """Exponential moving average of the weights that a rank exports, so that every weight has one owner. Kept on the host, in float32: in
+    bfloat16 a slow average would never move."""
+
+    def __init__(self, bindings: Sequence[Binding], decay: float) -> None:
+        """`bindings`: weights that this rank exports; may be empty."""
+        self._decay = decay
+        self._means = {binding.parameter: _copy_on_host(binding.parameter) for binding in bindings}
+        self.bindings = [replace(binding, parameter=self._means[binding.parameter]) for binding in bindings]
+        """Bindings whose parameters are the averages: loading through them sets the average."""
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """average = decay * average + (1 - decay) * weights."""
+        for weight, mean in self._means.items():
+            mean.lerp_(weight.to("cpu", torch.float32), 1 - self._decay)
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Restart the average from the current weights."""
+        for weight, mean in self._means.items():
+            mean.copy_(weight)
+
+    def read(self, weight: torch.nn.Parameter) -> torch.Tensor:
+        """Return the average in place of a weight, for export."""
+        return self._means[weight].detach().to(weight.device)
+
+
+def _copy_on_host(weight: torch.nn.Parameter) -> torch.nn.Parameter:
+    copy = weight.detach().to("cpu", torch.float32, copy=True)
+    return torch.nn.Parameter(copy, requires_grad=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from roll_lite.distributed.strategy.megatron.host_step import HostStep
+from roll_lite.distributed.strategy.megatron.optimizer import HostStep
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

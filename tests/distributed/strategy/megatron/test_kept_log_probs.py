@@ -8,8 +8,7 @@ import torch.distributed as dist
 from megatron_heads import HIDDEN, ROWS, VOCAB, HeadProblem, close, close_over_ranks
 from megatron_ranks import RankPool
 
-from roll_lite.distributed.strategy.megatron.distribution import distribution
-from roll_lite.distributed.strategy.megatron.log_probs import log_probs_and_entropy
+from roll_lite.distributed.strategy.megatron.log_probs import distribution, log_probs_and_entropy
 from roll_lite.distributed.strategy.megatron.vocabulary import DROPPED, Vocabulary
 
 

@@ -21,11 +21,10 @@ from test_megatron_oracle import check_forward, check_gradients
 
 from roll_lite.config.schema.models import OptimizerConfig
 from roll_lite.data.microbatch import TokenBudget
-from roll_lite.distributed.strategy.megatron import layer_specs
+from roll_lite.distributed.strategy.megatron import layers
 from roll_lite.distributed.strategy.megatron import strategy as strategy_module
 from roll_lite.distributed.strategy.megatron.hf_mapping import EXPERT, LAYER
-from roll_lite.distributed.strategy.megatron.layer_specs import TORCH, LayerParts, chosen_parts
-from roll_lite.distributed.strategy.megatron.layers import TorchRMSNorm
+from roll_lite.distributed.strategy.megatron.layers import TORCH, LayerParts, TorchRMSNorm, chosen_parts
 
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear  # isort: skip  (roll_lite prepares megatron.core)
 from megatron.core.transformer.mlp import MLPSubmodules  # isort: skip
@@ -194,7 +193,7 @@ def test_the_names_are_those_that_megatron_knows() -> None:
     from megatron.core.models.gpt import gpt_layer_specs
 
     source = inspect.getsource(gpt_layer_specs)
-    for name, fused in layer_specs.STORED_NAMES_WITHOUT_EXPERTS.items():
+    for name, fused in layers.STORED_NAMES_WITHOUT_EXPERTS.items():
         assert f'"{name}": "{fused}"' in source, "Megatron stores norms of its own layers by the same names"
     assert 'full_state_dict[f"weight{gemm_idx}"]' in TE.read_text(encoding="utf-8")
     fused_names = {entry.fused for entry in LAYER if entry.fused}
@@ -207,10 +206,10 @@ def test_the_names_are_those_that_megatron_knows() -> None:
 
 
 def test_who_gets_which_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_specs, "transformer_engine", lambda: STAND_INS)
+    monkeypatch.setattr(layers, "transformer_engine", lambda: STAND_INS)
 
     def told(installed: bool, cuda: bool, adapters: bool = False) -> str:
-        monkeypatch.setattr(layer_specs, "find_spec", lambda _: object() if installed else None)
+        monkeypatch.setattr(layers, "find_spec", lambda _: object() if installed else None)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
         assert chosen_parts("torch", adapters) is TORCH
         try:

@@ -17,9 +17,8 @@ from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs
 from roll_lite.distributed.strategy.base import CheckpointWrite, StateGroup
 from roll_lite.distributed.strategy.megatron import strategy as megatron_strategy
 from roll_lite.distributed.strategy.megatron.checkpoint_writer import RunningSave
-from roll_lite.distributed.strategy.megatron.ema import WeightAverage
 from roll_lite.distributed.strategy.megatron.hf_mapping import FINAL_NORM, Binding
-from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy
+from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy, WeightAverage
 from roll_lite.files import record
 
 CONFIG = OptimizerConfig(lr=1e-2)

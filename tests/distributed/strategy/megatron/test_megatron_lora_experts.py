@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_cases import assert_same, started, tiny
+from megatron_cases import assert_same, tiny
 from megatron_ranks import RankPool
 from safetensors.torch import load_file
 from support_models import by_checkpoint, load_hf
@@ -21,14 +21,11 @@ from test_megatron_lora import (
     expected_of,
     fresh,
     in_every,
-    lora_of,
     make_adapters,
     resume_elsewhere,
     save_adapters,
     save_and_resume,
 )
-
-from roll_lite.config.schema.models import LoraConfig
 
 SOME = ("k_proj", "o_proj", "up_proj", "down_proj")
 
@@ -108,14 +105,3 @@ def test_experts_begin_with_the_same_adapters_under_every_layout(ranks: RankPool
     (whole,) = ranks(1, fresh, cases.path, {})
     parts = {name: one for own in ranks(2, fresh, cases.path, {"expert_parallel": 2}) for name, one in own.items()}
     assert parts.keys() == whole.keys() and all(torch.equal(parts[name], whole[name]) for name in whole)
-
-
-def shared_experts(path: Path, lora: LoraConfig) -> str:
-    with pytest.raises(ValueError) as error:
-        started(path, lora=lora, expert_tensor_parallel=2, **TP2)
-    return str(error.value)
-
-
-def test_experts_that_ranks_share_are_refused(ranks: RankPool, cases: Cases) -> None:
-    for message in ranks(2, shared_experts, cases.path, lora_of(cases.adapters["some"])):
-        assert message.startswith("actor_train.strategy.expert_tensor_parallel: 2 ranks share an expert, whose down_proj, up_proj")

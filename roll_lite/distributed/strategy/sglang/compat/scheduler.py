@@ -41,8 +41,8 @@ from roll_lite.distributed.strategy.sglang.compat.adapters import (
     put_adapters,
 )
 from roll_lite.distributed.strategy.sglang.compat.stop_text import StopText
-from roll_lite.distributed.weight_sync.checksum import checksum
 from roll_lite.distributed.weight_sync.endpoints import WeightReceiver
+from roll_lite.distributed.weight_sync.update import checksum
 
 _PAUSED_POLL_S = 0.001
 _GREEDY_TOP_K = 1

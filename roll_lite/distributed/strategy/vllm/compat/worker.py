@@ -27,8 +27,8 @@ from roll_lite.distributed.strategy.inference.answers import answering
 from roll_lite.distributed.strategy.inference.held_weights import Layers, held_weights
 from roll_lite.distributed.strategy.inference.processes import HOST_PID, kill_all, when_host_is_gone
 from roll_lite.distributed.strategy.vllm.compat.adapters import adapted_layers, multiply_plainly, put_adapters
-from roll_lite.distributed.weight_sync.checksum import checksum
 from roll_lite.distributed.weight_sync.endpoints import WeightReceiver
+from roll_lite.distributed.weight_sync.update import checksum
 
 
 def _layers() -> Layers:
