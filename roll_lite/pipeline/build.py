@@ -41,11 +41,9 @@ from roll_lite.pipeline.rlvr import RLVRPipeline
 from roll_lite.pipeline.sources import LiveRollouts, ReplayedRollouts
 from roll_lite.pipeline.weights import WeightSync
 from roll_lite.workers.actor import ActorWorker, AdaptedActorWorker
-from roll_lite.workers.critic import CriticWorker
 from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.judge import JudgeAddress, JudgeWorker
-from roll_lite.workers.model import ModelRole, ModelWorker
-from roll_lite.workers.reference import ReferenceWorker
+from roll_lite.workers.model import CriticWorker, ModelRole, ModelWorker, ReferenceWorker
 from roll_lite.workers.replay import ReplayWorker
 from roll_lite.workers.reward_model import RewardModelSpec, RewardModelWorker
 from roll_lite.workers.rollout import RolloutSpec, RolloutWorker

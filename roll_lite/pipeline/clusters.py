@@ -20,10 +20,8 @@ from roll_lite.distributed.dataflow import Batch, BatchShard, Block
 from roll_lite.distributed.strategy.base import EngineMemory, Moved, StateGroup
 from roll_lite.pipeline.devices import engine_memory, loaded
 from roll_lite.workers.actor import ActorWorker
-from roll_lite.workers.critic import CriticWorker
 from roll_lite.workers.infer import InferWorker
-from roll_lite.workers.model import ModelWorker, TrainShare
-from roll_lite.workers.reference import ReferenceWorker
+from roll_lite.workers.model import CriticWorker, ModelWorker, ReferenceWorker, TrainShare
 from roll_lite.workers.reward_model import RewardModelWorker
 
 W = TypeVar("W", bound=ModelWorker)

@@ -30,8 +30,7 @@ from roll_lite.pipeline.sources import BatchSource
 from roll_lite.pipeline.validation import Validation
 from roll_lite.workers.actor import ActorWorker
 from roll_lite.workers.credit import credit_columns
-from roll_lite.workers.critic import CriticWorker
-from roll_lite.workers.model import TrainShare, Update
+from roll_lite.workers.model import CriticWorker, TrainShare, Update
 
 
 class RLVRPipeline:

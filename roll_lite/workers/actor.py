@@ -22,9 +22,8 @@ from roll_lite.distributed.weight_sync.endpoints import WeightSender
 from roll_lite.distributed.weight_sync.group import TransferError, Transferred
 from roll_lite.distributed.weight_sync.plan import ExportPlan, Membership, TransferPlan
 from roll_lite.workers.credit import assign_credit, compared_before_training, credit_metrics
-from roll_lite.workers.model import ModelRole, ModelWorker, TrainShare, Update, training_columns
+from roll_lite.workers.model import ModelRole, ModelWorker, ReferenceWorker, TrainShare, Update, training_columns
 from roll_lite.workers.objectives import ActorLoss
-from roll_lite.workers.reference import ReferenceWorker
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from roll_lite.algorithms import advantages as of
+from roll_lite.algorithms import advantages as formulas
 from roll_lite.algorithms.kernels import Whitening, row_moments
 from roll_lite.algorithms.kl import full_kl, kl_estimate
 from roll_lite.algorithms.token_metrics import Peaks, mismatch_of_tokens, sums_by_domain
@@ -84,8 +84,8 @@ def _whitening(rows: MicroBatch, gather: Gather) -> Whitening:
     """Statistics of the global batch's tokens that train. Rows that are not finite are left out: they cost their own update only."""
 
     def of_global_batch(moments: torch.Tensor) -> tuple[float, float]:
-        mine = of.merged_moments(moments[(rows.columns["train_weight"] > 0) & moments.isfinite().all(1)])
-        return of.mean_and_scale(of.merged_moments(torch.cat(gather(mine[None]))))
+        mine = formulas.merged_moments(moments[(rows.columns["train_weight"] > 0) & moments.isfinite().all(1)])
+        return formulas.mean_and_scale(formulas.merged_moments(torch.cat(gather(mine[None]))))
 
     return of_global_batch
 
@@ -135,7 +135,7 @@ class _Task:
     @cached_property
     def policy_tokens(self) -> torch.Tensor:
         """[B] int64."""
-        return of.policy_token_counts(self.mask)
+        return formulas.policy_token_counts(self.mask)
 
     def everyone(self, rewards: torch.Tensor) -> RowTable:
         """A group's rows may sit on several ranks: every rank gets the table of all rows. Numbers of groups fit into a float64."""
@@ -150,11 +150,11 @@ class _Task:
         """The rewards of all rows without KL; None where there is no KL in them."""
         return None if self.kl_rewards is None else self.everyone(self.score).rewards
 
-    def of_samples(self, advantages: torch.Tensor) -> Estimate:
+    def spread_samples(self, advantages: torch.Tensor) -> Estimate:
         """Credit from one advantage per sample, [B]."""
         if self.whitening is not None:
-            advantages = of.whiten_samples(advantages, self.policy_tokens, self.whitening)
-        return of.spread_over_tokens(advantages, self.mask, torch.float32), None
+            advantages = formulas.whiten_samples(advantages, self.policy_tokens, self.whitening)
+        return formulas.spread_over_tokens(advantages, self.mask, torch.float32), None
 
 
 # ---------------------------------------------------------------- estimators
@@ -164,14 +164,14 @@ def _gae(
     task: _Task, gamma: float, lam: float, lam_critic: float | None, length_adaptive: float | None, bootstrap_truncated: bool
 ) -> Estimate:
     columns = task.columns
-    of_actor = lam if length_adaptive is None else of.length_adaptive_lambda(task.policy_tokens, length_adaptive)
+    of_actor = lam if length_adaptive is None else formulas.length_adaptive_lambda(task.policy_tokens, length_adaptive)
     of_critic = lam if lam_critic is None else lam_critic
     bootstrap = torch.where(columns["truncated"].bool(), columns["final_value"], 0.0) if bootstrap_truncated else None
-    return of.gae(task.kl_rewards, columns["values"], task.mask, gamma, of_actor, of_critic, bootstrap, task.score, task.whitening)
+    return formulas.gae(task.kl_rewards, columns["values"], task.mask, gamma, of_actor, of_critic, bootstrap, task.score, task.whitening)
 
 
 def _reinforce(task: _Task, gamma: float) -> Estimate:
-    return of.reinforce(task.kl_rewards, task.mask, gamma, task.score, task.whitening), None
+    return formulas.reinforce(task.kl_rewards, task.mask, gamma, task.score, task.whitening), None
 
 
 def _reinforce_plus_plus(task: _Task, gamma: float, baseline: str) -> Estimate:
@@ -179,38 +179,38 @@ def _reinforce_plus_plus(task: _Task, gamma: float, baseline: str) -> Estimate:
     score = task.score
     if baseline == "group":
         everyone = task.everyone(score)
-        score = of.minus_group_mean(everyone.rewards, everyone.groups)[everyone.local]
-    return of.reinforce(task.kl_rewards, task.mask, gamma, score, task.whitening), None
+        score = formulas.minus_group_mean(everyone.rewards, everyone.groups)[everyone.local]
+    return formulas.reinforce(task.kl_rewards, task.mask, gamma, score, task.whitening), None
 
 
 def _grpo(task: _Task, normalize_std: bool) -> Estimate:
     everyone = task.everyone(task.rewards)
-    return task.of_samples(of.grpo(everyone.rewards, everyone.groups, normalize_std, task.everyone_before_kl())[everyone.local])
+    return task.spread_samples(formulas.grpo(everyone.rewards, everyone.groups, normalize_std, task.everyone_before_kl())[everyone.local])
 
 
 def _rloo(task: _Task) -> Estimate:
     everyone = task.everyone(task.rewards)
-    return task.of_samples(of.rloo(everyone.rewards, everyone.groups)[everyone.local])
+    return task.spread_samples(formulas.rloo(everyone.rewards, everyone.groups)[everyone.local])
 
 
 def _opo(task: _Task) -> Estimate:
     everyone = task.everyone(task.rewards)
-    return task.of_samples(of.opo(everyone.rewards, everyone.groups, everyone.policy_tokens)[everyone.local])
+    return task.spread_samples(formulas.opo(everyone.rewards, everyone.groups, everyone.policy_tokens)[everyone.local])
 
 
 def _gpg(task: _Task) -> Estimate:
     everyone = task.everyone(task.rewards)
-    return task.of_samples(of.gpg(everyone.rewards, everyone.groups, task.everyone_before_kl(), everyone.trains)[everyone.local])
+    return task.spread_samples(formulas.gpg(everyone.rewards, everyone.groups, task.everyone_before_kl(), everyone.trains)[everyone.local])
 
 
 def _remax(task: _Task) -> Estimate:
-    return task.of_samples(of.remax(task.rewards, task.columns["baseline_score"]))
+    return task.spread_samples(formulas.remax(task.rewards, task.columns["baseline_score"]))
 
 
 def _custom(task: _Task, function: str, args: dict[str, Any]) -> Estimate:
     columns = task.columns
     inputs = CreditInputs(
-        token_rewards=of.token_rewards(task.score, task.mask, task.kl_rewards),
+        token_rewards=formulas.token_rewards(task.score, task.mask, task.kl_rewards),
         mask=task.mask,
         values=columns.get("values"),
         reward=columns["reward"],
@@ -223,7 +223,7 @@ def _custom(task: _Task, function: str, args: dict[str, Any]) -> Estimate:
     if task.whitening is None:
         return users_advantages(inputs, function, args, torch.float32)
     advantages, returns = users_advantages(inputs, function, args, torch.float64)
-    return of.whiten_tokens(advantages, task.mask, task.whitening), returns
+    return formulas.whiten_tokens(advantages, task.mask, task.whitening), returns
 
 
 ESTIMATORS: dict[str, Callable[..., Estimate]] = {

@@ -1,4 +1,4 @@
-"""Base of the actor, the critic and the reference: a rank that holds a model behind a train strategy."""
+"""Ranks that hold a model behind a train strategy: the base of all of them, the reference and the critic; the actor is in actor.py."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from roll_lite.config.schema.algorithm import AlgorithmConfig
 from roll_lite.config.schema.models import ActorRoleConfig, CriticRoleConfig, ForwardRoleConfig, ModelConfig, TrainRoleConfig
 from roll_lite.data.keys import Columns
 from roll_lite.data.microbatch import MicroBatchOutputs, TokenBudget, padded
@@ -195,3 +196,24 @@ class ModelWorker(Worker):
         everyone: list[torch.Tensor | None] = [None] * self.strategy.layout.data_size
         dist.all_gather_object(everyone, rows, group=self._heads)
         return [part for part in everyone if part is not None]
+
+
+class ReferenceWorker(ModelWorker):
+    computes: ClassVar[Mapping[str, str]] = {"ref_log_probs": "log_probs", "ref_distribution": "distribution"}
+    forward_columns = Columns(reads=("input_ids", "response_mask", "temperature"), if_there=("kept_ids",))
+
+
+class CriticWorker(ModelWorker):
+    computes: ClassVar[Mapping[str, str]] = {"values": "values", "final_value": "final_value"}
+
+    def __init__(self, role: ModelRole, algorithm: AlgorithmConfig, domains: int) -> None:
+        super().__init__(role)
+        self.loss = CriticLoss(clip=algorithm.value_loss.clip, domains=domains)
+
+    @staticmethod
+    def training_reads(_: AlgorithmConfig) -> Columns:
+        return training_columns(CriticLoss.columns)
+
+    def train(self, share: TrainShare) -> list[Update]:
+        """Every mini-batch of every epoch."""
+        return list(self._train(share, self.loss, self.loss.outputs))

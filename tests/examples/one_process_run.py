@@ -37,9 +37,7 @@ from roll_lite.pipeline.clusters import Clusters, Model
 from roll_lite.pipeline.journal import Journal
 from roll_lite.pipeline.rlvr import RLVRPipeline
 from roll_lite.workers.actor import ActorWorker, AdaptedActorWorker
-from roll_lite.workers.critic import CriticWorker
-from roll_lite.workers.model import ModelRole
-from roll_lite.workers.reference import ReferenceWorker
+from roll_lite.workers.model import CriticWorker, ModelRole, ReferenceWorker
 
 SAMPLES, GROUP, PROMPT = 24, 4, 5
 TEMPERATURES = (1.0, 0.6)

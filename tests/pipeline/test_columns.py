@@ -14,8 +14,7 @@ from roll_lite.config.loading import load_config
 from roll_lite.data.keys import KEYS, Columns
 from roll_lite.pipeline.rlvr import RLVRPipeline
 from roll_lite.workers.actor import ActorWorker, AdaptedActorWorker
-from roll_lite.workers.critic import CriticWorker
-from roll_lite.workers.reference import ReferenceWorker
+from roll_lite.workers.model import CriticWorker, ReferenceWorker
 
 ROOT = Path(__file__).resolve().parents[2]
 FULL = "algorithm.kl_in_reward={coef: 0.1, estimator: full}"

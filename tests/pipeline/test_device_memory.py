@@ -34,9 +34,7 @@ from roll_lite.pipeline.clusters import Clusters, Model
 from roll_lite.pipeline.devices import loaded, states
 from roll_lite.pipeline.rlvr import RLVRPipeline
 from roll_lite.workers.actor import ActorWorker
-from roll_lite.workers.critic import CriticWorker
-from roll_lite.workers.model import ModelRole, ModelWorker
-from roll_lite.workers.reference import ReferenceWorker
+from roll_lite.workers.model import CriticWorker, ModelRole, ModelWorker, ReferenceWorker
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 2**20

@@ -33,13 +33,11 @@ AUTO = "auto"
 def transport_of(group: TransferGroup) -> Transport:
     """Transport of a whole group."""
     wanted = group.membership.transport
-    if wanted != AUTO:
-        if reason := obstacle(wanted, group):
-            raise TransferError(f"weight_sync.transport: {wanted}, but {reason}; auto finds a way")
-        return TRANSPORTS[wanted]
-    ways = [ways_of(group, Route(0, *channel, ())) for channel in group.membership.channels]
-    names = {name for parts in ways for name, _ in parts}
-    return TRANSPORTS[names.pop()] if len(names) == 1 and all(len(parts) == 1 for parts in ways) else SIDE_BY_SIDE
+    if wanted == AUTO:
+        return SIDE_BY_SIDE
+    if reason := obstacle(wanted, group):
+        raise TransferError(f"weight_sync.transport: {wanted}, but {reason}; auto finds a way")
+    return TRANSPORTS[wanted]
 
 
 def ways_of(group: TransferGroup, route: Route) -> list[tuple[str, Route]]:
@@ -97,7 +95,7 @@ def obstacle(name: str, group: TransferGroup) -> str | None:
 
 
 class SideBySideSender(TransportSender):
-    """Sends each bucket by several transports, each to its own receivers; the bucket is gathered once."""
+    """Sends each bucket by one or more transports, each to its own receivers; the bucket is gathered once."""
 
     def __init__(self, group: TransferGroup) -> None:
         super().__init__(group)
@@ -223,7 +221,7 @@ class WeightSender:
         if self._half is not None:
             with self._half.group.breaking_off():
                 self._half.finish()
-            if len(self.nbytes) == 1:
+            if not self.by_transport:
                 self.by_transport.update(dict.fromkeys(self.nbytes, self.seconds["copy"] + self.seconds["wait"]))
 
     def checksums(self, names: Collection[str]) -> dict[str, str]:

@@ -20,7 +20,7 @@ from transfer_members import Members, assert_equal, fresh, half, make_plan, rece
 from roll_lite.distributed.strategy.base import TrainStrategy
 from roll_lite.distributed.weight_sync import memory
 from roll_lite.distributed.weight_sync.broadcast import BroadcastReceiver, BroadcastSender, Wire, connect_gloo, connect_nccl
-from roll_lite.distributed.weight_sync.endpoints import SIDE_BY_SIDE, TRANSPORTS, WeightSender, link, transport_of
+from roll_lite.distributed.weight_sync.endpoints import SIDE_BY_SIDE, TRANSPORTS, WeightSender, link, transport_of, ways_of
 from roll_lite.distributed.weight_sync.group import Home, StaleEpoch, TransferError, TransferTimeout, interrupt, rendezvous_client
 from roll_lite.distributed.weight_sync.memory import Segment
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan, plan_transfers
@@ -402,8 +402,10 @@ MIXED = None
 )  # fmt: skip
 def test_auto_takes_what_connects_each(homes: list[Home], chosen: str | None) -> None:
     plan, _ = make_plan(owners=2, engines={0: 2})
-    group = Joined(plan.membership(1, "auto", "", 0, 1.0), homes)
-    assert transport_of(group) is (SIDE_BY_SIDE if chosen is MIXED else TRANSPORTS[chosen])  # type: ignore[arg-type]
+    group: Any = Joined(plan.membership(1, "auto", "", 0, 1.0), homes)
+    ways = [ways_of(group, route) for route in plan.routes]
+    names = {name for parts in ways for name, _ in parts}
+    assert transport_of(group) is SIDE_BY_SIDE and (names == {chosen} and {len(parts) for parts in ways} == {1}) is (chosen is not MIXED)
 
 
 @pytest.mark.parametrize(

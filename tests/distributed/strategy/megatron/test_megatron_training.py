@@ -21,8 +21,7 @@ from roll_lite.data.ragged import Ragged
 from roll_lite.distributed.strategy.base import TrainResult, ValueInit
 from roll_lite.distributed.strategy.megatron.optimizer import STRETCH, squared_norm
 from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy
-from roll_lite.workers.critic import CriticWorker
-from roll_lite.workers.model import Update
+from roll_lite.workers.model import CriticWorker, Update
 from roll_lite.workers.objectives import CriticLoss
 
 # A large eps keeps Adam from blowing rounding errors of tiny gradients up to whole steps.
