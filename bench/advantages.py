@@ -26,7 +26,7 @@ import torch
 
 from roll_lite.config.schema.algorithm import AlgorithmConfig
 from roll_lite.data.microbatch import MicroBatch
-from roll_lite.workers.credit import Credit, alone, assign_credit
+from roll_lite.workers.credit import Credit, assign_credit
 
 LIMIT_MS = 100
 AIM = 50
@@ -155,7 +155,7 @@ def main() -> int:
 
     def ours(case: Case) -> Credit:
         algorithm = AlgorithmConfig.model_validate({"advantage": case.advantage, "whiten_advantages": case.whiten})
-        return assign_credit(batches[case.gaps], 0, algorithm, 0.0, alone)
+        return assign_credit(batches[case.gaps], 0, algorithm, 0.0, lambda rows: [rows])
 
     for case in CASES:
         ours(case)  # compiles

@@ -31,7 +31,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from roll_lite.distributed.strategy.device import current_device
-from roll_lite.distributed.weight_sync.memory import settle
+from roll_lite.distributed.weight_sync.memory import wait_for_device
 
 TRANSPORTS = ("shared_memory", "gloo")
 HOST = "127.0.0.1"
@@ -110,7 +110,7 @@ class Trainer:
         started = time.perf_counter()
         for ours, theirs in zip(self.source, self.copy, strict=True):
             theirs.copy_(ours)
-        settle(theirs)
+        wait_for_device(theirs)
         return time.perf_counter() - started
 
 

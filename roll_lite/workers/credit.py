@@ -27,11 +27,6 @@ Gather = Callable[[torch.Tensor], list[torch.Tensor]]
 """Exchange between ranks: tensors [rows, n] of all data-parallel ranks, in rank order; the numbers of rows may differ, and may be 0."""
 
 
-def alone(rows: torch.Tensor) -> list[torch.Tensor]:
-    """The exchange of a rank that has the whole batch."""
-    return [rows]
-
-
 @dataclass(frozen=True)
 class Credit:
     """Token tensors are [B, T-1], 0 where masked."""

@@ -13,9 +13,15 @@ import torch
 
 from roll_lite.config.schema.algorithm import AlgorithmConfig
 from roll_lite.data.microbatch import MicroBatch
-from roll_lite.workers.credit import Credit, Gather, alone, assign_credit, credit_metrics
+from roll_lite.workers.credit import Credit, Gather, assign_credit, credit_metrics
 
 NAN = math.nan
+
+
+def alone(rows: torch.Tensor) -> list[torch.Tensor]:
+    """The exchange of a rank that has the whole batch."""
+    return [rows]
+
 
 ESTIMATORS: list[dict[str, Any]] = [
     {"name": "gae"},

@@ -18,7 +18,7 @@ from roll_lite.scheduler.router import Router
 from roll_lite.scheduler.runner import Conversation, Episode
 from roll_lite.scheduler.service import RolloutResult, RolloutService
 from roll_lite.simulator.clock import run_virtual
-from roll_lite.workers.credit import alone, assign_credit
+from roll_lite.workers.credit import assign_credit
 from roll_lite.workers.objectives import ActorLoss
 from roll_lite.workers.rollout_output import rows_of
 
@@ -99,7 +99,7 @@ def test_the_gradient_is_that_of_the_policys_tokens() -> None:
     rows = padded(batch)
     assert rows.mask.int().tolist() == [[0, 0, 1, 1, 0, 0, 1, 1, 1], [0, 0, 1, 1, 0, 0, 1, 0, 0]]
     algorithm = AlgorithmConfig.model_validate({"advantage": {"name": "grpo", "normalize_std": False}, "old_log_probs": "rollout"})
-    credit = assign_credit(rows, 0, algorithm, 0.0, alone)
+    credit = assign_credit(rows, 0, algorithm, 0.0, lambda rows: [rows])
     advantages = [[0, 0, 0.5, 0.5, 0, 0, 0.5, 0.5, 0.5], [0, 0, -0.5, -0.5, 0, 0, -0.5, 0, 0]]
     assert credit.advantages.tolist() == advantages
     rows.columns["advantages"] = credit.advantages  # type: ignore[index]

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
 from roll_lite.distributed.weight_sync.group import TransferError, TransferGroup
-from roll_lite.distributed.weight_sync.memory import GpuSegment, Segment, SharedSegment, compute_beside, open_shared, settle
+from roll_lite.distributed.weight_sync.memory import GpuSegment, Segment, SharedSegment, open_shared, use_device_of, wait_for_device
 from roll_lite.distributed.weight_sync.plan import Channel, Route
 from roll_lite.distributed.weight_sync.transport import (
     Await,
@@ -56,15 +56,15 @@ class Wire:
     """True if the end of a broadcast must be polled: NCCL only queues it on the GPU."""
 
 
-def _looking(is_done: Callable[[], bool]) -> Callable[[float], bool]:
+def _poll_of(is_done: Callable[[], bool]) -> Callable[[float], bool]:
     """Adapt a check without a wait to `TransferGroup.poll`."""
 
-    def look(pause: float) -> bool:
+    def poll(pause: float) -> bool:
         if not is_done():
             time.sleep(pause)
         return is_done()
 
-    return look
+    return poll
 
 
 class _Addresses(Store):
@@ -82,7 +82,7 @@ class _Addresses(Store):
         return self._store.get(key)
 
     def wait(self, keys: list[str], timeout: Any = None) -> None:
-        self._group.poll(_looking(lambda: self._store.check(keys)), "connect")
+        self._group.poll(_poll_of(lambda: self._store.check(keys)), "connect")
 
 
 def connect_gloo(group: TransferGroup, prefix: str, rank: int, size: int) -> Any:
@@ -137,7 +137,7 @@ class _Broadcasts:
         self._closed = False
 
     def broadcast(self, route: Route, layout: FlatLayout, buffer: torch.Tensor) -> None:
-        compute_beside(buffer)
+        use_device_of(buffer)
         try:
             with self._group.exchange():
                 self._group.meet(route, layout.announcement())
@@ -153,7 +153,7 @@ class _Broadcasts:
         threading.Thread(target=self._begin, args=(route, buffer, begun), daemon=True, name="broadcast").start()
         self._group.poll(lambda pause: bool(wait((begun,), pause).done), what)
         try:
-            self._group.poll(_looking(begun.result().is_completed), what)
+            self._group.poll(_poll_of(begun.result().is_completed), what)
             begun.result().wait()
         except TransferError:
             raise
@@ -163,7 +163,7 @@ class _Broadcasts:
 
     def _begin(self, route: Route, buffer: torch.Tensor, begun: Future[Any]) -> None:
         """Start a broadcast, on its own thread."""
-        compute_beside(buffer)
+        use_device_of(buffer)
         options = dist.BroadcastOptions()
         options.rootRank = 0
         try:
@@ -251,7 +251,7 @@ class BroadcastReceiver(TransportReceiver):
         layout = flat_layout(route.tensors)
         # Not on the thread, which has another current GPU and stream.
         buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
-        settle(buffer)
+        wait_for_device(buffer)
         return self._thread.submit(self._take, route, layout, buffer)
 
     def _take(self, route: Route, layout: FlatLayout, buffer: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -172,13 +172,13 @@ def local_number(uuid: str) -> int:
     return [uuid_of(number) for number in range(torch.cuda.device_count())].index(uuid)
 
 
-def settle(tensor: torch.Tensor) -> None:
+def wait_for_device(tensor: torch.Tensor) -> None:
     """Wait for the device's pending work, so that other processes may read the tensor."""
     if tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()
 
 
-def compute_beside(tensor: torch.Tensor) -> None:
+def use_device_of(tensor: torch.Tensor) -> None:
     """Switch this thread to the tensor's GPU. A new thread starts on the first visible GPU and would allocate memory there."""
     if tensor.is_cuda:
         torch.cuda.set_device(tensor.device)

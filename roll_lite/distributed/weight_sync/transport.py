@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 
 from roll_lite.distributed.weight_sync.group import Announcement, Home, TransferError, TransferGroup
-from roll_lite.distributed.weight_sync.memory import Lent, Open, Segment, Watched, name_of_export, settle
+from roll_lite.distributed.weight_sync.memory import Lent, Open, Segment, Watched, name_of_export, wait_for_device
 from roll_lite.distributed.weight_sync.plan import ALIGNMENT, Channel, ExportedTensor, Route
 
 BUCKETS_AHEAD = 2
@@ -134,7 +134,7 @@ class BufferedSender(TransportSender):
                 segment = lane.segment(layout.nbytes)
             with timed(self.seconds, "copy"):
                 write(layout, segment.whole)
-                settle(segment.whole)
+                wait_for_device(segment.whole)
             lane.under_way.append((segment, self._dispatch(route, layout, segment)))
         return segment
 
@@ -291,7 +291,7 @@ class FetchReceiver(TransportReceiver):
         received, self._received = self._received, []
         with self.group.exchange():
             for segment in (one for opened in self._opened.values() for one in opened.values()):
-                settle(segment.whole)
+                wait_for_device(segment.whole)
             for route, step in received:
                 kept = [handle for handle, segment in self._opened[route.sender].items() if segment.is_kept()]
                 self.group.tell(route, step, "done", flat_layout(route.tensors).announcement(" ".join(kept)))

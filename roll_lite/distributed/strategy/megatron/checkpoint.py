@@ -298,7 +298,7 @@ def _load_optimizer(optimizer: Optimizer, state: dict[Any, Any], steps: float) -
         else:
             inner["state"]["common_step"] = torch.tensor(steps)
     optimizer.megatron.load_state_dict(state)
-    optimizer.settle_states()
+    optimizer.complete_states()
 
 
 def _set_states(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:

@@ -122,8 +122,6 @@ class ValueHead(torch.nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=current_device()))
-        # Of Megatron's optimizers, for AdamW alone.
-        self.weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[N, hidden] to [N] float32, computed in float32 because values are regressed on."""

@@ -77,17 +77,17 @@ class Optimizer:
                 part.optimizer.step = self._host_steps[-1]
             part.init_state_fn(part.optimizer, part.config)
             if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.AdamW) and not part.optimizer.state:
-                part.state_dict = partial(self._state_of_nobody, part)
-        self.settle_states()
+                part.state_dict = partial(self._state_without_parameters, part)
+        self.complete_states()
 
-    def _state_of_nobody(self, part: Any) -> dict[str, Any]:
+    def _state_without_parameters(self, part: Any) -> dict[str, Any]:
         """State dict of a part without parameters. Megatron's own would ask a parameter for the step count, but a pipeline stage without
         experts, or without adapted layers, has such a part so that checkpoints agree over stages."""
         steps = float(self.scheduler.num_steps)
         groups = [{key: value for key, value in group.items() if key != "params"} | {"step": steps} for group in part.param_groups]
         return {"optimizer": {"param_groups": groups}}
 
-    def settle_states(self) -> None:
+    def complete_states(self) -> None:
         r"""Finish moments that were created or loaded: move them to the host if they belong there, and give every parameter its own step
         counter.
 
