@@ -294,28 +294,26 @@ class TransferGroup:
 
     def _await(self, keys: Mapping[str, int], what: str) -> None:
         """Poll for keys. The store's own wait logs a warning at each time-out and cannot name the missing key."""
-        deadline = time.monotonic() + self.membership.timeout_s
-        pause = 0.0002
         missing = dict(keys)
-        while missing := {key: owner for key, owner in missing.items() if not self.store.check([key])}:
-            if time.monotonic() > deadline:
-                names = ", ".join(self.membership.members[owner] for owner in missing.values())
-                raise TransferTimeout(
-                    f"weight transfer: {names} did not {what} within {self.membership.timeout_s:g} s ({self.name} waited)"
-                )
-            time.sleep(pause)
-            pause = min(_LONGER * pause, LONGEST_PAUSE_S)
-            if pause == LONGEST_PAUSE_S:
-                self._check_epoch()
 
-    def poll(self, is_done: Callable[[float], bool], what: str) -> None:
-        """Poll until a joint operation is done, a member breaks off, or the time is up. `is_done(seconds)` may wait that long."""
+        def arrived(pause: float) -> bool:
+            for key in [key for key in missing if self.store.check([key])]:
+                del missing[key]
+            if missing:
+                time.sleep(pause)
+            return not missing
+
+        self.poll(arrived, what, lambda: ", ".join(self.membership.members[owner] for owner in missing.values()))
+
+    def poll(self, is_done: Callable[[float], bool], what: str, who: Callable[[], str] = lambda: "somebody") -> None:
+        """Poll until a joint operation is done, a member breaks off, or the time is up. `is_done(seconds)` may wait that long; `who` names
+        the missing members."""
         deadline = time.monotonic() + self.membership.timeout_s
         pause = 0.0002
         while not is_done(pause):
             if time.monotonic() > deadline:
                 raise TransferTimeout(
-                    f"weight transfer: somebody did not {what} within {self.membership.timeout_s:g} s ({self.name} waited)"
+                    f"weight transfer: {who()} did not {what} within {self.membership.timeout_s:g} s ({self.name} waited)"
                 )
             pause = min(_LONGER * pause, LONGEST_PAUSE_S)
             if pause == LONGEST_PAUSE_S:

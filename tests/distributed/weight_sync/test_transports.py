@@ -106,15 +106,20 @@ def test_the_configuration_knows_all_of_them() -> None:
     assert set(get_args(WeightSyncConfig.model_fields["transport"].annotation)) == {AUTO, *TRANSPORTS}
 
 
+def chosen_by_auto() -> list[type]:
+    """Halves that an update has made."""
+    plan, state = make_plan(owners=1, engines={0: 1})
+    members = Members(plan, transport="auto")
+    members.update(state)
+    return [type(one) for both in members.halves() for one in both._halves.values()]
+
+
 def test_auto_is_shared_memory_on_one_machine() -> None:
-    plan, _ = make_plan(owners=1, engines={0: 1})
-    halves = Members(plan, transport="auto").halves()
-    assert [type(half) for half in halves] == [FetchSender, FetchReceiver]
+    assert chosen_by_auto() == [FetchSender, FetchReceiver]
 
 
 def test_auto_is_gloo_between_machines(machines: None) -> None:
-    plan, _ = make_plan(owners=1, engines={0: 1})
-    assert [type(half) for half in Members(plan, transport="auto").halves()] == [GlooSender, GlooReceiver]
+    assert chosen_by_auto() == [GlooSender, GlooReceiver]
 
 
 def test_shared_memory_between_machines_is_refused(machines: None) -> None:

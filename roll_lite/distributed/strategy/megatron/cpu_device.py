@@ -106,7 +106,6 @@ class Event:
     def wait(self, stream: Stream | None = None) -> None: ...
 
 
-ExternalStream = Stream
 _stream = Stream()
 
 
