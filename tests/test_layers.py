@@ -131,14 +131,15 @@ def test_frameworks_that_hold_models_are_behind_the_strategies() -> None:
 
 
 def test_the_walks_name_files_that_exist() -> None:
-    """And a checkpoint's walk stays short."""
+    """And those of a checkpoint and a weight stay short."""
     text = (PACKAGE.parent / "docs/architecture.md").read_text(encoding="utf-8")
     walks = text.partition("\n## Walks\n")[2].partition("\n## ")[0]
     named = re.findall(r"`([\w/.]+/[\w.]+\.py|[\w]+\.py)`", walks)
     inner = {path.name for path in PACKAGE.rglob("*.py")}
     assert named and [one for one in named if not (PACKAGE / one).is_file() and ("/" in one or one not in inner)] == []
-    checkpoint = walks.partition("A checkpoint, ")[2].partition("\n\n")[2].partition("\n\n")[0]
-    assert 0 < checkpoint.count("\n- ") + 1 <= 15
+    for what, most in (("A checkpoint, ", 15), ("A weight, ", 18)):
+        walk = walks.partition(what)[2].partition("\n\n")[2].partition("\n\n")[0]
+        assert 1 < walk.count("\n- ") + 1 <= most, what
 
 
 def test_every_strategy_of_the_configuration_is_registered() -> None:
