@@ -32,7 +32,7 @@ from roll_lite.pipeline.held_out import held_out_metrics
 from roll_lite.pipeline.skipped_updates import Skipped
 from roll_lite.pipeline.weights import Pushed
 from roll_lite.scheduler.filters import FUNCTION, HIGH, LOW
-from roll_lite.scheduler.stats import SURPLUS, UNFINISHED, DomainStats, RolloutStats, commonest
+from roll_lite.scheduler.stats import RolloutStats, commonest
 from roll_lite.workers.actor import CreditReport
 from roll_lite.workers.model import Update
 
@@ -136,46 +136,20 @@ class Journal:
     ) -> None:
         """`replaced`: reward workers that died or hung since the last batch, by domain. `silences`: of engines that were lost since then,
         seconds."""
-        for name, count in replaced.items():
-            self._sums.add("reward/workers_replaced", count, label=name)
-            if count:
-                self._tell_once(f"domains.{name}.reward", f"{count} worker(s) died or hung and were replaced")
+        for name, died in replaced.items():
+            self._sums.add("reward/workers_replaced", died, label=name)
+            if died:
+                self._tell_once(f"domains.{name}.reward", f"{died} worker(s) died or hung and were replaced")
         add = self._sums.add
         add("rollout/engines_lost", self._new_losses)
         self._new_losses = 0
         for seconds in silences:
             add("rollout/engine_silent_seconds", seconds)
         for name, domain in stats.domains.items():
-            requests = sum(domain.finish_reasons.values())
-            add("rollout/requested", domain.requested, label=name)
-            add("rollout/groups", domain.delivered, label=name)
-            add("rollout/admitted", domain.admitted, label=name)
-            add("rollout/filtered_groups", domain.filtered_groups, label=name)
-            self._filtered(name, domain)
-            add("rollout/stale_groups", domain.stale, label=name)
-            add("rollout/stale_unfinished", domain.stale_by_cause[UNFINISHED], label=name)
-            add("rollout/stale_surplus", domain.stale_by_cause[SURPLUS], label=name)
-            add("rollout/rewards_behind_seconds", domain.behind_s, label=name)
-            add("rollout/lost_groups", domain.lost_groups, label=name)
-            add("rollout/timed_out_groups", domain.timed_out_groups, label=name)
-            add("rollout/scored_samples", domain.scored, label=name)
-            add("rollout/samples", domain.accepted, label=name)
-            add("rollout/failed", domain.failed, label=name)
-            add("rollout/retries", sum(domain.retries.values()), label=name)
-            add("rollout/prompt_tokens", domain.prompt_tokens, label=name)
-            add("rollout/cached_tokens", domain.cached_tokens, label=name)
-            add("rollout/response_tokens", domain.response_tokens, label=name)
-            add("rollout/batch_tokens", domain.batch_tokens, label=name)
-            add("rollout/request_seconds", domain.generation_s, requests, label=name)
-            add("rollout/share_requested", domain.requested_share, label=name)
-            add("rollout/share_admitted", domain.admitted_share, label=name)
-            add("rollout/share_scored", domain.scored_share, label=name)
-            add("rollout/share_generated", domain.generated_share, label=name)
-            add("rollout/share_realised", domain.realised_share, label=name)
-            add("rollout/share_samples", domain.sample_share, label=name)
-            add("rollout/share_tokens", domain.token_share, label=name)
-            add("rollout/epoch", domain.epoch, label=name)
-            add("reward/seconds", domain.reward_s, domain.scored, label=name)
+            for metric, value, count in domain.metrics():
+                add(metric, value, count, label=name)
+            for word in (LOW, HIGH, FUNCTION) if self._config.rollout.filter is not None else ():
+                add(f"rollout/filtered_{word}", domain.filtered[word], label=name)
             for term, total in domain.terms.items():
                 add("reward/term", total, domain.accepted, label=name, part=term)
             self._tokens["prompt"] += domain.prompt_tokens
@@ -191,11 +165,6 @@ class Journal:
         add("rollout/generation_seconds", stats.generation_s)
         add("rollout/reward_tail_seconds", stats.reward_tail_s)
         add("rollout/tokens_per_second", stats.response_tokens, stats.wall_s)
-
-    def _filtered(self, name: str, domain: DomainStats) -> None:
-        if self._config.rollout.filter is not None:
-            for word in (LOW, HIGH, FUNCTION):
-                self._sums.add(f"rollout/filtered_{word}", domain.filtered[word], label=name)
 
     def _tell_failures(self, stats: RolloutStats, of: str = "") -> None:
         """Report failures and retries, one line per domain. Their text is arbitrary, so it cannot name a metric."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple
 
 from roll_lite.data.samples import SampleGroup, SampleOutcome
@@ -13,74 +13,64 @@ UNFINISHED, SURPLUS = "unfinished", "surplus"
 """Causes of staleness: responses or scores were unfinished; or the group was finished, and no batch had a place for it."""
 
 
+def row(metric: str, count: str = "") -> dict[str, str]:
+    """Metadata of a field that the metric table describes. `count`: for means, the attribute that holds the number of items summed."""
+    return {"metric": metric, "count": count}
+
+
 @dataclass
 class DomainStats:
-    """Statistics of one domain in one batch."""
+    """Statistics of one domain in one batch. Causes are counted where their text is reported too."""
 
-    requested: int = 0
-    """Groups asked for."""
-    admitted: int = 0
-    """Prompts whose groups were started."""
-    delivered: int = 0
-    """Groups in the batch."""
-    filtered: Counter[str] = field(default_factory=Counter)
-    """Filtered groups by cause (LOW, HIGH, FUNCTION), each replaced by another prompt."""
-    stale_by_cause: Counter[str] = field(default_factory=Counter)
-    """Stale groups by cause (UNFINISHED, SURPLUS); their prompts are put back in the queue."""
-    lost_groups: int = 0
+    requested: int = field(default=0, metadata=row("rollout/requested"))
+    delivered: int = field(default=0, metadata=row("rollout/groups"))
+    admitted: int = field(default=0, metadata=row("rollout/admitted"))
+    filtered: Counter[str] = field(default_factory=Counter, metadata=row("rollout/filtered_groups"))
+    """By cause: LOW, HIGH, FUNCTION."""
+    stale_by_cause: Counter[str] = field(default_factory=Counter, metadata=row("rollout/stale_groups"))
+    """By cause: UNFINISHED, SURPLUS."""
+    behind_s: float = field(default=0.0, metadata=row("rollout/rewards_behind_seconds"))
+    lost_groups: int = field(default=0, metadata=row("rollout/lost_groups"))
     """Groups without a surviving sample or without their greedy baseline, each replaced by another prompt."""
-    timed_out_groups: int = 0
-    """Groups with a sample that timed out, delivered or not."""
-    accepted: int = 0
-    """Samples of the batch that can train."""
-    batch_tokens: int = 0
-    """Response tokens of the accepted samples."""
-    terms: dict[str, float] = field(default_factory=dict)
-    """Sums over the accepted samples of what each term adds to their scores, where the reward has several."""
-    scored: int = 0
-    """Samples with a score, including greedy baselines and samples of lost groups."""
-    failed: int = 0
-    """Samples that failed after all retries, including greedy baselines."""
+    timed_out_groups: int = field(default=0, metadata=row("rollout/timed_out_groups"))
+    scored: int = field(default=0, metadata=row("rollout/scored_samples"))
+    accepted: int = field(default=0, metadata=row("rollout/samples"))
+    failed: int = field(default=0, metadata=row("rollout/failed"))
+    retries: Counter[str] = field(default_factory=Counter, metadata=row("rollout/retries"))
+    """By cause."""
+    prompt_tokens: int = field(default=0, metadata=row("rollout/prompt_tokens"))
+    cached_tokens: int = field(default=0, metadata=row("rollout/cached_tokens"))
+    response_tokens: int = field(default=0, metadata=row("rollout/response_tokens"))
+    batch_tokens: int = field(default=0, metadata=row("rollout/batch_tokens"))
+    generation_s: float = field(default=0.0, metadata=row("rollout/request_seconds", count="requests"))
+    requested_share: float = field(default=0.0, metadata=row("rollout/share_requested"))
+    admitted_share: float = field(default=0.0, metadata=row("rollout/share_admitted"))
+    scored_share: float = field(default=0.0, metadata=row("rollout/share_scored"))
+    generated_share: float = field(default=0.0, metadata=row("rollout/share_generated"))
+    realised_share: float = field(default=0.0, metadata=row("rollout/share_realised"))
+    sample_share: float = field(default=0.0, metadata=row("rollout/share_samples"))
+    token_share: float = field(default=0.0, metadata=row("rollout/share_tokens"))
+    epoch: int = field(default=0, metadata=row("rollout/epoch"))
+    reward_s: float = field(default=0.0, metadata=row("reward/seconds", count="scored"))
     failures: Counter[str] = field(default_factory=Counter)
     """Failed samples by cause."""
-    retries: Counter[str] = field(default_factory=Counter)
-    """Retried attempts by cause."""
     finish_reasons: Counter[str] = field(default_factory=Counter)
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    """Prompt tokens found in the engines' prefix caches."""
-    response_tokens: int = 0
-    """All generated tokens, used or not."""
-    generation_s: float = 0.0
-    """Sum over successful requests of the time between sending and completion."""
-    reward_s: float = 0.0
-    """Sum over scored samples of the time between asking for the score and getting it."""
-    behind_s: float = 0.0
-    """Seconds in which prompts for later batches waited because rewards lagged."""
-    requested_share: float = 0.0
-    """The domain's weight among all domains."""
-    admitted_share: float = 0.0
-    """Share of all groups started in the run so far."""
-    scored_share: float = 0.0
-    """Share of the samples scored in the run so far."""
-    generated_share: float = 0.0
-    """Share of the response tokens generated in the run so far."""
-    realised_share: float = 0.0
-    """Share of the groups in all batches so far."""
-    sample_share: float = 0.0
-    """Share of the accepted samples in all batches so far."""
-    token_share: float = 0.0
-    """Share of the response tokens in all batches so far."""
-    epoch: int = 0
-    """Epoch of the newest prompt."""
+    terms: dict[str, float] = field(default_factory=dict)
+    """Sums over the accepted samples of what each term adds to their scores, where the reward has several."""
 
     @property
-    def filtered_groups(self) -> int:
-        return self.filtered.total()
+    def requests(self) -> int:
+        """Completed requests."""
+        return self.finish_reasons.total()
 
-    @property
-    def stale(self) -> int:
-        return self.stale_by_cause.total()
+    def metrics(self) -> Iterator[tuple[str, float, float]]:
+        """Row of the metric table, value and count of every statistic."""
+        for one in fields(self):
+            if one.metadata:
+                value, count = getattr(self, one.name), one.metadata["count"]
+                yield one.metadata["metric"], value.total() if isinstance(value, Counter) else value, getattr(self, count) if count else 1.0
+        for cause in (UNFINISHED, SURPLUS):
+            yield f"rollout/stale_{cause}", self.stale_by_cause[cause], 1.0
 
 
 @dataclass
@@ -178,8 +168,8 @@ class Recorder:
         found = {}
         for name, (groups, samples) in wanted.items():
             domain = self.domains[name]
-            replaced = domain.lost_groups + domain.filtered_groups
-            found[name] = Progress(sum(domain.finish_reasons.values()), domain.scored, (groups + replaced) * samples)
+            replaced = domain.lost_groups + domain.filtered.total()
+            found[name] = Progress(domain.requests, domain.scored, (groups + replaced) * samples)
         return found
 
     def group(self, group: SampleGroup) -> None:
