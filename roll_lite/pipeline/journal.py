@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from roll_lite.algorithms.at_k import AT_K, SampledPrompts, every_k
 from roll_lite.algorithms.rewards import Masked
 from roll_lite.algorithms.token_metrics import nearest_rank, ratio_percentiles
 from roll_lite.config.checks.algorithm import compares_groups
@@ -28,7 +29,6 @@ from roll_lite.observability.report import OVERALL, Accuracy, Change, LivePictur
 from roll_lite.observability.timers import StepTimers
 from roll_lite.observability.trackers import HistoryTracker, TrackedRun, Trackers, build_trackers, for_trackers
 from roll_lite.pipeline.checkpoint_files import resumption
-from roll_lite.pipeline.held_out import held_out_metrics
 from roll_lite.pipeline.skipped_updates import Skipped
 from roll_lite.pipeline.weights import Pushed
 from roll_lite.scheduler.filters import FUNCTION, HIGH, LOW
@@ -394,3 +394,31 @@ class Journal:
             self._config.experiment,
             [one.sign for one in self.health.findings.values()],
         )
+
+
+def held_out_metrics(rows: DataProto, samples_per_prompt: int) -> MetricSums:
+    """Metrics by domain and by its reported parts: means over samples, and pass@k, best@k, maj@k over prompts.
+
+    Prompts with fewer than k samples, because some failed, do not count for @k.
+    """
+    sums = MetricSums()
+    for domain, own in rows.group_by("domain").items():
+        _held_out_domain(sums, own, samples_per_prompt, str(domain))
+    return sums
+
+
+def _held_out_domain(sums: MetricSums, rows: DataProto, samples_per_prompt: int, domain: str) -> None:
+    correct, scores = rows.tensor("correct").double().numpy(), rows.tensor("score").double().numpy()
+    means = {"accuracy": correct, "reward": scores, "response_tokens": rows.tensor("response_length").double().numpy()}
+    sampled = SampledPrompts(rows.tensor("group").numpy(), correct, scores, rows.tensor("answer").numpy())
+    worths = {f"{name}@{k}": of(sampled, k) for k in every_k(samples_per_prompt) for name, of in AT_K.items()}
+    numbers: dict[str, int] = {}
+    part = np.array([numbers.setdefault(name, len(numbers)) for name in rows.objects("part").tolist()])
+    everything = np.ones(len(rows), dtype=bool)
+    for name, of_samples in [("", everything), *((name, part == number) for name, number in numbers.items() if name)]:
+        of_prompts = of_samples[sampled.first]
+        measured = {metric: values[of_samples] for metric, values in means.items()}
+        measured |= {metric: values[of_prompts & ~np.isnan(values)] for metric, values in worths.items()}
+        for metric, values in measured.items():
+            if len(values):
+                sums.add(f"validation/{metric}", float(values.sum()), len(values), label=domain, part=name)

@@ -26,8 +26,7 @@ from roll_lite.pipeline.early_passes import EarlyPasses
 from roll_lite.pipeline.journal import Journal
 from roll_lite.pipeline.shaping import RewardShaping
 from roll_lite.pipeline.skipped_updates import SkippedUpdates
-from roll_lite.pipeline.sources import BatchSource
-from roll_lite.pipeline.validation import Validation
+from roll_lite.pipeline.sources import BatchSource, Validation
 from roll_lite.workers.actor import ActorWorker
 from roll_lite.workers.credit import credit_columns
 from roll_lite.workers.model import CriticWorker, TrainShare, Update

@@ -1,27 +1,30 @@
-"""Sources of batches: engines and rewards, or the dumps of a past run."""
+"""Sources of batches and validations: engines and rewards, or the dumps of a past run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+from roll_lite.config.arithmetic import generates_ahead, held_out_sampling
 from roll_lite.config.device_phases import Phase
 from roll_lite.config.schema.domains import SamplingConfig
+from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.proto import DataProto
 from roll_lite.distributed.cluster import Cluster, Pending
+from roll_lite.observability.console import RunConsole
 from roll_lite.pipeline.clusters import Engines, RewardModels
 from roll_lite.pipeline.devices import states
 from roll_lite.pipeline.journal import Journal
-from roll_lite.pipeline.progress import shown
 from roll_lite.pipeline.weights import Pushed, WeightSync
-from roll_lite.scheduler.stats import RolloutStats
+from roll_lite.scheduler.stats import Progress, RolloutStats
 from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.judge import JudgeWorker
 from roll_lite.workers.replay import ReplayWorker
 from roll_lite.workers.rollout import RolloutBatch, RolloutWorker
 
+T = TypeVar("T")
 HeldOut = tuple[DataProto, RolloutStats]
 """Rows of held-out samples, and the statistics of their generation."""
 
@@ -145,3 +148,63 @@ class ReplayedRollouts:
 
     def close(self) -> None:
         pass
+
+
+def shown(
+    batch: Pending[T], rollouts: Cluster[RolloutWorker], console: RunConsole, label: str, also: Callable[[], None], held_out: bool = False
+) -> T:
+    """Wait for a batch or validation and show its progress. Calls `also` about once a second."""
+    asked: Pending[dict[str, Progress]] | None = None
+
+    def look() -> None:
+        nonlocal asked
+        also()
+        if asked is None:
+            asked = None if batch.done else rollouts.start_one(RolloutWorker.progress, held_out)
+        elif (progress := asked.answer()) is not None:
+            console.progress(label, progress)
+            asked = None
+
+    try:
+        with console.watching():
+            return batch.result(meanwhile=look)
+    finally:
+        if asked is not None:
+            asked.settle()
+
+
+@dataclass(frozen=True)
+class Running:
+    step: int
+    """Step after which it began; its metrics are reported under this step."""
+    answers: Pending[HeldOut]
+
+
+class Validation:
+    """Starts and finishes validations, one at a time."""
+
+    def __init__(self, config: RunConfig, source: BatchSource, journal: Journal) -> None:
+        self._config = config
+        self._source = source
+        self._journal = journal
+        self._running: Running | None = None
+
+    def begin(self, step: int) -> None:
+        """Start a validation with the engines' weights. Waits for it unless further steps run beside generation."""
+        assert self._running is None
+        config = self._config
+        sampling = {name: held_out_sampling(config, domain) for name, domain in config.domains.items()}
+        self._running = Running(step, self._source.start_validation(config.validation.samples_per_prompt, sampling, step))
+        if step == config.steps or not generates_ahead(config):
+            self.finish()
+
+    def look(self) -> None:
+        """Finish the validation if it is complete."""
+        if self._running is not None and self._running.answers.answer() is not None:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the running validation and report it."""
+        if self._running is not None:
+            running, self._running = self._running, None
+            self._journal.validation(running.step, *self._source.finish_validation(running.answers))

@@ -7,7 +7,7 @@ import torch
 
 from roll_lite.algorithms.at_k import NO_ANSWER, READS_NONE
 from roll_lite.data.proto import DataProto, object_column
-from roll_lite.pipeline.held_out import held_out_metrics
+from roll_lite.pipeline.journal import held_out_metrics
 
 Prompt = tuple[str, str, list[int], list[int]]
 """Domain, part, whether each sample is correct, and its answer."""

@@ -1,1 +1,0 @@
-"""Metrics and timers (used everywhere), trackers, console and report (used by the pipeline)."""
