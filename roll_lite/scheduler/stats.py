@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, NamedTuple, get_origin, get_type_hints
 
 from roll_lite.data.samples import SampleGroup, SampleOutcome
 
@@ -13,45 +13,41 @@ UNFINISHED, SURPLUS = "unfinished", "surplus"
 """Causes of staleness: responses or scores were unfinished; or the group was finished, and no batch had a place for it."""
 
 
-def row(metric: str, count: str = "") -> dict[str, str]:
-    """Metadata of a field that the metric table describes. `count`: for means, the attribute that holds the number of items summed."""
-    return {"metric": metric, "count": count}
-
-
 @dataclass
 class DomainStats:
-    """Statistics of one domain in one batch. Causes are counted where their text is reported too."""
+    """Statistics of one domain in one batch. An annotation names the row of the metric table and, for means, the attribute that holds the
+    number of items summed."""
 
-    requested: int = field(default=0, metadata=row("rollout/requested"))
-    delivered: int = field(default=0, metadata=row("rollout/groups"))
-    admitted: int = field(default=0, metadata=row("rollout/admitted"))
-    filtered: Counter[str] = field(default_factory=Counter, metadata=row("rollout/filtered_groups"))
+    requested: Annotated[int, "rollout/requested"] = 0
+    delivered: Annotated[int, "rollout/groups"] = 0
+    admitted: Annotated[int, "rollout/admitted"] = 0
+    filtered: Annotated[Counter[str], "rollout/filtered_groups"] = field(default_factory=Counter)
     """By cause: LOW, HIGH, FUNCTION."""
-    stale_by_cause: Counter[str] = field(default_factory=Counter, metadata=row("rollout/stale_groups"))
+    stale_by_cause: Annotated[Counter[str], "rollout/stale_groups"] = field(default_factory=Counter)
     """By cause: UNFINISHED, SURPLUS."""
-    behind_s: float = field(default=0.0, metadata=row("rollout/rewards_behind_seconds"))
-    lost_groups: int = field(default=0, metadata=row("rollout/lost_groups"))
+    behind_s: Annotated[float, "rollout/rewards_behind_seconds"] = 0.0
+    lost_groups: Annotated[int, "rollout/lost_groups"] = 0
     """Groups without a surviving sample or without their greedy baseline, each replaced by another prompt."""
-    timed_out_groups: int = field(default=0, metadata=row("rollout/timed_out_groups"))
-    scored: int = field(default=0, metadata=row("rollout/scored_samples"))
-    accepted: int = field(default=0, metadata=row("rollout/samples"))
-    failed: int = field(default=0, metadata=row("rollout/failed"))
-    retries: Counter[str] = field(default_factory=Counter, metadata=row("rollout/retries"))
+    timed_out_groups: Annotated[int, "rollout/timed_out_groups"] = 0
+    scored: Annotated[int, "rollout/scored_samples"] = 0
+    accepted: Annotated[int, "rollout/samples"] = 0
+    failed: Annotated[int, "rollout/failed"] = 0
+    retries: Annotated[Counter[str], "rollout/retries"] = field(default_factory=Counter)
     """By cause."""
-    prompt_tokens: int = field(default=0, metadata=row("rollout/prompt_tokens"))
-    cached_tokens: int = field(default=0, metadata=row("rollout/cached_tokens"))
-    response_tokens: int = field(default=0, metadata=row("rollout/response_tokens"))
-    batch_tokens: int = field(default=0, metadata=row("rollout/batch_tokens"))
-    generation_s: float = field(default=0.0, metadata=row("rollout/request_seconds", count="requests"))
-    requested_share: float = field(default=0.0, metadata=row("rollout/share_requested"))
-    admitted_share: float = field(default=0.0, metadata=row("rollout/share_admitted"))
-    scored_share: float = field(default=0.0, metadata=row("rollout/share_scored"))
-    generated_share: float = field(default=0.0, metadata=row("rollout/share_generated"))
-    realised_share: float = field(default=0.0, metadata=row("rollout/share_realised"))
-    sample_share: float = field(default=0.0, metadata=row("rollout/share_samples"))
-    token_share: float = field(default=0.0, metadata=row("rollout/share_tokens"))
-    epoch: int = field(default=0, metadata=row("rollout/epoch"))
-    reward_s: float = field(default=0.0, metadata=row("reward/seconds", count="scored"))
+    prompt_tokens: Annotated[int, "rollout/prompt_tokens"] = 0
+    cached_tokens: Annotated[int, "rollout/cached_tokens"] = 0
+    response_tokens: Annotated[int, "rollout/response_tokens"] = 0
+    batch_tokens: Annotated[int, "rollout/batch_tokens"] = 0
+    generation_s: Annotated[float, "rollout/request_seconds", "requests"] = 0.0
+    requested_share: Annotated[float, "rollout/share_requested"] = 0.0
+    admitted_share: Annotated[float, "rollout/share_admitted"] = 0.0
+    scored_share: Annotated[float, "rollout/share_scored"] = 0.0
+    generated_share: Annotated[float, "rollout/share_generated"] = 0.0
+    realised_share: Annotated[float, "rollout/share_realised"] = 0.0
+    sample_share: Annotated[float, "rollout/share_samples"] = 0.0
+    token_share: Annotated[float, "rollout/share_tokens"] = 0.0
+    epoch: Annotated[int, "rollout/epoch"] = 0
+    reward_s: Annotated[float, "reward/seconds", "scored"] = 0.0
     failures: Counter[str] = field(default_factory=Counter)
     """Failed samples by cause."""
     finish_reasons: Counter[str] = field(default_factory=Counter)
@@ -65,10 +61,10 @@ class DomainStats:
 
     def metrics(self) -> Iterator[tuple[str, float, float]]:
         """Row of the metric table, value and count of every statistic."""
-        for one in fields(self):
-            if one.metadata:
-                value, count = getattr(self, one.name), one.metadata["count"]
-                yield one.metadata["metric"], value.total() if isinstance(value, Counter) else value, getattr(self, count) if count else 1.0
+        for name, hint in get_type_hints(DomainStats, include_extras=True).items():
+            if get_origin(hint) is Annotated:
+                value, (row, *counted) = getattr(self, name), hint.__metadata__
+                yield row, value.total() if isinstance(value, Counter) else value, getattr(self, counted[0]) if counted else 1.0
         for cause in (UNFINISHED, SURPLUS):
             yield f"rollout/stale_{cause}", self.stale_by_cause[cause], 1.0
 
