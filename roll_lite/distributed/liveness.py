@@ -1,4 +1,4 @@
-"""Liveness of processes: the silence of one that is asked for answers, the time that one is stopped, its state and its end.
+"""Liveness of processes: the silence of one that is asked for answers, the time that one is stopped, and its state.
 
 One rule holds for every silence: time in which the watching process itself did not run does not count.
 """
@@ -6,13 +6,11 @@ One rule holds for every silence: time in which the watching process itself did 
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import psutil
-import ray
 
 T = TypeVar("T")
 
@@ -105,62 +103,6 @@ class StoppedTime:
             if limit_s is not None and seconds > limit_s:
                 return f"{describe(process)} has been stopped, as by SIGSTOP, for {limit_s:g} s ({setting})"
         return None
-
-
-class Place(NamedTuple):
-    """Node and id of a process."""
-
-    node: str
-    pid: int
-
-    @staticmethod
-    def here() -> Place:
-        return Place(ray.get_runtime_context().get_node_id(), os.getpid())
-
-    @property
-    def process(self) -> psutil.Process | None:
-        """The process; None if it is gone or on another node."""
-        if not ray.is_initialized() or self.node != ray.get_runtime_context().get_node_id():
-            return None
-        try:
-            return psutil.Process(self.pid)
-        except psutil.Error:
-            return None
-
-    def describe(self) -> str:
-        """State of the process as seen from outside."""
-        process = self.process
-        if process is None:
-            return f"its process {self.pid} cannot be looked at from this node"
-        status = status_of(process)
-        if status == psutil.STATUS_STOPPED:
-            return f"its process {self.pid} is stopped, as by SIGSTOP, and can say nothing"
-        if status == psutil.STATUS_DISK_SLEEP:
-            return f"its process {self.pid} waits in the kernel for a disk or a device"
-        return f"its process {self.pid} is {status}, and gives no answer"
-
-
-def stopped_at(places: Iterable[Place | None]) -> list[psutil.Process]:
-    """Stopped processes at these places, as far as they are on this node, children included."""
-    found = []
-    for process in (process for place in places if place is not None and (process := place.process) is not None):
-        try:
-            family = [process, *process.children(recursive=True)]
-        except psutil.Error:
-            continue
-        found += [member for member in family if member.pid != os.getpid() and is_stopped(member)]
-    return found
-
-
-def kill_actors(actors: Iterable[Any], places: Iterable[Place | None], no_restart: bool = True) -> None:
-    """Kill actors, even stopped ones: ray.kill only asks a process to end, and a stopped one does not hear it."""
-    for actor in actors:
-        ray.kill(actor, no_restart=no_restart)
-    for process in stopped_at(places):
-        try:
-            process.kill()
-        except psutil.Error:
-            continue
 
 
 def status_of(process: psutil.Process) -> str | None:

@@ -13,7 +13,8 @@ import ray
 from ray.exceptions import RayError
 
 from roll_lite.distributed.failures import ClusterDead, RankFailed, failure_text
-from roll_lite.distributed.liveness import Place, Silence, kill_actors, name_of, stopped_at
+from roll_lite.distributed.liveness import Silence, name_of
+from roll_lite.distributed.place import Place, kill_actors, stopped_at
 
 PULSE_SECONDS = 5.0
 """Pause between an answer and the next question."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar
 import psutil
 import ray
 
-from roll_lite.distributed.liveness import Place
+from roll_lite.distributed.place import Place
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]

@@ -54,7 +54,8 @@ class RolloutService:
         self._engines_rest = engines_rest
         self._left_out: list[SampleGroup] = []
         self._keep_left_out = keep_left_out
-        self._time = asyncio.get_running_loop().time
+        self._loop = asyncio.get_running_loop()
+        self._time = self._loop.time
         self._version = 0
         self._next_group = 0
         self._totals = RunTotals(self._domains)
@@ -95,9 +96,9 @@ class RolloutService:
 
     def _admit_soon(self) -> None:
         """Admit in the next turn of the event loop, once for all the requests that end in this one."""
-        if not self._admits_soon:
+        if not self._admits_soon and not self._loop.is_closed():
             self._admits_soon = True
-            asyncio.get_running_loop().call_soon(self._admit)
+            self._loop.call_soon(self._admit)
 
     def _admit(self) -> None:
         self._admits_soon = False

@@ -15,7 +15,8 @@ from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import GenerationRequest, TokenRow
 from roll_lite.data.stable_hash import derived_seed
 from roll_lite.distributed.failures import MemberLost, cause_of
-from roll_lite.distributed.liveness import Heartbeat, Place, first_of, kill_actors
+from roll_lite.distributed.liveness import Heartbeat, first_of
+from roll_lite.distributed.place import Place, kill_actors
 from roll_lite.distributed.strategy.base import EngineMemory, EngineSpec
 from roll_lite.distributed.strategy.engines import build_engine, share_of_device
 from roll_lite.distributed.weight_sync.group import TransferError, Transferred

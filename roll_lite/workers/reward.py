@@ -17,7 +17,7 @@ from roll_lite.config.schema.domains import RewardConfig
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.distributed.failures import MemberLost, cause_of
 from roll_lite.distributed.fleet import Policy, SlowStart, until_silent
-from roll_lite.distributed.liveness import Place, kill_actors
+from roll_lite.distributed.place import Place, kill_actors
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.running.batch_scorer import BUSY, BatchScorer, Scored, slow_start, time_out
 from roll_lite.workers.scoring_pool import Job, ScoringPool

@@ -16,7 +16,8 @@ from roll_lite.config.schema.models import RewardModelConfig
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.distributed.failures import FleetDown, MemberLost, cause_of, is_death
 from roll_lite.distributed.fleet import Policy, until_silent
-from roll_lite.distributed.liveness import Place, first_of, kill_actors
+from roll_lite.distributed.liveness import first_of
+from roll_lite.distributed.place import Place, kill_actors
 from roll_lite.distributed.strategy.base import RankLayout, StateGroup
 from roll_lite.distributed.strategy.models import STRATEGIES
 from roll_lite.rewards.base import ResponseSuspected, RewardFailed, RewardFunction

@@ -35,12 +35,12 @@ def test_placeholders(make_tokenizer: MakeTokenizer) -> None:
     "text", ["\\boxed{}", "{0}", "{prompt.x}", "{prompt[0]}", "{prompt!r}", "{prompt:>10}", "{prompt", "a } b", "{two words}"]
 )
 def test_templates_that_are_none(make_tokenizer: MakeTokenizer, text: str) -> None:
-    with pytest.raises(ValueError, match=r"domains\.sums\.template\.text: .*write \{\{ and \}\} for braces that stay"):
+    with pytest.raises(ValueError, match=r"write \{\{ and \}\} for braces that stay"):
         template(make_tokenizer(), text=text)
 
 
 def test_a_template_without_placeholders_is_refused(make_tokenizer: MakeTokenizer) -> None:
-    with pytest.raises(ValueError, match="'add' has no placeholder, so that all prompts would be the same"):
+    with pytest.raises(ValueError, match=r"never shows the prompt; put \{prompt\} where it belongs"):
         template(make_tokenizer(), text="add")
 
 

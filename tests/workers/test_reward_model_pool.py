@@ -21,7 +21,7 @@ from roll_lite.config.schema.models import MegatronStrategyConfig, RewardModelCo
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.distributed import fleet
 from roll_lite.distributed.cluster import Cluster, ClusterSpec, start_cluster
-from roll_lite.distributed.liveness import Place
+from roll_lite.distributed.place import Place
 from roll_lite.distributed.placement import anywhere
 from roll_lite.distributed.strategy.base import RankLayout
 from roll_lite.rewards.base import RewardFailed
