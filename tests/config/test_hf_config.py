@@ -214,7 +214,7 @@ def test_the_check_tells_both_and_an_unreadable_file(project: Project) -> None:
     ("name", "content", "largest"),
     [
         ("tokenizer.json", {"model": {"vocab": {"a": 0, "b": 7}}}, 7),
-        ("tokenizer.json", {"model": {"vocab": [["a", 0.0], ["b", -1.0]]}, "added_tokens": [{"id": 5}]}, 5),
+        ("tokenizer.json", {"model": {"vocab": [["a", 0.0], ["b", -1.0]]}, "added_tokens": [{"id": 5, "content": "<x>"}]}, 5),
         ("tokenizer.json", {"model": {"vocab": {}}}, None),
         ("vocab.json", {"a": 3}, 3),
         ("added_tokens.json", {"<pad>": 32000}, 32000),
