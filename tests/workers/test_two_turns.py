@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from support_local_engine import LocalEngine
@@ -52,8 +54,19 @@ def script(request: GenerationRequest) -> Response:
     return Response(3 if request.request_id.split("/")[4] == "0" else 1, 1.0)
 
 
+def slow_script(request: GenerationRequest) -> Response:
+    """As `script`, with a second turn of 6 tokens for sample 0."""
+    response = script(request)
+    return Response(6, 1.0) if response.tokens == 3 else response
+
+
 async def rollout(
-    episode: Episode, engines: int = 1, max_tokens: int = 20, timeout_s: float = 1e6, seed: int | None = None
+    episode: Episode,
+    engines: int = 1,
+    max_tokens: int = 20,
+    timeout_s: float = 1e6,
+    seed: int | None = None,
+    script: Callable[[GenerationRequest], Response] = script,
 ) -> RolloutResult:
     sampling = Sampling(temperature=1.0, max_tokens=max_tokens)
     domain = Domain("toy", OnePrompt(), PromptOrder(1, 0, "toy"), sampling, samples_per_prompt=2, share=1.0, rewards=LongerIsBetter())
@@ -134,8 +147,8 @@ def test_max_tokens_holds_for_all_turns_together() -> None:
 
 
 def test_a_time_out_in_the_second_turn_keeps_both() -> None:
-    """Turns of 2 and 3 s; sample 0's second one is cut off after 2.5."""
-    first, second = run_virtual(rollout(two_turns, timeout_s=2.5)).groups[0].samples
+    """Turns of 2 and 6 s; sample 0's second one is cut off 2.5 s after its start was noticed, at most a second late."""
+    first, second = run_virtual(rollout(two_turns, timeout_s=2.5, script=slow_script)).groups[0].samples
     assert (first.outcome, first.timed_out, second.outcome) == (SampleOutcome.FAILED, True, SampleOutcome.ACCEPTED)
-    assert [segment.length for segment in first.transcript.segments] == [3, 2, 2, 2]
-    assert first.transcript.tokens is not None and first.transcript.tokens.length == 9
+    assert [segment.length for segment in first.transcript.segments] == [3, 2, 2, 3]
+    assert first.transcript.tokens is not None and first.transcript.tokens.length == 10
