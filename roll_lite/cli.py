@@ -146,7 +146,7 @@ def _check(config: RunConfig, parsed: argparse.Namespace) -> int:
 
 
 def _tables(config: RunConfig) -> str:
-    """Layout, batch arithmetic, placement and notes; of a configuration with missing values, those that need none of them."""
+    """Layout, batch arithmetic, placement and notes. A part that needs a missing value is left out."""
     of_machine = [f"{path}: {message}" for one in OF_MACHINE for path, message in readable(one(config))]
     parts = []
     for part in (lambda: render(derive(config)), lambda: draw(config)):

@@ -103,7 +103,7 @@ class DomainArithmetic:
 @dataclass(frozen=True)
 class BatchArithmetic:
     clusters: dict[str, ClusterArithmetic]
-    """By role."""
+    """Sizes of each role's cluster."""
     passes: tuple[PassArithmetic, ...]
     learning_rates: dict[str, str]
     """Learning rates over the whole run in words, by role."""
@@ -304,7 +304,7 @@ def replays_engines(config: RunConfig) -> bool:
 
 
 def extra_token_columns(config: RunConfig) -> tuple[str, ...]:
-    """Columns of token blocks beyond those that every run has."""
+    """Optional columns of token blocks that this run has."""
     has_kept_ids = config.rollout.keep_mask and any(is_truncated(domain.sampling) for domain in config.domains.values())
     columns = {"kept_ids": has_kept_ids, "rollout_experts": replays_engines(config)}
     return tuple(name for name, is_there in columns.items() if is_there)

@@ -35,7 +35,7 @@ LEFT_OUT = "???"
 
 
 def secret_in_address(text: str) -> str | None:
-    """Kind of secret in the address, in words; None if there is none."""
+    """Name the secret that the address contains; None if it contains none."""
     if ADDRESS.match(text):
         return "a user or a password"
     return "a key in its query" if "://" in text and KEY.search(text) else None
@@ -72,7 +72,7 @@ class Problem:
 
 
 Mistake = tuple[str, str] | Problem
-"""YAML path, and what is wrong with its remedy; the value at the path is added. A Problem has its own value."""
+"""A YAML path and a message that names the mistake and its remedy, or a finished Problem. The value at the path is looked up."""
 
 
 class Missing(Problem):
@@ -152,7 +152,7 @@ def close_names(wrong: str, valid: Iterable[str], most: int = 2) -> list[str]:
 
 
 def or_nearest(wrong: str, valid: Iterable[str], most: int = 1) -> str:
-    """Ending of a message that suggests a close name; empty if there is none."""
+    """Suggestion of the nearest name, to end a message with; empty if no name is near."""
     close = close_names(wrong, valid, most)
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 

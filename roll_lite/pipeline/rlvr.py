@@ -255,7 +255,7 @@ class RLVRPipeline:
         return [(model, columns) for model in self.clusters.models if (columns := self.wanted_of(model))]
 
     def wanted_of(self, model: Model[Any]) -> list[str]:
-        """Columns to compute: those that a later computation reads, out of those that the model can compute."""
+        """Columns that the model can compute and a later computation reads."""
         read = self.credit_columns.wanted | self.actor_columns.wanted | self.critic_columns.wanted
         return [column for column in model.worker.computes if column in read]
 

@@ -15,7 +15,7 @@ from roll_lite.distributed.fleet import Fleet, Member, Policy
 from roll_lite.rewards.base import RewardFailed
 
 Item = TypeVar("Item")
-"""What is scored."""
+"""Sample or row to score."""
 Result = TypeVar("Result")
 """What a worker returns for it."""
 M = TypeVar("M", bound=Member)

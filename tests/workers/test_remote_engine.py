@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError
 
+from roll_lite.distributed import place
 from roll_lite.simulator.clock import run_virtual
-from roll_lite.workers import infer
 from roll_lite.workers.infer import RemoteEngine
 
 
@@ -19,14 +19,16 @@ def worker(answer: Callable[[float], float | None]) -> Any:
     """`answer`: seconds that an answer takes to a question asked at a time; None: it never comes."""
     loop = asyncio.get_running_loop()
 
-    def place() -> asyncio.Future[tuple[str, int]]:
+    def answer_place() -> asyncio.Future[tuple[str, int]]:
         future: asyncio.Future[tuple[str, int]] = loop.create_future()
         seconds = answer(loop.time())
         if seconds is not None:
             loop.call_later(seconds, lambda: future.cancelled() or future.set_result(("node", 7)))
         return future
 
-    return SimpleNamespace(place=SimpleNamespace(remote=place), until_death=SimpleNamespace(remote=lambda: loop.create_future()), killed=[])
+    return SimpleNamespace(
+        place=SimpleNamespace(remote=answer_place), until_death=SimpleNamespace(remote=lambda: loop.create_future()), killed=[]
+    )
 
 
 def lost_after(answer: Callable[[float], float | None], silence_s: float | None, watched_s: float = 100.0) -> tuple[float, str] | None:
@@ -60,7 +62,8 @@ def test_without_a_limit_it_is_waited_for() -> None:
 
 def test_what_is_killed_is_killed_also_where_it_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     killed: list[Any] = []
-    monkeypatch.setattr(infer, "kill_actors", lambda actors, places: killed.extend(places))
+    monkeypatch.setattr(place.ray, "kill", lambda actor, no_restart: killed.append("asked"))
+    monkeypatch.setattr(place, "stopped_at", lambda places: killed.extend(places) or [])
 
     async def main() -> None:
         engine = RemoteEngine("e", worker(lambda asked: 0.0), silence_s=7.0)
@@ -71,7 +74,7 @@ def test_what_is_killed_is_killed_also_where_it_is_stopped(monkeypatch: pytest.M
         watching.cancel()
 
     run_virtual(main())
-    assert killed == [None, ("node", 7)]
+    assert killed == ["asked", None, "asked", ("node", 7)]
 
 
 def test_an_engine_whose_process_is_gone_says_so() -> None:

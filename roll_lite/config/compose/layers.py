@@ -40,7 +40,7 @@ class Composed:
     secrets: dict[Path, tuple[str, Any]]
     """Values from the environment: text as written, and value."""
     hidden: list[str]
-    """One line for each shipped file that a user's file of the same name replaces."""
+    """Notes on shipped files that the user's files of the same name replace."""
 
 
 @dataclass

@@ -47,8 +47,11 @@ def merge(tree: dict[str, Any], layer: Mapping[str, Any], path: Path = ()) -> No
 
 
 def _ended(tree: Mapping[str, Any], layer: Mapping[str, Any], path: Path) -> list[str]:
-    """Keys that end if the layer changes the section's name: those that only the former member of a union has, or has with another meaning;
-    or the arguments of the former name. An interpolated or open name is unknown."""
+    """Keys to drop because the layer changes the section's name.
+
+    They belong to the former choice: fields that the new one lacks or reads differently, or arguments. An interpolated or open name is
+    unknown, so nothing is dropped.
+    """
     former, chosen = (None if "${" in str(one.get("name")) or one.get("name") == "???" else one.get("name") for one in (tree, layer))
     classes = sections_at(path)
     if chosen is None or former == chosen or not any("name" in cls.model_fields for cls in classes):

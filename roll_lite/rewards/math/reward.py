@@ -77,7 +77,7 @@ class Reference:
 
 
 class MathReward(RewardType):
-    r"""The response's answer is mathematically equal to the reference answer: 1 where it is, else 0.
+    r"""Score 1 if the response's answer equals the reference mathematically, else 0.
 
     A unit may be missing on either side; units of measurement and currencies that both have must fit: 12 m is 1200 cm, not 12 cm. 50% is
     0.5, and 50 as well. Several formulas in a reference are a list: all of them, as often as there, in any order. Numerals such as `1001_2`
@@ -110,9 +110,9 @@ class MathReward(RewardType):
     number, percentage, power of ten, with or without a unit; for a decimal an irrational constant such as `\sqrt{2}/2` as well), or an
     equation with a number on its right side, such as 45+25=70, that holds. value: any term that is worth it, such as 45+25 for 70."""
     profile: Profile = "default"
-    r"""How strict the comparison is. strict also wants what the reference shows: fractions reduced, the same unit, no percentage for a
-    decimal, neither `\sqrt{12}` for `2\sqrt{3}` nor 4:6 for 2:3. math_verify: what that library alone says of response and reference,
-    whatever the other arguments but cpu_limit_s."""
+    r"""Strictness of the comparison. strict: the answer must also have the reference's form: fractions reduced, the same unit, no
+    percentage for a decimal, no `\sqrt{12}` for `2\sqrt{3}`, no 4:6 for 2:3. math_verify: that library alone decides; of the other
+    arguments only cpu_limit_s counts."""
     rounded: bool = False
     """A decimal reference, 0.33, stands for everything that rounds to it."""
     cpu_limit_s: Annotated[float, Field(gt=0)] = 5.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,12 +64,16 @@ class ProgressReports:
             if not self.flights:
                 return
             parts = poll > 0 and poll % PARTS_EVERY == 0
-            with suppress(Exception):  # a process edge: the engine failed, and its requests say so
-                await self._report([one for one in self.flights if one.entered and (parts or not one.begun)], parts)
+            flights = [one for one in self.flights if one.entered and (parts or not one.begun)]
+            try:
+                found = await self._look(flights, parts) if flights else ()
+            except Exception:  # a process edge: the engine failed, and its requests say so
+                found = [None] * len(flights)
+            self._report(flights, found)
             await asyncio.sleep(BEGUN_POLL_S)
 
-    async def _report(self, flights: Sequence[InFlight], parts: bool) -> None:
-        for flight, progress in zip(flights, await self._look(flights, parts) if flights else (), strict=True):
+    def _report(self, flights: Sequence[InFlight], found: Sequence[RequestProgress | None]) -> None:
+        for flight, progress in zip(flights, found, strict=True):
             if progress is not None and flight in self.flights:
                 flight.begun = True
                 flight.reported += len(progress.part.token_ids) if progress.part is not None else 0
