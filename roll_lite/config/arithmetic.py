@@ -10,9 +10,10 @@ from typing import Literal
 
 from roll_lite.config.checks.functions import parameters_of
 from roll_lite.config.keep_mask import is_truncated
-from roll_lite.config.schema.algorithm import CustomLossConfig, KlInLossConfig, KlInRewardConfig
+from roll_lite.config.schema.algorithm import KlInLossConfig, KlInRewardConfig
 from roll_lite.config.schema.base import Refused
 from roll_lite.config.schema.domains import DomainConfig, SamplingConfig
+from roll_lite.config.schema.losses import CustomLossConfig
 from roll_lite.config.schema.models import (
     Devices,
     ForwardRoleConfig,

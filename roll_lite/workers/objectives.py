@@ -29,13 +29,7 @@ from roll_lite.algorithms.losses import (
     within,
 )
 from roll_lite.algorithms.token_metrics import Peaks, RatioHistogram, mismatch_of_tokens, sums_by_domain
-from roll_lite.config.schema.algorithm import (
-    GIVEN_TO_LOSSES,
-    CustomLossConfig,
-    MismatchCorrectionConfig,
-    PolicyLossConfig,
-    PpoLossConfig,
-)
+from roll_lite.config.schema.losses import GIVEN_TO_LOSSES, CustomLossConfig, MismatchCorrectionConfig, PolicyLossConfig, PpoLossConfig
 from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs
 from roll_lite.data.user_function import load_function
 

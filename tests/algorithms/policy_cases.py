@@ -12,7 +12,7 @@ import torch
 from reference_losses import Row, Token
 
 from roll_lite.algorithms.losses import PolicyTerms
-from roll_lite.config.schema.algorithm import (
+from roll_lite.config.schema.losses import (
     CispoLossConfig,
     CustomLossConfig,
     GmpoLossConfig,

@@ -10,7 +10,7 @@ from reference_losses import token_weights
 
 from roll_lite.algorithms.kl import LOG_RATIO_LIMIT
 from roll_lite.algorithms.losses import PolicyTerms, row_weights
-from roll_lite.config.schema.algorithm import (
+from roll_lite.config.schema.losses import (
     CispoLossConfig,
     CustomLossConfig,
     GmpoLossConfig,

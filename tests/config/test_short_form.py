@@ -7,9 +7,9 @@ from config_project import Project
 
 from roll_lite.config.compose.layers import compose
 from roll_lite.config.compose.merging import is_short_form
-from roll_lite.config.schema.algorithm import (
+from roll_lite.config.schema.algorithm import FixedKlConfig
+from roll_lite.config.schema.losses import (
     CispoLossConfig,
-    FixedKlConfig,
     GaeAdvantageConfig,
     GmpoLossConfig,
     GspoLossConfig,

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from roll_lite.algorithms.token_metrics import sums_by_domain
-from roll_lite.config.schema.algorithm import MismatchCorrectionConfig
+from roll_lite.config.schema.losses import MismatchCorrectionConfig
 from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs
 from roll_lite.observability.metric_table import DERIVED, METRICS, Reduction
 from roll_lite.observability.metrics import MetricSums

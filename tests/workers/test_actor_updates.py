@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from roll_lite.config.schema.algorithm import AlgorithmConfig, PolicyGradientLossConfig
+from roll_lite.config.schema.algorithm import AlgorithmConfig
+from roll_lite.config.schema.losses import PolicyGradientLossConfig
 from roll_lite.config.schema.models import TrainRoleConfig
 from roll_lite.data.minibatches import MiniBatch
 from roll_lite.data.proto import DataProto

@@ -12,7 +12,7 @@ from reference_losses import kl_full, mismatch_weights
 from roll_lite.algorithms.kl import kl_loss
 from roll_lite.algorithms.losses import row_weights
 from roll_lite.algorithms.token_metrics import Peaks, ratio_percentiles
-from roll_lite.config.schema.algorithm import CorrectionWeightConfig, CustomLossConfig, MismatchCorrectionConfig, PpoLossConfig
+from roll_lite.config.schema.losses import CorrectionWeightConfig, CustomLossConfig, MismatchCorrectionConfig, PpoLossConfig
 from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs
 from roll_lite.workers.objectives import ActorLoss, CriticLoss, OldLogProbs
 

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 
 from roll_lite.algorithms.losses import POLICY_LOSSES
-from roll_lite.config.schema.algorithm import AdvantageConfig, CustomLossConfig, PolicyLossConfig
+from roll_lite.config.schema.losses import AdvantageConfig, CustomLossConfig, PolicyLossConfig
 from roll_lite.workers.credit import ESTIMATORS
 
 ADVANTAGES, LOSSES = (get_args(get_args(union)[0]) for union in (AdvantageConfig, PolicyLossConfig))

@@ -9,14 +9,9 @@ from roll_lite.config.checks.functions import check_function
 from roll_lite.config.checks.layout import known_shape
 from roll_lite.config.keep_mask import is_truncated, keep_mask_available
 from roll_lite.config.problems import Problem, show
-from roll_lite.config.schema.algorithm import (
-    GIVEN_TO_LOSSES,
-    CustomAdvantageConfig,
-    CustomLossConfig,
-    ReinforcePlusPlusAdvantageConfig,
-)
 from roll_lite.config.schema.base import Mistakes
 from roll_lite.config.schema.domains import DomainConfig
+from roll_lite.config.schema.losses import GIVEN_TO_LOSSES, CustomAdvantageConfig, CustomLossConfig, ReinforcePlusPlusAdvantageConfig
 from roll_lite.config.schema.run import RunConfig
 
 COMPARES_GROUPS = ("grpo", "rloo", "opo", "gpg")

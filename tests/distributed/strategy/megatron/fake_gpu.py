@@ -91,7 +91,7 @@ def main(folder: Path, layout: dict[str, Any]) -> None:
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron_cases import batch_of
 
-    from roll_lite.config.schema.algorithm import MismatchCorrectionConfig
+    from roll_lite.config.schema.losses import MismatchCorrectionConfig
     from roll_lite.config.schema.models import MegatronStrategyConfig
     from roll_lite.data.microbatch import MicroBatchPlan, TokenBudget
     from roll_lite.data.ragged import Ragged

@@ -12,7 +12,8 @@ from megatron_cases import assert_same, batch_of, hf_log_probs, own_gradients, s
 from megatron_ranks import RankPool
 from support_models import load_hf
 
-from roll_lite.config.schema.algorithm import AlgorithmConfig, PolicyGradientLossConfig
+from roll_lite.config.schema.algorithm import AlgorithmConfig
+from roll_lite.config.schema.losses import PolicyGradientLossConfig
 from roll_lite.config.schema.models import OptimizerConfig, TrainRoleConfig
 from roll_lite.data.minibatches import MiniBatch
 from roll_lite.data.proto import DataProto
