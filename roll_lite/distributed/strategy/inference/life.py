@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Mapping, Set
 from enum import StrEnum
 
@@ -93,18 +92,11 @@ class EngineLife:
         self.version = 0
         """Version of the weights that generate."""
         self._make = make
-        self._died = asyncio.Event()
 
     @property
     def held_up(self) -> bool:
         """True if it could not generate even without a requested pause."""
         return self.state not in (EngineState.SERVING, EngineState.PAUSED)
-
-    async def until_dead(self) -> str:
-        """Wait for the engine's death; returns the cause."""
-        await self._died.wait()
-        assert self.failure is not None
-        return self.failure
 
     def require(self, event: EngineEvent) -> None:
         """Refuse an event that the state does not allow."""
@@ -182,7 +174,6 @@ class EngineLife:
 
     def die(self, why: str) -> None:
         self.state, self.failure = EngineState.DEAD, why
-        self._died.set()
 
     def _follow(self) -> None:
         """Enter the state that a pause or offloaded parts demand, unless an update comes first."""
