@@ -38,7 +38,7 @@ class HoldingEngine:
         self.flows = False
         """Requests are answered as they come."""
 
-    async def submit(self, requests: list[Any], frozen: bool, kept_ids: bool) -> None:
+    async def submit(self, requests: list[Any], frozen: bool) -> None:
         self.requests += requests
         if self.flows:
             self.open.set()

@@ -30,6 +30,7 @@ from roll_lite.distributed.cluster import ClusterSpec, start_cluster
 from roll_lite.distributed.dataflow import Batch, put_block
 from roll_lite.distributed.placement import anywhere
 from roll_lite.observability.timers import StepTimers
+from roll_lite.pipeline.batch_files import BatchFiles
 from roll_lite.pipeline.clusters import Clusters, Model
 from roll_lite.pipeline.devices import loaded, states
 from roll_lite.pipeline.rlvr import RLVRPipeline
@@ -112,7 +113,8 @@ def pipeline(ray_local: object, tmp: Path, monkeypatch: pytest.MonkeyPatch) -> I
     critic = model("critic", config.critic, CriticWorker, config.algorithm, 1)
     silent = SimpleNamespace(timers=StepTimers(), credit=lambda *_: None, updates=lambda *_: None)
     clusters = Clusters(actor, reference, critic)
-    yield RLVRPipeline(config, clusters, None, silent, None, None)  # type: ignore[arg-type]
+    files = BatchFiles(config, tmp)
+    yield RLVRPipeline(config, clusters, None, silent, None, files)  # type: ignore[arg-type]
     for one in clusters.models:
         one.ranks.shutdown()
 

@@ -171,23 +171,23 @@ async def test_the_real_server_judges_comes_back_after_its_death_and_leaves_noth
     try:
         servers.all(JudgeWorker.initialize)
         address = JudgeAddress.of(servers.all(JudgeWorker.address))
-        reward = build_reward(with_addresses(RewardConfig(name="judge", args=ARGS), {"main": address}))
+        reward = build_reward(with_addresses(RewardConfig(name="judge", args=ARGS), {"main": address})).base
         sample = RewardInput("toy", "45+25=", "70", "70", {}, "stop")
         score = await reward.score(sample)
         assert score.value in (0.0, 1.0)
         assert score.details["extracted"] in ("7", "")
 
-        wrong = build_reward(RewardConfig(name="judge", args={**ARGS, "api": "chat", "url": list(address.urls), "model": "main"}))
+        wrong = build_reward(RewardConfig(name="judge", args={**ARGS, "api": "chat", "url": list(address.urls), "model": "main"})).base
         with pytest.raises(RewardFailed, match=r"/v1/chat/completions answered 400 Bad Request: .*chat template"):
             await wrong.score(sample)
-        unknown = build_reward(RewardConfig(name="judge", args={**ARGS, "url": list(address.urls), "model": "other"}))
+        unknown = build_reward(RewardConfig(name="judge", args={**ARGS, "url": list(address.urls), "model": "other"})).base
         with pytest.raises(RewardFailed, match="answered 404 Not Found: .*`other` does not exist"):
             await unknown.score(sample)
 
         before = server_process(servers)
         family = [psutil.Process(before), *psutil.Process(before).children(recursive=True)]
         os.kill(before, signal.SIGKILL)
-        again = build_reward(with_addresses(RewardConfig(name="judge", args={**ARGS, "template": "{response}"}), {"main": address}))
+        again = build_reward(with_addresses(RewardConfig(name="judge", args={**ARGS, "template": "{response}"}), {"main": address})).base
         assert (await until_scored(again, sample)) in (0.0, 1.0)
         deadline = time.monotonic() + 10  # it serves a moment before the fleet sees that
         while servers.one(JudgeWorker.restarts) == 0 and time.monotonic() < deadline:  # noqa: ASYNC110
