@@ -1,4 +1,4 @@
-"""The command line: `roll-lite run`, `check`, `reward`, `simulate`. Nothing heavy is imported before the configuration is right."""
+"""Command line: `roll-lite run`, `check`, `reward`, `simulate`. Heavy modules are imported only once the configuration is right."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ from roll_lite.pipeline.checkpoint_files import check_resumption, resumption_not
 from roll_lite.rewards.registry import address_notes, check_rewards
 
 WRONG_CONFIGURATION = 2
-"""Exit code, argparse's own for a wrong command line as well."""
+"""Exit code; argparse's own for a wrong command line."""
 INTERRUPTED = 130
 OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
 OUTPUT_FAILED = 74
-"""The system's EX_IOERR: a full disk, a terminal that is gone."""
+"""EX_IOERR: a full disk, a lost terminal."""
 CHECKS = (check_resumption, check_dumps, engine_arguments_fit, check_data, check_rewards)
-"""Checks that live beside the code they speak for."""
+"""Checks of a configuration by the code that uses it."""
 OF_MACHINE = (devices_are_there, needs_gpus)
-"""A configuration that is only checked may be meant for another machine."""
+"""Checks of this machine; for `check` only notes: the configuration may be meant for another one."""
 OF_RUNS = (*CHECKS, *OF_MACHINE, check_run_dir)
 SEEN_ENOUGH = 141
-"""Exit code that a shell shows for a program ended by SIGPIPE."""
+"""Exit code of a program ended by SIGPIPE."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,15 +69,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if code == OUTPUT_FAILED:
                 sys.stderr.write(f"the output cannot be written: {error.strerror}\n")
                 sys.stderr.flush()
-        with suppress(OSError):  # what is left in the buffers fails at the interpreter's end otherwise
+        with suppress(OSError):  # buffered output would fail at exit
             for stream in (sys.stdout, sys.stderr):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     return code
 
 
 def _make_output_usable() -> None:
-    """Closed streams lead nowhere, and characters that an output's encoding lacks are written as escapes."""
-    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:  # else the next file that is opened would get its number
+    """Open closed streams on /dev/null; write characters that the encoding lacks as escapes."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:  # else the next opened file gets its number
         os.set_inheritable(number, True)
     os.close(number)
     for number, name in enumerate(("stdin", "stdout", "stderr")):
@@ -94,11 +94,11 @@ def _main(arguments: Sequence[str] | None) -> int:
         parser.print_help()
         return 0
     parsed, rest = parser.parse_known_args(given)
-    # argparse takes positional arguments in one run only; overrides may stand before and after an option.
+    # argparse takes one run of positional arguments; overrides may stand on both sides of an option.
     unknown = [argument for argument in rest if argument.startswith("-")]
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(map(hidden, unknown))}; settings are written key=value, without dashes")
-    # A user's own rewards are modules in the folder that the run is started from; a console script does not look there by itself.
+    # Users' rewards are modules in the current folder, which a console script does not search.
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     overrides = [*parsed.overrides, *rest]
@@ -123,7 +123,7 @@ def _loaded(parsed: argparse.Namespace, overrides: Sequence[str], further: Seque
 
 
 def _without_values(parsed: argparse.Namespace, overrides: Sequence[str], error: ConfigError) -> RunConfig:
-    """Configuration without its missing values: everything else, or only paths if the rest cannot be built."""
+    """Configuration without its missing values, or only paths if the rest cannot be built."""
     try:
         return _loaded(parsed, overrides, (), files=False)
     except ConfigError:
@@ -146,7 +146,7 @@ def _check(config: RunConfig, parsed: argparse.Namespace) -> int:
 
 
 def _tables(config: RunConfig) -> str:
-    """Layout, batch arithmetic, placement and notes. A part that needs a missing value is left out."""
+    """Layout, batch arithmetic, placement, notes; parts that need a missing value are left out."""
     of_machine = [f"{path}: {message}" for one in OF_MACHINE for path, message in readable(one(config))]
     parts = []
     for part in (lambda: render(derive(config)), lambda: draw(config)):
@@ -157,7 +157,7 @@ def _tables(config: RunConfig) -> str:
 
 
 def _sweep(parsed: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Every combination is right before the first one runs."""
+    """Check every combination, then run each."""
     from roll_lite.pipeline.sweep import Choice, run_each
 
     values = [_alternatives(parsed.config_name, text) for text in overrides]

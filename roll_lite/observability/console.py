@@ -1,4 +1,4 @@
-"""Terminal output of a run: one line per step, a table at the end. Plain aligned text if the output is no terminal."""
+"""Terminal output of a run: one line per step, a table at the end; plain aligned text outside a terminal."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROGRESS_EVERY_S = 10.0
 START_OF_LINE = "\r\x1b[2K"
 DOMAIN_WIDTH = 10
 SMALLEST_CHANGE = 0.05
-"""Percentage points that are shown as a change at all."""
+"""Percentage points; smaller changes are shown as 0."""
 SHORT_PHASES = {
     "sync_weights": "sync",
     "generate": "gen",
@@ -41,22 +41,19 @@ SHORT_PHASES = {
 
 @dataclass(frozen=True)
 class Cell:
-    """A column's value in one line."""
-
     title: str
     subtitle: str
     text: str
     width: int
     style: str = ""
     gap: int = 2
-    """Blanks before the column."""
 
 
 class _LastingConsole(Console):
-    """Stream that falls silent when its reader is gone (`| head`, a closed terminal), so that the run continues."""
+    """Console that falls silent when its reader is gone (`| head`, a closed terminal); the run continues."""
 
     _shown = False
-    """A line that will be taken back."""
+    """A replaceable line stands in the terminal."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         self.take_back()
@@ -90,34 +87,32 @@ class _LastingConsole(Console):
         self.quiet = True
         with suppress(OSError):
             nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.file.fileno())  # what is still in its buffer fails at the interpreter's end otherwise
+            os.dup2(nowhere, self.file.fileno())  # buffered output would fail at exit
             os.close(nowhere)
             sys.stderr.write("nobody reads the output any more; the run goes on\n")
 
 
 class RunConsole:
     def __init__(self, domains: Sequence[str], total_steps: int, stream: TextIO | None = None, width: int | None = None) -> None:
-        """`stream`: standard output by default. `width`: the terminal's by default, or 100 without a terminal."""
+        """`width`: the terminal's by default, 100 without a terminal."""
         self._console = _LastingConsole(file=stream, highlight=False, emoji=False, markup=False)
         if width or not self._console.is_terminal:
             self._console.width = width or PLAIN_WIDTH
         self._domains = list(domains)
         self._total = total_steps
         self._step = 0
-        """Progress shown last."""
         self._phases: list[str] = []
         self._columns = 0
         self._lines = 0
         self._clock = time.monotonic
         self._told = 0.0
-        """When progress was told last."""
 
     def message(self, text: str, style: str = "") -> None:
         self._console.print(Text(text, style=style), soft_wrap=True)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Allow `progress` inside the block; a terminal is cleared of it afterwards."""
+        """Allow `progress` inside the block; clear its line afterwards."""
         self._told = self._clock()
         try:
             yield
@@ -125,7 +120,7 @@ class RunConsole:
             self._console.take_back()
 
     def progress(self, label: str, domains: Mapping[str, tuple[int, int, int]]) -> None:
-        """Samples generated, scored and wanted, by domain: one line that changes, or where there is no terminal one now and then."""
+        """Show (generated, scored, wanted) samples by domain: a line that is replaced; outside a terminal, a line every 10 s."""
         parts = [f"{name} {generated}/{wanted} ({scored} scored)" for name, (generated, scored, wanted) in domains.items()]
         line = f"{label}: {', '.join(parts)}"
         if self._console.is_terminal:
@@ -135,7 +130,6 @@ class RunConsole:
             self.message(line)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Reward and accuracy over all and by domain, tokens/s, seconds of the step and of its phases."""
         for name in metrics:
             kind, _, phase = name.partition("/")
             if kind == "time" and phase not in (STEP, OTHER, *self._phases) and "/" not in phase:
@@ -150,8 +144,8 @@ class RunConsole:
         self._line(f"{step}/{self._total}", self._scores(metrics, "reward/mean", "reward/accuracy"), [speed, total, *phases])
 
     def validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Held-out prompts: lines in the columns of the steps, sentences before the first of them and of steps that are past. Of what
-        several samples are worth, the largest number is shown."""
+        """Show held-out results in the columns of a step's line, or as sentences if that line is not the last one; pass@k and maj@k for
+        the largest k."""
         k = largest_k(metrics)
         measures = {"held-out": ("validation/reward", "validation/accuracy")}
         if k is not None:
@@ -168,14 +162,13 @@ class RunConsole:
             self.message(f"{what} {'before training' if step == 0 else f'at step {step}'}: {shares}")
 
     def finish(self, accuracy: Accuracy, held_out: Change, findings: Iterable[Finding]) -> None:
-        """Show held-out accuracy before and after, with pass@k and maj@k over all domains (`held_out`), and repeat the run's warnings."""
+        """Show held-out accuracy before and after, with pass@k and maj@k (`held_out`), and repeat the warnings."""
         if accuracy[OVERALL]["before"] is not None:
             self._accuracy_table(accuracy, held_out)
         for finding in findings:
             self.message(f"warning, {finding.steps} step(s) from step {finding.first_step} on: {finding.message}", style="yellow")
 
     def closing_line(self, steps: int, resumed_after: int, seconds: float, folder: Path) -> None:
-        """Say what the run did and where its files are."""
         done = f"steps {resumed_after + 1} to {steps}" if resumed_after else f"{steps} step{'' if steps == 1 else 's'}"
         self.message(f"{done} in {_duration(seconds)}; everything is in {folder}")
 
@@ -214,7 +207,7 @@ class RunConsole:
         return cells
 
     def _line(self, label: str, scores: Sequence[Cell], times: Sequence[Cell], style: str = "") -> None:
-        """One line if everything fits; otherwise scores above and times below, on as many lines as needed."""
+        """One line if everything fits; otherwise scores above, times below."""
         first = max(8, 2 * len(str(self._total)) + 1)
         room = self._console.width - first
         together = [*scores, *times]
@@ -235,7 +228,6 @@ class RunConsole:
 
 
 def _wrapped(cells: Sequence[Cell], width: int) -> list[list[Cell]]:
-    """Cells that fit into a line, at least one."""
     rows: list[list[Cell]] = []
     left = 0
     for cell in cells:

@@ -18,22 +18,20 @@ PHASE_COLORS = ("#4c78a8", "#f2a65a", "#72b7a1", "#c66b6b", "#9d86b8", "#d9c36a"
 OTHER_COLOR = "#c9c9c9"
 WARNING_COLOR = "#b3541e"
 SMOOTHING_STEPS = 30
-"""Runs longer than this show a running mean over about a tenth of their steps in front of the single steps."""
+"""Longer runs show a running mean over a tenth of their steps in front of the single steps."""
 
 FEW_POINTS = 4
-"""Curves of fewer points are drawn with dots: a line through one point is invisible."""
+"""Shorter curves are drawn with dots: a line through one point is invisible."""
 
 Records = Mapping[int, Mapping[str, float]]
-"""Metrics by step, as `HistoryTracker.records` keeps them; step 0 is before training."""
+"""Metrics by step; step 0 is before training."""
 
 
 def draw_curves(path: Path, records: Records, domains: Sequence[str], title: str, warnings: Sequence[str] = ()) -> Path | None:
-    """Write the picture to `path`, whole or not at all; nothing where there is nothing to draw.
-
-    `warnings`: signs that the run learns nothing."""
+    """Write the picture atomically; None without metrics. `warnings`: names of health findings."""
     if not any(records.values()):
         return None
-    # Figures are made without pyplot, which would set a back end for the whole process; and only here, for matplotlib takes a second.
+    # Imported here: matplotlib takes a second. No pyplot: it would set a back end for the whole process.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -139,7 +137,7 @@ def _time(axes: Any, records: Records, _: Sequence[str]) -> None:
     for phase, color in colors.items():
         top = [below + _finite(records[step].get(f"time/{phase}")) for below, step in zip(base, steps, strict=True)]
         if steps:
-            # Half a step on either side, so that a run of one step has something to see as well.
+            # Half a step on either side: a run of one step is visible too.
             edges = [steps[0] - 0.5, *steps, steps[-1] + 0.5]
             low, high = ([line[0], *line, line[-1]] for line in (base, top))
             axes.fill_between(edges, low, high, step="mid", color=color, label=phase.replace("_", " "), linewidth=0)
@@ -155,7 +153,7 @@ def _time(axes: Any, records: Records, _: Sequence[str]) -> None:
 
 
 def _series(domains: Sequence[str]) -> list[tuple[str, str, str]]:
-    """(label, prefix of the metric, colour); with one domain alone there is nothing to sum up."""
+    """(label, metric prefix, colour); a single domain has no overall curve."""
     own = [(domain, f"domain/{domain}/", DOMAIN_COLORS[number % len(DOMAIN_COLORS)]) for number, domain in enumerate(domains)]
     return own if len(own) == 1 else [*own, ("all", "", OVERALL_COLOR)]
 
@@ -165,7 +163,7 @@ def _finite(value: float | None) -> float:
 
 
 def _points(records: Records, name: str) -> tuple[list[int], list[float]]:
-    """Steps and values where the metric was measured and is a number."""
+    """Steps and values of finite measurements."""
     steps = [step for step in sorted(records) if math.isfinite(records[step].get(name, math.nan))]
     return steps, [records[step][name] for step in steps]
 
@@ -181,7 +179,7 @@ def _curve(
 
 
 def _running_mean(values: Sequence[float]) -> Sequence[float]:
-    """Over about a tenth of the run, centred; short runs as they are."""
+    """Centred mean over a tenth of the run; short runs unchanged."""
     if len(values) <= SMOOTHING_STEPS or max(values) == min(values):
         return values
     half = max(1, len(values) // 20)

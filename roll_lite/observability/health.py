@@ -1,4 +1,4 @@
-"""Signs that a run learns nothing, looked for in the metrics of every step."""
+"""Warnings from the metrics of a step: signs that a run learns nothing."""
 
 from __future__ import annotations
 
@@ -10,22 +10,20 @@ from dataclasses import dataclass
 Metrics = Mapping[str, float]
 
 IN_A_ROW = 3
-"""Number of steps in a row with a sign before it is reported."""
+"""Consecutive steps with a sign before it is reported."""
 TRUNCATED_ABOVE = 0.5
 ENTROPY_LEFT = 0.02
-"""Share of the first step's entropy below which the policy has collapsed."""
+"""Share of the first step's entropy that counts as a collapse."""
 GRADIENT_GROWTH = 100.0
-"""Times the median gradient norm of the steps before."""
+"""Multiple of the median gradient norm of earlier steps."""
 GRADIENT_STEPS = 5
-"""Steps that such a median needs."""
+"""Fewest earlier steps for that median."""
 REMEMBERED = 50
-"""Steps before, whose median counts."""
+"""Earlier steps kept for the median."""
 
 
 @dataclass
 class Finding:
-    """A reported sign: its message, and the number of steps that showed it."""
-
     sign: str
     message: str
     first_step: int
@@ -37,22 +35,22 @@ class Sign:
     name: str
     in_a_row: int
     holds: Callable[[Metrics, Sequence[Metrics]], bool]
-    """Takes a step's metrics, and those of the steps before: the first with an entropy, and the latest."""
+    """Takes the step's metrics and earlier ones: the first with an entropy, and the latest."""
     says: Callable[[Metrics], str]
 
 
 class RunHealth:
-    """Checks each step for signs of trouble. A sign is reported once; later steps that show it are counted."""
+    """Checks each step; a sign is reported once, later steps that show it are counted."""
 
     def __init__(self, compares_groups: bool) -> None:
-        """`compares_groups`: advantages come from comparing the samples of a prompt, so that equal scores teach nothing."""
+        """`compares_groups`: advantages compare the samples of a prompt, so that equal scores teach nothing."""
         self.findings: dict[str, Finding] = {}
         self._signs = [sign for sign in SIGNS if compares_groups or sign.name != "flat_groups"]
         self._seen = dict.fromkeys((sign.name for sign in self._signs), 0)
         self._earlier: list[Metrics] = []
 
     def look(self, step: int, metrics: Metrics) -> list[str]:
-        """The messages of signs that this step shows for the first time."""
+        """Messages of newly found signs."""
         told = []
         for sign in self._signs:
             holds = sign.holds(metrics, self._earlier)

@@ -1,8 +1,7 @@
-"""Table of all metrics of a run: reduction over ranks and steps, unit, description.
+"""Table of all metrics of a run: reduction over ranks and steps, unit, description; `docs/metrics.md` is generated from it.
 
-A mean is stored as sum and count and divided only when read, so averages are never averaged. Undeclared names are refused. A metric `by`
-domain is added under a domain and read as `domain/<domain>/<name>`, and as `<name>` over all domains; one `by` phase, role or transport is
-added under that and read as `<name>/<phase>`. `docs/metrics.md` is generated from this table.
+A mean is kept as sum and count and divided when read: averages are never averaged. A metric `by` domain is read as `domain/<domain>/<name>`
+and, over all domains, as `<name>`; one `by` phase, role or transport as `<name>/<phase>`.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ class Metric:
     description: str
     by: Literal["domain", "phase", "role", "transport"] | None = None
     count: tuple[str, ...] = ()
-    """Candidates for the sum metric that counts a mean of loss sums; the first present is used. Empty: each optimizer step counts 1."""
+    """Sum metrics that may count a mean of loss sums; the first present is used. Empty: each optimizer step counts 1."""
     shown: bool = True
-    """False for mere inputs of derived metrics."""
+    """False for inputs of derived metrics."""
 
 
 MEAN, SUM, MAX, MIN, LAST = Reduction.MEAN, Reduction.SUM, Reduction.MAX, Reduction.MIN, Reduction.LAST
@@ -336,12 +335,12 @@ def _std(mean: float, square: float) -> float:
 
 
 def _ess(mean: float, square: float) -> float:
-    """Effective sample size, (sum w)² / (n sum w²); 0 if all weights are 0, NaN if one is NaN."""
+    """Effective sample size, (sum w)² / (n sum w²); 0 if all weights are 0."""
     return 0.0 if square == 0 else mean * mean / square
 
 
 def _explained_variance(return_mean: float, return_square: float, error_mean: float, error_square: float) -> float:
-    """Explained variance, 1 - Var(error) / Var(return); NaN if all returns are equal."""
+    """1 - Var(error) / Var(return); NaN if all returns are equal."""
     variance = return_square - return_mean**2
     return 1 - (error_square - error_mean**2) / variance if variance > 1e-12 * max(1.0, return_square) else math.nan
 

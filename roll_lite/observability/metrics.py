@@ -1,4 +1,4 @@
-"""Metrics on their way from where they are counted to where they are read."""
+"""Accumulation of metrics over domains, ranks and steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ AT = re.compile(r"@\d+$")
 
 
 def metric_of(name: str) -> Metric:
-    """`validation/pass@8` is declared as `validation/pass@k`."""
+    """Declaration of a metric; `validation/pass@8` is declared as `validation/pass@k`."""
     metric = METRICS.get(name) or METRICS.get(AT.sub("@k", name))
     if metric is None:
         raise ValueError(f"metric {name!r} is not declared in observability/metric_table.py{or_nearest(name, METRICS)}")
@@ -24,7 +24,7 @@ def metric_of(name: str) -> Metric:
 Series = tuple[str, str | None]
 
 NO_DOMAIN = ""
-"""The label, which no domain has, of what all domains have together."""
+"""Label of a value over all domains."""
 
 
 def flat_name(series: Series) -> str:
@@ -37,15 +37,15 @@ def flat_name(series: Series) -> str:
 
 @dataclass
 class MetricSums:
-    """Accumulated metrics: (sum, count) of means, one number of others. Can be pickled, and merged over ranks and steps."""
+    """Accumulated metrics: (sum, count) of means, one number of others. Picklable."""
 
     entries: dict[Series, tuple[float, float]] = field(default_factory=dict)
 
     def add(self, name: str, value: float, count: float = 1.0, *, label: str | None = None, part: str = "") -> None:
         """Add a value; for means, the sum over `count` items.
 
-        `label`: domain, phase or role, for metrics that have one (and only those); NO_DOMAIN for a value measured over all domains together
-        that does not follow from theirs. `part`: part of the domain; the whole domain's value is added separately.
+        `label`: domain, phase or role, as the metric's `by` demands; NO_DOMAIN for a value over all domains that does not follow from
+        theirs. `part`: part of the domain; the whole domain's value is added separately.
         """
         metric = metric_of(name)
         if label == NO_DOMAIN and metric.by == "domain":
@@ -62,9 +62,9 @@ class MetricSums:
             self._put((name, None), value, count)
 
     def add_sums(self, sums: Mapping[str, float], domains: Sequence[str] = ()) -> None:
-        """The metric sums of a loss function after one optimizer step: each mean finds its count among them.
+        """Add the metric sums of a loss function after one optimizer step; each mean finds its count among them.
 
-        `<name>#<number>` is the sum over the rows of one of the `domains`; one without rows is left out.
+        `<name>#<number>` is the sum over the rows of that domain of `domains`; a domain without rows is left out.
         """
         for key, value in sums.items():
             name, mark, number = key.partition("#")
@@ -92,7 +92,7 @@ class MetricSums:
             self.entries[series] = (math.nan if math.isnan(old[0]) or math.isnan(value) else pick(old[0], value), count)
 
     def merge(self, other: MetricSums) -> None:
-        """Take in what another rank or a later step has added; of `last` metrics the other's value stays."""
+        """Add another rank's or a later step's metrics; LAST metrics take the other's value."""
         for series, (value, count) in other.entries.items():
             self._put(series, value, count)
 
@@ -104,7 +104,7 @@ class MetricSums:
         return total
 
     def values(self) -> dict[str, float]:
-        """Flat names and numbers, derived metrics included. A mean of nothing is left out."""
+        """Values by flat name, derived metrics included; means of nothing are left out."""
         read: dict[Series, float] = {}
         for series, (value, count) in self.entries.items():
             if metric_of(series[0]).reduction is not Reduction.MEAN:

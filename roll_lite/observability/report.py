@@ -1,4 +1,4 @@
-"""Files that a run's folder holds from its start: summary.json, and the picture of `curves.py`."""
+"""summary.json of a run, and its picture redrawn during the run."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ PASS_AT = re.compile(r"validation/pass@(\d+)")
 Change = dict[str, dict[str, float | None]]
 """Name -> {"before": number or None, "after": number or None}."""
 Accuracy = Change
-"""Shares, of `overall` and of each domain."""
+"""Shares of `overall` and of each domain."""
 
 
 def accuracy_change(domains: Sequence[str], before: Mapping[str, float], after: Mapping[str, float]) -> Accuracy:
-    """Accuracy of the first and of the last validation; None if not measured."""
+    """Accuracy of the first and last validation; None if not measured."""
 
     def read(name: str) -> dict[str, float | None]:
         return {"before": before.get(name), "after": after.get(name)}
@@ -36,11 +36,11 @@ def accuracy_change(domains: Sequence[str], before: Mapping[str, float], after: 
 
 
 Measures = dict[str, Change]
-"""Metrics of `overall`, of each domain, and of each reported part of a domain (`math/level:5`)."""
+"""Metrics of `overall`, each domain, and each reported part of a domain (`math/level:5`)."""
 
 
 def held_out_change(before: Mapping[str, float], after: Mapping[str, float]) -> Measures:
-    """All validation metrics of the first and of the last validation, like `accuracy_change`."""
+    """All validation metrics of the first and last validation."""
     change: Measures = {}
     for name in {**before, **after}:
         if (known := HELD_OUT.fullmatch(name)) is not None:
@@ -49,7 +49,7 @@ def held_out_change(before: Mapping[str, float], after: Mapping[str, float]) -> 
 
 
 def largest_k(metrics: Iterable[str]) -> int | None:
-    """Values of k for pass@k in a validation's metrics; None if there are none."""
+    """Largest k of pass@k in a validation's metrics."""
     found = [int(known[1]) for name in metrics if (known := PASS_AT.fullmatch(name)) is not None]
     return max(found, default=None)
 
@@ -66,10 +66,10 @@ def write_summary(
     resumed_after: int = 0,
     findings: Iterable[Finding] = (),
 ) -> Path:
-    """`steps`: done by now, those before a resumption (`resumed_after`) included; times and tokens are this run's own.
-    `wall_s`: seconds, `total` and by phase. `exit_state`: "running", "completed", "interrupted", or "failed: <cause>".
+    """Replace summary.json atomically.
 
-    The file appears whole or not at all, and each call replaces what the one before has written.
+    `steps`: done by now, including those before a resumption (`resumed_after`); times and tokens are this run's own. `wall_s`: seconds,
+    `total` and by phase. `exit_state`: "running", "completed", "interrupted", or "failed: <cause>".
     """
     assert exit_state in ("running", "completed", "interrupted") or exit_state.startswith("failed: "), exit_state
     assert "total" in wall_s, "wall_s needs the total"
@@ -91,7 +91,7 @@ def write_summary(
 
 
 class LivePicture:
-    """The picture of a running run: drawn in a thread after a change, at most every `every_s` seconds."""
+    """Draws the picture in a thread after a change, at most every `every_s` seconds."""
 
     def __init__(self, draw: Callable[[], object], every_s: float = 30.0) -> None:
         self._draw = draw
@@ -105,7 +105,7 @@ class LivePicture:
             self._thread.start()
 
     def close(self) -> None:
-        """Stop drawing; no drawing runs when this returns."""
+        """Stop drawing; wait for a drawing in progress."""
         self._over.set()
         self._changed.set()
         if self._thread.is_alive():
@@ -120,7 +120,7 @@ class LivePicture:
 
 
 def _finite(value: object) -> object:
-    """JSON has no NaN and no infinity: null."""
+    """Replace NaN and infinity, which JSON lacks, by null."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

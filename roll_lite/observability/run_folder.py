@@ -1,4 +1,4 @@
-"""The folder of a run: run_dir/experiment/start time, and run_dir/latest pointing at the newest."""
+"""Run folder run_dir/experiment/start time, and run_dir/latest pointing at the newest."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from roll_lite.config.schema.run import RunConfig
 from roll_lite.files import kind_of
 
 CONFIG_FILE = "config.yaml"
-"""The run's configuration."""
 LATEST = "latest"
 
 
 def create_run_folder(run_dir: Path, experiment: str, now: datetime | None = None) -> Path:
-    """Made empty and owned by this run alone, also when two start in the same second."""
+    """Make an empty folder for this run alone, also if two start in the same second."""
     parts = Path(experiment).parts
     if not parts or parts[0] == LATEST or ".." in parts or Path(experiment).is_absolute():
         raise ValueError(f"experiment: {experiment!r} names no folder of its own under {run_dir}; a plain name such as `my_run` does")
@@ -39,8 +38,7 @@ def create_run_folder(run_dir: Path, experiment: str, now: datetime | None = Non
 
 
 def point_latest(run_dir: Path, folder: Path) -> None:
-    """Point `runs/latest` at the run, once its folder describes it. The link is replaced atomically: a reader finds the old run or the new
-    one."""
+    """Point run_dir/latest at the run; the link is replaced atomically."""
     link = run_dir / LATEST
     if link.exists() and not link.is_symlink():
         raise ValueError(f"run_dir: {link} is not a link; it has to make room for the link to the newest run")
@@ -51,7 +49,7 @@ def point_latest(run_dir: Path, folder: Path) -> None:
 
 
 def check_run_dir(config: RunConfig) -> Iterator[Problem]:
-    """Check that the existing part of run_dir is a writable folder. Only for runs, which create the rest."""
+    """Check that the existing part of run_dir is a writable folder; runs create the rest."""
     existing = next(folder for folder in (config.run_dir, *config.run_dir.parents) if kind_of(folder))
     if kind_of(existing) != "folder":
         yield Problem("run_dir", f"{existing} is a file; name a folder", str(config.run_dir))
@@ -63,7 +61,7 @@ def check_run_dir(config: RunConfig) -> Iterator[Problem]:
 
 
 def checkpoint_setting(run_folder: Path, key: str) -> Any:
-    """Setting of the section `checkpoint` in a run's configuration; None if it cannot be read."""
+    """Value in a run's `checkpoint` section; None if unreadable."""
     try:
         return yaml.safe_load((run_folder / CONFIG_FILE).read_text(encoding="utf-8"))["checkpoint"][key]
     except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError):

@@ -1,17 +1,7 @@
-"""Where a step's time goes. Phases hang on the verbs of the pipeline; what no phase covers is shown as `other`.
+"""Times of a step's phases. Used by one thread.
 
-    class Pipeline:
-        timers: StepTimers
-
-        @phase("generate")
-        def generate(self) -> Batch: ...
-
-    with pipeline.timers.step():
-        pipeline.generate()
-    pipeline.timers.last.phases["generate"]
-
-Used from the one thread that drives the run. A phase inside a phase is kept as `outer/inner` and is part of the outer one: it
-does not count again in the step's sum.
+`@phase("generate")` times a method of an object with `timers`. A phase inside a phase is kept as `outer/inner` and not added again to the
+step's sum; time outside all phases is `other`.
 """
 
 from __future__ import annotations
@@ -32,38 +22,36 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds."""
+    """Times in seconds."""
 
     total: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
-    """Outermost phases, in the order of their first start."""
+    """Outermost phases, by their first start."""
     inner: dict[str, float] = field(default_factory=dict)
-    """Nested phases, as `outer/inner`."""
 
     @property
     def other(self) -> float:
         return max(0.0, self.total - sum(self.phases.values()))
 
     def labelled(self) -> dict[str, float]:
-        """All times by label for the metric `time`: phases, nested phases, `other`, `step`."""
+        """Values of the metric `time`."""
         return {**self.phases, **self.inner, OTHER: self.other, STEP: self.total}
 
 
 class StepTimers:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.around: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
-        """Entered with the name of every phase, for what else happens while one runs: its time limit."""
+        """Context manager around every phase: its time limit."""
         self._clock = clock
         self._open: list[str] = []
         self._running: dict[str, float] | None = None
         self._totals: dict[str, float] = {}
         self._started = clock()
         self.last = StepTimes()
-        """The step that ended last."""
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Time a step; if it fails, the times so far are kept."""
+        """Time a step; a failed one keeps its times so far."""
         assert self._running is None and not self._open, "a step inside a step or a phase"
         self._running = {}
         start = self._clock()
@@ -79,7 +67,7 @@ class StepTimers:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time of a block; inside or outside of a step."""
+        """Time a block, inside or outside of a step."""
         assert "/" not in name and name not in (OTHER, STEP), f"not a name for a phase: {name}"
         self._open.append(name)
         path = "/".join(self._open)
@@ -98,13 +86,13 @@ class StepTimers:
                 self._totals[name] = self._totals.get(name, 0.0) + seconds
 
     def part(self, name: str, seconds: float) -> None:
-        """Time of a part of the open phase, kept as an inner phase: parts may overlap."""
+        """Add the time of a part of the open phase; parts may overlap."""
         if self._running is not None:
             path = "/".join([*self._open, name])
             self._running[path] = self._running.get(path, 0.0) + seconds
 
     def wall(self) -> dict[str, float]:
-        """Seconds of the run so far: `total` and each outermost phase, steps and everything between them."""
+        """Seconds of the run so far: `total` and each outermost phase, also outside of steps."""
         return {"total": self._clock() - self._started, **self._totals}
 
 
@@ -116,7 +104,7 @@ T = TypeVar("T", bound=HasTimers)
 
 
 def phase(name: str) -> Callable[[Callable[Concatenate[T, P], R]], Callable[Concatenate[T, P], R]]:
-    """Decorator for a method of an object with `timers`: the whole call is the phase."""
+    """Decorate a method of an object with `timers`: the call is the phase."""
 
     def decorate(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P], R]:
         @functools.wraps(method)

@@ -1,4 +1,4 @@
-"""Trackers of metrics. A tracker gets flat names and numbers once per step; a user's own class is created like those of `TRACKERS`."""
+"""Trackers get flat metric names and numbers once per step."""
 
 from __future__ import annotations
 
@@ -17,38 +17,36 @@ from roll_lite.config.schema.run import TrackerConfig
 
 METRICS_FILE = "metrics.jsonl"
 IDS_FILE = "trackers.json"
-"""File with each tracker's id of this run, so that a resumed run continues there."""
+"""Each tracker's id of this run: a resumed run continues there."""
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """Facts about the run for a tracker."""
-
     folder: Path
     experiment: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """The configuration, without secrets."""
+    """Configuration without secrets."""
     id: str | None = None
-    """This tracker's id of the resumed run, if any."""
+    """This tracker's id of the resumed run."""
 
 
 class Tracker(ABC):
-    """A class of your own is made with a `TrackedRun` and the `args` of its entry in the configuration."""
+    """Base class; a user's own is made with a `TrackedRun` and the `args` of its entry."""
 
     run_id: str | None = None
-    """The tracker's id of this run, if a later run can continue it."""
+    """Id under which a later run can continue."""
 
     @abstractmethod
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """May be called more than once for a step, with different names."""
+        """Log metrics; called repeatedly for a step, with different names."""
 
     @abstractmethod
     def close(self, exit_state: str = "completed") -> None:
-        """Safe to call twice. `exit_state`: completed, interrupted, or failed: <cause>."""
+        """Close, also twice. `exit_state`: completed, interrupted, or failed: <cause>."""
 
 
 class JsonlTracker(Tracker):
-    """`metrics.jsonl`: one object per call, on disk when the call returns. Numbers that JSON lacks (NaN, infinities) become null."""
+    """`metrics.jsonl`: one object per call, on disk when it returns. NaN and infinities become null."""
 
     def __init__(self, run: TrackedRun) -> None:
         self._file = (run.folder / METRICS_FILE).open("a", encoding="utf-8")
@@ -63,8 +61,6 @@ class JsonlTracker(Tracker):
 
 
 class TensorBoardTracker(Tracker):
-    """Event files under `tensorboard/`."""
-
     def __init__(self, run: TrackedRun) -> None:
         # Imported here: it takes a second that runs without this tracker need not spend.
         from torch.utils.tensorboard import SummaryWriter
@@ -80,7 +76,7 @@ class TensorBoardTracker(Tracker):
 
 
 class HistoryTracker(Tracker):
-    """Keeps all metrics in memory, one record per step, for the report. Records are replaced, never changed: a thread may be reading."""
+    """Metrics in memory, one record per step. Records are replaced, never changed: a thread may be reading."""
 
     def __init__(self) -> None:
         self.records: dict[int, dict[str, float]] = {}
@@ -93,7 +89,7 @@ class HistoryTracker(Tracker):
 
 
 class Trackers(Tracker):
-    """Several as one. One that fails on the way costs the run its metrics there, not the run."""
+    """Several trackers as one; one that fails is dropped, and the run continues."""
 
     def __init__(self, trackers: Sequence[Tracker], tell: Callable[[str], None] = lambda _: None) -> None:
         self._trackers = list(trackers)
@@ -115,13 +111,12 @@ class Trackers(Tracker):
 
 
 LOCAL: dict[str, Callable[[TrackedRun], Tracker]] = {"jsonl": JsonlTracker, "tensorboard": TensorBoardTracker}
-"""Trackers without arguments."""
 SERVICES = {
     "wandb": "roll_lite.observability.tracking_services.WandbTracker",
     "mlflow": "roll_lite.observability.tracking_services.MlflowTracker",
     "swanlab": "roll_lite.observability.tracking_services.SwanLabTracker",
 }
-"""Imported where they are wanted."""
+"""Imported only if used."""
 
 
 SECRET_VARIABLE = re.compile("key|token|secret|password|credential", re.IGNORECASE)
@@ -129,7 +124,7 @@ SHORTEST_SECRET = 6
 
 
 def for_trackers(settings: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Settings for trackers, without secrets (settings and environment variables with such names) and without the trackers' own section."""
+    """Settings without secrets (settings and values of environment variables with such names) and without the section `trackers`."""
     secrets = {value: name for name, value in environment.items() if SECRET_VARIABLE.search(name) and len(value) >= SHORTEST_SECRET}
 
     def shown(value: Any) -> Any:
@@ -145,7 +140,7 @@ def for_trackers(settings: Mapping[str, Any], environment: Mapping[str, str]) ->
 
 
 def build_trackers(configs: Sequence[TrackerConfig], run: TrackedRun, goes_on_from: Path | None = None) -> list[Tracker]:
-    """Build the configured trackers. `goes_on_from`: folder of the run that is resumed."""
+    """Build the configured trackers. `goes_on_from`: folder of the resumed run."""
     known = _ids(goes_on_from) if goes_on_from is not None else {}
     built = [_built(config, replace(run, id=known.get(config.name)), f"trackers.{index}") for index, config in enumerate(configs)]
     ids = {config.name: tracker.run_id for config, tracker in zip(configs, built, strict=True) if tracker.run_id is not None}

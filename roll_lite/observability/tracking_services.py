@@ -1,6 +1,5 @@
-"""Trackers of other projects: Weights & Biases, MLflow, SwanLab. They get metrics and settings, and nothing that they would look for
-themselves: no command line, environment variables, source code or console output. Whether something leaves the machine is for their
-own modes to say (`mode: offline`, `tracking_uri: sqlite:///...`)."""
+"""Weights & Biases, MLflow and SwanLab. They get metrics and settings only: no command line, environment, source code or console output.
+Their own modes (`mode: offline`, `tracking_uri: sqlite:///...`) decide whether data leaves the machine."""
 
 from __future__ import annotations
 
@@ -16,12 +15,12 @@ from roll_lite.observability.trackers import TrackedRun, Tracker
 
 STEP = "step"
 MLFLOW_BATCH = 100
-"""The most parameters of one call; of metrics it takes ten times as many."""
+"""MLflow's limit of parameters per call; ten times as many metrics."""
 MLFLOW_LONGEST = 500
 
 
 class WandbTracker(Tracker):
-    """Steps are a metric of their own, for a resumed run may repeat some."""
+    """Steps are a metric of their own, since a resumed run may repeat some."""
 
     def __init__(self, run: TrackedRun, **args: Any) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # read when it is imported
@@ -113,12 +112,12 @@ class SwanLabTracker(Tracker):
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Drop settings that no service can show."""
+    """Drop values that no service can show."""
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def _name(text: str) -> str:
-    """MLflow refuses other characters."""
+    """Replace characters that MLflow refuses."""
     return re.sub(r"[^\w\-./ ]", "_", text)
 
 
