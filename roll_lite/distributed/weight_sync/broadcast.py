@@ -1,11 +1,8 @@
 """Weight transfer by broadcast: gloo for host memory and TCP, NCCL between GPUs.
 
-Each channel has its own process group, so that several owners send in parallel. Before each bucket the members meet at the rendezvous,
-since a collective cannot name a missing member. Both sides broadcast on a thread: meanwhile a sender gathers the next bucket, and a
-receiver loads the last one. A gloo broadcast, or the creation of an NCCL communicator, cannot be cancelled before its own time-out: if
-other members break off, its thread is abandoned.
-
-With gloo one worker of each machine receives a bucket and shares it with the others through shared memory.
+Each channel has its own process group, so that owners send in parallel. Before each bucket the members meet at the rendezvous, since a
+collective cannot name a missing member. Broadcasts run on a thread, beside gathering and loading. A gloo broadcast, or the creation of an
+NCCL communicator, cannot be cancelled before its own time-out: if other members break off, its thread is abandoned.
 """
 
 from __future__ import annotations
@@ -44,20 +41,19 @@ from roll_lite.distributed.weight_sync.transport import (
 
 @dataclass(frozen=True)
 class Wire:
-    """Backend of a broadcast: torch's process groups behind one interface."""
+    """Backend of a broadcast."""
 
     connect: Callable[[TransferGroup, str, int, int], Any]
-    """Transfer group, prefix of its members' keys at the rendezvous, rank, size -> a process group."""
+    """Process group from transfer group, key prefix at the rendezvous, rank and size."""
     make: Callable[[int, int], Segment]
-    """Creates send buffers from bytes and number of readers."""
+    """Send buffer from bytes and number of readers."""
     device: str
-    """Device of the receive buffers."""
     polled: bool = False
-    """True if the end of a broadcast must be polled: NCCL only queues it on the GPU."""
+    """True if the end must be polled: NCCL only queues a broadcast on the GPU."""
 
 
 def _poll_of(is_done: Callable[[], bool]) -> Callable[[float], bool]:
-    """Adapt a check without a wait to `TransferGroup.poll`."""
+    """Adapt a check that does not wait to `TransferGroup.poll`."""
 
     def poll(pause: float) -> bool:
         if not is_done():
@@ -68,7 +64,7 @@ def _poll_of(is_done: Callable[[], bool]) -> Callable[[float], bool]:
 
 
 class _Addresses(Store):
-    """The rendezvous as gloo uses it to look up addresses; waits end when members break off."""
+    """Rendezvous as gloo looks up addresses in it; waits end when members break off."""
 
     def __init__(self, group: TransferGroup, prefix: str) -> None:
         super().__init__()
@@ -110,7 +106,7 @@ _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 @contextmanager
 def _unwatched() -> Iterator[None]:
-    """Create process groups without torch's watchdog thread, which would end the whole process when a member is gone."""
+    """Create process groups without torch's watchdog thread, which ends the process when a member is gone."""
     with _ENVIRONMENT:
         before = os.environ.get(_BLOCKING_WAIT)
         os.environ[_BLOCKING_WAIT] = "1"
@@ -128,7 +124,7 @@ NCCL = Wire(connect_nccl, GpuSegment, "cuda", polled=True)
 
 
 class _Broadcasts:
-    """Process groups of a member, one per channel, created when the channel's members first meet."""
+    """Process groups of a member, one per channel, created at first use."""
 
     def __init__(self, group: TransferGroup, wire: Wire) -> None:
         self._group = group
@@ -162,7 +158,6 @@ class _Broadcasts:
             raise TransferError(broke) from error
 
     def _begin(self, route: Route, buffer: torch.Tensor, begun: Future[Any]) -> None:
-        """Start a broadcast, on its own thread."""
         use_device_of(buffer)
         options = dist.BroadcastOptions()
         options.rootRank = 0
@@ -176,8 +171,8 @@ class _Broadcasts:
                     work.wait()
                 begun.set_result(work)
             finally:
-                # gloo's group waits for its broadcasts when it is freed, so it must live until here; and a traceback must not keep it
-                # alive, or its connections would stay open.
+                # gloo's group waits for its broadcasts when freed, so it must live until here; a traceback that kept it alive would keep
+                # its connections open.
                 group = work = None
         except Exception as error:  # the edge of the thread: raised where the future is awaited
             begun.set_exception(error)
@@ -196,7 +191,7 @@ class _Broadcasts:
             raise TransferError(f"weight transfer: {self._group.name} has left the transfer group")
 
     def close(self) -> None:
-        """Close the groups, also after a failure: other members would wait for this one until their time-out."""
+        """Close the groups, also after a failure: other members would wait until their time-out."""
         self._closed = True
         groups, self._groups = self._groups, {}
         for group in groups.values():
@@ -205,7 +200,7 @@ class _Broadcasts:
 
 
 def _own_address(host: str, port: int) -> str:
-    """Address of this machine towards the rendezvous. By default gloo resolves the host name, which often fails or is unreachable."""
+    """Address of this machine towards the rendezvous; the host name, gloo's default, is often unreachable."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)  # sends nothing
@@ -219,7 +214,7 @@ class BroadcastSender(BufferedSender):
         self._thread = ThreadPoolExecutor(1, "weights")
 
     def _dispatch(self, route: Route, layout: FlatLayout, segment: Segment) -> Await:
-        """Broadcast on the thread. When it has ended here, the receivers have the bucket."""
+        """Broadcast on the thread; its end means that the receivers have the bucket."""
         sent = self._thread.submit(self.broadcasts.broadcast, route, layout, segment.whole)
         return lambda: sent.result() or {}
 
@@ -292,7 +287,7 @@ class GlooSender(BroadcastSender):
 
 
 class GlooReceiver(BroadcastReceiver):
-    """Receives once per machine: the first worker receives into shared memory, which the others read."""
+    """Receives once per machine: its first worker receives into shared memory, which the others read."""
 
     def __init__(self, group: TransferGroup) -> None:
         super().__init__(group, GLOO)

@@ -1,4 +1,4 @@
-"""The two ends of a weight update, the sender in a training rank and the receiver in an engine worker, and choice of their transport."""
+"""Ends of a weight update, sender in a training rank and receiver in an engine worker, and choice of their transport."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ AUTO = "auto"
 
 
 def transport_of(group: TransferGroup) -> Transport:
-    """Transport of a whole group."""
     wanted = group.membership.transport
     if wanted == AUTO:
         return SIDE_BY_SIDE
@@ -41,7 +40,7 @@ def transport_of(group: TransferGroup) -> Transport:
 
 
 def ways_of(group: TransferGroup, route: Route) -> list[tuple[str, Route]]:
-    """Split a route by transport; each part has its own receivers. All members compute the same result."""
+    """Split a route's receivers by transport. All members compute the same result."""
     if group.membership.transport != AUTO:
         return [(group.membership.transport, route)]
     parts: dict[tuple[str, int], list[int]] = {}
@@ -56,7 +55,6 @@ def ways_of(group: TransferGroup, route: Route) -> list[tuple[str, Route]]:
 
 
 def link(sender: Home, receiver: Home) -> str:
-    """Transport between two members."""
     together = sender.machine == receiver.machine
     if sender.device and receiver.device:
         if together and sender.device in receiver.visible:
@@ -95,7 +93,7 @@ def obstacle(name: str, group: TransferGroup) -> str | None:
 
 
 class SideBySideSender(TransportSender):
-    """Sends each bucket by one or more transports, each to its own receivers; the bucket is gathered once."""
+    """Sends each bucket, gathered once, by several transports, each to its own receivers."""
 
     def __init__(self, group: TransferGroup) -> None:
         super().__init__(group)
@@ -124,8 +122,6 @@ class SideBySideSender(TransportSender):
 
 
 class SideBySideReceiver(TransportReceiver):
-    """Receives each bucket by the transport that connects this worker with its sender."""
-
     def __init__(self, group: TransferGroup) -> None:
         super().__init__(group)
         self._halves: dict[str, TransportReceiver] = {}
@@ -158,7 +154,7 @@ SIDE_BY_SIDE = Transport(SideBySideSender, SideBySideReceiver)
 
 
 class WeightSender:
-    """The sender in a training rank. Gathering a bucket is collective: every rank makes the same calls, owner of tensors or not."""
+    """Sender in a training rank. Gathering is collective: every rank makes the same calls, owner of tensors or not."""
 
     def __init__(self, strategy: TrainStrategy, rank: int) -> None:
         self._strategy = strategy
@@ -169,23 +165,22 @@ class WeightSender:
         """Memory lent in earlier epochs."""
         self._export: ExportPlan | None = None
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        """Seconds of the last update by phase: `gather`, and the transport's own phases."""
+        """Seconds of the last update by phase: `gather`, and the transport's own."""
         self.by_transport: defaultdict[str, float] = defaultdict(float)
-        """Seconds of the last update by transport."""
         self.nbytes: dict[str, int] = {}
-        """Bytes that this rank sends per update, by transport; a broadcast counts once."""
+        """Bytes that this rank sends per update; a broadcast counts once."""
 
     def plan(self, bucket_bytes: int) -> ExportPlan:
         self._export = self._strategy.export_plan(bucket_bytes)
         return self._export
 
     def host(self, address: str, timeout_s: float) -> int:
-        """Host the transfer group's rendezvous on this rank; returns its port."""
+        """Host the rendezvous on this rank; returns its port."""
         self._store = rendezvous_store(address, timeout_s)
         return self._store.port
 
     def join(self, plan: TransferPlan, membership: Membership) -> None:
-        """Join an epoch of the transfer group and leave the last one. Ranks without tensors do not send."""
+        """Join an epoch and leave the last one. Ranks without tensors do not send."""
         self.leave()
         self._routes = {routes[0].bucket: routes for routes in by_bucket(plan.routes)}
         if self._rank in plan.trainers:
@@ -198,7 +193,7 @@ class WeightSender:
             self.nbytes = {name: sum(part.nbytes for other, part in ways if other == name) for name in dict(ways)}
 
     def send(self) -> None:
-        """Gather and send bucket by bucket. If sending fails, the remaining buckets are still gathered, since other ranks need this one."""
+        """Gather and send all buckets. After a failure the rest is still gathered, since other ranks need this one."""
         failure: TransferError | None = None
         self.seconds, self.by_transport = defaultdict(float), defaultdict(float)
         if self._half is not None:
@@ -225,7 +220,7 @@ class WeightSender:
                 self.by_transport.update(dict.fromkeys(self.nbytes, self.seconds["copy"] + self.seconds["wait"]))
 
     def checksums(self, names: Collection[str]) -> dict[str, str]:
-        """Checksums of the named tensors that this rank owns, in the dtype in which they are sent."""
+        """Checksums of the named tensors of this rank, in the dtype in which they are sent."""
         dtypes = {tensor.name: tensor.dtype for routes in self._routes.values() for tensor in tensors_of(routes)}
         return {
             name: checksum(tensor.to(dtypes[name]))
@@ -250,21 +245,20 @@ class WeightSender:
 
 
 class WeightReceiver:
-    """The receiver in an engine worker. Its arguments are plain types, since the engine's own remote calls carry them."""
+    """Receiver in an engine worker. Arguments are plain types, since the engine's own remote calls carry them."""
 
     def __init__(self, set_aside: bool = False) -> None:
         """`set_aside`: loading leaves the model unchanged until the update is finished."""
         self._set_aside = set_aside
         self._half: TransportReceiver | None = None
         self._begun = False
-        """True if loading has begun in this epoch."""
         self.touched = False
         """True if the model holds part of an update: neither the old nor the new weights."""
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        """Seconds of the update: waiting for buckets (`receive`) and loading them (`load`)."""
+        """Seconds of waiting for buckets (`receive`) and of loading them (`load`)."""
 
     def join(self, membership: Mapping[str, Any], number: int) -> None:
-        """Join an epoch of the transfer group as this member and leave the last one. An unfinished update is dropped."""
+        """Join an epoch and leave the last one. An unfinished update is dropped."""
         self.leave()
         self._begun = False
         group = TransferGroup(Membership.of(membership), number)
@@ -281,8 +275,8 @@ class WeightReceiver:
         """Receive a bucket over all routes that lead here and load it, while the following one arrives.
 
         The old weights stay until the first bucket has arrived. Then `begin(again)` is called, once per update; `again`: an earlier update
-        broke off half-way. `all_say(ok)`: whether all workers of the engine are ok. They load together or not at all, since some layers
-        compute with other workers' parts.
+        broke off half-way. `all_say(ok)`: all workers of the engine are ok. They load together or not at all, since some layers compute
+        with other workers' parts.
         """
         if self._half is None:
             raise RuntimeError("the engine has not joined a transfer group: connect_weights comes first")
@@ -317,7 +311,7 @@ class WeightReceiver:
         return [route for route in map(Route.of, routes) if self._half.group.number in route.receivers]
 
     def finish(self, put_in_place: Callable[[], object]) -> dict[str, float]:
-        """Put the new weights in place after the last bucket; returns the update's seconds by phase."""
+        """Put the new weights in place; returns the update's seconds by phase."""
         started = time.monotonic()
         put_in_place()
         self._begun = self.touched = False

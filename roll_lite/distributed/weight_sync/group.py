@@ -1,7 +1,4 @@
-"""The transfer group: its members and their machines, its epoch, and announcements before and after each bucket.
-
-All of this passes through a rendezvous store; the transports move the weights themselves.
-"""
+"""The transfer group: members, epoch, and announcements before and after each bucket, all through a rendezvous store."""
 
 from __future__ import annotations
 
@@ -26,16 +23,13 @@ from roll_lite.distributed.weight_sync.plan import Channel, Membership, Route
 
 @dataclass(frozen=True)
 class Home:
-    """Machine, GPU and process of a member."""
-
     machine: str
     """Equal for processes that can map each other's memory: same machine, container and user."""
     device: str = ""
-    """UUID of its GPU, which unlike a device number means the same in every process. Empty: CPU."""
+    """UUID of its GPU, the same in every process, unlike a device number. Empty: CPU."""
     visible: tuple[str, ...] = ()
-    """UUIDs of the GPUs whose memory it can read, its own included."""
+    """UUIDs of the GPUs whose memory it can read, including its own."""
     process: int = 0
-    """Process id."""
 
     @staticmethod
     def of(plain: Mapping[str, Any]) -> Home:
@@ -63,12 +57,12 @@ def uuid_of(number: int) -> str:
 
 LONGEST_PAUSE_S = 0.01  # between two polls
 _LONGER = 1.2
-"""Growth of the polling pause: the delay stays a small share of the time waited."""
+"""Growth of the polling pause."""
 
 _CLIENT_S = 30.0
 _EPOCH = "epoch"
 _INTERRUPTED = "interrupted"
-"""Epoch written by `interrupt`; member 0 writes _EPOCH. One writer each, so that neither value decreases."""
+"""Key written by `interrupt`; member 0 writes _EPOCH. One writer each, so that neither value decreases."""
 _CLOSED = "closed"
 _OPENED = "opened/"
 _KEPT_STEPS = 2
@@ -76,15 +70,15 @@ _KEPT_STEPS = 2
 
 
 class TransferError(RuntimeError):
-    """The transfer group is unusable; both sides must connect again."""
+    """Transfer group unusable: both sides must connect again."""
 
 
 class TransferTimeout(TransferError):
-    """A member is missing; the message names it."""
+    """A member, named in the message, is missing."""
 
 
 class StaleEpoch(TransferError):
-    """Membership has changed since this member connected, or another member broke off: the cause is elsewhere."""
+    """Membership has changed, or another member broke off: the cause is elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -92,15 +86,14 @@ class Transferred:
     """Result of one side's part in an update."""
 
     failure: str | None = None
-    """Cause if it broke off; possibly another member's fault."""
+    """Cause, if it broke off; possibly another member's fault."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by phase."""
     nbytes: Mapping[str, int] = field(default_factory=dict)
     """Bytes that a trainer sent, by transport."""
     by_transport: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of sending without gathering, by transport."""
+    """Seconds of sending without gathering."""
     stale: bool = False
-    """True if it broke off because others had."""
+    """Broke off because others had."""
 
     @classmethod
     def broke_off(cls, error: TransferError) -> Transferred:
@@ -117,49 +110,46 @@ def largest(members: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Announcement:
-    """Announcement of a bucket by a member."""
-
     signature: str
-    """Identifies the bucket; members that are out of step notice before they exchange bytes."""
+    """Identifies the bucket: members that are out of step notice before they exchange bytes."""
     handle: str = ""
-    """Location of the bytes, for transports whose receivers fetch them."""
+    """Location of the bytes, if receivers fetch them."""
 
 
 Moment = Literal["here", "done"]
-"""`here`: the sender's bucket is ready, or the receiver is. `done`: the receiver no longer needs the sender's buffer."""
+"""`here`: the sender's bucket, or the receiver, is ready. `done`: the receiver no longer needs the sender's buffer."""
 
 
 def rendezvous_store(host: str, timeout_s: float = 300.0) -> TCPStore:
-    """Start a rendezvous on a port chosen by the system, `store.port`. Keep the store, which is the server, while the group is used."""
+    """Start a rendezvous on a free port, `store.port`. It ends with the returned store."""
     return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
 
 
 def rendezvous_client(host: str, port: int) -> TCPStore:
-    """Connect to a running rendezvous, for `interrupt`. Connecting blocks, without limit if its process is stopped."""
+    """Connect to a running rendezvous. Blocks without limit if its process is stopped."""
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CLIENT_S))
 
 
 def interrupt(rendezvous: TCPStore, epoch: int) -> None:
-    """End all waits of earlier epochs at this rendezvous; their members must connect again. `epoch`: the new one.
+    """End all waits of epochs before `epoch`; their members must connect again. Does not block.
 
-    Does not block. A rendezvous that is gone is no failure: its host's death is reported elsewhere.
+    A rendezvous that is gone is no failure: its host's death is reported elsewhere.
     """
     with suppress(dist.DistNetworkError):
         rendezvous.set(_INTERRUPTED, str(epoch))
 
 
 class TransferGroup:
-    """The transfer group as one member sees it. The constructor blocks until all members of the epoch have joined."""
+    """Transfer group as one member sees it. The constructor blocks until all members have joined."""
 
     def __init__(self, membership: Membership, number: int, home: Home | None = None) -> None:
-        """`home`: location of this process; None: find out."""
         assert 0 <= number < len(membership.members), f"member {number} of {len(membership.members)}"
         self.membership = membership
         self.number = number
         self.failure: str | None = None
         self._steps: defaultdict[Channel, int] = defaultdict(int)
         self._told: defaultdict[Channel, deque[tuple[int, str]]] = defaultdict(deque)
-        """Step and key of this member's announcements that are not deleted yet."""
+        """Step and key of announcements not yet deleted."""
         host, port, timeout_s = membership.host, membership.port, membership.timeout_s
         try:
             self.store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
@@ -173,14 +163,13 @@ class TransferGroup:
             joined = {self._joined(other): other for other in range(len(membership.members))}
             self._await(joined, "join the transfer group")
             self.homes = [Home.of(json.loads(said)) for said in self.store.multi_get(list(joined))]
-            """Location of each member."""
 
     @property
     def name(self) -> str:
         return self.membership.members[self.number]
 
     def close(self) -> None:
-        """Leave the group; ends the waits of its threads too."""
+        """Leave the group; ends its threads' waits."""
         self.failure = _CLOSED
 
     @contextmanager
@@ -202,7 +191,7 @@ class TransferGroup:
 
     @contextmanager
     def exchange(self) -> Iterator[None]:
-        """Guard an exchange of bytes. After a failure the state is unknown, and all members must connect again."""
+        """Guard an exchange of bytes: after a failure all members must connect again."""
         if self.failure is not None:
             raise TransferError(f"weight transfer: connect again, the group failed earlier: {self.failure}")
         try:
@@ -214,7 +203,7 @@ class TransferGroup:
     # ------------------------------------------------------------ buckets
 
     def step(self, route: Route) -> int:
-        """Next bucket number on the route's channel; each member of the channel calls this once per bucket."""
+        """Next bucket number on the channel; each member calls this once per bucket."""
         number = self._steps[route.channel]
         self._steps[route.channel] = number + 1
         return number
@@ -226,7 +215,7 @@ class TransferGroup:
         self._told[route.channel].append((step, key))
 
     def hear(self, route: Route, step: int, moment: Moment) -> dict[int, Announcement]:
-        """Wait for the announcements of the other side: the sender for all receivers, a receiver for the sender."""
+        """Wait for the other side's announcements: all receivers', or the sender's."""
         others = route.receivers if self.number == route.sender else (route.sender,)
         keys = {self._key(route, step, moment, other): other for other in others}
         told = self._told[route.channel]
@@ -239,7 +228,7 @@ class TransferGroup:
         return {other: Announcement(**json.loads(value)) for other, value in zip(others, said, strict=True)}
 
     def meet(self, route: Route, said: Announcement) -> dict[int, Announcement]:
-        """Wait for the other side and check that both are at the same bucket."""
+        """Wait for the other side; check that both are at the same bucket."""
         step = self.step(route)
         self.tell(route, step, "here", said)
         heard = self.hear(route, step, "here")
@@ -257,12 +246,12 @@ class TransferGroup:
     # ------------------------------------------------------------ memory that is lent beyond an epoch
 
     def opens(self, name: str) -> None:
-        """Note that this member is about to open the memory lent to it under this name."""
+        """Note that this member is about to open memory lent under this name."""
         with self._rendezvous():
             self.store.set(_OPENED + name, self.name)
 
     def forget_opened(self, name: str) -> bool:
-        """True if the memory was opened; forgets the note."""
+        """Whether the memory was opened; forgets the note."""
         with self._rendezvous():
             return bool(self.store.check([_OPENED + name])) and bool(self.store.delete_key(_OPENED + name))
 
@@ -293,7 +282,7 @@ class TransferGroup:
             raise StaleEpoch(f"weight transfer: {self.name} waits no longer, {who}; connect again")
 
     def _await(self, keys: Mapping[str, int], what: str) -> None:
-        """Poll for keys. The store's own wait logs a warning at each time-out and cannot name the missing key."""
+        """Poll for keys: the store's own wait cannot name the missing one, and logs each time-out."""
         missing = dict(keys)
 
         def arrived(pause: float) -> bool:
@@ -306,8 +295,9 @@ class TransferGroup:
         self.poll(arrived, what, lambda: ", ".join(self.membership.members[owner] for owner in missing.values()))
 
     def poll(self, is_done: Callable[[float], bool], what: str, who: Callable[[], str] = lambda: "somebody") -> None:
-        """Poll until a joint operation is done, a member breaks off, or the time is up. `is_done(seconds)` may wait that long; `who` names
-        the missing members."""
+        """Poll until a joint operation is done, a member breaks off, or time is up. `is_done(seconds)` may wait that long; `who` names
+        missing members.
+        """
         deadline = time.monotonic() + self.membership.timeout_s
         pause = 0.0002
         while not is_done(pause):

@@ -1,7 +1,7 @@
 """Memory segments for buckets, and their export to other processes.
 
-A host segment has no name, only a file descriptor in the process that made it, through which others open it; it vanishes with the last
-process that maps it. A GPU segment is exported by CUDA IPC once for each reader, since an export counts one reader.
+Host segments are opened through the maker's file descriptor and vanish with the last process that maps them. GPU segments are exported by
+CUDA IPC once per reader, since an export counts one reader.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ import torch
 from roll_lite.distributed.weight_sync.group import Home, TransferError, uuid_of
 
 Export = tuple[Callable[..., torch.Tensor], Sequence[Any]]
-"""A function and its arguments that rebuild the tensor in another process."""
+"""Function and arguments that rebuild the tensor in another process."""
 
 
 class Lent(NamedTuple):
-    """An export that its reader must give back once it has opened it."""
+    """Export that its reader must give back once opened."""
 
     to: Home
     export: Export
     name: str
-    """Name under which the reader notes that it opened the export."""
+    """Name under which the reader notes opening it."""
 
 
 class Watched:
-    """Bytes with views; knows whether views are still in use."""
+    """Bytes that know whether views of them are in use."""
 
     def __init__(self, whole: torch.Tensor) -> None:
         self.whole = whole
@@ -49,27 +49,26 @@ def _users(tensor: torch.Tensor) -> int:
 
 
 def _roomy(nbytes: int) -> int:
-    """Round up to a power of two, so that buckets of different size share segments. Unwritten host memory costs nothing."""
+    """Round up to a power of two, so that buckets share segments. Unwritten host memory costs nothing."""
     return 1 << (nbytes - 1).bit_length()
 
 
 class Segment(Watched):
-    """A sender's buffer in host memory, private to its process."""
+    """Sender's buffer in host memory, private to its process."""
 
     handle = ""
-    """Handle through which other processes open it."""
     exports: Sequence[Export] = ()
-    """Exports, one per reader; each reader gives its own back."""
+    """One export per reader, which gives it back."""
 
     def __init__(self, nbytes: int, readers: int) -> None:
         super().__init__(torch.empty(_roomy(nbytes), dtype=torch.uint8))
 
     def close(self) -> None:
-        """Release the segment; processes that opened it keep their mapping."""
+        """Release the segment; readers keep their mapping."""
 
 
 class SharedSegment(Segment):
-    """A segment in host memory that other processes can open."""
+    """Host segment that other processes can open."""
 
     def __init__(self, nbytes: int, readers: int) -> None:
         nbytes = _roomy(nbytes)
@@ -88,14 +87,14 @@ class SharedSegment(Segment):
 
 
 class GpuSegment(Segment):
-    """A segment on this process's GPU, private to it."""
+    """Segment on this process's GPU, private to it."""
 
     def __init__(self, nbytes: int, readers: int) -> None:
         Watched.__init__(self, torch.empty(nbytes, dtype=torch.uint8, device=GPU))
 
 
 class ExportedSegment(GpuSegment):
-    """A segment on this process's GPU, exported to readers; they find the GPU by its UUID."""
+    """GPU segment exported to readers, which find the GPU by its UUID."""
 
     def __init__(self, nbytes: int, readers: int) -> None:
         super().__init__(nbytes, readers)
@@ -104,14 +103,13 @@ class ExportedSegment(GpuSegment):
 
 
 def export(tensor: torch.Tensor) -> Export:
-    """Export a tensor for one reader."""
     from torch.multiprocessing.reductions import reduce_tensor
 
     return reduce_tensor(tensor)
 
 
 def take_back(lent: Iterable[Lent], homes: Collection[Home], was_opened: Callable[[str], bool]) -> None:
-    """Free exports whose readers died or never opened them. `homes`: locations of the living processes, which give back their own.
+    """Free exports whose readers died or never opened them. `homes`: the living processes, which give back their own.
 
     torch keeps exported memory, even after the exporter dropped it, until every reader has decremented its counter.
     """
@@ -127,27 +125,26 @@ def name_of_export(handle: str, reader: int) -> str:
 
 
 def count_down(one: Export) -> None:
-    """Decrement the export's counter, as a reader does when it drops the tensor."""
+    """Decrement the export's counter, as a reader that drops the tensor does."""
     _, arguments = one
     arguments[_STORAGE]._release_ipc_counter(*arguments[_COUNTER], device=arguments[_DEVICE])
 
 
 def collect() -> None:
-    """Let torch free exports without readers."""
     torch.cuda.ipc_collect()
 
 
 _STORAGE = 4
 """Index of the storage's class in an export's arguments."""
 _DEVICE = 6
-"""Index of the sender's device number; the receiver may have another number for the GPU."""
+"""Index of the sender's device number, which may differ in the receiver."""
 _COUNTER = slice(11, 13)
-"""Indices of the counter's file and its offset there."""
+"""Indices of the counter's file and offset."""
 
 GPU = "cuda"
 
 Open = Callable[[str, int], torch.Tensor]
-"""Opens a segment, given its handle and the reader's index. OSError if it cannot be reached."""
+"""Opens a segment from its handle and the reader's index. OSError if out of reach."""
 
 
 def open_shared(handle: str, reader: int) -> torch.Tensor:
@@ -168,17 +165,16 @@ def open_exported(handle: str, reader: int) -> torch.Tensor:
 
 
 def local_number(uuid: str) -> int:
-    """Device number of a GPU in this process."""
     return [uuid_of(number) for number in range(torch.cuda.device_count())].index(uuid)
 
 
 def wait_for_device(tensor: torch.Tensor) -> None:
-    """Wait for the device's pending work, so that other processes may read the tensor."""
+    """Wait for the device's pending work: then other processes may read the tensor."""
     if tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()
 
 
 def use_device_of(tensor: torch.Tensor) -> None:
-    """Switch this thread to the tensor's GPU. A new thread starts on the first visible GPU and would allocate memory there."""
+    """Switch this thread to the tensor's GPU; a new thread would allocate on the first visible one."""
     if tensor.is_cuda:
         torch.cuda.set_device(tensor.device)

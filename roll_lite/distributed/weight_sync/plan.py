@@ -1,4 +1,4 @@
-"""Transfer plan: the tensors that travel to the engines and their routes. Made from the trainer's export plan, anew when engines change."""
+"""Transfer plan: tensors that travel to the engines and their routes. Made from the trainer's export plan, anew when engines change."""
 
 from __future__ import annotations
 
@@ -17,24 +17,22 @@ Channel = tuple[int, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class ExportedTensor:
-    """Tensor of the Hugging Face checkpoint and its owner."""
-
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     owner: int
-    """Rank that holds the full tensor after gathering: the lowest one that takes part."""
+    """Lowest rank that gathers the full tensor."""
     bucket: int
-    """Tensors of a bucket travel together and are loaded together."""
+    """Tensors of a bucket travel and load together."""
     cast_from: torch.dtype | None = None
-    """The owner's dtype, if the tensor is cast before sending."""
+    """Owner's dtype, if the tensor is cast before sending."""
 
     @property
     def nbytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def sent_as(self, dtype: torch.dtype | None) -> ExportedTensor:
-        """The tensor as sent to engines of this dtype: cast if that saves bytes; otherwise the engine casts, to the same values."""
+        """The tensor as sent to engines of this dtype: cast only if that saves bytes; otherwise the engine casts, to the same values."""
         if dtype is None or not self.dtype.is_floating_point or dtype.itemsize >= self.dtype.itemsize:
             return self
         return replace(self, dtype=dtype, cast_from=self.dtype)
@@ -53,7 +51,7 @@ class ExportPlan:
 
 @dataclass(frozen=True)
 class Route:
-    """Route of a bucket, or of some experts in it, from its owner to engine workers; both are member numbers of the transfer group."""
+    """Route of a bucket, or of some experts in it, from its owner to engine workers (member numbers)."""
 
     bucket: int
     sender: int
@@ -70,11 +68,10 @@ class Route:
 
     @property
     def aligned_nbytes(self) -> int:
-        """Size in a buffer."""
         return sum(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in self.tensors)
 
     def plain(self) -> dict[str, Any]:
-        """Plain form for an engine's own remote calls, which take numbers, strings and lists only."""
+        """Numbers, strings and lists for an engine's own remote calls."""
         tensors = [[t.name, list(t.shape), str(t.dtype).removeprefix("torch."), t.owner] for t in self.tensors]
         return {"bucket": self.bucket, "sender": self.sender, "receivers": list(self.receivers), "tensors": tensors}
 
@@ -91,7 +88,7 @@ class Route:
 class Membership:
     """Members of the weight updates, and their rendezvous.
 
-    When an engine leaves or joins, the group gets a new epoch: all members connect again, and members of earlier epochs are refused.
+    When engines leave or join, the group gets a new epoch: all members connect again, earlier epochs are refused.
     """
 
     epoch: int
@@ -99,12 +96,11 @@ class Membership:
     host: str
     port: int
     timeout_s: float
-    """Time after which a missing member is an error."""
     members: tuple[str, ...]
-    """Names for messages; the index is the member's number."""
+    """Names for messages, by member number."""
     channels: tuple[Channel, ...]
     bucket_nbytes: int = 0
-    """Size of the largest bucket, not counting buckets of a single large tensor; buffers of this size fit all others."""
+    """Size of the largest bucket, except buckets of one large tensor."""
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
@@ -117,14 +113,13 @@ class Membership:
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """Members: trainers that own tensors, in the order of their ranks, then the workers of each engine."""
+    """Members are trainers that own tensors, by rank, then the workers of each engine."""
 
     routes: tuple[Route, ...]
-    """Routes, in the order in which all members process them."""
+    """Order in which all members process them."""
     trainers: tuple[int, ...]
-    """Trainer ranks; the index is the member number."""
+    """Ranks by member number."""
     engines: Mapping[int, int]
-    """Number of workers by engine."""
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -132,7 +127,7 @@ class TransferPlan:
         return (*(f"trainer rank {rank}" for rank in self.trainers), *workers)
 
     def first_member(self, engine: int) -> int:
-        """Member number of an engine's first worker; its others follow."""
+        """Member number of an engine's first worker; the others follow."""
         before = list(self.engines).index(engine)
         return len(self.trainers) + sum(list(self.engines.values())[:before])
 
@@ -154,7 +149,7 @@ def plan_transfers(
 ) -> TransferPlan:
     """Plan the routes: owners send buckets to all engine workers, experts only to the workers that hold them.
 
-    `engines`: number of workers by engine. `dtype`: the engines'. `expert_parallel`: workers of an engine that share the experts, in order.
+    `engines`: number of workers by engine. `dtype`: the engines'. `expert_parallel`: workers that share an engine's experts, in order.
     """
     assert engines and all(workers > 0 for workers in engines.values()), f"engines without workers: {engines}"
     assert expert_parallel == 1 or set(engines.values()) == {expert_parallel}, f"{engines} cannot share experts {expert_parallel}-fold"
@@ -177,15 +172,14 @@ def plan_transfers(
 
 
 def _require_one_owner(export: ExportPlan) -> None:
-    """Assert that each bucket has one owner. With gloo a worker forwards several owners' buckets through the same two buffers: a bucket of
-    two owners could deadlock."""
+    """Assert that each bucket has one owner: with gloo a worker forwards all through the same two buffers: two owners could deadlock."""
     for bucket in export.buckets():
         owners = sorted({tensor.owner for tensor in bucket})
         assert len(owners) == 1, f"bucket {bucket[0].bucket} belongs to trainer ranks {owners}; a bucket has one owner"
 
 
 def _workers_of_experts(names: Sequence[str], expert_parallel: int) -> dict[str, int]:
-    """Engine worker that holds each expert's tensor. Empty if all workers hold a part of every expert."""
+    """Worker that holds each expert's tensor. Empty if all hold a part of every expert."""
     if expert_parallel == 1:
         return {}
     experts = {name: int(found[1]) for name in names if (found := _EXPERT.search(name))}
@@ -195,7 +189,7 @@ def _workers_of_experts(names: Sequence[str], expert_parallel: int) -> dict[str,
 
 
 def by_bucket(routes: Iterable[Route]) -> list[list[Route]]:
-    """Group routes by bucket, in the order of each bucket's first route."""
+    """Routes by bucket, in the order of first appearance."""
     grouped: dict[int, list[Route]] = {}
     for route in routes:
         grouped.setdefault(route.bucket, []).append(route)
@@ -203,5 +197,4 @@ def by_bucket(routes: Iterable[Route]) -> list[list[Route]]:
 
 
 def tensors_of(routes: Sequence[Route]) -> list[ExportedTensor]:
-    """Tensors of the routes, each once."""
     return list({tensor.name: tensor for route in routes for tensor in route.tensors}.values())

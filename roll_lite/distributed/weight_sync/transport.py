@@ -1,16 +1,13 @@
 """Common parts of the transports: a sending half in trainers, a receiving half in engine workers.
 
-The halves share only the transfer group, through which they announce each bucket: contents, size and location. Before a collective both
-wait for each other (`TransferGroup.meet`). If receivers fetch, a receiver waits for the sender, and the sender for `done` before it reuses
-a buffer.
+The halves announce each bucket through the transfer group. Before a collective both wait for each other (`TransferGroup.meet`). If
+receivers fetch, a receiver waits for the sender, and the sender for `done` before it reuses a buffer.
 
-A bucket travels as one flat byte buffer. Both halves compute its layout from the same list of tensors, so only bytes cross the wire, and
-the receiver cuts views instead of copying. A sender has two buffers per channel: it fills one while the other travels and is loaded. A
-receiver of copies has two as well.
+A bucket travels as one byte buffer whose layout both halves compute from the same list of tensors; the receiver cuts views instead of
+copying. A sender has two buffers per channel: it fills one while the other travels and is loaded.
 
-The first transport is here too: memory that both sides can read, of a machine or of a GPU that both see. Every engine worker reads a bucket
-in the sender's segment, which is reused once every worker is done with the bucket and keeps none of its tensors: an engine may hold tensors
-until a layer is complete.
+The first transport is here too: memory that both sides can read, of a machine or of a GPU. A segment is reused once every worker is done
+with its bucket and keeps none of its tensors: an engine may hold tensors until a layer is complete.
 """
 
 from __future__ import annotations
@@ -30,27 +27,22 @@ from roll_lite.distributed.weight_sync.memory import Lent, Open, Segment, Watche
 from roll_lite.distributed.weight_sync.plan import ALIGNMENT, Channel, ExportedTensor, Route
 
 BUCKETS_AHEAD = 2
-"""Buckets in flight: one is written while the last one is sent and read."""
-
 Await = Callable[[], Mapping[int, set[str]]]
-"""Waits until every receiver is done with a bucket; returns the segment handles that each receiver still uses."""
+"""Waits until every receiver is done; returns the segment handles that each still uses."""
 
 
 class Lane:
-    """Send buffers of one channel."""
-
     def __init__(self, make: Callable[[int, int], Segment], readers: int, usual_nbytes: int) -> None:
         self._make = make
         self._usual_nbytes = usual_nbytes
         self._readers = readers
         self._segments: list[Segment] = []
         self.under_way: deque[tuple[Segment, Await]] = deque()
-        """Buckets in flight."""
         self._kept: dict[int, set[str]] = {}
-        """Segment handles that each receiver still used at its last `done`."""
+        """Segment handles that each receiver used at its last `done`."""
 
     def segment(self, nbytes: int) -> Segment:
-        """The smallest free segment that is large enough, or a new one. Waits while too many buckets are in flight."""
+        """Smallest free segment that fits, or a new one. Waits while too many buckets are in flight."""
         while len(self.under_way) >= BUCKETS_AHEAD:
             self.await_oldest()
         used = {id(segment) for segment, _ in self.under_way}
@@ -66,7 +58,6 @@ class Lane:
         self.under_way.popleft()
 
     def lent(self, readers: Sequence[Home]) -> Iterator[Lent]:
-        """Exports of all segments, one per reader."""
         for segment in self._segments:
             for place, export in enumerate(segment.exports):
                 yield Lent(readers[place], export, name_of_export(segment.handle, place))
@@ -88,18 +79,15 @@ def timed(seconds: defaultdict[str, float], what: str) -> Iterator[None]:
 
 
 class TransportSender(ABC):
-    """The sending half, in trainer ranks that own tensors."""
-
     def __init__(self, group: TransferGroup) -> None:
         self.group = group
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        """Seconds of writing buckets (`copy`) and of waiting for free buffers or receivers (`wait`)."""
+        """Seconds of writing buckets (`copy`) and of waiting for buffers or receivers (`wait`)."""
         self.by_transport: defaultdict[str, float] = defaultdict(float)
-        """Seconds by transport, if there are several."""
 
     @abstractmethod
     def send(self, route: Route, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Send the route's tensors to its receivers. Returns when the tensors may change again."""
+        """Send tensors to the route's receivers. When this returns, the tensors may change."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -107,17 +95,16 @@ class TransportSender(ABC):
 
     @abstractmethod
     def lent(self) -> list[Lent]:
-        """Exports that readers must give back before memory is free; see `memory.take_back`."""
+        """Exports that readers must give back; see `memory.take_back`."""
 
     def close(self) -> None:
         self.group.close()
 
 
 class BufferedSender(TransportSender):
-    """A sender that copies buckets into buffers."""
+    """Copies buckets into buffers."""
 
     def __init__(self, group: TransferGroup, make: Callable[[int, int], Segment]) -> None:
-        """`make(nbytes, readers)` creates a buffer."""
         super().__init__(group)
         self._make = make
         self._lanes: dict[Channel, Lane] = {}
@@ -126,7 +113,6 @@ class BufferedSender(TransportSender):
         self.publish(route, lambda layout, buffer: flatten(route.tensors, tensors, layout, buffer))
 
     def publish(self, route: Route, write: Callable[[FlatLayout, torch.Tensor], None]) -> Segment:
-        """Send a bucket that `write` fills in."""
         layout = flat_layout(route.tensors)
         lane = self._lanes.setdefault(route.channel, Lane(self._make, len(route.receivers), self.group.membership.bucket_nbytes))
         with self.group.exchange():
@@ -150,7 +136,7 @@ class BufferedSender(TransportSender):
 
     @abstractmethod
     def _dispatch(self, route: Route, layout: FlatLayout, segment: Segment) -> Await:
-        """Send the bucket in the segment, without waiting."""
+        """Send the bucket without waiting."""
 
     def close(self) -> None:
         super().close()
@@ -160,21 +146,19 @@ class BufferedSender(TransportSender):
 
 
 class TransportReceiver(ABC):
-    """The receiving half, in engine workers."""
-
     def __init__(self, group: TransferGroup) -> None:
         self.group = group
 
     def expect(self, route: Route) -> None:  # noqa: B027 (where receivers read in the sender's memory, that has the next bucket already)
-        """Announce the next route, so that its copy may arrive while the current bucket is loaded. Returns at once."""
+        """Announce the next route, so that it may arrive during loading. Returns at once."""
 
     @abstractmethod
     def receive(self, route: Route) -> dict[str, torch.Tensor]:
-        """Receive the route's tensors. They are read-only, and stay intact as long as they are referenced."""
+        """Receive read-only tensors, intact as long as they are referenced."""
 
     @abstractmethod
     def release(self) -> None:
-        """Report that received buckets are loaded: the sender may reuse its memory, except for tensors still referenced."""
+        """Report that received buckets are loaded: the sender may reuse their memory, except for tensors still referenced."""
 
     def close(self) -> None:
         self.group.close()
@@ -182,16 +166,12 @@ class TransportReceiver(ABC):
 
 @dataclass(frozen=True)
 class Transport:
-    """Factory of both halves."""
-
     sender: Callable[[TransferGroup], TransportSender]
     receiver: Callable[[TransferGroup], TransportReceiver]
 
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Offsets of a bucket's tensors in the buffer."""
-
     offsets: tuple[int, ...]
     nbytes: int
     signature: str
@@ -211,7 +191,7 @@ def flat_layout(bucket: Sequence[ExportedTensor]) -> FlatLayout:
 
 
 def flatten(bucket: Sequence[ExportedTensor], tensors: Mapping[str, torch.Tensor], layout: FlatLayout, buffer: torch.Tensor) -> None:
-    """Write the bucket into a buffer, cast as planned. ValueError for tensors that differ from the plan."""
+    """Write tensors into a buffer, cast as planned. ValueError if they differ from the plan."""
     for spec, offset in zip(bucket, layout.offsets, strict=True):
         if spec.name not in tensors:
             raise ValueError(f"weight transfer: {spec.name} is in the plan but not in the bucket to send")
@@ -225,7 +205,6 @@ def flatten(bucket: Sequence[ExportedTensor], tensors: Mapping[str, torch.Tensor
 
 
 def unflatten(buffer: torch.Tensor, bucket: Sequence[ExportedTensor], layout: FlatLayout) -> dict[str, torch.Tensor]:
-    """Views into the buffer, by name."""
     return {spec.name: _view(buffer, spec, offset) for spec, offset in zip(bucket, layout.offsets, strict=True)}
 
 
@@ -235,7 +214,7 @@ def _view(buffer: torch.Tensor, spec: ExportedTensor, offset: int) -> torch.Tens
 
 class FetchSender(BufferedSender):
     def _dispatch(self, route: Route, layout: FlatLayout, segment: Segment) -> Await:
-        """Announce the segment to the receivers, which may read it from now on."""
+        """Announce the segment: receivers may read it from now on."""
         step = self.group.step(route)
         self.group.tell(route, step, "here", layout.announcement(segment.handle))
 
@@ -253,15 +232,14 @@ class FetchReceiver(TransportReceiver):
         gives_back: bool = False,
         otherwise: str = "weight_sync.transport: gloo does without",
     ) -> None:
-        """`gives_back`: the sender needs to know which exports were opened. `otherwise`: remedy if memory cannot be opened."""
+        """`gives_back`: note which exports are opened. `otherwise`: remedy if memory cannot be opened."""
         super().__init__(group)
         self._open = open_segment
         self._gives_back = gives_back
         self._otherwise = otherwise
         self._opened: dict[int, dict[str, Watched]] = {}
-        """Opened segments by sender and handle."""
+        """Segments by sender and handle."""
         self._received: list[tuple[Route, int]] = []
-        """Buckets received since the last release."""
 
     def receive(self, route: Route) -> dict[str, torch.Tensor]:
         layout = flat_layout(route.tensors)

@@ -1,4 +1,4 @@
-"""Checks of a weight update: announced and arrived tensors, and checksums, which are the same on both sides."""
+"""Checks of a weight update: announced and arrived tensors, and checksums."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class WeightUpdate:
     arrived: set[str] = field(default_factory=set)
 
     def check(self, tensors: Sequence[ExportedTensor]) -> None:
-        """Raise ValueError for tensors that were not announced or have arrived before."""
+        """Raise ValueError for tensors not announced, or arrived before."""
         announced = {tensor.name for tensor in self.tensors}
         for tensor in tensors:
             if tensor.name not in announced or tensor.name in self.arrived:
@@ -40,7 +40,7 @@ class WeightUpdate:
 
 
 def checkpoint_shapes(folder: Path, tied: bool) -> dict[str, tuple[int, ...]]:
-    """Shapes of all tensors that an engine needs, read from the file headers. `tied`: the embedding is also the LM head."""
+    """Shapes of an engine's tensors, from the file headers. `tied`: the embedding is also the LM head."""
     shapes: dict[str, tuple[int, ...]] = {}
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -58,7 +58,7 @@ def checkpoint_shapes(folder: Path, tied: bool) -> dict[str, tuple[int, ...]]:
 
 
 def check_tensors(tensors: Sequence[ExportedTensor], shapes: Shapes) -> None:
-    """Raise ValueError that names every unknown, missing, duplicate or misshapen tensor."""
+    """ValueError that names every unknown, missing, duplicate or misshapen tensor."""
     names = [tensor.name for tensor in tensors]
     problems = [
         *_listed("unknown to the model", sorted(set(names) - shapes.keys())),
@@ -86,7 +86,7 @@ def _listed(what: str, names: Sequence[str]) -> list[str]:
 
 _CHUNK = 1 << 24
 SAMPLED = 16
-"""Part of the tensors that an update compares: one in SAMPLED. After SAMPLED updates all have been compared."""
+"""An update compares one tensor in SAMPLED; after SAMPLED updates all have been compared."""
 
 
 def sample(names: Iterable[str], version: int) -> list[str]:
@@ -96,7 +96,7 @@ def sample(names: Iterable[str], version: int) -> list[str]:
 def checksum(tensor: torch.Tensor) -> str:
     """Digest of dtype, shape and values in row-major order, independent of strides and device.
 
-    Negative zero counts as zero: an engine with a packed layout returns weights through a multiplication, which loses the sign.
+    Negative zero counts as zero: engines with a packed layout return weights through a multiplication, which loses the sign.
     """
     digest = hashlib.blake2b(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), digest_size=16)
     flat = tensor.detach().reshape(-1)
@@ -109,7 +109,7 @@ def checksum(tensor: torch.Tensor) -> str:
 
 
 def require_equal(sent: Mapping[str, str], held: Mapping[str, str], engine: int, version: int) -> None:
-    """Raise RuntimeError if an engine's checksums differ from the trainer's."""
+    """RuntimeError if an engine's checksums differ from the trainer's."""
     wrong = sorted(name for name, digest in sent.items() if held.get(name) != digest)
     if wrong:
         raise RuntimeError(

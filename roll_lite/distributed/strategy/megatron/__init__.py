@@ -1,4 +1,4 @@
-"""Training on Megatron-Core. Importing this package prepares megatron.core for machines without CUDA; the strategy is in `strategy`."""
+"""Training on Megatron-Core. Importing this package prepares megatron.core for machines without CUDA."""
 
 from roll_lite.distributed.strategy.megatron import cpu_hook
 

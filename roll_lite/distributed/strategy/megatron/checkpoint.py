@@ -1,8 +1,8 @@
-r"""Checkpoints in Megatron's torch_dist format: weights, optimizer, learning-rate schedule, and every rank's random state.
+"""Checkpoints in Megatron's torch_dist format: weights, optimizer, learning-rate schedule, and every rank's random state.
 
-Tensors are stored with their place in the whole model, so that another layout can load them. Of the optimizer, each parameter's moments are
-stored, its float32 weights beside bfloat16 weights, and the number of steps. Whatever else Megatron stores of the optimizer follows from
-the configuration and is not read. Random state belongs to a rank: it is restored under the same layout and starts afresh under another.
+Tensors are stored with their place in the whole model, so that another layout can load them. Of the optimizer, moments, number of steps
+and, beside bfloat16 weights, float32 weights are stored; the rest follows from the configuration. Random state is restored under the same
+layout only.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from roll_lite.models.model_files import weights_fingerprint
 
 STATE_FOLDER = "state"
 BASE_FILE = "base.json"
-"""File beside a checkpoint of adapters that names their base model."""
+"""File beside adapters that names their base model."""
 OPTIMIZER_TENSORS = "optimizer_tensors"
-"""Key of the optimizer's tensors while they are read, apart from its other state."""
+"""Key of the optimizer's tensors while they are read."""
 MAIN_WEIGHTS = re.compile(r"^optimizer\.state\.(fp32_)?param\.")
 _FORMAT = {
     # The only sharding type that loads under another number of tensor and pipeline ranks.
@@ -63,8 +63,9 @@ def save_checkpoint(
     folder: Path,
     writer: FileSystemWriter,
 ) -> list[Path]:
-    """Save; collective. All nodes share the folder. `model` describes the model (MODEL_FILE); `writer` writes STATE_FOLDER. Returns this
-    rank's files."""
+    """Save; collective, to a folder shared by all nodes. `model`: contents of MODEL_FILE; `writer`: for STATE_FOLDER. Returns this rank's
+    files.
+    """
     state_folder = folder / STATE_FOLDER
     state_folder.mkdir(parents=True, exist_ok=True)
     dist.barrier()
@@ -81,7 +82,6 @@ def save_checkpoint(
 
 
 def write_base(folder: Path, model: Path) -> Path:
-    """Write BASE_FILE, for a checkpoint without the model's weights."""
     folder.mkdir(parents=True, exist_ok=True)
     card = {"path": str(model.resolve()), "fingerprint": weights_fingerprint(model)}
     (folder / BASE_FILE).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
@@ -89,7 +89,7 @@ def write_base(folder: Path, model: Path) -> Path:
 
 
 def check_base(folder: Path, model: Path, adapters: bool) -> None:
-    """Raise ValueError if the checkpoint holds adapters but all weights train, or the reverse, or adapters of another model."""
+    """Raise ValueError if the checkpoint does not go with what trains (adapters or all weights), or its adapters with this model."""
     of_adapters = is_file(folder / BASE_FILE)
     if of_adapters != adapters:
         holds, remedy = ("adapters", "set it") if of_adapters else ("a whole model", "leave it out")
@@ -99,7 +99,7 @@ def check_base(folder: Path, model: Path, adapters: bool) -> None:
 
 
 def _without_optimizer(common: dict[str, Any]) -> dict[str, Any]:
-    """State that Megatron may compare between ranks: without the optimizer, of which ranks hold different parts."""
+    """State that Megatron compares between ranks: not the optimizer, whose parts differ."""
     return {name: value for name, value in common.items() if name != "optimizer"}
 
 
@@ -136,7 +136,7 @@ def load_checkpoint(chunks: Sequence[Any], optimizer: Optimizer | None, layout: 
 
 @contextmanager
 def _told(state_folder: Path) -> Iterator[str]:
-    """Turn Megatron's errors about damaged files (dictionaries of tracebacks, parser messages) into one clear error."""
+    """Turn Megatron's errors about damaged files into one clear error."""
     try:
         if not dist_checkpointing.check_is_distributed_checkpoint(str(state_folder)):
             raise ValueError("it is none of this strategy, or not a complete one")
@@ -157,7 +157,7 @@ def _unreadable(state_folder: Path, cause: BaseException) -> ValueError:
 
 
 def _own_rank_file(folder: Path, layout: RankLayout) -> Path | None:
-    """Own file of this rank; None if fewer ranks saved the checkpoint."""
+    """This rank's file; None if fewer ranks saved the checkpoint."""
     own = _rank_file(folder, layout.rank)
     if own.is_file():
         return own
@@ -172,7 +172,6 @@ def _own_rank_file(folder: Path, layout: RankLayout) -> Path | None:
 
 def _sharded_state(chunks: Sequence[Any], optimizer: Optimizer | None, loading: bool) -> dict[str, Any]:
     metadata = {**_FORMAT, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    # Shared entries are written by the first copy alone; otherwise every copy would hold all of them in host memory.
     metadata["distrib_optim_fully_reshardable_mem_efficient"] = True
     weights = {name: _kept_of(chunk, chunk.sharded_state_dict(metadata=metadata), optimizer) for name, chunk in _named_chunks(chunks)}
     state: dict[str, Any] = {name: own for name, own in weights.items() if own}  # loading, Megatron drops what is empty
@@ -186,7 +185,7 @@ def _sharded_state(chunks: Sequence[Any], optimizer: Optimizer | None, loading: 
 
 
 def _state_to_fill(optimizer: Optimizer, weights: Any, metadata: Any) -> Any:
-    """Optimizer state to load into, as the chained optimizer lays it out, without the tensors that a ShardReader reads."""
+    """Optimizer state to load into, without the tensors that a ShardReader reads."""
     states = [
         part.state_dict()
         if isinstance(part, DistributedOptimizer)
@@ -197,19 +196,18 @@ def _state_to_fill(optimizer: Optimizer, weights: Any, metadata: Any) -> Any:
 
 
 def _kept_of(chunk: Any, state: dict[str, Any], optimizer: Optimizer | None) -> dict[str, Any]:
-    """Parts of the state to store: all, or the adapters alone where only adapters train (a chunk may have none)."""
+    """State to store; the adapters alone if only these train."""
     left_out = _frozen_in(chunk, optimizer)
     return {name: value for name, value in state.items() if not _is_extra(name) and name not in left_out}
 
 
 def _is_extra(name: str) -> bool:
-    """True for fp8 scaling factors of Transformer Engine. Nothing trains in fp8, and torch's layers have none; without them a checkpoint
-    moves between both kinds of layers."""
+    """True for Transformer Engine's fp8 scaling factors, unused here; without them a checkpoint moves between both kinds of layers."""
     return name.rpartition(".")[2].startswith("_extra_state")
 
 
 def _frozen_in(chunk: Any, optimizer: Optimizer | None) -> set[str]:
-    """Weights beside the adapters, which stay in the model's folder. Without an optimizer everything is stored."""
+    """Weights that stay in the model's folder. Without an optimizer everything is stored."""
     return set() if optimizer is None else {name for name, parameter in chunk.named_parameters() if not parameter.requires_grad}
 
 
@@ -219,10 +217,9 @@ def _named_chunks(chunks: Sequence[Any]) -> list[tuple[str, Any]]:
 
 
 class _SaveThrough(TorchDistSaveShardedStrategy):
-    r"""Save strategy that writes from this process.
+    """Save strategy that writes from this process.
 
-    Megatron's own forks writers and spawns a manager process even for a synchronous save. Beside the threads of Ray, gloo and CUDA, forks
-    can hang. torch's writer stores the same format without them.
+    Megatron's own forks writers and spawns a manager process; beside the threads of Ray, gloo and CUDA, forks can hang.
     """
 
     def __init__(self, writer: FileSystemWriter) -> None:
@@ -242,11 +239,11 @@ class _SaveThrough(TorchDistSaveShardedStrategy):
 
 
 def _keep_padding(chunks: Sequence[Any]) -> None:
-    r"""Work around Megatron-Core 0.16, whose distributed optimizer drops the padding between buckets when it saves but looks parameters up
+    """Work around Megatron-Core 0.16, whose distributed optimizer drops the padding between buckets when saving, but looks parameters up
     with it.
 
-    Behind padding it would store the neighbours' values, weights too. Tied embeddings under pipeline parallelism have a bucket of their
-    own, and `overlap_grad_reduce` makes several.
+    Behind padding it would store the neighbours' values. Tied embeddings under pipeline parallelism and `overlap_grad_reduce` make several
+    buckets.
     """
     for chunk in chunks:
         for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
@@ -256,7 +253,7 @@ def _keep_padding(chunks: Sequence[Any]) -> None:
 
 
 def _stored_places(state: Any, stored: Collection[str]) -> list[tuple[Any, Any]]:
-    """Find where stored tensors stand in nested lists and dictionaries: (container, key) pairs."""
+    """Places of stored tensors in nested lists and dictionaries: (container, key)."""
     places = []
     for key, value in list(_items(state)):
         if isinstance(value, LocalNonpersistentObject):
@@ -278,13 +275,13 @@ def _items(state: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _steps_in(stored: Any) -> float:
-    """Step count stored by any kind of optimizer. A non-distributed one stores none before its first step."""
+    """Step count stored by any kind of optimizer; 0 if none."""
     own = [float(value) for key, value in _items(stored) if key in ("common_step", "step")]
     return max([*own, *(_steps_in(value) for _, value in _items(stored))], default=0.0)
 
 
 def _load_optimizer(optimizer: Optimizer, state: dict[Any, Any], steps: float) -> None:
-    """Load the optimizer. `state`: its state dict, filled with the checkpoint's tensors except those that the reader reads."""
+    """Load the optimizer. `state`: its state dict, filled except for what the reader reads."""
     parts = optimizer.parts
     for number, part in enumerate(parts):
         own = state if len(parts) == 1 else state[number]
@@ -302,8 +299,9 @@ def _load_optimizer(optimizer: Optimizer, state: dict[Any, Any], steps: float) -
 
 
 def _set_states(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
-    """Replace DistributedOptimizer._set_main_param_and_optimizer_states of Megatron-Core 0.16, which looks up `step` among the tensors
-    although it is stored with the parameter groups (KeyError)."""
+    """Replace DistributedOptimizer._set_main_param_and_optimizer_states of Megatron-Core 0.16, which looks up `step` among the tensors,
+    though it is stored with the parameter groups.
+    """
     group, place = self.model_param_group_index_map[model_param]
     main = self.optimizer.param_groups[group]["params"][place]
     states = self.optimizer.state[main]

@@ -1,10 +1,10 @@
-r"""Write a rank's part of a checkpoint in a separate process, beside the next training steps.
+"""Write a rank's part of a checkpoint in a separate process, beside the next training steps.
 
-A thread would hold up the rank: torch.save keeps the interpreter's lock most of the time. Megatron's asynchronous save forks its writers,
-or spawns them beside a manager process; forks can hang beside the threads of Ray, gloo and CUDA. Here a fresh interpreter starts that
-inherits only anonymous memory (memfd, not limited by /dev/shm). The rank copies its tensors there, and waits for nothing else.
+A thread would hold up the rank, since torch.save mostly keeps the interpreter's lock; a fork, as in Megatron's asynchronous save, can hang
+beside the threads of Ray, gloo and CUDA. Here a fresh interpreter inherits anonymous memory (memfd, not limited by /dev/shm), into which
+the rank copies its tensors.
 
-The job and its result are passed in such memory too. Exit codes are useless, because Ray reaps child processes.
+The job and its result are passed so too. Exit codes are useless: Ray reaps child processes.
 """
 
 from __future__ import annotations
@@ -35,14 +35,12 @@ from roll_lite.files import FileRecord, record
 
 ALIGNMENT = 64
 TENSORS_SUFFIX = ".distcp"
-"""Suffix of the files that ranks write in torch's checkpoint format."""
+"""Suffix of the ranks' files in torch's checkpoint format."""
 COPIED_AT_ONCE = 16 << 20
 
 
 @dataclass(frozen=True)
 class Place:
-    """Place of a tensor in the copied memory."""
-
     offset: int
     dtype: torch.dtype
     shape: torch.Size
@@ -58,15 +56,14 @@ class Job:
     folder: Path
     plan: SavePlan
     contents: dict[Any, Place | bytes]
-    """Contents by the plan's item index."""
+    """Contents by item index."""
     later: list[tuple[Path, int]]
-    """Further files to write, with the descriptors of the memory that holds them."""
+    """Further files to write; descriptors of the memory with their contents."""
     others: list[Path]
-    """Existing files to checksum."""
 
 
 class StagedWriter(FileSystemWriter):
-    """torch's writer up to the point of writing: ranks have agreed who writes what, and the contents are copied."""
+    """torch's writer up to the point of writing: contents are copied."""
 
     memory: io.FileIO
     plan: SavePlan
@@ -79,7 +76,6 @@ class StagedWriter(FileSystemWriter):
         self._metadata: Metadata | None = None
 
     def write_later(self, file: Path, content: bytes) -> None:
-        """Have the process write this file as well."""
         memory = _memory("file")
         shutil.copyfileobj(io.BytesIO(content), memory, COPIED_AT_ONCE)
         memory.seek(0)
@@ -106,11 +102,10 @@ class StagedWriter(FileSystemWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Keep the results on the coordinating rank, for `complete`."""
         self._metadata = metadata
 
     def complete(self, results: list[list[WriteResult]]) -> dict[Path, FileRecord]:
-        """Write the index of all ranks' files; on the rank that coordinated the plan."""
+        """Write the index of all ranks' files, on the coordinating rank."""
         if self._metadata is None:
             return {}
         super().finish(self._metadata, results)
@@ -119,7 +114,7 @@ class StagedWriter(FileSystemWriter):
 
 
 class RunningSave(CheckpointWrite):
-    """Asynchronous save: all ranks have staged their tensors, and one process per rank writes them. Collective."""
+    """Asynchronous save of staged tensors by one process per rank. Collective."""
 
     def __init__(self, folder: Path, layout: RankLayout, writer: StagedWriter) -> None:
         super().__init__(folder)
@@ -165,8 +160,6 @@ class RunningSave(CheckpointWrite):
 
 
 class _Copied(DefaultSavePlanner):
-    """Copied contents for torch's writer."""
-
     def __init__(self, contents: dict[Any, Place | bytes], memory: mmap.mmap) -> None:
         super().__init__()
         self._contents, self._memory = contents, memory

@@ -1,7 +1,4 @@
-r"""Stand-in for `torch.cuda` in rewritten Megatron-Core code on a machine without CUDA: the same names, acting on the CPU.
-
-It has only what the training path uses; anything else raises AttributeError, as it should.
-"""
+"""Stand-in for `torch.cuda` in Megatron-Core code on a machine without CUDA; what the training path does not use raises AttributeError."""
 
 from __future__ import annotations
 
@@ -35,14 +32,14 @@ def set_device(device: Any) -> None:
 
 
 def synchronize(device: Any = None) -> None:
-    """Do nothing: CPU work is done when the call returns."""
+    """Do nothing: CPU work is synchronous."""
 
 
 def empty_cache() -> None:
     """Do nothing: the CPU allocator keeps no cache."""
 
 
-# Random numbers: Megatron's "CUDA" streams of random numbers are streams of the CPU's generator.
+# Megatron's "CUDA" random streams are streams of the CPU's generator.
 
 
 class _DefaultGenerators:
@@ -82,9 +79,6 @@ def device(index: Any) -> Iterator[None]:
     yield
 
 
-# Streams and events: a queue that is always finished.
-
-
 class Stream:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -122,7 +116,7 @@ def stream(which: Stream | None) -> Iterator[None]:
     yield
 
 
-# Collectives over pieces of different sizes, which gloo lacks (expert parallelism beside expert tensor parallelism).
+# Collectives over pieces of unequal size, which gloo lacks.
 
 
 def ragged_all_gather(outputs: list[torch.Tensor], mine: torch.Tensor, group: Any) -> None:

@@ -1,11 +1,9 @@
-r"""Run Megatron-Core on a machine without CUDA: the one seam that depends on its version.
+"""Run Megatron-Core on a machine without CUDA: the one seam that depends on its version.
 
-Megatron-Core 0.16 names CUDA throughout (devices, streams, random numbers, tensor type strings), though little of the training path needs
-it. `install()` puts an import hook in front of `megatron.core` that rewrites the source of the listed modules as they are imported. Files
-on disk and torch stay unchanged, and where CUDA is available nothing happens.
+Megatron-Core 0.16 names CUDA throughout, though little of the training path needs it. `install()` adds an import hook that rewrites the
+source of the listed modules. Files on disk stay unchanged; where CUDA is available nothing happens.
 
-Each module lists its expected number of rewrites. Another number means that upstream changed: the import fails and names the module, so
-that somebody reads the change before running it.
+If a module's number of rewrites is not as listed, upstream changed: its import fails, so that somebody reads the change first.
 """
 
 from __future__ import annotations
@@ -24,10 +22,10 @@ import torch
 from roll_lite.distributed.strategy.megatron import cpu_device
 
 SUPPORTED = ((0, 16, 1), (0, 17, 0))
-"""First supported version of megatron-core, and the first unsupported one."""
+"""First supported and first unsupported version of megatron-core."""
 
 _STAND_IN = "_roll_lite_cpu_device"
-"""Name of cpu_device in a rewritten module. It goes into the module's namespace, so line numbers stay the same."""
+"""Name of cpu_device in a rewritten module's namespace; line numbers stay the same."""
 
 
 @dataclass(frozen=True)
@@ -37,20 +35,20 @@ class _Rewrite:
 
 
 _REWRITES = (
-    # optimizer.py, distrib_optimizer.py and clip_grads.py tell parameters apart by the type string of CUDA tensors.
+    # optimizer.py, distrib_optimizer.py and clip_grads.py compare type strings of CUDA tensors.
     _Rewrite(re.compile(r"""(['"])torch\.cuda\.(Half|Float|BFloat16)Tensor"""), r"\1torch.\2Tensor"),
-    # tensor_parallel/random.py takes private helpers that queue work until the CUDA driver starts, which never happens.
+    # tensor_parallel/random.py takes private helpers that wait for the CUDA driver.
     _Rewrite(re.compile(r"from torch\.cuda import"), f"from {cpu_device.__name__} import"),
-    # Copies to the device (grad_scaler.py, optimizer.py, language_module.py, rope_utils.py, ...): .cpu() is the same for host tensors.
+    # Copies to the device (grad_scaler.py, optimizer.py, ...); .cpu() changes nothing on host tensors.
     _Rewrite(re.compile(r"\.cuda\((?:non_blocking=True|torch\.cuda\.current_device\(\))?\)"), ".cpu()"),
-    # Everything else that is called on torch.cuda: current_device, synchronize, streams, RNG states, nvtx ranges.
+    # current_device, synchronize, streams, RNG states, nvtx ranges.
     _Rewrite(re.compile(r"\btorch\.cuda\."), f"{_STAND_IN}."),
     # Device literals: torch.zeros(..., device="cuda"), custom_fwd(device_type="cuda"), ...
     _Rewrite(re.compile(r"""(['"])cuda\1"""), '"cpu"'),
     # Pinned host memory exists only beside a GPU.
     _Rewrite(re.compile(r"\bpin_memory=True"), "pin_memory=False"),
     _Rewrite(re.compile(r"\.cpu\(\)\.pin_memory\(\)"), ".cpu()"),
-    # moe_utils.py moves the dispatcher's counts to the host as numpy arrays, but only from a GPU.
+    # moe_utils.py moves the dispatcher's counts to the host as numpy arrays only from a GPU.
     _Rewrite(
         re.compile(r"if torch\.is_tensor\(tensor\) and tensor\.is_cuda:"),
         "if torch.is_tensor(tensor := tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor) and tensor.is_cuda:",
@@ -58,7 +56,7 @@ _REWRITES = (
     # mappings.py: pieces of unequal size.
     _Rewrite(re.compile(r"\btorch\.distributed\.all_gather\(output_tensor_list"), f"{_STAND_IN}.ragged_all_gather(output_tensor_list"),
     _Rewrite(re.compile(r"\btorch\.distributed\.reduce_scatter\(output, "), f"{_STAND_IN}.ragged_reduce_scatter(output, "),
-    # jit.py compiles small fusions with torch.compile: minutes of C++ compiler for tiny tensors on a CPU.
+    # jit.py compiles small fusions with torch.compile, which takes minutes on a CPU.
     _Rewrite(re.compile(r"jit_fuser = torch\.compile"), "jit_fuser = noop_decorator"),
 )
 
@@ -100,11 +98,11 @@ EXPECTED: dict[str, int] = {
     "transformer.utils": 2,
     "utils": 32,
 }
-"""Number of rewrites per module below megatron.core. Other modules are imported unchanged."""
+"""Number of rewrites per module below megatron.core."""
 
 
 def install() -> None:
-    """Install the hook before the first import of megatron.core. Repeated calls do nothing."""
+    """Install the hook, before the first import of megatron.core. Repeated calls do nothing."""
     _check_version()
     if torch.cuda.is_available() or any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
@@ -115,7 +113,6 @@ def install() -> None:
 
 
 def rewrite(module: str, source: str) -> str:
-    """Source of megatron.core.<module> without CUDA."""
     count = 0
     for rule in _REWRITES:
         source, found = rule.pattern.subn(rule.replacement, source)
@@ -137,7 +134,7 @@ def _check_version() -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finder that hands the listed modules to our loader and leaves the rest of megatron.core alone."""
+    """Hands the listed modules to our loader."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None) -> ModuleSpec | None:
         if fullname.removeprefix("megatron.core.") not in EXPECTED or not fullname.startswith("megatron.core."):
@@ -151,7 +148,7 @@ class _Finder(MetaPathFinder):
 
 class _Loader(SourceFileLoader):
     def get_code(self, fullname: str) -> types.CodeType:
-        """Compile from source, never from cached bytecode, which is that of the unchanged module."""
+        """Compile from source: cached bytecode is that of the unchanged module."""
         source = self.get_data(self.path).decode()
         return compile(rewrite(fullname.removeprefix("megatron.core."), source), self.path, "exec", dont_inherit=True)
 

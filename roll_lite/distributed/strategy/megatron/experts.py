@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers: Megatron's own, with a router that counts its choices and can be trained to balance them."""
+"""Megatron's mixture-of-experts layers, with a router that counts its choices and can be trained to balance them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ if not hasattr(moe_utils, "te_general_gemm"):
 
 
 def experts_config(hf: HfConfig) -> dict[str, Any]:
-    """Expert fields of Megatron's configuration."""
     if hf.experts is None:
         return {}
     experts = hf.experts
@@ -46,11 +45,11 @@ def experts_spec(experts: ModuleSpec, balance: Balance) -> Any:
 
 
 class Balance:
-    r"""Balance of the routers' choices over the micro-batches of an optimizer step, and the loss that improves it.
+    """Balance of the routers' choices over the micro-batches of an optimizer step, and its loss.
 
-    A row's loss in a layer is the Switch Transformer's: experts x sum over experts of (share of the row's choices x mean probability),
-    which is 1 when choices are even. The objective gets `coef` x its mean over the mini-batch's rows, for every layer. A row is never split
-    over ranks here, so the loss does not depend on micro-batches or ranks.
+    A row's loss in a layer is the Switch Transformer's: experts x sum over experts of (share of the row's choices x mean probability), 1
+    for even choices. The objective gets `coef` x its mean over the mini-batch's rows, for every layer. Rows are never split over ranks
+    here, so micro-batches and ranks do not matter.
     """
 
     def __init__(self, coef: float) -> None:
@@ -66,7 +65,6 @@ class Balance:
         self._losses, self._choices, self._rerouted = [], {}, []
 
     def count(self, layer: int, choices: torch.Tensor) -> None:
-        """Count how often each expert was chosen in a micro-batch."""
         self._choices[layer] = self._choices[layer] + choices if layer in self._choices else choices
 
     def replayed(self, counts: torch.Tensor) -> None:
@@ -74,12 +72,12 @@ class Balance:
         self._rerouted.append(counts)
 
     def weighted(self, loss: torch.Tensor) -> torch.Tensor:
-        """Weight a micro-batch's balance loss in one layer; `loss` is the sum over its rows."""
+        """Weighted balance loss of a micro-batch in one layer; `loss`: sum over its rows."""
         self._losses.append(loss.detach())
         return loss * (self.coef / self._rows)
 
     def end(self, experts: ExpertsConfig, device: torch.device) -> ExpertUse:
-        """Sum up the step. Collective over all ranks: each counted its own tokens in its own layers."""
+        """Sum up the step. Collective over all ranks, each with its own tokens and layers."""
         sums = torch.zeros(len(experts.layers) * experts.count + 3, dtype=torch.float64, device=device)
         choices = sums[:-3].view(len(experts.layers), experts.count)
         for layer, counted in self._choices.items():
@@ -98,7 +96,7 @@ class Balance:
 
 class Router(TopKRouter):
     rows: PackedRows
-    """Rows of the tokens; set before every forward pass."""
+    """Set before every forward pass."""
 
     def __init__(self, config: Any, pg_collection: Any, balance: Balance) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
@@ -117,16 +115,15 @@ class Router(TopKRouter):
 
     @property
     def _number(self) -> int:
-        """Index of this layer among the layers with experts."""
+        """Index among the layers with experts."""
         layer, frequency = self.layer_number - 1, self.config.moe_layer_freq
         return layer if isinstance(frequency, int) else sum(frequency[:layer])
 
     def _own(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Tokens that this tensor rank holds."""
         return tokens.chunk(self.tp_group.size())[self.tp_group.rank()] if self.config.sequence_parallel else tokens
 
     def _count(self, weights: torch.Tensor, chosen: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Count the choices and attach the balance loss's gradient to the weights. Padding is an extra row at the end and left out."""
+        """Count choices and attach the balance loss's gradient to the weights. Padding, an extra row at the end, is left out."""
         rows, layer = self.rows, self.layer_number - 1
         row_of = self._own(rows.row_of)
         empty = logits.new_zeros(len(rows.lengths) + 1, self.num_experts)
@@ -150,8 +147,7 @@ class Router(TopKRouter):
 
 
 class Experts(MoELayer):
-    """Expert layer that reports to the router again whose tokens it recomputes: pipeline stages run several micro-batches ahead of their
-    gradients."""
+    """Expert layer that tells the router again which rows it recomputes: pipeline stages run micro-batches ahead of their gradients."""
 
     router: Router
 
@@ -171,7 +167,7 @@ class Experts(MoELayer):
 
 
 class ExpertsLayer(TransformerLayer):
-    """Transformer layer that reports to its router which rows the tokens belong to."""
+    """Transformer layer that tells its router the tokens' rows."""
 
     def forward(self, *args: Any, packed_seq_params: PackedRows, **options: Any) -> Any:
         self.mlp.router.rows = packed_seq_params

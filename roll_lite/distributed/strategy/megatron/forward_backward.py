@@ -14,16 +14,16 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from roll_lite.distributed.strategy.megatron.model_io import ModelInput
 
 OnHead = Callable[[torch.Tensor, ModelInput], Any]
-"""Function of the last stage: model output and micro-batch to result."""
+"""Result of the last stage from model output and micro-batch."""
 
 
 def sum_gradients(chunks: list[Any], num_tokens: torch.Tensor | None = None, **options: Any) -> None:
-    """Megatron's finalize_model_grads without its division by tokens: loss weights already hold the global counts."""
+    """Megatron's finalize_model_grads without its division by tokens: loss weights hold the global counts."""
     finalize_model_grads(chunks, None, **options)
 
 
 def run_forward(chunks: Sequence[Any], inputs: Sequence[ModelInput], on_head: OnHead) -> list[Any]:
-    """Forward pass without gradients: on_head's result for every micro-batch; empty except on the last stage."""
+    """Results of on_head for every micro-batch, without gradients; empty except on the last stage."""
 
     def step(iterator: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         given = next(iterator)
@@ -34,7 +34,7 @@ def run_forward(chunks: Sequence[Any], inputs: Sequence[ModelInput], on_head: On
 
 
 def run_training(chunks: Sequence[Any], inputs: Sequence[ModelInput], on_head: OnHead) -> list[Any]:
-    r"""Forward and backward of all micro-batches; gradients are summed over micro-batches and data-parallel ranks.
+    """Forward and backward; gradients are summed over micro-batches and data-parallel ranks.
 
     on_head returns the loss and the value to hand back. Empty except on the last stage.
     """
@@ -68,7 +68,6 @@ def _run(step: Any, chunks: Sequence[Any], inputs: Sequence[ModelInput], **optio
 
 
 def most_over_data_ranks(count: int) -> int:
-    """Largest count over data-parallel ranks."""
     return _over_data_ranks(count, dist.ReduceOp.MAX)
 
 
@@ -77,7 +76,7 @@ def sum_over_data_ranks(count: int) -> int:
 
 
 def _over_data_ranks(count: int, reduction: Any) -> int:
-    """Reduce a count over data-parallel ranks on the host, without waiting for the device."""
+    """Reduce a count on the host, without waiting for the device."""
     if parallel_state.get_data_parallel_world_size() > 1:
         total = torch.tensor(count)
         dist.all_reduce(total, reduction, group=parallel_state.get_data_parallel_group_gloo())
@@ -86,9 +85,9 @@ def _over_data_ranks(count: int, reduction: Any) -> int:
 
 
 def reduce_sums(sums: Sequence[dict[str, torch.Tensor]], is_last_stage: bool, device: torch.device) -> dict[str, float]:
-    r"""Sum over micro-batches and data-parallel ranks; equal on every rank. Waits for the device once.
+    """Sum over micro-batches and data-parallel ranks, for every rank. Waits for the device once.
 
-    Context-parallel ranks hold equal sums and take part too, so that a non-finite value on one of them shows on all.
+    Context-parallel ranks hold equal sums; they take part so that a non-finite value on one shows on all.
     """
     named: tuple[list[str], list[float]] = ([], [])
     if is_last_stage:

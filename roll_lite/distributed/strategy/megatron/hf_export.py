@@ -1,4 +1,4 @@
-"""Export the model as Hugging Face tensors: who owns which, gathered over tensor ranks, one bucket at a time."""
+"""Export the model as Hugging Face tensors, gathered over tensor ranks, one bucket at a time."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from roll_lite.models.hf_config import HfConfig
 from roll_lite.models.hf_fields import architecture
 
 Read = Callable[[torch.nn.Parameter], torch.Tensor]
-"""Reads the exported tensor of a parameter: its values or its gradient."""
+"""Exported values of a parameter."""
 Change = Callable[[torch.Tensor], torch.Tensor]
-"""Changes a rank's cut of a tensor, keeping shape and dtype. The original stays as it is."""
+"""Change of a rank's cut, keeping shape and dtype. Leaves the original as it is."""
 Write = Callable[[Path, bytes], None]
 """Writes a file in place of save_hf."""
 
 OF_TORCH = {"format": "pt"}
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
-"""Suffixes of weight files; every other file of the model's folder belongs to its tokenizer or configuration."""
+"""Suffixes of weight files; other files of the model's folder are copied."""
 
 
 def weights(parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -45,7 +45,7 @@ class _Source:
 
     group: dist.ProcessGroup
     ranks: Sequence[int]
-    """The first rank receives the full tensor."""
+    """Ranks; the first receives the full tensor."""
     takes_part: bool
     """False for groups that hold copies."""
 
@@ -66,11 +66,11 @@ class _Source:
 
 
 _Described = tuple[str, tuple[int, ...], torch.dtype, int]
-"""Name, shape, dtype and owner of a tensor."""
+"""Name, shape, dtype and owner."""
 
 
 def _in_buckets(tensors: Sequence[_Described], bucket_bytes: int) -> list[list[_Described]]:
-    """Cut into buckets of one dtype each, because a bucket is gathered as one tensor."""
+    """Cut into buckets of one dtype each: a bucket is gathered as one tensor."""
     buckets: list[list[_Described]] = []
     filled = bucket_bytes
     for tensor in tensors:
@@ -85,10 +85,10 @@ def _in_buckets(tensors: Sequence[_Described], bucket_bytes: int) -> list[list[_
 
 
 class HfExporter:
-    """Exporter that runs an ExportPlan on the ranks that hold the first copy of each pipeline stage and expert."""
+    """Runs an ExportPlan on the ranks with the first copy of each pipeline stage and expert."""
 
     def __init__(self, bindings: Sequence[Binding], hf: HfConfig, changes: Mapping[str, Change] | None = None) -> None:
-        """`changes`: applied to tensors on their way out, by name."""
+        """`changes`: of exported tensors, by name."""
         self._hf = hf
         self._changes = changes or {}
         self._sources = {False: _Source.of_layers(), True: _Source.of_experts()}
@@ -98,13 +98,13 @@ class HfExporter:
 
     @property
     def read_here(self) -> list[Binding]:
-        """Parameters that this rank helps to export."""
         bindings = {id(binding): binding for binding, _ in self._places.values()}.values()
         return [binding for binding in bindings if self._sources[binding.entry.of_experts].takes_part]
 
     def plan(self, bucket_bytes: int) -> ExportPlan:
-        """Plan the export; collective. Buckets are cut per owner in layer order, experts apart; a tensor larger than a bucket gets its own.
-        Owners take turns, so that others gather and write while the engines load from one."""
+        """Plan the export; collective. Buckets are cut per owner in layer order, experts apart. Owners take turns: others gather and write
+        while the engines load from one.
+        """
         mine: dict[bool, list[_Described]] = {False: [], True: []}
         for name, (binding, number) in self._places.items():
             if self._sources[binding.entry.of_experts].owns:
@@ -117,7 +117,7 @@ class HfExporter:
         return ExportPlan(tuple(ExportedTensor(*tensor, number) for number, bucket in buckets for tensor in bucket))  # type: ignore[call-arg]
 
     def bucket(self, tensors: Sequence[ExportedTensor], read: Read = weights) -> dict[str, torch.Tensor] | None:
-        """Full tensors on the owner, None elsewhere. They may share the model's memory and change when training continues."""
+        """Full tensors on the owner, None elsewhere. They may share the model's memory: valid until training continues."""
         if tensors[0].name not in self._places:
             return None
         source = self._sources[self._places[tensors[0].name][0].entry.of_experts]
@@ -141,12 +141,12 @@ class HfExporter:
         return cuts
 
     def _cuts(self, entry: Entry, group: torch.Tensor) -> list[torch.Tensor]:
-        """Cut of each Hugging Face tensor on this rank: its group's whole cut, or one rank's share of it."""
+        """Cut of each Hugging Face tensor on this rank: its group's cut, or a share of it."""
         sharing = ranks_of_a_group(entry, self._hf, self._tensor_group.size())
         return [cut.chunk(sharing)[self._tensor_group.rank() % sharing] for cut in take_apart(entry, group, self._hf)]
 
     def _group_of(self, entry: Entry, local: torch.Tensor) -> torch.Tensor:
-        """Gather the rows of ranks that share a key/value head with this one. Collective over tensor ranks that do."""
+        """Gather the rows of ranks that share a key/value head; collective over these."""
         sharing = ranks_of_a_group(entry, self._hf, self._tensor_group.size())
         if sharing == 1:
             return local
@@ -156,7 +156,6 @@ class HfExporter:
         return torch.cat(pieces[first : first + sharing])
 
     def _like_group(self, entry: Entry, local: torch.Tensor) -> torch.Tensor:
-        """Empty tensor of the group's shape."""
         sharing = ranks_of_a_group(entry, self._hf, self._tensor_group.size())
         return torch.empty(sharing * len(local), *local.shape[1:], dtype=local.dtype, device="meta")
 
@@ -201,8 +200,9 @@ def save_hf(
     read: Read = weights,
     write: Write | None = None,
 ) -> list[Path]:
-    """Write safetensors (one file per bucket, by its owner), config and tokenizer. Returns this rank's files. Collective; all nodes share
-    the folder."""
+    """Write safetensors (one file per bucket, by its owner), config and tokenizer. Collective, to a folder shared by all nodes. Returns
+    this rank's files.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     buckets = plan.buckets()
     files: dict[str, str] = {}
@@ -234,7 +234,7 @@ def save_hf(
 
 
 def save_adapters(exporter: HfExporter, plan: ExportPlan, folder: Path, config: Mapping[str, Any]) -> list[Path]:
-    """Write adapters in PEFT's format, as one file from the first rank. Returns this rank's files. Collective."""
+    """Write adapters in PEFT's format, one file from the first rank. Collective. Returns this rank's files."""
     own: dict[str, torch.Tensor] = {}
     for tensors in plan.buckets():
         own |= {name: tensor.contiguous().to("cpu", copy=True) for name, tensor in (exporter.bucket(tensors) or {}).items()}

@@ -19,10 +19,8 @@ from roll_lite.models.model_files import HEAD, head_beside_tied_embeddings, misf
 
 
 class HfCheckpoint:
-    """Safetensors of a folder, in one file or several."""
-
     def __init__(self, folder: Path, key: str, single: str = "model.safetensors") -> None:
-        """`key`: YAML path of the folder. `single`: file name where there is only one."""
+        """`key`: YAML path of the folder. `single`: name of an only file."""
         self.folder = folder
         self.named = f"{key}: {folder}"
         index = folder / "model.safetensors.index.json"
@@ -47,7 +45,7 @@ class HfCheckpoint:
         return self._open[file].get_slice(name)
 
     def check(self, shapes: Mapping[str, Sequence[int]], by: str = "config.json") -> None:
-        """ValueError for a tensor whose shape does not match; `by` names the file that gives the expected shape."""
+        """Raise ValueError for a tensor of another shape; `by`: file that gives the expected one."""
         for name, shape in shapes.items():
             stored = self.slice(name)
             if message := misfit(name, stored.get_dtype(), stored.get_shape(), shape, by):
@@ -61,7 +59,7 @@ def load_weights(
     value_init: ValueInit | None,
     key: str,
 ) -> None:
-    """Fill every parameter. value_init is None for a language model. Missing, unknown and misshapen tensors are a ValueError."""
+    """Fill every parameter. value_init is None for a language model. ValueError for missing, unknown and misshapen tensors."""
     checkpoint = HfCheckpoint(folder, key)
     fresh = set(VALUE_HEAD.hf) if value_init == "actor" else set()
     missing = sorted({name for binding in bindings for name in binding.hf} - checkpoint.names - fresh)
@@ -87,7 +85,7 @@ def load_weights(
 
 
 def load_adapters(bindings: Sequence[Binding], folder: Path, wanted: Set[str]) -> None:
-    """Load adapters in PEFT's format. `wanted`: adapter names of the whole model; others, missing and misshapen ones are a ValueError."""
+    """Load adapters in PEFT's format. `wanted`: names in the whole model. ValueError for missing, unknown and misshapen ones."""
     checkpoint = HfCheckpoint(folder, "actor_train.lora.path", ADAPTER_WEIGHTS)
     for names, what in ((wanted - checkpoint.names, "lacks"), (checkpoint.names - wanted, "has")):
         if names:
@@ -100,7 +98,7 @@ def load_adapters(bindings: Sequence[Binding], folder: Path, wanted: Set[str]) -
 
 
 def _whole_shape(binding: Binding) -> list[int]:
-    """Shape in the checkpoint: tensor ranks hold even cuts of it, or all of it."""
+    """Shape in the checkpoint."""
     shape = list(binding.parameter.shape)
     if binding.entry.cut is not None:
         shape[binding.entry.cut] *= cut_group(binding.entry.of_experts).size()
@@ -108,7 +106,7 @@ def _whole_shape(binding: Binding) -> list[int]:
 
 
 def _read(checkpoint: HfCheckpoint, name: str, entry: Entry, sharing: int = 1) -> torch.Tensor:
-    """Read this rank's cut of a tensor, or the cut of the ranks that share one."""
+    """Read this rank's cut of a tensor, or that of `sharing` ranks."""
     group = cut_group(entry.of_experts)
     tensor_rank, tensor_size = group.rank() // sharing, group.size() // sharing
     view = checkpoint.slice(name)

@@ -1,7 +1,7 @@
-r"""Table of the Hugging Face tensors behind each Megatron tensor, read in both directions.
+"""Table of the Hugging Face tensors behind each Megatron tensor, read in both directions.
 
-Tensor parallelism cuts every Hugging Face tensor evenly along one dimension, and a rank's Megatron tensor is joined from its own cuts. So a
-rank reads only its cuts, and exporting splits the local tensor and joins the cuts of all tensor ranks.
+Tensor parallelism cuts every Hugging Face tensor evenly along one dimension; a rank's Megatron tensor is joined from its own cuts. So a
+rank reads only its cuts, and exporting joins the cuts of all tensor ranks.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ class Layout(Enum):
 
 
 EXPERT = "<expert>"
-"""Placeholder for an expert's number: global in the checkpoint, local to the rank in the Megatron model."""
+"""Placeholder for an expert's number: global in the checkpoint, local to the rank in Megatron."""
 
 
 @dataclass(frozen=True)
 class Entry:
     megatron: str
-    """Name in the Megatron model; layer entries below `decoder.layers.<n>.`."""
+    """Name in Megatron; layer entries below `decoder.layers.<n>.`."""
     hf: tuple[str, ...]
     """Names in the checkpoint; layer entries below `model.layers.<n>.`."""
     cut: int | None
-    """Dimension that tensor parallelism cuts; None where every tensor rank holds the whole."""
+    """Dimension that tensor parallelism cuts; None: every tensor rank holds the whole."""
     layout: Layout = Layout.PLAIN
     vocabulary: bool = False
-    """Cut along a vocabulary that is padded so that all ranks hold equally many rows."""
+    """Cut along a vocabulary padded to equal shares."""
     only_with: Literal["qkv_bias", "qk_norm", "experts", "no experts"] | None = None
-    """Feature of the model that this tensor needs."""
+    """Feature that the tensor belongs to."""
     fused: str | None = None
-    """Name in Transformer Engine's modules, if different."""
+    """Different name in Transformer Engine's modules."""
 
     @property
     def of_experts(self) -> bool:
-        """True if there is one per expert, cut over expert_tensor_parallel."""
+        """One per expert, cut over expert_tensor_parallel."""
         return EXPERT in self.megatron
 
     def megatron_name(self, layer: int, expert: int | None, among: Container[str]) -> str:
-        """Name in one `layer` of the model, of those in `among`; both numbers are local to this rank."""
+        """Name, of those in `among`; layer and expert number are local to this rank."""
         names = [f"decoder.layers.{layer}.{name}".replace(EXPERT, str(expert)) for name in (self.megatron, self.fused) if name]
         found = next((name for name in names if name in among), None)
         assert found is not None, f"the Megatron model has no {' or '.join(names)}"
@@ -117,8 +117,9 @@ LM_HEAD = Entry("output_layer.weight", ("lm_head.weight",), cut=0, vocabulary=Tr
 TIED_HEAD = Entry("output_layer.weight", EMBEDDING.hf, cut=0, vocabulary=True)
 """Copy of tied embeddings on the last pipeline stage."""
 VALUE_HEAD = Entry("output_layer.weight", ("score.weight",), cut=None)
-"""Value head, named as in Hugging Face's sequence classification with one label: transformers loads a saved value model, and a reward
-model's checkpoint can become a critic."""
+"""Named as in Hugging Face's sequence classification with one label: transformers loads a saved value model, and a reward model's
+checkpoint can become a critic.
+"""
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ class Binding:
     hf: tuple[str, ...]
     parameter: torch.nn.Parameter
     exported: bool = True
-    """False for copies: the stage that owns the tensor exports it."""
+    """False for copies."""
 
 
 def bind(chunks: Sequence[Any], hf: HfConfig) -> list[Binding]:
@@ -155,15 +156,15 @@ def bind(chunks: Sequence[Any], hf: HfConfig) -> list[Binding]:
 
 
 def ranks_of_a_group(entry: Entry, hf: HfConfig, tensor_ranks: int) -> int:
-    r"""Consecutive tensor ranks that share a key/value head, where ranks outnumber heads.
+    """Consecutive tensor ranks that share a key/value head, where ranks outnumber heads.
 
-    Megatron cuts the rows of such a group (queries, key, value) evenly over them and gathers their outputs in every layer.
+    Megatron cuts a group's rows (queries, key, value) evenly over them and gathers their outputs in every layer.
     """
     return max(tensor_ranks // hf.key_value_heads, 1) if entry.layout is Layout.GROUPED else 1
 
 
 def join(entry: Entry, cuts: Sequence[torch.Tensor], hf: HfConfig, dim: int = 0) -> torch.Tensor:
-    """Join this rank's Megatron tensor from its cuts of the checkpoint's tensors. `dim`: the dimension of their rows."""
+    """Megatron tensor from this rank's cuts of checkpoint tensors. `dim`: dimension of their rows."""
     match entry.layout:
         case Layout.PLAIN:
             return cuts[0]
@@ -175,7 +176,7 @@ def join(entry: Entry, cuts: Sequence[torch.Tensor], hf: HfConfig, dim: int = 0)
 
 
 def take_apart(entry: Entry, local: torch.Tensor, hf: HfConfig) -> list[torch.Tensor]:
-    """Split a local tensor into cuts; the inverse of join."""
+    """Inverse of `join`."""
     match entry.layout:
         case Layout.PLAIN:
             return [local]

@@ -1,4 +1,4 @@
-"""Decoder layers in Megatron's model: norm, attention over packed rows and value head of our own, the rest torch's or Transformer Engine's.
+"""Decoder layers: norm, attention over packed rows and value head of our own, the rest torch's or Transformer Engine's.
 
 Transformer Engine fuses a norm into the following product and runs all experts in one call. Attention is ours under both.
 """
@@ -32,20 +32,18 @@ from roll_lite.models.hf_config import HfConfig
 
 
 class TorchRMSNorm(torch.nn.RMSNorm):
-    """RMSNorm that works under sequence parallelism. Megatron's wrapper of torch's refuses it, and its fused norm needs Apex."""
+    """RMSNorm under sequence parallelism, which Megatron's wrapper of torch's refuses; its fused norm needs Apex."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=current_device())
-        # Under sequence parallelism each rank sees a part of the sequence: finalize_model_grads adds up what is marked.
+        # Each rank sees a part of the sequence: finalize_model_grads adds up what is marked.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 class SdpaAttention(MegatronModule):
-    r"""Causal grouped-query attention within packed rows on torch's scaled_dot_product_attention, with the model's sliding window if it has
-    one.
+    """Causal grouped-query attention within packed rows, with the model's sliding window if any.
 
-    Megatron passes [tokens, 1, heads, head_dim] and takes [tokens, 1, heads * head_dim]. Where context-parallel ranks share the rows, each
-    gathers the keys and values of all.
+    Takes [tokens, 1, heads, head_dim] and returns [tokens, 1, heads * head_dim]. Context-parallel ranks gather the keys and values of all.
     """
 
     def __init__(
@@ -108,7 +106,7 @@ class SdpaAttention(MegatronModule):
         return torch.cat(outputs)
 
     def _before(self, size: int, seen: int, device: torch.device) -> torch.Tensor | None:
-        """Attention mask [size, seen] of a piece; None if each token sees all from the piece's first on."""
+        """Attention mask [size, seen] of a piece; None: each token sees all from the piece's first."""
         windowed = self.looks_back is not None and self.looks_back + 1 < seen
         if size == seen and not windowed:
             return None
@@ -117,14 +115,14 @@ class SdpaAttention(MegatronModule):
 
 
 class ValueHead(torch.nn.Module):
-    """Value head: one number per position, replicated over tensor ranks."""
+    """One number per position, replicated over tensor ranks."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=current_device()))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[N, hidden] to [N] float32, computed in float32 because values are regressed on."""
+        """[N, hidden] to [N] in float32, because values are regressed on."""
         return torch.nn.functional.linear(hidden.float(), self.weight.float()).squeeze(-1)
 
 
@@ -137,7 +135,7 @@ STORED_NAMES_WITHOUT_EXPERTS = {**STORED_NAMES, "pre_mlp_layernorm.": "mlp.linea
 class LayerParts:
     norm: Any
     normed_column: Any
-    """Column-parallel linear whose inputs are normed: by a norm before it, or where `fused` by itself."""
+    """Column-parallel linear with a norm before it, or inside if `fused`."""
     row: Any
     experts: Any
     fused: bool
@@ -184,7 +182,6 @@ def transformer_engine() -> LayerParts:
 
 
 def layer_spec(hf: HfConfig, number: int, balance: Balance, parts: LayerParts = TORCH) -> Any:
-    """Spec of a decoder layer, numbered from 0."""
     head_norm = parts.norm if hf.qk_norm else IdentityOp
     separate_norm = IdentityOp if parts.fused else parts.norm
     attention = SelfAttentionSubmodules(

@@ -11,14 +11,13 @@ from torch.autograd.function import once_differentiable
 from roll_lite.distributed.strategy.megatron.vocabulary import DROPPED, HeadGradients, SoftmaxSums, Vocabulary
 
 KEPT_LOGITS = 1 << 24
-"""Most logits kept for the backward pass (64 MiB in float32); beyond that they are computed again."""
+"""Most logits kept for the backward pass (64 MiB in float32); more are computed again."""
 
 
 def log_probs_and_entropy(
     hidden: torch.Tensor, weight: torch.Tensor, vocabulary: Vocabulary, entropy: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    r"""Log-probs and entropy of softmax(hidden @ weight.T / temperatures): both [N] float32, differentiable, equal on all ranks of the
-    group.
+    """Log-probs and entropy of softmax(hidden @ weight.T / temperatures): both [N] float32, differentiable, equal on all ranks.
 
     hidden [N, H], weight [V/tp, H]. Every rank computes the same loss. The gradient of hidden covers this rank's part of the vocabulary
     only, and is 0 for tokens that were not kept.
@@ -71,10 +70,10 @@ class _LogProbs(torch.autograd.Function):
 
 
 def distribution(hidden: torch.Tensor, weight: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
-    r"""log_softmax(hidden @ weight.T / temperatures): [N, vocab_size] float32, differentiable, equal on all ranks of the group.
+    """log_softmax(hidden @ weight.T / temperatures): [N, vocab_size] float32, differentiable, equal on all ranks.
 
-    Takes N x V float32 numbers on every rank and gathers them: for small vocabularies or few rows. Tokens that sampling dropped have the
-    log-prob DROPPED and no gradient. Arguments and gradients are those of log_probs_and_entropy.
+    Gathers N x V numbers on every rank: for small vocabularies or few rows. Tokens that sampling dropped have the log-prob DROPPED and no
+    gradient. Otherwise as log_probs_and_entropy.
     """
     result: torch.Tensor = _Distribution.apply(hidden, weight, vocabulary)
     return result

@@ -1,11 +1,11 @@
-r"""LoRA: low-rank matrices beside frozen layers, in PEFT's arithmetic.
+"""LoRA: low-rank matrices beside frozen layers, in PEFT's arithmetic.
 
-As in PEFT, each Hugging Face projection has its own A [rank, in] and B [out, rank] and adds alpha / rank * B A x to its output, though one
-Megatron layer may hold several projections. Where tensor parallelism cuts a layer's rows (q, k, v, gate, up) it cuts B; where it cuts the
-columns (o, down) it cuts A; the other matrix is replicated. Only the product with A crosses ranks.
+Each Hugging Face projection has its own A [rank, in] and B [out, rank] and adds alpha / rank * B A x to its output; a Megatron layer may
+hold several. Tensor parallelism cuts B where it cuts a layer's rows (q, k, v, gate, up), A where it cuts columns (o, down); the other
+matrix is replicated. Only the product with A crosses ranks.
 
-An expert's adapters live whole beside the expert: tokens are already there, and gradients are summed over the ranks that hold the same
-expert. Layouts in which tensor ranks share a key/value head, or an expert's matrices, are refused (config/checks/lora.py).
+An expert's adapters live whole beside the expert; gradients are summed over the ranks that hold the same expert. Layouts in which tensor
+ranks share a key/value head, or an expert's matrices, are refused (config/checks/lora.py).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 
 class Projection(torch.nn.Module):
-    """A and B of one Hugging Face projection, or this tensor rank's cuts of them. B starts at zero, so nothing changes at first."""
+    """A and B of one projection, or this tensor rank's cuts. B starts at zero, so nothing changes at first."""
 
     def __init__(self, name: str, base: torch.Tensor, entry: Entry, lora: LoraConfig, seed: int) -> None:
-        """`base`: this rank's cut of the projection's weight. A is the same in every layout."""
+        """`base`: this rank's cut of the weight. A is the same in every layout."""
         super().__init__()
         rows, columns = base.shape
         group = cut_group(entry.of_experts)
@@ -50,7 +50,7 @@ class Projection(torch.nn.Module):
 
     @torch.no_grad()
     def scaled(self, lora_b: torch.Tensor) -> torch.Tensor:
-        """B multiplied by alpha / rank, so that B A x can be added as it is."""
+        """B times alpha / rank, for engines that add B A x."""
         return (lora_b.float() * self.scale).to(lora_b.dtype)
 
     @torch.no_grad()
@@ -65,7 +65,7 @@ class Adapter(torch.nn.Module):
     def __init__(
         self, config: Any, entry: Entry, rows: Sequence[int], projections: dict[int, tuple[str, Projection]], hf: HfConfig
     ) -> None:
-        """`rows`: rows of this rank's cut of each projection; `projections`: by index."""
+        """`rows`: of this rank's cut of each projection; `projections`: by index."""
         super().__init__()
         self.active = True
         self._entry, self._hf, self._rows = entry, hf, rows
@@ -78,15 +78,15 @@ class Adapter(torch.nn.Module):
                 if entry.of_experts:
                     parameter.allreduce = False  # type: ignore[attr-defined]
                     axis = axis or 0
-                # The gradient norm counts cut weights on every rank, others on tensor rank 0; an expert's adapter has no copy elsewhere.
+                # The gradient norm counts cut weights on every rank, others on tensor rank 0; an expert's adapter has no copy.
                 if axis is not None:
                     set_tensor_model_parallel_attributes(parameter, True, axis, 1)
                 else:
-                    # Under sequence parallelism each rank has seen a part of the sequence: finalize_model_grads adds up what is marked.
+                    # Each rank sees a part of the sequence: finalize_model_grads adds up what is marked.
                     parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """[tokens, 1, in] to [tokens, 1, out]; experts [tokens, in] to [tokens, out]. Output follows the order of the layer's rows."""
+        """[tokens, 1, in] to [tokens, 1, out]; experts [tokens, in] to [tokens, out]."""
         low = torch.nn.functional.linear(inputs, torch.cat([one.lora_A for one in self._projections.values()]))
         low = self._over_tensor_ranks(low)
         lows = iter(low.chunk(len(self._projections), dim=-1))
@@ -99,7 +99,7 @@ class Adapter(torch.nn.Module):
         return join(self._entry, outputs, self._hf, dim=low.dim() - 1)
 
     def _over_tensor_ranks(self, low: torch.Tensor) -> torch.Tensor:
-        """Communicate the small product with A as the layer communicates its input or output."""
+        """Communicate the small product with A as the layer does its input or output."""
         if self._entry.of_experts:
             return low
         match self._entry.cut, self._sequence_parallel:
@@ -113,7 +113,6 @@ class Adapter(torch.nn.Module):
                 return mappings.reduce_from_tensor_model_parallel_region(low)
 
     def add(self, _: Any, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
-        """Forward hook of the layer."""
         return (output[0] + self(inputs[0]), output[1]) if self.active else output
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
@@ -124,17 +123,15 @@ class Adapter(torch.nn.Module):
 
 
 class Adapters:
-    """Adapters of a rank."""
-
     def __init__(self, chunks: Sequence[RollModel], hf: HfConfig, lora: LoraConfig, seed: int) -> None:
         """Freeze the model and put adapters beside its layers."""
         self._all: list[Adapter] = []
         self.bindings: list[Binding] = []
         """Bindings under PEFT's names."""
         self.merging: dict[str, Change] = {}
-        """Changes that merge adapters into weights, by weight name."""
+        """Merges of adapters into weights, by weight name."""
         self.scaling: dict[str, Change] = {}
-        """Changes that scale B by alpha / rank, by name."""
+        """Scalings of B by alpha / rank, by name."""
         for chunk in chunks:
             chunk.requires_grad_(False)
             for layer in chunk.decoder.layers:
@@ -144,7 +141,7 @@ class Adapters:
                             self._adapt(layer, entry, (place, expert), hf, lora, seed)
 
     def _adapt(self, layer: Any, entry: Entry, expert: tuple[int, int | None], hf: HfConfig, lora: LoraConfig, seed: int) -> None:
-        """Adapt one layer. `expert`: its index on this rank and its global number."""
+        """Adapt one layer. `expert`: local and global number."""
         names = entry.hf_names(layer.layer_number - 1, expert[1])
         chosen = {place: name for place, name in enumerate(names) if target_of(name) in lora.targets}
         parent, _, own_name = entry.megatron.replace(EXPERT, str(expert[0])).removesuffix(".weight").rpartition(".")
@@ -168,7 +165,7 @@ class Adapters:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Switch the adapters off inside the block: the model is the base model."""
+        """Switch the adapters off inside the block."""
         for adapter in self._all:
             adapter.active = False
         try:
@@ -183,5 +180,5 @@ def _adaptable(hf: HfConfig, layer: int) -> list[Entry]:
 
 
 def cut_of(matrix: str, entry: Entry) -> int | None:
-    """Dimension of A or B that tensor parallelism cuts, in a layer cut as `entry` says."""
+    """Dimension of A or B that tensor parallelism cuts."""
     return entry.cut if matrix.endswith(A if entry.cut == 1 else B) else None

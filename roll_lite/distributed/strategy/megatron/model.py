@@ -1,4 +1,4 @@
-"""The model: Megatron-Core's GPT with our norm and attention, and a head that runs only where it counts."""
+"""Megatron-Core's GPT with our norm and attention, and a head that runs only where it counts."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from roll_lite.distributed.strategy.megatron.packed_rows import PackedRows
 from roll_lite.models.hf_config import HfConfig, RopeConfig
 
 ROTARY_STEP = 256
-"""Multiple of tokens that rotary embeddings are made for, so that Megatron caches only a few."""
+"""Multiple of tokens that rotary embeddings are made for, so that Megatron caches few."""
 
 
 def transformer_config(hf: HfConfig, strategy: MegatronStrategyConfig, dtype: torch.dtype, deterministic: bool) -> Any:
-    """Megatron's configuration of the model. Weights always come from a checkpoint, so none are initialised."""
+    """Megatron's configuration. Weights come from a checkpoint, so none are initialised."""
     on_gpu = torch.cuda.is_available()
     return TransformerConfig(
         num_layers=hf.layers,
@@ -54,8 +54,8 @@ def transformer_config(hf: HfConfig, strategy: MegatronStrategyConfig, dtype: to
         expert_model_parallel_size=strategy.expert_parallel,
         expert_tensor_parallel_size=strategy.expert_tensor_parallel,
         sequence_parallel=strategy.sequence_parallel,
-        # One exchange at a time: with both directions in one batch, two stages that neighbour each other on both sides would
-        # take gradients for activations.
+        # One exchange at a time: with both directions in one batch, two stages that neighbour each other on both sides would take gradients
+        # for activations.
         overlap_p2p_comm=strategy.virtual_pipeline_parallel > 1,
         batch_p2p_comm=strategy.virtual_pipeline_parallel == 1,
         # Micro-batches differ in tokens, so stages must tell each other the shapes.
@@ -85,21 +85,20 @@ def transformer_config(hf: HfConfig, strategy: MegatronStrategyConfig, dtype: to
 
 
 def _pipeline_layout(layers: Sequence[int]) -> list[list[str]]:
-    """Layers of each pipeline part, as Megatron writes it."""
     parts = [["decoder"] * count for count in layers]
     return [["embedding", *parts[0]], *parts[1:-1], [*parts[-1], "loss"]]
 
 
 def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
-    """Rows of the embedding, padded so that all tensor ranks hold equally many. Added rows are never looked up; the softmax masks them."""
+    """Rows of the embedding, padded to equal shares. Added rows are never looked up; the softmax masks them."""
     return -(-vocab_size // tensor_parallel) * tensor_parallel
 
 
 class RollModel(GPTModel):
-    r"""One pipeline stage, or one part of an interleaved stage.
+    """One pipeline stage, or one part of an interleaved stage.
 
     The last stage's forward returns, for the N requested positions, hidden states [N, hidden] to multiply with output_weight, or [N]
-    values. Prompt tokens and padding never reach the head, the largest matrix of a small model.
+    values. Prompt tokens and padding never reach the head.
     """
 
     def __init__(
@@ -130,8 +129,7 @@ class RollModel(GPTModel):
         _mark_weights(bind([self], hf))
 
     def forward(self, input_ids: torch.Tensor, rows: PackedRows, positions: torch.Tensor) -> torch.Tensor:
-        """input_ids [1, tokens]: rows one behind the other, or this context-parallel rank's part. positions [N]: tokens whose next token
-        counts."""
+        """input_ids [1, tokens]: packed rows, or this context-parallel rank's part. positions [N]: tokens whose next token counts."""
         embedded = self.embedding(input_ids=input_ids, position_ids=None) if self.pre_process else None
         if embedded is not None and self.config.recompute_granularity is not None:
             # Recomputed layers get a gradient only if their input requires one, which frozen embeddings do not.
@@ -152,26 +150,25 @@ class RollModel(GPTModel):
 
     @property
     def output_weight(self) -> torch.Tensor:
-        """Output weight [V/tp, hidden] of the last stage; a language model only."""
+        """[V/tp, hidden] on the last stage; a language model only."""
         tied = self.share_embeddings_and_output_weights
         weight: torch.Tensor = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         return weight
 
 
 def scale_as_llama3(rotary: Any, rope: RopeConfig) -> None:
-    """Scale the frequencies as the model's config.json says; Megatron-Core passes on the factor alone."""
+    """Scale the frequencies as config.json says; Megatron-Core passes on the factor alone."""
     if rope.llama3 is not None:
         rotary.inv_freq = rotary._apply_scaling(rotary.inv_freq, **asdict(rope.llama3))
 
 
 def _mark_weights(bindings: Sequence[Binding]) -> None:
-    r"""Mark cut weights as Megatron does only where it also initialises them (perform_initialization).
+    """Mark cut weights as Megatron does only where it also initialises them (perform_initialization).
 
     Without the mark the gradient norm counts a weight on tensor rank 0 alone, and clipping is wrong.
 
-    Expert weights are shared and summed by ranks of their own (allreduce False). Megatron treats them so only under expert parallelism.
-    Without it, gradients would miss the tokens of other tensor ranks where expert_tensor_parallel is smaller, and checkpoints would not
-    load under another expert_parallel.
+    Expert weights have ranks of their own (allreduce False), which Megatron says only under expert parallelism. Without it, gradients would
+    miss other tensor ranks' tokens where expert_tensor_parallel is smaller, and checkpoints would not load under another expert_parallel.
     """
     for binding in bindings:
         weight: Any = binding.parameter

@@ -1,4 +1,4 @@
-"""Inputs and outputs of the model for micro-batches: rows are packed, only required positions reach the head, losses see padded columns."""
+"""Inputs and outputs of the model: rows are packed, only required positions reach the head, losses see padded columns."""
 
 from __future__ import annotations
 
@@ -20,31 +20,26 @@ from roll_lite.distributed.strategy.megatron.vocabulary import Vocabulary
 from roll_lite.models.hf_config import ExpertsConfig
 
 KEPT, TEMPERATURE = "kept_ids", "temperature"
-"""Columns for the head alone: which tokens a softmax covers, and the temperature. Losses do not see them."""
+"""Columns for the head alone: tokens that a softmax covers, and the temperature."""
 
 
 @dataclass(frozen=True)
 class ModelInput:
-    """Micro-batch on the device, ready for the model."""
-
     input_ids: torch.Tensor
-    """[1, tokens]: rows one behind the other, or this context-parallel rank's part; the same holds for positions, slots, targets, kept and
-    temperatures."""
+    """[1, tokens]: packed rows, or this context-parallel rank's part, as in the other fields."""
     rows: PackedRows
     positions: torch.Tensor
     """[N] tokens whose next token counts; then, if final values are asked for, the last token of each row."""
     slots: torch.Tensor
-    """[N] index b * (T - 1) + t: where each result goes in [B, T - 1]."""
+    """[N] index b * (T - 1) + t of each result in [B, T - 1]."""
     ends: torch.Tensor
     """Rows whose last token is asked for."""
     targets: torch.Tensor
-    """[N] next tokens."""
     micro_batch: MicroBatch
     """Rows for the loss; none if this rank only keeps in step with others."""
     kept: torch.Tensor | None = None
-    """[N, K] kept_ids, if the batch has them."""
     temperatures: torch.Tensor | None = None
-    """[N] temperature of each position's row; None for a value head."""
+    """[N], by the position's row; None for a value head."""
 
 
 def model_inputs(
@@ -56,8 +51,9 @@ def model_inputs(
     experts: ExpertsConfig | None = None,
     record: bool = False,
 ) -> list[ModelInput]:
-    """Micro-batches of the plan. `columns`: those that the loss sees, None for all. `ends`: include the last token of each row. `experts`:
-    settings of the model's experts. `record`: record the routes of its tokens."""
+    """Micro-batches of the plan. `columns`: for the loss, None: all. `ends`: include the last token of each row. `record`: record routes to
+    experts.
+    """
     inputs = []
     for rows in plan.cut(batch):
         given, cut = _model_input(rows, plan.token_multiple, device, columns, ends)
@@ -83,7 +79,7 @@ def _routes(batch: DataProto, cut: ContextCut, experts: ExpertsConfig, record: b
 def _model_input(
     batch: DataProto, token_multiple: int, device: torch.device, columns: Collection[str] | None, ends: bool
 ) -> tuple[ModelInput, ContextCut]:
-    """Compute positions on the host, so that the device is never waited for."""
+    """Compute positions on the host, without waiting for the device."""
     micro_batch = padded(batch.select(name for name in batch.columns if name not in REPLAYED))
     transitions = micro_batch.mask.shape[1]
     slots = micro_batch.mask.reshape(-1).nonzero().squeeze(1)
@@ -121,7 +117,7 @@ def outputs_of(
     vocab_size: int,
     group: dist.ProcessGroup,
 ) -> MicroBatchOutputs:
-    """Turn the last stage's result (values, or hidden states and output weight) into padded columns for the loss, 0 where masked."""
+    """Padded columns for the loss, 0 where masked, from the last stage's values, or hidden states and output weight."""
     shape = given.micro_batch.mask.shape
     if set(outputs) & {"values", "final_value"}:
         values, ends = result.split([len(given.slots), len(result) - len(given.slots)])
@@ -161,7 +157,8 @@ def check_outputs(outputs: Sequence[str], value_head: bool, training: bool = Fal
 
 def _scatter(flat: torch.Tensor, slots: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """[N, ...] to [*shape, ...], differentiable, with the other context-parallel ranks' entries: each computes the whole loss and gets the
-    gradient of its own tokens."""
+    gradient of its own tokens.
+    """
     entry = flat.shape[1:]
     scattered = flat.new_zeros(shape.numel(), *entry).index_copy(0, slots, flat).view(*shape, *entry)
     return tensor_parallel.reduce_from_tensor_model_parallel_region(scattered, group=parallel_state.get_context_parallel_group())

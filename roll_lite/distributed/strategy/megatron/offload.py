@@ -1,13 +1,12 @@
-r"""Move state out of device memory and back by emptying the storages that Megatron's buffers and views share.
+"""Move state out of device memory and back by emptying the storages that Megatron's buffers and views share.
 
-A storage that is emptied and refilled keeps its identity: all views of it (parameters in the parameter buffer, main_grad in the gradient
-buffer, optimizer shards in the parameters) become valid again, and no reference has to be replaced.
+A refilled storage keeps its identity: all views (parameters, main_grad, optimizer shards) become valid again.
 
-Each storage has one copy in host memory (pinned beside a GPU), allocated once and kept when the state returns. The copy stays current until
-somebody writes to the state, so an unchanged storage is emptied without another copy: a reference is copied once per run.
+Each storage has one host copy (pinned beside a GPU), kept when the state returns and current until somebody writes to the state: a
+reference is copied once per run.
 
 Copies use a stream of their own. `load` only starts them; `require` makes the computation wait for the groups it names, so that the
-optimizer's state arrives while the first micro-batches run. On a CPU torch's streams are empty shells, and the same lines copy at once.
+optimizer's state arrives while the first micro-batches run. On a CPU copies are immediate.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ class HostCopy:
     storage: torch.UntypedStorage
     size: int
     memory: torch.Tensor | None = None
-    """None for gradients, which are dropped, and for state that never left."""
+    """None for dropped gradients, and for state that never left."""
     is_current: bool = False
     is_frozen: bool = False
-    """True if it holds only frozen weights."""
+    """Holds only frozen weights."""
 
 
 class StateMover:
@@ -49,7 +48,7 @@ class StateMover:
         """Bytes and seconds moved so far."""
 
     def offload(self, groups: Iterable[StateGroup]) -> None:
-        """The memory is free when this returns."""
+        """Offload; the memory is free when this returns."""
         start = time.perf_counter()
         leaving = [group for group in dict.fromkeys(groups) if group not in self._away]
         copied = freed = 0
@@ -87,7 +86,7 @@ class StateMover:
         self.moved += Moved(in_bytes=copied, in_seconds=time.perf_counter() - start)
 
     def require(self, *groups: StateGroup) -> None:
-        """Make this device's later work wait until the groups are loaded."""
+        """Make this device's later work wait for the groups."""
         missing = [group for group in groups if group in self._away]
         assert not missing, f"{', '.join(missing)} are offloaded: load them first"
         for group in groups:
@@ -95,8 +94,9 @@ class StateMover:
                 event.wait(self._device.current_stream())
 
     def require_to_write(self, *groups: StateGroup, trained_only: bool = False) -> None:
-        """Require groups before their state changes: their host copies become outdated. A write without this call is lost at the next
-        offload. `trained_only`: frozen weights, beside which adapters train, keep their copies."""
+        """Require groups before they change, which outdates their host copies: a write without this call is lost at the next offload.
+        `trained_only`: frozen weights keep their copies.
+        """
         self.require(*groups)
         for group in groups:
             for copy in self._copies[group].values():
@@ -117,7 +117,7 @@ class StateMover:
         return event
 
     def _copies_of(self, group: StateGroup) -> dict[int, HostCopy]:
-        """Find the group's current storages, since loading a checkpoint replaces some."""
+        """Copies of the group's current storages: loading a checkpoint replaces some."""
         known, frozen = self._copies[group], group is StateGroup.WEIGHTS
         training = self._keyed(weight for chunk in self._chunks for weight in chunk.parameters() if weight.requires_grad)
         return {
@@ -127,7 +127,7 @@ class StateMover:
         }
 
     def _storages(self, group: StateGroup) -> list[torch.UntypedStorage]:
-        """Storages of a group, each once. A storage of several groups belongs to the first of weights, gradients, optimizer."""
+        """Storages of a group, each once, in the first of weights, gradients, optimizer that has it."""
         order = list(StateGroup)
         earlier = {key for other in order[: order.index(group)] for key in self._keyed(self._tensors(other))}
         return [storage for key, storage in self._keyed(self._tensors(group)).items() if key not in earlier]
@@ -160,7 +160,7 @@ class StateMover:
 
 
 def _return_free_memory() -> None:
-    """Return freed memory to others on the device; both allocators would keep it."""
+    """Return freed memory, which both allocators would keep."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     elif trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # of glibc

@@ -32,8 +32,6 @@ class StepResult:
 
 
 class Optimizer:
-    """AdamW over the model's chunks."""
-
     def __init__(
         self, config: OptimizerConfig, chunks: Sequence[Any], distributed: bool, dtype: torch.dtype, total_updates: int | None
     ) -> None:
@@ -43,8 +41,8 @@ class Optimizer:
         self.on_host = config.on_host
         self._host_steps: list[HostStep] = []
         self._make_states()
-        # The constructor's step(0) also applies the weight-decay multipliers: without a scheduler, norms and biases would decay.
-        # Megatron's warm-up would spend the first update at init_lr: started one part up, it arrives with update warmup_steps.
+        # The constructor's step(0) also applies the weight-decay multipliers that spare norms and biases.
+        # Megatron's warm-up would spend the first update at init_lr: started one part up, it ends with update warmup_steps.
         rest = max(config.warmup_steps - 1, 0)
         self.scheduler = OptimizerParamScheduler(
             self.megatron,
@@ -69,8 +67,7 @@ class Optimizer:
         return list(self.megatron.chained_optimizers)
 
     def _make_states(self) -> None:
-        """Create the moments now rather than at the first step: memory use is known from the start, and a checkpoint has something to load
-        into."""
+        """Create the moments before the first step: memory use is known from the start, and a checkpoint has something to load into."""
         for part in self.parts:
             if self.on_host:
                 self._host_steps.append(HostStep(part.optimizer, current_device()))
@@ -81,18 +78,18 @@ class Optimizer:
         self.complete_states()
 
     def _state_without_parameters(self, part: Any) -> dict[str, Any]:
-        """State dict of a part without parameters. Megatron's own would ask a parameter for the step count, but a pipeline stage without
-        experts, or without adapted layers, has such a part so that checkpoints agree over stages."""
+        """State dict of a part without parameters, as in a stage without experts or adapted layers; Megatron's own would ask a parameter
+        for the step count.
+        """
         steps = float(self.scheduler.num_steps)
         groups = [{key: value for key, value in group.items() if key != "params"} | {"step": steps} for group in part.param_groups]
         return {"optimizer": {"param_groups": groups}}
 
     def complete_states(self) -> None:
-        r"""Finish moments that were created or loaded: move them to the host if they belong there, and give every parameter its own step
-        counter.
+        """Move moments to the host if they belong there, and give every parameter its own step counter.
 
-        For torch's AdamW, Megatron-Core 0.16 creates no counter with the moments, and loads one tensor into all of them. Every parameter's
-        update would advance the shared counter, and Adam's bias correction would be silently wrong.
+        For torch's AdamW, Megatron-Core 0.16 creates no counter, and loads one tensor into all. Every update would advance the shared
+        counter, and Adam's bias correction would be silently wrong.
         """
         for step in self._host_steps:
             step.keep_moments()
@@ -106,11 +103,11 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, loss: float) -> StepResult:
-        r"""Clip, update, advance the schedule. If loss or gradient is not finite on any rank, weights, moments and schedule stay as they
-        are on all ranks. (An infinite advantage under a clipped ratio gives an infinite loss without a gradient.)
+        """Clip, update, advance the schedule. If loss or gradient is not finite on any rank, nothing changes on any. (An infinite advantage
+        under a clipped ratio gives an infinite loss without a gradient.)
 
-        Megatron's own step() checks for infinities only with loss scaling; in float32 and bfloat16 it would update. Its norm and clipping,
-        without Apex or Transformer Engine, wait for the device once per parameter.
+        Megatron's own step() checks for infinities only with loss scaling; its norm and clipping, without Apex or Transformer Engine, wait
+        for the device once per parameter.
         """
         lr = self.megatron.param_groups[0]["lr"]
         self.megatron.prepare_grads()
@@ -126,7 +123,7 @@ class Optimizer:
         return StepResult(grad_norm, lr, skipped=False)
 
     def _grad_norm(self, is_finite: bool) -> tuple[float, bool]:
-        """Gradient norm of the whole model, counting shared gradients once, and whether all ranks report `is_finite`."""
+        """Gradient norm of the whole model, shared gradients counted once, and whether all ranks are finite."""
         sums = torch.zeros(2, dtype=torch.float64, device=current_device())
         for part in self.parts:
             squares = squared_norm(part.get_main_grads_for_grad_norm(), current_device())
@@ -158,10 +155,10 @@ def _megatron_optimizer(config: OptimizerConfig, chunks: Sequence[Any], distribu
 
 
 def squared_norm(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    r"""Sum of squares over all tensors, in float64 on the device, without waiting for it.
+    """Sum of squares over all tensors, in float64 on the device, without waiting for it.
 
     On a CPU torch adds up a float32 tensor in eight running sums: the norm of 10^7 entries is a thousandth too small, of 10^9 almost two
-    hundredths. Short stretches keep that speed, and their sums are added in float64. GPUs add up as a tree.
+    hundredths. Sums of short stretches, added in float64, are exact enough and as fast.
     """
     if device.type == "cpu":
         tensors = [part for tensor in tensors for part in _stretches(tensor)]
@@ -182,14 +179,14 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def take_adam_of_torch() -> None:
-    """Make this process use torch's Adam. Megatron-Core 0.16 prefers Transformer Engine's or Apex's, which compute on the device."""
+    """Make this process use torch's Adam; Megatron-Core 0.16 prefers Transformer Engine's or Apex's, which compute on the device."""
     optimizer.USING_PYTORCH_OPTIMIZER = True
     distrib_optimizer.HAVE_APEX_OR_TE = False  # it keeps the step count as torch does
 
 
 @dataclass
 class Staged:
-    """A weight on its way through host memory."""
+    """A weight in host memory for its update."""
 
     weight: torch.Tensor
     gradient: torch.Tensor
@@ -198,7 +195,7 @@ class Staged:
 class HostStep:
     """Replacement for torch AdamW's `step`: moments stay in host memory, which frees eight bytes per trained weight on the device.
 
-    Gradients and weights travel to the host together on a separate stream; a weight is updated while others still arrive or travel back.
+    Gradients and weights travel on a separate stream; a weight is updated while others travel.
     """
 
     def __init__(self, adam: torch.optim.AdamW, device: torch.device) -> None:
@@ -212,7 +209,6 @@ class HostStep:
                 adam.state[weight] = {name: self._zeros_like(weight) for name in MOMENTS}
 
     def _zeros_like(self, weight: torch.Tensor) -> torch.Tensor:
-        """Zeros in host memory: the device may have no room."""
         return torch.zeros(weight.shape, dtype=weight.dtype, pin_memory=self._pin)
 
     def keep_moments(self) -> None:

@@ -1,4 +1,4 @@
-"""Rows packed one behind the other into one sequence, and a context-parallel rank's part of it."""
+"""Rows packed into one sequence, and a context-parallel rank's part of it."""
 
 from __future__ import annotations
 
@@ -13,37 +13,36 @@ from roll_lite.distributed.strategy.megatron.routing import Routes
 
 @dataclass(frozen=True)
 class PackedRows:
-    r"""Tokens of a rank: which others each sees, and its position in its row.
+    """Tokens of a rank: which others each sees, and its position in its row.
 
-    Replaces Megatron's PackedSeqParams and declares its format in which rotary embeddings come ready for every token. With `thd` they would
-    be cut and joined row by row in every layer, waiting for the device each time.
+    Replaces Megatron's PackedSeqParams, in the format whose rotary embeddings come ready for every token. With `thd` they would be cut and
+    joined row by row in every layer, waiting for the device each time.
     """
 
     runs: tuple[tuple[int, int, int], ...]
     """(pieces, tokens per piece, tokens that a piece sees) of adjacent equal pieces. A piece is a row or, if ranks share the tokens,
-    consecutive tokens of one. Its last token sees everything that the piece sees, the one before it one less."""
+    consecutive tokens of one. Its last token sees all of that, the one before it one less.
+    """
     places: torch.Tensor
-    """[tokens] int64: position of each token in its row, from 0."""
+    """[tokens] int64: position in the row, from 0."""
     starts: torch.Tensor
     """[pieces + 1] int32: start of each piece, and the end of the last."""
     longest: int
-    """Tokens of the longest row."""
     row_of: torch.Tensor
-    """[tokens] int64: row of each token; padding is a row after the last."""
+    """[tokens] int64; padding is a row after the last."""
     lengths: torch.Tensor
-    """[rows] int64: tokens of each whole row."""
+    """[rows] int64, of whole rows."""
     seen: torch.Tensor | None = None
-    """[total seen] int64: indices of what each piece sees, among the tokens of all ranks in rank order. None if each piece sees only
-    itself."""
+    """[total seen] int64: indices of what each piece sees, among the tokens of all ranks in rank order. None: itself only."""
     seen_starts: torch.Tensor | None = None
-    """[pieces + 1] int32: start of each piece's range in `seen`."""
+    """[pieces + 1] int32: start of each piece in `seen`."""
     routes: Routes | None = None
-    """Routes to experts, if they are recorded or replayed."""
+    """Recorded or replayed routes to experts."""
     qkv_format = "sbhd"
 
     @staticmethod
     def of(lengths: torch.Tensor, padding: bool = False) -> PackedRows:
-        """Rows on the host, possibly with a last row of padding."""
+        """Rows on the host, the last one of padding if `padding`."""
         starts = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         places = torch.arange(int(starts[-1])) - torch.repeat_interleave(starts[:-1], lengths)
         pieces = [(length, length) for length in lengths.tolist()]
@@ -52,7 +51,6 @@ class PackedRows:
 
     @staticmethod
     def of_rank(lengths: torch.Tensor, cut: ContextCut, padding: bool = False) -> PackedRows:
-        """Rows of one context-parallel rank."""
         whole = PackedRows.of(lengths, padding)
         bounds = whole.starts.tolist()
         pieces, places, seen = [], [], []
@@ -70,7 +68,6 @@ class PackedRows:
 
     @property
     def most_tokens(self) -> int:
-        """Tokens of the longest piece."""
         return max(tokens for _, tokens, _ in self.runs)
 
     @property
@@ -84,8 +81,9 @@ def _runs(pieces: list[tuple[int, int]]) -> tuple[tuple[int, int, int], ...]:
 
 @dataclass(frozen=True)
 class ContextCut:
-    """Split of `tokens` over `ranks`: into twice as many parts. Each rank takes one from the front and its mirror from the back, so that
-    all look back at about as many tokens."""
+    """Split of `tokens` over `ranks`, into twice as many parts: each rank takes one from the front and its mirror from the back, for equal
+    work.
+    """
 
     tokens: int
     rank: int
@@ -93,12 +91,11 @@ class ContextCut:
 
     @property
     def part(self) -> int:
-        """Tokens per part."""
         return self.tokens // (2 * self.ranks)
 
     @property
     def parts(self) -> list[tuple[int, int]]:
-        """Start and end of this rank's parts."""
+        """Start and end of this rank's two parts."""
         return [(number * self.part, (number + 1) * self.part) for number in (self.rank, 2 * self.ranks - 1 - self.rank)]
 
     def own(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -117,7 +114,7 @@ class ContextCut:
         return torch.arange(self.tokens) if self.ranks == 1 else self.own(torch.arange(self.tokens))
 
     def find(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens that this rank holds ([N] bool), and their local indices."""
+        """Mask [N] of tokens that this rank holds, and their local indices."""
         if self.ranks == 1:
             return torch.ones_like(positions, dtype=torch.bool), positions
         first = 2 * self.rank * self.part
@@ -129,7 +126,7 @@ class ContextCut:
 def packed(
     ids: torch.Tensor, lengths: torch.Tensor, token_multiple: int, rank: int, ranks: int
 ) -> tuple[torch.Tensor, PackedRows, ContextCut]:
-    """Token ids and rows of this rank, and the split over ranks. A padding row fills up to a multiple; the model runs even without rows."""
+    """Token ids and rows of this rank, and the split. A padding row fills up to a multiple; the model runs even without rows."""
     missing = -len(ids) % token_multiple if len(ids) else token_multiple
     if missing:
         ids, lengths = torch.cat([ids, ids.new_zeros(missing)]), torch.cat([lengths, lengths.new_tensor([missing])])

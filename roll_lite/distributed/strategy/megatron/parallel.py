@@ -13,17 +13,15 @@ from roll_lite.distributed.strategy.base import RankLayout
 
 
 def cut_group(of_experts: bool) -> dist.ProcessGroup:
-    """Group of ranks that share a matrix."""
     return parallel_state.get_expert_tensor_parallel_group() if of_experts else parallel_state.get_tensor_model_parallel_group()
 
 
 def layout_multiples(strategy: MegatronStrategyConfig) -> Multiples:
-    """Multiples that the layout asks of a micro-batch plan."""
     return Multiples(token_multiple(strategy), count_multiple(strategy))
 
 
 def join_groups(strategy: MegatronStrategyConfig, seed: int) -> RankLayout:
-    """Create the layout's process groups, or share those of another role in this process. Collective."""
+    """Create the layout's process groups, or share another role's in this process. Collective."""
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=strategy.tensor_parallel,

@@ -11,27 +11,26 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 EXPERTS = "experts"
-"""Forward output that reports the routes."""
 REPLAYED = ("old_experts", "rollout_experts")
-"""Columns with routes to replay; a batch has at most one of them."""
+"""Columns with routes to replay; a batch has at most one."""
 
 
 @dataclass(frozen=True)
 class Routes:
-    r"""Routes of a rank's tokens in a micro-batch.
+    """Routes of a rank's tokens in a micro-batch.
 
-    They travel through the layers with the rows, so that recomputed layers, and pipeline stages several micro-batches ahead of their
-    gradients, use the right ones. Megatron's RouterReplay keeps a list that passes must consume in order.
+    They travel through the layers with the rows, for recomputed layers and for pipeline stages ahead of their gradients; Megatron's
+    RouterReplay keeps a list that passes must consume in order.
     """
 
     places: torch.Tensor
-    """[tokens] int64: index of each token among those of all ranks."""
+    """[tokens] int64: index among all ranks' tokens."""
     all_tokens: int
-    """Tokens of all ranks, padding included."""
+    """Includes padding."""
     given: torch.Tensor | None = None
-    """[tokens, expert layers, experts per token] int16 to replay; -1 leaves the choice to the router, None all choices."""
+    """[tokens, expert layers, experts per token] int16 to replay; -1 leaves a choice to the router, None all."""
     taken: dict[int, torch.Tensor] | None = None
-    """Recorded routes, [tokens, experts per token] int16 by expert layer from 0. None: not recorded."""
+    """Recorded routes, [tokens, experts per token] int16 by expert layer from 0, or None."""
 
     def on_device(self, to: Callable[[torch.Tensor], torch.Tensor]) -> Routes:
         return replace(self, places=to(self.places), given=None if self.given is None else to(self.given))
@@ -41,7 +40,6 @@ class ChosenExperts:
     """Choice of one router for one micro-batch, in place of Megatron's RouterReplay."""
 
     def __init__(self, given: torch.Tensor | None) -> None:
-        """`given` [tokens, experts per token]."""
         self.given = given
 
     def get_replay_topk(
@@ -62,7 +60,7 @@ class ChosenExperts:
         return values, self.chosen
 
     def rerouted(self) -> torch.Tensor:
-        """[2]: replayed choices, and those among them that the router would not have made."""
+        """[2]: replayed choices, and those that the router would not have made."""
         assert self.given is not None
         replayed = self.given >= 0
         other = (self.chosen[:, :, None] != self.own[:, None, :]).all(2)
@@ -70,8 +68,9 @@ class ChosenExperts:
 
 
 def collect_routes(routes: Sequence[Routes], layers: int, per_token: int, sequence_parallel: bool) -> list[torch.Tensor]:
-    """Gather recorded routes on the host: [all tokens, layers x per_token] int16 per micro-batch, padding included. Collective over the
-    ranks of a copy: each has some tokens and some layers."""
+    """Recorded routes on the host: [all tokens, layers x per_token] int16 per micro-batch, with padding. Collective over a copy's ranks:
+    each has some tokens and layers.
+    """
     return [_collected(each, layers, per_token, sequence_parallel) for each in routes]
 
 

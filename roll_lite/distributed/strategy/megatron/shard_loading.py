@@ -1,7 +1,7 @@
-r"""Read from a checkpoint only the part of the distributed optimizer's state that a rank owns.
+"""Read from a checkpoint only the part of the distributed optimizer's state that a rank owns.
 
-Megatron-Core 0.16 lets every rank read its whole tensor and pipeline part and cut out its own. Here a rank reads only the rows that hold
-its entries, a few weights at a time and without waiting for others, plus at most one stored tensor in host memory.
+Megatron-Core 0.16 reads a rank's whole tensor and pipeline part. Here a rank reads only the rows with its entries, a few weights at a time
+and without waiting for others, with at most one more stored tensor in host memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BATCH_ENTRIES = 1 << 22
-"""Entries read together: 50 MB, unless a single weight has more."""
+"""Entries read together: 50 MB, unless one weight has more."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,6 @@ class ShardReader:
         self._places = {place.data: place for place in nested_values(extract_sharded_tensors_and_factories(weights)[0])}
 
     def load(self, parts: Iterable[Any]) -> None:
-        """Load the distributed optimizers of a chain."""
         gc.collect()  # torch.load leaves what it has read in reference cycles: the weights until now
         for part in parts:
             if isinstance(part, DistributedOptimizer):
@@ -64,7 +63,7 @@ class ShardReader:
             part._set_main_param_and_optimizer_states(owned.weight, whole)
 
     def _tensors(self, owned: Owned, wanted: dict[str, list[ShardedTensor]]) -> dict[str, list[torch.Tensor]]:
-        """Allocate this rank's pieces by Megatron's name, and add the pieces to read to `wanted`."""
+        """Allocate this rank's pieces by Megatron's name, and add those to read to `wanted`."""
         place = self._places[owned.weight]
         tensors: dict[str, list[torch.Tensor]] = defaultdict(list)
         for piece in place.build() if isinstance(place, ShardedTensorFactory) else [place]:
@@ -81,8 +80,7 @@ class ShardReader:
         return tensors
 
     def _rows(self, key: str, piece: ShardedTensor, start: int, end: int) -> tuple[ShardedTensor, torch.Tensor]:
-        """Rows that contain entries `start` to `end` of the piece, and those entries. Entries that were not stored (vocabulary padding) are
-        zero."""
+        """Rows with entries `start` to `end` of the piece, and those entries; zero where none are stored (vocabulary padding)."""
         width = math.prod(piece.local_shape[1:])
         first, behind = start // width, -(-end // width)
         axes = piece.prepend_axis_num
@@ -120,8 +118,7 @@ def _owned(part: DistributedOptimizer) -> Iterator[Owned]:
 
 
 def stored_name(name: str, weight: str, stored: Any) -> str | None:
-    """Name of a stored tensor: the distributed optimizer stores float32 weights under its own name. A float32 model has no separate
-    copy: where none are stored, none are wanted."""
+    """Name of a stored tensor, None if not stored: a float32 model has no separate copy of the weights."""
     if name in MOMENTS:
         return f"optimizer.state.{name}.{weight}"
     return next((found for found in (f"optimizer.state.{main}.{weight}" for main in ("param", "fp32_param")) if found in stored), None)

@@ -1,4 +1,4 @@
-"""MegatronStrategy: a Hugging Face model trained by Megatron-Core, on GPUs or (gloo) on CPUs."""
+"""Hugging Face model trained by Megatron-Core, on GPUs or (gloo) on CPUs."""
 
 from __future__ import annotations
 
@@ -58,16 +58,14 @@ from roll_lite.models.hf_config import read_hf_config
 from roll_lite.models.model_files import weight_shapes
 
 SAVE_BUCKET_BYTES = 4 << 30
-"""Most bytes per safetensors file."""
 AVERAGE_FOLDER = "ema"
-"""Folder of a checkpoint with the average of the weights, as a float32 model."""
+"""Folder in a checkpoint for the average of the weights, as a float32 model."""
 LOSS = ""
-"""Name under which the loss travels with the metrics; no metric can be called so."""
+"""Name of the loss among the metrics."""
 
 
 class MegatronStrategy(TrainStrategy):
-    """Hugging Face model trained by Megatron-Core. The caller sets RANK and WORLD_SIZE (LOCAL_RANK on GPUs) and calls
-    torch.distributed.init_process_group."""
+    """The caller sets RANK and WORLD_SIZE (LOCAL_RANK on GPUs) and calls torch.distributed.init_process_group."""
 
     layout: RankLayout
 
@@ -129,7 +127,7 @@ class MegatronStrategy(TrainStrategy):
             use_distributed_optimizer=self._config.distributed_optimizer,
             check_for_nan_in_grad=False,
         )
-        # Buckets serve the overlap of the first chunk's backward pass; later chunks finish last and go in one piece.
+        # Buckets serve the overlap of the first chunk's backward pass; later chunks go in one piece.
         wrapped = [DistributedDataParallel(config, ddp, chunk, disable_bucketing=number > 0) for number, chunk in enumerate(chunks)]
         config.finalize_model_grads_func = sum_gradients
         if self._config.overlap_grad_reduce:
@@ -271,15 +269,15 @@ class MegatronStrategy(TrainStrategy):
 
 
 class WeightAverage:
-    """Exponential moving average of the weights that a rank exports, so that every weight has one owner. Kept on the host, in float32: in
-    bfloat16 a slow average would never move."""
+    """Exponential moving average of the weights that a rank exports (so that each has one owner), on the host in float32: in bfloat16 a
+    slow average would never move.
+    """
 
     def __init__(self, bindings: Sequence[Binding], decay: float) -> None:
-        """`bindings`: weights that this rank exports; may be empty."""
         self._decay = decay
         self._means = {binding.parameter: _copy_on_host(binding.parameter) for binding in bindings}
         self.bindings = [replace(binding, parameter=self._means[binding.parameter]) for binding in bindings]
-        """Bindings whose parameters are the averages: loading through them sets the average."""
+        """Bindings to the averages: loading through them sets the average."""
 
     @torch.no_grad()
     def update(self) -> None:
@@ -289,12 +287,12 @@ class WeightAverage:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Restart the average from the current weights."""
+        """Restart from the current weights."""
         for weight, mean in self._means.items():
             mean.copy_(weight)
 
     def read(self, weight: torch.nn.Parameter) -> torch.Tensor:
-        """Return the average in place of a weight, for export."""
+        """Average in place of a weight, for export."""
         return self._means[weight].detach().to(weight.device)
 
 

@@ -1,7 +1,6 @@
-r"""Product of the output layer with a vocabulary, possibly split over tensor-parallel ranks, one block of words at a time.
+"""Product of the output layer with a vocabulary, possibly split over tensor-parallel ranks, one block of words at a time.
 
-For large vocabularies the logits [N, V/tp] never exist as a whole: a block is computed, used and dropped, and computed again in the
-backward pass.
+The logits [N, V/tp] never exist as a whole: a block is computed, used, dropped, and computed again in the backward pass.
 """
 
 from __future__ import annotations
@@ -13,22 +12,22 @@ import torch
 import torch.distributed as dist
 
 BLOCK_LOGITS = {"cpu": 1 << 20, "cuda": 1 << 24}
-"""Logits per block: on a CPU what fits its cache, on a GPU what keeps it busy (64 MiB in float32)."""
+"""Logits per block: what fits a CPU's cache or keeps a GPU busy (64 MiB in float32)."""
 FEWEST_WORDS = 256
-"""Fewest words per block, however many rows: narrower products are slow. Such a block is no larger than the hidden states of most models.
-"""
+"""Fewest words per block: narrower products are slow."""
 
 DROPPED = -1e4
-"""Log-prob of a token that truncated sampling could not choose. Its exp is exactly 0, in float64 too, so p log p and its gradient are 0. It
-is finite, so that differences of two are not NaN, as with -inf."""
+"""Log-prob of a token that truncated sampling could not choose. Its exp is exactly 0, in float64 too, so p log p and its gradient are 0;
+differences of two are not NaN, as with -inf.
+"""
 
 
 class Vocabulary:
-    r"""This rank's words, a share [V/tp] of the output weight's rows, and the softmax of each of N positions over them.
+    """This rank's words, a share [V/tp] of the output weight's rows, and the softmax of N positions over them.
 
-    vocab_size: real words over all ranks; the rest only makes shares equal. group None: this rank has all. targets [N]; temperatures [N]
-    float32 divide the logits. kept [N, K]: tokens in a position's softmax beside its target; -1 pads, and a row of -1 or kept None means
-    all. block_words: words per block; None chooses by device.
+    vocab_size: real words over all ranks; the rest makes shares equal. group None: this rank has all. targets [N]; temperatures [N] float32
+    divide the logits. kept [N, K]: tokens in a position's softmax beside its target; -1 pads; None or a row of -1: all. block_words: words
+    per block; None chooses by device.
     """
 
     def __init__(
@@ -56,12 +55,12 @@ class Vocabulary:
             dist.all_reduce(tensor, operation, group=self.group)
 
     def blocks(self) -> Iterator[slice]:
-        """Blocks of this rank's columns; none where it has no words."""
+        """Blocks of this rank's columns; may be none."""
         for start in range(0, self.words, self._block_words):
             yield slice(start, min(start + self._block_words, self.words))
 
     def logits(self, hidden: torch.Tensor, weight: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Logits block by block, [N, words] in the weight's dtype, free to overwrite; -inf for words outside the softmax."""
+        """Logits by block, [N, words] in the weight's dtype, free to overwrite; -inf for words outside the softmax."""
         for block in self.blocks():
             logits = hidden @ weight[block].t()
             if self._kept is not None and self._truncated is not None:
@@ -77,7 +76,7 @@ class Vocabulary:
         return scaled if self._kept is None else scaled.masked_fill_(scaled == -torch.inf, DROPPED)
 
     def target_columns(self, block: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Columns [N, 1] of targets in the block, 0 where elsewhere, and a mask of those inside."""
+        """Columns [N, 1] of targets in the block, 0 if elsewhere, and a mask of those inside."""
         column = self.targets[:, None] - (self.start + block.start)
         here = (column >= 0) & (column < block.stop - block.start)
         return column.where(here, 0), here
@@ -93,8 +92,9 @@ class Vocabulary:
 
 
 class SoftmaxSums:
-    """Running sums for log-probs and entropy, [N] each: the largest logit z, the target's z, and relative to the largest the sums of exp(z)
-    and exp(z) * z. Blocks are added one by one, ranks at the end."""
+    """Running sums [N] for log-probs and entropy: the largest logit z, the target's z, and relative to the largest the sums of exp(z) and
+    exp(z) * z. Blocks are added one by one, ranks at the end.
+    """
 
     def __init__(self, vocabulary: Vocabulary, entropy: bool) -> None:
         self._vocabulary = vocabulary
@@ -132,8 +132,9 @@ class SoftmaxSums:
 
 
 class HeadGradients:
-    """Gradients of hidden states and output weight from blocks of the logits' gradient. The hidden gradient covers this rank's words only;
-    the model sums over ranks. None where not needed."""
+    """Gradients of hidden states and output weight from blocks of the logits' gradient; None if not needed. That of hidden covers this
+    rank's words only; the model sums over ranks.
+    """
 
     def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, needed: tuple[bool, ...]) -> None:
         self._inputs = hidden, weight
