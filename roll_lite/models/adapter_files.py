@@ -1,4 +1,4 @@
-"""Adapters in PEFT's format: a folder with adapter_config.json and adapter_model.safetensors."""
+"""Adapters in PEFT's format: adapter_config.json and adapter_model.safetensors."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from roll_lite.files import is_file, read_object
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 A, B = "lora_A", "lora_B"
-"""Matrices of an adapter: [rank, in] and [out, rank]."""
+"""Matrices [rank, in] and [out, rank]."""
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM reserves memory for; a rank between two of them takes as much as the larger one."""
+"""Ranks that vLLM reserves memory for; others take as much as the next larger one."""
 _PLAIN: dict[str, Any] = {
     "bias": "none",
     "fan_in_fan_out": False,
@@ -21,20 +21,19 @@ _PLAIN: dict[str, Any] = {
     "use_dora": False,
     "use_rslora": False,
 }
-"""PEFT settings that change what adapters compute, with the values of our adapters."""
+"""PEFT settings that change the computation, with our values."""
 _CHECKED = ("peft_type", "r", "lora_alpha", "init_lora_weights")
 _WITHOUT_EFFECT = (
     *("task_type", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "peft_version", "runtime_config"),
     *("target_modules", "exclude_modules", "layers_pattern", "ensure_weight_tying", "megatron_config", "megatron_core"),
     *("lora_dropout", "eva_config", "loftq_config", "corda_config", "lora_ga_config", "qalora_group_size"),
 )
-"""PEFT settings without effect on the computation: the weights file shows the tensors, init_lora_weights how they were initialized."""
+"""PEFT settings without effect: the weights file shows the tensors, init_lora_weights their initialization."""
 _BEGUN_BESIDE_THE_BASE = (None, True, False, "gaussian", "orthogonal", "eva", "mica")
-"""Values of init_lora_weights that leave the base unchanged; all others move part of its weights into the adapters."""
+"""Values of init_lora_weights that leave the base unchanged; others move part of its weights into the adapters."""
 
 
 def adapter_config(rank: int, alpha: float, targets: Iterable[str], base: Path) -> dict[str, Any]:
-    """Content of adapter_config.json, which PEFT reads beside the weights."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -49,7 +48,7 @@ def adapter_config(rank: int, alpha: float, targets: Iterable[str], base: Path) 
 
 
 def adapter_problems(folder: Path, rank: int, alpha: float) -> Iterator[str]:
-    """Reasons why training cannot start from the adapters in the folder."""
+    """Reasons why training cannot start from these adapters."""
     missing = [name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if not is_file(folder / name)]
     if missing:
         yield f"has no {' and no '.join(missing)}; expected adapters in PEFT's format"
@@ -81,7 +80,7 @@ def adapter_problems(folder: Path, rank: int, alpha: float) -> Iterator[str]:
 
 
 def target_of(weight: str) -> str | None:
-    """Name of the target layer, q_proj for self_attn.q_proj.weight; None if the tensor is not a weight."""
+    """Target layer, q_proj for self_attn.q_proj.weight; None for tensors other than weights."""
     module, _, kind = weight.rpartition(".")
     return module.rpartition(".")[2] if kind == "weight" else None
 
@@ -92,7 +91,7 @@ def adapter_name(weight: str, matrix: str) -> str:
 
 
 def adapter_shapes(weights: Mapping[str, tuple[int, ...]], targets: Collection[str], rank: int) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a model's adapters, from the shapes of its weights."""
+    """Names and shapes of a model's adapters."""
     shapes: dict[str, tuple[int, ...]] = {}
     for weight, shape in weights.items():
         if target_of(weight) in targets:

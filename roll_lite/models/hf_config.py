@@ -1,4 +1,4 @@
-"""Reads and checks a Hugging Face config.json: the shape of the model, without torch, transformers or Megatron."""
+"""Shape of a model by its Hugging Face config.json, without torch, transformers or Megatron."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from roll_lite.files import elsewhere, kind_of, read_object
 from roll_lite.models.hf_fields import HEADS, LLAMA3_FIELDS, refusals, rope_fields
 
 MODEL_FILE = "model.json"
-"""File beside a role's checkpoint: the model's `tensor_facts`."""
+"""File in a role's checkpoint: the model's `tensor_facts`."""
 NOT_IN_TENSORS = ("max_positions", "norm_eps", "rope", "window")
-"""Fields of HfConfig that do not affect tensors."""
+"""Fields of HfConfig without effect on tensors."""
 SUPPORTED_TYPES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral")
-"""`model_type`s whose weights the Megatron strategy can read and write."""
+"""`model_type`s that the Megatron strategy reads and writes."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Facts that checks need of any model, also of one that cannot be trained."""
+    """Facts of any model, also of one that cannot be trained."""
 
     model_type: str
     layers: int
@@ -29,34 +29,32 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     feed_forward: int | None
-    """Size in layers without experts; None if all layers have experts."""
+    """In layers without experts; None if all have them."""
     vocab_size: int
     max_positions: int | None
     tied_embeddings: bool
     window: int | None
-    """Tokens that a token attends to; None: the whole context."""
+    """Sliding window in tokens; None: whole context."""
     experts: int | None = None
-    """Number of experts; None for a dense model, or if config.json names them in an unknown way."""
+    """None for a dense model, or if config.json names them in an unknown way."""
     expert_feed_forward: int | None = None
 
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """Experts of a model: each token passes some of many feed-forward parts."""
-
     count: int
     per_token: int
     feed_forward: int
-    """Size of one expert."""
+    """Of one expert."""
     normalised: bool
-    """True if the weights of a token's experts sum to 1."""
+    """The weights of a token's experts sum to 1."""
     layers: tuple[bool, ...]
-    """True for layers with experts; the others have one feed-forward part."""
+    """Layers with experts; the others are dense."""
 
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3.1's frequency-dependent scaling, with transformers' names."""
+    """Llama 3.1's frequency-dependent scaling."""
 
     factor: float
     low_freq_factor: float
@@ -74,7 +72,7 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class HfConfig:
-    """Architecture of a model that can be trained."""
+    """Architecture of a trainable model."""
 
     family: str
     vocab_size: int
@@ -91,7 +89,7 @@ class HfConfig:
     qk_norm: bool
     rope: RopeConfig
     window: int | None
-    """Tokens that a token attends to, including itself; None: all before it."""
+    """Sliding window in tokens, the token itself included; None: whole context."""
     experts: ExpertsConfig | None = None
 
     def has_experts(self, layer: int) -> bool:
@@ -99,14 +97,14 @@ class HfConfig:
 
     @property
     def attention_par(self) -> float:
-        """Row length in tokens at which attention costs as many operations as the layers' matrices. Each token is multiplied with the
-        matrices once, and with half of the row's tokens twice: for scores and for values."""
+        """Row length at which attention costs as many operations as the matrices. A token is multiplied with the matrices once, and with
+        half of the row's tokens twice: scores and values."""
         widths = [self._used_feed_forward(layer) for layer in range(self.layers)]
         matrices = (2 * self.heads + 2 * self.key_value_heads) * self.head_dim + 3 * sum(widths) / len(widths)
         return self.hidden * matrices / (self.heads * self.head_dim)
 
     def tensor_facts(self, dtype: str, has_values: bool) -> dict[str, Any]:
-        """What determines the tensors of a checkpoint, converted through JSON."""
+        """Model facts that fix a checkpoint's tensors, as JSON."""
         shape = {name: value for name, value in asdict(self).items() if name not in NOT_IN_TENSORS}
         return {**json.loads(json.dumps(shape)), "model.dtype": dtype, "outputs": "values" if has_values else "tokens"}
 
@@ -118,7 +116,7 @@ class HfConfig:
 
 
 def check_same_model(checkpoint: Path, wanted: Mapping[str, Any]) -> None:
-    """Raise ValueError if a role's checkpoint holds another model or precision. Versions without model.json pass."""
+    """Raise ValueError for a checkpoint of another model or precision; one without model.json passes."""
     if kind_of(checkpoint / MODEL_FILE) is None:
         return
     held = read_object(checkpoint / MODEL_FILE)
@@ -128,7 +126,7 @@ def check_same_model(checkpoint: Path, wanted: Mapping[str, Any]) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Content of config.json. ValueError names the file and the fault."""
+    """Read config.json; ValueError names file and fault."""
     if (found := kind_of(folder)) != "folder":
         raise ValueError(f"{folder} is no folder" if found else f"no such folder: {folder}{elsewhere(folder)}")
     if kind_of(folder / "config.json") is None:
@@ -137,7 +135,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_model_shape(folder: Path) -> ModelShape:
-    """Shape of the model in the folder. ValueError names the file and the fault."""
+    """Read a model's shape; ValueError names file and fault."""
     raw = read_config(folder)
     try:
         heads = _size(raw, "num_attention_heads", most=_MANY)
@@ -167,7 +165,7 @@ _MANY = 10_000
 
 
 def _size(raw: Mapping[str, Any], name: str, default: int | None = None, most: int = 2**31 - 1) -> int:
-    """Read a positive integer, or the default if it is missing or null."""
+    """Positive integer; the default if missing or null."""
     value = raw.get(name)
     if value is None and default is not None:
         return default
@@ -179,8 +177,7 @@ def _size(raw: Mapping[str, Any], name: str, default: int | None = None, most: i
 
 
 def read_hf_config(folder: Path, key: str = "model.path", architectures: Sequence[str] = HEADS) -> HfConfig:
-    """Read a model that can be trained here. ValueError names the file and every unsupported field. `key`: path of the YAML setting that
-    names the folder."""
+    """Read a trainable model; ValueError names all unsupported fields. `key`: YAML path of the setting."""
     try:
         raw = read_config(folder)
     except ValueError as error:
@@ -202,13 +199,13 @@ def read_hf_config(folder: Path, key: str = "model.path", architectures: Sequenc
 
 
 def sliding_window(raw: Mapping[str, Any]) -> int | None:
-    """Tokens that every layer attends to; None: the whole context. Mistral's default is 4,096."""
+    """Sliding window in tokens; None: whole context. Mistral's default is 4,096."""
     given = {"sliding_window": 4096, **raw}
     return None if raw["model_type"] != "mistral" or given["sliding_window"] is None else _size(given, "sliding_window")
 
 
 def _key_value_heads(raw: Mapping[str, Any], heads: int) -> int:
-    """Number of key/value heads. If config.json lacks it: the family's default; if it is null: the number of heads."""
+    """Number of key/value heads; the family's default if missing, `heads` if null."""
     missing = {"mistral": 8, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4}.get(raw["model_type"], heads)
     return _size(raw, "num_key_value_heads", heads if "num_key_value_heads" in raw else missing)
 
@@ -221,7 +218,7 @@ def _head_dim(raw: Mapping[str, Any], heads: int) -> int:
 
 
 def _of_fields(raw: dict[str, Any], rope: dict[str, Any]) -> HfConfig:
-    """Convert the fields; missing ones have transformers' defaults."""
+    """Read the fields; missing ones have transformers' defaults."""
     family, heads, norm_eps = raw["model_type"], _size(raw, "num_attention_heads", most=_MANY), raw.get("rms_norm_eps", 1e-6)
     if isinstance(norm_eps, bool) or not isinstance(norm_eps, int | float) or not 0 < norm_eps < 1:
         raise ValueError(f"rms_norm_eps is {norm_eps!r}; it must be a small positive number")
@@ -254,13 +251,11 @@ def _of_fields(raw: dict[str, Any], rope: dict[str, Any]) -> HfConfig:
 
 
 def _experts_field(raw: Mapping[str, Any]) -> str:
-    """Name of the field with the number of experts: transformers 5 writes num_local_experts for Qwen3-MoE, published models have
-    num_experts."""
+    """Field with the number of experts: transformers 5 writes num_local_experts, published Qwen3-MoE models have num_experts."""
     return "num_experts" if "num_experts" in raw else "num_local_experts"
 
 
 def _experts(raw: Mapping[str, Any]) -> ExpertsConfig:
-    """Experts of Qwen3-MoE."""
     count, per_token = _size(raw, _experts_field(raw)), _size(raw, "num_experts_per_tok")
     if raw.get("num_local_experts", count) != count:
         raise ValueError(f"num_local_experts is {raw['num_local_experts']!r} beside num_experts {count}; keep one of them")

@@ -1,8 +1,7 @@
-"""Known fields of a config.json. Other fields might change the numbers, so they are refused by name.
+"""Known fields of a config.json; others might change the numbers and are refused by name.
 
-The fields are those of transformers' Qwen2Config, Qwen3Config, Qwen3MoeConfig, LlamaConfig and MistralConfig, and further ones in published
-models of these families. Engines read more fields than transformers (vLLM: is_causal, layer_types in every family): a field counts as
-without effect only if no reader uses it.
+Fields of transformers' Qwen2Config, Qwen3Config, Qwen3MoeConfig, LlamaConfig and MistralConfig, and of published models. Engines read more
+fields than transformers (vLLM: is_causal, layer_types): a field has no effect only if no reader uses it.
 """
 
 from __future__ import annotations
@@ -19,12 +18,11 @@ READ = _names(
     """model_type architectures vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
     max_position_embeddings rms_norm_eps tie_word_embeddings rope_theta rope_scaling rope_parameters sliding_window"""
 )
-"""Fields that `read_hf_config` and the checks use."""
 READ_OF_EXPERTS = _names(
     """num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob decoder_sparse_step mlp_only_layers
     router_aux_loss_coef output_router_logits"""
 )
-"""Fields of models with experts. The last two concern earlier training."""
+"""The last two concern earlier training."""
 
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "hidden_act": (("silu",), "the MLP here is SwiGLU; engines know its function (SiLU, swish) by this name alone"),
@@ -45,7 +43,7 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "quantization_config": ((None,), "quantised weights cannot be trained; take the model in bfloat16 or float32"),
     "compression_config": ((None,), "compressed weights cannot be trained; take the model in bfloat16 or float32"),
 }
-"""Fields that would change the model: the supported values (1 equals 1.0, 0 equals 0.0), and the reason."""
+"""Fields that change the model: supported values (1 equals 1.0, 0 equals 0.0), and the reason."""
 
 OF_FILES = _names(
     """transformers_version dtype torch_dtype use_cache initializer_range max_window_layers pretraining_tp _name_or_path name_or_path
@@ -54,11 +52,11 @@ OF_FILES = _names(
     cross_attention_hidden_size output_attentions output_hidden_states return_dict use_return_dict torchscript tf_legacy_loss
     use_bfloat16 tokenizer_class prefix task_specific_params finetuning_task unsloth_fixed unsloth_version is_llama_config"""
 )
-"""Fields about files, training, and transformers itself."""
+"""About files, training, and transformers itself."""
 OF_HEADS = _names("problem_type id2label label2id num_labels classifier_dropout")
-"""Fields of classifiers; models that score samples are checked as reward models."""
+"""About classifiers; reward models are checked elsewhere."""
 OF_LENGTHS = _names("max_sequence_length model_max_length seq_length")
-"""Length limits; an engine reports requests beyond them."""
+"""Length limits; engines report requests beyond them."""
 OF_GENERATION = _names(
     """bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id unk_token_id decoder_start_token_id end_token_id max_length
     max_new_tokens min_length min_new_tokens min_p do_sample early_stopping num_beams num_beam_groups diversity_penalty
@@ -68,14 +66,14 @@ OF_GENERATION = _names(
     begin_suppress_tokens assistant_confidence_threshold assistant_lookbehind num_assistant_tokens num_assistant_tokens_schedule
     target_lookbehind"""
 )
-"""Special tokens and sampling settings; every request carries its sampling."""
+"""Special tokens and sampling; requests carry their own sampling."""
 WITH_EXPERTS = ("qwen3_moe",)
 _CLASSES = {"qwen3_moe": "Qwen3Moe"}
 WITHOUT_EFFECT = OF_FILES | OF_HEADS | OF_LENGTHS | OF_GENERATION
 HEADS = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "Model")
-"""Suffixes of an architecture's name, after the family."""
+"""Suffixes of an architecture's name."""
 POLICY_HEADS = ("ForCausalLM",)
-"""Suffixes for models that generate; for others, an engine builds another kind of model."""
+"""Suffixes of models that generate; engines build other models for the rest."""
 LLAMA3_FIELDS = frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"})
 _ROPE_FIELDS = {
     "default": frozenset[str](),
@@ -85,7 +83,7 @@ _ROPE_FIELDS = {
 
 
 def refusals(raw: Mapping[str, Any], heads: Sequence[str] = HEADS) -> Iterator[str]:
-    """Unsupported fields that may change the numbers, each with its value and advice. `heads`: allowed suffixes of the architecture."""
+    """Messages on unsupported fields. `heads`: allowed suffixes of the architecture."""
     for field, value in raw.items():
         if field in ONLY:
             accepted, reason = ONLY[field]
@@ -105,7 +103,7 @@ def refusals(raw: Mapping[str, Any], heads: Sequence[str] = HEADS) -> Iterator[s
 
 
 def _layer_types(raw: Mapping[str, Any], value: Any) -> Iterator[str]:
-    """Refuse lists with differing layers: vLLM follows this list, transformers does not in every family."""
+    """Refuse differing layers: vLLM follows this list, transformers not in every family."""
     has_window = raw["model_type"] == "mistral" and raw.get("sliding_window", 0) is not None
     wanted = "sliding_attention" if has_window else "full_attention"
     others = [one for one in value if one != wanted] if isinstance(value, list) else [] if value is None else [value]
@@ -117,7 +115,7 @@ def _layer_types(raw: Mapping[str, Any], value: Any) -> Iterator[str]:
 
 
 def _architecture(family: str, names: Any, heads: Sequence[str]) -> Iterator[str]:
-    """Check the architecture: vLLM and SGLang choose the model's code by it, not by model_type."""
+    """Check the architecture: vLLM and SGLang choose a model's code by it, not by model_type."""
     for name in names if isinstance(names, list) else [] if names is None else [names]:
         known = [architecture(family, head) for head in heads]
         if not isinstance(names, list) or not isinstance(name, str) or name.lower() not in map(str.lower, known):
@@ -125,12 +123,11 @@ def _architecture(family: str, names: Any, heads: Sequence[str]) -> Iterator[str
 
 
 def architecture(family: str, head: str) -> str:
-    """Name of transformers' class."""
     return f"{_CLASSES.get(family, family.capitalize())}{head}"
 
 
 def rope_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """RoPE settings as one dictionary with rope_type and rope_theta filled in; ValueError if they are not supported.
+    """RoPE settings as one dictionary with rope_type and rope_theta; ValueError if unsupported.
 
     transformers 5 writes rope_parameters; earlier versions wrote rope_theta beside rope_scaling.
     """
@@ -180,7 +177,7 @@ def _is_number(value: Any) -> TypeGuard[float]:
 
 
 def _filled(fields: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Fill in missing values from the fields beside the dictionary, like transformers."""
+    """Fill in missing values like transformers."""
     filled = {name: value for name, value in fields.items() if value is not None and name != "type"}
     return {
         **filled,

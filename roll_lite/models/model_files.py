@@ -1,4 +1,4 @@
-"""Files of a model beside config.json: tensors, from the safetensors' headers, and token ids, from the tokenizer's files."""
+"""Tensors and token ids of a model, from safetensors headers and tokenizer files."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from roll_lite.models.hf_config import HfConfig
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 EMBEDDING, HEAD, VALUE_HEAD = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
 READ_AS_WEIGHTS = ("F32", "BF16", "F16")
-"""Readable types of safetensors. Integers and 8-bit floats would need the scales of their quantization."""
+"""Integers and 8-bit floats would need their quantization's scales."""
 _LARGEST_HEADER = 100 << 20
 _BLOCK = 16 << 20
 _SAMPLE = 4096
 _MOST_SAMPLED = 500
 _EXPONENTS = {"F32": (0x7F800000, 4), "BF16": (0x7F80, 2), "F16": (0x7C00, 2)}
-"""Exponent bits, all set in a NaN or an infinity, and bytes per number."""
+"""Exponent bits, all set in NaN and infinity; bytes per number."""
 _HARMLESS = ("rotary_emb.inv_freq",)
-"""Suffixes of computed tensors that old checkpoints store."""
+"""Computed tensors that old checkpoints store."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     start: int
-    """Offset of its first byte in the file."""
+    """Byte offset in the file."""
     stop: int
 
     def blocks(self) -> Iterator[bytes]:
@@ -43,7 +43,7 @@ class StoredTensor:
                 yield content[position : min(position + _BLOCK, self.stop)]
 
     def zero_rows(self, rows: Iterable[int]) -> list[int]:
-        """Rows, of those given, that are all zero."""
+        """All-zero rows among those given."""
         size = (self.stop - self.start) // self.shape[0]
         nothing = bytes(size)
         with self.file.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -57,7 +57,7 @@ class StoredTensor:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Tensors by name, from the headers of all files; ValueError if files are broken or missing."""
+    """Tensors by name; ValueError for broken or missing files."""
     index = folder / "model.safetensors.index.json"
     if kind_of(index) is None:
         if kind_of(folder / "model.safetensors") is None:
@@ -112,7 +112,7 @@ def _header(file: Path) -> dict[str, StoredTensor]:
 
 
 def weights_fingerprint(folder: Path) -> str:
-    """Identify a model by names, types, shapes and first bytes of all tensors, without reading it whole. ValueError for broken files."""
+    """Hash of names, types, shapes and first bytes of all tensors; ValueError for broken files."""
     digest = hashlib.sha256()
     for name, tensor in sorted(stored_tensors(folder).items()):
         digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
@@ -123,7 +123,7 @@ def weights_fingerprint(folder: Path) -> str:
 
 
 def wrong_weights(stored: Mapping[str, StoredTensor], hf: HfConfig, head: str) -> str | None:
-    """Difference between the files and the tensors that the model needs; None if they fit. `head`: name of the last layer."""
+    """Message if the files do not fit the model. `head`: name of the last layer."""
     heads = {HEAD: (hf.vocab_size, hf.hidden), VALUE_HEAD: (1, hf.hidden)}
     if hf.tied_embeddings:
         del heads[HEAD]
@@ -141,7 +141,7 @@ def wrong_weights(stored: Mapping[str, StoredTensor], hf: HfConfig, head: str) -
 
 
 def tensors_without_place(names: Iterable[str], hf: HfConfig, head: str) -> str | None:
-    """Message on tensors that the model does not use; None if there are none. A value model may have a language model's head, unused."""
+    """Message on unused tensors. A value model may have an unused language-model head."""
     known = {*weight_shapes(hf), HEAD, head}
     unknown = sorted(name for name in names if name not in known and not name.endswith(_HARMLESS))
     if not unknown:
@@ -151,7 +151,7 @@ def tensors_without_place(names: Iterable[str], hf: HfConfig, head: str) -> str 
 
 
 def _not_finite(stored: Mapping[str, StoredTensor]) -> str | None:
-    """Message on the first tensor with a NaN or infinity; looks at the first numbers of the first tensors."""
+    """Message on a tensor with NaN or infinity; looks at the first numbers of the first tensors."""
     read = ((name, tensor) for name, tensor in stored.items() if tensor.dtype in _EXPONENTS)  # harmless extra tensors may have any type
     for name, tensor in islice(read, _MOST_SAMPLED):
         with tensor.file.open("rb") as file:
@@ -165,7 +165,7 @@ def _not_finite(stored: Mapping[str, StoredTensor]) -> str | None:
 
 
 def misfit(name: str, dtype: str, shape: Sequence[int], wanted: Sequence[int], by: str = "config.json") -> str | None:
-    """Reason why a stored tensor cannot be read as the weight that `by` describes; None if it can."""
+    """Message if a stored tensor is not the weight that `by` describes."""
     if dtype not in READ_AS_WEIGHTS:
         return f"{name} holds {dtype} in its safetensors; weights are read from {', '.join(READ_AS_WEIGHTS)}: take the unquantised model"
     if list(shape) != list(wanted):
@@ -208,7 +208,7 @@ def _one_feed_forward(place: str, hidden: int, inner: int) -> dict[str, tuple[in
 
 
 def head_beside_tied_embeddings(folder: Path) -> str | None:
-    """Message if config.json ties the head to the embeddings but the files hold a different head."""
+    """Message if config.json ties the head, but the files hold a different one."""
     stored = stored_tensors(folder)
     head, embedding = stored.get(HEAD), stored.get(EMBEDDING)
     if head is None or embedding is None or head.equals(embedding):
@@ -224,7 +224,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def chat_templates(folder: Path) -> list[str]:
-    """Chat templates of a model's tokenizer, usually one; ValueError if its settings are unreadable."""
+    """Chat templates of the tokenizer, usually one; ValueError if unreadable."""
     settings = folder / "tokenizer_config.json"
     if is_file(folder / "chat_template.jinja"):
         return [read_text(folder / "chat_template.jinja")]
@@ -234,7 +234,7 @@ def chat_templates(folder: Path) -> list[str]:
 
 
 def _vocabulary(folder: Path) -> tuple[Any, list[tuple[int, str]]] | None:
-    """Vocabulary and added tokens of tokenizer.json, if there is one; ValueError for a broken one."""
+    """Vocabulary and added tokens of tokenizer.json; ValueError if broken."""
     file = folder / "tokenizer.json"
     if kind_of(file) is None:
         return None
@@ -249,7 +249,7 @@ def _vocabulary(folder: Path) -> tuple[Any, list[tuple[int, str]]] | None:
 
 
 def tokenizer_checksum(folder: Path) -> str:
-    """Checksum of the mapping from ids to text; equal for differently written tokenizer.json files. ValueError for a broken tokenizer."""
+    """Checksum of the mapping from ids to text, however tokenizer.json is written; ValueError for a broken tokenizer."""
     digest = hashlib.sha256()
     if (found := _vocabulary(folder)) is not None:
         digest.update(json.dumps(found, sort_keys=True).encode())
@@ -261,7 +261,7 @@ def tokenizer_checksum(folder: Path) -> str:
 
 
 def largest_token_id(folder: Path) -> int | None:
-    """Largest id in the tokenizer files that are readable without the tokenizer's code; ValueError if one is unreadable."""
+    """Largest id in files readable without the tokenizer's code; ValueError if unreadable."""
     vocabulary, added = _vocabulary(folder) or ({}, [])
     ids = [*(vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))), *(number for number, _ in added)]
     for name in ("vocab.json", "added_tokens.json"):
@@ -272,11 +272,11 @@ def largest_token_id(folder: Path) -> int | None:
 
 
 SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
-"""JSON objects beside config.json that tokenizers and engines read if they exist."""
+"""JSON files that tokenizers and engines read."""
 
 
 def wrong_settings(folder: Path, vocab_size: int | None = None) -> str | None:
-    """Message on a special token beyond the vocabulary; ValueError for a file that holds no JSON object."""
+    """Message on a special token beyond the vocabulary; ValueError for a broken file."""
     for file in ("config.json", *SETTINGS_FILES):
         raw = read_object(folder / file) if kind_of(folder / file) is not None else {}
         for field in ("eos_token_id", "pad_token_id") if vocab_size is not None else ():

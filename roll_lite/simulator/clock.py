@@ -1,4 +1,4 @@
-"""A virtual clock: simulates hours of rollouts in seconds, with the code that runs on the wall clock."""
+"""Virtual clock: hours of rollouts in seconds, with the code that runs on the wall clock."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 ASK_OUTSIDE = 100
-"""While tasks are ready, sockets and threads are polled only every ASK_OUTSIDE rounds, since polling is a system call."""
+"""Sockets and threads are polled every so many rounds while tasks are ready: polling is a system call."""
 
 
 class _JumpingSelector(selectors.SelectSelector):
-    """Selector that moves the clock to the next timer instead of sleeping."""
+    """Moves the clock to the next timer instead of sleeping."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class _JumpingSelector(selectors.SelectSelector):
 
 
 class VirtualClockLoop(asyncio.SelectorEventLoop):
-    """Event loop whose time jumps to the next timer when no task is ready."""
+    """Event loop whose time jumps to the next timer."""
 
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()

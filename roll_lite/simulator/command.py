@@ -1,4 +1,4 @@
-"""`roll-lite simulate`: compares numbers of engines, supplies and staleness."""
+"""`roll-lite simulate`: compare numbers of engines, supplies and staleness."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ TAKES_TURNS = (
 @dataclass(frozen=True)
 class Question:
     measured: Path | None = None
-    """Folder of a run whose measurements replace the configuration's assumptions."""
+    """Run folder whose measurements replace the assumptions."""
     compare: bool = False
     picture: Path | None = None
     color: str = "version"
-    """Meaning of the colours: version or domain."""
+    """"version" or "domain"."""
 
 
 def answer(config: RunConfig, question: Question) -> int:
-    """Simulate and print the result. Exit code 2 if the given run cannot be measured."""
+    """Simulate and print; exit code 2 if the run cannot be measured."""
     try:
         if question.picture is not None:
             refuse_unwritable(question.picture)
@@ -70,7 +70,7 @@ def answer(config: RunConfig, question: Question) -> int:
 
 
 def refuse_unwritable(picture: Path) -> None:
-    """ValueError for a picture that cannot be written, before minutes are spent on its contents."""
+    """Raise ValueError early, before minutes of simulation."""
     if is_folder(picture):
         raise ValueError(f"--picture: {picture} is a folder; name a file in it")
     try:
@@ -82,8 +82,7 @@ def refuse_unwritable(picture: Path) -> None:
 
 
 def alternatives(chosen: Scenario) -> Iterator[Scenario]:
-    """Half the engines, as many, and twice as many, each under every policy that can be; filters and limits stay, and with sync
-    `oversample`, which the others do without."""
+    """Half, the same and twice the engines, under every possible policy; filters and limits stay, `oversample` with sync only."""
     for count in sorted({max(1, chosen.engines // 2), chosen.engines, 2 * chosen.engines}):
         for settings in ALTERNATIVES if not chosen.takes_turns else ALTERNATIVES[:1]:
             oversample = chosen.rollout.oversample if settings["supply"] == "sync" else 1.0

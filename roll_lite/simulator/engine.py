@@ -1,4 +1,4 @@
-"""A modelled engine: continuous batching, computed from event to event and never token by token."""
+"""Engine model: continuous batching, computed from event to event, not token by token."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from roll_lite.data.samples import FinishReason, GenerationRequest, TokenRow, Tu
 from roll_lite.scheduler.engines import Asked, EngineLost
 
 REPORT_S = 5.0
-"""Interval of progress reports with the tokens so far, which outlive the engine; the same as the engine workers'."""
+"""Interval of progress reports, which survive the engine's death; as in the engine workers."""
 HAIR = 1e-6
-"""Rounding error of a token count, in tokens."""
+"""Rounding error of token counts."""
 
 
 @dataclass(frozen=True)
 class EngineRates:
-    """Costs of an engine's work. Each pass of the model adds one token to each running request."""
+    """Costs in seconds. A pass adds one token to each running request."""
 
     pass_s: float
-    """Fixed cost of a pass: reading the weights."""
+    """Fixed cost of a pass: reading weights."""
     request_s: float = 0.0
-    """Cost of a pass for each running request: arithmetic."""
+    """Cost of a pass per running request: arithmetic."""
     cached_token_s: float = 0.0
-    """Cost of a pass for each token in the KV cache: reading it."""
+    """Cost of a pass per token in the KV cache: reading it."""
     prefill_token_s: float = 0.0
-    """Cost of each prompt token; decoding stops meanwhile."""
+    """Cost per prompt token; decoding stops meanwhile."""
 
     def seconds(self, tokens: float, running: int, cached: float) -> float:
-        """Time until each of `running` requests has `tokens` more. The cache, now of `cached` tokens, grows by `running` in every pass."""
+        """Time until each of `running` requests has `tokens` more. The cache of `cached` tokens grows by `running` in a pass."""
         pace = self.pass_s + running * self.request_s + cached * self.cached_token_s
         return tokens * pace + running * self.cached_token_s * tokens * tokens / 2
 
     def tokens(self, seconds: float, running: int, cached: float) -> float:
-        """Tokens that each request gets in this time: the inverse of `seconds`."""
+        """Inverse of `seconds`: tokens of each request in this time."""
         pace = self.pass_s + running * self.request_s + cached * self.cached_token_s
         growth = running * self.cached_token_s
         return 2 * seconds / (pace + math.sqrt(pace * pace + 2 * growth * seconds))
 
     def work(self, prompt: int, tokens: int, slots: int, prefilled: int) -> float:
-        """Engine seconds of a response if `slots` requests always run: its share of each pass, its own additions to the passes, its cache,
-        and the prefill of `prefilled` prompt tokens."""
+        """Engine seconds of a response if `slots` requests always run: its share of the passes, its own costs, its cache, and the
+        prefill of `prefilled` tokens."""
         decode = tokens * (self.pass_s / slots + self.request_s) + self.cached_token_s * (prompt * tokens + tokens * tokens / 2)
         return decode + prefilled * self.prefill_token_s
 
@@ -52,16 +52,16 @@ class EngineRates:
 @dataclass(frozen=True)
 class EngineLimits:
     slots: int
-    """Maximum of running requests."""
+    """Most running requests."""
     cached_tokens: int | None = None
-    """Size of the KV cache in tokens; None: unlimited. Requests that do not fit wait, or start over with their prefill."""
+    """Size of the KV cache; None: unlimited. Requests that do not fit wait, or are put back and prefilled again."""
     reserve: float = 0.01
     """Share of the cache left free at admission."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A request in an engine under one version of the weights."""
+    """A request in an engine under one weight version."""
 
     engine: int
     slot: int
@@ -73,29 +73,29 @@ class Span:
 
 @dataclass(eq=False, slots=True)
 class _Run:
-    """A request in the engine. The engine counts the tokens of every running request; `zero` is its count when this one had none."""
+    """Request in the engine. The engine counts tokens for all running requests; `zero` is its count when this one had none."""
 
     asked: Asked
     prompt: int
-    """Prompt tokens, continued ones included."""
+    """Prompt tokens, including continued ones."""
     tokens: int
-    """Final length of the response."""
+    """Length of the response."""
     reason: FinishReason
     generated: float = 0.0
-    """Tokens generated before it lost its cache and was put back."""
+    """Tokens generated before it was put back."""
     zero: float = 0.0
     prefix: str = ""
-    """Identifies the prompt, which the samples of a group share."""
+    """Identifies the prompt that a group shares."""
     slot: int = -1
     since: float = 0.0
     cached: int = 0
     reported: int = 0
-    """Tokens already reported; the caller keeps them if the engine dies."""
+    """Reported tokens; the caller keeps them if the engine dies."""
     versions: list[VersionSpan] = field(default_factory=list)
 
 
 class SimulatedEngine:
-    """A modelled engine (an EngineClient). `length(request)`: length of the uncut response."""
+    """Modelled EngineClient. `length(request)`: length of the uncut response."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class SimulatedEngine:
         length: Callable[[GenerationRequest], int],
         spans: list[Span] | None = None,
     ) -> None:
-        """`spans`: receives a record of everything that ran, for the picture."""
+        """`spans`: receives what ran, for the picture."""
         self.name = f"engine {number}"
         self.number = number
         self.rates = rates
@@ -114,30 +114,30 @@ class SimulatedEngine:
         self.dead: str | None = None
         self.hangs = False
         self.busy_s = 0.0
-        """Seconds with at least one running request."""
+        """Seconds with running requests."""
         self.generated = 0
-        """Number of generated tokens."""
+        """Tokens."""
         self.prefilled = 0
         self.put_back = 0
-        """Number of requests that lost their cache and were prefilled again."""
+        """Requests that lost their cache and were prefilled again."""
         self._length = length
         self._spans = spans
         self._loop = asyncio.get_running_loop()
         self._waiting: deque[_Run] = deque()
         self._runs: dict[str, _Run] = {}
-        """All requests by id, waiting ones included."""
+        """By id, including waiting requests."""
         self._running: dict[str, _Run] = {}
-        """Running requests in the order of admission."""
+        """By id, in the order of admission."""
         self._ends: list[tuple[float, int, _Run]] = []
         self._slots = list(range(limits.slots))
         self._admitted = 0
         self._prefixes: Counter[str] = Counter()
-        """Number of running requests by shared prompt, which is prefilled once."""
+        """Running requests by shared prompt, which is prefilled once."""
         self._decoded = 0.0
         """Tokens that each running request has received since the start."""
         self._cached = 0.0
         self._prefill_s = 0.0
-        """Seconds of prefill left to do."""
+        """Prefill left to do."""
         self._settled = self._loop.time()
         self._frozen = False
         self._timer: asyncio.TimerHandle | None = None
@@ -183,7 +183,7 @@ class SimulatedEngine:
         self._look_soon()
 
     def update(self, version: int) -> None:
-        """Take new weights: running requests continue under them, after the prefill of their prompts and tokens so far."""
+        """Take new weights: running requests continue after a prefill of prompts and tokens so far."""
         self._settle()
         self.version = version
         self._prefixes.clear()
@@ -196,12 +196,12 @@ class SimulatedEngine:
         self._look_soon()
 
     def hang(self) -> None:
-        """Stop answering, until `kill`."""
+        """Stop answering until `kill`."""
         self.hangs = True
         self.freeze()
 
     def kill(self, cause: str) -> None:
-        """End the engine; everything it has not reported is lost."""
+        """End the engine; unreported tokens are lost."""
         self._settle()
         self.dead = cause
         for run in self._running.values():
@@ -261,7 +261,7 @@ class SimulatedEngine:
             self._timer = self._loop.call_later(self._until_next(), self._look)
 
     def _until_next(self) -> float:
-        """Time until the first request ends or the cache is full."""
+        """Time until a request ends or the cache is full."""
         running = len(self._running)
         tokens = self._ends[0][0] - self._decoded
         if self.limits.cached_tokens is not None and running > 1:
@@ -295,7 +295,7 @@ class SimulatedEngine:
             self._loop.call_later(REPORT_S, self._report)
 
     def _prefill(self, run: _Run) -> int:
-        """Compute a request's keys and values, except those of a prompt that the engine holds: return the number of those."""
+        """Prefill a request, except a prompt that the engine holds; return the held tokens."""
         held = run.prompt - run.asked.request.resumed - 1 if self._prefixes[run.prefix] > 0 else 0
         self._prefixes[run.prefix] += 1
         tokens = run.prompt + self._tokens(run) - held
@@ -324,7 +324,6 @@ class SimulatedEngine:
             run.asked.answer.set_result(self._turn(run, tokens, reason))
 
     def _turn(self, run: _Run, tokens: int, reason: FinishReason) -> Turn:
-        """Turn with the first `tokens` tokens."""
         row = TokenRow(None, 0, run.prompt + tokens)
         versions = tuple(span for span in run.versions if span.start < max(1, tokens))
         text = sample_of(run.asked.request.request_id)
@@ -353,19 +352,18 @@ class SimulatedEngine:
         self._waiting.appendleft(run)
 
     def _tokens(self, run: _Run) -> int:
-        """Number of tokens so far."""
         if run.slot < 0:
             return int(run.generated)
         return min(run.tokens, int(self._decoded - run.zero + HAIR))
 
     def _stamp(self, run: _Run) -> None:
-        """Note that further tokens have the current version."""
+        """Mark further tokens with the current version."""
         start = self._tokens(run)
         kept = [span for span in run.versions if span.start < start]
         run.versions = kept if kept and kept[-1].version == self.version else [*kept, VersionSpan(start, self.version)]
 
     def _note(self, run: _Run) -> None:
-        """Record the time since `since` as a span, for the picture."""
+        """Record the time since `since` as a span."""
         if self._spans is not None and not self._frozen and run.slot >= 0 and self._settled > run.since:
             version, domain = run.versions[-1].version, run.asked.request.request_id.partition("/")[0]
             self._spans.append(Span(self.number, run.slot, run.since, self._settled, version, domain))
@@ -373,5 +371,5 @@ class SimulatedEngine:
 
 
 def sample_of(request_id: str) -> str:
-    """Id of the sample: the request id without turn and continuation."""
+    """Sample id: the request id without turn and continuation."""
     return "/".join(request_id.partition("~")[0].split("/", 6)[:6])

@@ -1,4 +1,4 @@
-"""Picture of a simulated run: engines over time, with the trainer below."""
+"""Picture of simulated runs: engines over time, the trainer below."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from roll_lite.simulator.engine import Span
 from roll_lite.simulator.simulation import Outcome
 
 VERSION_COLORS = ("#3b6fb6", "#e07b39", "#3f9b62", "#b5497f", "#8a6bbf", "#c9a227")
-"""Colours of versions, used cyclically so that neighbouring versions differ."""
+"""Cycled: neighbouring versions differ."""
 PHASE_COLORS = {"train": "#444444", "hold": "#f0b4b4", "sync": "#d62728", "move": "#bbbbbb"}
-"""Colours of training, waiting for drained engines, weight updates, and moves of engines."""
+"""Training, waiting for drained engines, weight updates, moves of engines."""
 MOST_ROWS = 96
-"""Maximum of slots drawn one by one; above it a row is an engine, paler if fewer requests run."""
+"""Most slots drawn one by one; above, a row is an engine, paler if fewer requests run."""
 COLUMNS = 1400
 
 
 def draw_engines(path: Path, outcomes: Sequence[Outcome], titles: Sequence[str], by: str = "version", until: float | None = None) -> Path:
-    """Draw one panel per run on a common time axis. `by`: colour by weight version or by domain."""
+    """Draw one panel per run on a common time axis. `by`: colour by version or domain."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -44,7 +44,7 @@ def draw_engines(path: Path, outcomes: Sequence[Outcome], titles: Sequence[str],
 
 
 def draft_of(path: Path) -> Path:
-    """The file that becomes the picture once it is whole."""
+    """Temporary file of the picture."""
     return path.with_name(f".{path.name}.{os.getpid()}")
 
 
@@ -103,7 +103,6 @@ def _key(span: Span, by: str) -> Any:
 
 
 def _bars(axes: Any, spans: Sequence[Span], slots: int, by: str, colors: dict[Any, str]) -> None:
-    """Draw every request in its slot."""
     found: dict[int, list[Span]] = defaultdict(list)
     for span in spans:
         found[span.engine * slots + span.slot].append(span)
@@ -118,7 +117,7 @@ def _bars(axes: Any, spans: Sequence[Span], slots: int, by: str, colors: dict[An
 
 
 def _image(spans: Sequence[Span], rows: int, slots: int, by: str, colors: dict[Any, str], end: float) -> np.ndarray:
-    """Image of colours by engine and time, mixed over the running requests; white if none runs."""
+    """Colours by engine and time, mixed over the running requests; white if none runs."""
     amount = np.zeros((rows, COLUMNS + 1, 4))  # what begins or ends in a column: red, green, blue, number
     rgb = {key: np.array([int(color[place : place + 2], 16) / 255 for place in (1, 3, 5)]) for key, color in colors.items()}
     for span in spans:

@@ -1,4 +1,4 @@
-"""Table of simulated runs, one row each."""
+"""Table of simulated runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ staleness       versions between a sample's oldest token and the batch: mean / m
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """Table of the outcomes. Read it from left to right: duration, distance to the ideal, reasons."""
+    """One row per run: duration, distance to the ideal, reasons."""
     rows = [COLUMNS, *map(_cells, outcomes)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
     padded = [[row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))] for row in rows]
@@ -45,7 +45,7 @@ def _cells(outcome: Outcome) -> tuple[str, ...]:
 
 
 def advice(outcomes: Sequence[Outcome]) -> str:
-    """Name the cheapest outcome that is about as fast as the fastest: fewest engines, then least staleness."""
+    """Name the cheapest outcome near the fastest: fewest engines, then least staleness."""
     best = min(outcome.step_s for outcome in outcomes)
     chosen = min(
         (outcome for outcome in outcomes if outcome.step_s <= best * ABOUT_AS_FAST),
@@ -67,7 +67,7 @@ def seconds(value: float) -> str:
 
 
 def details(outcome: Outcome) -> str:
-    """Further facts about an outcome: mix, failures, engines."""
+    """Mix, failures and engines of an outcome."""
     scenario = outcome.scenario
     total = sum(model.share for model in scenario.domains)
     slots = f"{scenario.limits.slots} requests ({scenario.mean_slots} on average, as far as the cache goes)"

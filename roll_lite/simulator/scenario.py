@@ -1,4 +1,4 @@
-"""Scenarios of the simulator, made from a run's configuration."""
+"""Scenarios of the simulator."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ DAY_S = 86_400.0
 @dataclass(frozen=True)
 class TrainerModel:
     overhead_s: float = 0.0
-    """Fixed cost of a step."""
+    """Seconds of a step."""
     token_s: float = 0.0
-    """Cost of each token of the batch, prompts included: log-prob passes and updates."""
+    """Seconds per token of the batch, prompts included: log-prob passes and updates."""
     sync_s: float = 0.0
-    """Duration of a weight update, during which all engines pause."""
+    """Seconds of a weight update; all engines pause."""
     log_probs: float = 0.0
-    """Share of the log-prob passes in `token_s`."""
+    """Share of log-prob passes in `token_s`."""
 
     def seconds(self, tokens: int, early: int = 0) -> float:
-        """Duration of a step. `early`: number of tokens whose log-probs were computed early."""
+        """Duration of a step. `early`: tokens whose log-probs were computed early."""
         return self.overhead_s + tokens * self.token_s - self.pass_seconds(early)
 
     def pass_seconds(self, tokens: int) -> float:
-        """Duration of the log-prob passes over these tokens."""
+        """Duration of log-prob passes."""
         return tokens * self.token_s * self.log_probs
 
 
 @dataclass(frozen=True)
 class Failures:
     given: tuple[tuple[float, int], ...] = ()
-    """(second, engine) at which an engine dies."""
+    """(second, engine) of deaths."""
     mean_s: float | None = None
-    """Mean time between failures of an engine, exponentially distributed; None: no random failures."""
+    """Mean time between failures of an engine, exponential; None: none at random."""
     hangs: tuple[tuple[float, int], ...] = ()
-    """(second, engine) at which an engine hangs."""
+    """(second, engine) of hangs."""
     mean_hang_s: float | None = None
-    """Mean time between hangs of an engine; None: no random hangs."""
+    """Mean time between hangs of an engine; None: none at random."""
     hang_s: float = 7.0
-    """Time until a hanging engine is given up and dies."""
+    """Time until a hanging engine is killed."""
     start_s: float | None = None
-    """Time until a replacement serves; None: no replacement."""
+    """Time until a replacement serves; None: never."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class Changes:
     """Engines that join or leave on purpose."""
 
     joining: tuple[float, ...] = ()
-    """Times at which a further engine serves."""
+    """Seconds at which an engine is added."""
     leaving: tuple[tuple[float, int], ...] = ()
-    """(second, engine) at which an engine is drained: it gets no further requests and leaves when the last one ends."""
+    """(second, engine): the engine is drained and leaves after its last request."""
 
 
 @dataclass(frozen=True)
@@ -74,19 +74,19 @@ class Scenario:
     steps: int = 16
     seed: int = 1
     offload_s: float | None = None
-    """Time to offload engines after a batch and load them again; None: they stay loaded."""
+    """Time to offload and load engines between batches; None: they stay loaded."""
     deterministic: bool = False
-    """Requests are sent in waves, each to the engine that its id determines."""
+    """Requests are sent in waves, to engines determined by their ids."""
 
     @property
     def takes_turns(self) -> bool:
-        """True if generation and training cannot overlap."""
+        """Generation and training cannot overlap."""
         return self.offload_s is not None or self.deterministic
 
     @property
     def mean_slots(self) -> int:
-        """Average of the requests that an engine can run, which the cache may limit. Assumes that running responses are half done, and
-        weights long ones by their duration."""
+        """Average number of requests that fit into an engine and its cache. Running responses are taken as half done, and weighted by
+        their length."""
         most = self.limits.cached_tokens
         if most is None:
             return self.limits.slots
@@ -101,7 +101,7 @@ class Scenario:
 
     @property
     def policy(self) -> str:
-        """Short name of the supply and its settings."""
+        """Name of the supply and its settings."""
         rollout = self.rollout
         staleness = f" {rollout.max_staleness}" if rollout.max_staleness is not None and rollout.supply == "async" else ""
         on_sync = f", {rollout.on_sync}" if rollout.on_sync is not None and rollout.supply != "sync" else ""

@@ -1,4 +1,4 @@
-"""Simulated training loop: the real schedulers and router, with engines, rewards and trainer replaced by durations."""
+"""Simulated training loop: the real schedulers and router; durations instead of engines, rewards and trainer."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from roll_lite.simulator.scenario import Scenario
 from roll_lite.simulator.workload import domains, lengths, uniform
 
 LOOK_S = 1.0
-"""Interval of checks for finished groups, for early passes."""
+"""Interval of looking for finished groups, for early passes."""
 GC_THRESHOLDS = (1_000_000, 50, 1000)
-"""Rare collections, since hundreds of thousands of live samples would be scanned each time."""
+"""Rare collections: each scans hundreds of thousands of samples."""
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,15 @@ class Phase:
 
 @dataclass(frozen=True)
 class Step:
-    """Figures of one simulated step."""
-
     end: float
     waited_s: float
     """Time that the trainer waited for its batch."""
     trained_s: float
     tokens: int
-    """Tokens of prompts and responses."""
+    """Prompts and responses."""
     response_tokens: int
     work_s: float
-    """Engine seconds of its responses if all slots were always in use."""
+    """Engine seconds of the responses with all slots in use."""
     samples: int
     groups: dict[str, int]
     staleness: float
@@ -55,32 +53,30 @@ class Step:
 
 @dataclass
 class Outcome:
-    """Result of a simulated run."""
-
     scenario: Scenario
     steps: list[Step] = field(default_factory=list)
     phases: list[Phase] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     deaths: list[tuple[float, int]] = field(default_factory=list)
     hangs: list[tuple[float, int]] = field(default_factory=list)
-    """(second, engine) of each hang; these engines die later."""
+    """(second, engine); these engines die later."""
     failed: int = 0
-    """Number of failed samples."""
+    """Samples."""
     put_back: int = 0
-    """Number of requests that lost their place in an engine's cache."""
+    """Requests that lost their cache."""
     filtered: int = 0
-    """Number of filtered groups."""
+    """Groups."""
     lost: int = 0
     behind_s: float = 0.0
-    """Seconds in which domains started nothing for later batches, since their rewards lagged."""
+    """Seconds without starts for later batches because rewards lagged."""
     early: int = 0
-    """Number of samples with early log-probs."""
+    """Samples with early log-probs."""
     exhausted: bool = False
-    """True if the run ended early because no domain had prompts left."""
+    """The prompts ran out."""
 
     @property
     def steady(self) -> list[Step]:
-        """Steps after the warm-up. An asynchronous run begins with short responses, while long ones are still in flight."""
+        """Steps after the warm-up: an asynchronous run begins with short responses, while long ones are in flight."""
         return self.steps[self.warm_up :]
 
     @property
@@ -94,7 +90,7 @@ class Outcome:
 
     @property
     def ideal_s(self) -> float:
-        """Lower bound of a step: the engines' work over their capacity, or the trainer's time if that is longer."""
+        """Lower bound of a step: the engines' work at full capacity, or the trainer's time."""
         return max(self.work_s, fmean(step.trained_s for step in self.steady))
 
     @property
@@ -124,13 +120,13 @@ class Outcome:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Realised share of each domain in all delivered groups."""
+        """Share of each domain in the delivered groups."""
         total = sum(sum(step.groups.values()) for step in self.steps)
         return {name: sum(step.groups.get(name, 0) for step in self.steps) / total for name in self.steps[0].groups}
 
 
 def simulate(scenario: Scenario, spans: bool = False) -> Outcome:
-    """Simulate a run. `spans`: record what ran where, for a picture."""
+    """Simulate a run. `spans`: record what ran, for a picture."""
     before = gc.get_threshold()
     gc.collect()
     gc.set_threshold(*GC_THRESHOLDS)
@@ -160,7 +156,7 @@ class _Simulation:
         self.gone: list[SimulatedEngine] = []
         self.slots = scenario.mean_slots
         self.early: dict[int, int] = {}
-        """Tokens of the groups with early log-probs, by group number."""
+        """Tokens by group number."""
         self.passing_until = 0.0
         self.given_up = asyncio.Event()
         """Set when an engine has died."""
@@ -220,14 +216,14 @@ class _Simulation:
         self.record(result, ready - asked, self.clock() - ready)
 
     async def move_engines(self) -> None:
-        """Load the engines onto their devices; the time to offload them is counted here too."""
+        """Load the engines; the time to offload them is included."""
         if self.scenario.offload_s is not None:
             started = self.clock()
             await asyncio.sleep(self.scenario.offload_s)
             self.outcome.phases.append(Phase("move", started, self.clock()))
 
     async def pass_early(self) -> None:
-        """Simulate early passes as pipeline/early_passes.py runs them: one at a time, over groups that are surely in the batch."""
+        """Early passes as in pipeline/early_passes.py: one at a time, over groups that are surely in the batch."""
         least = least_early(self.scenario.rollout.prompts_per_step)
         while self.scenario.rollout.stream_log_probs:
             groups = [group for group in self.service.finished() if group.group not in self.early]
@@ -240,7 +236,7 @@ class _Simulation:
                 await asyncio.sleep(LOOK_S)
 
     async def train(self, result: RolloutResult) -> None:
-        """Simulate training, after a running early pass has ended."""
+        """Train once a running early pass has ended."""
         await asyncio.sleep(max(0.0, self.passing_until - self.clock()))
         early = [group for group in result.groups if group.group in self.early]
         self.outcome.early += sum(len(accepted(group)) for group in early)
@@ -326,7 +322,7 @@ class _Simulation:
                 self.gone.append(self.engines.pop(number))
 
     def failure_of(self, number: int, hangs: bool) -> float | None:
-        """Time of an engine's death or hang: the given or the drawn one, whichever is earlier."""
+        """Time of an engine's death or hang: the earlier of the given and the drawn one."""
         failures = self.scenario.failures
         what, given, mean_s = ("hang", failures.hangs, failures.mean_hang_s) if hangs else ("failure", failures.given, failures.mean_s)
         times = [at for at, engine in given if engine == number]

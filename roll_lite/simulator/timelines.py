@@ -1,4 +1,4 @@
-"""The pictures of docs/scheduling.md, the same lengths under every policy: `python -m roll_lite.simulator.timelines docs/images`."""
+"""Pictures of docs/scheduling.md, equal lengths under every policy: `python -m roll_lite.simulator.timelines docs/images`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from roll_lite.simulator.simulation import Outcome, simulate
 from roll_lite.simulator.workload import DomainModel, LogNormal
 
 SECONDS = 700.0
-"""Length of the time axis of every picture."""
+"""Time axis of every picture."""
 STEPS = 24
 RESPONSES = DomainModel("math", LogNormal(30, 250), max_tokens=200, prompt_tokens=20, samples_per_prompt=4)
 HARD_AND_EASY = replace(RESPONSES, all_right=0.15, all_wrong=0.15)

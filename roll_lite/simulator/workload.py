@@ -1,5 +1,4 @@
-"""Workload of the simulator: prompts, response lengths, scores. Drawn by a hash of the sample's identity, so that all policies get the same
-lengths."""
+"""Workload: prompts, response lengths, scores; drawn by a hash of the sample's identity, so that all policies get the same."""
 
 from __future__ import annotations
 
@@ -24,13 +23,13 @@ P99 = NORMAL.inv_cdf(0.99)
 
 
 def uniform(*parts: object) -> float:
-    """Pseudo-random number between 0 and 1, both excluded."""
+    """Pseudo-random number in (0, 1)."""
     return (stable_hash(*parts) + 0.5) / 2**63
 
 
 class Distribution(Protocol):
     def draw(self, share: float) -> float:
-        """Quantile: the value below which this share of all values lies."""
+        """Quantile of `share`."""
         ...
 
 
@@ -38,14 +37,14 @@ class Distribution(Protocol):
 class LogNormal:
     median: float
     p99: float
-    """99% of the values are smaller. Equal to the median: all values are equal."""
+    """99% are smaller; if it equals the median, all values are equal."""
 
     def draw(self, share: float) -> float:
         return self.median * math.exp(math.log(self.p99 / self.median) / P99 * NORMAL.inv_cdf(share))
 
 
 class Quantiles:
-    """Distribution given by measured quantiles at even steps, from the minimum to the maximum."""
+    """Measured quantiles at even steps, from minimum to maximum."""
 
     def __init__(self, values: Sequence[float]) -> None:
         self._values = tuple(values)
@@ -60,27 +59,27 @@ class Quantiles:
 class DomainModel:
     name: str
     lengths: Distribution
-    """Response length in tokens."""
+    """Response tokens."""
     max_tokens: int
     prompt_tokens: int = 512
     samples_per_prompt: int = 16
     share: float = 1.0
     reward_s: Distribution | None = None
-    """Time to score a response; None: no time."""
+    """Time to score a response; None: 0."""
     reward_most_s: float = math.inf
     """Time limit of scoring."""
     reward_workers: int | None = None
-    """Responses scored at a time, first come first served; None: all."""
+    """Responses scored at a time; None: all."""
     all_right: float = 0.0
-    """Share of prompts that the policy always solves."""
+    """Share of prompts that are always solved."""
     all_wrong: float = 0.0
-    """Share of prompts that it never solves. The others have a uniformly drawn chance."""
+    """Share of prompts that are never solved; the others have a uniform chance."""
     greedy_baseline: bool = False
     prompts: int = 10_000
     epochs: int | None = None
     """Passes over the prompts; None: endless."""
     least: int = 0
-    """Minimum of groups in each batch, whatever the share."""
+    """Fewest groups in a batch."""
 
 
 class SimulatedPrompts:
@@ -99,7 +98,7 @@ class SimulatedPrompts:
 
 
 class SimulatedReward:
-    """Reward that sleeps for the drawn time, then scores 0 or 1."""
+    """Sleep for the drawn time, then score 0 or 1."""
 
     def __init__(self, model: DomainModel, seed: int) -> None:
         self.capacity = math.inf if model.reward_workers is None else model.reward_workers
@@ -117,7 +116,6 @@ class SimulatedReward:
         return Score(float(uniform(self._seed, "score", item.response) < self._chance(item.prompt)))
 
     def _chance_of(self, prompt: str) -> float:
-        """Chance that the policy solves the prompt."""
         place = uniform(self._seed, "prompt", self._model.name, prompt)
         if place < self._model.all_right:
             return 1.0
@@ -127,7 +125,7 @@ class SimulatedReward:
 
 
 def lengths(models: Sequence[DomainModel], seed: int) -> Callable[[GenerationRequest], int]:
-    """Function that gives the length of the response which a request begins or continues."""
+    """Function that draws the length of a request's whole response."""
     by_name = {model.name: model.lengths for model in models}
 
     def length(request: GenerationRequest) -> int:
@@ -138,7 +136,6 @@ def lengths(models: Sequence[DomainModel], seed: int) -> Callable[[GenerationReq
 
 
 def domains(models: Sequence[DomainModel], seed: int, group_filter: GroupFilter | None) -> list[Domain]:
-    """Domains for the rollout service."""
     return [
         Domain(
             name=model.name,
