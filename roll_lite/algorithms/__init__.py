@@ -1,1 +1,1 @@
-"""Pure maths: tensors and settings in, tensors out. No Ray, no batch class; masked entries never contribute."""
+"""Pure maths on tensors and settings; masked entries never contribute."""

@@ -1,8 +1,7 @@
-"""Advantages of tokens and of samples, and whitening.
+"""Advantages of tokens and samples, and whitening.
 
-Token tensors are [B, T-1] with a bool mask of the policy's tokens; entry t belongs to token t+1. Masked columns, such as a tool's output,
-are skipped: the token before a gap is followed by the token after it. Results are computed in host memory with sums in float64, and are 0
-where masked.
+Token tensors are [B, T-1] with a bool mask of policy tokens; entry t belongs to token t+1. Masked columns (a tool's output) are skipped:
+the token before a gap is followed by the one after it. Sums are float64, in host memory; results are 0 where masked.
 """
 
 from __future__ import annotations
@@ -16,27 +15,26 @@ from roll_lite.algorithms import kernels
 from roll_lite.algorithms.kernels import Whitening
 
 STD_OFFSET = 1e-6
-"""Added to a group's standard deviation."""
+"""Added to a standard deviation."""
 
 VARIANCE_OFFSET = 1e-8
-"""Added to a variance before its root is divided by."""
+"""Added to a variance before its root."""
 
 
 # ---------------------------------------------------------------- token rewards
 
 
 def last_policy_token(mask: torch.Tensor) -> torch.Tensor:
-    """mask [B, T-1] bool, on the host -> [B] int64, -1 for rows without policy tokens."""
+    """mask [B, T-1] on the host -> [B] int64, -1 for rows without policy tokens."""
     # A search for the byte 1 from the end of each row: under a millisecond at 512 x 32k, where an argmax over positions takes tens.
     return torch.tensor([row.tobytes().rfind(1) for row in mask.numpy()], dtype=torch.int64)
 
 
 def token_rewards(rewards: torch.Tensor, mask: torch.Tensor, kl_rewards: torch.Tensor | None = None) -> torch.Tensor:
-    """Token rewards on the host: rewards [B], mask [B, T-1], kl_rewards [B, T-1] -> [B, T-1] float64, 0 where masked.
+    """Token rewards on the host: rewards [B], mask and kl_rewards [B, T-1] -> [B, T-1], 0 where masked.
 
-    Each policy token gets its kl_rewards; the last policy token also gets the row's reward. It is neither the last column of a padded row
-    nor the last token of a row that ends in a tool's output. Rows without policy tokens get nothing. float64, because a token's KL may be
-    millions of times smaller than the reward.
+    The last policy token gets the row's reward; it need not be the row's last column. float64, because a token's KL may be millions of
+    times smaller than the reward.
     """
     # numpy's large arrays lie on huge pages and its zeros cost nothing until they are read: torch.zeros takes 60 ms at 512 x 32k.
     tokens = torch.from_numpy(np.zeros(mask.shape))
@@ -64,9 +62,8 @@ def gae(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Generalised advantage estimation: A_t = delta_t + gamma * lam * A_{t+1}, delta_t = r_t + gamma * V_{t+1} - V_t.
 
-    Returns (advantages with lam, returns), all [B, T-1]; returns are values plus the advantages with lam_critic, or lam if that is None.
-    lam may be one number per row, [B]. at_end [B] is added to the reward of each row's last policy token, in float64; bootstrap [B] is the
-    value after that token. token_rewards: None if no token has its own reward.
+    Returns (advantages with lam, values + advantages with lam_critic or lam), [B, T-1]. lam: a number, or one per row [B]. at_end [B] is
+    added to the reward of the last policy token, in float64; bootstrap [B] is the value after it. token_rewards None: zeros.
     """
     rows = (at_end, lam, lam if lam_critic is None else lam_critic, bootstrap)
     outputs = (values.dtype, values.dtype)
@@ -75,7 +72,7 @@ def gae(
 
 
 def length_adaptive_lambda(policy_tokens: torch.Tensor, alpha: float) -> torch.Tensor:
-    """VAPO: 1 - 1 / (alpha * l) for a response of l policy tokens, at least 0. [B] int -> [B] float64."""
+    """VAPO: 1 - 1 / (alpha * policy tokens), at least 0. [B] -> [B] float64."""
     return (1 - 1 / (alpha * policy_tokens.double().clamp(min=1))).clamp(min=0)
 
 
@@ -86,21 +83,21 @@ def reinforce(
     at_end: torch.Tensor | None = None,
     whitening: Whitening | None = None,
 ) -> torch.Tensor:
-    """Discounted returns: what the row's policy tokens earn from here on. [B, T-1] -> [B, T-1]. at_end and token_rewards as in `gae`."""
+    """Discounted returns of policy tokens, [B, T-1]. at_end and token_rewards as in `gae`."""
     dtype = torch.float32 if token_rewards is None else token_rewards.dtype
     (returns,) = kernels.recurrence(kernels.discounted_returns, mask, (token_rewards,), gamma, (at_end,), (dtype,), whitening)
     return returns
 
 
 def spread_over_tokens(advantages: torch.Tensor, mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Give a sample's advantage to each of its policy tokens. [B], [B, T-1] -> [B, T-1]."""
+    """Give each policy token its sample's advantage. [B], [B, T-1] -> [B, T-1]."""
     assert advantages.shape == mask.shape[:1], f"a row tensor {list(advantages.shape)} beside a mask {list(mask.shape)}"
     spread = kernels.empty(mask.shape, dtype)
     return torch.where(mask, advantages.detach().to(spread.dtype)[:, None], torch.zeros((), dtype=spread.dtype), out=spread)
 
 
 def policy_token_counts(mask: torch.Tensor) -> torch.Tensor:
-    """Policy tokens of each row. [B, T-1] bool -> [B] int64."""
+    """Number of policy tokens by row. [B, T-1] bool -> [B] int64."""
     # torch's own sum over a bool tensor takes 20 times as long.
     return torch.from_numpy(np.count_nonzero(mask.numpy(), axis=1).astype(np.int64))
 
@@ -114,15 +111,15 @@ def policy_token_counts(mask: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Groups:
-    """Rewards, and what each row's group says of it; all [N]."""
+    """Rewards and their groups' statistics, all [N]."""
 
     rewards: torch.Tensor
     member: torch.Tensor
-    """Number of the row's group, 0 and up."""
+    """Number of the row's group."""
     size: torch.Tensor
     mean: torch.Tensor
     flat: torch.Tensor
-    """bool: all rewards of the group are equal."""
+    """bool: the group's rewards are equal."""
 
     @classmethod
     def of(cls, rewards: torch.Tensor, groups: torch.Tensor) -> _Groups:
@@ -135,21 +132,21 @@ class _Groups:
         return cls(exact, member, size, _sum_of_group(exact, member) / size, (highest == lowest)[member])
 
     def advantages(self, estimate: torch.Tensor) -> torch.Tensor:
-        """The estimate, exactly 0 in flat groups."""
+        """Estimate, exactly 0 in flat groups."""
         return torch.where(self.flat, 0.0, estimate)
 
 
 def _sum_of_group(x: torch.Tensor, member: torch.Tensor) -> torch.Tensor:
-    """The sum over each row's group, as a number per row. [N], [N] -> [N]."""
+    """Sum over each row's group. [N], [N] -> [N]."""
     groups = int(member.max()) + 1 if len(member) else 0
     return x.new_zeros(groups).index_add(0, member, x)[member]
 
 
 def grpo(rewards: torch.Tensor, groups: torch.Tensor, normalize_std: bool, before_kl: torch.Tensor | None = None) -> torch.Tensor:
-    """Reward minus its group's mean, optionally over the group's standard deviation (ddof 1). Without it: Dr. GRPO.
+    """Reward minus group mean, divided by the group's standard deviation (ddof 1) if `normalize_std`; without it Dr. GRPO.
 
-    before_kl [N]: the rewards without what their samples pay for KL. A group without spread in these gets 0 where the deviation would be
-    divided by: it would be KL's alone, and be scaled up to a signal however small it is.
+    before_kl [N]: rewards without KL. A group that is flat in these gets 0 under `normalize_std`: its deviation would be KL's alone, scaled
+    up to a signal.
     """
     of = _Groups.of(rewards, groups)
     if normalize_std and before_kl is not None:
@@ -162,18 +159,18 @@ def grpo(rewards: torch.Tensor, groups: torch.Tensor, normalize_std: bool, befor
 
 
 def minus_group_mean(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """The rewards of REINFORCE++ with the group as baseline."""
+    """REINFORCE++ with the group as baseline."""
     return grpo(rewards, groups, normalize_std=False)
 
 
 def rloo(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """Reward minus the mean reward of the group's other samples, which is (reward - group mean) * n / (n - 1)."""
+    """Reward minus the mean of the group's other samples: (reward - group mean) * n / (n - 1)."""
     of = _Groups.of(rewards, groups)
     return of.advantages((of.rewards - of.mean) * of.size / (of.size - 1).clamp(min=1))
 
 
 def opo(rewards: torch.Tensor, groups: torch.Tensor, policy_tokens: torch.Tensor) -> torch.Tensor:
-    """Reward minus the group's mean reward weighted with the samples' lengths. A group of empty responses has no such mean: 0."""
+    """Reward minus the group's length-weighted mean reward; 0 in groups of empty responses."""
     of = _Groups.of(rewards, groups)
     lengths = policy_tokens.double()
     total = _sum_of_group(lengths, of.member)
@@ -186,8 +183,8 @@ def gpg(
 ) -> torch.Tensor:
     """(reward - group mean) * samples / samples of groups with spread: flat groups do not thin out the gradient.
 
-    before_kl [N]: the rewards without what their samples pay for KL. Spread is looked for in these: KL gives nearly every group some.
-    trains [N] bool: the samples that the factor counts; all where None.
+    before_kl [N]: rewards without KL, in which spread is looked for: KL gives nearly every group some. trains [N] bool: samples that the
+    factor counts; None: all.
     """
     of = _Groups.of(rewards, groups)
     spread = ~(of if before_kl is None else _Groups.of(before_kl, groups)).flat
@@ -196,7 +193,7 @@ def gpg(
 
 
 def remax(rewards: torch.Tensor, baseline_scores: torch.Tensor) -> torch.Tensor:
-    """Reward minus the score of the greedy response to the same prompt; needs no group."""
+    """Reward minus the score of the greedy response to the prompt."""
     return rewards.double() - baseline_scores.double()
 
 
@@ -206,7 +203,7 @@ def remax(rewards: torch.Tensor, baseline_scores: torch.Tensor) -> torch.Tensor:
 
 
 def merged_moments(parts: torch.Tensor) -> torch.Tensor:
-    """Moments [N, 3] of N parts, of rows or of ranks -> those of the whole, [3] (Chan, Golub and LeVeque). N may be 0."""
+    """Merge the moments [N, 3] of rows or ranks into [3] (Chan, Golub and LeVeque). N may be 0."""
     counts, sums, squares = parts.unbind(1)
     count, total = counts.sum(), sums.sum()
     shifts = torch.where(counts > 0, sums / counts.clamp(min=1), 0.0) - total / count.clamp(min=1)
@@ -214,7 +211,7 @@ def merged_moments(parts: torch.Tensor) -> torch.Tensor:
 
 
 def mean_and_scale(moments: torch.Tensor) -> tuple[float, float]:
-    """(mean, 1 / standard deviation) of moments [3]; the variance has ddof 1 and is 0 for fewer than two entries."""
+    """(mean, 1 / standard deviation) from moments [3]; the variance has ddof 1 and is 0 for fewer than two entries."""
     count, total, squares = moments.tolist()
     return total / max(1.0, count), (squares / max(1.0, count - 1.0) + VARIANCE_OFFSET) ** -0.5
 
@@ -225,7 +222,7 @@ def whiten_tokens(advantages: torch.Tensor, mask: torch.Tensor, whitening: White
 
 
 def whiten_samples(advantages: torch.Tensor, policy_tokens: torch.Tensor, whitening: Whitening) -> torch.Tensor:
-    """Whiten advantages that are equal over a sample's policy tokens. [B], [B] -> [B] float64."""
+    """Whiten samples' advantages as if spread over their policy tokens. [B], [B] -> [B] float64."""
     exact, counts = advantages.double(), policy_tokens.double()
     mean, scale = whitening(torch.stack([counts, counts * exact, torch.zeros_like(exact)], dim=1))
     return (exact - mean) * scale

@@ -1,8 +1,7 @@
 """Estimates of pass@k, best@k and maj@k from n samples per prompt.
 
-A prompt's samples are independent and identically distributed, so any k of them represent k new ones. pass@k and best@k are means over all
-choices of k among n, in closed form. maj@k has no cheap closed form: it is the mean over n // k votes of k consecutive samples each, which
-is unbiased too.
+pass@k and best@k are means over all choices of k of the n samples, in closed form. maj@k, without a cheap one, is the mean over n // k
+votes of k consecutive samples; it is unbiased too.
 """
 
 from __future__ import annotations
@@ -14,42 +13,42 @@ from math import comb
 import numpy as np
 
 NO_ANSWER, READS_NONE = -1, -2
-"""Sentinels in place of an answer's number: the response has no answer; this reward extracts none."""
+"""Sentinels: the response has no answer; this reward extracts none."""
 
 
 def every_k(most: int) -> list[int]:
-    """Values of k to report for `most` samples: powers of two, and `most`. k = 1 is the mean."""
+    """Values of k to report: powers of two up to `most`, and `most`. k = 1 is the mean."""
     return sorted({*(2**power for power in range(1, most.bit_length())), most} - {1})
 
 
 class SampledPrompts:
-    """The samples of some prompts. All arrays have one entry per sample; those of a prompt stand in the order of their numbers."""
+    """Samples of some prompts, sorted by prompt; arrays have one entry per sample."""
 
     def __init__(self, prompts: np.ndarray, correct: np.ndarray, scores: np.ndarray, answers: np.ndarray) -> None:
-        """`prompts` int64: any numbers. `answers` int64: within a prompt equal numbers are equal answers, from 0 on; or as above."""
+        """`prompts` int64: any ids. `answers` int64: equal numbers, from 0, are equal answers to a prompt; or a sentinel."""
         _, numbers = np.unique(prompts, return_inverse=True)
         order = np.argsort(numbers, kind="stable")
         self.prompt = numbers[order]
-        """0 to P - 1, ascending."""
+        """Prompt numbers 0 to P - 1, ascending."""
         self.correct, self.scores = correct[order].astype(np.float64), scores[order].astype(np.float64)
         self.answers = answers[order]
         self.samples = np.bincount(self.prompt)
-        """[P] how many each prompt has."""
+        """[P] samples of each prompt."""
         self.first = order[np.cumsum(self.samples) - self.samples]
-        """[P] one sample of each prompt, as a place in the arrays that were given."""
+        """[P] index of a sample of each prompt in the given arrays."""
         self.place = np.arange(len(order)) - (np.cumsum(self.samples) - self.samples)[self.prompt]
-        """0 to n - 1 within the prompt."""
+        """Number of the sample within its prompt."""
 
     def passed(self, k: int) -> np.ndarray:
-        """[P] The probability that one of k samples is correct, 1 - C(n - c, k) / C(n, k); NaN with fewer than k samples."""
+        """[P] probability that one of k samples is correct, 1 - C(n - c, k) / C(n, k); NaN for n < k."""
         right = np.bincount(self.prompt, weights=self.correct).astype(np.int64)
         pairs, which = np.unique(np.stack([self.samples, right]), axis=1, return_inverse=True)
         values = [1 - comb(n - c, k) / comb(n, k) if n >= k else np.nan for n, c in pairs.T.tolist()]
         return np.array(values)[which.reshape(-1)]
 
     def best(self, k: int) -> np.ndarray:
-        """[P] The expected highest score of k samples; NaN with fewer than k. Of n samples the i-th lowest is the highest of
-        C(i - 1, k - 1) of the C(n, k) choices."""
+        """[P] expected highest score of k samples; NaN for n < k. The i-th lowest of n samples is the highest of C(i - 1, k - 1) of the
+        C(n, k) choices."""
         sizes, which = np.unique(self.samples, return_inverse=True)
         weights = np.full((len(sizes), int(self.samples.max(initial=0))), np.nan)
         for row, n in enumerate(sizes.tolist()):
@@ -59,12 +58,12 @@ class SampledPrompts:
 
     @cached_property
     def _ascending(self) -> np.ndarray:
-        """The scores, each prompt's in their own order."""
+        """Scores, ascending within each prompt."""
         return self.scores[np.lexsort((self.scores, self.prompt))]
 
     def majority(self, k: int) -> np.ndarray:
-        """Share of votes whose most frequent answer is correct, [P]; ties count as their mean. NaN with fewer than k samples or without
-        answers extracted.
+        """[P] share of votes whose most frequent answer is correct; ties count as their mean. NaN for n < k, or if the reward extracts no
+        answers.
 
         Samples without an answer do not vote; a vote without answers is wrong.
         """

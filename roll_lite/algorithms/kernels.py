@@ -1,8 +1,7 @@
-"""Loops over the tokens of padded rows, compiled with numba: recurrences and row sums that tensor operations are slow at.
+"""Recurrences and row sums over the tokens of padded rows, compiled with numba: tensor operations are slow at them.
 
-Everything lives in host memory: token tensors [B, T-1] of float32 or float64 with a bool mask, row tensors [B]. Sums and
-recurrences run in float64. What a masked entry holds is never used, and every output is 0 there. Rows are independent of each
-other and are split over torch.get_num_threads() threads; what comes out does not depend on how.
+In host memory: token tensors [B, T-1] of float32 or float64 with a bool mask, row tensors [B]. Sums run in float64; outputs are 0 where
+masked. Rows are split over torch.get_num_threads() threads, without effect on the results.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ import torch
 from numba import njit
 
 ENTRIES_PER_THREAD = 1 << 17
-"""Fewer entries than this are not worth a thread."""
+"""Fewest entries worth a thread."""
 
 PARTS_PER_THREAD = 4
-"""Rows are handed out in smaller portions than one per thread, so that a thread that is held up does not hold up the others."""
+"""Smaller portions than one per thread: a delayed thread does not delay the others."""
 
 
 def compiled(function: Callable[..., None]) -> Any:
-    """Compiled at the first call and kept on disk: beside the source, or where that is read-only in the user's cache folder."""
+    """Compile at the first call and cache on disk: beside the source, or in the user's cache folder."""
     try:
         return njit(nogil=True, cache=True)(function)
     except RuntimeError:  # numba found no folder at all that it may write to: compile in every process
@@ -32,7 +31,7 @@ def compiled(function: Callable[..., None]) -> Any:
 
 
 Whitening = Callable[[torch.Tensor], tuple[float, float]]
-"""Returns shift and scale for every token, from the `row_moments` of these rows."""
+"""Shift and scale for all tokens, from the `row_moments` of these rows."""
 
 
 def recurrence(
@@ -44,11 +43,10 @@ def recurrence(
     outputs: Sequence[torch.dtype],
     whitening: Whitening | None,
 ) -> list[torch.Tensor]:
-    """Run `gae` or `discounted_returns`; returns their outputs, [B, T-1] of the given dtypes.
+    """Run the kernel `gae` or `discounted_returns`; returns its outputs, [B, T-1] of the given dtypes.
 
-    tokens: [B, T-1], or None for zeros; rows: [B], one number for all rows, or None for 0. To whiten, the recurrence runs a first time for
-    the moments alone: so the mean is subtracted before anything is rounded to float32, and a second run costs less than the memory of a
-    float64 tensor.
+    tokens: [B, T-1], or None for zeros; rows: [B], one number for all, or None for 0. Whitening runs the recurrence twice, first for the
+    moments: the mean is subtracted before rounding to float32, and no float64 tensor is stored.
     """
     inputs = [*(_tokens(x, mask) for x in tokens), _mask(mask), float(gamma), *(_rows(x, mask) for x in rows)]
     results = [empty(mask.shape, dtype) for dtype in outputs]
@@ -79,8 +77,8 @@ def gae(
     returns: Any,
     moments: Any,
 ) -> None:
-    """Into moments or, where that has no rows, advantages with lam into out and returns with lam_critic. at_end is added to the reward of
-    the last policy token; bootstrap is the value after it."""
+    """Write moments or, if that has no rows, advantages (lam) and returns (lam_critic). at_end is added to the reward of the last policy
+    token; bootstrap is the value after it."""
     paid, measured = rewards.size > 0, moments.size > 0
     for row in range(first, stop):
         following, advantage, critic, reward = bootstrap[row], 0.0, 0.0, at_end[row]
@@ -115,7 +113,7 @@ def gae(
 def discounted_returns(
     first: int, stop: int, rewards: Any, mask: Any, gamma: float, at_end: Any, shift: float, scale: float, out: Any, moments: Any
 ) -> None:
-    """Into moments or, where that has no rows, G_t = r_t + gamma * G of the row's next policy token into out. at_end as in gae."""
+    """Write moments or, if that has no rows, G_t = r_t + gamma * G of the next policy token. at_end as in gae."""
     paid, measured = rewards.size > 0, moments.size > 0
     for row in range(first, stop):
         carried = at_end[row]
@@ -141,16 +139,16 @@ def discounted_returns(
 
 @compiled
 def _put_moments(moments: Any, row: int, count: int, origin: float, total: float, squares: float) -> None:
-    """Store a row's moments, from sums of distances to one of its entries, so that a common offset does not hide the spread."""
+    """Store a row's moments, from sums of distances to one entry: a common offset does not hide the spread."""
     moments[row, 0] = count
     moments[row, 1] = total + count * origin
     moments[row, 2] = max(0.0, squares - total * total / max(count, 1))
 
 
 def row_moments(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """(count, sum, sum of squared deviations from the row's mean) of each row's unmasked entries. [B, T-1] -> [B, 3] float64.
+    """(count, sum, sum of squared deviations from the row's mean) of unmasked entries. [B, T-1] -> [B, 3] float64.
 
-    Two passes: sums of squares whose offset is taken off afterwards lose the spread of entries that are large and close together.
+    Two passes: one pass would lose the spread of large entries close together.
     """
     out = torch.empty(mask.shape[0], 3, dtype=torch.float64)
     _over_rows(_row_moments, mask.shape, _tokens(x, mask), _mask(mask), out.numpy())
@@ -176,7 +174,7 @@ def _row_moments(first: int, stop: int, x: Any, mask: Any, out: Any) -> None:
 
 
 def shift_and_scale(x: torch.Tensor, mask: torch.Tensor, shift: float, scale: float) -> torch.Tensor:
-    """(x - shift) * scale. [B, T-1] -> [B, T-1] float32."""
+    """(x - shift) * scale, [B, T-1] float32."""
     out = empty(mask.shape, torch.float32)
     _over_rows(_shift_and_scale, mask.shape, _tokens(x, mask), _mask(mask), float(shift), float(scale), out.numpy())
     return out
@@ -191,14 +189,12 @@ def _shift_and_scale(first: int, stop: int, x: Any, mask: Any, shift: float, sca
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Uninitialised tensor. numpy asks the operating system for huge pages; without them the first touch of the memory takes longer than
-    any loop here."""
+    """Uninitialised tensor on numpy's huge pages, without which touching the memory takes longer than any loop here."""
     return torch.from_numpy(np.empty(shape, dtype=str(dtype).removeprefix("torch.")))
 
 
 def _tokens(x: torch.Tensor | None, mask: torch.Tensor) -> np.ndarray:
-    """Compiled code checks no bounds: shapes are checked here. None becomes an array of no size: zeros would be as much to read as anything
-    else."""
+    """Array for compiled code, which checks no shapes; None becomes an empty array, since zeros would have to be read."""
     if x is None:
         return np.zeros((0, 0), dtype=np.float32)
     assert x.shape == mask.shape, f"a token tensor {list(x.shape)} beside a mask {list(mask.shape)}"
@@ -224,7 +220,7 @@ def _host(x: torch.Tensor) -> torch.Tensor:
 
 
 def _over_rows(kernel: Any, shape: torch.Size, *arguments: Any) -> None:
-    """kernel(first row, row to stop before, *arguments) until every row has been done once."""
+    """Call kernel(first row, stop row, *arguments) for all rows."""
     rows, columns = shape
     threads = min(torch.get_num_threads(), rows, rows * columns // ENTRIES_PER_THREAD)
     if threads <= 1:

@@ -1,9 +1,9 @@
-"""Losses of single tokens, all [B, T-1] and 0 where masked: of the policy, of the critic, the entropy bonus; the correction for what
-engine and trainer see differently; and the weights with which token losses become one number.
+"""Token losses, all [B, T-1] and 0 where masked: policy, critic, entropy; correction of the mismatch between engine and trainer; weights of
+the sum.
 
-A policy loss takes `PolicyTerms` that are filled and gives a `PolicyLoss`. A loss of whole sequences puts the sequence's loss on every
-policy token of its row, so that `sequence_mean_token_mean` is the mean over sequences. Tokens without advantage have no gradient in
-any loss but Kimi's and count as clipped in none.
+A policy loss takes filled `PolicyTerms`. A loss of sequences puts the sequence's loss on each of its policy tokens, so that
+`sequence_mean_token_mean` is the mean over sequences. Tokens without advantage have no gradient (except in Kimi's loss) and never count as
+clipped.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ import torch
 from roll_lite.algorithms.kl import LOG_RATIO_LIMIT, KlEstimator, clamped, clamped_log_ratio, kl_estimate
 
 ROUNDING = 1e-4
-"""A ratio of 1 is 1 to within float32's rounding only: a weight that changed by less was not limited."""
+"""Rounding of float32: smaller changes of a weight are not limits."""
 
 # ---------------------------------------------------------------- what a policy loss is made from and made into
 
 
 @dataclass(frozen=True)
 class PolicyTerms:
-    """Inputs of a policy loss, all [B, T-1]; a rank without rows has B = 0. Gradients flow to log_probs only."""
+    """Inputs, all [B, T-1]; B is 0 for a rank without rows. Gradients flow to log_probs only."""
 
     log_probs: torch.Tensor
-    """Log-probs under the policy in training."""
+    """Under the policy in training."""
     old_log_probs: torch.Tensor
-    """Log-probs under the policy before the step."""
+    """Under the policy before the step."""
     advantages: torch.Tensor
     mask: torch.Tensor
-    """bool: the tokens that count."""
+    """bool: tokens that count."""
 
     def filled(self) -> PolicyTerms:
-        """Masked entries 0, so that NaN there reaches neither loss nor gradient; what gets no gradient is detached. A token without
-        advantage that is impossible for both policies has no ratio: its log-probs are 0 as well."""
+        """Set masked entries to 0, so that NaN there reaches neither loss nor gradient; detach what gets no gradient. A token without
+        advantage that is impossible under both policies has no ratio: its log-probs become 0 too."""
         masked, advantages = ~self.mask, self.advantages.detach()
         impossible = (self.log_probs == -torch.inf) & (self.old_log_probs == -torch.inf)
         nothing = masked | (impossible & (advantages == 0))
@@ -49,47 +49,46 @@ class PolicyTerms:
 
     @property
     def log_ratio(self) -> torch.Tensor:
-        """log(new / old) of each token, clamped; of filled terms 0 where masked."""
+        """log(new / old), clamped; 0 where masked."""
         return clamped_log_ratio(self.log_probs, self.old_log_probs)
 
     @property
     def beyond_low(self) -> torch.Tensor:
-        """bool: the log-ratio is clamped from below, so that no gradient passes through it."""
+        """bool: clamped from below, hence without gradient."""
         return self.mask & (self.log_probs.detach() - self.old_log_probs < -LOG_RATIO_LIMIT)
 
     @property
     def beyond_high(self) -> torch.Tensor:
-        """bool: the log-ratio is clamped from above, so that no gradient passes through it."""
+        """bool: clamped from above, hence without gradient."""
         return self.mask & (self.log_probs.detach() - self.old_log_probs > LOG_RATIO_LIMIT)
 
     @property
     def ratio(self) -> torch.Tensor:
-        """new / old probability of each token; of filled terms 1 where masked."""
+        """new / old probability; 1 where masked."""
         return torch.exp(self.log_ratio)
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """Result of a policy loss, all [B, T-1]; every field but `loss` is detached."""
+    """Result of a policy loss, all [B, T-1], detached except `loss`."""
 
     loss: torch.Tensor
     ratio: torch.Tensor
-    """new / old probability as the loss judges it: the token's, or its sequence's where the loss looks at sequences; 1 where masked."""
+    """new / old probability of the token, or of its sequence if the loss judges sequences; 1 where masked."""
     clipped_low: torch.Tensor
-    """bool: no gradient because the ratio fell out of its range below, or beyond the clamp of log-ratios. For losses that limit a
-    weight and cut no token off: the weight was raised to its lower bound."""
+    """bool: no gradient because the ratio is below its range or the clamp of log-ratios; for losses that limit a weight: raised to its
+    bound."""
     clipped_high: torch.Tensor
-    """bool: no gradient because the ratio rose out of its range above, or beyond the clamp of log-ratios. For losses that limit a
-    weight: it was lowered to its bound."""
+    """bool: likewise above; for losses that limit a weight: lowered to its bound."""
 
 
 def row_sum(x: torch.Tensor) -> torch.Tensor:
-    """[B, T-1], 0 where masked -> [B, 1] of the same dtype, added up in float64: how far rows are padded changes nothing."""
+    """Row sum in float64, [B, T-1] -> [B, 1] of the same dtype: padding changes nothing."""
     return x.sum(1, keepdim=True, dtype=torch.float64).to(x.dtype)
 
 
 def row_mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """[B, T-1], 0 where masked -> [B, 1], the mean over the row's policy tokens; 0 without any."""
+    """Mean over policy tokens, [B, T-1] -> [B, 1]; 0 without any."""
     return (x.sum(1, keepdim=True, dtype=torch.float64) / mask.sum(1, keepdim=True).clamp(min=1)).to(x.dtype)
 
 
@@ -99,7 +98,7 @@ def row_mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def ppo(terms: PolicyTerms, clip_low: float, clip_high: float, dual_clip: float | None) -> PolicyLoss:
     """-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A) (arXiv 1707.06347); clip-higher is clip_high > clip_low.
 
-    dual_clip (arXiv 1912.09729): with A < 0 at most dual_clip * |A|; a ratio beyond it has no gradient and counts as clipped high.
+    dual_clip (arXiv 1912.09729): for A < 0 at most dual_clip * |A|; a ratio beyond it has no gradient and counts as clipped high.
     """
     ratio, advantages = terms.ratio, terms.advantages
     loss = _clipped_surrogate(ratio, advantages, clip_low, clip_high)
@@ -114,10 +113,7 @@ def ppo(terms: PolicyTerms, clip_low: float, clip_high: float, dual_clip: float 
 
 
 def gspo(terms: PolicyTerms, clip_low: float, clip_high: float) -> PolicyLoss:
-    """PPO's surrogate with one ratio per sequence, exp(mean of its log-ratios), and one advantage (arXiv 2507.18071).
-
-    Token advantages that differ within a row are averaged.
-    """
+    """PPO's surrogate with one ratio per sequence, exp(mean of its log-ratios), and its mean advantage (arXiv 2507.18071)."""
     ratio = torch.exp(row_mean(terms.log_ratio, terms.mask))
     advantages = row_mean(terms.advantages, terms.mask)
     loss = _clipped_surrogate(ratio, advantages, clip_low, clip_high)
@@ -134,9 +130,9 @@ def gspo(terms: PolicyTerms, clip_low: float, clip_high: float) -> PolicyLoss:
 
 
 def gmpo(terms: PolicyTerms, log_clip_low: float, log_clip_high: float) -> PolicyLoss:
-    """-A * geometric mean of the tokens' ratios, each clipped on the side where PPO would clip it (arXiv 2507.20673).
+    """-A * geometric mean of the token ratios, each clipped on PPO's side (arXiv 2507.20673).
 
-    A is the row's mean advantage. A clipped token has no gradient, the others of its row keep theirs. `ratio` is the token's.
+    A is the row's mean advantage. A clipped token has no gradient; the others of its row keep theirs.
     """
     log_ratio, advantages = terms.log_ratio, row_mean(terms.advantages, terms.mask)
     limited = torch.where(advantages > 0, log_ratio.clamp(max=log_clip_high), log_ratio.clamp(min=-log_clip_low))
@@ -148,9 +144,9 @@ def gmpo(terms: PolicyTerms, log_clip_low: float, log_clip_high: float) -> Polic
 
 
 def cispo(terms: PolicyTerms, clip_low: float | None, clip_high: float) -> PolicyLoss:
-    """CISPO: -weight * A * log-prob with the detached weight clip(ratio, 1 - clip_low, 1 + clip_high) (arXiv 2506.13585).
+    """-weight * A * log-prob with detached weight clip(ratio, 1 - clip_low, 1 + clip_high) (arXiv 2506.13585).
 
-    Every token keeps a gradient; "clipped" here means that its weight was limited, for either sign of the advantage.
+    Every token keeps a gradient; "clipped" means that its weight was limited, for either sign of A.
     """
     ratio = terms.ratio.detach()
     lowest = 0.0 if clip_low is None else 1 - clip_low
@@ -158,10 +154,10 @@ def cispo(terms: PolicyTerms, clip_low: float | None, clip_high: float) -> Polic
 
 
 def topr(terms: PolicyTerms, positive: tuple[float, float], negative: tuple[float, float]) -> PolicyLoss:
-    """-weight * A * log-prob, the weight being the sequence's ratio (the product of its tokens'), detached (arXiv 2503.14286).
+    """-weight * A * log-prob; weight is the sequence's ratio (product over tokens), detached (arXiv 2503.14286).
 
-    It is limited to `positive` where A > 0 and to `negative` elsewhere; clipped means limited. A range of one number, `positive` by
-    default, takes the ratio out of the loss and limits nothing. Its loss is a sum over tokens: `sequence_mean_token_sum` is the paper's.
+    It is limited to `positive` for A > 0, else to `negative`; "clipped" means limited. A range of one number (`positive` by default)
+    replaces the ratio and limits nothing. The paper aggregates with `sequence_mean_token_sum`.
     """
     ratio = torch.exp(clamped(row_sum(terms.log_ratio.detach())))
     above = terms.advantages > 0
@@ -176,12 +172,12 @@ def policy_gradient(terms: PolicyTerms) -> PolicyLoss:
 
 
 def raft(terms: PolicyTerms) -> PolicyLoss:
-    """-log-prob of what has a positive advantage (arXiv 2304.06767)."""
+    """-log-prob of tokens with positive advantage (arXiv 2304.06767)."""
     return unclipped(-_weighted_log_probs((terms.advantages > 0).to(terms.log_probs.dtype), terms), terms)
 
 
 def sapo(terms: PolicyTerms, tau_positive: float, tau_negative: float) -> PolicyLoss:
-    """-4 / tau * sigmoid(tau * (ratio - 1)) * A (arXiv 2511.20347): the gradient fades with the distance from ratio 1."""
+    """-4 / tau * sigmoid(tau * (ratio - 1)) * A (arXiv 2511.20347): the gradient fades away from ratio 1."""
     ratio = terms.ratio
     positive, negative = (torch.sigmoid(tau * (ratio - 1)) * (4 / tau) for tau in (tau_positive, tau_negative))
     loss = -torch.where(terms.advantages > 0, positive, negative) * terms.advantages
@@ -189,10 +185,10 @@ def sapo(terms: PolicyTerms, tau_positive: float, tau_negative: float) -> Policy
 
 
 def kimi(terms: PolicyTerms, tau: float) -> PolicyLoss:
-    """(A - tau * s)**2 / (2 * tau), s the sum of the row's log-ratios, A its mean advantage (arXiv 2501.12599).
+    """(A - tau * s)**2 / (2 * tau); s: the row's sum of log-ratios, A: its mean advantage (arXiv 2501.12599).
 
-    Its gradient is -(A - tau * s) * grad s: the plain policy gradient of the sequence as tau goes to 0. s itself is not clamped, its
-    tokens are: nothing is exponentiated, and a clamp would end the pull towards the old policy where it is needed most.
+    The gradient -(A - tau * s) * grad s becomes the sequence's policy gradient as tau goes to 0. Token log-ratios are clamped, s is not:
+    nothing is exponentiated, and a clamp would end the pull towards the old policy where it is needed most.
     """
     advantages = row_mean(terms.advantages, terms.mask)
     loss = (advantages - tau * row_sum(terms.log_ratio)).square() / (2 * tau)
@@ -204,25 +200,25 @@ def _clipped_surrogate(ratio: torch.Tensor, advantages: torch.Tensor, clip_low: 
 
 
 def _weighted(terms: PolicyTerms, ratio: torch.Tensor, weight: torch.Tensor, limits: torch.Tensor) -> PolicyLoss:
-    """Policy gradient with detached weights [B, T-1] that came from the ratios by limiting them; `limits` bool: by a range that does."""
+    """Policy gradient with detached weights [B, T-1], limited ratios; `limits` bool: the weight's range is a real one."""
     counted = limits & (terms.advantages != 0)
     low, high = weight > ratio * (1 + ROUNDING), weight < ratio * (1 - ROUNDING)
     return PolicyLoss(-_weighted_log_probs(weight * terms.advantages, terms), ratio, counted & low, counted & high)
 
 
 def _weighted_log_probs(weight: torch.Tensor, terms: PolicyTerms) -> torch.Tensor:
-    """[B, T-1]. Weight 0 makes 0 of a log-prob of -inf too, which a token may have that neither trains nor counts."""
+    """weight * log-prob; 0 for weight 0 even if the log-prob is -inf."""
     return weight * terms.log_probs.masked_fill(weight == 0, 0.0)
 
 
 def unclipped(loss: torch.Tensor, terms: PolicyTerms) -> PolicyLoss:
-    """The result of a policy loss that has no ratio to clip."""
+    """Result of a policy loss without clipping."""
     never = torch.zeros_like(terms.mask)
     return PolicyLoss(loss, terms.ratio.detach(), never, never)
 
 
 def _unlimited(loss: torch.Tensor, terms: PolicyTerms, trains: torch.Tensor) -> PolicyLoss:
-    """Result of a loss with a gradient at every ratio; only the clamp of log-ratios removes it."""
+    """Result of a loss with a gradient at every ratio, except beyond the clamp of log-ratios."""
     return PolicyLoss(loss, terms.ratio.detach(), trains & terms.beyond_low, trains & terms.beyond_high)
 
 
@@ -237,7 +233,7 @@ POLICY_LOSSES: dict[str, Callable[..., PolicyLoss]] = {
     "raft": raft,
     "kimi": kimi,
 }
-"""Policy losses by name in the configuration; other settings are keyword arguments."""
+"""By name in the configuration; other settings are keyword arguments."""
 
 
 # ---------------------------------------------------------------- what engine and trainer see differently
@@ -257,9 +253,8 @@ def mismatch_weights(
     low: float,
     high: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Importance weights exp(trained - rollout) of tokens, of sequences (their product) or of their geometric mean, kept in [low, high];
-    and, bool, which were outside of it. truncate limits them to the range (TIS), mask makes them 0 outside of it (IcePop).
-    """
+    """Importance weights exp(trained - rollout) of tokens, of sequences (their product) or of their geometric mean, in [low, high]; and
+    a bool mask of those outside, which `truncate` limits to the range (TIS) and `mask` sets to 0 (IcePop)."""
     log_weight = _log_ratio(trained, rollout, mask)
     if level == "sequence":
         log_weight = clamped(row_sum(log_weight)).expand_as(log_weight)
@@ -280,10 +275,10 @@ def within(
     low: float | None,
     high: float | None,
 ) -> torch.Tensor:
-    """Mask (bool) of tokens whose estimate, or that of their sequence, lies in [low, high]; NaN lies outside.
+    """bool mask of tokens whose estimate, or their sequence's, lies in [low, high]; NaN lies outside.
 
-    ratio: exp(trained - rollout); for sequences exp of the sum, mean, ... of the logarithms. k1, k2, k3, abs: estimates of KL(rollout ||
-    trained). difference: of the probabilities, trained - rollout.
+    ratio: exp(trained - rollout); for sequences exp of the sum, mean, ... of logarithms. k1, k2, k3, abs: KL(rollout || trained).
+    difference: of probabilities, trained - rollout.
     """
     log_ratio = _log_ratio(trained, rollout, mask)
     if estimator == "ratio":
@@ -301,7 +296,7 @@ def _log_ratio(trained: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor)
 
 
 def _of_sequence(x: torch.Tensor, mask: torch.Tensor, level: str) -> torch.Tensor:
-    """[B, T-1], 0 where masked -> the same for `token`, else [B, 1]; anything for rows without policy tokens."""
+    """[B, T-1] -> the same for `token`, else [B, 1]; undefined for rows without policy tokens."""
     if level == "token":
         return x
     if level == "sequence_sum":
@@ -319,17 +314,17 @@ def _of_sequence(x: torch.Tensor, mask: torch.Tensor, level: str) -> torch.Tenso
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """Value loss of tokens, both fields [B, T-1]."""
+    """Fields are [B, T-1]."""
 
     loss: torch.Tensor
     clipped: torch.Tensor
-    """bool: the new value moved out of its range. It has no gradient where its clipped error is the larger one."""
+    """bool: the new value left its range. It has no gradient where the clipped error is the larger one."""
 
 
 def clipped_value_loss(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor, clip: float | None
 ) -> ValueLoss:
-    """0.5 * max((v - R)**2, (clip(v, old - clip, old + clip) - R)**2); without clip only the first. Inputs [B, T-1]."""
+    """0.5 * max((v - R)**2, (clip(v, old - clip, old + clip) - R)**2); without clip only the first."""
     values = values.masked_fill(~mask, 0.0)
     returns = returns.detach().masked_fill(~mask, 0.0)
     error = (values - returns).square()
@@ -342,7 +337,7 @@ def clipped_value_loss(
 
 
 def entropy_loss(entropy: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Minus the entropy of each token's distribution: to minimise it is to explore. [B, T-1] -> [B, T-1]."""
+    """Negative entropy by token."""
     return -entropy.masked_fill(~mask, 0.0)
 
 
@@ -354,12 +349,13 @@ Aggregation = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_t
 def row_weights(
     policy_tokens: torch.Tensor, mode: Aggregation, constant: int | None = None, train_weights: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """policy_tokens [B] int, of ALL rows of the global mini-batch -> weight [B] float32 of each policy token of a row.
+    """Weight [B] float32 of each policy token of a row, from policy_tokens [B] of ALL rows of the global mini-batch.
 
-    token_mean: 1 / all tokens. sequence_mean_token_mean: 1 / (rows * the row's tokens). sequence_mean_token_sum: 1 / rows.
-    constant: 1 / (rows * constant), Dr. GRPO's.
-    Rows without policy tokens, and rows whose train_weight [B] is 0, weigh 0 and count neither as rows nor as tokens. Other
-    train_weights multiply the row's weight and change no count.
+    token_mean: 1 / all tokens. sequence_mean_token_mean: 1 / (rows * the row's tokens). sequence_mean_token_sum: 1 / rows. constant: 1 /
+    (rows * constant), Dr. GRPO's.
+
+    Rows without policy tokens or with train_weight 0 weigh 0 and count neither as rows nor as tokens. Other train_weights multiply the
+    row's weight and change no count.
     """
     factors = torch.ones_like(policy_tokens, dtype=torch.float64) if train_weights is None else train_weights.double()
     counted = (policy_tokens > 0) & (factors != 0)

@@ -1,5 +1,4 @@
-"""Reward shaping and sample masks: the way from scores to the rewards that advantages use. Works on the rows of the whole global batch, in
-float64; arrays are [N]."""
+"""Reward shaping and sample masks: from scores to the rewards that advantages use. Rows of the global batch, float64, arrays [N]."""
 
 from __future__ import annotations
 
@@ -12,39 +11,37 @@ import numpy as np
 import torch
 
 SPREAD_RESOLUTION = 1e-12
-"""A standard deviation below this share of the root mean square is float64's rounding of a mean, not spread."""
+"""Share of the root mean square; a smaller standard deviation is rounding, not spread."""
 
 
 @dataclass(frozen=True)
 class RewardRows:
-    """Facts about the global batch's samples, without tokens. All tensors are [N]; names are those of the columns."""
+    """Columns of the global batch without tokens, all [N]."""
 
     score: torch.Tensor
-    """float32, as the reward function gave it."""
+    """float32."""
     correct: torch.Tensor
     """float32, 1 or 0."""
     format_ok: torch.Tensor
-    """float32, 1 where the domain's format pattern matches; 0 without a pattern."""
+    """float32: 1 if the domain's format pattern matches; 0 without a pattern."""
     policy_tokens: torch.Tensor
-    """int64, length of the response in tokens that the policy chose."""
+    """int64: response tokens that the policy chose."""
     max_tokens: torch.Tensor
-    """int64, what the row's domain allows."""
+    """int64, by the row's domain."""
     truncated: torch.Tensor
-    """bool, cut at max_tokens."""
+    """bool: cut at max_tokens."""
     group: torch.Tensor
-    """int64, equal for the samples of a prompt; says nothing about positions."""
+    """int64, equal for samples of a prompt."""
     domain_number: torch.Tensor
-    """int64, place in `domains`."""
+    """int64, index in `domains`."""
     sample_weight: torch.Tensor
-    """float32, what the data says; 1 by default."""
+    """float32, from the data; 1 by default."""
     domains: Sequence[str] = ()
-    """Names."""
 
     COLUMNS = ("score", "correct", "format_ok", "policy_tokens", "max_tokens", "truncated", "group", "domain_number", "sample_weight")
 
     @staticmethod
     def of(columns: Mapping[str, torch.Tensor], domains: Sequence[str]) -> RewardRows:
-        """Build from a batch's columns of these names."""
         return RewardRows(**{name: columns[name] for name in RewardRows.COLUMNS}, domains=tuple(domains))
 
     def __len__(self) -> int:
@@ -55,14 +52,14 @@ class RewardRows:
 
 
 def format_rewards(rows: RewardRows, bonus: Sequence[float], penalty: Sequence[float]) -> np.ndarray:
-    """Format reward by domain: the bonus if the pattern matches, otherwise minus the penalty."""
+    """Bonus of the domain if its pattern matches, else minus its penalty."""
     number = rows.domain_number.numpy()
     changes: np.ndarray = np.where(rows.format_ok.numpy() > 0, np.asarray(bonus)[number], -np.asarray(penalty)[number])
     return changes
 
 
 def length_rewards(rows: RewardRows, kind: Literal["linear", "group"], coef: float) -> np.ndarray:
-    """linear: -coef * tokens / max_tokens. group: Kimi k1.5's length reward (arXiv 2501.12599, section 2.3.3) times coef."""
+    """linear: -coef * tokens / max_tokens. group: coef times Kimi k1.5's length reward (arXiv 2501.12599, section 2.3.3)."""
     lengths = as_float64(rows.policy_tokens)
     rewards: np.ndarray
     if kind == "linear":
@@ -80,7 +77,7 @@ def length_rewards(rows: RewardRows, kind: Literal["linear", "group"], coef: flo
 
 
 def overlong_rewards(rows: RewardRows, buffer_tokens: int, penalty: float) -> np.ndarray:
-    """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13) times `penalty`; max_tokens is the paper's L_max."""
+    """`penalty` times DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13); max_tokens is the paper's L_max."""
     starts = as_float64(rows.max_tokens) - buffer_tokens
     rewards: np.ndarray = penalty * ((starts - as_float64(rows.policy_tokens)) / buffer_tokens).clip(-1.0, 0.0)
     return rewards
@@ -90,9 +87,9 @@ def overlong_rewards(rows: RewardRows, buffer_tokens: int, penalty: float) -> np
 
 
 class RunningMoments:
-    """Count, mean and sum of squared deviations (Welford's, merged over batches as Chan, Golub and LeVeque do), in float64.
+    """Count, mean and sum of squared deviations (Welford; merged after Chan, Golub and LeVeque) in float64.
 
-    Sums within a batch are exactly rounded, so that the order of its rows changes nothing. Lives on the driver, saved with it.
+    Sums within a batch are exactly rounded: the order of its rows changes nothing.
     """
 
     def __init__(self) -> None:
@@ -101,7 +98,6 @@ class RunningMoments:
         self.squares = 0.0
 
     def update(self, values: np.ndarray) -> None:
-        """values [n]; none is fine."""
         count = len(values)
         if count == 0:
             return
@@ -115,7 +111,7 @@ class RunningMoments:
 
     @property
     def std(self) -> float:
-        """ddof 1; 0 for less than two numbers."""
+        """ddof 1; 0 for fewer than two numbers."""
         return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
 
     def state_dict(self) -> dict[str, Any]:
@@ -134,12 +130,10 @@ def normalized(
     std: bool,
     running: RunningMoments,
 ) -> np.ndarray:
-    """Normalise rewards: subtract the mean and divide by the standard deviation (ddof 1), as configured. `running` takes in the rewards
-    first.
+    """Subtract the mean and divide by the standard deviation (ddof 1), as configured. `running` takes in the rewards first.
 
-    trains [N] bool: samples that count in the statistics of a batch or of the run; in a group, which is a baseline, all count. Without
-    spread nothing is divided, and the result is exactly 0. Rewards are compared as float32, like scores: 1 - 0.1 and a score of 0.9 are
-    equal.
+    trains [N] bool: samples in the statistics of batch or run; in a group, a baseline, all count. Without spread nothing is divided, and
+    the result is exactly 0. Rewards are compared as float32, like scores: 1 - 0.1 equals a score of 0.9.
     """
     if len(rewards) == 0:
         return rewards
@@ -165,12 +159,12 @@ def normalized(
 
 @dataclass(frozen=True)
 class Masked:
-    """A sample that does not train still counts in its group's baseline."""
+    """Masks; a masked sample still counts in its group's baseline."""
 
     weights: torch.Tensor
-    """[N] float32, the column train_weight: 0 does not train."""
+    """[N] float32, column train_weight: 0 does not train."""
     causes: dict[str, torch.Tensor]
-    """Samples kept from training, [N] bool by cause. A sample may have several causes."""
+    """[N] bool by cause; a sample may have several."""
 
 
 def mask_samples(
@@ -180,8 +174,8 @@ def mask_samples(
     response_tokens: tuple[int, int] | None,
     function_weights: np.ndarray | None,
 ) -> Masked:
-    """The data's sample weights times those of the user's function, 0 wherever there is a cause not to train: cut at max_tokens, a group
-    whose mean score, or a response whose length lies outside of its range."""
+    """Product of the data's and the user's weights; 0 for samples cut at max_tokens, and if the group's mean score or the response's
+    length is out of range."""
     weights = as_float64(rows.sample_weight)
     causes: dict[str, np.ndarray] = {}
     if (weights != 1).any():
@@ -212,7 +206,7 @@ def _outside(values: np.ndarray, low: Any, high: Any) -> np.ndarray:
 
 
 def group_places(groups: torch.Tensor) -> tuple[np.ndarray, int]:
-    """Group ids [N] -> places [N] counted from 0, and the number of groups."""
+    """Group ids [N] -> group numbers [N] from 0, and the number of groups."""
     ids, places = np.unique(groups.numpy(), return_inverse=True)
     return places, len(ids)
 

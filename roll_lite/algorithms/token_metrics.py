@@ -1,8 +1,7 @@
-"""Token metrics of a micro-batch by domain: sums, which add up over micro-batches and ranks; peaks, which do not; and histograms of policy
+"""Token metrics of a micro-batch by domain: sums, which add up over micro-batches and ranks; peaks, which do not; histograms of policy
 ratios.
 
-Histograms have fixed bins, whose counts add up, unlike percentiles. Names are `<name>#<number>`, with the domain's index in the
-configuration.
+Histogram bins are fixed, so that counts add up, unlike percentiles. Names are `<name>#<number>` with the domain's index.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ import torch
 from roll_lite.algorithms.kl import LOG_RATIO_LIMIT, kl_estimate
 
 BINS = 801
-"""Odd: the middle bin has a log-ratio of exactly 0 as its centre."""
+"""Odd, so that the middle bin is centred at log-ratio 0."""
 
 FINE = 1e-3
-"""Log-ratio at which the bins turn from even to proportional."""
+"""Log-ratio where bins turn from even to proportional."""
 
 _SPAN = math.asinh(LOG_RATIO_LIMIT / FINE)
 
@@ -38,14 +37,14 @@ def sums_by_domain(tokens: dict[str, torch.Tensor], domain_numbers: torch.Tensor
 
 @dataclass
 class Peaks:
-    """Largest (or smallest) values seen: they do not add up, so they travel beside the metric sums. Kept on the device until read."""
+    """Largest (or smallest) values, kept on the device until read."""
 
     domains: int = 1
     _largest: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
-    """Peaks [domains] by name and sign; sign -1 turns minima into maxima."""
+    """Peaks [domains] by name and sign; sign -1 is a minimum."""
 
     def record(self, name: str, values: torch.Tensor, mask: torch.Tensor, domain_numbers: torch.Tensor, *, smallest: bool = False) -> None:
-        """values, mask [B, T-1], domain_numbers [B]. NaN is kept: a peak that hides it would be a lie."""
+        """Record values with mask [B, T-1] and domain_numbers [B]. NaN is kept: hiding it would be a lie."""
         sign = -1 if smallest else 1
         if values.numel() == 0:
             return
@@ -55,7 +54,7 @@ class Peaks:
         self._largest[key] = torch.maximum(self._largest[key], peak) if key in self._largest else peak
 
     def collect(self) -> dict[str, float]:
-        """Peaks since the last call; without domains that had no tokens."""
+        """Return and clear the peaks; domains without tokens are left out."""
         seen = {
             f"{name}#{number}": sign * value
             for (name, sign), peaks in self._largest.items()
@@ -68,13 +67,13 @@ class Peaks:
 
 @dataclass
 class RatioHistogram:
-    """Counts by domain. Kept on the device until read; `collect` starts anew."""
+    """Counts by domain, kept on the device until read."""
 
     domains: int = 1
     _counts: torch.Tensor | None = None
 
     def record(self, log_ratio: torch.Tensor, mask: torch.Tensor, domain_numbers: torch.Tensor) -> None:
-        """Record log_ratio, mask [B, T-1] with domain_numbers [B] int64. NaN counts as the largest ratio."""
+        """Record log_ratio with mask [B, T-1] and domain_numbers [B] int64. NaN counts as the largest ratio."""
         log_ratio = log_ratio.detach().nan_to_num(nan=LOG_RATIO_LIMIT).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         place = torch.asinh(log_ratio.double() / FINE) / _SPAN
         bins = ((place + 1) * (BINS / 2)).long().clamp(0, BINS - 1) + BINS * domain_numbers[:, None]
@@ -83,19 +82,19 @@ class RatioHistogram:
         self._counts = counts if self._counts is None else self._counts + counts
 
     def collect(self) -> np.ndarray:
-        """Counts since the last call, int64 [domains, BINS]; their sum over domains holds for all."""
+        """Return and clear the counts, int64 [domains, BINS]."""
         counts = torch.zeros(self.domains * BINS, dtype=torch.int64) if self._counts is None else self._counts.cpu()
         self._counts = None
         return counts.view(self.domains, BINS).numpy()
 
 
 def nearest_rank(percent: int, count: int) -> int:
-    """Place, from 1 on, of the smallest of `count` numbers that at least `percent` of a hundred of them do not exceed."""
+    """Nearest rank, from 1, of a percentile among `count` numbers."""
     return max(1, -(-percent * count // 100))
 
 
 def ratio_percentiles(counts: np.ndarray, percents: Sequence[int]) -> list[float]:
-    """counts [BINS] -> for each percent the ratio of nearest rank, as the centre of its bin; NaN of nothing."""
+    """Nearest-rank percentiles of the ratio from counts [BINS], as bin centres; NaN without counts."""
     total = np.cumsum(counts)
     if total[-1] == 0:
         return [math.nan] * len(percents)
@@ -105,8 +104,5 @@ def ratio_percentiles(counts: np.ndarray, percents: Sequence[int]) -> list[float
 
 
 def mismatch_of_tokens(rollout_log_probs: torch.Tensor, log_probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """|difference| of engine and trainer and the k3 estimate of KL(rollout || trainer) (the tokens are the engine's), all [B, T-1].
-
-    Masked entries of both are 0.
-    """
+    """difference| of engine and trainer, and k3 of KL(rollout || trainer), [B, T-1]; 0 where masked."""
     return (rollout_log_probs - log_probs).abs(), kl_estimate(rollout_log_probs, log_probs, "k3")
