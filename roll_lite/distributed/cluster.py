@@ -1,8 +1,8 @@
-"""A role's workers as one object. Calls name the method itself, so that going to its definition works across the process boundary:
+"""A role's workers as one object. Calls name the method itself, so that going to its definition works:
 `cluster.scatter(ActorWorker.train, shards)`.
 
-Verbs: `all` calls every rank; `each` every rank still alive, of ranks that die alone; `one` rank 0; `scatter` sends one shard to every
-data-parallel rank; `heads_scatter` sends it to the heads only, the ranks that return results (one per data-parallel rank). Each verb has a
+Verbs: `all` calls every rank; `each` every living rank, of ranks that die alone; `one` rank 0; `scatter` sends one shard to every
+data-parallel rank; `heads_scatter` only to the heads, the ranks that return results (one per data-parallel rank). Each verb has a
 `start_` twin that does not wait.
 """
 
@@ -40,8 +40,6 @@ WATCH_THREADS = 2
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """Settings for the start of a cluster's workers."""
-
     name: str
     slots: Sequence[Slot]
     threads: int = 1
@@ -52,9 +50,9 @@ class ClusterSpec:
 
 
 def start_cluster(spec: ClusterSpec, worker_class: Callable[P, W], *args: P.args, **kwargs: P.kwargs) -> Cluster[W]:
-    """Start one worker per slot, all with the same arguments, without waiting for them.
+    """Start one worker per slot, all with the same arguments, without waiting; the first call to the cluster waits.
 
-    The first call to a cluster waits for its workers. A constructor that raises is a failure in the phase `start`.
+    A constructor that raises is a failure in the phase `start`.
     """
     assert isinstance(worker_class, type) and issubclass(worker_class, Worker), "workers derive from Worker or AsyncWorker"
     actor_class, watch = _actor_class(worker_class)
@@ -66,13 +64,12 @@ def start_cluster(spec: ClusterSpec, worker_class: Callable[P, W], *args: P.args
 
 
 def actor_options(spec: ClusterSpec, rank: int) -> dict[str, Any]:
-    """Ray options for the process of this rank."""
     slot = spec.slots[rank]
     return {"num_cpus": 0, "scheduling_strategy": slot.strategy, "runtime_env": {"env_vars": _environment(spec, rank, slot)}}
 
 
 def _actor_class(worker_class: type[Worker]) -> tuple[Any, dict[str, str] | None]:
-    """The Ray actor class, and the options of its watch call: a synchronous actor needs further threads for it."""
+    """Ray actor class, and options of its watch call: a synchronous actor needs further threads for it."""
     has_coroutines = any(inspect.iscoroutinefunction(member) for _, member in inspect.getmembers(worker_class))
     if has_coroutines != issubclass(worker_class, AsyncWorker):
         raise TypeError(f"{worker_class.__name__} has coroutine methods: it must derive from AsyncWorker")
@@ -99,8 +96,6 @@ def _environment(spec: ClusterSpec, rank: int, slot: Slot) -> dict[str, str]:
 
 
 class Cluster(Generic[W_co]):
-    """Workers of one role; see the module's docstring. `start_cluster` creates it."""
-
     def __init__(self, group: RankGroup) -> None:
         self.group = group
         self._layouts: list[RankLayout] | None = None
@@ -120,7 +115,7 @@ class Cluster(Generic[W_co]):
 
     @property
     def lost(self) -> Mapping[int, str]:
-        """Dead ranks and their causes, of ranks that die alone."""
+        """Causes of dead ranks, of ranks that die alone."""
         return self.group.lost
 
     @property
@@ -134,7 +129,7 @@ class Cluster(Generic[W_co]):
 
     @property
     def layouts(self) -> list[RankLayout]:
-        """Layouts in rank order, fetched at first use; strategies have one once they are initialized."""
+        """Layouts in rank order, fetched at first use; strategies have one once initialized."""
         if self._layouts is None:
             found = self.all(Worker.layout)
             self._layouts = [layout or _plain_layout(rank, self.world_size) for rank, layout in enumerate(found)]
@@ -151,7 +146,7 @@ class Cluster(Generic[W_co]):
     @overload
     def all(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]: ...
     def all(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Call every rank; returns results in rank order."""
+        """Results of all ranks, in rank order."""
         return self.start_all(method, *args, **kwargs).result()
 
     @overload
@@ -159,7 +154,6 @@ class Cluster(Generic[W_co]):
     @overload
     def one(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> R: ...
     def one(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call rank 0."""
         return self.start_one(method, *args, **kwargs).result()
 
     @overload
@@ -167,17 +161,17 @@ class Cluster(Generic[W_co]):
     @overload
     def each(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> dict[int, R]: ...
     def each(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[int, Any]:
-        """Call every living rank; returns results by rank, without ranks that die meanwhile."""
+        """Results by rank, without ranks that die meanwhile."""
         return self.start_each(method, *args, **kwargs).result()
 
     def scatter(self, method: Callable[Concatenate[W_co, S, P], R], shards: Sequence[S], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Send shard i, even if empty, to every rank of data rank i; returns the heads' results in data-rank order."""
+        """Send shard i, even if empty, to every rank of data rank i; heads' results in data-rank order."""
         return self.start_scatter(method, shards, *args, **kwargs).result()
 
     def heads_scatter(
         self, method: Callable[Concatenate[W_co, S, P], R], shards: Sequence[S], *args: P.args, **kwargs: P.kwargs
     ) -> list[R]:
-        """Send shard i to the head of data rank i; returns results in data-rank order."""
+        """Send shard i to the head of data rank i; results in data-rank order."""
         return self.start_heads_scatter(method, shards, *args, **kwargs).result()
 
     # ------------------------------------------------------------ verbs that do not wait
@@ -233,7 +227,6 @@ class Cluster(Generic[W_co]):
         return self._start(method, calls, kwargs, list)
 
     def shutdown(self) -> None:
-        """Kill all processes, even busy ones."""
         if self.group.end is None:
             self.group.kill("it was shut down")
 
@@ -246,7 +239,7 @@ class Cluster(Generic[W_co]):
         kwargs: Mapping[str, Any],
         collect: Callable[[list[Any]], T],
     ) -> Pending[T]:
-        """Start calls. `args`: positional arguments by rank; `collect` gets the results in the same order."""
+        """Start calls. `args`: by rank; `collect` gets the results in the same order."""
         self._introduce()
         return self._call(method, args, kwargs, collect, method.__name__)
 
@@ -293,7 +286,6 @@ class Cluster(Generic[W_co]):
         return [Call(self.group, rank, phase, ref, may_be_lost) for rank, ref in refs.items()]
 
     def _head_ranks(self) -> list[int]:
-        """Ranks of the heads, in data-rank order."""
         return [layout.rank for layout in sorted(self.layouts, key=lambda layout: layout.data_rank) if layout.is_head]
 
     def _check_shards(self, method: Callable[..., Any], shards: Sequence[Any]) -> None:

@@ -1,8 +1,7 @@
 """Data flow of a batch: numbers per row pass through the driver, token columns from worker to worker through Ray's object store.
 
-A worker puts its columns into the store as one block and returns a reference. The driver collects references and sends shards, which say
-where each row's columns lie. A worker fetches its shard as a batch. The driver never fetches a block. A block lives as long as a Batch or
-a shard refers to it.
+A worker stores its columns as one block and returns a reference. The driver, which never fetches a block, sends shards, which say where
+each row's columns lie; workers fetch them. A block lives as long as a Batch or a shard refers to it.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ NAMED_SAMPLES = 5
 
 @dataclass(frozen=True)
 class Block:
-    """Columns of some samples, in one object of the store or spread over several."""
+    """Columns of some samples, in one object of the store or several."""
 
     refs: tuple[ray.ObjectRef, ...]
     keys: tuple[str, ...]
     samples: np.ndarray
     """[n] int64: sample numbers."""
     objects: np.ndarray
-    """[n] int32: the object that holds each sample."""
+    """[n] int32: object of each sample."""
     rows: np.ndarray
-    """[n] int32: the row in that object. An object may hold further rows."""
+    """[n] int32: row in that object, which may hold others."""
 
     def renumbered(self, numbers: Mapping[int, int]) -> Block:
         """Renumber the samples for another batch; drop those without a new number."""
@@ -44,7 +43,7 @@ class Block:
 
 
 def put_block(columns: DataProto) -> Block:
-    """Store computed columns as a block, from a worker. `columns` includes `sample`."""
+    """Store a worker's columns, which include `sample`."""
     samples = columns.tensor(SAMPLE).numpy().copy()
     keys = tuple(key for key in columns.columns if key != SAMPLE)
     return Block((ray.put(columns.select(keys)),), keys, samples, np.zeros(len(samples), np.int32), np.arange(len(samples), dtype=np.int32))
@@ -52,16 +51,14 @@ def put_block(columns: DataProto) -> Block:
 
 @dataclass(frozen=True)
 class Piece:
-    """Columns of a shard with the object and the row in it, for each row of the shard."""
+    """Object and row in it for each row of a shard."""
 
     refs: tuple[ray.ObjectRef, ...]
-    """Objects that hold rows of this shard."""
     keys: tuple[str, ...]
     objects: np.ndarray
     rows: np.ndarray
 
     def fetch(self) -> dict[str, Column]:
-        """Copy this shard's rows out of the objects."""
         found: list[DataProto] = ray.get(list(self.refs))
         order = np.argsort(self.objects, kind="stable")
         ends = np.searchsorted(self.objects[order], np.arange(len(found) + 1))
@@ -75,7 +72,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class BatchShard:
-    """Part of a batch for one data-parallel rank; its size does not depend on the length of the texts."""
+    """Part of a batch for one data-parallel rank; its own size does not depend on the texts' length."""
 
     rows: DataProto
     """`sample` and the requested row columns."""
@@ -86,7 +83,7 @@ class BatchShard:
         return len(self.rows)
 
     def materialize(self) -> DataProto:
-        """Fetch all columns of the shard, in a worker."""
+        """Fetch all columns, in a worker."""
         columns = dict(self.rows.columns)
         for piece in self.pieces:
             columns |= piece.fetch()
@@ -94,7 +91,7 @@ class BatchShard:
 
 
 class Batch:
-    """A batch as the driver sees it: `rows` has columns with one value per sample, the blocks hold everything else."""
+    """A batch as the driver sees it: `rows` has columns with one value per sample, blocks hold everything else."""
 
     def __init__(self, rows: DataProto, blocks: Iterable[Block] = ()) -> None:
         if SAMPLE not in rows:
@@ -110,7 +107,7 @@ class Batch:
         self._blocks: list[Block] = []
         self._refs: list[ray.ObjectRef] = []
         self._where: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-        """Object number and row for every row of the batch, by column; NOWHERE if no block has it yet."""
+        """Object number and row for every row, by column; NOWHERE if no block has it yet."""
         self.add(blocks)
 
     def __len__(self) -> int:
@@ -124,7 +121,6 @@ class Batch:
         return key in self.keys()
 
     def keys(self) -> list[str]:
-        """Columns that are complete."""
         complete = [key for key, (number, _) in self._where.items() if not (number == NOWHERE).any()]
         return [*self.rows.keys(), *complete]
 
@@ -137,18 +133,15 @@ class Batch:
         return np.flatnonzero(lacks)
 
     def with_rows(self, **columns: Column) -> Batch:
-        """Add or replace row columns; the blocks stay."""
         return Batch(self.rows.with_columns(**columns), self._blocks)
 
     def take(self, rows: np.ndarray) -> Batch:
-        """Select rows by number; the blocks stay."""
         part = Batch(self.rows.take(rows))
         part._blocks, part._refs = list(self._blocks), list(self._refs)
         part._where = {key: (held[rows], row[rows]) for key, (held, row) in self._where.items()}
         return part
 
     def add(self, blocks: Iterable[Block]) -> None:
-        """Add columns that workers computed."""
         for block in blocks:
             places = self._places(block)
             for key in block.keys:
@@ -164,7 +157,7 @@ class Batch:
             self._refs += block.refs
 
     def shards(self, parts: Sequence[np.ndarray], keys: Sequence[str]) -> list[BatchShard]:
-        """Cut the batch into shards. `parts`: row numbers of each data-parallel rank, possibly none. Each shard has `sample` as its key."""
+        """Cut into shards. `parts`: row numbers of each data-parallel rank, possibly none."""
         wanted = tuple(dict.fromkeys([SAMPLE, *keys]))
         self._check_keys(parts, wanted)
         return [self._shard(np.asarray(part, dtype=np.int64), wanted) for part in parts]
@@ -198,7 +191,6 @@ class Batch:
         raise ValueError(f"no object of the store has the column {key!r}")
 
     def _places(self, block: Block) -> np.ndarray:
-        """Row in the batch for each row of the block."""
         found = np.searchsorted(self._samples, block.samples, sorter=self._order)
         places = self._order[np.minimum(found, len(self) - 1)] if len(self) else np.zeros(0, dtype=np.int64)
         unknown = block.samples[self._samples[places] != block.samples] if len(self) else block.samples

@@ -11,7 +11,7 @@ from roll_lite.files import first_line
 
 LOG_LINES = 15
 UNDERLINES = re.compile(r"^[ ^~]+\n", re.MULTILINE)
-"""Underlines in tracebacks, with or without the source line above them."""
+"""Underlines in tracebacks, with or without their source line."""
 EXCEPTION_LINE = re.compile(r"\b[A-Z]\w*(?:Error|Exception): .+")
 ANSI_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -31,11 +31,11 @@ class RankFailed(RuntimeError):
 
 
 class RankTimeout(RankFailed):
-    """Ranks exceeded their time limit; `rank` is the first of them."""
+    """Ranks exceeded their time limit; `rank`: the first."""
 
 
 class MemberLost(Exception):
-    """Raised by a member's work or start: the member is lost, for this cause."""
+    """A member's work or start failed for this cause: the member is lost."""
 
     def __init__(self, cause: str) -> None:
         super().__init__(cause)
@@ -43,7 +43,7 @@ class MemberLost(Exception):
 
 
 class FleetDown(RuntimeError):
-    """No member is left, and no restart either."""
+    """No member and no restart is left."""
 
     def __init__(self, fleet: str, place: int, cause: str) -> None:
         super().__init__(fleet, place, cause)
@@ -57,7 +57,7 @@ class FleetDown(RuntimeError):
 
 
 class ClusterDead(RuntimeError):
-    """A call to a cluster that has failed or was shut down before."""
+    """A call to a cluster that failed or was shut down before."""
 
     def __init__(self, role: str, cause: str) -> None:
         super().__init__(role, cause)
@@ -69,22 +69,21 @@ class ClusterDead(RuntimeError):
 
 
 def is_death(error: BaseException) -> bool:
-    """True if the process died, as opposed to a method that raised."""
     return isinstance(error, RayActorError)
 
 
 def is_loss(error: BaseException) -> bool:
-    """True if a rank that dies alone is lost: its process died, or it raised MemberLost."""
+    """Whether a rank that dies alone is lost: its process died, or it raised MemberLost."""
     return is_death(error) or (isinstance(error, RayTaskError) and isinstance(error.cause, MemberLost))
 
 
 def may_be_aftermath(error: BaseException) -> bool:
-    """True if the error may follow from another rank's death: collectives report that as RuntimeError or OSError."""
+    """Whether the error may follow from another rank's death: collectives report that as RuntimeError or OSError."""
     return isinstance(error, RayTaskError) and isinstance(error.cause, RuntimeError | OSError)
 
 
 def cause_of(error: BaseException, name: str = "") -> str:
-    """Cause in one line. `name`: who failed, for errors that do not say so."""
+    """Cause in one line. `name`: for errors that do not say who failed."""
     if isinstance(error, RayTaskError) and error.cause is not None:
         error = error.cause
     if isinstance(error, MemberLost):
@@ -94,12 +93,11 @@ def cause_of(error: BaseException, name: str = "") -> str:
 
 
 def failure_text(error: BaseException, log_file: Path | None) -> str:
-    """Cause in one line, then the remote traceback, or the last lines of a dead process's log."""
+    """Cause in one line, then the remote traceback, or the end of a dead process's log."""
     text = UNDERLINES.sub("", ANSI_COLOURS.sub("", str(error))).strip()
     if isinstance(error, RayTaskError):
         is_loss = isinstance(error.cause, MemberLost | FleetDown)
         message = str(error.cause) if is_loss else f"{type(error.cause).__name__}: {error.cause}"
-        # The cause stands only in a child process's output, for example if an engine fails to start.
         cause = _logged_cause(log_file) if "root cause above" in message else None
         return f"{cause or message}{_last_lines(log_file)}" if is_loss else f"{cause or message}\n\n{text}"
     if not is_death(error):
@@ -117,7 +115,7 @@ def _death(text: str) -> str:
 
 
 def _logged_cause(log_file: Path | None) -> str | None:
-    """Last exception in the rank's log, except those that only point to another one."""
+    """Last exception in the rank's log that does not only point to another."""
     try:
         lines = log_file.read_text(errors="replace").splitlines() if log_file is not None else []
     except OSError:  # on another node

@@ -1,7 +1,7 @@
 """Fleets of members that die alone: engines, reward workers, reward models, judge servers.
 
-A `Fleet` starts its members, watches them, replaces lost ones, and reports when none is left. A member may be several processes; a fleet
-knows neither Ray nor samples. It belongs to one event loop and uses its clock. Training ranks, which die together, form a `RankGroup`.
+A `Fleet` starts its members, watches them, replaces lost ones, and reports when none is left. It knows neither Ray nor samples, and belongs
+to one event loop. Training ranks, which die together, form a `RankGroup`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from roll_lite.distributed.liveness import Heartbeat, first_of
 
 ASK_SECONDS = 10.0
 SILENCE_SECONDS = 30.0
-"""Time within which an idle member must answer; generous for busy machines."""
+"""Time within which an idle member must answer."""
 
 
 class Member(Protocol):
-    """Member of a fleet."""
+    """Member of a fleet; may be several processes."""
 
     name: str
 
@@ -35,7 +35,7 @@ class Member(Protocol):
         ...
 
     def kill(self) -> None:
-        """Kill all remaining processes. Does nothing if there are none."""
+        """Kill all remaining processes, if any."""
         ...
 
 
@@ -45,14 +45,12 @@ class SlowStart(MemberLost):
 
 @dataclass(frozen=True)
 class Policy:
-    """Limits of starts and restarts."""
-
     start_timeout_s: float | None
     """Time limit of one attempt to start; None: unlimited."""
     restarts: int | None = None
-    """Maximum of restarts per member; None: unlimited."""
+    """Per member; None: unlimited."""
     attempts: int = 3
-    """Attempts at a restart before the member is given up."""
+    """Attempts at one restart."""
     path: str = ""
     """YAML path of these settings, for messages."""
 
@@ -71,8 +69,6 @@ M = TypeVar("M", bound=Member)
 
 @dataclass(eq=False)
 class _Seat(Generic[M]):
-    """A member and its state."""
-
     place: int
     member: M
     state: MemberState = MemberState.STARTING
@@ -89,9 +85,9 @@ class _Seat(Generic[M]):
 class Fleet(Generic[M]):
     """Starts, watches and replaces members.
 
-    `serve(member)` runs from each start to the next loss. It is cancelled at the loss; an error it raises, MemberLost or any other, makes
-    the member lost. `lost(member, cause)` is called at each loss, after `serve` has ended and before a restart: requests in flight are the
-    caller's again. `down(end)` is called once, when no member is left. An error in any of the three ends the fleet.
+    `serve(member)` runs from each start to the next loss, which cancels it; an error it raises makes the member lost. `lost(member, cause)`
+    is called at each loss, before a restart: requests in flight are the caller's again. `down(end)` is called once, when no member is left.
+    Another error in the three ends the fleet.
     """
 
     def __init__(
@@ -106,7 +102,6 @@ class Fleet(Generic[M]):
         self.name = name
         self.members = list(members)
         self.replaced = 0
-        """Number of members replaced since the start."""
         self.end: FleetDown | None = None
         self._policy = policy
         self._serve = serve
@@ -142,7 +137,7 @@ class Fleet(Generic[M]):
         return bool(self._tasks)
 
     def close(self, kill: bool = True) -> None:
-        """Stop watching. `kill`: end the members too; False if another owner ends them."""
+        """Stop watching. `kill`: end the members too; False if another owner does."""
         for task in self._tasks:
             task.cancel()
         for member in self.members if kill else ():
@@ -157,7 +152,7 @@ class Fleet(Generic[M]):
 
     @property
     def down(self) -> dict[int, str]:
-        """Causes of the members without restarts left, by number."""
+        """Causes of members without restarts left, by number."""
         return {seat.place: seat.cause for seat in self._seats.values() if seat.state is MemberState.DOWN}
 
     async def in_service(self) -> None:
@@ -167,7 +162,7 @@ class Fleet(Generic[M]):
             raise self.end
 
     def newly_replaced(self) -> int:
-        """Number of members replaced since the last call, for the statistics of a batch."""
+        """Members replaced since the last call."""
         new, self._told = self.replaced - self._told, self.replaced
         return new
 
@@ -228,7 +223,7 @@ class Fleet(Generic[M]):
             return cause_of(error, member.name)
 
     async def _replace(self, seat: _Seat[M], lost: str) -> str | None:
-        """Restart a lost member; returns the cause if that fails."""
+        """Restart a lost member; returns the cause of a failure."""
         policy = self._policy
         if policy.restarts is not None and seat.restarts >= policy.restarts:
             seat.member.kill()
@@ -292,6 +287,6 @@ class Fleet(Generic[M]):
 
 
 async def until_silent(ask: Callable[[], Awaitable[object]], is_busy: Callable[[], bool]) -> str:
-    """Ask an idle member for an answer now and then; returns the cause if it is silent."""
+    """Ask an idle member for answers; returns the cause when it is silent."""
     limit_s = await Heartbeat(ask, SILENCE_SECONDS, ASK_SECONDS, is_busy=is_busy).until_silent()
     return f"it had nothing to do, and did not answer within {limit_s:g} s"

@@ -1,6 +1,6 @@
-"""Liveness of processes: the silence of one that is asked for answers, the time that one is stopped, and its state.
+"""Liveness of processes: silence, stopped time, and state.
 
-One rule holds for every silence: time in which the watching process itself did not run does not count.
+Time in which the watching process itself did not run never counts as silence.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Silence:
 
 
 class Heartbeat:
-    """Asks a process now and then for an answer. A busy one answers; one that is stopped, hangs or keeps Python's lock does not."""
+    """Asks a process now and then for an answer. One that is stopped, hangs or keeps Python's lock gives none."""
 
     def __init__(
         self,
@@ -43,9 +43,8 @@ class Heartbeat:
         look_s: float = 0.5,
         is_busy: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`limit_s`: time for an answer; None: unlimited. `pause_s`: time from an answer to the next question. `is_busy`: ask none now."""
+        """`limit_s`: time for an answer; None: unlimited. `pause_s`: from an answer to the next question. `is_busy`: ask none now."""
         self.waited_s = 0.0
-        """Time that the open question has waited."""
         self._silence = Silence(lambda: asyncio.get_running_loop().time())
         self._ask = ask
         self._limit_s = limit_s
@@ -55,14 +54,13 @@ class Heartbeat:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the last answer."""
         return self._silence.seconds
 
     def limit(self) -> float | None:
         return self._limit_s
 
     async def until_silent(self) -> float:
-        """Wait until an answer takes too long; returns the limit that it exceeded. Raises what a question raises."""
+        """Wait until an answer takes too long; returns the limit. Raises what a question raises."""
         self.listen(0.0)
         while True:
             if not self._is_busy():
@@ -89,15 +87,14 @@ class Heartbeat:
 
 
 class StoppedTime:
-    """Time that processes have been stopped, as by SIGSTOP, counted by looks."""
+    """Time that processes have been stopped, as by SIGSTOP."""
 
     def __init__(self, look_s: float) -> None:
-        """`look_s`: time between two looks."""
         self._look_s = look_s
         self._seconds: dict[psutil.Process, float] = {}
 
     def look(self, processes: Iterable[psutil.Process], limit_s: float | None, setting: str) -> str | None:
-        """Describe one that has been stopped for longer than the limit (None: unlimited), if there is one."""
+        """Description of a process stopped for longer than the limit (None: unlimited), if any."""
         self._seconds = {process: self._seconds.get(process, 0.0) + self._look_s for process in processes if is_stopped(process)}
         for process, seconds in self._seconds.items():
             if limit_s is not None and seconds > limit_s:
@@ -106,7 +103,7 @@ class StoppedTime:
 
 
 def status_of(process: psutil.Process) -> str | None:
-    """Status of a process; None if it is gone."""
+    """Status; None if the process is gone."""
     try:
         return process.status() if process.is_running() else None
     except psutil.Error:
@@ -114,7 +111,6 @@ def status_of(process: psutil.Process) -> str | None:
 
 
 def is_running(process: psutil.Process) -> bool:
-    """True unless the process has ended, a zombie included."""
     return status_of(process) not in (None, psutil.STATUS_ZOMBIE)
 
 
@@ -127,7 +123,7 @@ def describe(process: psutil.Process) -> str:
 
 
 def name_of(process: psutil.Process) -> str:
-    """Name of a process, from its title if it has set one."""
+    """Name, from the process title if it has set one."""
     try:
         return (process.cmdline() or [process.name()])[0].rpartition("/")[2].partition(" ")[0] or process.name()
     except psutil.Error:
@@ -135,7 +131,7 @@ def name_of(process: psutil.Process) -> str:
 
 
 async def first_of(*works: Awaitable[T]) -> T:
-    """Result of the work that ends first; raises its error. Cancels the others, and waits for them."""
+    """Result, or error, of the work that ends first. Cancels the others and waits for them."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

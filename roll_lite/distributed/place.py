@@ -1,4 +1,4 @@
-"""Places of actors' processes: what one does as seen from outside, and the end of those that are stopped."""
+"""Places of actors' processes: their state as seen from outside, and the end of stopped ones."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from roll_lite.distributed.liveness import is_stopped, status_of
 
 
 class Place(NamedTuple):
-    """Node and id of a process."""
-
     node: str
     pid: int
 
@@ -24,7 +22,7 @@ class Place(NamedTuple):
 
     @property
     def process(self) -> psutil.Process | None:
-        """The process; None if it is gone or on another node."""
+        """Process; None if it is gone or on another node."""
         if not ray.is_initialized() or self.node != ray.get_runtime_context().get_node_id():
             return None
         try:
@@ -33,7 +31,6 @@ class Place(NamedTuple):
             return None
 
     def describe(self) -> str:
-        """State of the process as seen from outside."""
         process = self.process
         if process is None:
             return f"its process {self.pid} cannot be looked at from this node"
@@ -46,7 +43,7 @@ class Place(NamedTuple):
 
 
 def stopped_at(places: Iterable[Place | None]) -> list[psutil.Process]:
-    """Stopped processes at these places, as far as they are on this node, children included."""
+    """Stopped processes at these places on this node, children included."""
     found = []
     for process in (process for place in places if place is not None and (process := place.process) is not None):
         try:
@@ -58,7 +55,7 @@ def stopped_at(places: Iterable[Place | None]) -> list[psutil.Process]:
 
 
 def kill_actors(actors: Iterable[Any], places: Iterable[Place | None], no_restart: bool = True) -> None:
-    """Kill actors, even stopped ones: ray.kill only asks a process to end, and a stopped one does not hear it."""
+    """Kill actors, even stopped ones, which do not hear ray.kill's request."""
     for actor in actors:
         ray.kill(actor, no_restart=no_restart)
     for process in stopped_at(places):

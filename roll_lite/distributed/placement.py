@@ -1,8 +1,8 @@
-"""Placement of workers on devices. Device numbers count over the nodes of the cluster; roles with the same number share the device.
+"""Placement of workers on devices. Device numbers count over the cluster's nodes; roles with the same number share the device.
 
-A device is a GPU or, on a cluster without GPUs, a CPU slot: a share of a core, small enough that all slots fit, so that a laptop's two
-cores can host every role of a run. One placement group holds all devices of a run: it starts with all of them or not at all. With
-`placement.nodes` each device lies on its configured node; otherwise Ray packs them.
+A device is a GPU or, on a cluster without GPUs, a CPU slot: a share of a core, so that two cores can host every role of a run. One
+placement group holds all devices: a run gets all or none. With `placement.nodes` each device lies on its configured node; otherwise Ray
+packs them.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from roll_lite.config.schema.placement import PlacementConfig
 LARGEST_SLOT = 1.0
 SMALLEST_SLOT = 0.01
 CHOOSE_AGAIN_S = 10.0
-"""Time to wait for devices that seemed free before other nodes are tried."""
+"""Wait for devices that seemed free before other nodes are tried."""
 USABLE_SHARE = 0.9
-"""Share of a node's cores used for devices; services without a device use the rest."""
+"""Share of a node's cores used for devices; services without one use the rest."""
 
 
 class PlacementTimeout(TimeoutError):
-    """The cluster has no room for the run's devices."""
+    """No room for the run's devices."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,6 @@ class Slot:
     """Place of one worker: node and GPUs."""
 
     strategy: Any = None
-    """Ray's scheduling strategy."""
     local_rank: int = 0
     """Index of the worker's first device among those it sees: 0 on GPUs, where it sees only its own; on CPUs its number on the node."""
     gpus: tuple[str, ...] = ()
@@ -69,8 +68,7 @@ class Placement:
         self.devices = dict(zip(numbers, _in_node_order(self.group, len(numbers), gpus, order), strict=True))
 
     def slots(self, role: str, devices_per_worker: int = 1, workers_per_device: int = 1) -> list[Slot]:
-        """Slots of the role's workers, in rank order. A worker of several devices gets consecutive ones; workers that share a device are
-        neighbours."""
+        """Slots of the role's workers, in rank order. A worker gets consecutive devices; workers that share one are neighbours."""
         slots = self.slots_by_node(role, devices_per_worker, workers_per_device)
         for worker, own in enumerate(slots):
             if len(own) > 1:
@@ -83,7 +81,7 @@ class Placement:
         return [slot for own in slots for slot in own]
 
     def slots_by_node(self, role: str, devices_per_worker: int = 1, workers_per_device: int = 1) -> list[list[Slot]]:
-        """Slots of workers that may span nodes: one for each node on which a worker has devices, in device order."""
+        """Slots of workers that may span nodes: one per node of a worker, in device order."""
         numbers = self.roles[role]
         if len(numbers) % devices_per_worker:
             raise ValueError(f"{role}.devices: {len(numbers)} devices cannot be shared out to workers of {devices_per_worker} devices each")
@@ -96,7 +94,7 @@ class Placement:
         return slots
 
     def _slot(self, devices: Sequence[Device], seen: Counter[str]) -> Slot:
-        """Slot on one node. `seen`: number of the role's workers on each node so far."""
+        """Slot on one node. `seen`: the role's workers by node so far."""
         node = devices[0].node
         place = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=devices[0].bundle)
         gpus = tuple(device.gpu for device in devices if device.gpu is not None)
@@ -115,12 +113,12 @@ def anywhere(workers: int) -> list[Slot]:
 
 
 def beside_driver() -> Slot:
-    """Slot on the driver's node, for a service that talks to the driver all the time."""
+    """Slot on the driver's node, for a service that the driver calls often."""
     return Slot(NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False))
 
 
 def _cpu_slot(slots: int) -> float:
-    """Largest share of a core, at most 1, with which all slots fit; in hundredths, rounded down."""
+    """Largest share of a core, at most 1, with which all slots fit; in hundredths."""
     free = [cores * USABLE_SHARE for cores in _free("CPU").values() if cores > 0]
     sizes = sorted({min(LARGEST_SLOT, math.floor(100 * cores / n) / 100) for cores in free for n in range(1, slots + 1)}, reverse=True)
     for size in sizes:
@@ -130,15 +128,14 @@ def _cpu_slot(slots: int) -> float:
 
 
 def _slot_of_nodes(counts: Mapping[str, int]) -> float:
-    """Largest share of a core that fits the given number of slots on each node."""
+    """Largest share of a core with which each node's slots fit."""
     free = _free("CPU")
     sizes = [math.floor(100 * free.get(node, 0.0) * USABLE_SHARE / count) / 100 for node, count in counts.items()]
     return max(min(LARGEST_SLOT, *sizes), SMALLEST_SLOT)
 
 
 def _free(kind: str) -> dict[str, float]:
-    """Free GPUs or cores by node."""
-    # Ray has no public call for the free resources of each node.
+    # Ray has no public call for this.
     from ray._private.state import available_resources_per_node
 
     return {node: resources.get(kind, 0.0) for node, resources in available_resources_per_node().items()}
@@ -149,11 +146,11 @@ class Node:
     id: str
     address: str
     devices: float
-    """Number of GPUs or cores."""
+    """GPUs or cores."""
 
 
 def _nodes(kind: str) -> list[Node]:
-    """Nodes with devices: the driver's node first, the others by address."""
+    """Nodes with devices: the driver's first, the others by address."""
     here = ray.get_runtime_context().get_node_id()
     alive = [Node(one["NodeID"], one["NodeManagerAddress"], one["Resources"].get(kind, 0.0)) for one in ray.nodes() if one["Alive"]]
     return sorted((node for node in alive if node.devices > 0), key=lambda node: (node.id != here, node.address, node.id))
@@ -164,21 +161,21 @@ class _Wanted:
     kind: str
     """GPU or CPU."""
     numbers: Sequence[int]
-    """Numbers of the run's devices."""
+    """Device numbers of the run."""
     roles: Mapping[str, Sequence[int]]
     timeout_s: float
     deadline: float
 
 
 def _anywhere(wanted: _Wanted) -> tuple[PlacementGroup, list[str]]:
-    """Reserve devices on any nodes; returns the placement group and the order of the nodes."""
+    """Reserve devices on any nodes; returns the placement group and the nodes in order."""
     size = 1.0 if wanted.kind == "GPU" else _cpu_slot(len(wanted.numbers))
     group = _reserve(wanted, size, None, wanted.timeout_s)
     return group or _no_room(wanted, size), [node.id for node in _nodes(wanted.kind)]
 
 
 def _on_nodes(wanted: _Wanted, layout: PlacementConfig) -> tuple[PlacementGroup, list[str]]:
-    """Reserve devices on the configured nodes; chooses other nodes if devices are taken meanwhile."""
+    """Reserve devices on the configured nodes; chooses others if devices are taken meanwhile."""
     counts = Counter(number // layout.devices_per_node for number in wanted.numbers)
     while True:
         nodes = _nodes_of_the_run(wanted, layout, counts)
@@ -191,7 +188,7 @@ def _on_nodes(wanted: _Wanted, layout: PlacementConfig) -> tuple[PlacementGroup,
 
 
 def _nodes_of_the_run(wanted: _Wanted, layout: PlacementConfig, counts: Mapping[int, int]) -> dict[int, Node]:
-    """Choose a cluster node for each configured node; waits for nodes that are missing or busy. `counts`: devices on each."""
+    """Choose a node for each configured one; waits for missing or busy nodes. `counts`: devices on each."""
     assert layout.nodes is not None
     while True:
         nodes, free = _nodes(wanted.kind), _free(wanted.kind)
@@ -208,7 +205,7 @@ def _nodes_of_the_run(wanted: _Wanted, layout: PlacementConfig, counts: Mapping[
 
 
 def _assign(room: Sequence[tuple[Node, float]], wanted: Mapping[int, int]) -> dict[int, Node] | None:
-    """Assign each number the first node with enough room that leaves room for the other numbers; None if there is no assignment."""
+    """First node for each number with enough room that leaves room for the others; None if there is no assignment."""
     found: dict[int, Node] = {}
     left = list(room)
     for number in sorted(wanted):
@@ -249,7 +246,7 @@ def _no_room(wanted: _Wanted, size: float) -> NoReturn:
 
 
 def _in_node_order(group: PlacementGroup, count: int, gpus: bool, order: Sequence[str]) -> list[Device]:
-    """Bundles sorted by node in this order, then by GPU, so that consecutive device numbers share a node."""
+    """Bundles sorted by node and GPU, so that consecutive device numbers share a node."""
     placed = placement_group_table(group)["bundles_to_node_id"]
     numbers = _gpu_numbers(group, count) if gpus else [None] * count
     devices = [Device(bundle, placed[bundle], numbers[bundle]) for bundle in range(count)]
@@ -257,12 +254,12 @@ def _in_node_order(group: PlacementGroup, count: int, gpus: bool, order: Sequenc
 
 
 def _gpu_order(gpu: str) -> tuple[int, str]:
-    """Sort key of a GPU: a number, or a UUID if the node's `CUDA_VISIBLE_DEVICES` uses them."""
+    """Sort key: a number, or a UUID if the node's `CUDA_VISIBLE_DEVICES` has them."""
     return (int(gpu), "") if gpu.isdigit() else (0, gpu)
 
 
 def _gpu_numbers(group: PlacementGroup, count: int) -> list[str | None]:
-    """GPU of each bundle; Ray shows it only to a task inside the bundle."""
+    """GPU of each bundle; Ray shows it only to a task inside."""
     probe = ray.remote(_own_gpu)
     refs = [
         probe.options(num_cpus=0, num_gpus=1, scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle)).remote()

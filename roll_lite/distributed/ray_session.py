@@ -1,4 +1,4 @@
-"""The Ray cluster of a run: an existing one if an address is given, otherwise a private local one that leaves nothing behind."""
+"""The Ray cluster of a run: the one at an address, otherwise a private local one that leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ from roll_lite.distributed.watchdog import WATCHDOG
 logger = logging.getLogger(__name__)
 
 SUPPORTED_RAY = ((2, 60), (2, 62))
-"""Tested Ray versions: the first inclusive, the second exclusive."""
+"""Tested versions; the last is excluded."""
 FOLDER_PREFIX = "rl-"
 OWNER_FILE = "owner"
 MARK_FILE = "mark"
 CONNECT_SECONDS = 10.0
 ENDING = ("the end of Ray", 60.0, "")
-"""Phase and time limit of Ray's shutdown; not configurable."""
+"""Phase and time limit of Ray's shutdown."""
 GCS_ADDRESS = re.compile(r"--gcs-address=(\S+)")
 HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
 HTTP2_SETTINGS = 4
 SERVERS = ("raylet", "gcs_server")
 """Ray's own processes that a local session needs."""
 LONGEST_BASE = 40
-"""Ray appends up to 64 characters to the folder for its sockets, whose paths end at 107."""
+"""Ray appends up to 64 characters for its sockets, whose paths end at 107."""
 
 LOCAL_SETTINGS = {
-    # Kill the children of a dead worker (an engine's processes) with it.
+    # Kill a dead worker's children (an engine's processes) too.
     "kill_child_processes_on_worker_exit_with_raylet_subreaper": True,
-    # Start no workers ahead: each worker has its own environment, so they would never be used.
+    # Start no workers ahead: each has its own environment, so they would never be used.
     "enable_worker_prestart": False,
     "prestart_worker_first_driver": False,
 }
@@ -62,12 +62,12 @@ class RaySession:
     started: bool
     """False if the cluster existed before."""
     log_folder: Path | None
-    """Folder for the workers' output; None: Ray's own folder."""
+    """Folder for the workers' output; None: Ray's own."""
 
 
 @contextmanager
 def ray_session(config: RayConfig, run_folder: Path | None) -> Iterator[RaySession]:
-    """Attach to a cluster, or start a private one, for the time of the block. Nested sessions are refused."""
+    """Attach to a cluster, or start a private one, for the block. Nested sessions are refused."""
     _check_version()
     if ray.is_initialized():
         raise RuntimeError("this process is connected to a Ray cluster already; one session at a time")
@@ -105,7 +105,7 @@ def _attached(address: str, config: RayConfig) -> Iterator[str]:
 
 
 def _check_address(address: str) -> str:
-    """Resolve `auto` and check that a gRPC server answers. Ray takes minutes to report a closed port, and hangs on a silent one."""
+    """Resolve `auto` and check that a gRPC server answers: Ray takes minutes to report a closed port, and hangs on a silent one."""
     if "://" in address:
         raise ValueError(
             f"ray.address: {address!r} is a Ray Client address; start the run on a node of the cluster, with host:port or auto"
@@ -124,10 +124,7 @@ def _check_address(address: str) -> str:
 
 
 def _running_cluster() -> str:
-    """Address for `auto`: the cluster that `ray start` recorded on this machine, or the only other one that runs here.
-
-    Private sessions of other runs do not count.
-    """
+    """Address for `auto`: the cluster that `ray start` recorded, or the only other one on this machine, except other runs' private ones."""
     running = [match.group(1) for _, command in _raylets() if (match := GCS_ADDRESS.search(command)) and f"/{FOLDER_PREFIX}" not in command]
     noted = ray._private.utils.read_ray_address()
     if noted and (noted in running or not running):
@@ -150,7 +147,7 @@ def _raylets() -> list[tuple[psutil.Process, str]]:
 
 
 def _expect_grpc(connection: socket.socket) -> None:
-    """Expect the SETTINGS frame that a gRPC server sends at once. Skipped with TLS, where the server starts differently."""
+    """Expect the SETTINGS frame that a gRPC server sends at once, except with TLS."""
     if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
         return
     connection.sendall(HTTP2_GREETING)
@@ -199,7 +196,7 @@ def _own_servers() -> list[psutil.Process]:
 
 
 def _end_stopped_servers() -> None:
-    """Kill Ray's stopped servers, since Ray would wait for their answers."""
+    """Kill Ray's stopped servers: Ray would wait for their answers."""
     for process in _own_servers():
         if is_stopped(process):
             process.kill()
@@ -219,9 +216,9 @@ def _check_version() -> None:
 
 
 def _runtime_env(environment: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Runtime environment in which workers can import what the driver can: a checkout that is not installed, a user's reward functions.
+    """Runtime environment in which workers import what the driver can: a checkout that is not installed, a user's reward functions.
 
-    On another node these folders exist only on a shared file system; without them the installed package is used.
+    Other nodes have these folders only on a shared file system; else the installed package is used.
     """
     installed = {Path(path).resolve() for path in sysconfig.get_paths().values()}
     folders = [Path(path or ".").resolve() for path in sys.path]
@@ -241,7 +238,7 @@ def _starting(environment: Mapping[str, str], config: RayConfig) -> Iterator[Non
 
 @contextmanager
 def _environment(values: Mapping[str, str], without: tuple[str, ...] = ()) -> Iterator[None]:
-    """Set environment variables for the processes that Ray starts inside the block."""
+    """Set environment variables for the processes that Ray starts."""
     names = [*values, *without]
     before = {name: os.environ.get(name) for name in names}
     for name in without:
@@ -271,7 +268,7 @@ def _make_folder() -> Path:
 
 
 def _identity(process: int) -> str:
-    """Unique name of a process: process ids are reused, and every container counts its own."""
+    """Unique name: process ids are reused, and every container counts its own."""
     start_tick = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
     return f"{process} {start_tick} {_process_namespace()}"
 
@@ -305,7 +302,7 @@ def _is_alive(process: int, identity: str) -> bool:
 
 
 def _start_guard(folder: Path, mark: str) -> subprocess.Popen[bytes]:
-    # -I -S: only the standard library, which starts in a few hundredths of a second. A new session, so that Ctrl-C does not reach it.
+    # -I -S: only the standard library, for a fast start. A new session, so that Ctrl-C does not reach it.
     command = [sys.executable, "-I", "-S", session_guard.__file__, str(os.getpid()), mark, str(folder)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
 

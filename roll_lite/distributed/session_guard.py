@@ -1,9 +1,9 @@
-"""Guard process: ends a dead driver's leftovers, which are the processes and the temporary folder of its Ray session.
+"""Guard process: ends the processes and the temporary folder that a dead driver's Ray session leaves.
 
-Ray's own processes die with their driver within seconds, but not all of their children, and the folder stays. So a session starts this
-file as a small process that uses only the standard library. It waits until the driver dies or reports its end. Then it kills every process
-with the session's mark in its environment, which all children of Ray inherit, or with open files of the session. It has a twin, in case it
-is killed with the driver. If both are killed, the next session on this machine cleans up.
+Ray's own processes die with their driver, but not all of their children. So a session starts this file, which uses only the standard
+library. When the driver dies or reports its end, it kills every process with the session's mark in its environment, which children of
+Ray inherit, or with open files of the session. It has a twin, in case it is killed with the driver; if both are, the next session on
+this machine cleans up.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ from pathlib import Path
 MARK = "ROLL_LITE_SESSION"
 SHARED = Path("/dev/shm")
 GRACE_SECONDS = 3.0
-"""Time that processes get to exit after an orderly end."""
+"""Time to exit after an orderly end."""
 PATIENCE_SECONDS = 20.0
 QUIET_SCANS = 3
 FOLDER_SECONDS = 1.0
-"""Interval between checks that the folder still exists."""
+"""Interval between checks that the folder exists."""
 
 
 def session_processes(mark: str, folder: Path) -> list[int]:
-    """Processes of this user that belong to the session.
-
-    They have its mark in their environment, or, if a process title has overwritten that, a title of Ray's and open files of the session.
+    """Processes of this user with the session's mark in their environment or, if a process title has overwritten it, a title of Ray's
+    and open files of the session.
     """
     wanted = f"{MARK}={mark}".encode()
     found = []
@@ -57,9 +56,8 @@ def _is_titled_user(process: Path, folder: Path) -> bool:
 
 
 def end_processes(mark: str, folder: Path, grace_s: float) -> None:
-    """Kill the session's processes until several scans find none.
-
-    A dying process may still start another one, and a process shows an empty environment while it starts a program.
+    """Kill the session's processes until several scans find none: a dying process may still start another, and one that starts a program
+    shows an empty environment.
     """
     start = time.monotonic()
     unseen = 0
@@ -78,7 +76,7 @@ def end_processes(mark: str, folder: Path, grace_s: float) -> None:
 def wait_for_driver(driver: int, folder: Path) -> bool:
     """Wait for the driver: True if it reported its end, False if it died.
 
-    Returns in two processes, which watch each other too, since one of them may be killed together with the driver.
+    Returns in two processes, which watch each other too: one may be killed together with the driver.
     """
     try:
         handle = os.pidfd_open(driver)
@@ -97,7 +95,7 @@ def wait_for_driver(driver: int, folder: Path) -> bool:
         if pipe in ready:
             if os.read(sys.stdin.fileno(), 1):
                 return True
-            pipe = None  # A closed pipe says nothing: it may close just before the driver dies. Wait for the death.
+            pipe = None  # it may close just before the driver dies: wait for the death
         if other in ready:
             os.close(other)
             other = None
@@ -120,7 +118,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def second_guard() -> tuple[int, bool]:
-    """Fork a second guard; returns a handle of the other process, and whether this one is the new one."""
+    """Fork a second guard; returns a handle of the other process, and whether this is the new one."""
     first = os.pidfd_open(os.getpid())
     child = os.fork()
     if child == 0:

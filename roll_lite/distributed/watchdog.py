@@ -1,8 +1,7 @@
 """Watchdog against hangs: time limits of the phases, and a thread in case the driver itself is stuck.
 
-Waits (pending.py) notice a passed limit or a lost Ray session; they can name the late rank and its stack. But a call into Ray may never
-return, for instance if a process of Ray's is stopped, and Ray ends drivers that have lost its head node for a minute. The thread then
-records the run's end and ends the process.
+Waits (pending.py) notice a passed limit or a lost Ray session, and can name the late rank. But a call into Ray may never return, and Ray
+ends drivers that have lost its head node. Then the thread records the run's end and ends the process.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from roll_lite.distributed.liveness import StoppedTime, is_running, name_of
 
 PATROL_SECONDS = 0.5
 STUCK_SECONDS = 15.0
-"""Time that the main thread has to act on a passed limit before the thread ends the process."""
+"""Time for the main thread to act on a passed limit before the thread ends the process."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class Limit:
     phase: str
     seconds: float
     setting: str
-    """YAML path of the limit; empty if it is not configurable."""
+    """YAML path of the limit, if any."""
     deadline: float
 
     def __str__(self) -> str:
@@ -38,7 +37,7 @@ class Limit:
 
 
 class SessionLost(RuntimeError):
-    """Ray's own process on this machine died or was stopped, so the session is lost."""
+    """Ray's own process on this machine died or was stopped."""
 
 
 class Watchdog:
@@ -47,7 +46,7 @@ class Watchdog:
     def __init__(self) -> None:
         self._limits: list[Limit] = []
         self._processes: dict[psutil.Process, str] = {}
-        """Watched processes and their names; a dead process has no name."""
+        """Names by process; a dead one has none."""
         self._stopped = StoppedTime(PATROL_SECONDS)
         self._lost: str | None = None
         self._lost_at = 0.0
@@ -59,7 +58,7 @@ class Watchdog:
 
     @contextmanager
     def limit(self, phase: str, seconds: float | None, setting: str | None = None) -> Iterator[None]:
-        """Limit the time of the block. `seconds`: None or 0 means unlimited. `setting`: YAML path; None: that of the phase."""
+        """Limit the time of the block. `seconds`: None or 0: unlimited. `setting`: YAML path; None: that of the phase."""
         seconds = seconds or math.inf
         limit = Limit(phase, seconds, f"limits.{phase}" if setting is None else setting, time.monotonic() + seconds)
         self._limits.append(limit)
@@ -70,14 +69,14 @@ class Watchdog:
 
     @property
     def nearest(self) -> Limit | None:
-        """The limit that passes first."""
+        """Limit that passes first."""
         return min(list(self._limits), key=lambda limit: limit.deadline, default=None)
 
     # ------------------------------------------------------------ Ray's own processes
 
     @contextmanager
     def over(self, processes: Sequence[psutil.Process]) -> Iterator[None]:
-        """Watch processes that the session needs, inside the block."""
+        """Watch processes that the session needs."""
         self._processes = {process: name_of(process) for process in processes}
         self._lost, self._told = None, False
         try:
@@ -95,7 +94,7 @@ class Watchdog:
 
     @contextmanager
     def patrol(self, give_up: Callable[[str], None]) -> Iterator[None]:
-        """Run the thread inside the block. It calls `give_up(cause)`, which ends the process, if the main thread is stuck."""
+        """Run the thread, which calls `give_up(cause)`, to end the process, if the main thread is stuck."""
         ended = threading.Event()
         main = threading.get_ident()
         thread = threading.Thread(target=self._patrol, args=(ended, main, give_up), name="watchdog", daemon=True)

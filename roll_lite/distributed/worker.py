@@ -28,7 +28,6 @@ ROLE = "ROLL_LITE_ROLE"
 LOG_FILE = "ROLL_LITE_LOG_FILE"
 STACK_FRAMES = 10
 TASKS = 20
-"""Maximum of tasks listed in a stack report."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +37,10 @@ class Address:
 
 
 class Worker:
-    """Base of synchronous workers. The cluster sets RANK, WORLD_SIZE, LOCAL_RANK before the process starts.
+    """Synchronous worker. The cluster sets RANK, WORLD_SIZE, LOCAL_RANK before the process starts.
 
-    Methods run one after another on one thread, which is not the main thread: the watch call needs a second one. A worker that needs the
-    main thread sets `watched = False`; its death is then noticed at the next call.
+    Methods run one after another on one thread, which is not the main thread: the watch call needs a second. A worker that needs the main
+    thread sets `watched = False`; its death is then noticed at the next call.
     """
 
     watched: ClassVar[bool] = True
@@ -55,15 +54,13 @@ class Worker:
         self.rank = int(os.environ["RANK"])
         self.world_size = int(os.environ["WORLD_SIZE"])
         self.local_rank = int(os.environ["LOCAL_RANK"])
-        # Rendezvous: rank 0 listens on a port chosen by the system, and this very socket becomes the store. A port that was only looked up
-        # could be taken before its use; a bound one cannot.
+        # Rank 0's bound socket becomes the rendezvous store: a port that was only looked up could be taken before its use.
         self._listener = socket.create_server(("", 0)) if self.rank == 0 else None
         redirect_output()
 
     # ------------------------------------------------------------ rendezvous
 
     def rendezvous(self) -> Address:
-        """Address of rank 0."""
         assert self._listener is not None, "only rank 0 listens"
         return Address(ray.util.get_node_ip_address(), self._listener.getsockname()[1])
 
@@ -72,7 +69,7 @@ class Worker:
         os.environ["MASTER_PORT"] = str(address.port)
 
     def init_process_group(self, timeout_s: float = 1800.0) -> None:
-        """Create the cluster's process group (collective): gloo for host memory, and NCCL if this rank has a GPU."""
+        """Create the cluster's process group (collective): gloo for host memory, and NCCL on a GPU."""
         import torch
         import torch.distributed as dist
 
@@ -109,7 +106,7 @@ class Worker:
 
 
 class AsyncWorker(Worker):
-    """Base of workers whose methods are coroutines: all run in one event loop."""
+    """Worker whose methods are coroutines in one event loop."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +120,6 @@ class AsyncWorker(Worker):
         raise self._end
 
     def tell_end(self, error: Exception) -> None:
-        """Report this error to the watcher."""
         self._end = self._end or error
         self._has_ended.set()
 
@@ -135,7 +131,7 @@ class AsyncWorker(Worker):
 
 
 def process_group_store(address: Address, world_size: int, listener: socket.socket | None, timeout_s: float) -> TCPStore:
-    """TCPStore of the process group. `listener`: rank 0's socket, taken over by the store; None on other ranks."""
+    """TCPStore of the process group. `listener`: rank 0's socket, which the store takes over."""
     # torch takes seconds to import; workers without a process group never need it
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -151,7 +147,7 @@ def process_group_store(address: Address, world_size: int, listener: socket.sock
 
 
 def reserve_port(host: str) -> socket.socket:
-    """Socket that reserves a port: the system gives it to no other process, but a server with SO_REUSEADDR can bind it."""
+    """Socket that reserves a port: no other process gets it, but a server with SO_REUSEADDR can bind it."""
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind((host, 0))
@@ -159,23 +155,20 @@ def reserve_port(host: str) -> socket.socket:
 
 
 def use_interface_of(host: str) -> None:
-    """Tell gloo the network interface. Otherwise it resolves the host name, which often fails on laptops and in containers."""
+    """Tell gloo the network interface; the host name, its default, often does not resolve in containers."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == host for address in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def freeze_heap() -> None:
-    """Exclude all present objects from garbage collection.
-
-    With an engine loaded, a full collection takes a quarter of a second: as long as a batch of short responses.
-    """
+    """Exclude all present objects from garbage collection: with an engine loaded, a full one takes a quarter of a second."""
     gc.collect()
     gc.freeze()
 
 
 def redirect_output() -> None:
-    """Write the output of this process and its children to the run's folder, or leave it to Ray if that is not writable here."""
+    """Write the output of this process and its children to the run's folder, if that is writable here."""
     path = os.environ.get(LOG_FILE)
     if not path:
         return
@@ -192,7 +185,7 @@ def redirect_output() -> None:
 
 
 def other_stacks() -> str:
-    """Stack traces of this process's threads, without Ray's and those that wait for calls."""
+    """Stack traces of this process's threads, except Ray's and those that wait for calls."""
     texts = []
     for thread, frame in sys._current_frames().items():
         frames = traceback.extract_stack(frame)

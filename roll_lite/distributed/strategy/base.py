@@ -1,7 +1,7 @@
-r"""Interfaces of training frameworks and inference engines.
+"""Interfaces of training frameworks and inference engines.
 
-Neither knows Ray: a train strategy runs wherever RANK, WORLD_SIZE and a rendezvous are given (a Ray worker, torchrun, a spawned
-process), an inference strategy wherever an asyncio loop runs.
+Neither knows Ray: a train strategy runs wherever RANK, WORLD_SIZE and a rendezvous are given, an inference strategy wherever an asyncio
+loop runs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from roll_lite.files import FileRecord, record
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Place of a rank. Head ranks (tensor rank 0, context rank 0, last pipeline stage) return results, one per data-parallel rank."""
+    """Place of a rank. Heads (tensor rank 0, context rank 0, last pipeline stage) return results, one per data-parallel rank."""
 
     rank: int
     world_size: int
@@ -52,14 +52,13 @@ class RankLayout:
 
 
 ValueInit = Literal["actor", "reward_model", "path"]
-"""Source of a value model's weights (CriticRoleConfig.init): a base model with a zero head, so that all values start at 0, or a
-checkpoint with a head, from a reward model or save_hf."""
+"""Source of a value model's weights (CriticRoleConfig.init): a base model with a zero head, so that values start at 0, or a checkpoint with
+a head.
+"""
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Model that a strategy holds, and its purpose."""
-
     model: ModelConfig
     strategy: MegatronStrategyConfig | HfStrategyConfig
     path_key: str
@@ -69,9 +68,9 @@ class ModelSpec:
     total_updates: int | None = None
     """Optimizer steps of the whole run, for a decaying learning rate."""
     balance_coef: float = 0.0
-    """Weight of the load-balancing loss of a model with experts (TrainRoleConfig.balance_coef)."""
+    """TrainRoleConfig.balance_coef."""
     value_init: ValueInit | None = None
-    """Source of a value head that replaces the language model's head."""
+    """Source of a value head in place of the language model's."""
     lora: LoraConfig | None = None
     """Adapters to train in place of the weights."""
     ema_decay: float | None = None
@@ -85,7 +84,7 @@ class ModelSpec:
 
 
 class StateGroup(StrEnum):
-    """State that can be moved out of device memory on its own."""
+    """State that can be offloaded on its own."""
 
     WEIGHTS = "weights"
     GRADIENTS = "gradients"
@@ -94,23 +93,24 @@ class StateGroup(StrEnum):
 
 @dataclass(frozen=True)
 class Moved:
-    """Bytes and seconds of a rank's moves out of device memory and back."""
+    """What a rank moved out of device memory and back."""
 
     freed_bytes: int = 0
     out_bytes: int = 0
-    """Bytes copied to the host; gradients are dropped, and unchanged state is already there."""
+    """Bytes copied to the host, not those that were already there or dropped."""
     in_bytes: int = 0
     out_seconds: float = 0.0
     in_seconds: float = 0.0
-    """Seconds until the rank could continue; copies that a GPU receives while it computes are not counted."""
+    """Seconds until the rank could continue; copies beside its computation do not count."""
 
     def __add__(self, other: Moved) -> Moved:
         return Moved(*(own + new for own, new in zip(astuple(self), astuple(other), strict=True)))
 
 
 LossFn = Callable[[MicroBatchOutputs, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""Returns the micro-batch's share of the loss, sum(weight * token loss), with weights from global counts, so that shares add up over
-micro-batches and ranks; and metric sums, tensors that add up the same way."""
+"""Micro-batch's share of the loss, sum(weight * token loss) with weights from global counts, and metric sums; both add up over
+micro-batches and ranks.
+"""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class ExpertUse:
     busiest: float
     """Tokens of the busiest expert relative to the average."""
     balance_loss: float | None
-    """Balance loss without its coefficient; None where that is 0."""
+    """Without its coefficient; None where that is 0."""
     rerouted: float | None = None
     """Share of replayed choices that the router would now make differently; None if nothing was replayed."""
 
@@ -130,12 +130,12 @@ class TrainResult:
     """Result of one optimizer step, equal on every rank."""
 
     metrics: dict[str, float]
-    """Metric sums over all micro-batches and data-parallel ranks."""
+    """Sums over all micro-batches and data-parallel ranks."""
     loss: float
     grad_norm: float
     lr: float
     skipped: bool = False
-    """True if loss or gradient was not finite; weights, moments and schedule are unchanged."""
+    """Loss or gradient was not finite: weights, moments and schedule are unchanged."""
     experts: ExpertUse | None = None
     """None for a model without experts."""
 
@@ -144,9 +144,9 @@ class ForwardStrategy(ABC):
     """Model spread over the ranks of one cluster, for forward passes. Every method is called on every rank, in the same order."""
 
     needs_process_group: ClassVar[bool] = True
-    """True if ranks need a process group before `initialize`."""
+    """Ranks need a process group before `initialize`."""
     pads_rows: ClassVar[bool] = False
-    """True if each row of a micro-batch costs as much as the longest; otherwise rows are packed."""
+    """Each row of a micro-batch costs as much as the longest; otherwise rows are packed."""
     layout: RankLayout
 
     @abstractmethod
@@ -155,28 +155,28 @@ class ForwardStrategy(ABC):
 
     @abstractmethod
     def plan(self, lengths: torch.Tensor, planner: MicroBatchPlanner, together: bool = True) -> MicroBatchPlan:
-        r"""Plan the micro-batches of this rank's rows, of `lengths` tokens, for one pass.
+        """Plan one pass over this rank's rows, of `lengths` tokens.
 
-        `together`: all data-parallel ranks plan the same pass now and run equally many micro-batches; otherwise the ranks of this copy
-        of the model run a pass of their own.
+        `together`: all data-parallel ranks plan the pass now and run equally many micro-batches; otherwise this copy of the model runs its
+        own.
         """
 
     @abstractmethod
     def forward(self, batch: DataProto, outputs: Sequence[str], plan: MicroBatchPlan) -> DataProto | None:
-        r"""Forward pass without gradients. `outputs`: of log_probs, entropy, distribution; values, final_value with a value head;
-        experts with experts. Returns columns of those names on head ranks, None elsewhere.
+        """Forward pass without gradients; returns the columns `outputs` on head ranks, None elsewhere. `outputs`: of log_probs, entropy,
+        distribution; values, final_value with a value head; experts with experts.
 
-        Here and in train_step the softmax is of logits / temperature, a column of the batch. A column kept_ids limits it to those tokens
-        (and the target). A model with experts replays the column old_experts or rollout_experts if the batch has one.
+        Here and in train_step the softmax is of logits / temperature, a column of the batch, over the column kept_ids if it has one (and
+        the target). A model with experts replays the column old_experts or rollout_experts if the batch has one.
         """
 
     @abstractmethod
     def load(self, groups: Iterable[StateGroup]) -> None:
-        """Bring state groups back to the device; groups already there are left alone."""
+        """Bring state groups back to the device, if away."""
 
     @abstractmethod
     def offload(self, groups: Iterable[StateGroup]) -> None:
-        """Free the device memory of state groups, keeping their contents in host memory (gradients are dropped)."""
+        """Free the device memory of state groups; contents stay in host memory (gradients are dropped)."""
 
 
 @dataclass
@@ -188,56 +188,55 @@ class CheckpointWrite:
 
     @property
     def is_done(self) -> bool:
-        """True once written or failed: `finish` does not wait."""
+        """Written or failed: `finish` does not wait."""
         return True
 
     def finish(self) -> dict[str, FileRecord]:
-        """Wait for the write, on every rank in the same order as all else. RuntimeError if this part failed. For each file of the
-        checkpoint, one rank returns its record by path."""
+        """Wait for the write, on every rank in the same order as all else; returns records of files by path, each from one rank.
+        RuntimeError if this part failed.
+        """
         return {str(file.relative_to(self.folder)): record(file) for file in self.files}
 
 
 class TrainStrategy(ForwardStrategy):
-    """Strategy that can train as well."""
-
     @abstractmethod
     def train_step(self, batch: DataProto, loss_fn: LossFn, outputs: Sequence[str], plan: MicroBatchPlan) -> TrainResult:
-        """Run one optimizer step on this data-parallel rank's rows of a mini-batch, possibly none. loss_fn is called on every
-        micro-batch of the plan, also on those without rows."""
+        """Run one optimizer step on this data-parallel rank's rows of a mini-batch, possibly none. loss_fn is called on every micro-batch
+        of the plan, even without rows.
+        """
 
     @abstractmethod
     def adapters_off(self) -> AbstractContextManager[None]:
-        """Run passes without the adapters inside the block (ModelSpec.lora)."""
+        """Switch the adapters off inside the block."""
 
     @abstractmethod
     def export_plan(self, bucket_bytes: int) -> ExportPlan:
-        """Describe the model as a Hugging Face checkpoint with merged adapters. Equal on every rank; made once."""
+        """Describe the model as a Hugging Face checkpoint with merged adapters. Equal on every rank."""
 
     @abstractmethod
     def export_bucket(self, plan: ExportPlan, bucket: int) -> dict[str, torch.Tensor] | None:
-        """Gather one bucket: the tensors that this rank owns, None if it owns none. They may share the model's memory and change when
-        training continues."""
+        """Gather one bucket: this rank's tensors, or None. They may share the model's memory: valid until training continues."""
 
     @abstractmethod
     def take_moved(self) -> Moved:
-        """Return what `load` and `offload` moved since the last call."""
+        """Return what was moved since the last call."""
 
     @abstractmethod
     def save_checkpoint(self, folder: Path, asynchronous: bool = False) -> CheckpointWrite:
-        """Save weights, optimizer, learning-rate schedule and random state; with adapters, those of the adapters alone. `asynchronous`:
-        write the present state while steps continue."""
+        """Save weights (or only adapters), optimizer, schedule and random state. `asynchronous`: write while steps continue."""
 
     @abstractmethod
     def load_checkpoint(self, folder: Path) -> None: ...
 
     @abstractmethod
     def save_hf(self, folder: Path, average: bool = False) -> list[Path]:
-        """Save the weights, or their `average` (ModelSpec.ema_decay), as Hugging Face safetensors with config and tokenizer. Returns the
-        files that this rank has written."""
+        """Save the weights, or their `average` (ModelSpec.ema_decay), as Hugging Face safetensors with config and tokenizer. Returns this
+        rank's files.
+        """
 
     @abstractmethod
     def save_adapters(self, folder: Path) -> list[Path]:
-        """Save the adapters (ModelSpec.lora) in PEFT's format. Returns the files that this rank has written."""
+        """Save the adapters in PEFT's format. Returns this rank's files."""
 
     @abstractmethod
     def load_hf(self, folder: Path) -> None:
@@ -257,7 +256,7 @@ class PauseMode(StrEnum):
 
 
 class EngineMemory(StrEnum):
-    """Engine state that can be moved out of device memory on its own."""
+    """Engine state that can be offloaded on its own."""
 
     WEIGHTS = "weights"
     KV_CACHE = "kv_cache"
@@ -279,15 +278,12 @@ class EngineNode:
     nodes: int
     number: int
     address: str
-    """Address of this node."""
     meeting: tuple[str, int]
-    """Address and port on node 0 where the workers meet. Engines need a numeric address."""
+    """Numeric address and port on node 0 where the workers meet."""
 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """Settings of an engine replica."""
-
     model: ModelConfig
     strategy: InferStrategyConfig
     max_model_len: int
@@ -299,17 +295,17 @@ class EngineSpec:
     step_s: float | Literal["auto"] | None = None
     """Least limit for one engine step in seconds; None: no limit."""
     columns: tuple[str, ...] = ()
-    """Columns of token blocks beyond those that every run has, of workers/token_blocks.EXTRA_COLUMNS."""
+    """Further columns of token blocks, of workers/token_blocks.EXTRA_COLUMNS."""
     node: EngineNode | None = None
-    """None: the engine runs on one node."""
+    """None: one node."""
     sharers: int = 1
     """Replicas that share its device; their ranks are consecutive."""
     lora: LoraConfig | None = None
-    """Updates bring these adapters for the model's own weights; None: all weights."""
+    """Updates bring these adapters; None: all weights."""
 
     @property
     def reports_experts(self) -> bool:
-        """Whether completions have expert choices (Completion.experts)."""
+        """Completions have expert choices (Completion.experts)."""
         return "rollout_experts" in self.columns
 
 
@@ -330,11 +326,11 @@ Report = Callable[[RequestProgress], None]
 
 
 class InferenceStrategy(ABC):
-    """Interface of an engine replica."""
+    """Engine replica."""
 
     @property
     def notes(self) -> Sequence[str]:
-        """Messages for the start: settings of the user that the engine does not get."""
+        """Messages for the start: settings that the engine does not get."""
         return ()
 
     @abstractmethod
@@ -349,7 +345,7 @@ class InferenceStrategy(ABC):
 
     @abstractmethod
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """End requests with the tokens they have (all where None); unknown ones are ignored."""
+        """End requests (None: all) with the tokens they have; unknown ones are ignored."""
 
     @abstractmethod
     async def pause(self, mode: PauseMode) -> None: ...
@@ -359,24 +355,26 @@ class InferenceStrategy(ABC):
 
     @abstractmethod
     async def connect_weights(self, first_member: int, membership: Membership) -> None:
-        """Join an epoch of the transfer group, in place of any earlier one. Collective with the trainers. `first_member`: the engine's
-        first worker in the group; the others follow."""
+        """Join an epoch of the transfer group and leave the last one. Collective with the trainers. `first_member`: number of the engine's
+        first worker.
+        """
 
     @abstractmethod
     async def begin_weight_update(self, tensors: Sequence[ExportedTensor]) -> None:
-        """Check every name and shape against the model (ValueError before anything changes) and prepare to receive."""
+        """Check names and shapes (ValueError before anything changes) and prepare to receive."""
 
     @abstractmethod
     async def receive_bucket(self, routes: Sequence[Route], following: Sequence[Route] = ()) -> None:
-        """Take part in one bucket's transfer over all its routes and load it. `following`: the next bucket, which may travel meanwhile."""
+        """Take part in one bucket's transfer and load it. `following`: the next bucket, which may travel meanwhile."""
 
     @abstractmethod
     async def finish_weight_update(self, version: int) -> dict[str, float]:
-        """Generate with the new weights from now on; clear prefix caches. Returns seconds by phase, of the slowest worker."""
+        """Use the new weights from now on; clear prefix caches. Returns seconds by phase, of the slowest worker."""
 
     async def update_weights(self, routes: Sequence[Route], version: int) -> dict[str, float]:
-        """Run a whole update, bucket by bucket, beside the trainers' `WeightSender.send`. After a TransferError the engine continues
-        with the old weights or, if it has some new ones, generates nothing until another update."""
+        """Run a whole update, beside the trainers' `WeightSender.send`. After a TransferError the engine continues with the old weights or,
+        if it has some new ones, generates nothing until another update.
+        """
         await self.begin_weight_update(tensors_of(routes))
         buckets = by_bucket(routes)
         for bucket, following in zip(buckets, [*buckets[1:], []], strict=True):
@@ -385,16 +383,17 @@ class InferenceStrategy(ABC):
 
     @abstractmethod
     async def weight_checksums(self, names: Collection[str] | None = None) -> dict[str, str]:
-        """Checksums of some or all tensors by Hugging Face name, comparable with `weight_sync.checksum` of the sent ones."""
+        """Checksums (`weight_sync.checksum`) of some or all tensors, by Hugging Face name."""
 
     @abstractmethod
     async def load(self, parts: Iterable[EngineMemory] = tuple(EngineMemory)) -> None:
-        """Bring parts back; those already there are left alone. The weights alone are enough to receive an update."""
+        """Bring parts back, if away. The weights alone are enough to receive an update."""
 
     @abstractmethod
     async def offload(self, parts: Iterable[EngineMemory] = tuple(EngineMemory)) -> None:
-        """Free the device memory of parts: weights move to host memory, keys and values are dropped. Running requests end as aborted,
-        and requests wait until every part is back. An engine that cannot free memory does all but that."""
+        """Free the device memory of parts: weights move to host memory, keys and values are dropped. Running requests end as aborted; new
+        ones wait until every part is back. An engine that cannot free memory does all but that.
+        """
 
     @abstractmethod
     async def health(self) -> EngineHealth: ...
@@ -403,5 +402,5 @@ class InferenceStrategy(ABC):
     async def shutdown(self) -> None: ...
 
     def fail(self, why: str) -> None:
-        """Declare the engine dead: something it needs outside of this process is gone."""
+        """Declare the engine dead: something outside of this process that it needs is gone."""
         raise NotImplementedError(f"{type(self).__name__} needs nothing outside of its process")

@@ -1,7 +1,4 @@
-r"""Inference engines by strategy name: how a replica is built, and which arguments are reserved.
-
-Nothing here imports an engine, nor torch before one is built.
-"""
+"""Inference engines by strategy name, and their reserved arguments. Imports an engine, and torch, only to build one."""
 
 from __future__ import annotations
 
@@ -31,8 +28,7 @@ if TYPE_CHECKING:
 
 
 def build_engine(spec: EngineSpec) -> InferenceStrategy:
-    """Build an engine; the one place where its make is chosen. Each is imported only where it runs: they are large and exclude each
-    other."""
+    """Build an engine, the one place where its make is chosen; engines exclude each other's installation."""
     match spec.strategy:
         case VllmStrategyConfig():
             from roll_lite.distributed.strategy.inference.engine import EngineStrategy
@@ -51,8 +47,9 @@ def build_engine(spec: EngineSpec) -> InferenceStrategy:
 
 
 def share_of_device(strategy: InferStrategyConfig, place: int, sharers: int) -> InferStrategyConfig:
-    """Settings of one of several engines on a GPU, each with an equal share. `place`: engines already there when it starts. vLLM's setting
-    is a share of the GPU, SGLang's a share of its free memory."""
+    """Settings of one of several engines on a GPU, each with an equal share. `place`: engines already there. vLLM's setting is a share of
+    the GPU, SGLang's of its free memory.
+    """
     if not isinstance(strategy, EngineStrategyConfig):
         return strategy
     part = strategy.gpu_memory_utilization / sharers
@@ -76,7 +73,7 @@ def build_part(spec: EngineSpec) -> EnginePart:
 
 
 QUANTIZATION = dict.fromkeys(("quantization", "quantization_config", "modelopt_quant"), "quantization")
-"""Engine arguments with a key of their own where an engine's weights are replaced; a judge may use any."""
+"""Engine arguments with a key of their own where weights are replaced; a judge may use any."""
 
 
 def engine_arguments_fit(config: RunConfig) -> Iterator[Problem]:
@@ -98,7 +95,7 @@ def engine_arguments_fit(config: RunConfig) -> Iterator[Problem]:
 def _problems(
     role: str, given: Mapping[str, Any], own: tuple[str, ...], settings: Mapping[str, str], known: Collection[str]
 ) -> Iterator[Problem]:
-    """`known`: empty where the engine is not installed; unknown arguments are then not checked."""
+    """`known`: empty if the engine is not installed: then unknown arguments are not checked."""
     for argument, value in sorted(given.items()):
         place = f"{role}.strategy.engine_args.{argument}"
         if argument in own:
@@ -110,8 +107,9 @@ def _problems(
 
 
 def declared_fields(package: str, places: Sequence[tuple[str, str | None]]) -> frozenset[str]:
-    """Fields of an installed package's classes, read from its source because importing takes seconds. Empty if it is not installed or
-    declares them elsewhere; the engine then complains at its start."""
+    """Fields of an installed package's classes, read from source because importing takes seconds. Empty if not found; the engine then
+    complains at its start.
+    """
     spec = find_spec(package)
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec is not None else []
     names: set[str] = set()

@@ -1,4 +1,4 @@
-"""HfRewardStrategy: a sequence-classification model on Hugging Face transformers, one whole copy per rank."""
+"""Sequence-classification model on Hugging Face transformers, one whole copy per rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OUTPUTS = ["final_value"]
 
 
 class HfRewardStrategy(ForwardStrategy):
-    """Reward model on transformers. The caller sets RANK and WORLD_SIZE (LOCAL_RANK on GPUs). Ranks need no process group."""
+    """Reward model. The caller sets RANK and WORLD_SIZE (LOCAL_RANK on GPUs)."""
 
     needs_process_group = False
     pads_rows = True
@@ -47,7 +47,7 @@ class HfRewardStrategy(ForwardStrategy):
         self._model = model.eval().requires_grad_(False).to(self.device)
 
     def plan(self, lengths: torch.Tensor, planner: MicroBatchPlanner, together: bool = True) -> MicroBatchPlan:
-        """Plan this rank's own micro-batches; no rank waits for another."""
+        """Plan this rank's micro-batches; no rank waits for another."""
         return MicroBatchPlan.of(lengths, planner)
 
     def forward(self, batch: DataProto, outputs: Sequence[str], plan: MicroBatchPlan) -> DataProto | None:
@@ -68,14 +68,13 @@ class HfRewardStrategy(ForwardStrategy):
         inputs = {"input_ids": input_ids.to(self.device), "attention_mask": mask.long()}
         if not hasattr(self._model, "score"):  # an encoder, which pools in its own way
             return self._model(**inputs).logits.squeeze(-1)
-        # The models' own pooling looks for the last token that is not the padding token, and refuses batches where none is declared.
+        # The models' own pooling looks for the last token that is no padding, and refuses batches where no padding token is declared.
         hidden = self._model.base_model(**inputs, **self._no_cache()).last_hidden_state
         ends = hidden[torch.arange(batch, device=self.device), (lengths - 1).to(self.device)]
         return self._head(ends).squeeze(-1)
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Run the head in float32, as Megatron does: bfloat16 would round scores to two or three digits, and groups are compared by the
-        rest."""
+        """Run the head in float32, as Megatron does: bfloat16 would round scores to two or three digits."""
         head = self._model.score
         if not isinstance(head, torch.nn.Linear):
             return head(hidden)

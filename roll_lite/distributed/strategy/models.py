@@ -23,14 +23,12 @@ def _hf(spec: ModelSpec) -> ForwardStrategy:
 @dataclass(frozen=True)
 class ModelStrategy:
     build: Callable[[ModelSpec], ForwardStrategy]
-    """Imports and builds the strategy where it runs."""
     connects_ranks: bool
-    """True if a process group spans all ranks, so that none can be replaced alone."""
+    """A process group spans all ranks: none can be replaced alone."""
 
 
 STRATEGIES: Mapping[str, ModelStrategy] = {"megatron": ModelStrategy(_megatron, True), "hf": ModelStrategy(_hf, False)}
 
 
 def build_model(spec: ModelSpec) -> ForwardStrategy:
-    """Build the strategy; the one place where it is chosen."""
     return STRATEGIES[spec.strategy.name].build(spec)

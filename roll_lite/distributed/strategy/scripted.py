@@ -1,7 +1,4 @@
-r"""Scripted engine with declared lengths, delays and failures, for scheduler tests and simulations.
-
-It keeps every promise of an inference engine except the numbers: tokens mean nothing, log-probs are a constant.
-"""
+"""Engine with scripted lengths, delays and failures, for scheduler tests and simulations. Tokens mean nothing, log-probs are a constant."""
 
 from __future__ import annotations
 
@@ -31,24 +28,24 @@ LOG_PROB = -1.0
 
 @dataclass(frozen=True)
 class Response:
-    """Scripted answer to one request."""
+    """Answer to one request."""
 
     tokens: int
     seconds_per_token: float = 0.0
     delay_s: float = 0.0
-    """Seconds before the first token."""
+    """Before the first token."""
     text: str | None = None
     error: str | None = None
-    """Error with which the request fails once its time is up."""
+    """Failure at the end."""
     fatal: bool = False
-    """True if the engine dies with this request."""
+    """The engine dies with this request."""
 
 
 Script = Callable[[GenerationRequest], Response]
 
 
 def script_from(config: ScriptedStrategyConfig) -> Script:
-    """Script of equal responses, with failures drawn by a hash of the request's id, so that another attempt may succeed."""
+    """Equal responses, with failures drawn by a hash of the request's id, so that another attempt may succeed."""
 
     def script(request: GenerationRequest) -> Response:
         failed = stable_hash("failure", request.request_id) % 1_000_000 < config.failure_rate * 1_000_000
@@ -91,7 +88,7 @@ class _Running:
 
 
 class ScriptedEngine(InferenceStrategy):
-    """Engine that runs up to `slots` requests at a time, in order of arrival; the rest wait."""
+    """Runs up to `slots` requests at a time, in order of arrival."""
 
     def __init__(
         self,
@@ -99,7 +96,7 @@ class ScriptedEngine(InferenceStrategy):
         slots: int | None = None,
         weights: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
-        """`weights`: names and shapes of the pretended model; without them any update fits."""
+        """`weights`: names and shapes of the pretended model; None: any update fits."""
         self._script = script_from(script or ScriptedStrategyConfig()) if not callable(script) else script
         self._slots = slots
         self._weights = weights
@@ -174,7 +171,6 @@ class ScriptedEngine(InferenceStrategy):
         )
 
     def kill(self, cause: str) -> None:
-        """Kill the engine with everything in it."""
         self._life.die(cause)
         for run in [*self._running.values(), *self._waiting]:
             self._freeze(run)
@@ -225,7 +221,7 @@ class ScriptedEngine(InferenceStrategy):
             self._freeze(run)
 
     def _go_on(self) -> None:
-        """Continue frozen and waiting requests, if nothing holds them up."""
+        """Continue frozen and waiting requests, unless something holds them up."""
         if self._life.state is EngineState.SERVING:
             for run in self._running.values():
                 if run.timer is None:
@@ -235,7 +231,6 @@ class ScriptedEngine(InferenceStrategy):
     # ------------------------------------------------------------ weights, memory
 
     async def connect_weights(self, first_member: int, membership: Membership) -> None:
-        """Do nothing: no weights travel."""
         self._life.require(EngineEvent.CONNECT)
 
     async def begin_weight_update(self, tensors: Sequence[ExportedTensor]) -> None:
@@ -260,7 +255,6 @@ class ScriptedEngine(InferenceStrategy):
         return {}
 
     async def weight_checksums(self, names: Collection[str] | None = None) -> dict[str, str]:
-        """Do nothing: there are no weights to sum."""
         self._life.require(EngineEvent.READ_WEIGHTS)
         return {}
 
