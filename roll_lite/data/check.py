@@ -1,4 +1,4 @@
-"""The check of every domain's data: files and their rows, tags, filters, and what a template needs. A row is read as the run reads it."""
+"""Checks of the domains' data: files, rows, tags, filters, chat templates. Rows are read as the run reads them."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ from roll_lite.files import is_folder, read_text
 from roll_lite.models.model_files import chat_templates
 
 SCANNED_ROWS, TABLE_ROWS = 200_000, 1000
-"""Rows that the check reads of JSON lines, and of tables except for their tags: one to two seconds. The start of the run reads all rows."""
+"""Rows that are checked: of JSON lines and of tags in tables, and of tables' other columns. One to two seconds; a run reads all rows at
+its start."""
 NAMED_LINES = 5
 
 
 def check_data(config: RunConfig) -> Iterator[Problem]:
-    """A replay reads no data of the domains."""
+    """Check all data that the run reads; a replay reads none of the domains'."""
     if vars(config).get("mode") != "train_only":
         for name, domain in config.domains.items():
             yield from _domain(config, f"domains.{name}", domain)
@@ -51,7 +52,7 @@ def _domain(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Prob
 
 
 def _data_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
-    """Every row has its columns, with values of a kind that can be used; what only the tokenizer can tell is left to the start."""
+    """Check every row's columns and values, except what only the tokenizer can tell."""
     data = domain.data
     owners = TagOwners(config.domains, data.tag) if data.tag is not None else None
     given = {"train": data.train} | ({"validation": data.validation} if data.validation is not None else {})
@@ -75,7 +76,7 @@ def _data_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[
 
 
 def _held_out_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
-    """A folder brings held-out files into training. A path that both splits name is meant."""
+    """Refuse held-out files that a folder brings into training; paths named by both splits are intended."""
     held_out = paths_of(domain.data.validation) if domain.data.validation is not None else []
     for folder in [one for one in paths_of(domain.data.train) if is_folder(one) and one not in held_out]:
         if shared := sorted(map(str, files_read(folder) & files_read(held_out))):
@@ -86,14 +87,13 @@ def _held_out_files(config: RunConfig, path: str, domain: DomainConfig) -> Itera
 @dataclass(frozen=True)
 class _Column:
     setting: str
-    """The setting that names it."""
     name: str
     value_of: Callable[[Mapping[str, Any]], Any]
-    """The value in a row; RowError for one that cannot be used."""
+    """Value in a row; RowError if unusable."""
 
 
 def _columns(path: str, domain: DomainConfig, split: str) -> list[_Column]:
-    """Weights and difficulties are of no use for held-out prompts, nor is report_by for others."""
+    """Columns of a split: weights and difficulties only for training, report_by only for validation."""
     data, template = domain.data, domain.template
     if isinstance(template, ChatTemplateConfig):
         columns = [_Column(f"{path}.data.prompt", data.prompt, lambda row: messages_of(row, data.prompt, template.system))]
@@ -121,21 +121,21 @@ def _text_column(setting: str, name: str, placeholder: str, path: str) -> _Colum
 
 @dataclass
 class _Scan:
-    """The rows that belong to the domain, as they were read."""
+    """Findings in the domain's rows."""
 
     wanted: list[_Column]
     data: DataConfig
     owners: TagOwners | None
     rows: int = 0
     columns: dict[str, None] = field(default_factory=dict)
-    """Rows read so far, in order."""
+    """Columns seen, in order."""
     without: dict[str, list[str]] = field(default_factory=dict)
-    """Places by the column that is missing there."""
+    """Rows without a column, by column."""
     unfit: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """First place with an unusable value and its reason, by setting."""
+    """First unusable value and reason, by setting."""
     mistakes: list[str] = field(default_factory=list)
     strays: dict[tuple[str, Path], tuple[str, str]] = field(default_factory=dict)
-    """First row that no domain would get and its reason, by tag and file."""
+    """First row without a domain and reason, by tag and file."""
 
     def look(self, row: Row, where: str) -> None:
         content = row.content
@@ -179,7 +179,7 @@ class _Scan:
 
 
 def columns_missing(data: DataConfig, wanted: Collection[str]) -> Iterator[tuple[str, str]]:
-    """The columns of `wanted` that no row of a file has, each with a message. A file that cannot be read is its own mistake."""
+    """(column, message) for wanted columns that a file lacks; unreadable files are reported elsewhere."""
     given = [data.train, data.validation]
     for file in dict.fromkeys(path for files in given if files is not None for path in paths_of(files)):
         seen: dict[str, None] = {}
@@ -200,7 +200,7 @@ def columns_missing(data: DataConfig, wanted: Collection[str]) -> Iterator[tuple
 
 
 _NOT_READ = object()
-"""A table's value that is not read."""
+"""Unread value of a table."""
 
 
 def _lines(shards: list[Shard]) -> Iterator[Row]:
@@ -209,7 +209,7 @@ def _lines(shards: list[Shard]) -> Iterator[Row]:
 
 
 def _table_rows(shards: list[Shard], scan: _Scan) -> Iterator[Row]:
-    """Read all rows with their tags, the first ones with every named column. If a column is missing, only tags are read."""
+    """Rows with their tags, the first ones with all named columns; if a column is missing, with tags only."""
     tag = scan.data.tag
     wanted = list(dict.fromkeys(column.name for column in scan.wanted))
     for index, shard in enumerate(shards):
@@ -254,7 +254,7 @@ def _filter(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Prob
 
 
 def _chat_template(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
-    """Problems of a chat template: it is missing, or does not use its arguments."""
+    """Problems of a missing chat template, or of unused arguments."""
     folder, template = config.model.path, domain.template
     if not isinstance(template, ChatTemplateConfig):
         return

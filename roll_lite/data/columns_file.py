@@ -1,6 +1,6 @@
-"""Columns of a batch as a Parquet file (zstd): one row per sample; columns of tokens and transitions are lists.
+"""Columns of a batch as a Parquet file (zstd): a row per sample; token and transition columns are lists.
 
-A transition column has one entry less than `input_ids`: entry t belongs to token t + 1. Any Parquet reader can open it.
+Transition columns are one entry shorter than `input_ids`: entry t belongs to token t + 1.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def rows_file(data_rank: int) -> str:
 
 
 def write_columns(path: Path, columns: DataProto) -> None:
-    """The file appears complete or not at all."""
+    """Write atomically."""
     write_table(path, as_table(columns))
 
 
@@ -46,6 +46,6 @@ def as_array(column: Column) -> pa.Array:
 
 
 def _entries(values: torch.Tensor) -> pa.Array:
-    """[n] or [n, k]: a token's k alternatives are a list of k."""
+    """Entries [n] or [n, k]; a token's k alternatives become a list."""
     flat = pa.array(np.ascontiguousarray(values.numpy()).reshape(-1))
     return flat if values.dim() == 1 else pa.FixedSizeListArray.from_arrays(flat, values.shape[1])

@@ -1,5 +1,4 @@
-"""Dumps of rollouts: finds those of a past run, reads their headers and checks that a run can train on them. data/dumps.py writes dumps and
-reads their rows."""
+"""Dumps of a past run: files, headers, and checks that a run can train on them. data/dumps.py writes and reads the rows."""
 
 from __future__ import annotations
 
@@ -24,34 +23,32 @@ from roll_lite.models.model_files import tokenizer_checksum
 from roll_lite.observability.run_folder import resumed_from
 
 FOLDER = "dumps"
-"""Folder in a run's folder."""
+"""In a run's folder."""
 NAME = re.compile(r"step_(\d+)\.parquet")
 FORMAT = "roll_lite.dump"
 SCHEMA_VERSION = 1
 METADATA = "roll_lite"
-"""Key in the file's metadata."""
+"""Metadata key."""
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "min_tokens")
-"""Sampling settings that determine the distribution a sample is drawn from."""
+"""Sampling settings that change the distribution of samples."""
 NAMED = 5
 
 
 @dataclass(frozen=True)
 class DumpHeader:
-    """Metadata of a dump."""
-
     path: Path
     step: int
     config: dict[str, Any]
-    """Resolved configuration of the run."""
+    """The run's resolved configuration."""
     tokenizer: str
     """See `tokenizer_checksum`."""
     largest_token: int
     domains: dict[str, dict[str, int]]
-    """Per domain, of the samples that train: `samples`, and `longest_prompt` and `longest_response` in tokens."""
+    """By domain, over samples that train: `samples`, and `longest_prompt` and `longest_response` in tokens."""
     baselines: bool
-    """True if the dump has greedy baselines."""
+    """Greedy baselines are included."""
     stats: dict[str, Any]
-    """Statistics of the batch."""
+    """Of the batch."""
 
 
 def dump_file(folder: Path, step: int) -> Path:
@@ -59,8 +56,8 @@ def dump_file(folder: Path, step: int) -> Path:
 
 
 def found_dumps(path: Path) -> dict[int, Path]:
-    """Dumps by step. `path`: the folder of the dumps, or of the run; for a resumed run, earlier dumps come from the run it resumed from.
-    ValueError if there are none."""
+    """Dumps by step; ValueError if there are none. `path`: folder of the dumps or the run; a resumed run's earlier dumps are those of
+    the run that it resumed from."""
     if (kind := kind_of(path)) != "folder":
         raise ValueError(
             f"{path} is a file; name a run's folder, or that of its dumps" if kind else f"no such folder: {path}{elsewhere(path)}"
@@ -87,7 +84,7 @@ def _within(folder: Path) -> dict[int, Path]:
 
 
 def read_header(path: Path) -> DumpHeader:
-    """Read a dump's metadata. ValueError with the reason if that fails."""
+    """Read a dump's metadata; ValueError with the reason if that fails."""
     from pyarrow import ArrowException, parquet
 
     try:
@@ -117,7 +114,7 @@ def damaged(path: Path, error: BaseException) -> ValueError:
 
 
 def check_dumps(config: RunConfig) -> Iterator[Problem]:
-    """Check the dumps against the model and the rest of the configuration."""
+    """Check dumps against the model and the configuration."""
     path = config.replay.path
     if config.mode != "train_only" or path is None:
         return
@@ -196,7 +193,7 @@ def _fits_model(config: RunConfig, header: DumpHeader) -> Iterator[Problem]:
 
 
 def _behaviour(config: RunConfig, headers: Sequence[DumpHeader]) -> Iterator[Problem]:
-    """Check that each step's policy is the one that sampled, as `current` and `recompute` assume: this run must repeat the dumped one."""
+    """Check that this run repeats the dumped one: `current` and `recompute` assume that each step's policy is the one that sampled."""
     algorithm = config.algorithm
     if algorithm.weighs_by_rollout:
         return
@@ -211,7 +208,7 @@ def _behaviour(config: RunConfig, headers: Sequence[DumpHeader]) -> Iterator[Pro
 
 
 def _differences(config: Mapping[str, Any], made: Mapping[str, Any]) -> str:
-    """Changed settings that affect the policy of later steps; empty if none."""
+    """Changed settings that affect the policy of later steps, as text; empty if none."""
     if made["mode"] != "full":
         return f"mode {made['mode']} sampled all dumps with the same weights"
     mine, its = _learning(config), _learning(made)
@@ -239,7 +236,7 @@ def _learning(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _complete(section: type[Section], values: Any) -> Any:
-    """Add the defaults of fields that the dump's version did not have; unchanged if that version had fields that this one has not."""
+    """Add defaults of fields newer than the dump; unchanged if the dump has fields that are gone."""
     try:
         return values if values is None else section.model_validate(values).model_dump(mode="json")
     except ValidationError:
@@ -253,7 +250,7 @@ def _adapters(lora: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _plain(config: RunConfig) -> dict[str, Any]:
-    """The configuration as in a dump's header. Raises Refused if the schema has refused a field that matters here."""
+    """Configuration as in a dump's header; Refused if the schema refused a field that matters here."""
     for name in ("seed", "model", "steps", "algorithm", "actor_train", "reference", "critic", "domains"):
         _read_all(getattr(config, name))
     return config.model_dump(mode="json")

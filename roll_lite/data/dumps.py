@@ -1,9 +1,7 @@
-"""Dumps of rollouts: every sample of a step as a row of a Parquet file (zstd), with its tokens, log-probs and texts.
+"""Dumps of rollouts: the samples of a step in a Parquet file (zstd), with tokens, log-probs and texts; docs/replay.md lists the columns.
 
-    load_dump("runs/latest/dumps/step_000012.parquet")              the samples that trained, as a DataProto
-    pandas.read_parquet("runs/latest/dumps/step_000012.parquet")    all of them: failed and filtered ones and greedy baselines too
-
-docs/replay.md lists the columns. Null is what there is not: the score of a failed sample, the tokens of one that never got any.
+`load_dump(path)` returns the samples that trained as a DataProto; a Parquet reader sees all: failed, filtered, and greedy baselines. Null
+is a missing value: a failed sample's score, the tokens of one that never got any.
 """
 
 from __future__ import annotations
@@ -29,10 +27,10 @@ from roll_lite.data.ragged import Ragged, from_numpy
 from roll_lite.data.samples import Prompt, Sample, SampleGroup, TokenRow
 
 ROW_GROUP_TOKENS = 2**21
-"""Written and read at a time: some 30 MB."""
+"""Tokens written and read at a time: about 30 MB."""
 
 Fetch = Callable[[Sequence[Any]], Sequence[DataProto | None]]
-"""Token blocks by their references; None for one that is gone."""
+"""Token blocks of references; None if gone."""
 
 DESCRIPTION = {
     "sample": pa.int64(),
@@ -64,14 +62,14 @@ DESCRIPTION = {
     "scored_at": pa.float64(),
     "columns": pa.string(),
 }
-"""Columns of every sample, accepted or not. Further row columns are those of the batch."""
+"""Columns of every sample; further row columns are those of the batch."""
 TOKENS = {"input_ids": pa.int64(), "response_mask": pa.bool_(), "rollout_log_probs": pa.float32()}
-"""Lists."""
+"""List columns."""
 KEPT_IDS = "kept_ids"
 LONGEST_COLUMN = 1000
-"""Characters that are kept of a data column."""
+"""Characters kept of a data column."""
 UNKNOWN = {"format_ok": False}
-"""Default values of training columns where the dump has null."""
+"""Values of training columns where the dump has null."""
 
 
 # ---------------------------------------------------------------- writing
@@ -81,7 +79,7 @@ UNKNOWN = {"format_ok": False}
 class _Entry:
     sample: Sample
     row: int | None
-    """Row of the batch; None for a sample that does not train."""
+    """In the batch; None for a sample that does not train."""
     baseline: bool
 
     @property
@@ -98,9 +96,11 @@ def write_dump(
     kept_ids: bool = False,
     clock_offset: float = 0.0,
 ) -> None:
-    """`rows`: of the samples that train. `facts`: step, config, tokenizer and stats for the header (dump_files.py), plain data.
-    `kept_ids`: token blocks have that column. `clock_offset`: wall clock minus event loop's clock. The file appears complete
-    or not at all."""
+    """Write a dump atomically.
+
+    `rows`: samples that train. `facts`: step, config, tokenizer and stats for the header. `kept_ids`: token blocks have that column.
+    `clock_offset`: wall clock minus event loop's clock.
+    """
     entries = _entries(groups, rows)
     further = {name: as_array(column) for name, column in rows.columns.items() if name not in DESCRIPTION}
     tokens = {name: pa.large_list(kind) for name, kind in TOKENS.items()}
@@ -125,7 +125,7 @@ def write_dump(
 
 
 def _entries(groups: Sequence[SampleGroup], rows: DataProto) -> list[_Entry]:
-    """Every sample, each group's greedy baseline after it."""
+    """All samples, with each group's baseline after it."""
     row_of = {place: row for row, place in enumerate(zip(rows.tensor("group").tolist(), rows.tensor("index").tolist(), strict=True))}
     entries: list[_Entry] = []
     for group in groups:
@@ -168,13 +168,13 @@ def _described(entry: _Entry, clock_offset: float) -> dict[str, Any]:
 
 
 def times(sample: Sample, clock_offset: float) -> dict[str, float | None]:
-    """Seconds since 1970: generation asked for, last token, score."""
+    """Seconds since 1970: generation requested, last token, score."""
     moments = {"asked_at": sample.asked, "generated_at": sample.generated, "scored_at": sample.scored}
     return {name: None if moment is None else round(moment + clock_offset, 3) for name, moment in moments.items()}
 
 
 def further_columns(prompt: Prompt) -> dict[str, Any]:
-    """The prompt's row of the data, without the prompt; long values as the beginning of their text."""
+    """Data columns except the prompt; long values are shortened to text."""
     question = prompt.question
     own = {name: value for name, value in prompt.columns.items() if not (type(value) is type(question) and value == question)}
     return {name: _shortened(value) for name, value in own.items()}
@@ -190,12 +190,12 @@ def _json(value: Any) -> str:
 
 
 def _text(text: str | None) -> str | None:
-    """Half a surrogate pair, which a program may print, is no UTF-8: it stays readable as the escape that it came from."""
+    """Escape lone surrogates, which a program may print and UTF-8 lacks."""
     return None if text is None else text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _row_groups(entries: Sequence[_Entry]) -> Iterator[list[_Entry]]:
-    """Split entries into row groups, at least one, since the first determines the types of the columns."""
+    """Row groups; at least one, since the first fixes the column types."""
     part: list[_Entry] = []
     tokens = 0
     for entry in entries:
@@ -209,7 +209,7 @@ def _row_groups(entries: Sequence[_Entry]) -> Iterator[list[_Entry]]:
 
 
 def _token_columns(entries: Sequence[_Entry], fetch: Fetch, schema: pa.Schema) -> dict[str, pa.Array]:
-    """Null where a sample has no tokens, or where those of one that does not train are gone."""
+    """Token columns; null for samples without tokens, and for samples that do not train if their tokens are gone."""
     names = [name for name in (*TOKENS, KEPT_IDS) if name in schema.names]
     blocks = _blocks(entries, fetch)
     members: dict[Any, list[int]] = {}
@@ -231,13 +231,12 @@ def _token_columns(entries: Sequence[_Entry], fetch: Fetch, schema: pa.Schema) -
 
 
 def _blocks(entries: Sequence[_Entry], fetch: Fetch) -> dict[Any, DataProto]:
-    """Available blocks, by reference."""
     references = list(dict.fromkeys(entry.tokens.block for entry in entries if entry.tokens is not None))
     return {reference: block for reference, block in zip(references, fetch(references), strict=True) if block is not None}
 
 
 def _width_of_kept_ids(entries: Sequence[_Entry], fetch: Fetch) -> int:
-    """The widest: a column of a file has one width."""
+    """Largest width: a file's column has one."""
     return max((block.ragged(KEPT_IDS).values.shape[1] for block in _blocks(entries, fetch).values()), default=1)
 
 
@@ -261,13 +260,13 @@ def _sizes(rows: DataProto) -> dict[str, dict[str, int]]:
 
 
 def load_dump(path: Path | str) -> DataProto:
-    """The samples that trained, in their order, with every column that keys.py declares, bit for bit as it was. ValueError for a file that
-    is no dump, is damaged, or has another schema version."""
+    """Samples that trained, in order, bit for bit, with every column declared in keys.py. ValueError for another file, a damaged one, or
+    another schema version."""
     return DataProto.concat(list(dump_parts(Path(path))))
 
 
 def dump_parts(path: Path) -> Iterator[DataProto]:
-    """The same in parts, as they were written, for batches that should not be held twice."""
+    """Parts of `load_dump`, for batches that should not be held twice."""
     read_header(path)
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:

@@ -1,4 +1,4 @@
-"""Every column of a batch, declared once: kind, dtype, who writes it, who reads it. A DataProto refuses others."""
+"""Every column of a batch, declared once; DataProto refuses others."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Key:
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns that a computation reads and writes, declared beside the computation."""
+    """Columns that a computation reads and writes."""
 
     reads: tuple[str, ...] = ()
-    """Required columns."""
+    """Required."""
     if_there: tuple[str, ...] = ()
-    """Taken as well where the batch has them."""
+    """Taken if present."""
     writes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -43,7 +43,7 @@ class Columns:
         return {*self.reads, *self.if_there}
 
     def of(self, present: Iterable[str]) -> list[str]:
-        """Names to take from a batch that has the columns `present`."""
+        """Names to take from a batch with the columns `present`."""
         held = set(present)
         return list(dict.fromkeys([*self.reads, *(name for name in self.if_there if name in held)]))
 

@@ -1,4 +1,4 @@
-"""Micro-batches: which rows pass through the model together, and the one place where ragged rows become padded tensors."""
+"""Micro-batches: rows that pass through the model together; here ragged rows become padded tensors."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from roll_lite.data.ragged import Ragged
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A padded slice of a batch. Token columns are [B, T], transition columns [B, T-1] ([B, T-1, k] for vectors), row columns [B]."""
+    """Padded slice of a batch: token columns [B, T], transition columns [B, T-1] (vectors [B, T-1, k]), row columns [B]."""
 
     columns: Mapping[str, torch.Tensor]
     mask: torch.Tensor
-    """[B, T-1] bool: response_mask shifted, the transitions that count."""
+    """[B, T-1] bool: shifted response_mask, the transitions that count."""
 
 
 @dataclass(frozen=True)
 class MicroBatchOutputs:
-    """Outputs of the model for a micro-batch, [B, T-1] float32 unless stated otherwise."""
+    """Model outputs, [B, T-1] float32 unless noted."""
 
     log_probs: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
     values: torch.Tensor | None = None
     distribution: torch.Tensor | None = None
-    """[B, T-1, V] log-probs of the whole vocabulary."""
+    """[B, T-1, V] log-probs of the vocabulary."""
     final_value: torch.Tensor | None = None
-    """[B] value of the end of the row."""
+    """[B], after the last token."""
 
 
 # ---------------------------------------------------------------- planning
@@ -43,25 +43,23 @@ class MicroBatchOutputs:
 
 @dataclass(frozen=True)
 class Multiples:
-    """Requirements of a parallel layout on every plan."""
+    """Requirements of a parallel layout."""
 
     tokens: int = 1
-    """Tokens of a micro-batch are a multiple of this: sequence parallelism cuts them into equal parts."""
+    """Divides a micro-batch's tokens: sequence parallelism cuts them into equal parts."""
     count: int = 1
-    """Micro-batches of a pass are a multiple of this: interleaved pipeline stages take turns over groups of them."""
+    """Divides a pass's number of micro-batches: interleaved pipeline stages take turns over groups of them."""
 
 
 class MicroBatchPlanner(Protocol):
-    """Decides which rows of a batch go together."""
-
     def cut(self, lengths: torch.Tensor, parts: int = 1) -> list[np.ndarray]:
-        """Plan micro-batches; returns the row numbers of each, every row in exactly one. `lengths` [rows]: tokens. `parts`: minimum of
-        micro-batches that run anyway, since other ranks have as many; the planner may spread its rows over them."""
+        """Row numbers of each micro-batch, every row in exactly one. `lengths` [rows]: tokens. `parts`: micro-batches that run anyway,
+        since other ranks have as many; rows may be spread over them."""
 
 
 @dataclass(frozen=True)
 class RowsAtATime:
-    """Plans a fixed number of rows, in the order of the batch, independent of their lengths."""
+    """Fixed number of rows in batch order, whatever their lengths."""
 
     size: int
 
@@ -76,18 +74,18 @@ class RowsAtATime:
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """Plans as few micro-batches as fit into `tokens`, of about equal cost, so that pipeline stages and ranks do not wait for each other.
+    """Fewest micro-batches within `tokens`, of about equal cost, so that pipeline stages and ranks do not wait for each other.
 
-    A longer row gets its own micro-batch. Within a micro-batch the longest row comes first, and rows of equal length are neighbours.
+    A longer row gets its own micro-batch. Rows are sorted, longest first: equal lengths are neighbours.
     """
 
     tokens: int
     rows: int | None = None
-    """The most rows of a micro-batch."""
+    """Most rows of a micro-batch."""
     attention_par: float = inf
-    """See row_costs."""
+    """As in row_costs."""
     with_padding: bool = False
-    """The padding in what losses see counts as tokens: where that is more than a few numbers for each of them."""
+    """Padding counts as tokens: where losses hold more than a few numbers per token."""
 
     def cut(self, lengths: torch.Tensor, parts: int = 1) -> list[np.ndarray]:
         tokens = lengths.numpy()
@@ -106,12 +104,11 @@ class TokenBudget:
 
 @dataclass(frozen=True)
 class PaddedBudget:
-    """Plans micro-batches for models that pad rows to the longest: rows of similar length, as many as fit into `tokens` with padding. A
-    longer row gets its own micro-batch."""
+    """Micro-batches for models that pad: rows of similar length, as many as fit into `tokens` with padding. A longer row gets its own."""
 
     tokens: int
     rows: int | None = None
-    """The most rows of a micro-batch."""
+    """Most rows of a micro-batch."""
 
     def cut(self, lengths: torch.Tensor, parts: int = 1) -> list[np.ndarray]:
         tokens = lengths.numpy()
@@ -125,14 +122,14 @@ class PaddedBudget:
 
 @dataclass(frozen=True)
 class MicroBatchPlan:
-    """Micro-batches of a rank's pass over its rows, forward or training; a strategy gets it with the batch."""
+    """Micro-batches of a rank's pass over its rows, forward or training."""
 
     parts: tuple[np.ndarray, ...]
-    """Row numbers of each micro-batch."""
+    """Row numbers."""
     count: int
-    """Micro-batches that this rank runs, at least one. Those beyond `parts` have no rows: they keep step with ranks that have more."""
+    """Micro-batches that this rank runs, at least 1. Those beyond `parts` are empty: they keep step with ranks that have more."""
     token_multiple: int = 1
-    """Tokens of a micro-batch are filled up to a multiple of this."""
+    """Tokens of a micro-batch are padded to a multiple of this."""
 
     @staticmethod
     def of(
@@ -141,7 +138,7 @@ class MicroBatchPlan:
         multiples: Multiples = Multiples(),
         agree: Callable[[int], int] | None = None,
     ) -> MicroBatchPlan:
-        """`agree`: from this rank's number of micro-batches to the largest among the ranks that have to run equally many; collective."""
+        """`agree`: collective, from this rank's number of micro-batches to the largest among ranks that must run equally many."""
         parts = planner.cut(lengths)
         most = max(agree(len(parts)) if agree else len(parts), 1)
         count = -(-most // multiples.count) * multiples.count
@@ -156,17 +153,17 @@ class MicroBatchPlan:
         return sum(map(len, self.parts))
 
     def cut(self, batch: DataProto) -> list[DataProto]:
-        """`count` parts; those without rows come last."""
+        """Cut into `count` parts; empty ones come last."""
         if len(batch) != self.rows:
             raise ValueError(f"a plan for {self.rows} rows was given a batch of {len(batch)}")
         return [batch.take(rows) for rows in self.parts] + [batch.slice(0, 0)] * (self.count - len(self.parts))
 
     def lengths(self, batch: DataProto) -> list[torch.Tensor]:
-        """Tokens of the rows of each micro-batch."""
+        """Row lengths by micro-batch."""
         return [batch.lengths[rows] for rows in self.parts] + [batch.lengths[:0]] * (self.count - len(self.parts))
 
     def collect_transitions(self, outputs: Sequence[torch.Tensor], batch: DataProto) -> Ragged:
-        """Outputs [B, T-1, ...] of the micro-batches as one column of the batch, on the host and without a graph."""
+        """Join outputs [B, T-1, ...] to a column, on the host and detached."""
         with_rows = self._with_rows(outputs)
         if not with_rows:
             return Ragged.from_rows([], torch.float32)
@@ -175,8 +172,7 @@ class MicroBatchPlan:
         return joined if self._order is None else joined.take(self._order)
 
     def collect_tokens(self, outputs: Sequence[torch.Tensor], batch: DataProto) -> Ragged:
-        """Outputs [tokens, ...] of the micro-batches, whose rows lie one behind the other with padding behind them, as one column of the
-        batch."""
+        """Join outputs [tokens, ...], rows one after another with padding at the end, to a column."""
         with_rows = self._with_rows(outputs)
         if not with_rows:
             return Ragged.from_rows([], outputs[0].dtype)
@@ -188,7 +184,7 @@ class MicroBatchPlan:
         return joined if self._order is None else joined.take(self._order)
 
     def collect_rows(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Outputs [B] of the micro-batches as one column of the batch, on the host and without a graph."""
+        """Join outputs [B] to a column, on the host and detached."""
         joined = torch.cat([torch.empty(0), *map(_on_host, self._with_rows(outputs))])
         return joined if self._order is None else joined[self._order]
 
@@ -199,7 +195,7 @@ class MicroBatchPlan:
 
     @property
     def _order(self) -> torch.Tensor | None:
-        """Row order that turns the order of the micro-batches into that of the batch; None if they agree."""
+        """Row order from micro-batches back to the batch; None if equal."""
         planned = torch.from_numpy(np.concatenate([np.empty(0, dtype=np.int64), *self.parts]))
         return None if bool((planned[1:] > planned[:-1]).all()) else torch.argsort(planned)
 
@@ -208,10 +204,10 @@ class MicroBatchPlan:
 
 
 def padded(rows: DataProto) -> MicroBatch:
-    """The rows side by side, as long as the longest of them.
+    """Rows padded to the longest.
 
-    input_ids are padded with 0, kept_ids with -1, everything else with 0; OBJECT columns stay behind. Without a response_mask every
-    transition between real tokens counts. Without rows there is room for one transition, so that losses find the shapes they expect.
+    kept_ids are padded with -1, all else with 0; OBJECT columns are dropped. Without a response_mask every real transition counts. Without
+    rows the width is one transition, so that losses find the expected shapes.
     """
     lengths = rows.lengths
     width = int(lengths.max()) if len(rows) else 2

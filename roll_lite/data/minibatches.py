@@ -1,7 +1,6 @@
-"""Mini-batches: the rows of each optimizer step, and their distribution over data-parallel ranks.
+"""Mini-batches: the rows of an optimizer step, and their distribution over data-parallel ranks.
 
-The global batch is cut in a seeded order before rows are spread over ranks, so that the content of a mini-batch and the weights of its
-tokens never depend on the layout.
+The global batch is cut in a seeded order before it is spread over ranks: a mini-batch's rows and token weights never depend on the layout.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from roll_lite.algorithms.losses import Aggregation, row_weights
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """The rows of one optimizer step, or one rank's share of them."""
+    """Rows of an optimizer step, or a rank's share."""
 
     epoch: int
     samples: np.ndarray
     """int64 [rows]: numbers of the `sample` column."""
     weights: np.ndarray
-    """float32 [rows]: weight of each policy token of the row in the loss."""
+    """float32 [rows]: loss weight of each policy token of the row."""
 
     def share(self, rows: np.ndarray) -> MiniBatch:
         return MiniBatch(self.epoch, self.samples[rows], self.weights[rows])
@@ -41,9 +40,9 @@ def cut_mini_batches(
     constant: int | None = None,
     seed: int,
 ) -> list[MiniBatch]:
-    """Cut `epochs` passes over the batch, each in its own seeded order, into `mini_batches` parts whose sizes differ by at most one row.
+    """Cut `epochs` passes, each in its own seeded order, into `mini_batches` parts whose sizes differ by at most one.
 
-    Rows with train_weight 0 are left out, and so are parts without rows.
+    Rows with train_weight 0 and empty parts are left out.
     """
     cut: list[MiniBatch] = []
     training = np.flatnonzero(train_weights)
@@ -58,12 +57,12 @@ def cut_mini_batches(
 
 
 def row_costs(tokens: np.ndarray, attention_par: float) -> np.ndarray:
-    """Relative compute cost of rows by length. Attention grows with the square, and equals the rest at `attention_par` tokens."""
+    """Relative cost by length: attention is quadratic, and equals the rest at `attention_par` tokens."""
     return tokens * (1 + tokens / attention_par)
 
 
 def spread(mini_batches: list[MiniBatch], costs: dict[int, float], ranks: int) -> list[list[MiniBatch]]:
-    """Distribute every mini-batch over the ranks, balanced within the mini-batch. `costs`: by sample number."""
+    """Balance every mini-batch over the ranks. `costs`: by sample number."""
     shares: list[list[MiniBatch]] = [[] for _ in range(ranks)]
     for mini_batch in mini_batches:
         for rank, rows in enumerate(balanced_partition([costs[int(sample)] for sample in mini_batch.samples], ranks)):
@@ -72,10 +71,10 @@ def spread(mini_batches: list[MiniBatch], costs: dict[int, float], ranks: int) -
 
 
 def balanced_partition(costs: Sequence[float] | np.ndarray | torch.Tensor, parts: int, most_rows: int | None = None) -> list[np.ndarray]:
-    """Split rows into parts of about equal cost; returns the ascending row numbers of each part.
+    """Ascending row numbers of parts of about equal cost, with at most `most_rows` rows.
 
-    Rows go, costliest first, to the lightest part. Ties go to the part with fewer rows, then to the lower number, so that the result
-    depends on the costs alone, and no part is empty if there are enough rows. `most_rows` limits the rows of a part.
+    Rows go, costliest first, to the lightest part; ties go to fewer rows, then to the lower number. So the result depends on costs alone,
+    and no part is empty if there are enough rows.
     """
     if parts < 1:
         raise ValueError(f"balanced_partition: {parts} is no number of parts")

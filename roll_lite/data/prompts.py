@@ -1,4 +1,4 @@
-"""A domain's prompts: read, checked and tokenized at the start, and served in a seeded order that can be resumed."""
+"""Prompts of a domain: read, checked and tokenized at the start, served in a seeded, resumable order."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ Split = Literal["train", "validation"]
 MISTAKES_SHOWN = 10
 MOST_REPORTED = 50
 ROWS_AT_ONCE = 1024
-"""Number of rows tokenized together: the tokenizer's output takes ten times the memory of the ids that are kept."""
+"""Rows tokenized together: the tokenizer's output takes ten times the memory of the ids."""
 
 
 class PromptSet:
-    """Prompts by their place among the domain's rows, which is also their uid. Token ids are numbers in one array and rows bytes in one
-    buffer: as Python objects they would take several times the memory."""
+    """Prompts by row number, which is their uid. Token ids lie in one array, rows pickled in one buffer: Python objects would take
+    several times the memory."""
 
     def __init__(self, domain: str) -> None:
         self.domain = domain
         self.left_out: Counter[str] = Counter()
-        """Rows that are not prompts of this domain, by reason."""
+        """Rows left out, by reason."""
         self._ids = array("i")
         self._id_ends = array("q", [0])
         self._rows = bytearray()
         self._row_ends = array("q", [0])
         self._weights = array("d")
         self.parts: list[int] = []
-        """Number of prompts from each of the domain's files."""
+        """Prompts by file."""
         self._names: list[tuple[str, ...]] = []
         self._numbers: dict[tuple[str, ...], int] = {}
-        """Rows say by number which columns they have."""
+        """Column names by number; rows store the number."""
 
     def add(
         self,
@@ -55,7 +55,7 @@ class PromptSet:
         weight: float = 1.0,
         question: Any = None,
     ) -> None:
-        """`weight`: of the prompt's samples in the loss. `question`: the prompt as the data has it."""
+        """`weight`: of the samples in the loss. `question`: the prompt without template."""
         columns = columns or {}
         names = tuple(columns)
         if names not in self._numbers:
@@ -86,16 +86,15 @@ class PromptSet:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt."""
+        """In tokens."""
         return int(np.diff(self._id_ends).max())
 
     def distinct_ids(self) -> list[int]:
-        """Token ids that occur in the prompts."""
         ids: list[int] = np.unique(np.frombuffer(self._ids, dtype=np.intc)).tolist()
         return ids
 
     def counts(self) -> str:
-        """Number of prompts, and of rows left out by reason."""
+        """Text on prompts, and rows left out by reason."""
         out = ", ".join(f"{count} {reason}" for reason, count in self.left_out.items())
         total = len(self) + self.left_out.total()
         return f"{len(self)} of {total} rows; left out: {out}" if out else f"{len(self)} rows"
@@ -109,10 +108,9 @@ def load_prompts(
     domains: Mapping[str, DomainConfig] | None = None,
     limit: int | None = None,
 ) -> PromptSet:
-    """Read a domain's file or folder. All mistakes, up to ten, are reported in one ValueError.
+    """Read a domain's files; up to ten mistakes are reported in one ValueError.
 
-    `domains`: all of the configuration, for data that several share; rows of another one are left out. `limit`: read no further than
-    this many prompts.
+    `domains`: all domains, for shared data; rows of other domains are left out. `limit`: stop after this many prompts.
     """
     setting = f"domains.{domain}.data.{split}"
     files = config.data.train if split == "train" else config.data.validation
@@ -146,7 +144,7 @@ def load_prompts(
 
 @dataclass(frozen=True)
 class _Read:
-    """A row that belongs to the domain, before it is tokenized."""
+    """Row of the domain before tokenization."""
 
     row: Row
     text: str
@@ -157,13 +155,13 @@ class _Read:
 
 
 class _Loader:
-    """`owners`: whose the rows are, where the domain has a tag."""
+    """`owners`: for domains with a tag."""
 
     def __init__(self, domain: str, config: DomainConfig, split: Split, tokenizer: Tokenizer, owners: TagOwners | None) -> None:
         self.prompts = PromptSet(domain)
         self.mistakes: list[tuple[int, int, str]] = []
         self.too_long: list[tuple[int, str]] = []
-        """Tokens and place of every prompt above max_prompt_tokens."""
+        """(tokens, place) of prompts above max_prompt_tokens."""
         self._domain = domain
         self._data = config.data
         self._longest = config.sampling.max_prompt_tokens
@@ -174,7 +172,7 @@ class _Loader:
         # And by what it is reported no matter for prompts to train on.
         self._report_by = config.data.report_by if split == "validation" else None
         self.reported: set[str | float] = set()
-        """The values of that column."""
+        """Values of that column."""
         self._difficulty = config.data.filter.difficulty if split == "train" else None
 
     def load(self, path: Path, limit: int | None) -> None:
@@ -195,7 +193,7 @@ class _Loader:
         self.prompts.parts.append(len(self.prompts) - before)
 
     def _read(self, row: Row) -> _Read | None:
-        """None for a row that is left out; ValueError for one that cannot be used."""
+        """Row to use, None if left out; ValueError if unusable."""
         content, data = row.content, self._data
         if isinstance(content, str):
             raise ValueError(content)
@@ -211,7 +209,7 @@ class _Loader:
         return _Read(row, question if question == text else text, question, answer, content, weight_of(content, self._weight))
 
     def _not_wanted(self, content: Mapping[str, Any], file: Path) -> str | None:
-        """Why a row is left out."""
+        """Reason to leave a row out."""
         data = self._data
         if data.tag is not None and self._owners is not None:
             tag = tag_of(content, data.tag)
@@ -261,7 +259,7 @@ def _too_long(domain: str, config: DomainConfig, loader: _Loader) -> str:
 
 
 class PromptOrder:
-    """Endless order of prompts: each once per epoch, shuffled again in every epoch. Depends on seed, domain and epoch only."""
+    """Endless order: every prompt once per epoch, reshuffled; depends on seed, domain and epoch only."""
 
     def __init__(self, count: int, seed: int, domain: str) -> None:
         if count < 1:
@@ -275,7 +273,6 @@ class PromptOrder:
 
     @property
     def next_epoch(self) -> int:
-        """Epoch of the next prompt."""
         return self._epoch + (self._position == self._count)
 
     def next(self) -> tuple[int, int]:
@@ -297,7 +294,7 @@ class PromptOrder:
         return {"count": self._count, "seed": self._seed, "domain": self._domain, "epoch": self._epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue exactly from the saved state. Refused for other data or another seed, which would give another order."""
+        """Continue exactly; other data or another seed would give another order, and are refused."""
         if "parts" in state:
             raise ValueError(f"domain {self._domain}: the checkpoint's prompts came from several files with shares, this run's do not")
         for name, mine in (("count", self._count), ("seed", self._seed), ("domain", self._domain)):

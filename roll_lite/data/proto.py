@@ -1,4 +1,4 @@
-"""DataProto: the rows of a batch as named columns. Every column is declared in keys.py; a batch is never changed, only derived from."""
+"""DataProto: named columns of a batch's rows, declared in keys.py; never changed, only derived from."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ VECTORS = {
     "ref_distribution": 0,
     "old_distribution": 0,
 }
-"""Columns whose entries are vectors [k], and what they are padded with. Where k differs between batches, joining fills up."""
+"""Columns of vectors [k], with their padding; joining pads k to the largest."""
 
 
 def object_column(items: Iterable[object]) -> np.ndarray:
-    """A column of Python objects; numpy by itself would unpack lists and tuples into further dimensions."""
+    """Column of Python objects; numpy alone would unpack lists into dimensions."""
     listed = list(items)
     column = np.empty(len(listed), dtype=object)
     for i, item in enumerate(listed):
@@ -44,8 +44,8 @@ def object_column(items: Iterable[object]) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class DataProto:
-    """Columns of equally many rows: ROW columns are tensors [rows], TOKENS and TRANSITIONS ragged, OBJECT columns numpy object arrays.
-    They may lie in Ray's object store: never write to them."""
+    """Columns of equal length: ROW are tensors [rows], TOKENS and TRANSITIONS ragged, OBJECT numpy object arrays. They may lie in Ray's
+    object store: never write to them."""
 
     columns: Mapping[str, Column]
 
@@ -92,26 +92,26 @@ class DataProto:
         return self.columns[name]
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A ROW column: [rows]."""
+        """ROW column, [rows]."""
         column = self[name]
         assert isinstance(column, torch.Tensor), f"{name} is not a column of rows"
         return column
 
     def ragged(self, name: str) -> Ragged:
-        """A TOKENS or TRANSITIONS column."""
+        """TOKENS or TRANSITIONS column."""
         column = self[name]
         assert isinstance(column, Ragged), f"{name} is not a column of tokens or transitions"
         return column
 
     def objects(self, name: str) -> np.ndarray:
-        """An OBJECT column."""
+        """OBJECT column."""
         column = self[name]
         assert isinstance(column, np.ndarray), f"{name} is not a column of objects"
         return column
 
     @property
     def lengths(self) -> torch.Tensor:
-        """[rows] int64: prompt and response tokens of each row."""
+        """[rows] int64: prompt and response tokens."""
         for name, column in self.columns.items():
             if isinstance(column, Ragged):
                 return column.lengths if KEYS[name].kind is Kind.TOKENS else column.lengths + 1
@@ -123,11 +123,10 @@ class DataProto:
         return DataProto({name: self[name] for name in names})
 
     def with_columns(self, **columns: Column) -> DataProto:
-        """Add or replace columns."""
         return DataProto({**self.columns, **columns})
 
     def union(self, other: DataProto) -> DataProto:
-        """The columns of both, row by row; what both have must be the same."""
+        """Columns of both; common ones must be equal."""
         for name in self.columns:
             if name in other and not _same_column(self[name], other[name]):
                 raise ValueError(f"union: both batches have a column {name!r}, with different contents")
@@ -136,7 +135,7 @@ class DataProto:
     # ------------------------------------------------------------ rows
 
     def take(self, index: Index) -> DataProto:
-        """Rows in the order of `index`; a row may be left out or repeated."""
+        """Rows in the order of `index`, also repeated."""
         rows = as_index(index, len(self))
         numbers = rows.numpy()
         taken = {
@@ -146,7 +145,7 @@ class DataProto:
         return DataProto(taken)
 
     def slice(self, start: int, stop: int) -> DataProto:
-        """Consecutive rows, without a copy of tokens."""
+        """Consecutive rows; tokens are not copied."""
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"rows {start} to {stop} of {len(self)}")
         cut = {
@@ -155,7 +154,7 @@ class DataProto:
         return DataProto(cut)
 
     def split(self, sizes: Sequence[int]) -> list[DataProto]:
-        """Consecutive pieces of these sizes, which may differ and be 0."""
+        """Consecutive pieces; sizes may be 0."""
         if any(size < 0 for size in sizes) or sum(sizes) != len(self):
             raise ValueError(f"split: sizes {list(sizes)} must add up to the {len(self)} rows of the batch")
         ends = np.cumsum([0, *sizes]).tolist()
@@ -163,7 +162,7 @@ class DataProto:
 
     @staticmethod
     def concat(parts: Sequence[DataProto]) -> DataProto:
-        """The rows of all parts, which must have the same columns."""
+        """Rows of all parts, with equal columns."""
         if not parts:
             raise ValueError("concat: no batches given")
         for number, part in enumerate(parts):
@@ -174,7 +173,7 @@ class DataProto:
         return DataProto(joined)
 
     def group_by(self, key: str) -> dict[Hashable, DataProto]:
-        """Rows with the same value of a ROW or OBJECT column, in order of first appearance."""
+        """Rows by value of a ROW or OBJECT column, in order of first appearance."""
         column = self[key]
         if isinstance(column, Ragged):
             raise ValueError(f"group_by: {key!r} has several entries per row; only columns with one value per row can group")
@@ -186,7 +185,7 @@ class DataProto:
     # ------------------------------------------------------------ storage
 
     def save(self, path: Path | str) -> None:
-        """Save as safetensors, which cannot execute code on loading; OBJECT columns go into its header as JSON."""
+        """Save as safetensors, which cannot execute code on loading; OBJECT columns are JSON in its header."""
         tensors: dict[str, torch.Tensor] = {}
         objects: dict[str, list[Any]] = {}
         for name, column in self.columns.items():
@@ -276,7 +275,7 @@ def _concat_columns(name: str, columns: list[Column]) -> Column:
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file that others may read as the umask says; safetensors itself gives every file mode 0600."""
+    """Write safetensors with the umask's mode; the library itself uses 0600."""
     from safetensors.torch import save_file
 
     path.touch()

@@ -1,4 +1,4 @@
-"""Ragged columns: rows of different lengths as flat values and offsets, in host memory, never written in place."""
+"""Ragged columns: flat values and offsets in host memory, never written in place."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import numpy as np
 import torch
 
 Index = Sequence[int] | np.ndarray | torch.Tensor
-"""Row numbers: select, reorder and repeat rows."""
+"""Row numbers."""
 
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """Row i is values[offsets[i]:offsets[i + 1]]. `offsets` [rows + 1] int64 from 0.
+    """Row i is values[offsets[i]:offsets[i + 1]].
 
-    `values` [sum of lengths, ...]: an entry is a number, or a tensor of the same shape in all rows (a token's alternatives, say).
+    `offsets` [rows + 1] int64 from 0. `values` [sum of lengths, ...]: numbers, or tensors of one shape (a token's alternatives).
     """
 
     values: torch.Tensor
@@ -39,14 +39,14 @@ class Ragged:
 
     @staticmethod
     def from_rows(rows: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> Ragged:
-        """`dtype` is needed where there may be no rows to take it from."""
+        """`dtype`: needed if there may be no rows."""
         dtype = dtype or (rows[0].dtype if rows else torch.float32)
         values = torch.cat([row.to(dtype) for row in rows]) if rows else torch.empty(0, dtype=dtype)
         return Ragged(values, _offsets(torch.tensor([len(row) for row in rows], dtype=torch.int64)))
 
     @staticmethod
     def from_padded(padded: torch.Tensor, lengths: Index) -> Ragged:
-        """The first lengths[i] entries of each row of `padded` [rows, width, ...]."""
+        """First lengths[i] entries of each row of `padded` [rows, width, ...]."""
         sizes = as_index(lengths)
         if padded.dim() < 2 or len(sizes) != padded.shape[0]:
             raise ValueError(f"ragged: {len(sizes)} lengths for a padded tensor of shape {tuple(padded.shape)}")
@@ -72,11 +72,11 @@ class Ragged:
         return self.values[int(self.offsets[i]) : int(self.offsets[i + 1])]
 
     def rows(self) -> list[torch.Tensor]:
-        """Rows as views."""
+        """Views."""
         return list(torch.split(self.values, self.lengths.tolist()))
 
     def take(self, index: Index) -> Ragged:
-        """Rows in the order of `index`; a row may be left out or repeated."""
+        """Rows in the order of `index`, also repeated."""
         rows = as_index(index, len(self))
         lengths = self.lengths[rows]
         offsets = _offsets(lengths)
@@ -84,7 +84,7 @@ class Ragged:
         return Ragged(self.values[shift + torch.arange(len(shift))], offsets)
 
     def slice(self, start: int, stop: int) -> Ragged:
-        """Consecutive rows, without a copy of their values."""
+        """Consecutive rows; values are not copied."""
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"rows {start} to {stop} of {len(self)}")
         first, last = int(self.offsets[start]), int(self.offsets[stop])
@@ -92,7 +92,7 @@ class Ragged:
 
     @staticmethod
     def concat(parts: Sequence[Ragged], fill: float | int | None = None) -> Ragged:
-        """Entries are vectors of different lengths? With `fill` the shorter ones are filled up, without it they are refused."""
+        """Join; `fill` pads vectors of different lengths, which are refused without it."""
         if not parts:
             raise ValueError("ragged: nothing to concatenate")
         values = [part.values for part in parts]
@@ -103,7 +103,7 @@ class Ragged:
         return Ragged(torch.cat(values), _offsets(torch.cat([part.lengths for part in parts])))
 
     def to_padded(self, pad_value: float | int | bool, length: int | None = None) -> torch.Tensor:
-        """[rows, length, ...]; the longest row's length where none is given."""
+        """[rows, length, ...]; by default the longest row's length."""
         longest = int(self.lengths.max()) if len(self) else 0
         width = longest if length is None else length
         if width < longest:
@@ -113,7 +113,7 @@ class Ragged:
         return padded
 
     def equals(self, other: Ragged) -> bool:
-        """Same rows, dtype included; NaN equals NaN."""
+        """Same rows and dtype; NaN equals NaN."""
         return torch.equal(self.offsets, other.offsets) and same_tensor(self.values, other.values)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -125,12 +125,12 @@ class Ragged:
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """Contiguous, so that a pickle holds these entries and nothing of the tensor they were sliced from."""
+    """Contiguous array: a pickle holds these entries only, not the tensor they were sliced from."""
     return tensor.detach().contiguous().numpy()
 
 
 class _Writable:
-    """Presents an array's memory as writable, and keeps it alive: torch warns about read-only memory, which is the normal case here."""
+    """Presents memory as writable and keeps it alive: torch warns about read-only memory, the normal case here."""
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
@@ -138,21 +138,21 @@ class _Writable:
 
 
 def from_numpy(array: np.ndarray) -> torch.Tensor:
-    """View of an array, even of read-only memory; the tensor must not be written to."""
+    """View of an array, even a read-only one; never write to it."""
     if array.flags.writeable:
         return torch.from_numpy(array)
     return torch.from_numpy(np.asarray(_Writable(array)) if array.size else array.copy())
 
 
 def same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Equal in dtype, shape and entries; NaN equals NaN."""
+    """Same dtype, shape and entries; NaN equals NaN."""
     if left.dtype != right.dtype or left.shape != right.shape:
         return False
     return bool(((left == right) | ((left != left) & (right != right))).all())
 
 
 def as_index(index: Index, rows: int | None = None) -> torch.Tensor:
-    """[n] int64, checked against the number of rows. A mask is refused: its entries would pass for the rows 0 and 1."""
+    """[n] int64, within the rows. Masks are refused: they would pass for rows 0 and 1."""
     found = index if isinstance(index, torch.Tensor) else np.asarray(index)
     if len(found) == 0:
         return torch.empty(0, dtype=torch.int64)
@@ -170,7 +170,7 @@ def _rebuild(values: np.ndarray, offsets: np.ndarray) -> Ragged:
 
 
 def _widened(values: list[torch.Tensor], fill: float | int) -> list[torch.Tensor]:
-    """[n, k] each to [n, the largest k]. A tensor without entries may have any shape: nothing told it its k."""
+    """Pad [n, k] to the largest k; tensors without entries may have any shape."""
     width = max((each.shape[1] for each in values if each.dim() == 2), default=0)
     return [
         torch.nn.functional.pad(each, (0, width - each.shape[1]), value=fill) if each.dim() == 2 else each.new_empty(0, width)
@@ -183,5 +183,5 @@ def _offsets(lengths: torch.Tensor) -> torch.Tensor:
 
 
 def _real(lengths: torch.Tensor, width: int) -> torch.Tensor:
-    """[rows, width] bool: the entries that are no padding."""
+    """[rows, width] bool: False for padding."""
     return torch.arange(width) < lengths[:, None]

@@ -1,5 +1,4 @@
-"""The values that a row may have in the columns that a domain names, and the domain that a row belongs to. The check and the run read them
-by these rules."""
+"""Values of a row in the columns that a domain names, and the row's domain; check and run share these rules."""
 
 from __future__ import annotations
 
@@ -13,11 +12,11 @@ from roll_lite.config.schema.domains import DataFiles, DomainConfig
 from roll_lite.data.sources import paths_of, shards_of
 
 LARGEST_WEIGHT = 3.4028234663852886e38
-"""Weights are float32."""
+"""Largest float32."""
 
 
 class RowError(ValueError):
-    """A row's value in one of its columns cannot be used."""
+    """Unusable value in a column."""
 
     def __init__(self, column: str, problem: str) -> None:
         super().__init__(f"column {column!r}: {problem}")
@@ -31,7 +30,7 @@ def cell(row: Mapping[str, Any], column: str, hint: str = "") -> Any:
 
 
 def answer_of(row: Mapping[str, Any], column: str, setting: str) -> Any:
-    """`setting`: the one that names the column."""
+    """`setting`: names the column."""
     without = f"; without answers, set {setting}: null"
     if (answer := cell(row, column, without)) is None:
         raise RowError(column, f"empty (null){without}")
@@ -39,7 +38,7 @@ def answer_of(row: Mapping[str, Any], column: str, setting: str) -> Any:
 
 
 def text_of(row: Mapping[str, Any], column: str, placeholder: str, setting: str) -> str:
-    """The text that fills a placeholder. `setting`: the template's place."""
+    """Text for a placeholder. `setting`: path of the template."""
     value = cell(row, column, "" if placeholder == "prompt" else f" ({setting}.text has the placeholder {{{placeholder}}})")
     if isinstance(value, list) and value and isinstance(value[0], dict):
         raise RowError(column, f"a list of chat messages needs {setting}.name: chat")
@@ -49,7 +48,7 @@ def text_of(row: Mapping[str, Any], column: str, placeholder: str, setting: str)
 
 
 def messages_of(row: Mapping[str, Any], column: str, system: str | None) -> list[dict[str, str]]:
-    """Chat messages. `system`: the template's own first message."""
+    """Chat messages. `system`: the template's first message."""
     prompt = cell(row, column)
     if isinstance(prompt, str):
         messages = [{"role": "user", "content": prompt}]
@@ -75,7 +74,7 @@ def tag_of(row: Mapping[str, Any], column: str) -> str:
 
 
 def reported_value(row: Mapping[str, Any], column: str) -> str | float:
-    """The value that validation is reported by."""
+    """Value by which validation is reported."""
     value = cell(row, column)
     if not isinstance(value, str | int | float):
         raise RowError(column, f"prompts are reported by a text or a number, got {show(value)}")
@@ -90,7 +89,7 @@ def difficulty_of(row: Mapping[str, Any], column: str) -> float:
 
 
 def weight_of(row: Mapping[str, Any], column: str | None) -> float:
-    """The weight of a row's samples in the loss; 1 without a column."""
+    """Weight of a row's samples in the loss; 1 without a column."""
     weight = 1.0 if column is None else cell(row, column)
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= LARGEST_WEIGHT:
         raise RowError(str(column), f"the weight of a sample is a number of at least 0, got {show(weight)}")
@@ -98,7 +97,7 @@ def weight_of(row: Mapping[str, Any], column: str | None) -> float:
 
 
 def files_read(*given: DataFiles | None) -> set[Path]:
-    """The files of these, folders taken apart. A missing or broken one is its own domain's mistake."""
+    """Files of the data, folders resolved; missing or broken ones are reported elsewhere."""
     files: set[Path] = set()
     for path in (path for one in given if one is not None for path in paths_of(one)):
         with suppress(ValueError, OSError):
@@ -107,7 +106,7 @@ def files_read(*given: DataFiles | None) -> set[Path]:
 
 
 class TagOwners:
-    """Domain of a row if domains share files: the one that lists the row's tag, among those that read its file with this tag column."""
+    """Domain of a row in shared files: the one that lists its tag, among those that read the file with this tag column."""
 
     def __init__(self, domains: Mapping[str, DomainConfig], column: str) -> None:
         tagged = {name: domain.data for name, domain in domains.items() if domain.data.tag == column}
@@ -116,11 +115,11 @@ class TagOwners:
         self._of_file: dict[Path, dict[str, str]] = {}
 
     def owner(self, tag: str, file: Path) -> str | None:
-        """The domain that gets this file's rows with this tag; None where they would be lost."""
+        """Domain of this tag in this file; None: the row would be lost."""
         return self._owners(file).get(tag)
 
     def why_nobody(self, tag: str, file: Path) -> str:
-        """Why a row has no owner."""
+        """Reason why a row has no owner."""
         elsewhere = [name for name, tags in self._tags.items() if tag in tags]
         if elsewhere:
             name = elsewhere[0]

@@ -1,7 +1,4 @@
-"""Records of the rollout side: prompts, requests, completions, scored samples.
-
-They are plain and picklable, without tensors or Ray; scheduler, rewards and engines exchange them.
-"""
+"""Records of the rollout side: prompts, requests, completions, scored samples. Plain and picklable, without tensors or Ray."""
 
 from __future__ import annotations
 
@@ -14,11 +11,11 @@ if TYPE_CHECKING:  # keeps `roll-lite check` fast
     import numpy as np
 
 TURN = "/turn"
-"""Separates the sample's id from the turn's number in the request ids of later turns."""
+"""Separates sample id and turn number in request ids of later turns."""
 
 
 class FinishReason(StrEnum):
-    """Reason for which an engine stopped generating."""
+    """Why an engine stopped generating."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -26,7 +23,7 @@ class FinishReason(StrEnum):
 
 
 class SampleOutcome(StrEnum):
-    """End of a sample. Every sample ends in exactly one of these."""
+    """End of a sample; exactly one of these."""
 
     ACCEPTED = "accepted"
     FILTERED = "filtered"
@@ -34,7 +31,7 @@ class SampleOutcome(StrEnum):
 
 
 class Packed:
-    """Base of records that cross process borders in large numbers: pickled as their values alone, in a third of the time."""
+    """Base of records that often cross processes: pickled as values alone, in a third of the time."""
 
     __slots__: tuple[str, ...] = ()
 
@@ -44,36 +41,36 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One row of a domain's data, tokenized."""
+    """Tokenized row of a domain's data."""
 
     domain: str
     uid: int
-    """Row number in the domain's file: stable over epochs and restarts."""
+    """Row number in the domain's file; stable over epochs and restarts."""
     text: str
-    """The model's input, template applied."""
+    """Model input, with template."""
     token_ids: tuple[int, ...]
     answer: Any = None
     columns: dict[str, Any] = field(default_factory=dict)
-    """The whole row of the data, for rewards that need more than the answer."""
+    """Whole row of the data."""
     weight: float = 1.0
-    """Factor of its samples' weights in the loss."""
+    """Weight of its samples in the loss."""
     question: Any = None
-    """The prompt as the data holds it, without the template: a text, or chat messages."""
+    """Prompt in the data, without template: a text, or chat messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleId:
-    """Identity of one sample. Validation uses epoch -1."""
+    """Identity of a sample. Validation uses epoch -1."""
 
     domain: str
     prompt_uid: int
     epoch: int
     group: int
-    """Number of the sample group, unique in the run."""
+    """Unique in the run."""
     index: int
-    """Index in the group, 0 to n-1; n for the greedy baseline."""
+    """0 to n-1 in the group; n for the greedy baseline."""
     attempt: int = 0
-    """Number of earlier attempts at this sample."""
+    """Earlier attempts."""
 
     def request_id(self) -> str:
         return f"{self.domain}/{self.prompt_uid}/{self.epoch}/{self.group}/{self.index}/{self.attempt}"
@@ -81,7 +78,7 @@ class SampleId:
 
 @dataclass(frozen=True, slots=True)
 class Sampling(Packed):
-    """Sampling parameters. Temperature 0 is greedy."""
+    """Temperature 0 is greedy."""
 
     temperature: float
     max_tokens: int
@@ -93,100 +90,98 @@ class Sampling(Packed):
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
     keep_mask: bool = False
-    """Ask the engine for the tokens that survived truncation (Completion.kept_ids)."""
+    """Ask for the tokens that survived truncation (Completion.kept_ids)."""
 
 
 class TokenRow(NamedTuple):
-    """Reference to the tokens, mask and log-probs of a sample: a row of a token block (workers/token_blocks.py)."""
+    """Tokens, mask and log-probs of a sample: a row of a token block (workers/token_blocks.py)."""
 
     block: Any
     """Reference into the object store; within one process the block itself."""
     row: int
     length: int
-    """Number of tokens in the row."""
+    """Tokens in the row."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest(Packed):
-    """Request for one response."""
+    """Request for a response."""
 
     request_id: str
     prompt_ids: tuple[int, ...]
     sampling: Sampling
     context: TokenRow | None = None
-    """Tokens before prompt_ids, from an earlier request. The worker beside the engine fetches them: engines get whole prompts."""
+    """Tokens before prompt_ids, of an earlier request. The engine's worker fetches them: engines get whole prompts."""
     resumed: int = 0
-    """Number of tokens, at the end of the context, that belong to the response: an earlier request ended in the middle of it.
+    """Tokens at the end of the context that belong to the response, which an earlier request began.
 
-    The returned text is that of the whole response, and a stop string may span both parts; everything else counts the new tokens only.
+    The returned text is the whole response, and stop strings may span both parts; all else counts new tokens only.
     """
 
     @property
     def resumed_ids(self) -> tuple[int, ...]:
-        """The resumed tokens, of a request with its whole prompt."""
+        """Resumed tokens of a request with its whole prompt."""
         return self.prompt_ids[len(self.prompt_ids) - self.resumed :]
 
 
 class VersionSpan(NamedTuple):
-    """Version of the engine's weights from response token `start` on."""
+    """Weight version from response token `start` on."""
 
     start: int
     version: int
 
 
 def since_token(spans: Sequence[VersionSpan], first: int, end: int) -> tuple[VersionSpan, ...]:
-    """Spans of the tokens `first` to `end`, counted from `first`."""
+    """Spans of tokens `first` to `end`, counted from `first`."""
     begun = [span for span in spans if span.start <= first][-1:] if first < end else []
     return tuple(VersionSpan(max(0, span.start - first), span.version) for span in [*begun, *(s for s in spans if first < s.start < end)])
 
 
 def merged(*spans: VersionSpan) -> tuple[VersionSpan, ...]:
-    """Drop spans that repeat the version before them."""
+    """Drop spans that repeat the previous version."""
     return tuple(span for place, span in enumerate(spans) if not place or spans[place - 1].version != span.version)
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """An engine's answer to one request. If `error` is set, the request failed and the rest is meaningless."""
+    """Engine's answer to a request. With `error` the request failed, and the rest is meaningless."""
 
     request_id: str
     token_ids: tuple[int, ...] = ()
     log_probs: tuple[float, ...] = ()
-    """Log-probs under the sampling distribution (after temperature and truncation), one per token."""
+    """By token, under the sampling distribution (after temperature and truncation)."""
     text: str = ""
-    """The whole response, resumed tokens included, without special tokens."""
+    """Whole response, resumed tokens included, without special tokens."""
     finish_reason: FinishReason | None = None
     versions: tuple[VersionSpan, ...] = ()
     error: str | None = None
     kept_ids: tuple[tuple[int, ...], ...] | None = None
-    """Ids that survived truncation, for each response token, if the sampling asks for them."""
+    """Ids that survived truncation, by response token, if requested."""
     cached_tokens: int = 0
-    """Prompt tokens found in the engine's prefix cache."""
+    """Prompt tokens found in the prefix cache."""
     experts: np.ndarray | None = field(default=None, compare=False)
-    """[tokens, layers with experts x experts per token] int16: experts of the prompt's and response's tokens, if reported.
-
-    The last token is missing, since the engine has not processed it.
-    """
+    """[tokens, layers with experts x experts per token] int16: experts of prompt and response tokens, if reported; without the last
+    token, which the engine has not processed."""
 
 
 class Turn(NamedTuple):
-    """A Completion as the scheduler gets it: numbers, text, and a reference to the tokens."""
+    """Completion as the scheduler gets it: numbers, text, and a reference to the tokens."""
 
     request_id: str
     length: int = 0
-    """Number of tokens generated for this request; `versions` refers to them."""
+    """Tokens generated for this request; `versions` refers to them."""
     text: str = ""
-    """The whole response, resumed tokens included. Empty if an abort came before the first token."""
+    """Whole response, resumed tokens included; empty if aborted before the first token."""
     finish_reason: FinishReason | None = None
     versions: tuple[VersionSpan, ...] = ()
     error: str | None = None
     cached_tokens: int = 0
     tokens: TokenRow | None = None
-    """All tokens so far: the request's context and prompt, then the response."""
+    """Context, prompt and response."""
 
 
 class Author(StrEnum):
-    """Author of a segment. Only the policy's tokens train."""
+    """Author of a segment; only the policy's tokens train."""
 
     PROMPT = "prompt"
     POLICY = "policy"
@@ -195,23 +190,23 @@ class Author(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Consecutive tokens of one author. Tokens and log-probs stay in the token block."""
+    """Consecutive tokens of one author, stored in the token block."""
 
     author: Author
     length: int
     versions: tuple[VersionSpan, ...] = ()
-    """Weight versions, counted from the segment's first token."""
+    """Counted from the segment's first token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """Segments of a sample: the prompt, then the policy's responses and the environment's parts between them."""
+    """Segments of a sample: prompt, then responses of the policy and parts of the environment."""
 
     segments: tuple[Segment, ...] = ()
     text: str = ""
-    """All responses of the policy, joined."""
+    """Responses of the policy, joined."""
     finish_reason: FinishReason | None = None
-    """Finish reason of the last response."""
+    """Of the last response."""
     tokens: TokenRow | None = None
 
     @property
@@ -220,7 +215,7 @@ class Transcript:
 
     @property
     def response_length(self) -> int:
-        """Number of tokens after the prompt."""
+        """All tokens after the prompt."""
         return sum(segment.length for segment in self.segments if segment.author is not Author.PROMPT)
 
     @property
@@ -229,7 +224,7 @@ class Transcript:
 
     @property
     def versions(self) -> tuple[VersionSpan, ...]:
-        """Weight versions, counted from the first token after the prompt."""
+        """Counted from the first token after the prompt."""
         spans: list[VersionSpan] = []
         start = -self.prompt_length
         for segment in self.segments:
@@ -244,16 +239,16 @@ class RewardInput(Packed):
 
     domain: str
     prompt: str
-    """The model's input, template applied."""
+    """Model input, with template."""
     response: str
-    """The response without special tokens."""
+    """Response without special tokens."""
     answer: Any
-    """The reference answer."""
+    """Reference answer."""
     columns: dict[str, Any]
-    """The whole row of the data, by column."""
+    """Whole row of the data."""
     finish_reason: str
     question: Any = None
-    """The prompt as the data has it, without the template: a text, or a list of chat messages."""
+    """Prompt in the data, without template: a text, or a list of chat messages."""
 
     @staticmethod
     def of(prompt: Prompt, response: str, finish_reason: str) -> RewardInput:
@@ -262,18 +257,18 @@ class RewardInput(Packed):
 
 @dataclass(frozen=True, slots=True)
 class Score(Packed):
-    """Result of a reward function. A plain number or bool becomes Score(value)."""
+    """Result of a reward function; a plain number or bool becomes Score(value)."""
 
     value: float
     correct: bool | None = None
-    """Counts for accuracy. None: value >= 1 - 1e-6 is correct."""
+    """Counts for accuracy; None: correct if value >= 1 - 1e-6."""
     details: dict[str, float | str] = field(default_factory=dict)
     format_ok: bool | None = None
-    """Whether the domain's format pattern matches the response; None without a pattern."""
+    """The domain's format pattern matches; None without a pattern."""
     answer: str | None = None
-    """The response's answer, for majority votes; empty: it has none. None: this reward extracts no answers."""
+    """The response's answer, for majority votes; empty: none found; None: this reward extracts no answers."""
     terms: dict[str, float] = field(default_factory=dict)
-    """Summands of the value where the reward has several terms, weights included."""
+    """Weighted summands of the value, for rewards of several terms."""
 
     @property
     def is_correct(self) -> bool:
@@ -282,7 +277,7 @@ class Score(Packed):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A finished sample with its transcript, score and outcome."""
+    """Finished sample."""
 
     id: SampleId
     prompt: Prompt
@@ -290,27 +285,27 @@ class Sample:
     outcome: SampleOutcome
     score: Score | None = None
     failure: str | None = None
-    """Cause, for SampleOutcome.FAILED and FILTERED."""
+    """Cause of FAILED or FILTERED."""
     timed_out: bool = False
-    """Whether generation timed out; the transcript then holds the part generated by then."""
+    """Generation timed out; the transcript holds the tokens so far."""
     asked: float | None = field(default=None, compare=False)
-    """Time at which generation was asked for, on the event loop's clock."""
+    """Generation was requested; all times on the event loop's clock."""
     generated: float | None = field(default=None, compare=False)
-    """Time of the last token."""
+    """Last token."""
     scored: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class SampleGroup:
-    """All samples of one prompt, in index order."""
+    """Samples of a prompt, in index order."""
 
     group: int
     domain: str
     samples: tuple[Sample, ...]
     baseline: Sample | None = None
-    """The greedy response to the prompt (ReMax): scored like the others, never trained on."""
+    """Greedy response (ReMax): scored, never trained on."""
 
     @property
     def timed_out(self) -> bool:
-        """Whether a sample timed out: most likely a long response, so that the others are biased to short ones."""
+        """A sample timed out, most likely a long one: the others are biased to short responses."""
         return any(sample.timed_out for sample in self.samples)

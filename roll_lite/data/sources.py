@@ -1,4 +1,4 @@
-"""Files of a domain's data and their rows: JSON lines, parquet, arrow; one file or a folder of them, read a part at a time."""
+"""Rows of data files: JSON lines, parquet, arrow; a file or a folder, read in parts."""
 
 from __future__ import annotations
 
@@ -14,42 +14,40 @@ from roll_lite.files import elsewhere, first_line, is_file, kind_of, listing, re
 Kind = Literal["jsonl", "parquet", "arrow"]
 
 KINDS: dict[str, Kind] = {".jsonl": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
-"""File kind by suffix."""
+"""By suffix."""
 ROWS_AT_ONCE = 1024
-"""Rows of a table that are read at once; the file stores columns."""
+"""Rows of a table read at once."""
 SPLITS = {
     "train": "train training",
     "validation": "validation valid val dev",
     "test": "test testing eval evaluation",
     "held-out": "heldout holdout",
 }
-"""Words of a file's name that say its split, as Hugging Face names them."""
+"""Words in file names by split, as Hugging Face names them."""
 _SPLIT_OF = {word: split for split, words in SPLITS.items() for word in words.split()}
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class Shard(NamedTuple):
-    """File of a domain's data."""
-
     path: Path
     kind: Kind
 
     @property
     def unit(self) -> str:
-        """Name of the unit in which its rows are counted, from 1."""
+        """Unit of row numbers."""
         return "line" if self.kind == "jsonl" else "row"
 
 
 class Row(NamedTuple):
     shard: int
-    """Number of its file."""
+    """Number of the file."""
     file: Path
     unit: str
-    """Name of the unit in which rows are counted: line or row."""
+    """Unit of row numbers: line or row."""
     number: int
-    """Number of the row, from 1."""
+    """From 1."""
     content: dict[str, Any] | str
-    """Its columns, or why they cannot be read."""
+    """Columns, or why the row is unreadable."""
 
     @property
     def place(self) -> str:
@@ -64,10 +62,8 @@ def paths_of(files: DataFiles) -> list[Path]:
 
 
 def shards_of(path: Path) -> list[Shard]:
-    """A file, or the files of a folder in their order: a data set saved by Hugging Face `datasets`, or shards of one kind and split.
-
-    ValueError for anything else.
-    """
+    """A file, or the ordered files of a folder: a data set saved by Hugging Face `datasets`, or shards of one kind and split. Otherwise
+    ValueError."""
     found = kind_of(path)
     if found is None:
         raise ValueError(f"no such file: {path}{elsewhere(path)}")
@@ -101,7 +97,7 @@ def _folder(folder: Path) -> list[Shard]:
 
 
 def _refuse_mixed_splits(folder: Path, names: Sequence[str]) -> None:
-    """Held-out rows must not train: the names have to tell one split, or differ in nothing but numbers."""
+    """Refuse names of several splits, or names without a split that differ in more than numbers: held-out rows must not train."""
     by_split = {_split(name): name for name in names}
     if len(by_split) > 1:
         named = ", ".join(f"{name} ({split or 'no split named'})" for split, name in sorted(by_split.items()))
@@ -113,13 +109,13 @@ def _refuse_mixed_splits(folder: Path, names: Sequence[str]) -> None:
 
 
 def _split(name: str) -> str:
-    """Splits that words in a file's name stand for; empty if there are none."""
+    """Splits named in a file name; empty if none."""
     words = re.findall(r"[a-z]+", re.sub(r"held[-_. ]out|hold[-_. ]out", "heldout", name.lower()))
     return "+".join(sorted({_SPLIT_OF[word] for word in words if word in _SPLIT_OF}))
 
 
 def _saved(folder: Path) -> list[Shard]:
-    """The files that `Dataset.save_to_disk` wrote."""
+    """Files written by `Dataset.save_to_disk`."""
     state = read_object(folder / "state.json")
     if state.get("_indices_data_files") or state.get("_indices_files"):
         raise ValueError(f"{folder} was saved by an old version of `datasets` with an index beside the rows; save flatten_indices() of it")
@@ -139,13 +135,13 @@ def _saved(folder: Path) -> list[Shard]:
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Every row of the file or folder, in order. ValueError where a file as a whole cannot be read."""
+    """Rows of a file or folder, in order; ValueError for an unreadable file."""
     for index, shard in enumerate(shards_of(path)):
         yield from shard_rows(shard, index)
 
 
 def shard_rows(shard: Shard, index: int = 0, columns: Sequence[str] | None = None) -> Iterator[Row]:
-    """Rows of one file. `columns`: of a table only these are read, which have to be there."""
+    """Rows of a file. `columns`: of a table, only these, which must exist."""
     try:
         contents = _json_lines(shard.path) if shard.kind == "jsonl" else _table(shard, columns)
         for number, content in contents:
@@ -155,7 +151,7 @@ def shard_rows(shard: Shard, index: int = 0, columns: Sequence[str] | None = Non
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """Bytes, because text mode and str.splitlines cut at characters that JSON allows inside strings. Blank lines are skipped."""
+    """Parse lines. Bytes, because text mode splits at characters that JSON allows in strings. Blank lines are skipped."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             raw = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
@@ -190,7 +186,7 @@ def _lone_surrogate(row: Any) -> str | None:
 
 
 def declared_columns(shard: Shard) -> list[str]:
-    """The columns of a parquet or arrow file, from its schema alone; ValueError if it has none that can be read."""
+    """Columns in the schema of a parquet or arrow file; ValueError if unreadable."""
     from pyarrow import ArrowException, parquet
 
     try:
@@ -230,7 +226,7 @@ def _batches(shard: Shard, columns: Sequence[str] | None) -> Iterator[Any]:
 
 
 def _arrow_reader(file: Path) -> Any:
-    """pyarrow's reader of batches. Hugging Face writes the stream format, other programs the file format."""
+    """Reader of batches: Hugging Face writes the stream format, others the file format."""
     from pyarrow import ArrowInvalid, ipc, memory_map
 
     source = memory_map(str(file))

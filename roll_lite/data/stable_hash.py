@@ -1,4 +1,4 @@
-"""A hash that is the same in every process and every run, unlike Python's own, which is salted."""
+"""Hash that is equal in all processes and runs; Python's own is salted."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import hashlib
 
 
 def stable_hash(*parts: object) -> int:
-    """63 bits from the text of the parts. What fits into a signed 64-bit integer every engine takes as a seed."""
+    """63 bits from the parts' texts: a valid seed for every engine."""
     digest = hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 def derived_seed(run_seed: int, purpose: str, *parts: object) -> int:
-    """A seed for one use of random numbers in a run. Sums such as `seed + step` would give step 2 of run 1 the numbers of step 1 of run 2.
+    """Seed for one use of random numbers. Sums such as `seed + step` would give step 2 of run 1 the numbers of step 1 of run 2.
 
-    31 bits: numpy's and torch's generators, Megatron-Core, which adds a rank's number, and the engines all take them.
+    31 bits: valid for numpy, torch, engines, and Megatron-Core, which adds a rank.
     """
     return stable_hash(run_seed, purpose, *parts) >> 32

@@ -1,4 +1,4 @@
-"""Rows that the actor learns word by word beside its own samples (`algorithm.ptx`): drawn in a seeded order that can be resumed."""
+"""Rows that the actor learns word by word beside its own samples (`algorithm.ptx`), in a seeded, resumable order."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ class SupervisedRows:
         self._order = PromptOrder(len(self._prompts), seed, "ptx")
 
     def draw(self) -> DataProto:
-        """The rows of one optimizer step. Every token that counts weighs coef / their number, so that their loss is coef times the mean
-        cross-entropy."""
+        """Rows of an optimizer step. Learned tokens weigh coef / their number: the loss is coef times the mean cross-entropy."""
         rows = [self._row(self._order.next()[1]) for _ in range(self._config.samples)]
         targets = sum(int(counts[1:].sum()) for _, counts in rows)
         return DataProto(
@@ -48,7 +47,7 @@ class SupervisedRows:
         return [[rows.take(part[rank]) for rows, part in zip(drawn, parts, strict=True)] for rank in range(ranks)]
 
     def _row(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids, and which of them are learned: those of the answer and the end of sequence, all where there is no answer."""
+        """Token ids, and a mask of the learned ones: answer and end of sequence, or all if there is no answer."""
         prompt = self._prompts[number]
         given = list(prompt.token_ids)
         learned = [] if self._config.data.answer is None else self._answer(prompt.answer)
@@ -74,7 +73,7 @@ class SupervisedRows:
 
 
 def beside(own: DataProto, supervised: DataProto) -> DataProto:
-    """Join policy rows and supervised rows. Columns of the one kind are empty or zero in the other."""
+    """Join policy rows and supervised rows; missing columns are empty or zero."""
     lengths = supervised.lengths
     missing = {name: _nothing(name, column, lengths) for name, column in own.columns.items() if name not in supervised}
     return DataProto.concat([own.with_columns(ptx_weight=torch.zeros(len(own))), supervised.with_columns(**missing)])

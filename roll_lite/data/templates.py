@@ -1,4 +1,4 @@
-"""Templates: turn a row of a domain's data into the model's text and tokens."""
+"""Templates: from a row of the data to the model's text and tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from roll_lite.data.row_values import RowError, messages_of, text_of
 from roll_lite.files import first_line, read_text
 
 Tokenizer = Any
-"""A Hugging Face tokenizer; transformers, slow to import, is loaded only where one is made."""
+"""Hugging Face tokenizer; transformers is slow to import and loaded only when one is made."""
 
 
 def load_tokenizer(path: Path | str, setting: str = "model.path") -> Tokenizer:
@@ -28,7 +28,7 @@ def load_tokenizer(path: Path | str, setting: str = "model.path") -> Tokenizer:
 
 
 class Template:
-    """The template of one domain. `setting` is its place in the configuration, for messages."""
+    """Template of a domain. `setting`: its configuration path, for messages."""
 
     def __init__(self, config: TemplateConfig, prompt_column: str, tokenizer: Tokenizer, setting: str) -> None:
         self._config = config
@@ -36,7 +36,7 @@ class Template:
         self._tokenizer = tokenizer
         self._setting = setting
         self._chat_template: str | None = None
-        """None: the tokenizer's own."""
+        """None: the tokenizer's."""
         self._placeholders: list[str] = []
         if isinstance(config, PlainTemplateConfig):
             self._placeholders = _placeholders(config.text, f"{setting}.text")
@@ -46,7 +46,7 @@ class Template:
             raise ValueError(f"{setting}.name: chat, but the tokenizer has no chat template; use name: plain")
 
     def render(self, row: Mapping[str, Any]) -> str:
-        """The text of a row; RowError where a column does not fit."""
+        """Text of a row; RowError if a column does not fit."""
         if isinstance(self._config, PlainTemplateConfig):
             columns = {name: self._prompt_column if name == "prompt" else name for name in self._placeholders}
             return self._config.text.format_map({name: text_of(row, column, name, self._setting) for name, column in columns.items()})
@@ -59,8 +59,8 @@ class Template:
             raise RowError(self._prompt_column, f"the chat template refuses the messages: {error}") from error
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
-        """Plain text gets the special tokens that the tokenizer adds by itself, as in pre-training (a BOS for Llama, none for Qwen);
-        a chat template has written them into the text already."""
+        """Tokenize. Plain text gets the tokenizer's special tokens, as in pre-training (BOS for Llama, none for Qwen); a chat template
+        has written them into the text."""
         if not texts:
             return []
         add = isinstance(self._config, PlainTemplateConfig)

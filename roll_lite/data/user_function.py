@@ -1,4 +1,4 @@
-"""Loading of user functions by dotted path."""
+"""User functions by dotted path."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ from roll_lite.config.problems import or_nearest
 
 
 def load_function(name: str, path: str, shape: str) -> Callable[..., Any]:
-    """Load the function `name` (package.module.function) of the setting `path`. `shape` describes its signature in messages.
-
-    ValueError for any mistake.
-    """
+    """Load package.module.function for the setting `path`; ValueError for any mistake. `shape`: its signature, for messages."""
     module_name, _, attribute = name.rpartition(".")
     if not module_name or not attribute:
         raise ValueError(f"{path}: {name!r} is no dotted path; a function of your own is named package.module.function")
@@ -43,5 +40,5 @@ def load_function(name: str, path: str, shape: str) -> Callable[..., Any]:
 
 
 def nearest_aside(word: str, known: list[str]) -> str:
-    """A hint at the nearest known name, for the middle of a message."""
+    """Hint at the nearest known name, for the middle of a message."""
     return or_nearest(word, known).replace(";", ",", 1)
