@@ -1,7 +1,7 @@
-"""Agreement check: engine and trainer must give the same log-probs to the tokens of the first batch.
+"""Agreement check: engine and trainer must give the tokens of the first batch the same log-probs.
 
-If they read a model differently (config.json, a tied head, an engine argument), a run trains without any error on samples of another
-policy. The check costs nothing: the mismatch is measured in a forward pass that runs anyway.
+If they read a model differently (config.json, a tied head, an engine argument), a run trains without error on another policy's samples. The
+check costs nothing: a forward pass that runs anyway measures the mismatch.
 """
 
 from __future__ import annotations
@@ -27,14 +27,12 @@ If engines are meant to differ that much, raise rollout.max_mismatch; null allow
 
 
 class DifferentModels(RuntimeError):
-    """Engine and trainer give different log-probs to the same tokens."""
+    """Different log-probs of the same tokens."""
 
 
 class Agreement:
-    """Checks the first step with log-probs of both sides; during a critic's warm-up with `old_log_probs: rollout` the actor gives none.
-
-    Warns once about samples that cannot be compared.
-    """
+    """Checks the first step with log-probs of both sides: during a critic's warm-up with `old_log_probs: rollout` the actor gives none.
+    Warns once about samples that cannot be compared."""
 
     def __init__(self, config: RunConfig) -> None:
         self._bound = config.rollout.max_mismatch if trains(config) else None
@@ -46,7 +44,7 @@ class Agreement:
         self._has_said = False
 
     def look(self, metrics: Mapping[str, float]) -> None:
-        """Raise DifferentModels with likely causes if the mismatch in a step's metrics exceeds the bound."""
+        """Raise DifferentModels with likely causes if the mismatch exceeds the bound."""
         if self._bound is None:
             return
         told = [name for name in self._metrics if name in metrics]

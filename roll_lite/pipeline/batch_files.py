@@ -1,20 +1,8 @@
-"""Files in the run's folder from which examples/recompute.py computes losses and weights once more:
+"""Files from which examples/recompute.py computes losses and weights once more (docs/recompute.md): weights at the start, inputs of the
+losses, samples of skipped updates.
 
-| file                                   | written by               | holds                                                        |
-|----------------------------------------|--------------------------|--------------------------------------------------------------|
-| `start/models.json`, `start/ROLE/`     | driver, once             | the weights that training starts from, or where they are     |
-| `start/adapters/`                      | actor, once              | with LoRA: the adapters that training starts from            |
-| `batches/step_000012/rows_0000.parquet` | head of data rank 0 (*) | its rows: tokens, masks, log-probs, values, advantages       |
-| `batches/.../mini_batches.parquet`     | driver                   | which sample is in which optimizer step, and its loss weight |
-| `batches/.../supervised.parquet`       | driver                   | with algorithm.ptx: its rows in each optimizer step          |
-| `batches/.../step.json`                | driver                   | KL coefficients of the step                                  |
-| `skipped/step_000012_actor_update_02/` | as above                 | the same of the samples of one update that was skipped,      |
-|                                        |                          | because its loss or gradient was not finite, with losses;    |
-|                                        |                          | its rows of algorithm.ptx in `supervised.parquet`            |
-
-(*) The driver, where ranks do not share the folder with it.
-
-What became of each optimizer step, skipped ones included, stands in `updates.jsonl`.
+The driver writes them, except rows and adapters, which the actor's ranks write; the driver writes the rows too if ranks do not share its
+folder.
 """
 
 from __future__ import annotations
@@ -47,9 +35,9 @@ from roll_lite.pipeline.skipped_updates import Skipped
 from roll_lite.workers.actor import ActorWorker
 
 SMALL_STEP_TOKENS = 2**18
-"""A step with at most this many tokens is small: some megabytes on the disk."""
+"""Most tokens of a small step: some megabytes on the disk."""
 WHOLE_VOCABULARY = ("ref_distribution", "old_distribution")
-"""Left out: thousands of numbers per token, which a forward pass gives again."""
+"""Not written: thousands of numbers per token, which a forward pass gives again."""
 
 
 class BatchFiles:
@@ -61,7 +49,7 @@ class BatchFiles:
         self.are_written = batches_are_written(config)
 
     def keep_start(self, clusters: Clusters) -> None:
-        """Keep the weights that training starts from: copies of adapters and small models, the paths of others."""
+        """Keep the start weights: copies of adapters and small models, paths of others."""
         if not self.are_written:
             return
         start = self._folder / "start"
@@ -89,7 +77,7 @@ class BatchFiles:
         self._write(f"batches/step_{step:06d}", actor, batch, _as_table(mini_batches), {"step": step, "kl_coefs": dict(kl_coefs)})
 
     def write_supervised(self, step: int, updates: Sequence[DataProto]) -> None:
-        """Write the rows of algorithm.ptx in each optimizer step of a step."""
+        """Write the rows of algorithm.ptx by optimizer step."""
         if self.are_written and updates:
             table = as_table(_supervised_columns(DataProto.concat(updates)))
             numbers = np.repeat(np.arange(1, len(updates) + 1), [len(rows) for rows in updates])
@@ -104,7 +92,7 @@ class BatchFiles:
         kl_coefs: Mapping[str, float],
         supervised: DataProto | None,
     ) -> None:
-        """Write the samples of one update and its rows of algorithm.ptx, even if no batches are written."""
+        """Write the samples of an update and its rows of algorithm.ptx, even if no batches are written."""
         table = _with_losses(_as_table([mini_batch], first=skipped.update), skipped)
         facts = {"step": skipped.step, "role": skipped.role, "update": skipped.update, "kl_coefs": dict(kl_coefs)}
         facts |= {"loss": str(skipped.loss), "grad_norm": str(skipped.grad_norm)}  # JSON has no NaN
@@ -115,7 +103,7 @@ class BatchFiles:
             write_table(self._folder / skipped.folder / "supervised.parquet", table)
 
     def _write(self, name: str, actor: Model[ActorWorker], batch: Batch, mini_batches: pa.Table, facts: Mapping[str, Any]) -> None:
-        """Write a file of rows per data-parallel rank."""
+        """Write rows (a file per data-parallel rank), mini-batches and facts."""
         folder, keys = (self._folder / name).resolve(), batch.keys()
         columns = Columns(reads=tuple(key for key in keys if key not in WHOLE_VOCABULARY))
         shards = actor.shards(batch, columns)
@@ -137,7 +125,7 @@ def batches_are_written(config: RunConfig) -> bool:
 
 
 def _has_formulas(config: RunConfig) -> bool:
-    """True if examples/recompute.py can compute what is trained."""
+    """examples/recompute.py can compute this training."""
     lora = config.actor_train.lora
     return (
         config.model.dtype == "float32"
@@ -151,19 +139,19 @@ def _supervised_columns(rows: DataProto) -> DataProto:
 
 
 def _models_of(config: RunConfig) -> dict[str, Path]:
-    """Roles that train, with the models they start from."""
+    """Start models by role."""
     critic = {} if config.critic is None else {"critic": config.critic.path or config.model.path}
     return {"actor_train": config.model.path, **critic}
 
 
 @cache
 def _files_of(model: Path) -> dict[str, FileRecord]:
-    """Write the start weights, once for all roles that share them."""
+    """Records of a model's files."""
     return {file.name: record(file) for file in sorted(model.iterdir()) if file.is_file()}
 
 
 def _as_table(mini_batches: Sequence[MiniBatch], first: int = 1) -> pa.Table:
-    """Rows by sample and optimizer step; steps are in order and counted from `first`."""
+    """Rows by sample and optimizer step, counted from `first`."""
     sizes = [len(mini_batch.samples) for mini_batch in mini_batches]
     return pa.table(
         {
@@ -176,13 +164,13 @@ def _as_table(mini_batches: Sequence[MiniBatch], first: int = 1) -> pa.Table:
 
 
 def _with_losses(table: pa.Table, skipped: Skipped) -> pa.Table:
-    """And what each row adds to the loss of the update."""
+    """Add each row's part of the update's loss."""
     losses = [skipped.row_losses.get(sample) for sample in table["sample"].to_pylist()]
     return table.append_column("loss", pa.array(losses, pa.float64()))
 
 
 def most_tokens(config: RunConfig) -> int:
-    """The most tokens that a step can have."""
+    """Upper bound of a step's tokens."""
     return (
         config.rollout.prompts_per_step * max(group_size(config, domain) for domain in config.domains.values()) * longest_sequence(config)
     )

@@ -1,4 +1,4 @@
-"""Building the pipeline of a run: clusters on their devices, connected with each other."""
+"""Building of a run's pipeline: clusters on their devices, connected."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ W = TypeVar("W", bound=ModelWorker)
 
 LOCAL_PATIENCE_S = 5.0
 QUIET = {"VLLM_NO_USAGE_STATS": "1", "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-"""Environment that stops libraries from reporting or fetching anything; the user's own settings win."""
+"""Keeps libraries from reporting and fetching; the user's own settings win."""
 
 
 def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal) -> RLVRPipeline:
-    """Every cluster that a run of this mode needs, started side by side."""
+    """Start all clusters of this mode in parallel."""
     start = Starter(config, folder, session)
     if apart := check_nodes(config, folder, start.placement):
         journal.console.message(
@@ -88,7 +88,7 @@ def supervised_rows(config: RunConfig) -> SupervisedRows | None:
 
 
 def initialize(models: Sequence[Model[Any]], live: LiveRollouts | None) -> None:
-    """Side by side, but for roles that give their devices back when idle: those may share them, and come in one after the other."""
+    """Initialize in parallel, except roles that offload: they may share devices and take turns."""
     together: list[Pending[Any]] = [model.ranks.start_all(ModelWorker.initialize) for model in models if not model.role.offload]
     if live is not None:
         together += starting(live)
@@ -104,7 +104,7 @@ def initialize(models: Sequence[Model[Any]], live: LiveRollouts | None) -> None:
 
 
 def start_offloaded(live: LiveRollouts) -> None:
-    """Resources to release, one after the other."""
+    """Initialize and offload these roles, one after the other."""
     for ranks in live.reward_models.offloaded:
         ranks.all(RewardModelWorker.initialize)
         ranks.all(RewardModelWorker.offload, tuple(map(StateGroup, WHOLE["reward_models"])))
@@ -115,7 +115,7 @@ def start_offloaded(live: LiveRollouts) -> None:
 
 
 def starting(live: LiveRollouts) -> list[Pending[Any]]:
-    """Engines, rewards and the rollout service that stay on their devices."""
+    """Start engines, rewards and the rollout service that stay on their devices."""
     together: list[Pending[Any]] = [ranks.start_all(RewardModelWorker.initialize) for ranks in live.reward_models.resident]
     together += [servers.start_all(JudgeWorker.initialize) for servers in live.judges.values()]
     addresses = {name: JudgeAddress.of(servers.all(JudgeWorker.address)) for name, servers in live.judges.items()}
@@ -126,7 +126,7 @@ def starting(live: LiveRollouts) -> list[Pending[Any]]:
 
 
 class Starter:
-    """Starts clusters on the devices that the configuration gives them; does not wait for them."""
+    """Starts clusters on their devices without waiting."""
 
     def __init__(self, config: RunConfig, folder: Path, session: RaySession) -> None:
         self.config = config
@@ -178,7 +178,7 @@ class Starter:
         return Engines(start_cluster(self.spec("actor_infer", slots, role.threads), InferWorker, engine, parts), role, turns)
 
     def engine_slots(self, role: InferRoleConfig) -> tuple[list[Slot], list[list[dict[str, Any]]]]:
-        """Slots of the replicas, and of their parts on further nodes. The configuration check covers the nodes that it names."""
+        """Slots of the replicas, and of their parts on further nodes."""
         size = model_parallel_size(role)
         if self.config.placement.nodes is None:
             return self.placement.slots("actor_infer", size, role.replicas_per_device), []

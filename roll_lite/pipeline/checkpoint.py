@@ -1,7 +1,4 @@
-"""Checkpoints of a run, and the model it ends with.
-
-A checkpoint is written under another name and renamed when it is whole. checkpoint_files.py describes its files.
-"""
+"""Checkpoints and the final model. A checkpoint is renamed when complete; checkpoint_files.py describes its files."""
 
 from __future__ import annotations
 
@@ -38,18 +35,18 @@ from roll_lite.workers.model import ModelWorker
 
 EXPORTED = {"actor_train": "model", "critic": "critic"}
 SEEN_WITHIN_S = 60.0
-"""Time to wait for files of other nodes, since a network file system may remember for this long that they did not exist."""
+"""Wait for other nodes' files: a network file system may remember for so long that they did not exist."""
 INTERRUPTED_S = 3.0
-"""Time in which ranks must report, at an interruption, whether their part of a checkpoint is written."""
+"""Wait, at an interruption, for the ranks' report on their part of a checkpoint."""
 
 
 @dataclass(frozen=True)
 class Unfinished:
-    """A checkpoint under another name, until it is whole."""
+    """Checkpoint in progress."""
 
     folder: Path
     models: Mapping[str, Model[Any]]
-    """Models whose ranks are writing, by role."""
+    """Models with writing ranks, by role."""
 
 
 class Checkpoints:
@@ -59,8 +56,8 @@ class Checkpoints:
         self._running: Unfinished | None = None
 
     def save(self, clusters: Clusters, source: BatchSource, pipeline: dict[str, Any]) -> Path:
-        """`pipeline`: the driver's own state, with `steps_done`. With checkpoint.asynchronous the folder is there only after `look` or
-        `finish`."""
+        """Save a checkpoint. `pipeline`: the driver's state, with `steps_done`. With checkpoint.asynchronous the folder exists only
+        after `look` or `finish`."""
         self.finish()
         whole = self._run_folder / FOLDER / f"step_{pipeline['steps_done']:06d}"
         folder = whole.with_suffix(".partial")
@@ -86,7 +83,7 @@ class Checkpoints:
         return whole
 
     def look(self, within_s: float | None = None) -> None:
-        """Complete a checkpoint that has been written by now; called between steps. `within_s`: time in which ranks must answer."""
+        """Complete a written checkpoint; called between steps. `within_s`: time limit of the ranks' answer."""
         running = self._running.models.values() if self._running is not None else ()
         asked = [model.ranks.start_all(ModelWorker.checkpoint_is_written) for model in running]
         said = [answers.result(within_s) for answers in asked]
@@ -95,9 +92,9 @@ class Checkpoints:
 
     @contextmanager
     def finished(self) -> Iterator[None]:
-        """Save a checkpoint begun before a failure of the block, if that still works.
+        """Complete a checkpoint begun before a failure of the block, if possible.
 
-        At an interruption only the ranks' answer is awaited, and ranks in an update give none in time: a checkpoint counts only if all
+        At an interruption only the ranks' report is awaited, and ranks in an update give none in time: a checkpoint counts only if all
         ranks have written it.
         """
         try:
@@ -112,7 +109,7 @@ class Checkpoints:
             raise
 
     def finish(self) -> None:
-        """Wait for a checkpoint that is being written, and name it once it is whole."""
+        """Wait for the checkpoint in progress, and rename it."""
         if (running := self._running) is None:
             return
         self._running = None
@@ -129,10 +126,9 @@ class Checkpoints:
         self._remove_old()
 
     def _remove_old(self) -> None:
-        """Remove all checkpoints except the newest and those kept by `keep_every`.
+        """Remove this run's checkpoints except the newest `keep` and those of `keep_every`.
 
-        A resumed run has its own folder and leaves the earlier run's alone. The name is removed first, so that a half-removed folder is no
-        checkpoint.
+        The folder is renamed first: a half-removed one is no checkpoint. An earlier run's checkpoints stay.
         """
         settings = self._config.checkpoint
         for old in finished_checkpoints(self._run_folder)[: -settings.keep]:
@@ -140,8 +136,7 @@ class Checkpoints:
                 shutil.rmtree(old.rename(old.with_name(f"{old.name}.removed")))
 
     def load(self, clusters: Clusters, source: BatchSource) -> dict[str, Any] | None:
-        """Bring every part to the state of `checkpoint.resume`, once all checksums are right. Returns the driver's own state; None without
-        `resume`."""
+        """Load `checkpoint.resume` after verifying all checksums. Returns the driver's state; None without `resume`."""
         if self._config.checkpoint.resume is None:
             return None
         folder = resumption(self._config.checkpoint.resume).checkpoint
@@ -161,7 +156,7 @@ class Checkpoints:
         return state["pipeline"]
 
     def export_model(self, clusters: Clusters) -> Path:
-        """The actor as Hugging Face safetensors under `model/`, the critic under `critic/`, for `critic.init: path`."""
+        """Export the actor as Hugging Face safetensors to `model/`, the critic to `critic/`, for `critic.init: path`."""
         for role, model in clusters.trained.items():
             with model.loaded(states(Phase.FINAL_MODEL)):
                 self._save_hf(model, role, EXPORTED[role], average=False)
@@ -171,7 +166,7 @@ class Checkpoints:
         return self._run_folder / EXPORTED["actor_train"]
 
     def refresh_reference(self, clusters: Clusters, refresh: RefreshConfig) -> None:
-        """The reference becomes the actor, or the average of its weights: in bytes that may be laid out in another way."""
+        """Copy the actor, or its average, to the reference through files: their layouts may differ."""
         with clusters.actor.loaded(states(Phase.NEW_REFERENCE)):
             folder = self._save_hf(clusters.actor, "actor_train", "reference", refresh.weights == "ema")
         assert clusters.reference is not None
@@ -186,7 +181,7 @@ class Checkpoints:
         return folder
 
     def _stateful(self, clusters: Clusters) -> dict[str, Model[Any]]:
-        """Models in a checkpoint: those that train, and a reference that follows them."""
+        """Models in a checkpoint: trained ones, and a reference that follows them."""
         models: dict[str, Model[Any]] = {**clusters.trained}
         if follows_actor(self._config.reference) and clusters.reference is not None:
             models["reference"] = clusters.reference
@@ -194,7 +189,7 @@ class Checkpoints:
 
 
 def expect_files(folder: Path, sizes: Mapping[str, int], role: str) -> None:
-    """Wait until this node sees the files that ranks report as written. RuntimeError where it does not: they would be lost."""
+    """Wait until this node sees the files that ranks have written; RuntimeError if it does not: they would be lost."""
     deadline = time.monotonic() + SEEN_WITHIN_S
     while wrong := [name for name, size in sizes.items() if _size(folder / name) != size]:
         if time.monotonic() >= deadline:

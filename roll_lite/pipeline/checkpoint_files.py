@@ -1,7 +1,7 @@
-"""Files of checkpoints: finds a run's checkpoints, chooses the one to resume from, verifies its files, and checks that they fit the run.
+"""Files of checkpoints: find a run's checkpoints, choose the one to resume from, verify it, and check that it fits the run.
 
-A checkpoint is a folder `checkpoints/step_000020` in a run's folder. It holds a folder for each trained role, `state.json`, and
-`files.json`, written last: a list of all these files with sizes and checksums.
+The folder `checkpoints/step_000020` of a run holds a folder per trained role, `state.json`, and `files.json`, written last: all files with
+sizes and checksums.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SCHEMA_VERSION = 4
 
 @dataclass(frozen=True)
 class Resumption:
-    """The checkpoint to resume from, and notes for the user on the choice."""
+    """Checkpoint to resume from, and notes for the user on the choice."""
 
     checkpoint: Path
     notes: list[str]
@@ -41,20 +41,20 @@ class Resumption:
 
 
 def finished_checkpoints(run_folder: Path) -> list[Path]:
-    """Finished checkpoints of a run, oldest first."""
+    """Oldest first."""
     return [folder for folder in _numbered(run_folder) if is_finished(folder)]
 
 
 def is_finished(checkpoint: Path) -> bool:
-    """True if all files of the checkpoint are written. Without a list it counts as finished if its version wrote none."""
+    """All files are written; a version that wrote no list is taken as finished."""
     if not (checkpoint / STATE_FILE).is_file():
         return False
     return (checkpoint / LIST_FILE).is_file() or not _should_have_list(checkpoint)
 
 
 def resumption(folder: Path) -> Resumption:
-    """Choose the checkpoint to resume from. `folder`: a checkpoint, or a run's folder, for its newest finished one. If a resumed run has no
-    checkpoint yet, the one it resumed from is used. ValueError if there is none."""
+    """Choose a checkpoint; ValueError if there is none. `folder`: a checkpoint, or a run, for its newest finished one; a resumed run
+    without checkpoints leads to the one that it resumed from."""
     if NAME.fullmatch(folder.name) or (folder / STATE_FILE).is_file():
         if is_finished(folder):
             return Resumption(folder, _unlisted(folder))
@@ -77,7 +77,7 @@ def resumption(folder: Path) -> Resumption:
 
 
 def _no_checkpoints(folder: Path) -> str:
-    """Reason why there is no checkpoint: not a run's folder, or the run wrote none, or ended before the first."""
+    """Why there is none: not a run's folder, or the run wrote none, or ended before the first."""
     every = checkpoint_setting(folder, "every")
     if not isinstance(every, int):
         return f"{folder} is no checkpoint (no {STATE_FILE}) and no run with finished checkpoints (no {FOLDER}/step_*)"
@@ -87,7 +87,7 @@ def _no_checkpoints(folder: Path) -> str:
 
 
 def remedy(checkpoint: Path) -> str:
-    """Advice if this checkpoint cannot be used."""
+    """Advice for an unusable checkpoint."""
     earlier = [other for other in finished_checkpoints(checkpoint.parent.parent) if steps_of(other) < steps_of(checkpoint)]
     if earlier:
         return f"the one before it can be gone on from: checkpoint.resume={earlier[-1]}"
@@ -105,7 +105,7 @@ def _numbered(run_folder: Path) -> list[Path]:
 
 
 def steps_of(checkpoint: Path) -> int:
-    """Step after which the checkpoint was written; 0 if its name does not say."""
+    """Step of a checkpoint; 0 if its name has none."""
     match = NAME.fullmatch(checkpoint.name)
     return int(match.group(1)) if match else 0
 
@@ -121,13 +121,13 @@ def _should_have_list(checkpoint: Path) -> bool:
 
 
 def write_list(checkpoint: Path, records: Mapping[str, FileRecord]) -> None:
-    """Write the list of files, the last file of a checkpoint. `records`: by path within the checkpoint."""
+    """Write the list of files, the last file of a checkpoint."""
     text = json.dumps({name: asdict(records[name]) for name in sorted(records)}, indent=2) + "\n"
     (checkpoint / LIST_FILE).write_text(text, encoding="utf-8")
 
 
 def read_list(checkpoint: Path) -> dict[str, FileRecord] | None:
-    """Recorded files; None for checkpoints of versions without a list."""
+    """Recorded files; None for versions without a list."""
     if not (checkpoint / LIST_FILE).is_file():
         return None
     entries = _read_json(checkpoint, LIST_FILE)
@@ -141,7 +141,7 @@ def read_list(checkpoint: Path) -> dict[str, FileRecord] | None:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Content of state.json, after checking that all files have their recorded sizes and that state.json is unchanged."""
+    """Content of state.json, after checking its checksum and all files' sizes."""
     wanted = read_list(checkpoint)
     if wanted is not None:
         check_sizes(checkpoint, wanted)
@@ -164,7 +164,7 @@ def check_sizes(checkpoint: Path, wanted: Mapping[str, FileRecord]) -> None:
 
 
 def check_sums(checkpoint: Path, wanted: Mapping[str, FileRecord], records: Iterable[tuple[str, FileRecord]]) -> None:
-    """Compare checksums. `records`: of the files as they are now."""
+    """Compare checksums with the files' present `records`."""
     for name, now in records:
         if now != wanted[name]:
             raise damaged(checkpoint, name, "has changed since it was written: its checksum is another one")
@@ -189,12 +189,12 @@ def follows_actor(reference: ReferenceRoleConfig | None) -> bool:
 
 
 def saved_roles(config: RunConfig) -> list[str]:
-    """Roles with a state in checkpoints: those that train, and a reference that follows them."""
+    """Roles in a checkpoint: trained ones, and a reference that follows them."""
     return ["actor_train", "critic", *(["reference"] if follows_actor(config.reference) else [])]
 
 
 def check_resumption(config: RunConfig) -> Iterator[Problem]:
-    """Check that the checkpoint is whole and holds what this run needs."""
+    """Check that the checkpoint is complete and fits this run."""
     folder = config.checkpoint.resume
     if folder is None:
         return
@@ -239,7 +239,7 @@ def _adapters(lora: Mapping[str, Any] | None) -> str:
 
 
 def _saved(state: Mapping[str, Any], *names: str) -> Mapping[str, Any] | None:
-    """Section of the checkpoint's configuration, None if absent."""
+    """Section of the checkpoint's configuration; None if absent."""
     found: Any = state.get("config")
     for name in names:
         found = found.get(name) if isinstance(found, dict) else None
@@ -251,7 +251,7 @@ MOST_CHANGES = 12
 
 
 def resumption_notes(config: RunConfig) -> list[str]:
-    """Notes on the choice of the checkpoint, on the reference, and on changed settings."""
+    """Notes on the checkpoint's choice, the reference, and changed settings."""
     if config.checkpoint.resume is None:
         return []
     chosen = resumption(config.checkpoint.resume)
@@ -260,8 +260,8 @@ def resumption_notes(config: RunConfig) -> list[str]:
 
 
 def _reference_notes(config: RunConfig, state: Mapping[str, Any]) -> Iterator[str]:
-    """Note if KL is measured against other weights than before: a checkpoint does not hold a fixed reference. With adapters, model.path
-    must have the same weights."""
+    """Note that KL is measured against other weights than before: a checkpoint does not hold a fixed reference. With adapters,
+    model.path must have the same weights."""
     if not trains(config) or not uses_reference(config) or follows_actor(config.reference):
         return
     now, made, had = config.model.path.resolve(), _saved(state, "model"), _saved(state, "reference")
@@ -285,7 +285,7 @@ def _changes(config: RunConfig, state: Mapping[str, Any]) -> str:
 
 
 def flattened(section: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Settings by full path; a list counts as one value."""
+    """Settings by full path; a list is one value."""
     flat: dict[str, Any] = {}
     for key, value in section.items():
         place = f"{path}.{key}" if path else str(key)

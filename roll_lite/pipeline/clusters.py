@@ -1,4 +1,4 @@
-"""The clusters of a run as the pipeline sees them: models in training ranks, engines, reward models."""
+"""Clusters as the pipeline sees them: models, engines, reward models."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ W = TypeVar("W", bound=ModelWorker)
 
 @dataclass(frozen=True)
 class Model(Generic[W]):
-    """A model spread over a cluster."""
+    """Model on a cluster."""
 
     ranks: Cluster[W]
     role: ForwardRoleConfig
@@ -53,12 +53,12 @@ class Model(Generic[W]):
         return loaded(self, parts)
 
     def shards(self, batch: Batch, columns: Columns) -> list[BatchShard]:
-        """Cut the batch into shards of about equal cost, one per data-parallel rank."""
+        """Shards of about equal cost, one per data-parallel rank."""
         parts = balanced_partition(self._costs(batch), self.ranks.data_size)
         return batch.shards(parts, columns.of(batch.keys()))
 
     def shares(self, batch: Batch, columns: Columns, mini_batches: Sequence[MiniBatch]) -> list[TrainShare]:
-        """Cut mini-batches for the data-parallel ranks. Each rank gets every row it needs once, and its part of each mini-batch."""
+        """Shares of the data-parallel ranks: each gets its rows once, and its part of each mini-batch."""
         samples = batch.rows.tensor("sample").tolist()
         row_of = {sample: row for row, sample in enumerate(samples)}
         spreads = spread(list(mini_batches), dict(zip(samples, self._costs(batch).tolist(), strict=True)), self.ranks.data_size)
@@ -70,24 +70,24 @@ class Model(Generic[W]):
         return row_costs(lengths(batch).numpy(), self.ranks.layouts[0].attention_par)
 
     def start_forward(self, batch: Batch, columns: Sequence[str]) -> Pending[list[Block | None]]:
-        """Start a forward pass that computes these columns."""
+        """Start a forward pass that computes `columns`."""
         return self.ranks.start_scatter(ModelWorker.compute, self.shards(batch, self.worker.forward_columns), columns)
 
 
 @dataclass(frozen=True)
 class Engines:
-    """The engine replicas. Calls leave out lost ones; the rollout service watches them and knows the causes."""
+    """Engine replicas. Calls leave out lost ones; the rollout service watches them and knows the causes."""
 
     replicas: Cluster[InferWorker]
     role: InferRoleConfig
     turns: int = 1
-    """Turns in which they start. A starting engine sizes itself by free GPU memory, so engines that share a GPU take turns."""
+    """Turns in which engines start: they size themselves by free memory, so those on one GPU take turns."""
 
     def start_first_ones(self) -> Pending[list[None]]:
         return self.replicas.start_all(InferWorker.initialize, 0, self.turns)
 
     def start_later_ones(self) -> None:
-        """Start the engines of later turns, after the first ones are ready."""
+        """Start the engines of later turns, once the first are ready."""
         for turn in range(1, self.turns):
             self.replicas.all(InferWorker.initialize, turn, self.turns)
 
@@ -106,8 +106,7 @@ class Engines:
         return self.replicas.start_each(InferWorker.offload, parts)
 
     def loaded(self, phase: Phase, beside: Sequence[tuple[Model[Any], Sequence[StateGroup]]] = ()) -> AbstractContextManager[None]:
-        """Load the engine parts that the phase needs, inside the block. An update needs only the weights, which leaves room for the
-        trainer's."""
+        """Load the parts that the phase needs inside the block. A weight update needs only weights, which leaves room for the trainer's."""
         return loaded(self, engine_memory(phase), beside)
 
 
@@ -133,7 +132,7 @@ class RewardModels:
 
 @dataclass(frozen=True)
 class Clusters:
-    """The models of a run."""
+    """Models of a run."""
 
     policy: Model[ActorWorker] | None
     """None if nothing trains."""
@@ -150,16 +149,16 @@ class Clusters:
         return [model for model in (self.reference, self.policy, self.critic) if model is not None]
 
     def take_moved(self) -> dict[str, list[Moved]]:
-        """Loads and offloads of all roles with `offload: true` since the last call."""
+        """Loads and offloads since the last call, of roles with `offload: true`."""
         return {model.ranks.name: model.ranks.all(ModelWorker.take_moved) for model in self.models if model.offloads}
 
     @property
     def trained(self) -> dict[str, Model[ActorWorker] | Model[CriticWorker]]:
-        """The models with an optimizer, by role."""
+        """Models with an optimizer, by role."""
         named = {"actor_train": self.policy, "critic": self.critic}
         return {role: model for role, model in named.items() if model is not None}
 
 
 def lengths(batch: Batch) -> torch.Tensor:
-    """Length of each row in tokens, prompt and response."""
+    """Tokens by row, prompt and response."""
     return batch.rows.tensor("prompt_length") + batch.rows.tensor("response_length")

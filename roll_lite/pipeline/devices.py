@@ -1,7 +1,6 @@
-"""Turns on the devices. A role with `offload: true` is loaded only while it works; `config/device_phases.py` has the table.
+"""Turns on devices. A role with `offload: true` is loaded only while it works; the table is in `config/device_phases.py`.
 
-The rollout service loads reward models with `offload: true` while engines generate. Roles that share a device work one after the other;
-roles on separate devices work in parallel.
+Roles that share a device work one after the other, others in parallel. Reward models are loaded by the rollout service.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from roll_lite.distributed.strategy.base import EngineMemory, StateGroup
 
 
 def engine_memory(phase: Phase) -> tuple[EngineMemory, ...]:
-    """Parts of the engines that are loaded in this phase."""
+    """Engine parts loaded in this phase."""
     return tuple(EngineMemory(part) for part in PHASES[phase].parts["actor_infer"])
 
 
 def states(phase: Phase) -> tuple[StateGroup, ...]:
-    """State groups of the models that are loaded in this phase, the same for all of them."""
+    """State groups loaded in this phase, equal for all models."""
     (parts,) = {parts for role, parts in PHASES[phase].parts.items() if role != "actor_infer"}
     return tuple(StateGroup(part) for part in parts)
 
@@ -32,11 +31,11 @@ R = TypeVar("R")
 
 
 class Movable(Protocol):
-    """A role whose state can be loaded onto its devices and offloaded, in named parts."""
+    """Role whose state can be loaded and offloaded in named parts."""
 
     @property
     def offloads(self) -> bool:
-        """True if its state is loaded only while it works (`offload: true`)."""
+        """Loaded only while it works (`offload: true`)."""
 
     @property
     def devices(self) -> tuple[int, ...]: ...
@@ -48,20 +47,18 @@ class Movable(Protocol):
 
 @dataclass(frozen=True)
 class DeviceTurn(Generic[R]):
-    """Work of one role, which starts when its state is loaded."""
+    """Work of a role, started when its state is loaded."""
 
     role: Movable
     start: Callable[[], Pending[R]]
     took: Callable[[float], None] = lambda seconds: None
-    """Called at the end of the turn with its seconds, load and offload included."""
+    """Gets the turn's seconds, load and offload included."""
 
 
 @contextmanager
 def loaded(role: Movable, parts: Sequence[Any], beside: Sequence[tuple[Movable, Sequence[Any]]] = ()) -> Iterator[None]:
-    """Load parts of a role inside the block and offload them afterwards, even if the block fails.
-
-    `beside`: roles loaded concurrently; their owner inside the block offloads them.
-    """
+    """Load parts of a role inside the block and offload them, even after a failure. `beside`: roles loaded concurrently; their owner
+    offloads them."""
     try:
         gather(*(one.start_load(its) for one, its in [(role, parts), *beside] if one.offloads))
         yield
@@ -74,10 +71,7 @@ def loaded(role: Movable, parts: Sequence[Any], beside: Sequence[tuple[Movable, 
 
 
 def take_turns(turns: Sequence[DeviceTurn[R]], parts: Sequence[Any]) -> list[R]:
-    """Carry out turns; returns their results in order.
-
-    A turn starts as soon as no role on its devices is loaded. Turns on separate devices do not wait for each other.
-    """
+    """Results of all turns, in order. A turn starts when no other role is loaded on its devices."""
     waiting = list(range(len(turns)))
     present: dict[int, Generator[Pending[Any], Any, R]] = {}
     pending: dict[int, Pending[Any]] = {}
@@ -105,7 +99,7 @@ def take_turns(turns: Sequence[DeviceTurn[R]], parts: Sequence[Any]) -> list[R]:
 
 
 def _stages(turn: DeviceTurn[R], parts: Sequence[Any]) -> Generator[Pending[Any], Any, R]:
-    """Steps of a turn: yields each call to wait for and receives its result."""
+    """Yields each call of a turn and receives its result."""
     if turn.role.offloads:
         yield turn.role.start_load(parts)
     result: R = yield turn.start()
@@ -119,7 +113,7 @@ def exclude_each_other(one: Movable, other: Movable) -> bool:
 
 
 def _abandon(roles: Iterable[Movable], parts: Sequence[Any]) -> None:
-    """Start offloading after a failure, without waiting: ranks may be stuck."""
+    """Start offloading after a failure, without waiting: ranks may hang."""
     for role in roles:
         if role.offloads:
             with suppress(ClusterDead):

@@ -1,4 +1,4 @@
-"""Early passes: log-probs and values of finished groups, computed while the rest of the batch is generated (`rollout.stream_log_probs`)."""
+"""Log-probs and values of finished groups, computed while the batch is generated (`rollout.stream_log_probs`)."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from roll_lite.workers.rollout import RolloutWorker
 
 @dataclass(frozen=True)
 class Part:
-    """Finished groups of the batch and the passes over them, with their own sample numbers."""
+    """Finished groups and the passes over them, with their own sample numbers."""
 
     rows: DataProto
     passes: list[Pending[list[Block | None]]]
 
 
 class EarlyPasses:
-    """Runs at most one pass per model at a time. Results for samples outside the complete batch are dropped."""
+    """Runs at most one pass per model at a time; results for samples outside the batch are dropped."""
 
     def __init__(self, models: Sequence[tuple[Model[Any], Sequence[str]]], prompts_per_step: int, journal: Journal) -> None:
-        """`models`: models with a pass, each with the columns it writes. Without models nothing runs early."""
+        """`models`: with the columns that each computes; empty: no early passes."""
         self._models = models
         self._least = least_early(prompts_per_step)
         self._journal = journal
@@ -35,12 +35,12 @@ class EarlyPasses:
         self._parts: list[Part] = []
 
     def begin(self) -> Callable[[Cluster[RolloutWorker]], None]:
-        """Begin a new batch. Call the returned function about once a second until the batch is complete; it does not wait."""
+        """Begin a batch. Call the result about once a second until the batch is complete; it does not wait."""
         self._forget()
         return self._look
 
     def join(self, batch: Batch) -> None:
-        """Add the columns computed early to the complete batch."""
+        """Add early columns to the complete batch."""
         if not self._models:
             return
         number = dict(zip(_names(batch.rows), batch.rows.tensor("sample").tolist(), strict=True))
@@ -78,5 +78,5 @@ class EarlyPasses:
 
 
 def _names(rows: DataProto) -> list[tuple[int, int]]:
-    """Names of the samples: group and index, which unlike sample numbers never change."""
+    """(group, index) of samples; sample numbers change."""
     return list(zip(rows.tensor("group").tolist(), rows.tensor("index").tolist(), strict=True))

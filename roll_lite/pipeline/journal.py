@@ -1,4 +1,4 @@
-"""Record of a run: metrics for the trackers, lines for the console, the summary and the picture."""
+"""Record of a run: metrics, console, summary, picture."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ from roll_lite.workers.model import Update
 UPDATES_FILE = "updates.jsonl"
 CREDIT_FOLDER = "credit"
 CREDIT_NUMBERS = ("group", "index", "prompt_uid", "epoch", "score", "reward", "train_weight", "policy_tokens")
-"""Row columns that are written there."""
+"""Row columns in the credit files."""
 NUMBER = re.compile(r"\w*\d\w*(\.\d+)?")
-"""A number, or a word with digits: a process, an address, a request."""
+"""Number, or word with digits: a process, an address, a request."""
 
 SOLVED = {
     "none": (-1.0, 0.0),
@@ -51,7 +51,7 @@ SOLVED = {
     "most": (0.75, 1.0 - 1e-6),
     "all": (1.0 - 1e-6, 1.0),
 }
-"""Bins of the solve-rate histogram by share of correct samples: above the first number, up to the second."""
+"""Solve-rate bins: share of correct samples above the first number, up to the second."""
 
 
 class Journal:
@@ -66,21 +66,21 @@ class Journal:
         self._sums = MetricSums()
         self._domains = list(config.domains)
         self._first = self._steps = 0
-        """Steps done when the run began, and by now."""
+        """Steps at the start and now."""
         self._tokens = {"prompt": 0, "response": 0, "trained": 0}
         self._lost_engines: set[int] = set()
         self._new_losses = 0
-        """Number of engines lost since the last batch."""
+        """Engines lost since the last batch."""
         self._told: dict[tuple[str, str], tuple[int, str]] = {}
-        """Count and first text of each message, by its place and its text without numbers."""
+        """Count and first text of messages, by place and text without numbers."""
         self._picture = LivePicture(self._draw)
         self._current = 0
-        """Number of the step that is under way."""
+        """Number of the current step."""
         self._shaped: DataProto | None = None
-        """Its rows with their rewards, until they are written."""
+        """Its rows with rewards, until they are written."""
 
     def connect(self) -> None:
-        """Start the trackers; ValueError for one that cannot be."""
+        """Start the trackers; ValueError for one that fails."""
         config, resume = self._config, self._config.checkpoint.resume
         settings = for_trackers(config.model_dump(mode="json"), os.environ)
         earlier = resumption(resume).checkpoint.parent.parent if resume is not None else None
@@ -92,7 +92,7 @@ class Journal:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Everything that is noted inside the block belongs to step `number` and is written at its end."""
+        """Collect metrics inside the block for step `number`; write them at its end."""
         self._sums = MetricSums()
         self._current, self._shaped = number, None
         with self.timers.step():
@@ -124,7 +124,7 @@ class Journal:
         return self._lost_engines.issuperset(engines)
 
     def engines_lost(self, causes: Mapping[int, str], engines: int) -> None:
-        """`causes`: of all that are lost, by number. `engines`: as many as there were."""
+        """Report newly lost engines. `causes`: of all lost ones; `engines`: number at the start."""
         for number in [number for number in causes if number not in self._lost_engines]:
             self._lost_engines.add(number)
             self._new_losses += 1
@@ -134,8 +134,8 @@ class Journal:
     def rollouts(
         self, rows: DataProto, stats: RolloutStats, version: int, replaced: Mapping[str, int], silences: Iterable[float] = ()
     ) -> None:
-        """`replaced`: reward workers that died or hung since the last batch, by domain. `silences`: of engines that were lost since then,
-        seconds."""
+        """Record a batch. `replaced`: reward workers that died or hung since the last one, by domain. `silences`: seconds, of engines
+        lost since then."""
         for name, died in replaced.items():
             self._sums.add("reward/workers_replaced", died, label=name)
             if died:
@@ -167,7 +167,7 @@ class Journal:
         add("rollout/tokens_per_second", stats.response_tokens, stats.wall_s)
 
     def _tell_failures(self, stats: RolloutStats, of: str = "") -> None:
-        """Report failures and retries, one line per domain. Their text is arbitrary, so it cannot name a metric."""
+        """Report failures and retries, a line per domain: their text is arbitrary and cannot name a metric."""
         for name, domain in stats.domains.items():
             if domain.failures:
                 self._tell_once(f"{of}domain {name}", f"{domain.failed} sample(s) failed for good, {commonest(domain.failures)}")
@@ -176,7 +176,7 @@ class Journal:
                 self._tell_once(f"{of}domain {name}", attempts)
 
     def _tell_once(self, place: str, text: str) -> None:
-        """Report a text the 1st, 10th, 100th, ... time; texts that differ only in numbers count as one. `close` reports the counts."""
+        """Report a text the 1st, 10th, 100th, ... time; texts that differ only in numbers are one. `close` reports the counts."""
         key = (place, NUMBER.sub("", text))
         times, first = self._told.get(key, (0, text))
         times += 1
@@ -208,7 +208,7 @@ class Journal:
             self._sums.add(f"rollout/response_length_p{percent}", float(in_order[nearest_rank(percent, len(in_order)) - 1]), label=label)
 
     def shaped(self, rows: DataProto, masked: Masked) -> None:
-        """Record rewards and masks of all rows of the batch, including those that do not train."""
+        """Record rewards and masks of all rows, masked ones included."""
         self._shaped = rows
         numbers = rows.tensor("domain_number")
         for number, name in enumerate(self._domains):
@@ -225,7 +225,7 @@ class Journal:
                 self._sums.add("reward/flat_groups", int((rewards == 1).sum()), len(rewards), label=name)
 
     def early(self, samples: int) -> None:
-        """Samples of the batch whose log-probs were begun before it was complete."""
+        """Record samples with early log-probs."""
         self._sums.add("rollout/early_samples", samples)
 
     def credit(self, reports: Sequence[CreditReport], kl_coef: float) -> None:
@@ -240,7 +240,7 @@ class Journal:
         self._write_credit({number: advantage for report in reports for number, advantage in report.advantages.items()})
 
     def _write_credit(self, advantages: Mapping[int, float]) -> None:
-        """Write one line for every row of the batch, once. `advantages`: by sample number; null for rows without a finite one."""
+        """Write a line per row, once. `advantages`: by sample number; null if missing or not finite."""
         rows, self._shaped = self._shaped, None
         if rows is None:
             return
@@ -255,7 +255,7 @@ class Journal:
                 lines.write(json.dumps({"step": self._current, **record, "advantage": known}) + "\n")
 
     def updates(self, step: int, updates: Mapping[str, Sequence[Sequence[Update]]], kl_coef: float) -> None:
-        """Record updates of all data-parallel ranks, by role. Metric sums are equal on all ranks; peaks are each rank's own."""
+        """Record updates of all data-parallel ranks, by role. Metric sums are equal on all ranks; peaks are a rank's own."""
         for role, ranks in updates.items():
             for number, update in enumerate(ranks[0]):
                 counts = self._counts(role, update)
@@ -290,7 +290,7 @@ class Journal:
                 self._sums.add(f"offload/{name}", number, label=role)
 
     def _counts(self, role: str, update: Update) -> MetricSums:
-        """Counts of an update that a skipped update has too."""
+        """Counts that a skipped update has too."""
         sums = MetricSums()
         sums.add(f"{role}/updates", float(not update.result.skipped))
         sums.add(f"{role}/skipped", float(update.result.skipped))
@@ -313,7 +313,7 @@ class Journal:
         return sums
 
     def _write_update(self, step: int, role: str, number: int, update: Update, sums: MetricSums) -> None:
-        """Write a line per optimizer step, so that changes between mini-batches can be seen."""
+        """Write a line per optimizer step, to show changes between mini-batches."""
         finite = {name: value for name, value in sums.values().items() if math.isfinite(value)}  # JSON has no others
         record = {"step": step, "role": role, "update": number + 1, "epoch": update.epoch + 1, **finite}
         with (self.folder / UPDATES_FILE).open("a", encoding="utf-8") as lines:
@@ -349,7 +349,7 @@ class Journal:
         self.console.validation(step, metrics)
 
     def close(self, exit_state: str) -> None:
-        """Summary, picture, table, trackers. Called once, however the run ends."""
+        """Write summary, picture and table; close trackers. Called once."""
         accuracy, held_out = self._summarize(exit_state)
         self._picture.close()
         self._draw()
@@ -368,7 +368,7 @@ class Journal:
         self._picture.changed()
 
     def _summarize(self, exit_state: str) -> tuple[Accuracy, Change]:
-        """Returns the held-out accuracy by domain, and all that validations measure over all of them."""
+        """Returns held-out accuracy by domain, and all validation metrics over all domains."""
         validated = [record for _, record in sorted(self.history.records.items()) if "validation/accuracy" in record]
         last = validated[-1] if len(validated) > 1 else {}
         first = validated[0] if validated else {}
@@ -397,10 +397,7 @@ class Journal:
 
 
 def held_out_metrics(rows: DataProto, samples_per_prompt: int) -> MetricSums:
-    """Metrics by domain and by its reported parts: means over samples, and pass@k, best@k, maj@k over prompts.
-
-    Prompts with fewer than k samples, because some failed, do not count for @k.
-    """
+    """Metrics by domain and its reported parts: means over samples; pass@k, best@k, maj@k over prompts with at least k samples."""
     sums = MetricSums()
     for domain, own in rows.group_by("domain").items():
         _held_out_domain(sums, own, samples_per_prompt, str(domain))

@@ -1,4 +1,4 @@
-"""Checks of the nodes of a run before anything starts: the folder that ranks write into, and the files that they read."""
+"""Checks of a run's nodes before it starts: shared run folder, equal files."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ RESUME, CODE = "checkpoint.resume", "roll_lite"
 MODEL_SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja")
 """Configuration, weights, tokenizer, chat template."""
 READ_WHOLE, SAMPLES, SAMPLE_BYTES = 16 << 20, 64, 4096
-"""Number of samples, spread evenly, that are hashed of a larger file."""
+"""Evenly spread samples hashed of a larger file."""
 TOLD_FILES = 3
 
 
 @dataclass(frozen=True)
 class Reader:
-    """A folder that a setting names, or this package where it is installed (CODE), and the roles that read it."""
+    """Folder of a setting, or this package (CODE), and the roles that read it."""
 
     setting: str
     folder: Path
     roles: tuple[str, ...]
 
     def files(self) -> dict[str, str]:
-        """Fingerprints by name, as this node sees them; ranks verify the checksums of a checkpoint when they load it."""
+        """Fingerprints by name on this node; a checkpoint's checksums are verified when it is loaded."""
         if self.setting == RESUME:
             found = (path for path in self.folder.rglob("*") if path.is_file())
             return {str(path.relative_to(self.folder)): f"{path.stat().st_size} bytes" for path in found}
@@ -52,16 +52,16 @@ class Reader:
 
 @dataclass(frozen=True)
 class View:
-    """Findings of one node."""
+    """Findings on a node."""
 
     apart: str | None
-    """Why its run folder is not the driver's; None where it is."""
+    """Why its run folder is not the driver's; None if it is."""
     files: Mapping[Reader, Mapping[str, str]]
 
 
 def check_nodes(config: RunConfig, run_folder: Path, placement: Placement) -> list[str]:
-    """Addresses of nodes with training ranks that do not share the run's folder. ValueError where something would be lost there, or where
-    nodes hold different files under one path."""
+    """Addresses of nodes with training ranks that do not share the run's folder. ValueError if files would be lost, or differ under one
+    path."""
     driver = ray.get_runtime_context().get_node_id()
     nodes = {role: {placement.devices[number].node for number in numbers} for role, numbers in placement.roles.items()}
     others = set().union(*nodes.values()) - {driver}
@@ -90,7 +90,7 @@ def check_nodes(config: RunConfig, run_folder: Path, placement: Placement) -> li
 
 
 def readers(config: RunConfig) -> list[Reader]:
-    """The folders that roles read on their own nodes."""
+    """Folders that roles read on their nodes."""
     found: dict[tuple[str, Path], list[str]] = {(CODE, Path(__file__).parents[1]): list(roles(config))}
     for name, role in roles(config).items():
         folder = model_folder(config, role)
@@ -104,7 +104,7 @@ def readers(config: RunConfig) -> list[Reader]:
 
 
 def written_by_ranks(config: RunConfig) -> dict[str, str]:
-    """Files that ranks write into the run's folder, each with the setting that switches it off. The driver itself can write batches."""
+    """Files that ranks write into the run's folder, with the setting that turns each off. The driver can write batches instead."""
     return {
         what: setting
         for what, setting, is_written in (
@@ -118,7 +118,7 @@ def written_by_ranks(config: RunConfig) -> dict[str, str]:
 
 
 def looked_at(run_folder: Path, read: list[Reader], driver: str, others: set[str], addresses: Mapping[str, str]) -> dict[str, View]:
-    """The view of each node, the driver's among them. Each node writes a file into the run's folder beside one of the driver's."""
+    """View of each node, including the driver's; each leaves a file beside one of the driver's."""
     probe = run_folder / f".probe-{uuid.uuid4().hex}"
     probe.touch()
     task = ray.remote(look)
@@ -142,12 +142,12 @@ def looked_at(run_folder: Path, read: list[Reader], driver: str, others: set[str
 
 
 def look(probe: Path, node: str, read: list[Reader]) -> View:
-    """Run on a node."""
+    """View of this node."""
     return View(why_apart(probe, node), {reader: reader.files() for reader in read})
 
 
 def why_apart(probe: Path, node: str) -> str | None:
-    """Reason for which this node does not share the folder of the driver's file `probe`; if it does, write an answering file."""
+    """Why this node does not share the folder of the driver's `probe`; None after writing an answering file."""
     if not probe.parent.is_dir():
         return "it is not there"
     if not probe.is_file():
@@ -160,7 +160,7 @@ def why_apart(probe: Path, node: str) -> str | None:
 
 
 def differences(views: Mapping[str, View], placed: Mapping[str, set[str]], driver: str) -> Iterator[str]:
-    """Per folder and node, the files that are not the driver's. `views` and `placed` (roles) by address."""
+    """Files that differ from the driver's, by folder and node; `views` and `placed` (roles) are by address."""
     for reader, own in views[driver].files.items():
         for address in sorted({node for role in reader.roles for node in placed.get(role, ())} - {driver}):
             there = views[address].files[reader]
@@ -178,7 +178,7 @@ def differences(views: Mapping[str, View], placed: Mapping[str, set[str]], drive
 
 
 def fingerprint(file: Path) -> str:
-    """Checksum of the content, or of the size and evenly spread samples of a large file."""
+    """Checksum of the content; for a large file of its size and evenly spread samples."""
     size = file.stat().st_size
     with file.open("rb") as content:
         if size <= READ_WHOLE:

@@ -1,4 +1,4 @@
-"""The RLVR loop: `step` is the algorithm, the verbs below it say what its words mean."""
+"""The RLVR loop: `step` is the algorithm, in verbs that are explained below it."""
 
 from __future__ import annotations
 
@@ -33,8 +33,6 @@ from roll_lite.workers.model import CriticWorker, TrainShare, Update
 
 
 class RLVRPipeline:
-    """Takes the clusters of a run through its steps."""
-
     def __init__(
         self,
         config: RunConfig,
@@ -67,10 +65,10 @@ class RLVRPipeline:
         self.critic_columns = CriticWorker.training_reads(self.algorithm)
         self.early = EarlyPasses(self.wanted() if config.rollout.stream_log_probs else [], config.rollout.prompts_per_step, journal)
         self.kl_coefs: dict[str, float] = {}
-        """Coefficients of the current step; its measurements move them for the next one."""
+        """Coefficients of this step; its measurements update them for the next."""
         self.steps_done = 0
         self.version = 0
-        """Version of the actor's weights: the number of steps that changed them."""
+        """Version of the actor's weights: steps that changed them."""
 
     def run(self) -> None:
         self.resume()
@@ -84,7 +82,7 @@ class RLVRPipeline:
         self.export_model()
 
     def close(self) -> None:
-        """The last samples are on disk, the engines have cleaned up behind them."""
+        """Write the last samples and clean up."""
         self.source.close()
 
     def step(self) -> None:
@@ -104,27 +102,27 @@ class RLVRPipeline:
 
     @phase("sync_weights")
     def sync_weights(self) -> None:
-        """The engines get the actor's weights, unless they have them already."""
+        """Send the actor's weights to the engines, unless they have them."""
         self.journal.synced(self.source.sync(self.version))
 
     @phase("generate")
     def generate(self) -> Batch:
-        """The next finished groups, new or of a past run: rows come here, tokens stay in the object store."""
+        """Next finished groups, or those of a dump; rows come here, tokens stay in the object store."""
         rollouts = self.source.next_batch(self.steps_done + 1, self.early.begin())
         self.journal.rollouts(rollouts.rows, rollouts.stats, self.version, rollouts.replaced, rollouts.silences)
         return Batch(rollouts.rows, rollouts.blocks)
 
     @phase("advantages")
     def shape_rewards(self, batch: Batch) -> Batch:
-        """Turn scores into rewards and mask samples; masked ones do not train."""
+        """Turn scores into rewards, and mask samples that do not train."""
         shaped = self.shaping(batch)
         self.journal.shaped(shaped.rows, shaped.masked)
         return shaped.batch
 
     @phase("log_probs")
     def compute_log_probs(self, batch: Batch) -> None:
-        """Every model adds the columns that credit and losses want of it, to the rows that did not get them early: side by side, or in
-        turns on shared devices."""
+        """Compute the columns that credit and losses read, for rows without early ones; models work in parallel, or in turns on shared
+        devices."""
         self.early.join(batch)
         left = [(model, batch.take(batch.lacking(columns)), columns) for model, columns in self.wanted()]
         turns = [
@@ -137,7 +135,7 @@ class RLVRPipeline:
 
     @phase("advantages")
     def assign_credit(self, batch: Batch) -> None:
-        """Rewards and KL become advantages, where the tokens are."""
+        """Turn rewards and KL into advantages, on the actor's ranks."""
         actor, kl_coef = self.clusters.actor, self.kl_in_reward.coef
         self.kl_coefs = {"kl_in_reward": kl_coef, "kl_in_loss": self.kl_in_loss.coef}
         reports = actor.ranks.heads_scatter(ActorWorker.assign_credit, actor.shards(batch, self.credit_columns), kl_coef)
@@ -149,13 +147,13 @@ class RLVRPipeline:
 
     @phase("write_batch")
     def write_batch(self, batch: Batch) -> None:
-        """Write the losses' inputs to the run's folder, if configured."""
+        """Write the losses' inputs, if configured."""
         if self.batch_files.are_written:
             self.batch_files.write(self.steps_done + 1, self.clusters.actor, batch, self.cut(batch), self.kl_coefs)
 
     @phase("train")
     def train(self, batch: Batch) -> None:
-        """Actor and critic, each through all mini-batches of all epochs in one call: side by side, or in turns on shared devices."""
+        """Train actor and critic, each in one call for all epochs and mini-batches; in parallel, or in turns on shared devices."""
         mini_batches, kl_coef = self.cut(batch), self.kl_in_loss.coef
         actor, critic = self.clusters.actor, self.clusters.critic
         turns: dict[str, DeviceTurn[list[list[Update]]]] = {}
@@ -196,7 +194,7 @@ class RLVRPipeline:
 
     @phase("validation")
     def validate(self) -> None:
-        """Held-out prompts of every domain that has some, with the weights that there are now."""
+        """Evaluate held-out prompts with the current weights."""
         if not validates(self.config):
             return
         self.validation.finish()
@@ -207,12 +205,12 @@ class RLVRPipeline:
 
     @phase("validation")
     def look_at_validation(self) -> None:
-        """Finish a validation that runs beside the steps, if it is complete."""
+        """Finish a complete validation that ran beside the steps."""
         self.validation.look()
 
     @phase("checkpoint")
     def refresh_reference(self) -> None:
-        """The reference becomes what the actor is by now, or the average of its weights."""
+        """Replace the reference by the actor or its average."""
         assert self.refresh is not None
         self.checkpoints.refresh_reference(self.clusters, self.refresh)
 
@@ -222,7 +220,7 @@ class RLVRPipeline:
 
     @phase("checkpoint")
     def look_at_checkpoint(self) -> None:
-        """Complete a checkpoint that is written beside the steps, if it is finished."""
+        """Complete a checkpoint written beside the steps."""
         self.checkpoints.look()
 
     @phase("checkpoint")
@@ -232,7 +230,7 @@ class RLVRPipeline:
             self.checkpoints.export_model(self.clusters)
 
     def resume(self) -> None:
-        """Resume from the configured checkpoint, if there is one."""
+        """Resume from the configured checkpoint, if any."""
         state = self.checkpoints.load(self.clusters, self.source)
         if state is not None:
             self.steps_done, self.version = state["steps_done"], state["version"]
@@ -251,17 +249,17 @@ class RLVRPipeline:
         return every > 0 and self.steps_done % every == 0
 
     def wanted(self) -> list[tuple[Model[Any], list[str]]]:
-        """The models with a forward pass, and what they write in it."""
+        """Models with a forward pass, and the columns it computes."""
         return [(model, columns) for model in self.clusters.models if (columns := self.wanted_of(model))]
 
     def wanted_of(self, model: Model[Any]) -> list[str]:
-        """Columns that the model can compute and a later computation reads."""
+        """Columns that the model can compute and something reads."""
         read = self.credit_columns.wanted | self.actor_columns.wanted | self.critic_columns.wanted
         return [column for column in model.worker.computes if column in read]
 
     @property
     def remembering(self) -> dict[str, RewardShaping | KlController | SkippedUpdates | SupervisedRows]:
-        """State of the driver in a checkpoint, besides the counts."""
+        """Driver state in a checkpoint, besides the counts."""
         of_ptx = {} if self.ptx is None else {"ptx": self.ptx}
         return {
             "shaping": self.shaping,
@@ -272,7 +270,7 @@ class RLVRPipeline:
         }
 
     def with_supervised(self, shares: list[TrainShare]) -> list[TrainShare]:
-        """The actor's mini-batches with their rows of algorithm.ptx, where there is one."""
+        """Add the rows of algorithm.ptx to the actor's mini-batches."""
         if self.ptx is None:
             return shares
         ranks = self.clusters.actor.ranks
@@ -297,6 +295,6 @@ def training_rows(batch: Batch) -> int:
 
 
 def per_token(parts: Sequence[Mapping[str, float]], name: str, tokens: str) -> float:
-    """Mean over all domains, from the sums of each."""
+    """Mean over all domains, from sums by domain."""
     total, count = (sum(value for part in parts for key, value in part.items() if key.startswith(f"{what}#")) for what in (name, tokens))
     return total / max(count, 1.0)

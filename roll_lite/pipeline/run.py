@@ -1,4 +1,4 @@
-"""A run, from its configuration to its exit code and the record of its end."""
+"""A run, from its configuration to its exit code and final record."""
 
 from __future__ import annotations
 
@@ -28,13 +28,12 @@ from roll_lite.pipeline.checkpoint_files import resumption, resumption_notes
 from roll_lite.pipeline.journal import Journal
 
 COMPLETED, FAILED, INTERRUPTED = 0, 1, 130
-"""Exit codes."""
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 REMOTE_TRACEBACK = re.compile(r"\n\s*\n(?=\S*ray::)")
 
 
 def run(config: RunConfig) -> int:
-    """Start, train, clean up. Returns the exit code; the cause of a failure stands on standard error and in summary.json."""
+    """Start, train, clean up; returns the exit code. The cause of a failure is on standard error and in summary.json."""
     try:
         folder = create_run_folder(config.run_dir, config.experiment)
         # What a resumed run without checkpoints went on from is read here: `latest` never points at a folder without it.
@@ -77,9 +76,10 @@ def phase_limit(config: RunConfig, phase: str) -> AbstractContextManager[None]:
 
 
 class Interruption:
-    """SIGTERM, and SIGHUP of a terminal that closes, end a run as Ctrl-C does. Under nohup the latter stays without effect.
+    """Lets SIGTERM, and SIGHUP of a closed terminal, end a run like Ctrl-C; under nohup SIGHUP has no effect.
 
-    A terminal that closes sends several signals, and users press Ctrl-C again: only the first counts until the end is written down."""
+    Closing terminals send several signals, and users press Ctrl-C again: only the first counts until the end is recorded.
+    """
 
     def __init__(self) -> None:
         self._is_deaf = False
@@ -100,14 +100,14 @@ class Interruption:
 
     @contextmanager
     def ignored(self) -> Iterator[None]:
-        """Ignore signals inside the block, which records the end of the run; a later one cuts the clean-up short."""
+        """Ignore signals inside the block, which records the run's end; a later one cuts the clean-up short."""
         self._is_deaf = True
         yield
         self._is_deaf = False
 
 
 class RunEnd:
-    """End of a run. The first cause counts; later ones belong to the clean-up."""
+    """End of a run; the first cause counts, later ones belong to the clean-up."""
 
     def __init__(self, journal: Journal, interruption: Interruption) -> None:
         self.code = COMPLETED
@@ -117,7 +117,7 @@ class RunEnd:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """However the block ends, the run has ended, and says so in its folder and on the screen."""
+        """Record the run's end with the block's."""
         try:
             yield
         except KeyboardInterrupt:
@@ -131,7 +131,7 @@ class RunEnd:
                 self._close("completed", COMPLETED)
 
     def give_up(self, cause: str) -> None:
-        """End the process from another thread, since the main one hangs. The guard of the Ray session cleans up."""
+        """End the process from another thread, since the main one hangs; the Ray session's guard cleans up."""
         try:
             self._fail(RuntimeError(cause))
         finally:
@@ -155,7 +155,7 @@ class RunEnd:
 
 
 def report_failure(error: Exception, folder: Path, what: str) -> None:
-    """Print a failure on standard error without the worker's traceback; failure.txt gets everything."""
+    """Print a failure without the worker's traceback, which failure.txt gets."""
     with (folder / "failure.txt").open("a", encoding="utf-8") as file:
         file.write("".join(traceback.format_exception(error)))
     with suppress(OSError):  # nobody may read it any more

@@ -1,4 +1,4 @@
-"""Scores become rewards, and some samples are kept from training: what the driver decides from row columns alone."""
+"""From scores to rewards, and masks of samples: decided by the driver from row columns."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from roll_lite.distributed.dataflow import Batch
 @dataclass(frozen=True)
 class Shaped:
     batch: Batch
-    """Batch with the columns reward and train_weight, without groups in which no sample trains."""
+    """With the columns reward and train_weight, without groups in which no sample trains."""
     rows: DataProto
-    """Rows of all samples, including those left out, for metrics."""
+    """All samples' rows, for metrics."""
     masked: Masked
-    """Masked samples, out of all rows, and the causes."""
+    """Of all rows, with causes."""
 
 
 class RewardShaping:
-    """Remembers the running moments of rewards, where the configuration normalises with them."""
+    """Shapes rewards; keeps the running moments that normalise them, if configured."""
 
     def __init__(self, config: RunConfig) -> None:
         self._algorithm = config.algorithm
@@ -77,7 +77,7 @@ class RewardShaping:
 
 
 def _rows_of_training_groups(rows: DataProto) -> np.ndarray:
-    """Rows of the groups with at least one sample that trains."""
+    """Rows of groups with a sample that trains."""
     groups = rows.tensor("group").numpy()
     trains = np.unique(groups[rows.tensor("train_weight").numpy() > 0])
     return np.flatnonzero(np.isin(groups, trains))
@@ -88,7 +88,7 @@ def _rows_of_training_groups(rows: DataProto) -> np.ndarray:
 
 @dataclass(frozen=True)
 class DomainRewards:
-    """A domain's own settings of its rewards."""
+    """A domain's reward settings."""
 
     weight: float = 1.0
     format: FormatConfig | None = None
@@ -97,9 +97,9 @@ class DomainRewards:
 def shape_rewards(
     rows: RewardRows, train_weights: torch.Tensor, algorithm: AlgorithmConfig, domains: Sequence[DomainRewards], running: RunningMoments
 ) -> torch.Tensor:
-    """Rewards [N] float32. `domains` by domain number. `running` takes the batch in, once, where the normalisation is over it.
+    """Rewards [N] float32. `domains`: by number. `running` takes in the batch once, if it normalises.
 
-    In this order: format, length penalty, truncation penalty, overlong, scale, clip, normalisation, domain weight.
+    Order: format, length penalty, truncation penalty, overlong, scale, clip, normalisation, domain weight.
     """
     config, masks = algorithm.reward, algorithm.masks
     formats = [domain.format for domain in domains]
@@ -119,7 +119,7 @@ def shape_rewards(
 
 
 def shape_baseline(scores: torch.Tensor, rows: RewardRows, config: RewardShapingConfig, domains: Sequence[DomainRewards]) -> torch.Tensor:
-    """Rewards [N] float32 of greedy baselines, of which the score is all that is known: scale, clip and domain weight."""
+    """Rewards [N] float32 of greedy baselines, which have only a score: scale, clip, domain weight."""
     return _weighted(_scaled_and_clipped(as_float64(scores), config), rows, domains)
 
 

@@ -1,4 +1,4 @@
-"""Optimizer steps that were skipped because loss or gradient was not finite: which of them begin a series, and when it is too long."""
+"""Skipped optimizer steps, whose loss or gradient was not finite: which of them begin a series, and when it is too long."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from roll_lite.config.schema.run import RunConfig
 from roll_lite.workers.model import Update
 
 SECTIONS = {"actor": "actor_train", "critic": "critic"}
-"""Role -> its section in the configuration."""
+"""Configuration section by role."""
 
 
 class NotFinite(RuntimeError):
-    """A role's updates were skipped, one after the other."""
+    """Too many updates in a row were skipped."""
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """The first update of a series that was skipped."""
+    """First skipped update of a series."""
 
     role: str
     step: int
     update: int
-    """Number of the role's update in the step, from 1, as in updates.jsonl."""
+    """From 1 in the step, as in updates.jsonl."""
     loss: float
     grad_norm: float
     row_losses: Mapping[int, float]
-    """Loss of each sample."""
+    """By sample."""
 
     @property
     def folder(self) -> str:
-        """Folder of its samples, within the run's."""
+        """In the run's folder."""
         return folder_of(self.role, self.step, self.update)
 
 
@@ -42,7 +42,7 @@ def folder_of(role: str, step: int, update: int) -> str:
 
 @dataclass
 class Series:
-    """Count of skipped updates of one role; updates are identified by step and number."""
+    """Skipped updates in a row of one role, identified by (step, number)."""
 
     length: int = 0
     first: tuple[int, int] = (0, 0)
@@ -52,12 +52,12 @@ class Series:
 
 @dataclass
 class SkippedUpdates:
-    """Counts over steps, each role on its own; a checkpoint holds the count."""
+    """Counts by role, over steps and resumptions."""
 
     limits: Mapping[str, int]
-    """Number of skipped updates in a row that ends the run, by role; 0: no limit."""
+    """Skipped updates in a row that end the run, by role; 0: no limit."""
     with_ptx: bool = False
-    """The actor's updates have rows of algorithm.ptx too."""
+    """The actor's updates include rows of algorithm.ptx."""
     _series: dict[str, Series] = field(default_factory=dict)
     _too_long: str | None = None
 
@@ -68,7 +68,7 @@ class SkippedUpdates:
         return SkippedUpdates(limits, config.algorithm.ptx is not None)
 
     def count(self, step: int, updates: Mapping[str, Sequence[Sequence[Update]]]) -> list[Skipped]:
-        """Record a step's updates of all data-parallel ranks, by role. Returns the updates that begin a series of skipped ones."""
+        """Record updates of all data-parallel ranks, by role; returns those that begin a series of skipped ones."""
         begun: list[Skipped] = []
         for role, ranks in updates.items():
             series = self._series.setdefault(role, Series())
@@ -87,7 +87,7 @@ class SkippedUpdates:
         return begun
 
     def look(self) -> None:
-        """NotFinite, with what to do about it, where a series has become too long."""
+        """Raise NotFinite with advice if a series is too long."""
         if self._too_long is not None:
             raise NotFinite(self._too_long)
 

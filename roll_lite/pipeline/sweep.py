@@ -1,4 +1,4 @@
-"""Sweeps: several runs, one after the other, each in its own process, and a table of their results."""
+"""Sweeps: several runs, each in its own process, and a table of results."""
 
 from __future__ import annotations
 
@@ -21,15 +21,13 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class Choice:
-    """Run of a sweep."""
-
     overrides: Sequence[str]
     config: RunConfig
 
 
 def run_each(command: Sequence[str], choices: Sequence[Choice]) -> int:
-    """`command`: what starts a run, without overrides. A run that fails does not keep the others from running, an interruption does.
-    Returns the first exit code that is not 0."""
+    """Run `command` with each choice's overrides; failures do not stop the others, an interruption does. Returns the first exit code
+    that is not 0."""
     rows, codes = [], []
     for number, choice in enumerate(choices, start=1):
         settings = " ".join(map(hidden, choice.overrides))
@@ -48,7 +46,7 @@ def run_each(command: Sequence[str], choices: Sequence[Choice]) -> int:
 
 
 def _run(command: Sequence[str]) -> int:
-    """Run a command. SIGTERM and SIGHUP are forwarded to it; Ctrl-C reaches it from the terminal."""
+    """Run a command and forward SIGTERM and SIGHUP to it; Ctrl-C reaches it from the terminal."""
     with subprocess.Popen(command) as process:
         before = {number: signal.signal(number, lambda got, _: process.send_signal(got)) for number in (signal.SIGTERM, signal.SIGHUP)}
         try:
@@ -68,7 +66,7 @@ def _latest(config: RunConfig) -> Path | None:
 
 
 def _summary(folder: Path) -> tuple[str, str]:
-    """End of a run, and its accuracy over all domains before and after."""
+    """End of a run, and its overall accuracy before and after."""
     try:
         summary = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Weight updates of the engines as the pipeline runs them; `distributed/weight_sync/` moves the bytes."""
+"""Weight updates of the engines; `distributed/weight_sync/` moves the bytes."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.rollout import RolloutWorker
 
 LOSS_SECONDS = 5.0
-"""Time to look for a lost engine after another engine broke off: that one may have been reading from the lost one."""
+"""Time to look for a lost engine after another failed, which may have been reading from it."""
 
 
 @dataclass(frozen=True)
 class Pushed:
-    """A completed update."""
+    """Completed update."""
 
     version: int
     megabytes: float
     seconds: float
-    """Seconds from the start until the last engine has the new weights."""
+    """Until the last engine has the new weights."""
     phases: Mapping[str, float]
     """Seconds of the slowest rank or worker; phases overlap."""
     by_transport: Mapping[str, float]
-    """Megabytes sent by each transport; a broadcast counts once."""
+    """Megabytes sent; a broadcast counts once."""
     transport_seconds: Mapping[str, float]
-    """Seconds of the slowest trainer rank, by transport."""
+    """Of the slowest trainer rank."""
 
 
 class WeightSync:
@@ -56,7 +56,7 @@ class WeightSync:
         dtype: str,
         expert_parallel: int = 1,
     ) -> None:
-        """`dtype`, `expert_parallel`: the engines'."""
+        """`dtype`, `expert_parallel`: of the engines."""
         self._model = actor
         self._actor = actor.ranks
         self._engines = engines
@@ -70,12 +70,12 @@ class WeightSync:
         self._interrupts: TCPStore | None = None
         self._epoch = 0
         self._plan: TransferPlan | None = None
-        """Plan of the connected engines; None: they must connect again."""
+        """None: engines must connect again."""
         self._version: int | None = None
-        """Weight version of the engines; None: the weights they started with."""
+        """Of the engines; None: start weights."""
 
     def push(self, version: int) -> Pushed | None:
-        """Send weights to every living engine; returns None if the engines have this version already."""
+        """Send weights to every living engine; None if they have this version."""
         if version == self._version:
             return None
         with self._model.loaded(states(Phase.SYNC_WEIGHTS)):
@@ -89,15 +89,15 @@ class WeightSync:
         return pushed
 
     def sender(self, version: int) -> Model[ActorWorker] | None:
-        """Model whose weights `push` will need on the devices; None if there is nothing to send."""
+        """Model that `push` needs on the devices; None if nothing is to be sent."""
         return self._model if version != self._version else None
 
     def engines_changed(self) -> None:
-        """Make all engines connect again before the next update, since one has left, joined or been replaced."""
+        """Make all engines connect before the next update: one has left, joined or been replaced."""
         self._plan = self._version = None
 
     def _update(self, version: int) -> Pushed | None:
-        """Run one update. None if an engine was lost: the others may have the old weights, the new ones, or part of them."""
+        """Run an update. None if an engine was lost: the others may have old weights, new ones, or both."""
         if self._plan is not None and list(self._plan.engines) != self._engines.left:
             self._plan = None
         plan = self._plan = self._plan or self._connect()
@@ -118,7 +118,7 @@ class WeightSync:
         return Pushed(version, plan.nbytes / 2**20, seconds, phases, by_transport, largest(one.by_transport for one in said))
 
     def _connect(self) -> TransferPlan | None:
-        """Let trainers and engine workers join a new epoch of the transfer group; None if an engine was lost."""
+        """Connect trainers and engine workers in a new epoch of the transfer group; None if an engine was lost."""
         timeout_s = self._config.timeout_s
         export = self._export = self._export or self._actor.all(ActorWorker.export_plan, self._config.bucket_mb << 20)[0]
         if self._rendezvous is None:
@@ -136,11 +136,11 @@ class WeightSync:
     def _await_both(
         self, phase: str, engines: Pending[dict[int, Transferred]], trainers: Pending[list[Transferred]]
     ) -> list[Transferred] | None:
-        """Wait for both sides. None if an engine was lost, even after its answer, since others may have been reading from it; then the
-        caller tries again. Raises all causes if a side failed otherwise."""
+        """Wait for both sides. None if an engine was lost, even after its answer, since others may have been reading from it (retry);
+        other failures raise all causes."""
         interrupted = False
         failed: dict[str, str] = {}
-        """Causes in the order of their arrival: later ones may follow from the first."""
+        """In order of arrival: later ones may follow from the first."""
 
         def look() -> None:
             nonlocal interrupted
@@ -164,7 +164,7 @@ class WeightSync:
         return [*said.values(), *of_trainers]
 
     def _lost(self, engines: Pending[dict[int, Transferred]], within_s: float = 0.0) -> bool:
-        """True if one of these engines is lost, or will be within this time."""
+        """One of these engines is lost, now or within this time."""
         deadline = time.monotonic() + within_s
         while not (lost := any(call.rank in self._engines.lost for call in engines.calls)) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -184,7 +184,7 @@ class WeightSync:
 
 
 def _broken(engines: Pending[dict[int, Transferred]], trainers: Pending[list[Transferred]]) -> dict[str, Transferred]:
-    """Sides that have broken off so far."""
+    """Sides that have failed so far."""
     answered = {f"actor_infer[{call.rank}]": call.value for call in engines.calls if not call.lost}
     answered |= {f"actor_train rank {call.rank}": call.value for call in trainers.calls}
     return {name: one for name, one in answered.items() if one is not None and one.failure is not None}
