@@ -28,8 +28,7 @@ FOLDER_SECONDS = 1.0
 
 def session_processes(mark: str, folder: Path) -> list[int]:
     """Processes of this user with the session's mark in their environment or, if a process title has overwritten it, a title of Ray's
-    and open files of the session.
-    """
+    and open files of the session."""
     wanted = f"{MARK}={mark}".encode()
     found = []
     for entry in Path("/proc").iterdir():
@@ -57,8 +56,7 @@ def _is_titled_user(process: Path, folder: Path) -> bool:
 
 def end_processes(mark: str, folder: Path, grace_s: float) -> None:
     """Kill the session's processes until several scans find none: a dying process may still start another, and one that starts a program
-    shows an empty environment.
-    """
+    shows an empty environment."""
     start = time.monotonic()
     unseen = 0
     while unseen < QUIET_SCANS and time.monotonic() - start < PATIENCE_SECONDS:

@@ -46,7 +46,7 @@ def without_thinking(text: str, prompt: str = "") -> str:
 
 
 def is_cut(sample: RewardInput) -> bool:
-    """True if the response was cut at the token limit: its end may be a fragment, as 12 is of 123."""
+    """Whether the token limit cut the response: its end may be a fragment, as 12 is of 123."""
     return sample.finish_reason == FinishReason.LENGTH
 
 
@@ -58,7 +58,7 @@ def complete(sample: RewardInput) -> str:
 def finished(sample: RewardInput) -> str:
     """Response for a reward that searches an answer in it.
 
-    A cut response is reduced to parts that the cut cannot have shortened: whole sentences and lines, and closed boxes and tags of the last
+    Of a cut response, parts that the cut cannot have shortened: whole sentences and lines, and closed boxes and tags of the last
     sentence. An open displayed formula is dropped.
     """
     if not is_cut(sample):
@@ -80,7 +80,7 @@ def last_tagged(response: str) -> str | None:
 
 
 def plain_boxes(text: str) -> str:
-    r"""Text with every \fbox{} and \boxed 5 written as \boxed{}."""
+    r"""Text with \fbox{} and \boxed 5 written as \boxed{}."""
     return BOX_NAME.sub(r"\\boxed{", BARE_BOX.sub(r"\\boxed{\1}", text)) if "box" in text else text
 
 
@@ -102,7 +102,7 @@ def all_boxed(text: str) -> list[str]:
 
 
 def last_boxes(text: str) -> list[str]:
-    r"""Contents of the last \boxed{} and of those before it that only `and`, `or` or a comma separates from it, in order."""
+    r"""Contents of the last \boxed{} and of those that only `and`, `or` or a comma separates from it, in order."""
     found: list[str] = []
     before = len(text)
     for start, end in _boxes(text):

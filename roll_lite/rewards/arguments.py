@@ -52,10 +52,8 @@ def _problem(name: str, cls: type[RewardType], args: Mapping[str, Any], error: E
 
 
 def _where(cls: type[RewardType], args: Mapping[str, Any], error: ErrorDetails) -> tuple[list[str], type[BaseModel], Any]:
-    """Path below the arguments, the model that has its last key as a field, and the value.
-
-    pydantic's location also contains members of unions and indices of lists.
-    """
+    """Path below the arguments, the model that has its last key as a field, and the value: pydantic's location also has members of
+    unions and indices of lists."""
     first, *rest = map(str, error["loc"])
     path, value = [first], args.get(first)
     section = _section(cls.model_fields[first].annotation) if first in cls.model_fields else None
@@ -70,12 +68,12 @@ def _where(cls: type[RewardType], args: Mapping[str, Any], error: ErrorDetails) 
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:
-    """Section that an argument holds, directly or as the values of a mapping."""
+    """Section that an argument holds, directly or as values of a mapping."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((found for one in get_args(annotation) if (found := _section(one))), None)
 
 
 def _is_unshown(annotation: Any) -> bool:
-    """True if the argument may hold a secret; so may a section."""
+    """Whether the argument, or a section in it, may hold a secret."""
     return isinstance(annotation, Unshown) or _section(annotation) is not None or any(map(_is_unshown, get_args(annotation)))

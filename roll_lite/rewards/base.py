@@ -1,8 +1,7 @@
 """Reward functions: how they are called, and which results are scores and which failures.
 
-The rule for all rewards: anything that the response alone causes is a score, 0 unless the response is right. A failure, which takes the
-sample out of training, is caused by the reference answer, a service or the machine. Otherwise a policy could learn to have its wrong
-responses left out.
+What the response alone causes is a score, 0 unless it is right. A failure, which takes the sample out of training, is caused by the
+reference answer, a service or the machine; otherwise a policy could learn to have its wrong responses left out.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from roll_lite.rewards.reward_type import RewardType
 SCORE_KEYS = ("value", "correct", "details", "answer")
 HARMLESS_RESPONSE = "I do not know."
 BY_INPUT = (RecursionError, ValueError, ArithmeticError, LookupError)
-"""Exceptions of built-in types that their input causes. Others (OSError, MemoryError) may be the machine's."""
+"""Exceptions of built-in types that their input causes; others (OSError, MemoryError) may be the machine's."""
 LARGEST_SCORE = (2 - 2**-23) * 2.0**127
 """Largest float32, the type used in training."""
 
 
 class RewardFailed(Exception):
-    """Raised if a sample could not be scored: a failure, never a reward of zero."""
+    """A sample could not be scored: a failure, never a reward of zero."""
 
     def __init__(self, cause: str) -> None:
         super().__init__(cause)
@@ -53,13 +52,13 @@ class RewardFunction:
         self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
         self.is_batched = is_batched(function)
         self.at_once = function.at_once() if isinstance(function, RewardType) else None
-        """Maximum samples per list call, if the time limit of a call is meant for samples that run side by side."""
+        """Most samples per list call, if the time limit of a call is meant for samples that run side by side."""
         self._function = function
         self._args = dict(args)
         self._runner: asyncio.Runner | None = None
 
     def __call__(self, item: RewardInput) -> Score:
-        """Score without an event loop. An async function gets a loop that is kept, with the function's connections."""
+        """Score without an event loop. An async function gets a loop that is kept, with its connections."""
         if self.is_async:
             self._runner = self._runner or asyncio.Runner()
             return self._runner.run(self.score(item))
@@ -100,7 +99,7 @@ class RewardFunction:
             self._function.warm()
 
     def describe(self) -> str:
-        """Information for the user about how it runs on this machine."""
+        """How it runs on this machine, for the user."""
         return self._function.describe() if isinstance(self._function, RewardType) else ""
 
     def close(self) -> None:
@@ -163,7 +162,7 @@ class RewardFunction:
 
 
 def is_batched(function: Callable[..., Any]) -> bool:
-    """True if the function takes a list of samples: by its attribute `batched`, else by its first parameter's annotation."""
+    """Whether the function takes a list: by its attribute `batched`, else by its first parameter's annotation."""
     said = getattr(function, "batched", None)
     if said is not None:
         return bool(said)
@@ -185,8 +184,7 @@ def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def to_score(result: Any, name: str) -> Score:
-    """Make a Score of a number, a bool, a Score or a dict of its fields. RewardFailed for anything else, and for numbers that are not
-    finite."""
+    """Score of a number, a bool, a Score or a dict of its fields. RewardFailed for anything else, and for numbers that are not finite."""
     result, reward = _plain(result), f"reward {name}"
     given: Any = {key: getattr(result, key) for key in SCORE_KEYS} if isinstance(result, Score) else result
     if not isinstance(given, Mapping):
@@ -213,7 +211,7 @@ def to_score(result: Any, name: str) -> Score:
 
 
 def checked_score(number: float, name: str) -> float:
-    """The number; RewardFailed if it is not finite, also as float32."""
+    """The number; RewardFailed if it is not finite as float32."""
     if not abs(number) <= LARGEST_SCORE:
         what = f"is beyond float32, whose largest number is {LARGEST_SCORE:.5g}" if math.isfinite(number) else "is not finite"
         raise RewardFailed(f"reward {name}: returned {number:.5g}, which {what}")
@@ -229,5 +227,5 @@ def _float(value: Any) -> float:
 
 
 def _plain(value: Any) -> Any:
-    """Convert numpy's bool, which Python does not count as a number. Without importing numpy, which is slow."""
+    """Convert numpy's bool, no number for Python, without importing numpy, which is slow."""
     return bool(value) if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_") else value

@@ -1,5 +1,4 @@
-"""Reward `model`: a sequence-classification reward model scores the response. This is the domain's side; the models run in clusters
-(workers/reward_model.py)."""
+"""Reward `model`: the domain's side; the models run in clusters (workers/reward_model.py)."""
 
 from __future__ import annotations
 
@@ -35,16 +34,16 @@ def _is_template(template: str) -> str:
 
 
 class ModelReward(RewardType):
-    """A sequence-classification reward model scores the response: the output of the model in `reward_models.<model>`.
+    """Score by a sequence-classification model: the output of the model in `reward_models.<model>`.
 
-    A copy of the model takes up to `micro_batch_size` samples at a time, from any domain. It reads them in one forward pass, or in several
-    if they exceed `micro_batch_tokens`.
+    A copy of the model takes up to `micro_batch_size` samples at a time, from any domain, and reads them in one forward pass, or in
+    several if they exceed `micro_batch_tokens`.
 
-    A response that makes the text longer than the model's max_length scores 0. With `scale: none` that may be more than bad responses get:
-    use sigmoid where the model's outputs may be negative. If a process of a reward model dies, it is restarted (with
-    `hf`), or all of the model's processes are (Megatron). The samples that it was scoring fail with the cause and are retried (`retries`);
-    other copies keep serving. Without any copy, samples wait until the model is back, and their `timeout_s` is paused.
-    `reward/workers_replaced` counts the replaced processes.
+    A response that makes the text longer than the model's max_length scores 0. With `scale: none` that may be more than bad responses
+    get: use sigmoid where outputs may be negative. If a process of a reward model dies, it (with `hf`), or all of the model's processes
+    (Megatron), are restarted. The samples that it was scoring fail with the cause and are retried (`retries`); other copies keep
+    serving. Without any copy, samples wait until the model is back, and their `timeout_s` is paused. `reward/workers_replaced` counts
+    the replaced processes.
 
     ```yaml
     reward_models:
@@ -61,19 +60,18 @@ class ModelReward(RewardType):
     within_a_run = True
 
     model: str
-    """Name of the model in the section `reward_models`."""
+    """Name in the section `reward_models`."""
     template: Annotated[str, AfterValidator(_is_template)] = "{prompt}{response}"
-    """Text that the model reads. {prompt} is the policy's input with its template applied, {question} the prompt as in the data, {response}
-    the policy's response without special tokens and thinking, {answer} the reference answer, any other name a column of the data. chat: use
-    the reward model's chat template instead, with `question` as the user's message and the response as the assistant's.
-    """
+    """Text that the model reads. {prompt} is the policy's input with its template applied, {question} the prompt as in the data,
+    {response} the policy's response without special tokens and thinking, {answer} the reference answer, any other name a column of the
+    data. chat: use the reward model's chat template, with `question` as the user's message and the response as the assistant's."""
     question: Annotated[str, AfterValidator(_is_text)] = "{question}"
-    """User's message with `template: chat`; a text with the same placeholders. If it is a single placeholder for a list of chat messages,
-    the response follows them."""
+    """User's message with `template: chat`, with the same placeholders. The response follows the messages if it is a single placeholder
+    for a chat."""
     scale: Literal["none", "sigmoid"] = "none"
-    """Scale of the score. none: the output itself. sigmoid: its sigmoid, between 0 and 1."""
+    """none: the output itself. sigmoid: its sigmoid, between 0 and 1."""
     threshold: float = 0.0
-    """Threshold of the unscaled output above which a response is correct."""
+    """Unscaled output above which a response is correct."""
 
     @field_validator("question")
     @classmethod
@@ -104,7 +102,7 @@ class ModelReward(RewardType):
             yield Problem(f"{place}.args.template", message, CHAT)
 
     def model_input(self, sample: RewardInput) -> ScoredText:
-        """Input of the reward model for a sample; RewardFailed if a column is missing."""
+        """Input for a sample; RewardFailed if a column is missing."""
         if self.template != CHAT:
             return filled(self.template, sample, "model")
         response = {"role": "assistant", "content": str(filling("response", sample))}
@@ -123,5 +121,5 @@ class ModelReward(RewardType):
 
 
 def nothing(sample: RewardInput) -> float:
-    """Return zero: reward workers add the domain's terms and format to it, and the model's output is added later."""
+    """Return zero: reward workers add the domain's terms and format to it, the model's output comes later."""
     return 0.0

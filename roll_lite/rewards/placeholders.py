@@ -40,7 +40,7 @@ def columns_in(template: str) -> tuple[str, ...]:
 
 
 def filled(template: str, sample: RewardInput, reward: str, response: str | None = None) -> str:
-    """Fill all placeholders in one pass, so that braces in a prompt or response stay as they are. `response` replaces the sample's own."""
+    """Fill all placeholders in one pass, so that braces in a prompt or response stay. `response` replaces the sample's own."""
     parts = []
     for text, name in template_parts(template):
         value = "" if name is None else response if name == "response" and response is not None else filling(name, sample)
@@ -54,9 +54,8 @@ def filled(template: str, sample: RewardInput, reward: str, response: str | None
 def filling(name: str, sample: RewardInput) -> Any:
     """Value of a placeholder; None if the sample lacks it.
 
-    {prompt}: the policy's input with its template applied. {question}: the column of that name, else the prompt as in the data. {response}:
-    the response without thinking. {answer}: the reference answer. {fence}: a line that the response cannot contain. Other names: columns of
-    the data.
+    {prompt}: the policy's input with its template applied. {question}: the column of that name, else the prompt as in the data.
+    {response}: without thinking. {answer}: the reference answer. {fence}: a line that the response cannot contain. Other names: columns.
     """
     own = {"prompt": sample.prompt, "response": after_thinking(sample), "answer": sample.answer}
     if name in own:
@@ -69,12 +68,11 @@ def filling(name: str, sample: RewardInput) -> Any:
 
 
 def is_chat(value: Any) -> TypeGuard[list[dict[str, Any]]]:
-    """True for a list of chat messages."""
     return isinstance(value, list) and bool(value) and all(isinstance(one, dict) and {"role", "content"} <= one.keys() for one in value)
 
 
 def chat_as_text(messages: Sequence[dict[str, Any]]) -> str:
-    """Text of the messages with their roles; of a single message without its role."""
+    """The messages with their roles; a single one without."""
     if len(messages) == 1:
         return str(messages[0]["content"])
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)

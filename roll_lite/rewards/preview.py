@@ -41,15 +41,15 @@ Try = tuple[Prompt, str, str]
 
 @dataclass(frozen=True)
 class Look:
-    """Selection of the responses to score."""
+    """Responses to score."""
 
     domain: str | None
-    """Name of the domain; optional if there is only one."""
+    """Optional if there is only one."""
     split: Split = "train"
     limit: int | None = 20
-    """Maximum number of responses; None: all."""
+    """Most responses; None: all."""
     responses: Path | None = None
-    """File of lines with `response` and `prompt_uid` or `prompt`, such as the samples of a run."""
+    """Lines with `response` and `prompt_uid` or `prompt`, such as the samples of a run."""
     column: str | None = None
     """Column of the data to take the responses from."""
 
@@ -113,7 +113,7 @@ def _progress(done: int, total: int) -> None:
 
 
 def _tries(name: str, config: RunConfig, look: Look, reward: RewardType | None) -> tuple[PromptSet, list[Try]]:
-    """The prompts (the whole split if all references are read), and the responses to score."""
+    """Prompts (the whole split if all references are read), and the responses to score."""
     domain, tokenizer = config.domains[name], load_tokenizer(config.model.path)
     reads_all = reward is not None and reward.reads_answer_first
     if look.responses is not None:
@@ -143,7 +143,7 @@ def _tries(name: str, config: RunConfig, look: Look, reward: RewardType | None) 
 
 
 def _response(prompt: Prompt, reward: RewardType | None, look: Look) -> str:
-    """The reference answer as a response, or the text of the column."""
+    """Reference answer as a response, or the text of the column."""
     if look.column is not None:
         if not isinstance(text := prompt.columns.get(look.column), str):
             raise ValueError(f"--column: prompt {prompt.uid} has no text in the column {look.column!r}; it has {', '.join(prompt.columns)}")
@@ -156,7 +156,7 @@ def _response(prompt: Prompt, reward: RewardType | None, look: Look) -> str:
 
 
 def _readable(file: Path, domain: str) -> Iterator[tuple[Row, Mapping[str, Any]]]:
-    """Lines of this domain with a response. The samples of a run include failed ones, which have none."""
+    """Lines of this domain with a response; failed samples of a run have none."""
     for row in read_rows(file.absolute()):
         content, place = row.content, f"--responses: {row.place}"
         if isinstance(content, str):
@@ -210,8 +210,8 @@ def _given(row: Row, content: Mapping[str, Any], prompts: PromptSet, by_text: Ma
 def read_references(
     config: RewardConfig, path: str, prompts: PromptSet, seconds: float | None, progress: Callable[[int], None]
 ) -> References:
-    """Find references that the reward cannot read, so that no response to their prompts gets a score: prompts in random order, for at most
-    `seconds`. ValueError for a mistake in the reward's section at `path`."""
+    """Find references that the reward cannot read: prompts in random order, for at most `seconds`. ValueError for a mistake in the
+    section at `path`."""
     plain = config.model_copy(update={"terms": [], "format": None})
     order = iter(random.Random(0).sample(range(len(prompts)), len(prompts)))
     processes = min(os.cpu_count() or 1, MOST_PROCESSES, 1 + len(prompts) // PROMPTS_A_PROCESS)

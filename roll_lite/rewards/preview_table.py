@@ -40,7 +40,7 @@ class References:
     unreadable: dict[int, str]
     """Cause of failure by prompt."""
     read: int
-    """Number of references read; less than all if the time ran out."""
+    """Less than all if the time ran out."""
 
     def summary(self) -> str:
         of_all = "" if self.read == self.total else f" looked at, spread over all {self.total} (--limit 0 looks at every one)"
@@ -128,7 +128,7 @@ def _cells(one: Looked, shows_format: bool) -> list[Text]:
 
 
 def _verdict(score: Score | str) -> Text:
-    """Verdict of a sample, with the reward's reason if it is wrong."""
+    """Verdict, with the reward's reason if it is wrong."""
     if isinstance(score, str):
         return Text("FAILED", "bold red")
     if score.is_correct:

@@ -41,7 +41,7 @@ REWARDS = {
     "judge": "roll_lite.rewards.http.judge.JudgeReward",
     "remote": "roll_lite.rewards.http.remote.RemoteReward",
 }
-"""Built-in types by name, imported on first use."""
+"""Built-in types, imported on first use."""
 
 
 def reward_type(name: str) -> type[RewardType]:
@@ -59,7 +59,7 @@ def typed_reward(name: str, args: Mapping[str, Any], path: str) -> RewardType:
 
 
 def build_reward(config: RewardConfig, path: str = "reward") -> Reward:
-    """Build the whole reward of the section at `path`; ValueError for any mistake in it."""
+    """Build the reward of the section at `path`; ValueError for any mistake in it."""
     base = _build_function(config.name, config.args, path)
     functions = [_build_function(term.name, term.args, f"{path}.terms.{i}") for i, term in enumerate(config.terms)]
     labels = labels_of([function.name for function in functions])
@@ -79,7 +79,7 @@ def _build_function(name: str, args: Mapping[str, Any], path: str) -> RewardFunc
 
 
 def _checked_args(name: str, function: Callable[..., Any], args: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """The arguments, converted to the types of the function's signature."""
+    """Arguments, converted to the types of the function's signature."""
     signature = inspect.signature(function)
     parameters = list(signature.parameters.values())
     if not parameters or parameters[0].kind not in (
@@ -129,7 +129,7 @@ def check_rewards(config: RunConfig) -> Iterator[Problem]:
 
 
 def address_notes(config: RunConfig) -> list[str]:
-    """Notes about reward addresses that do not answer now. A service may start later, or be visible from other machines only."""
+    """Notes about reward addresses that do not answer now: a service may start later, or be visible from other machines only."""
     sections = {f"domains.{name}.reward": domain.reward for name, domain in config.domains.items()}
     addresses = {text: path for place, reward in sections.items() for path, text in texts_in(reward, place) if ADDRESS.match(text)}
     silent: dict[str, str] = {}
@@ -170,7 +170,7 @@ def _data_of(place: str, domain: DomainConfig, part: RewardConfig | RewardTermCo
 
 
 def _part(config: RunConfig, place: str, domain: DomainConfig, part: RewardConfig | RewardTermConfig) -> Iterator[Problem]:
-    """Problems with a type and its arguments at `place`, as the reward itself or as a term."""
+    """Problems with a type and its arguments at `place`, the reward or a term."""
     reward = domain.reward
     if "." in part.name:
         yield from check_function(place, "name", part.name, part.args)

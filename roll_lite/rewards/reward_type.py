@@ -23,16 +23,15 @@ class ArgumentSection(BaseModel):
 
 
 class RewardType(ArgumentSection):
-    """A reward type, whose fields are its arguments.
+    """A reward type, whose fields are its arguments. Validators report contradictory ones.
 
-    docs/rewards.md is generated from the docstrings of the class, which ends with a YAML example, and of its fields. Validators report
-    contradictory arguments.
+    docs/rewards.md is generated from the docstrings of the class, which ends with a YAML example, and of its fields.
     """
 
     within_a_run: ClassVar[bool] = False
-    """True if only processes of a run can score it."""
+    """Only processes of a run can score it."""
     reads_answer_first: ClassVar[bool] = False
-    """True if it reads the reference answer before the response, and scores an empty response quickly."""
+    """It reads the reference answer before the response, and scores an empty response quickly."""
 
     def __call__(self, sample: Any) -> Any:
         """Score a sample, or a list of samples, sync or async, like a user's function."""
@@ -46,11 +45,11 @@ class RewardType(ArgumentSection):
         """Do the work of a first call (imports, tables) before a time limit runs; ValueError if something is missing."""
 
     def at_once(self) -> int | None:
-        """Maximum samples of a list scored side by side, each of which may take the whole time limit; None: any number."""
+        """Most samples of a list scored side by side, each of which may take the whole time limit; None: any number."""
         return None
 
     def describe(self) -> str:
-        """Information for the user about how it runs on this machine."""
+        """How it runs on this machine, for the user."""
         return ""
 
     def in_run(self, config: RunConfig, place: str, timeout_s: float) -> Iterator[Problem]:
@@ -58,7 +57,6 @@ class RewardType(ArgumentSection):
         yield from ()
 
     def needs_answer(self) -> bool:
-        """True if it needs a reference answer."""
         return False
 
     def named_columns(self) -> dict[str, tuple[str, ...]]:
@@ -66,11 +64,11 @@ class RewardType(ArgumentSection):
         return {}
 
     def no_response(self) -> str | None:
-        """Description of the reference answers if they are no responses."""
+        """What the reference answers are, if they are no responses."""
         return None
 
     def response_for(self, answer: Any) -> str | None:
-        """A response that should be correct; None if the answer cannot be written as one."""
+        """Response that should be correct; None if the answer cannot be written as one."""
         return written(answer)
 
 
@@ -87,7 +85,7 @@ WRAPPED = {"boxed": r"\boxed{{{}}}", "tagged": "<answer>{}</answer>"}
 
 
 def written(answer: Any, extract: str = "") -> str | None:
-    """Text of the answer at the place where `extract` finds it; None if it cannot be written as a response."""
+    """Text of the answer where `extract` finds it; None if it cannot be written as a response."""
     first = answer[0] if isinstance(answer, list) and answer else answer  # of a list any entry counts
     if isinstance(first, bool) or not isinstance(first, str | int | float):
         return None
@@ -95,7 +93,7 @@ def written(answer: Any, extract: str = "") -> str | None:
 
 
 def no_expression(must_contain: Sequence[str], forbid: Sequence[str]) -> str | None:
-    """Description of the answers if no expression with these pieces can be made from them; else None."""
+    """What the answers are, if no expression with these pieces can be made from them; else None."""
     if not forbid and all(piece in NEUTRAL for piece in must_contain):
         return None
     marks = [*(f"with {piece!r}" for piece in must_contain), *(f"without {piece!r}" for piece in forbid)]
@@ -103,7 +101,7 @@ def no_expression(must_contain: Sequence[str], forbid: Sequence[str]) -> str | N
 
 
 def expression_worth(answer: Any, pieces: Sequence[str] = ()) -> str | None:
-    """Python expression for a value; a text that is a literal is used as it is. For a number, `pieces` (operators) are added."""
+    """Python expression for a value; a text that is a literal stays. To a number, `pieces` (operators) are added."""
     written = repr(answer) if answer is not None else None
     value = answer
     try:

@@ -29,7 +29,7 @@ class Reward:
         self.base = base
         self.terms = tuple(terms)
         self.functions = (base, *(term.function for term in self.terms))
-        """Functions of the base and the terms, in this order."""
+        """The base, then the terms."""
         self.is_async = any(function.is_async for function in self.functions)
         self.is_batched = any(function.is_batched for function in self.functions)
 
@@ -67,7 +67,6 @@ class Reward:
             function.warm()
 
     def describe(self) -> str:
-        """Information for the user about how it runs on this machine."""
         return "; ".join(filter(None, (function.describe() for function in self.functions)))
 
     def close(self) -> None:
@@ -76,7 +75,7 @@ class Reward:
 
 
 def labels_of(names: Sequence[str]) -> list[str]:
-    """Short labels: the last part of each dotted path, numbered if repeated."""
+    """Last part of each dotted path, numbered if repeated."""
     labels: list[str] = []
     for name in names:
         short = name.rpartition(".")[2]
@@ -89,10 +88,10 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class LengthReward(RewardType):
-    """A term for the response's length: 1 for an ideal length, falling linearly to 0 at a distance of `width`.
+    """Length of the response, as a term: 1 for an ideal length, falling linearly to 0 at a distance of `width`.
 
-    Without `target` and `limit` the value is the share of `width` that the response fills, at most 1: longer is better. Rewards see no
-    tokens: length counts characters or words (by white space).
+    Without `target` and `limit` the value is the share of `width` that the response fills, at most 1: longer is better. Length counts
+    characters or words (by white space).
 
     ```yaml
     reward:
@@ -105,7 +104,7 @@ class LengthReward(RewardType):
     target: Count | None = None
     """Ideal length."""
     limit: Count | None = None
-    """Maximum ideal length, instead of a target."""
+    """Longest ideal length, instead of a target."""
     tolerance: Count = 0
     """Distance from the target that still counts as ideal."""
     width: Annotated[int, Field(ge=1)] = 100
@@ -142,8 +141,8 @@ class LengthReward(RewardType):
 
 
 class RepetitionReward(RewardType):
-    """A term for repetition: the share of n-grams that occurred before, from 0 to almost 1; its weight should be negative. Case does not
-    matter. A response with fewer than `n` words (or characters) repeats nothing.
+    """Repetition, as a term: the share of n-grams that occurred before, from 0 to almost 1, whatever their case; its weight should be
+    negative. A response with fewer than `n` words (or characters) repeats nothing.
 
     ```yaml
     reward:

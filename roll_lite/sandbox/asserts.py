@@ -1,7 +1,7 @@
 """Assert-style tests: the tests' process calls the program's functions with plain values and judges the results.
 
-Two processes in two sandboxes share a socket. The tests' process (`Tests`) runs no code of the program; the program's process (`serve`)
-sees only the arguments of calls. A test that needs more than such calls runs in the program's process, see `inside.py`.
+Two processes in two sandboxes share a socket. The tests' process (`Tests`) runs no code of the program; the program's (`serve`) sees
+only the arguments of calls. A test that needs more than calls runs in the program's process, see `inside.py`.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from roll_lite.sandbox.kernel import limit_cpu
 from roll_lite.sandbox.values import FROM_PROGRAM, decode, encode
 
 LONGEST = 8 << 20
-"""Maximum size of an answer in bytes."""
+"""Most bytes of an answer."""
 CHANGING = (list, dict, set, bytearray)
 """Types of arguments that a function can change in place."""
 CONTROL = (StopIteration, StopAsyncIteration)
-"""Exceptions that would end a loop of the tests without a check; the tests get a plain Exception instead."""
+"""Exceptions that would end a loop of the tests unnoticed; the tests get a plain Exception instead."""
 NO_ANSWER = (ValueError, TypeError, LookupError, AttributeError, RecursionError, ArithmeticError, MemoryError)
 """Exceptions that reading a forged answer may raise."""
 
 
 class _Aborted(BaseException):
-    """Ends a test from within a call. A BaseException, so that the tests' own handlers do not catch it."""
+    """Ends a test from within a call; a BaseException, which the tests' own handlers do not catch."""
 
 
 # ---------------------------------------------------------------- the tests' side
@@ -53,7 +53,7 @@ class Remote:
         return self._tests.call(self._at, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """A test that reads an attribute of a program's name moves inside. An object that the program returned has no attributes."""
+        """Attribute of a program's name, for which the test moves inside. An object that the program returned has none."""
         if self._has_methods:
             return Remote(self._tests, [self._at, name])
         if isinstance(self._at, str):
@@ -67,7 +67,7 @@ class Remote:
 
 
 class Tests:
-    """The tests' process: runs each test and forwards its calls to the program's process."""
+    """The tests' process: runs each test and forwards its calls."""
 
     def __init__(self, peer: int, wall_s: float) -> None:
         self._peer, self._wall_s = peer, wall_s
@@ -79,7 +79,7 @@ class Tests:
         self._used = False
 
     def run(self, tests: list[dict[str, Any]], fail_fast: bool) -> Iterator[dict[str, Any]]:
-        """Yield the verdict of each test, until the program's process ends or, with `fail_fast`, until one fails."""
+        """Yield verdicts until the program's process ends or, with `fail_fast`, a test fails."""
         for test in tests:
             self._deadline = time.monotonic() + self._wall_s
             try:
@@ -186,14 +186,14 @@ class Tests:
 
 
 def import_modules(test: dict[str, Any]) -> dict[str, Any]:
-    """Run the test's import statements; return the modules that it uses without importing them, by name."""
+    """Run the test's import statements; returns modules that it uses without importing them."""
     for statement in test["imports"]:
         exec(statement, {})
     return {name: importlib.import_module(path) for name, path in test["modules"].items()}
 
 
 def _error(answer: dict[str, Any]) -> Exception:
-    """Rebuild the program's exception as the first class in its MRO that is known here."""
+    """The program's exception, as the first class of its MRO that is known here."""
     kind = next((kind for name in answer["error"] if (kind := _known_kind(str(name))) is not None), RuntimeError)
     text, args = str(answer["text"]), decode(answer["args"])
     error = kind.__new__(kind, *args)
@@ -213,7 +213,7 @@ def _known_kind(name: str) -> type[Exception] | None:
 
 
 def run_test(test: dict[str, Any], names: dict[str, Any], inside: bool = False) -> str:
-    """Run one test in a fresh module; return what failed, empty if it passed."""
+    """Run one test in a fresh module; returns what failed, or nothing."""
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module  # where unittest.main() looks for the tests
     known = module.__dict__
@@ -241,13 +241,13 @@ def run_test(test: dict[str, Any], names: dict[str, Any], inside: bool = False) 
 
 
 def _is_left_by(tests: dict[str, Any], end: SystemExit) -> bool:
-    """True if the tests themselves called `sys.exit()`, as at their end. A program that exits must not pass the test."""
+    """Whether the tests themselves called `sys.exit()`. A program that exits must not pass."""
     *_, (frame, _) = traceback.walk_tb(end.__traceback__)
     return frame.f_globals is tests
 
 
 def run_test_classes(names: dict[str, Any]) -> None:
-    """Run test classes like a test runner: unittest's, and classes named Test... AssertionError unless all pass."""
+    """Run test classes, unittest's and those named Test..., like a test runner. AssertionError unless all pass."""
     classes = [one for one in names.values() if isinstance(one, type) and one.__module__ == names["__name__"]]
     unittest = importlib.import_module("unittest")
     result, load = unittest.TestResult(), unittest.defaultTestLoader.loadTestsFromTestCase
@@ -267,7 +267,7 @@ def run_test_classes(names: dict[str, Any]) -> None:
 
 
 def _what_failed(error: BaseException, source: str) -> str:
-    """Describe the error, with the line of the tests that raised it."""
+    """Error, with the line of the tests that raised it."""
     at = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "tests.py"]
     line = source.splitlines()[at[-1] - 1].strip() if at and at[-1] else ""
     text = str(error)
@@ -279,7 +279,7 @@ def _what_failed(error: BaseException, source: str) -> str:
 
 
 def find(names: dict[str, Any], function: str) -> Any:
-    """Find a function, or a method of a class; the class may be omitted if it is Solution."""
+    """Function, or method of a class; `Solution` may be omitted."""
     owner, _, method = function.rpartition(".")
     if not owner and function not in names and isinstance(names.get("Solution"), type):
         owner, method = "Solution", function
@@ -290,7 +290,6 @@ def find(names: dict[str, Any], function: str) -> Any:
 
 
 def serve(program: dict[str, Any], names: list[str], peer: int, test_s: float) -> None:
-    """Answer the tests' requests until they end."""
     objects: list[Any] = []
     places: dict[int, int] = {}
     incoming, outgoing = open(peer, "rb", closefd=False), open(peer, "wb", closefd=False)  # noqa: SIM115

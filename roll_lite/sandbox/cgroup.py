@@ -1,4 +1,4 @@
-"""Control group (version 2) for the programs of one sandbox: the kernel then counts everything they use. Only if one can be created."""
+"""Control group (version 2) for the programs of one sandbox, if one can be created: the kernel counts everything they use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REMOVAL_S = 2.0
 
 
 class Group:
-    """A control group whose files are opened before the walls stand, since they can still be written behind them.
+    """A control group whose files are opened before the walls stand, and written behind them.
 
     The process that forks the programs is a member too: moving a process into a group costs about 10 ms.
     """
@@ -40,7 +40,7 @@ class Group:
         return tuple(what for what, name in found.items() if name in self._open)
 
     def begin(self, limits: Mapping[str, Any]) -> None:
-        """Set the limits of the next program and reset the counts."""
+        """Set the next program's limits and reset the counts."""
         most = limits["memory_bytes"] + limits["folder_bytes"] + 3 * limits["file_bytes"] + SLACK_BYTES
         for name, value in {"memory.max": most, "memory.swap.max": 0, "pids.max": limits["processes"] + 2}.items():
             if name in self._open:
@@ -48,7 +48,7 @@ class Group:
         self._before_s, self._killed_before = self._total_s(), self._killed()
 
     def enter(self) -> None:
-        """Move this process into the group; its future children start there."""
+        """Move this process, and its future children, into the group."""
         os.write(self._open["cgroup.procs"], b"0")
 
     def cpu_s(self) -> float:
@@ -72,13 +72,13 @@ class Group:
 
 
 def die_first() -> None:
-    """Make this process the kernel's first victim if its group runs out of memory, ahead of the watching process."""
+    """Make this process the kernel's first victim in its group, ahead of the watching one."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as stream:  # noqa: PTH123
         stream.write("1000")
 
 
 def make_group() -> Group | None:
-    """Create a group below this process's own group or, for an ordinary user, beside it; None if refused.
+    """Create a group below this process's own or, for an ordinary user, beside it; None if refused.
 
     Of two candidates the one with more counts wins: the kernel grants fewer controllers below a group that holds processes itself.
     """
@@ -136,7 +136,6 @@ def _parents() -> list[str]:
 
 
 def _remove_old(parent: str) -> None:
-    """Remove the groups of sandboxes that were killed."""
     for folder in claimed_by_none(parent, PREFIX):
         with contextlib.suppress(OSError):
             os.rmdir(folder)  # noqa: PTH106

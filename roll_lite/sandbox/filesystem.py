@@ -1,7 +1,5 @@
-"""The file system as a program sees it: interpreter and system libraries read-only, and its own empty folder.
-
-Without a mount namespace, that folder is measured and removed from outside.
-"""
+"""The file system as a program sees it: interpreter and system libraries read-only, and its own empty folder. Without a mount namespace,
+that folder is measured and removed from outside."""
 
 from __future__ import annotations
 
@@ -40,27 +38,27 @@ SYSTEM = (
 )
 """Programs, libraries and the files these load; no data, no sources."""
 PACKAGES = ("site-packages", "dist-packages")
-"""Installed packages, hidden from programs: they may include a data set with its answers."""
+"""Installed packages, hidden from programs: a data set may be among them, with its answers."""
 SETTINGS = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime", "/etc/ssl/openssl.cnf")
 DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
-"""/dev/zero is left out: mapped, it is memory that no process is charged for."""
+"""Without /dev/zero: mapped, it is memory that no process is charged for."""
 CLAIM_S = 60.0
 REMOVED = "removed-"
-"""Name prefix of nested folders that were moved up to be removed."""
+"""Prefix of nested folders that were moved up to be removed."""
 DEEPEST = 256
-"""Maximum nesting of a program's folders."""
+"""Deepest nesting of a program's folders."""
 DEEPEST_OPEN = 100
-"""Maximum number of folders open at once while a tree is removed."""
+"""Most folders open at once while a tree is removed."""
 BLOCK = 512
 """Bytes per unit of `st_blocks`."""
 SHARED = "/dev/shm"
-"""Shared memory and locks. With mount namespaces each program gets a fresh one."""
+"""Shared memory and locks, fresh for each program with mount namespaces."""
 WORK = "/sandbox"
-"""The program's folder as the program sees it. /tmp links to it, unless a path below the machine's /tmp is shown."""
+"""The program's own view of its folder. /tmp links to it, unless a path below the machine's /tmp is shown."""
 
 
 def readable_paths(more: Iterable[str] = ()) -> list[str]:
-    """Paths shown besides the system: the interpreter and `more`. A path below another one is left out, unless it is hidden there."""
+    """Paths shown besides the system: the interpreter and `more`, without those below another unless hidden there."""
     hidden, kept = hidden_paths(more), list[str]()
     for path in sorted({*_interpreter(), *more}):
         if _below(path, hidden) or not _below(path, (*SYSTEM, *kept)):
@@ -69,7 +67,7 @@ def readable_paths(more: Iterable[str] = ()) -> list[str]:
 
 
 def hidden_paths(more: Iterable[str] = ()) -> list[str]:
-    """Package folders below shown folders that must stay hidden, unless `more` asks for them."""
+    """Package folders below shown ones that must stay hidden, unless `more` asks for them."""
     libraries = [os.path.dirname(os.path.realpath(os.__file__)), *glob.glob("/usr/local/lib/python3*")]  # noqa: PTH120, PTH207
     found = {os.path.realpath(f"{library}/{name}") for library in libraries for name in PACKAGES}
     asked = [os.path.realpath(path) for path in more]
@@ -86,7 +84,7 @@ def _below(path: str, others: Iterable[str]) -> bool:
 
 
 def without_hidden(path: str, hidden: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split a folder around hidden ones: paths that may be read whole, and folders of which only the names may be listed."""
+    """Split a folder around hidden ones: paths that may be read, and folders of which only the names may be listed."""
     if path in hidden:
         return [], []
     if not any(_below(one, [path]) for one in hidden):
@@ -128,15 +126,15 @@ def build_root(more: Iterable[str]) -> None:
         os.mkdir(f"{scratch}{folder}", 0o755)  # noqa: PTH102
     if not os.path.lexists(f"{scratch}/tmp"):
         os.symlink(WORK, f"{scratch}/tmp")  # noqa: PTH211
-    # The kernel lets a user namespace mount /proc only if one is visible already; programs never see this one.
+    # A user namespace may mount /proc only if one is visible already; programs never see this one.
     mount("/proc", f"{scratch}/proc", None, MS_BIND | MS_REC)
-    # An ordinary user's programs own this folder: files left in it would be visible to the next program.
+    # An ordinary user's programs own this folder: files left in it would be visible to the next.
     mount("none", scratch, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
     pivot_root(scratch)
 
 
 def _covered(shown: Iterable[str]) -> str:
-    """A folder to build the new root over; no shown path lies in it."""
+    """Folder to build the new root over; no shown path lies in it."""
     for folder in (tempfile.gettempdir(), "/mnt", "/media", "/srv", "/run"):
         if os.path.isdir(folder) and not any(f"{path}/".startswith(f"{folder}/") for path in shown):  # noqa: PTH112
             return folder
@@ -158,10 +156,9 @@ def _place(path: str, target: str, folder: bool) -> None:
 
 
 def fits(folder: str, most_bytes: int, most_files: int) -> bool:
-    """True if the folder stays within the limits. The program may still be running: files that vanish do not count.
+    """Whether the folder keeps the limits, even while the program runs: files that vanish do not count.
 
-    A tree that cannot be read, or is nested too deeply to read quickly, does not fit. The walk is breadth-first, to meet a large number of
-    names early.
+    A tree that cannot be read, or is nested too deeply, does not fit. The walk is breadth-first, to meet many names early.
     """
     taken = seen = 0
     waiting, root = collections.deque([folder]), os.path.realpath(folder)
@@ -189,7 +186,7 @@ def fits(folder: str, most_bytes: int, most_files: int) -> bool:
 
 @contextlib.contextmanager
 def _entries(place: str, root: str) -> Iterator[Any]:
-    """Scan a folder while the program may run. It is pinned, so that no link can replace it, and made readable if necessary."""
+    """Scan a folder while the program may run: pinned, so that no link can replace it, and made readable."""
     pinned = os.open(place, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         itself = f"/proc/self/fd/{pinned}"
@@ -210,7 +207,7 @@ def _entries(place: str, root: str) -> Iterator[Any]:
 
 
 def remove_folder(folder: str) -> None:
-    """Remove a folder of an ended program, however deep, unreadable folders included. A missing folder is fine."""
+    """Remove an ended program's folder, however deep, with unreadable folders in it. It may be missing."""
     with contextlib.suppress(OSError):
         top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
@@ -223,7 +220,7 @@ def remove_folder(folder: str) -> None:
 
 
 def _empty(name: str, parent: int, top: int, moved: Iterator[int], depth: int) -> list[str]:
-    """Empty and remove a folder; `name` empty: empty the top one. Returns the names of folders moved up to the top."""
+    """Empty and remove a folder; an empty `name` means the top one, which is only emptied. Returns names of folders moved up to the top."""
     found = list[str]()
     with contextlib.suppress(OSError):
         if name:
@@ -266,14 +263,14 @@ def _exists(name: str, folder: int) -> bool:
 
 
 def claim(folder: str) -> int:
-    """Lock a folder as in use, for as long as the returned file stays open."""
+    """Lock a folder as in use while the returned file stays open."""
     held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
     return held
 
 
 def claimed_by_none(parent: str, prefix: str) -> Iterator[str]:
-    """Our folders that no process holds any more. A new folder has a minute to be claimed."""
+    """Our folders that no process holds. A new one has a minute to be claimed."""
     for name in os.listdir(parent):  # noqa: PTH208
         path = f"{parent}/{name}"
         with contextlib.suppress(OSError):

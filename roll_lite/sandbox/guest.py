@@ -1,7 +1,7 @@
 """Runs jobs inside a foreign sandbox that can only run a Python program with a few files (`job.json` in, `outcome.json` out).
 
-Standard library only; see `rewards/code/backends.py` for SandboxFusion. The foreign sandbox isolates programs from the outside. In it, each
-program gets a fresh interpreter that never held its tests, its own process group and folder, and the job's limits.
+Standard library only; see `rewards/code/backends.py` for SandboxFusion. The foreign sandbox isolates programs from the outside; in it,
+each gets a fresh interpreter that never held its tests, a process group, a folder and the job's limits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from roll_lite.sandbox.kernel import OUT_OF_TIME, PR_SET_DUMPABLE, memory_file, 
 
 LOOK_S = 0.01
 LINGER_S = 0.2
-"""Time for a program to end after its tests have ended."""
+"""Time for a program to end after its tests."""
 ORDER = 5
 """File number of the order, after the program's 0 to 4."""
 BOOT = f"""
@@ -38,7 +38,7 @@ run_program(order)
 
 
 def main(harness: str) -> None:
-    """Run the job; its files lie in the current folder. `harness`: zip file that contains this module."""
+    """Run the job in the current folder. `harness`: zip file with this module."""
     job = Path("job.json")
     asked = json.loads(job.read_text(encoding="utf-8"))
     job.unlink()  # a program that could read it would read the tests
@@ -60,8 +60,6 @@ def _run_pair(asked: dict[str, Any], harness: str) -> dict[str, Any]:
 
 
 class _Running:
-    """A started program."""
-
     def __init__(self, asked: dict[str, Any], harness: str, peer: int = -1) -> None:
         self._limits = asked["limits"]
         self._output = {name: os.memfd_create("output") for name in ("stdout", "stderr", "result")}
@@ -77,7 +75,7 @@ class _Running:
             os.close(file)
 
     def _become(self, files: list[int], harness: str, address_space: bool) -> None:
-        """Replace this process, and all that it knows of the job, with a fresh interpreter."""
+        """Replace this process, and what it knows of the job, with a fresh interpreter."""
         try:
             os.setsid()
             for number, file in enumerate([os.dup2(file, 64 + place) for place, file in enumerate(files)]):
@@ -102,7 +100,7 @@ class _Running:
             resource.setrlimit(which, (value, value))
 
     def ended(self, patience: float | None = None) -> dict[str, Any]:
-        """Wait until it ends, until its time limit, or for at most `patience`; then kill it and return its outcome."""
+        """Wait for the end, at most its time limit or `patience`; then kill it. Returns the outcome."""
         limits, stopped, most = self._limits, "", self._limits["output_kb"] * 1024
         until = min(self._started + limits["wall_s"], time.monotonic() + (limits["wall_s"] if patience is None else patience))
         while not (found := os.wait4(self._pid, os.WNOHANG))[0]:

@@ -1,9 +1,9 @@
 """Guards for a test that runs in the program's process: the program decides as little as possible.
 
-A class could equal everything (`__eq__`), or read the expected value (`Area(3) - 28.274`). So equality counts only between two objects of
-the program that also hold the same data, and a program's operator between its object and a plain value fails the test. A failed assert
-stays failed, even if it is caught. Modules are as they were before the program (`Loaded`), and a test during which a function of one is
-replaced fails. A program that reads the interpreter's own frames or memory can still forge a verdict.
+A class could equal everything (`__eq__`), or read the expected value (`Area(3) - 28.274`). So equality counts only between two objects
+of the program that hold the same data, and a program's operator between its object and a plain value fails the test. A failed assert
+stays failed, even if caught. Modules are as before the program (`Loaded`), and a test during which one's function is replaced fails. A
+program that reads the interpreter's frames or memory can still forge a verdict.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ RAISING = ("raises", "assertRaises", "assertRaisesRegex", "suppress", "warns", "
 
 
 class Loaded:
-    """Loaded modules with their attributes, those of their classes, and the code of their functions."""
+    """Modules with the attributes they had, those of their classes, and their functions' code."""
 
     def __init__(self) -> None:
         self.modules: dict[str, types.ModuleType] = {}
@@ -57,7 +57,7 @@ class Loaded:
         self._code: dict[int, tuple[Any, ...]] = {}
 
     def add(self, modules: dict[str, types.ModuleType] = sys.modules) -> Loaded:
-        """Add modules; by default, what was loaded since."""
+        """Add modules; by default, those loaded since."""
         known = {"__main__", *self.modules}
         new = {name: one for name, one in modules.items() if isinstance(one, types.ModuleType) and name not in known}
         self.modules |= new
@@ -97,14 +97,14 @@ LOADED = Loaded()
 
 
 def replaced_by(source: str) -> set[str]:
-    """Names that the tests may replace themselves: attributes that they set, and all of their texts, as for `setattr`."""
+    """Names that the tests may replace: attributes that they set, and all their texts, as for `setattr`."""
     nodes = list(ast.walk(ast.parse(source)))
     texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     return texts | {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
 
 
 def guarded(source: str, names: dict[str, Any], failed: list[str]) -> ast.Module:
-    """Returns the tests' syntax tree with guards, whose functions are added to `names`; failed asserts are recorded in `failed`."""
+    """The tests' syntax tree with guards, whose functions go to `names`, failed asserts to `failed`."""
     names |= {"__builtins__": BUILTINS, "__compare__": compare, "__operate__": operate}
     names |= {"__failed__": lambda line, *why: failed.append(f"AssertionError{f': {why[0]}' if why else ''} at {line}"[:300])}
     names |= {f"__{name}__": one for name, one in CALLING.items()}
@@ -176,7 +176,7 @@ def _iter(first: Any, *last: Any) -> Iterator[Any]:
 
 
 CALLING = {"map": _map, "filter": _filter, "iter": _iter}
-"""Replacements in tests: with Python's own, a program's StopIteration ends the test's loop early. A generator makes it an error."""
+"""Replacements in tests: with Python's own, a program's StopIteration ends the test's loop early; a generator makes it an error."""
 
 
 def _all_reached(failed: list[str], reached: set[int], line: int) -> None:
@@ -185,7 +185,7 @@ def _all_reached(failed: list[str], reached: set[int], line: int) -> None:
 
 
 def _guard_unittest(failed: list[str]) -> None:
-    """Guard unittest's assert methods: their two values must both be plain, or both be the program's."""
+    """Guard unittest's assert methods: both values must be plain, or both the program's."""
     import unittest
 
     def guard(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -209,7 +209,6 @@ def _guard_unittest(failed: list[str]) -> None:
 
 
 def compare(kinds: list[str], *values: Any) -> Any:
-    """Evaluate a comparison or a chain of them."""
     if len(kinds) == 1:
         return _compared(kinds[0], *values)
     return all(_compared(kind, one, other) for kind, one, other in zip(kinds, values, values[1:], strict=False))
@@ -253,7 +252,7 @@ def operate(kind: str, one: Any, other: Any) -> Any:
 
 
 def _is_own(kind: type) -> bool:
-    """True if the program created the class: by its `__module__`, which can be forged, or by the globals of its functions, which cannot."""
+    """Whether the program created the class: by its `__module__`, which can be forged, or its functions' globals, which cannot."""
     if not FLAGS(kind) & MADE_IN_PYTHON:
         return False
     return kind.__module__ == FROM_PROGRAM or any(type(one) is types.FunctionType and _is_of_program(one) for one in HELD_BY(kind).values())
@@ -266,7 +265,7 @@ def _is_of_program(function: types.FunctionType) -> bool:
 
 
 def _defines(value: Any, dunders: tuple[str, ...]) -> bool:
-    """True if a class of the program defines one of these operators, or any class defines one that is no function: `__eq__ = bool`."""
+    """Whether a class of the program defines one of these operators, or any class by something else than a function: `__eq__ = bool`."""
     for kind in MRO(type(value)):
         held = HELD_BY(kind)
         operators = [held[name] for name in dunders if name in held] if FLAGS(kind) & MADE_IN_PYTHON else []
@@ -276,14 +275,14 @@ def _defines(value: Any, dunders: tuple[str, ...]) -> bool:
 
 
 def _decides(value: Any, dunders: tuple[str, ...], depth: int = 0) -> bool:
-    """True if a program's operator would be called for the value or for its items."""
+    """Whether a program's operator would be called for the value or its items."""
     if type(value) in PLAIN_CONTAINERS and depth < DEEPEST:
         return any(_decides(one, dunders, depth + 1) for one in (*value, *(value.values() if type(value) is dict else ())))
     return _defines(value, dunders)
 
 
 def _state(value: Any, above: tuple[int, ...] = ()) -> Any:
-    """Content of a value as plain data; objects of the program by their attributes."""
+    """Value as plain data; the program's objects by their attributes."""
 
     def refer(one: Any) -> Any:
         if id(one) in above or not _is_own(type(one)):

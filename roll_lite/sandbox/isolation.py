@@ -1,6 +1,6 @@
 """Walls around programs, of two kinds: namespaces if the platform allows them, else landlock and seccomp.
 
-A warm interpreter (zygote.py) goes behind the outer walls once; each program that it forks gets its own inner walls.
+A warm interpreter (zygote.py) goes behind the outer walls once; each program that it forks gets inner walls.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from roll_lite.sandbox.kernel import checked, libc
 
 NOBODY = 65534
 FIRST_OF_OWN = 2_000_000_000
-"""First of the user ids that belong to one sandbox each: its processes can be counted and signalled apart from all others."""
+"""First user id of sandboxes that have one each: their processes can be counted and signalled apart."""
 SHARED_BYTES = 16 << 20
 ROOM = 2
-"""Ratio of address space to memory: stacks and the interpreter's reservations are never fully used."""
+"""Ratio of address space to memory: reservations are never fully used."""
 NEIGHBOURS = 512
-"""Allowance for processes of the same user that start elsewhere while a program runs."""
+"""Allowance for the same user's processes that start elsewhere meanwhile."""
 OTHERS = kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | kernel.CLONE_NEWCGROUP
 BEHIND_OTHER_WALLS = 47
 """Exit status of a trial whose walls cannot be built."""
@@ -46,12 +46,11 @@ TRIAL = {
     "open_files": 64,
     "address_space": False,
 }
-"""Limits of the trial program, which does nothing."""
 
 
 @dataclass
 class Walls:
-    """The outer walls: `held` names the mechanism of each protection that holds."""
+    """Outer walls; `held`: mechanism of each protection that holds."""
 
     kind: str
     """namespaces, landlock or none."""
@@ -64,7 +63,7 @@ class Walls:
 
 
 def build_outer_walls(readable: Sequence[str], wanted: str) -> Walls:
-    """Build the strongest kind that works here, at most `wanted`. The caller then forks: a pid namespace begins with its next child."""
+    """Build the strongest kind that works here, at most `wanted`. Then fork: a pid namespace begins with the next child."""
     why_not: list[str] = []
     if wanted == "namespaces":
         trouble = _trouble_with_namespaces(readable)
@@ -76,7 +75,7 @@ def build_outer_walls(readable: Sequence[str], wanted: str) -> Walls:
 
 
 def _trouble_with_namespaces(readable: Sequence[str]) -> str:
-    """Why namespaces cannot be built; empty if they can. Tried in a child, since a half-built wall cannot be removed."""
+    """Why namespaces cannot be built, or empty. Tried in a child, since half a wall cannot be removed."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -122,13 +121,13 @@ def _namespaces(readable: Sequence[str]) -> Walls:
 
 
 def _is_root_of_machine() -> bool:
-    """True for the machine's root, whose number of processes is not limited; root of a user namespace may be any user outside."""
+    """Whether this is the machine's root, whose number of processes is not limited; root of a user namespace may be any user outside."""
     with open("/proc/self/uid_map", encoding="ascii") as stream:  # noqa: PTH123
         return os.getuid() == 0 and stream.readline().split()[:2] == ["0", "0"]
 
 
 def _become_nobody() -> bool:
-    """Change from root to an ordinary user in a user namespace. False if the platform refuses one: then programs change user themselves."""
+    """Become an ordinary user in a user namespace. False if the platform refuses one: programs then change user themselves."""
     if not _works(_as_nobody):
         if not _may_use_another_user():
             raise PermissionError("no user namespace, and no right to start programs as another user and to kill them")
@@ -204,7 +203,7 @@ def _without_namespaces(why_not: list[str], wanted: str) -> Walls:
 
 
 def _open_to_others(abi: int, filtered: bool, is_root: bool, other_user: bool) -> str:
-    """Why programs without a pid namespace could reach other processes or become too many; empty if they cannot."""
+    """Why programs without a pid namespace could reach other processes or become too many, or empty."""
     if not abi or not filtered:
         return "keeping to themselves takes landlock and seccomp"
     if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):  # noqa: PTH110
@@ -217,7 +216,7 @@ def _open_to_others(abi: int, filtered: bool, is_root: bool, other_user: bool) -
 
 
 def go_inside(walls: Walls, folder: str, limits: Mapping[str, Any], readable: Sequence[str]) -> None:
-    """Build the inner walls and limits, in the forked program before its first line. OSError if one does not hold."""
+    """Build the inner walls and limits, in the program's process before its first line. OSError if one does not hold."""
     os.setsid()  # signals to the own process group pass through pid namespaces
     if walls.kind == "namespaces":
         _own_namespaces(walls, limits)
@@ -248,7 +247,7 @@ def go_inside(walls: Walls, folder: str, limits: Mapping[str, Any], readable: Se
 
 @functools.cache
 def _shown_by_landlock(readable: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """Readable paths and name-only folders for landlock, which cannot hide a path below a folder that it shows."""
+    """Readable paths and name-only folders for landlock, which cannot hide a path below a shown folder."""
     hidden, shown, named = filesystem.hidden_paths(readable), list[str](filesystem.SETTINGS), list[str]()
     for path in dict.fromkeys(map(os.path.realpath, (*filesystem.SYSTEM, *filesystem.readable_paths(readable)))):
         if os.path.exists(path):  # noqa: PTH110
@@ -258,7 +257,7 @@ def _shown_by_landlock(readable: tuple[str, ...]) -> tuple[list[str], list[str]]
 
 
 def _own_namespaces(walls: Walls, limits: Mapping[str, Any]) -> None:
-    # The filter stops programs from leaving anything for each other in the outer namespaces.
+    # The filter stops programs from leaving anything in the outer namespaces.
     kernel.unshare(kernel.CLONE_NEWNS if walls.filter else kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC | kernel.CLONE_NEWNET)
     safe = kernel.MS_NOSUID | kernel.MS_NODEV
     owner = "" if walls.own_users else f",uid={NOBODY},gid={NOBODY}"
@@ -278,7 +277,7 @@ def _own_namespaces(walls: Walls, limits: Mapping[str, Any]) -> None:
 
 
 def _threads_of(user: int) -> int:
-    """Threads of a user on this machine. Outside a user namespace RLIMIT_NPROC counts all of them, other sandboxes' included."""
+    """Threads of a user on this machine, which RLIMIT_NPROC counts outside a user namespace."""
     total = 0
     for name in os.listdir("/proc"):  # noqa: PTH208
         if not name.isdigit():
@@ -293,7 +292,7 @@ def _threads_of(user: int) -> int:
 
 
 def _set_limits(limits: Mapping[str, Any], others: int) -> None:
-    """Set the program's resource limits. `others`: threads that RLIMIT_NPROC counts besides the program's."""
+    """Set the program's limits. `others`: threads that RLIMIT_NPROC counts besides."""
     space = ROOM * int(limits["memory_bytes"])
     cpu = int(limits["cpu_s"]) + 1
     wanted = {
@@ -310,7 +309,7 @@ def _set_limits(limits: Mapping[str, Any], others: int) -> None:
     for which, value in wanted.items():
         value = _at_most(value, resource.getrlimit(which)[1])
         resource.setrlimit(which, (value, value))
-    # Many programs raise their stack limit. They may: the stack is part of the address space, which is limited.
+    # Many programs raise their stack limit. They may: the address space is limited.
     hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
     resource.setrlimit(resource.RLIMIT_STACK, (_at_most(64 << 20, hard), hard))
 
@@ -325,12 +324,12 @@ def reset_signals() -> None:
 
 
 def landlock_abi() -> int:
-    """Version of landlock in this kernel; 0: none."""
+    """Version in this kernel; 0: none."""
     return max(0, int(libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), 1)))
 
 
 def restrict_files(readable: Iterable[str], writable: Iterable[str], devices: Iterable[str], named: Iterable[str]) -> None:
-    """Restrict this process and its children to these paths; needs no_new_privs. `named`: folders whose names alone may be read."""
+    """Restrict this process and its children to these paths; needs no_new_privs. `named`: folders of which only names may be read."""
     abi = landlock_abi()
     rights = RIGHTS_BY_ABI[max(known for known in RIGHTS_BY_ABI if known <= abi)]
     size = 24 if abi >= SCOPE_ABI else 16 if abi >= 4 else 8

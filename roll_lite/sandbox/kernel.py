@@ -56,7 +56,6 @@ def checked(result: int, what: str) -> int:
 
 
 def memory_file(content: bytes = b"") -> int:
-    """A file in memory, at its start."""
     file = os.memfd_create("program")
     with open(file, "wb", closefd=False) as stream:
         stream.write(content)
@@ -88,7 +87,7 @@ def mount(source: str, target: str, kind: str | None, flags: int, options: str |
 
 
 def make_read_only(target: str) -> None:
-    """Make a mount and all mounts below it read-only, without set-user-ID programs and devices."""
+    """Make a mount and all below it read-only, without set-user-ID programs and devices."""
     attributes = struct.pack("QQQQ", MOUNT_ATTR_RDONLY_NOSUID_NODEV, 0, 0, 0)
     buffer = ctypes.create_string_buffer(attributes, len(attributes))
     result = libc.syscall(SYS_MOUNT_SETATTR, AT_FDCWD, target.encode(), AT_RECURSIVE, buffer, ctypes.c_size_t(len(attributes)))
@@ -97,7 +96,6 @@ def make_read_only(target: str) -> None:
 
 
 def pivot_root(folder: str) -> None:
-    """Make the mount `folder` the root, and detach the old root."""
     os.chdir(folder)
     checked(libc.syscall(SYS_PIVOT_ROOT[platform.machine()], b".", b"."), "pivot_root")
     checked(libc.umount2(b".", MNT_DETACH), "umount of the old root")

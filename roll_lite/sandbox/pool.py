@@ -33,14 +33,14 @@ main(settings["control"], settings)
 START_S = 60.0
 GRACE_S = 10.0
 LINGER_S = 0.2
-"""Time for a program to end after its tests have ended."""
+"""Time for a program to end after its tests."""
 START_ATTEMPTS = 3
 
 logger = logging.getLogger(__name__)
 
 
 class SandboxTrouble(Exception):
-    """Raised if a program could not be run. `suspected`: the program itself may be the cause."""
+    """A program could not be run. `suspected`: it may itself be the cause."""
 
     def __init__(self, cause: str, suspected: bool = False) -> None:
         super().__init__(cause)
@@ -48,7 +48,7 @@ class SandboxTrouble(Exception):
 
 
 class SandboxDied(SandboxTrouble):
-    """Raised if a sandbox dies or falls silent during a program; a retry must show whether the program is the cause."""
+    """A sandbox died or fell silent during a program; a retry must show whether the program is the cause."""
 
 
 @dataclass(frozen=True)
@@ -58,24 +58,24 @@ class Limits:
     cpu_s: float = 5.0
     wall_s: float = 15.0
     memory_mb: int = 512
-    """Memory in use by all processes together; each may reserve twice as much address space."""
+    """Of all processes together; each may reserve twice as much address space."""
     output_kb: int = 1024
     file_mb: int = 16
     folder_mb: int = 64
     processes: int = 64
     """Processes and threads, besides the first."""
     open_files: int = 64
-    """Open files per process; each may be a socket, whose buffer is charged to no process."""
+    """Per process; each may be a socket, whose buffer is charged to no process."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """A program to run. `order`: its kind and arguments, see programs.py."""
+    """`order`: kind and arguments, see programs.py."""
 
     order: dict[str, Any]
     stdin: bytes = b""
     artifact: bytes = b""
-    """Compiled output of an earlier program, given as file number 4."""
+    """Compiled output of an earlier program, as file number 4."""
     address_space: bool = True
     """False for interpreters that reserve far more address space than they use."""
     limits: Limits = field(default_factory=Limits)
@@ -95,13 +95,13 @@ class Pair:
 @dataclass(frozen=True)
 class Outcome:
     exit: int
-    """Exit status, negative for a signal."""
+    """Negative for a signal."""
     stopped: str
-    """Limit that ended it: cpu, wall, memory, processes, output, or sandbox (it killed its sandbox); empty if none."""
+    """Limit that ended it: cpu, wall, memory, processes, output, or sandbox (it killed its sandbox); or empty."""
     stdout: bytes
     stderr: bytes
     result: bytes
-    """Content that it wrote to file number 3."""
+    """Content of file number 3."""
     seconds: float
     cpu_s: float
 
@@ -124,7 +124,7 @@ class Protections:
     held: dict[str, str]
     why_not: tuple[str, ...] = ()
     counted: tuple[str, ...] = ()
-    """Resources that the kernel counts in a control group; others are sampled about twenty times a second."""
+    """Resources counted in a control group; others are sampled about twenty times a second."""
 
     @property
     def missing(self) -> list[str]:
@@ -150,8 +150,7 @@ class Sandbox:
     """A warm interpreter behind walls; runs one program at a time."""
 
     def __init__(self, walls: str = "namespaces", readable: Sequence[str] = (), python_path: Sequence[str] = ()) -> None:
-        """`walls`: strongest kind to try. `readable`: further folders that programs may read; `python_path`: readable folders to import
-        from."""
+        """`walls`: strongest kind to try. `readable`: further folders that programs may read; `python_path`: and import from."""
         self._settings: dict[str, Any] = {"walls": walls, "readable": [*readable, *python_path], "python_path": list(python_path)}
         self._settings |= {"root": ROOT, "control_group": True}
         self._process: subprocess.Popen[bytes] | None = None
@@ -159,7 +158,7 @@ class Sandbox:
         self._running: tuple[Program, list[int], float] | None = None
         self._companion: Sandbox | None = None
         self._group = ""
-        """Folder of the programs' control group; the sandbox cannot remove it from behind its walls."""
+        """The programs' control group, which the sandbox cannot remove from behind its walls."""
         self.protections: Protections | None = None
 
     def start(self) -> Protections:
@@ -196,7 +195,7 @@ class Sandbox:
         return self.protections
 
     def begin(self, program: Program, peer: int = -1) -> None:
-        """Start a program; `fileno()` becomes readable when it has ended. `peer`: an open file that it gets as number 4."""
+        """Start a program; `fileno()` becomes readable at its end. `peer`: open file that it gets as number 4."""
         if self._running is not None:  # the wait for it was interrupted
             self.close()
         self._ensure_started()
@@ -215,7 +214,7 @@ class Sandbox:
             raise SandboxDied(f"the sandbox died: {error}") from error
 
     def finish(self, patience: float | None = None) -> Outcome:
-        """Wait for the program's end, and kill it after `patience`. SandboxTrouble if the end is unknown: the next program gets a fresh
+        """Wait for the program's end; kill it after `patience`. SandboxTrouble if the end is unknown: the next program gets a fresh
         sandbox."""
         assert self._running is not None and self._line is not None
         program, files, deadline = self._running
@@ -246,7 +245,7 @@ class Sandbox:
 
     @property
     def companion(self) -> Sandbox:
-        """A second sandbox with the same settings, for the tests of this sandbox's program."""
+        """Second sandbox with the same settings, for the tests of this one's program."""
         if self._companion is None:
             self._companion = Sandbox()
             self._companion._settings = self._settings
@@ -257,7 +256,7 @@ class Sandbox:
         return self._running[2] if self._running else 0.0
 
     def close(self) -> None:
-        """End the interpreter and everything that runs in it."""
+        """End the interpreter and everything in it."""
         self._forget()
         if self._companion is not None:
             self._companion.close()
@@ -276,7 +275,7 @@ class Sandbox:
             self._group = ""
 
     def _ensure_started(self) -> None:
-        """Start the sandbox if needed. SandboxTrouble if that fails, or if a restarted sandbox has lost a required protection."""
+        """Start if needed. SandboxTrouble if that fails, or a restart has lost a required protection."""
         if self._line is not None and self._process is not None and self._process.poll() is None:
             return
         before = self.protections
@@ -355,7 +354,6 @@ class SandboxPool:
         return protections
 
     def describe(self) -> str:
-        """Describe the protections that hold and the missing ones."""
         protections = self._sandboxes[0].protections
         return protections.describe() if protections is not None else "not started"
 
@@ -365,7 +363,7 @@ class SandboxPool:
         return self._finish(sandbox, job)
 
     def run_many(self, jobs: Sequence[Program | Pair]) -> list[Ended]:
-        """Run all jobs and return their outcomes in order; a free sandbox takes the next job at once."""
+        """Outcomes of all jobs, in order."""
         outcomes: list[Ended] = [SandboxTrouble("not run")] * len(jobs)
         waiting = list(enumerate(jobs))[::-1]
         free, busy = list(self._sandboxes), dict[int, tuple[Sandbox, int]]()
@@ -389,7 +387,7 @@ class SandboxPool:
         return outcomes
 
     def _begin(self, sandbox: Sandbox, job: Program | Pair) -> Sandbox:
-        """Start the job, and return the sandbox whose end is the job's end. A pair's two processes share a socket."""
+        """Start the job; returns the sandbox whose end is the job's. A pair's processes share a socket."""
         if isinstance(job, Program):
             sandbox.begin(job)
             return sandbox
@@ -404,7 +402,7 @@ class SandboxPool:
         return sandbox.companion
 
     def _finish(self, sandbox: Sandbox, job: Program | Pair) -> Outcome:
-        """Outcome of a job; for a pair, the tests' outcome with the program's stderr and both CPU times."""
+        """Outcome of a job; a pair's: the tests', with the program's stderr and both CPU times."""
         if isinstance(job, Program):
             return sandbox.finish()
         try:
@@ -416,7 +414,7 @@ class SandboxPool:
         return replace(said, stopped=said.stopped or ran.stopped, stderr=ran.stderr, cpu_s=said.cpu_s + ran.cpu_s)
 
     def _once_more(self, job: Program | Pair, sandbox: Sandbox) -> Ended:
-        """Retry a job whose sandbox died. If a fresh sandbox dies too, yet survives a harmless program, the job is to blame."""
+        """Retry a job whose sandbox died. If a fresh one dies too, but survives a harmless program, the job is to blame."""
         try:
             self._begin(sandbox, job)
             return self._finish(sandbox, job)
@@ -430,7 +428,7 @@ class SandboxPool:
             return trouble
 
     def _ended(self, busy: dict[int, tuple[Sandbox, int]]) -> list[int]:
-        """Files of the sandboxes whose program has ended, or is past its deadline."""
+        """Sandboxes whose program has ended, or is past its deadline, by file."""
         if not busy:
             return []
         patience = min(sandbox.deadline for sandbox, _ in busy.values()) - time.monotonic()

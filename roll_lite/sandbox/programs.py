@@ -1,7 +1,5 @@
-"""Runs a program in its sandboxed process, in one of several modes (`MODES`).
-
-Values leave through an open file. They are compared outside, where the expected ones are known.
-"""
+"""Runs a program in its sandboxed process, in one of several modes (`MODES`). Values leave through an open file, and are compared
+outside."""
 
 from __future__ import annotations
 
@@ -108,7 +106,7 @@ def _is_closed(stream: TextIO) -> bool:
 
 
 def _set_limit(which: int, limits: tuple[int, int]) -> None:
-    """Ignore attempts to raise limits of memory and CPU time, which contest programs make as a matter of course."""
+    """Ignore attempts to raise limits, which contest programs make as a matter of course."""
     try:
         SET_LIMIT(which, limits)
     except ValueError:
@@ -140,7 +138,7 @@ def _exec(order: dict[str, Any]) -> None:
 
 
 def _module(order: dict[str, Any], name: str) -> dict[str, Any]:
-    """Run the prelude and the program in a module of this name; returns its names."""
+    """Run prelude and program in a module of this name; returns its names."""
     source = order["source"]
     module = types.ModuleType(name)
     sys.modules[name] = module
@@ -156,14 +154,14 @@ def _script(order: dict[str, Any]) -> None:
 
 
 def _calls(order: dict[str, Any]) -> None:
-    """Call one function of the program repeatedly, each time in a child process, so that calls do not affect each other."""
+    """Call one function of the program repeatedly, each time in a child process: calls do not affect each other."""
     names = _module(order, FROM_PROGRAM)
     for arguments, named in decode(order["calls"]):
         _print(RESULT, _call_in_child(names, order, arguments, named))
 
 
 def _call_in_child(names: dict[str, Any], order: dict[str, Any], arguments: list[Any], named: dict[str, Any]) -> dict[str, Any]:
-    """Value of a call, or the reason for its lack. Without a value the function may work in place: its first argument is sent too."""
+    """Value of a call, or why there is none. Without a value the function may work in place: its first argument is sent too."""
     here, there = os.pipe()
     if (pid := os.fork()) == 0:
         try:
@@ -217,7 +215,7 @@ def _serve(order: dict[str, Any]) -> None:
 
 
 def _tests(order: dict[str, Any]) -> None:
-    """Run assert-style tests, in a process that runs no code of the program."""
+    """Run assert-style tests, in a process without code of the program."""
     for verdict in Tests(PEER, order["wall_s"]).run(order["tests"], order["fail_fast"]):
         _print(RESULT, verdict)
 

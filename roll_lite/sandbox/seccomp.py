@@ -12,7 +12,7 @@ from roll_lite.sandbox.kernel import PR_SET_DUMPABLE, PR_SET_SECCOMP, prctl
 
 
 def _calls(table: str) -> list[tuple[int, int]]:
-    """Numbers on x86_64 and aarch64 (-1: no such call) from a table of calls."""
+    """Numbers on x86_64 and aarch64 (-1: no such call)."""
     rows = [line.partition("#")[0].split() for line in table.splitlines()]
     return [(int(one), int(other)) for _, one, other in filter(None, rows)]
 
@@ -168,19 +168,19 @@ ioctl 16 29
 fcntl 72 25
 """)
 IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
-"""Allowed ioctls: TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX. Others set flags of shown files."""
+"""Allowed: TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX. Others set flags of shown files."""
 FCNTLS = (8, 10, 15, 1024, 1026, 1031, 1036, 1038)
-"""Denied fcntls: F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY, F_SETPIPE_SZ, F_SET_RW_HINT, F_SET_FILE_RW_HINT."""
+"""Denied: F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY, F_SETPIPE_SZ, F_SET_RW_HINT, F_SET_FILE_RW_HINT."""
 SHARED, ANONYMOUS = 0x01, 0x20
 STREAM, PACKETS_IN_ORDER = 1, 5
 NEW_NAMESPACES = 0x7E020000
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 X32 = 0x40000000
-"""Bit that marks x32 calls."""
+"""Bit of x32 calls."""
 
 LOAD, AND, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 ARGUMENTS = 16
-"""Offset of the arguments in `struct seccomp_data`."""
+"""Offset in `struct seccomp_data`."""
 ALLOW, KILL = 0x7FFF0000, 0x80000000
 
 
@@ -191,8 +191,8 @@ def _refuse(number: int) -> int:
 def build_filter(own_pid: int | None = None, signals_stay: bool = False) -> bytes:
     """Build the filter; OSError on other machines.
 
-    `own_pid`: process id of a program without namespaces. It may not change file or process attributes, nor signal others; `signals_stay`:
-    another wall already confines its signals.
+    `own_pid`: program without namespaces. It may not change file or process attributes, nor signal others; `signals_stay`: another wall
+    confines its signals.
     """
     machine = platform.machine()
     if machine not in AUDIT_ARCH:

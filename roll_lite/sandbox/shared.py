@@ -1,7 +1,4 @@
-"""Locks and shared memory for multiprocessing without /dev/shm, in files of the program's folder.
-
-Python's own are opened by name in /dev/shm, here the machine's.
-"""
+"""Locks and shared memory for multiprocessing in files of the program's folder; Python's own are in the machine's /dev/shm."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from typing import Any
 
 RECURSIVE = 0
 SIZE = 64
-"""Bytes reserved for a semaphore of the C library."""
+"""Bytes of a semaphore of the C library."""
 LOOK_S = 1.0
 """Interval at which a waiting process handles its signals."""
 libc = ctypes.CDLL(None, use_errno=True)
@@ -92,7 +89,7 @@ class SemLock:
 
 
 def share_in_files() -> None:
-    """Use these locks and files in this process and its future children."""
+    """Use these locks and files in this process and its children."""
     modules: Any = [importlib.import_module(name) for name in ("_multiprocessing", "_posixshmem", "multiprocessing.heap")]
     locks, memory, heap = modules
     locks.SemLock, locks.sem_unlink = SemLock, lambda name: None

@@ -18,34 +18,32 @@ from roll_lite.sandbox.filesystem import BLOCK, fits
 PAGE = os.sysconf("SC_PAGE_SIZE")
 TICKS = os.sysconf("SC_CLK_TCK")
 STACK = 25
-"""Index of the stack's start in a line of /proc/PID/stat, counted behind the name."""
+"""Index of the stack's start behind the name in /proc/PID/stat."""
 FORKED_AND_NO_MORE = 0x40
 OF_MAPPING = 512
-"""Approximate kernel memory per mapping, in bytes."""
+"""Approximate bytes of kernel memory per mapping."""
 MOST_MAPPINGS = 65530
 BESIDE_RESIDENT = (b"VmPTE:", b"VmSwap:")
-"""Lines of /proc/PID/status, in kB, to add to resident memory."""
+"""Lines of /proc/PID/status, in kB, beside resident memory."""
 LONGEST_MAPS = 1 << 20
-"""Bytes read of a process's table of mappings, about ten thousand of them. A longer table counts as hidden memory."""
+"""Bytes read of a process's table of mappings. A longer one counts as hidden memory."""
 
 
 class Usage:
-    """Usage of one program at a time."""
-
     def __init__(self, group: Group | None, namespaces: bool) -> None:
         self._group = group
         self._namespaces = namespaces
         self._seen: dict[tuple[int, int], float] = {}
-        """CPU time of each process when last sampled: an unreaped child's time is counted nowhere else."""
+        """CPU time of each process when last sampled: an unreaped child's is counted nowhere else."""
         self._unseen_s = 0.0
         """Estimated CPU time of processes that lived only between two samples."""
         self._looked = 0.0
         with open("/proc/self/statm", "rb") as stream:  # noqa: PTH123
             self._own_pages = int(stream.read().split()[1])
-            """Pages shared with the forked programs; not counted for their processes unless they exec another program."""
+            """Pages shared with forked programs; not counted until these exec another program."""
         self._own_stack = _fields(_content(os.getpid(), "stat"))[STACK]
         self._mappings: dict[tuple[int, int], int] = {}
-        """Number of mappings by process; one random process is counted per sample."""
+        """By process; one random process is counted per sample."""
         with socket.socketpair()[0] as one:
             self._socket_bytes = one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
 
@@ -96,23 +94,21 @@ class Usage:
         return "" if fits(folder, limits["folder_bytes"] - deleted, limits["folder_files"]) else "output"
 
     def cpu_s(self) -> float:
-        """CPU time of all processes, including the estimate for unseen ones."""
+        """CPU time of all processes, with the estimate for unseen ones."""
         seen = sum(self._seen.values())
         return seen + self._unseen_s if self._group is None else max(seen, self._group.cpu_s())
 
     def out_of_memory(self) -> bool:
-        """True if the kernel killed a process of the program for memory."""
+        """Whether the kernel killed a process of the program for memory."""
         return self._group is not None and self._group.out_of_memory()
 
     def _is_forked(self, stat: list[bytes]) -> bool:
-        """True if a process still is a fork of the warm interpreter: its stack lies at the same address.
-
-        If the kernel hides that address, the flag "forked, no exec" decides.
-        """
+        """Whether a process still is a fork of the warm interpreter: its stack lies at the same address or, if the kernel hides that, it
+        has the flag "forked, no exec"."""
         return stat[STACK] == self._own_stack if stat[STACK] != b"0" else bool(int(stat[6]) & FORKED_AND_NO_MORE)
 
     def _in_sockets(self) -> int:
-        """Maximum bytes in socket buffers, which no process is charged for. Without namespaces other programs' sockets would count too."""
+        """Most bytes in socket buffers, which no process is charged for; 0 without namespaces, where other programs' would count."""
         if not self._namespaces:
             return 0
         with open("/proc/net/sockstat", encoding="ascii") as stream:  # noqa: PTH123
@@ -134,7 +130,7 @@ def _tasks_of(process: int) -> list[str]:
 
 
 def _living_thread(process: int, fields: list[bytes]) -> str:
-    """Path of a living thread if the main thread has ended: then the process itself shows no memory."""
+    """Path of a living thread if the main one has ended: then the process itself shows no memory."""
     if fields[0] != b"Z":
         return ""
     for thread in _tasks_of(process):
@@ -145,7 +141,7 @@ def _living_thread(process: int, fields: list[bytes]) -> str:
 
 
 def _lines(status: bytes, names: bytes | tuple[bytes, ...]) -> list[list[bytes]]:
-    """Lines that start with one of the names. Split at line feeds only: in a program's name the kernel escapes no other line end."""
+    """Lines that start with one of the names, split at line feeds only: the kernel escapes no other line end in a program's name."""
     return [line.split() for line in status.split(b"\n") if line.startswith(names)]
 
 
@@ -173,7 +169,7 @@ def _threads(status: bytes) -> int:
 
 
 def _share(process: int) -> float:
-    """Share of its runnable time that a process actually ran."""
+    """Share of its runnable time that a process ran."""
     with contextlib.suppress(OSError, ValueError):
         running, waiting, *_ = map(int, _content(process, "schedstat").split())
         return running / (running + waiting) if running + waiting else 1.0

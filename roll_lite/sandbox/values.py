@@ -34,9 +34,9 @@ MADE_OF = {"bytearray": bytes, "frozenset": list, "deque": list, "Counter": dict
 MADE_OF_PARTS = {"range": int, "Fraction": int, "date": int, "Decimal": str, "timedelta": int}
 """Required type of every argument: Fraction("1e99999999") would be computed."""
 LONGEST_NUMBER = 10_000
-"""Maximum digits of such an argument; the parts of a Fraction, for one, are reduced."""
+"""Most digits of such an argument: the parts of a Fraction, for one, are reduced."""
 SAME_HASH = 100
-"""Maximum items of a set or dict with the same hash: each lookup would scan them all."""
+"""Most items of a set or dict with the same hash: each lookup would scan them all."""
 HELD: dict[type, Callable[[Any], Any]] = {
     bool: lambda value: value,
     list: lambda value: list(list.__iter__(value)),
@@ -51,9 +51,9 @@ HELD: dict[type, Callable[[Any], Any]] = {
     bytes: lambda value: bytes(bytes.__iter__(value)),
     complex: lambda value: complex(complex.__pos__(value)),
 }
-"""Readers of plain data by the base type's methods, since a subclass may override them."""
+"""Reads plain data by the base type's methods: a subclass may override them."""
 MOST_ITEMS = 100_000
-"""Maximum items read from an iterator, which may be endless."""
+"""Most items read from an iterator, which may be endless."""
 VIEWS: dict[str, Callable[[Any], Any]] = {
     "Iterator": iter,
     "KeysView": lambda items: dict.fromkeys(_spread(items)).keys(),
@@ -65,7 +65,7 @@ FROM_PROGRAM = "solution"
 
 
 def encode(value: Any, refer: Callable[[Any], Any] | None = None) -> Any:
-    """Encode plain data for JSON. Other values go through `refer`; TypeError without it."""
+    """Plain data for JSON. Other values go through `refer`; TypeError without it."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
         return _scalar(value)
     if type(value) in STANDARD:
@@ -94,7 +94,7 @@ def encode(value: Any, refer: Callable[[Any], Any] | None = None) -> Any:
 
 
 def plain_copy(value: Any) -> Any:
-    """Data of a list, tuple, set, dict, text or number, ignoring overrides in a program's subclass; other values unchanged."""
+    """Data of a list, tuple, set, dict, text or number without a subclass's overrides; other values unchanged."""
     for base, read in HELD.items():
         if isinstance(value, base):
             return value if type(value) is base else read(value)
@@ -113,9 +113,9 @@ def _scalar(value: Any) -> Any:
 
 
 def decode(data: Any, find: Callable[[Any], Any] | None = None) -> Any:
-    """Decode a value; only Python's own types come out. ValueError for data that `encode` cannot have written.
+    """Decoded value, of Python's own types only. ValueError for data that `encode` cannot have written.
 
-    `find` looks up references. With it, iterators, dict views and numpy arrays keep their type; without it, they become lists.
+    `find` looks up references. Without it, iterators, dict views and numpy arrays become lists.
     """
     if isinstance(data, list):
         return [decode(one, find) for one in data]
@@ -168,7 +168,7 @@ def _digits(number: Any) -> int:
 
 
 def _spread(items: list[Any]) -> list[Any]:
-    """The items, for a set or the keys of a dict; ValueError if too many hashes collide."""
+    """Items of a set or keys of a dict; ValueError if too many hashes collide."""
     hashes = sorted(map(hash, items))
     if any(one == other for one, other in zip(hashes, hashes[SAME_HASH:], strict=False)) and len(set(map(id, items))) > SAME_HASH:
         raise ValueError(f"more than {SAME_HASH} items of one hash")

@@ -1,8 +1,7 @@
-"""Zygote: a warm Python interpreter behind walls that forks a process per program, watches it, and kills it with all its children.
+"""Warm Python interpreter behind walls that forks a process per program, watches it, and kills it with all its children.
 
-It shares its namespaces with one program at a time. One socket carries its input: the limits as JSON, an open file with the order, and the
-files that become the program's 0 to 4. Only the forked process reads these files, since later programs could read the zygote's memory.
-Secrets that the program must not know are never sent here.
+It shares its namespaces with one program at a time. A socket carries the limits as JSON, an open file with the order, and the program's
+files 0 to 4. Only the forked process reads these, since later programs could read the zygote's memory: secrets are never sent here.
 """
 
 from __future__ import annotations
@@ -38,9 +37,8 @@ WARM = """
 array bisect collections copy datetime decimal fractions functools heapq itertools json math operator queue random re statistics
 string threading traceback typing linecache ast types enum io time atexit inspect dataclasses abc numbers cmath textwrap
 """
-"""Modules that programs find loaded."""
 FIRST_LOOK_S, LOOK_S = 0.02, 0.05
-"""Seconds before the first sample, and on average between later ones. Random, so that a program cannot idle on time."""
+"""Seconds before the first sample, and on average between later ones: random, so that a program cannot idle on time."""
 DISK_LOOK_S = 0.005
 """Seconds between checks of free disk space, which are cheap."""
 LONGEST_LIMITS = 4096
@@ -48,7 +46,7 @@ HIGHEST_FILE = 1024
 FOLDER = "code-"
 PATIENCE_S = 5.0
 LEFT, MOST_LEFT = "left-", 4
-"""Name prefix of ended programs' folders, and how many may await removal."""
+"""Prefix of ended programs' folders, and how many may await removal."""
 M_ARENA_MAX = -8
 
 
@@ -102,7 +100,7 @@ def main(control: int, settings: dict[str, Any]) -> None:
 
 
 def _clean_up_after(zygote: int, folder: str, left: int) -> NoReturn:
-    """Remove the folders of ended programs, which may take long, and clean up when the zygote ends, even if killed during a program.
+    """Remove ended programs' folders, which may take long, and clean up after the zygote, even if it is killed.
 
     Namespaces end with the zygote. If this process is killed, the zygote cleans up instead.
     """
@@ -127,7 +125,7 @@ def _free_bytes(folder: str) -> int:
 
 class Zygote:
     def __init__(self, line: socket.socket, walls: Walls, readable: list[str], folder: str, group: Group | None, say_left: int) -> None:
-        """`folder`: parent of the programs' folders without namespaces; `say_left`: pipe to the process that removes them."""
+        """`folder`: parent of programs' folders without namespaces; `say_left`: pipe to the process that removes them."""
         self._line = line
         self._walls = walls
         self._readable = readable
@@ -151,7 +149,7 @@ class Zygote:
             self._line.sendall(json.dumps(report).encode() + b"\n")
 
     def _receive(self) -> tuple[dict[str, Any], list[int]] | None:
-        """The limits and the open files: the order, then the program's. Skips spaces, which came too late to kill a program."""
+        """Limits and open files: the order, then the program's. Skips spaces, which came too late to kill a program."""
         files, data, ancillary = array.array("i"), b" ", list[Any]()
         while data and not data.strip():
             data, ancillary, _, _ = self._line.recvmsg(LONGEST_LIMITS, socket.CMSG_SPACE(6 * files.itemsize))
@@ -258,7 +256,7 @@ class Zygote:
         return {"exit": os.waitstatus_to_exitcode(status), "stopped": stopped, "cpu_s": cpu_s}
 
     def _wait(self, poller: select.poll, pause: float, limits: dict[str, Any], folder: str) -> list[tuple[int, int]]:
-        """Wait for an event or the next sample. If nothing limits the folder's size, sample as soon as the disk fills."""
+        """Wait for an event or the next sample; without a limit on the folder's size, sample as soon as the disk fills."""
         if self._namespaces:
             return poller.poll(pause * 1000)
         until, before = time.monotonic() + pause, _free_bytes(folder)
@@ -268,7 +266,6 @@ class Zygote:
         return events
 
     def _members(self, pid: int) -> list[int]:
-        """Processes of the program."""
         if not self._namespaces:
             return list(dict.fromkeys([pid, *descendants()]))
         own = os.getpid()
@@ -276,7 +273,7 @@ class Zygote:
 
 
 def descendants() -> list[int]:
-    """Descendants of this process. It is a subreaper: it inherits processes that lose their parent."""
+    """Descendants of this process, a subreaper: it inherits orphans."""
     found = _children(os.getpid())
     for process in found:
         found.extend(child for child in _children(process) if child not in found)
@@ -284,7 +281,7 @@ def descendants() -> list[int]:
 
 
 def _children(pid: int) -> list[int]:
-    """Children of all threads of a process: a child belongs to the thread that forked it."""
+    """Children of all threads: a child belongs to the thread that forked it."""
     found: list[int] = []
     try:
         threads = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208

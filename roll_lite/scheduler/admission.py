@@ -26,14 +26,14 @@ class Admission:
         pacing: Pacing,
         batches: int | None,
     ) -> None:
-        """`batches`: number of batches in the run; no prompt is admitted beyond them."""
+        """`batches`: in the run; no prompt is admitted beyond them."""
         self.plan = BatchPlan({name: one.share for name, one in domains.items()}, {name: one.least for name, one in domains.items()})
         self.size = 0
         """Prompts per batch."""
         self.asked = self.handed_out = self._resumed_at = 0
         """Batch counts."""
         self.announced, self._announced_tokens = 0, 0.0
-        """Requests of groups that have just started; the router does not know of them yet."""
+        """Requests of groups that have just started, unknown to the router."""
         self._domains, self._schedulers = domains, schedulers
         self._router = router
         self._recorder = recorder
@@ -72,7 +72,7 @@ class Admission:
                     room[name] -= self._domains[name].group_size
 
     def _announce(self, name: str) -> None:
-        """Count a new group's requests until its tasks have run: from then on the router counts them."""
+        """Count a new group's requests until the router does, after its tasks have run."""
         domain = self._domains[name]
         requests = domain.group_size
         tokens = requests * self._router.expected_tokens(name, domain.sampling.max_tokens)
@@ -95,23 +95,21 @@ class Admission:
         return self.plan.exhausted
 
     def is_due(self, domain: str) -> bool:
-        """True if a batch already asked for still needs a prompt of this domain."""
+        """Whether a batch already asked for still needs a prompt of this domain."""
         return self.plan.has_open(domain, self._due_places()) and not self._schedulers[domain].exhausted
 
     def oldest_at_next_turn(self, domain: str) -> int:
-        """Oldest admission (in batches) that may still train in the next batch that contains this domain."""
+        """Oldest admission (in batches) that may still train in the next batch with this domain."""
         most = self._pacing.supply.max_staleness
         return self.asked + self.plan.turns_until(domain, self.size, most) - most
 
     def _has_enough(self, domain: str) -> bool:
-        """True if finished groups fill the next batch and two more: groups started now would only grow stale.
-
-        A reserve of one batch would run out while the next batch waits for a long response of another domain.
-        """
+        """Whether finished groups fill the next batch and two more: new ones would only grow stale. A reserve of one would run out while
+        the batch waits for another domain's long response."""
         return self._schedulers[domain].finished >= 3 * self._of_a_batch(self._domains[domain])
 
     def _most_places(self) -> int:
-        """Number of batch places that may be charged by now."""
+        """Places that may be charged by now."""
         batches = self._pacing.supply.batches(self.asked, self.handed_out)
         ahead = ceil((self._pacing.oversample - 1) * self.size)
         if self._batches is not None:
@@ -119,7 +117,7 @@ class Admission:
         return (batches - self._resumed_at) * self.size + ahead if batches else 0
 
     def _due_places(self) -> int:
-        """Number of places in batches already asked for."""
+        """Places in batches already asked for."""
         return (self.asked - self._resumed_at) * self.size
 
     # ------------------------------------------------------------ rewards that lag
@@ -127,9 +125,9 @@ class Admission:
     def _room_in_rewards(self) -> dict[str, float]:
         """Samples of each domain that may start for later batches.
 
-        At most one batch of samples may wait for scores, beyond those being scored: more would only grow stale while engines could serve
-        other domains. Prompts of batches already asked for always start, so every batch completes. Where batches are generated one at a
-        time, no further bound is needed.
+        At most one batch of samples may wait for scores, beyond those being scored: more would grow stale while engines could serve
+        other domains. Prompts of batches already asked for always start, so every batch completes. Supplies of whole batches need no
+        bound.
         """
         if self._pacing.supply.whole_batches:
             return dict.fromkeys(self._domains, inf)
@@ -137,7 +135,7 @@ class Admission:
         return {name: samples - self._schedulers[name].waiting_for_scores for name, samples in groups.items()}
 
     def _of_a_batch(self, domain: Domain) -> int:
-        """Number of the domain's groups in a batch."""
+        """Groups of the domain in a batch."""
         return max(1, domain.least, ceil(self.plan.shares.get(domain.name, 0.0) * self.size))
 
     def _note_behind(self, behind: set[str]) -> None:
@@ -149,7 +147,6 @@ class Admission:
             self._behind, self._looked = behind, now
 
     def finish_batch(self) -> None:
-        """Close the statistics of a complete batch."""
         self._note_behind(self._behind)
         self.handed_out = self.asked
 
@@ -159,7 +156,7 @@ class Admission:
         return {"mix": self.plan.state_dict(), "batches": self.handed_out}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the mix; call it after the domains are restored. Domains that had left the mix are not part of the state."""
+        """Restore the mix, after the domains. Domains that had left it are not part of the state."""
         for name, scheduler in self._schedulers.items():
             if scheduler.exhausted and name not in state["mix"]["weights"]:
                 self.plan.drop(name)

@@ -1,4 +1,4 @@
-"""Choice of the engine for a request: the least loaded one, prompts in its prefix cache taken into account."""
+"""Choice of the engine for a request: the least loaded, with regard to prefix caches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class EngineLoad:
 
     client: EngineClient
     tokens: float = 0.0
-    """Tokens of the requests in flight: expected response tokens, and prompt tokens that requests do not share."""
+    """Of requests in flight: expected response tokens, and prompt tokens that requests do not share."""
     done: float = 0.0
     """Tokens reported done; negative if responses outgrow the estimate."""
     requests: int = 0
@@ -35,19 +35,19 @@ class EngineLoad:
     serves: bool = True
     """False once it is withdrawn."""
     number: int = 0
-    """Serial number; breaks ties in the heap."""
+    """Breaks ties in the heap."""
 
     @property
     def left(self) -> float:
-        """Tokens still to prefill and to generate, as expected. See Asked.left."""
+        """Expected tokens still to prefill and generate. See Asked.left."""
         return self.tokens - self.done
 
 
 class EngineChoice:
-    """Picks engines for requests. `most_requests`, `most_tokens`: limits of what is in flight to one engine; None: no limit.
+    """Picks engines. `most_requests`, `most_tokens`: limits of what is in flight to one engine; None: no limit.
 
-    A heap keeps the least loaded engine on top. Entries with an outdated load are dropped when they reach the top. Progress reports change
-    many loads at once; they are applied at the next choice.
+    A heap keeps the least loaded engine on top; entries with an outdated load are dropped there. Progress reports, which change many
+    loads at once, are applied at the next choice.
     """
 
     def __init__(self, engines: Iterable[EngineLoad], most_requests: int | None, most_tokens: int | None) -> None:
@@ -58,9 +58,9 @@ class EngineChoice:
         """Engines with outdated heap entries."""
         self._numbers = itertools.count()
         self.serving = 0
-        """Number of engines that serve."""
+        """Engines that serve."""
         self._tokens = 0.0
-        """Tokens in flight to the engines that serve."""
+        """In flight to engines that serve."""
         self._prefixes: OrderedDict[str, dict[EngineLoad, None]] = OrderedDict()
         for engine in engines:
             self.add(engine)
@@ -79,7 +79,7 @@ class EngineChoice:
         return engine
 
     def takes(self, tokens: float) -> float:
-        """Number of requests of this size that all engines together take."""
+        """Requests of this size that all engines together take."""
         by_requests = inf if self._most_requests is None else self._most_requests * self.serving
         return by_requests if self._most_tokens is None else min(by_requests, self._most_tokens * self.serving / max(1.0, tokens))
 
@@ -89,20 +89,17 @@ class EngineChoice:
         return inf if self._most_tokens is None else max(0.0, self._most_tokens * self.serving - self._tokens)
 
     def _offer(self, engine: EngineLoad) -> None:
-        """Push the engine with its current load."""
         heapq.heappush(self._heap, (engine.left, engine.number, engine))
         if len(self._heap) > 1024 + 16 * self.serving:  # most entries are outdated
             self._heap = [(engine.left, engine.number, engine) for engine in {engine for _, _, engine in self._heap}]
             heapq.heapify(self._heap)
 
     def choose(self, prefix: str, shared_tokens: int, own_tokens: float) -> tuple[EngineLoad, float] | None:
-        """The engine and the tokens that the request adds to its load; None if all engines are full.
-
-        `prefix` identifies a prompt beginning that requests share, of `shared_tokens` tokens.
-        """
+        """Engine, and the tokens that the request adds to its load; None if all are full. `prefix`: a beginning of `shared_tokens` that
+        requests share."""
         best, cost = self._least(), shared_tokens + own_tokens
         for holder in self._prefixes.get(prefix, ()):
-            # An engine that has the prefix cached wins unless it is busier by more than the prefill costs elsewhere.
+            # An engine that has the prefix cached wins unless it is busier by more than the prefill elsewhere.
             if self._has_room(holder) and (best is None or holder.left + own_tokens <= best.left + cost):
                 best, cost = holder, own_tokens
         return None if best is None else (best, cost)
@@ -114,7 +111,6 @@ class EngineChoice:
         self.remember(prefix, engine)
 
     def remember(self, prefix: str, engine: EngineLoad) -> None:
-        """Note that the engine has this prefix cached."""
         self._prefixes.setdefault(prefix, {})[engine] = None
         self._prefixes.move_to_end(prefix)
         if len(self._prefixes) > PREFIXES_REMEMBERED:

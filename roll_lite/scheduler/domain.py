@@ -17,7 +17,7 @@ from roll_lite.scheduler.runner import RewardClient, SampleRunner
 from roll_lite.scheduler.stats import SURPLUS, UNFINISHED, Recorder, commonest, loss_of
 
 LEAST_LOSSES = 8
-"""A run ends after this number of prompts lost in a row, or three per place of the domain in a batch if that is more."""
+"""Prompts lost in a row that end a run, or three per place of the domain in a batch if that is more."""
 LONGER, MOST_LOST = 4, 7 / 8
 """A run also ends if this share of the last LONGER times as many prompts is lost."""
 
@@ -56,7 +56,7 @@ class Domain:
     epochs: int | None = None
     """Passes over the prompts; None: endless."""
     least: int = 0
-    """Minimum of groups in each batch, whatever the share."""
+    """Least groups in each batch, whatever the share."""
 
     @property
     def group_size(self) -> int:
@@ -65,13 +65,12 @@ class Domain:
 
 @dataclass
 class Counts:
-    """Counts of prompts over the run. Each admitted prompt is live, or has ended in exactly one of the other ways."""
+    """Prompts over the run. Each admitted one is live, or has ended in exactly one of the other ways."""
 
     admitted: int = 0
     delivered: int = 0
     """Taken into a batch."""
     filtered: int = 0
-    """Left out by the filter."""
     stale: int = 0
     """Too old; the prompt is put back in the queue."""
     lost: int = 0
@@ -90,7 +89,7 @@ class _Live:
     row: tuple[int, int]
     """Epoch and row number of its prompt."""
     admitted: int
-    """Time of admission, in batches."""
+    """Time in batches."""
     samples: asyncio.Future[list[Sample]] | None = None
     group: SampleGroup | None = None
     """Set when it is finished."""
@@ -99,7 +98,8 @@ class _Live:
 class DomainScheduler:
     """Runs the groups of one domain.
 
-    Calls `changed()` when a group has ended or can be taken, and `broken(error)` when no more will come.
+    Calls `changed()` when a group has ended or can be taken, `broken(error)` when no more will come, `left_out(group)` for lost and
+    filtered ones.
     """
 
     def __init__(
@@ -112,13 +112,12 @@ class DomainScheduler:
         broken: Callable[[BaseException], None],
         left_out: Callable[[SampleGroup], None] = lambda group: None,
     ) -> None:
-        """`left_out` receives the groups that are lost or filtered."""
         self.name = domain.name
         self.counts = Counts()
         self.epoch = 0
-        """Epoch of the newest prompt."""
+        """Of the newest prompt."""
         self.owed = 0
-        """Batch places whose groups ended undelivered; they need replacements."""
+        """Batch places whose groups ended undelivered."""
         self._domain = domain
         self._runner = runner
         self._recorder = recorder
@@ -135,7 +134,7 @@ class DomainScheduler:
         self._tries_left = 0
         """Groups that may still be filtered and replaced."""
         self._waits_for: int | None = None
-        """Number of the group that the batch must wait for."""
+        """Group that the batch must wait for."""
 
     @property
     def running(self) -> int:
@@ -159,12 +158,12 @@ class DomainScheduler:
 
     @property
     def exhausted(self) -> bool:
-        """True if no prompt is left to start."""
+        """No prompt is left to start."""
         return self._domain.epochs is not None and not self._put_back and self._domain.order.next_epoch >= self._domain.epochs
 
     @property
     def at_end(self) -> bool:
-        """True if neither a prompt is left to start nor a group to deliver."""
+        """Neither a prompt is left to start nor a group to deliver."""
         return self.exhausted and not self._running and not self._finished
 
     def start_batch(self, count: int) -> None:
@@ -232,7 +231,7 @@ class DomainScheduler:
     # ------------------------------------------------------------ the ends of a group
 
     def _judge(self, live: _Live, group: SampleGroup) -> None:
-        """Decide whether a group with all its samples trains, is filtered or lost."""
+        """Decide whether a complete group trains, is filtered or lost."""
         self._recorder.group(group)
         lost = loss_of(group)
         chosen = self._domain.filter
@@ -279,8 +278,8 @@ class DomainScheduler:
     def take(self, count: int, oldest_next: int) -> list[SampleGroup] | None:
         """The next batch's `count` groups in the order of admission; None if they are not ready.
 
-        Groups admitted before `oldest_next` come first, and the batch waits for them: they would be too old for the domain's next turn, and
-        which of them train must not depend on the length of their responses. The oldest finished groups fill the rest.
+        Groups admitted before `oldest_next` come first, and the batch waits for them: they would be too old for the domain's next turn,
+        and which of them train must not depend on their length. The oldest finished groups fill the rest.
         """
         if self._waits_for is not None and self._waits_for in self._running:
             return None
@@ -297,7 +296,7 @@ class DomainScheduler:
             assert group is not None
             groups.append(group)
         self.counts.delivered += len(groups)
-        # Groups of later batches filled some of the empty places; those batches need replacements.
+        # Groups of later batches filled some of the empty places, and need replacements there.
         self.owed += max(0, self._given_up - (count - len(groups)))
         self._given_up = 0
         return groups
@@ -308,10 +307,8 @@ class DomainScheduler:
         return [group for number in oldest if number in self._finished and (group := self._finished[number].group) is not None]
 
     def drop_stale(self, clock: int, max_staleness: int) -> None:
-        """End groups that are too old for the next batch and put their prompts back in the queue.
-
-        They come before prompts put back earlier, in the order of admission, so that the oldest train next.
-        """
+        """End groups that are too old for the next batch and put their prompts back, before those put back earlier: the oldest train
+        next."""
         stale = [live for live in (*self._running.values(), *self._finished.values()) if live.admitted < clock - max_staleness]
         for live in sorted(stale, key=lambda live: live.number, reverse=True):
             if live.group is not None:  # its place had no replacements reserved any more
@@ -334,7 +331,7 @@ class DomainScheduler:
     # ------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """State for a checkpoint; a resumed run starts undelivered prompts again, whether in flight or finished."""
+        """State for a checkpoint; a resumed run starts undelivered prompts again, in flight or finished."""
         live = sorted([*self._running.values(), *self._finished.values()], key=lambda live: live.number)
         return {"order": self._domain.order.state_dict(), "unfinished": [*(one.row for one in live), *self._put_back]}
 
@@ -344,16 +341,15 @@ class DomainScheduler:
 
 
 def is_cancelled(samples: asyncio.Future[list[Sample]]) -> bool:
-    """True if samples were cancelled; a gather of cancelled tasks may also end with their error."""
+    """Whether samples were cancelled; a gather of cancelled tasks may also end with their error."""
     return samples.cancelled() or isinstance(samples.exception(), asyncio.CancelledError)
 
 
 def ended(group: SampleGroup, outcome: SampleOutcome, cause: str) -> SampleGroup:
-    """Give the group's outcome to its samples; samples that failed themselves keep theirs."""
+    """Give the group's outcome to its samples, except those that failed themselves."""
     samples = [replace(one, outcome=outcome, failure=cause) if one.outcome is SampleOutcome.ACCEPTED else one for one in group.samples]
     return replace(group, samples=tuple(samples))
 
 
 def greedy(sampling: Sampling) -> Sampling:
-    """Greedy decoding with the same lengths and stop strings."""
     return replace(sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, keep_mask=False)

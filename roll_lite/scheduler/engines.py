@@ -1,7 +1,7 @@
 """Engines as the router sees them: futures on one side, batches of requests and turns on the other.
 
-A call to another process costs about as much as generating a short sample on a small model. So the requests of one event-loop turn travel
-in one call, and one call returns everything that finished since the last one.
+A call to another process costs about as much as a short sample on a small model. So the requests of one event-loop turn travel together,
+and one call returns everything that finished since the last one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from roll_lite.data.samples import FinishReason, GenerationRequest, TokenRow, Tu
 
 
 class EngineLost(Exception):
-    """An engine died with a request in flight. Another engine can take it, or continue from `partial`, the tokens handed out so far."""
+    """An engine died with a request in flight. Another can take it, or continue from `partial`, the tokens handed out so far."""
 
     def __init__(self, engine: str, cause: str, partial: Turn | None = None) -> None:
         super().__init__(f"engine {engine} is lost: {cause}")
@@ -26,7 +26,7 @@ class EngineLost(Exception):
 
 
 class Asked:
-    """A request at an engine, with what has come of it."""
+    """A request at an engine."""
 
     __slots__ = ("answer", "parts", "request")
 
@@ -36,12 +36,12 @@ class Asked:
     def ask(self, request: GenerationRequest) -> None:
         self.request = request
         self.answer: asyncio.Future[Turn | None] = asyncio.get_running_loop().create_future()
-        """The response, with `error` set if the request failed; EngineLost if the engine died. None: it was given up."""
+        """Response, with `error` set if the request failed; EngineLost if the engine died. None: it was given up."""
         self.parts: list[Turn] = []
         """Parts of the response, used if the engine dies before the rest."""
 
     def generated(self, tokens: int) -> None:
-        """Note progress: called with the number of tokens when the engine begins, and every few seconds."""
+        """Note progress: called when the engine begins, and every few seconds."""
 
 
 class EngineClient(Protocol):
@@ -50,7 +50,7 @@ class EngineClient(Protocol):
     name: str
 
     def send(self, asked: Asked) -> None:
-        """Generate a response; it resolves `asked.answer`."""
+        """Generate a response; resolves `asked.answer`."""
         ...
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -64,16 +64,16 @@ class Collected:
 
     turns: list[Turn]
     generated: Mapping[str, int] = field(default_factory=dict)
-    """Progress: tokens of unfinished responses, by request id. Reported at the start of a request and every few seconds."""
+    """Tokens of unfinished responses by request id, at the start of a request and every few seconds."""
     dead: str | None = None
     """Cause of the engine's death; its unanswered requests are lost."""
     blocks_waiting: int = 0
-    """Number of token blocks that are ready but not requested yet."""
+    """Token blocks ready but not requested yet."""
     parts: list[Turn] = field(default_factory=list)
     """New tokens of unfinished responses since the last part of each, after a dummy token."""
 
     def lying_in(self, blocks: Sequence[Any]) -> Collected:
-        """Replace block numbers by the blocks themselves."""
+        """Replace block numbers by the blocks."""
         return replace(self, turns=_lying_in(self.turns, blocks), parts=_lying_in(self.parts, blocks))
 
 
@@ -82,7 +82,7 @@ def _lying_in(turns: Sequence[Turn], blocks: Sequence[Any]) -> list[Turn]:
 
 
 class BatchedEngine(ABC):
-    """The caller's side of an engine (an EngineClient): batches requests, and resolves futures with the answers."""
+    """The caller's side of an engine (an EngineClient)."""
 
     def __init__(self, name: str, frozen_admission: bool = False) -> None:
         self.name = name
@@ -101,7 +101,7 @@ class BatchedEngine(ABC):
 
     @abstractmethod
     async def _joined(self, request: GenerationRequest, parts: Sequence[TokenRow]) -> TokenRow:
-        """One row with the request's context and prompt, then the parts. ConnectionError if any of it is lost."""
+        """One row with context, prompt and parts. ConnectionError if any of it is lost."""
 
     @abstractmethod
     async def _abort(self, request_ids: list[str]) -> None: ...

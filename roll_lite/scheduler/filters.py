@@ -1,4 +1,4 @@
-"""Dynamic sampling: selection of the finished groups that train. A filtered group is replaced by another prompt; it is no failure."""
+"""Dynamic sampling: selection of the finished groups that train. A filtered group is no failure; another prompt replaces it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,13 @@ LOW, HIGH, FUNCTION = "low", "high", "function"
 
 
 class LeftOut(NamedTuple):
-    """Cause for which a group was filtered."""
-
     word: str
-    """LOW, HIGH or FUNCTION; metrics count these."""
+    """LOW, HIGH or FUNCTION, for metrics."""
     text: str
 
 
 Cause = Callable[[SampleGroup], LeftOut | None]
-"""Returns the cause to filter a group, or None if it trains."""
+"""Cause to filter a group, or None."""
 
 
 @dataclass(frozen=True)

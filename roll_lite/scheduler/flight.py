@@ -15,9 +15,9 @@ from roll_lite.scheduler.choice import EngineChoice, EngineLoad
 from roll_lite.scheduler.engines import Asked, EngineLost
 
 PRIOR_RESPONSES = 8
-"""Number of assumed responses of max_tokens at the start, since short responses finish first."""
+"""Assumed responses of max_tokens at the start, since short responses finish first."""
 RESPONSES_REMEMBERED = 512
-"""Number of lengths remembered; old ones are dropped, since lengths drift during training."""
+"""Lengths remembered; they drift during training."""
 REFRESH = 16
 """Lengths are sorted again when 1/REFRESH of them are new."""
 CLOCK_S = 1e-6
@@ -49,16 +49,14 @@ class ExpectedLength:
             self._sort()
 
     def left(self, generated: int) -> float:
-        """Expected further tokens of an unfinished response: the mean length of longer ones, minus `generated`.
-
-        With a long tail this grows with the length so far.
-        """
+        """Expected further tokens: the mean length of longer responses, minus `generated`. With a long tail this grows with the length
+        so far."""
         longer = len(self._lengths) - bisect_right(self._lengths, generated)
         return self._sums[longer] / longer - generated if longer else 0.0
 
 
 def joined(before: Turn | None, turn: Turn) -> Turn:
-    """Join the parts of a response: of an interrupted request and of its continuation."""
+    """Join a response's parts: of an interrupted request and of its continuation."""
     if before is None:
         return turn
     shifted = tuple(VersionSpan(before.length + span.start, span.version) for span in turn.versions)
@@ -71,7 +69,7 @@ def joined(before: Turn | None, turn: Turn) -> Turn:
 
 
 class EngineClock:
-    """The event loop's time without the time in which engines were paused."""
+    """The event loop's time without that in which engines were paused."""
 
     def __init__(self) -> None:
         self._stood_s = 0.0
@@ -96,10 +94,8 @@ class EngineClock:
 
 
 class Flight(Asked):
-    """A request on its way, over all engines that work on it: the one record of it on this side.
-
-    Time-outs use callbacks and a timer, since a task per request would dominate the cost.
-    """
+    """A request on its way, over all engines that work on it. Time-outs use callbacks and a timer: a task per request would dominate the
+    cost."""
 
     __slots__ = (
         "_choice",
@@ -127,9 +123,8 @@ class Flight(Asked):
         "timed_out",
     )
     engine: EngineLoad
-    """The present one."""
     cost: float
-    """Load that the request adds to it."""
+    """Load that the request adds to its engine."""
     place: asyncio.Future[None]
     """Done when a request that waited has an engine."""
 
@@ -144,11 +139,10 @@ class Flight(Asked):
         self.timed_out = False
         is_first_turn = first.context is None
         self.prefix = intern("/".join(first.request_id.split("/", 4)[:4])) if is_first_turn else self.sample
-        """Identifies a shared prompt beginning: the group's prompt or, in a later turn, the sample's earlier turns."""
+        """Shared prompt beginning: the group's prompt or, in a later turn, the sample's earlier turns."""
         self._timeout_s, self._choice, self._clock = timeout_s, choice, clock
         self._loop = asyncio.get_running_loop()
         self._generating_s = 0.0
-        """Time used so far."""
 
     @property
     def sample(self) -> str:
@@ -161,15 +155,14 @@ class Flight(Asked):
 
     @property
     def own_tokens(self) -> int:
-        """Further tokens that exist already: a later turn's prompt, and the response so far."""
+        """Further tokens that exist: a later turn's prompt, and the response so far."""
         new = len(self.first.prompt_ids) if self.first.context is not None else 0
         return new + (self.so_far.length if self.so_far is not None else 0)
 
     def left(self, generated: int = 0) -> float:
-        """Load that it adds to an engine after `generated` tokens there: the tokens still expected.
+        """Load at an engine after `generated` tokens there: the tokens still expected.
 
-        Before its prefill the prompt counts too. So an engine's load is the prefill that waits and the growth of its responses; finished
-        tokens cost little in comparison.
+        Before its prefill the prompt counts too; finished tokens cost little in comparison.
         """
         done = generated + (self.so_far.length if self.so_far is not None else 0)
         return max(1.0, min(self.expected.left(done), self.first.sampling.max_tokens - done))
@@ -179,7 +172,7 @@ class Flight(Asked):
         self.legs += 1
 
     def _next_request(self) -> GenerationRequest:
-        """The request to send: the original one, or one that continues from the response so far."""
+        """The original request, or one that continues from the response so far."""
         if self.so_far is None:
             return self.first
         sampling, done = self.first.sampling, self.so_far.length
@@ -196,12 +189,12 @@ class Flight(Asked):
         """Expected length of the response."""
         self._done = self._grown = 0.0
         self.begun, self._since = False, self._clock.time()
-        """Whether generation has started, and the time of its start or of the departure."""
+        """Whether generation has started, and when; before, the time of departure."""
         self._timer = self._loop.call_later(self._timeout_s, self._look)
         self.engine.client.send(self)
 
     def generated(self, tokens: int) -> None:
-        """Note the engine's progress report: the request has started and has this many tokens."""
+        """Note the engine's progress report."""
         if self.answer.done() or self.timed_out:
             return
         if not self.begun:
@@ -252,5 +245,5 @@ class Flight(Asked):
             self.engine.generating -= 1
             self._generating_s += self.engine.last_sign - self._since
         elif self.answer.done() and not self.answer.cancelled() and not self.timed_out:
-            # An answer after the time-out was provoked by an abort and is no sign of life.
+            # An answer after the time-out was provoked by an abort: no sign of life.
             self.engine.last_sign = self._clock.time()

@@ -14,15 +14,15 @@ from roll_lite.data.prompts import PromptOrder
 
 
 class DomainMix:
-    """Apportions places one after the other by Tijdeman's rule: after any number of places, cut into batches in any way,
-    every domain's count differs from share * places by less than one.
+    """Apportions places by Tijdeman's rule: after any number of places, cut into batches in any way, every domain's count differs from
+    share * places by less than one.
 
-    Largest remainders with carry-over, batch by batch, cannot promise that: with small batches and several domains a
-    carry can grow past one, because a batch cannot give a domain fewer than no places.
+    Largest remainders with carry-over cannot promise that: a carry can grow past one, because a batch cannot give a domain fewer than no
+    places.
     """
 
     def __init__(self, shares: Mapping[str, float]) -> None:
-        # Through the decimal text, so that 0.1 means one tenth and small integers stay small.
+        # Through the decimal text, so that 0.1 means one tenth.
         fractions = {name: Fraction(str(share)) for name, share in shares.items()}
         scale = lcm(*(fraction.denominator for fraction in fractions.values()))
         self._weights = {name: int(fraction * scale) for name, fraction in fractions.items()}
@@ -36,16 +36,13 @@ class DomainMix:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Places given to each domain so far."""
         return dict(self._counts)
 
     def quota(self, places: int) -> dict[str, int]:
-        """Give the next `places` places; returns the number for each domain."""
         given = Counter(self.places(places))
         return {name: given[name] for name in self._counts}
 
     def places(self, count: int) -> list[str]:
-        """Give the next `count` places; returns their domains in order."""
         return [self._give() for _ in range(count)]
 
     def _give(self) -> str:
@@ -57,8 +54,8 @@ class DomainMix:
     def _next(self) -> str:
         if len(self._weights) == 1:
             return next(iter(self._weights))
-        # Let d = 2 * (number of domains) - 2. A domain may take place t once share * t - count >= 1/d; of those,
-        # the one that would first fall behind by 1 - 1/d is served. Everything times d * total weight, to stay in integers.
+        # Let d = 2 * (number of domains) - 2. A domain may take place t once share * t - count >= 1/d; of those, the one that would first
+        # fall behind by 1 - 1/d is served. Everything times d * total weight, to stay in integers.
         slack = 2 * len(self._weights) - 2
         best: str | None = None
         best_deadline = Fraction(0)
@@ -92,8 +89,8 @@ class _Batch:
 class BatchPlan:
     """Plan of the coming batches: how many groups of each domain they hold, and which domain admits the next prompt.
 
-    A place is charged when its prompt is admitted, possibly long before the batch is asked for. `least`: minimum of groups of a domain in
-    each batch; other domains give up places where its share is too small.
+    A place is charged when its prompt is admitted, possibly long before the batch is asked for. `least`: of a domain's groups in each
+    batch; others give up places where its share is too small.
     """
 
     def __init__(self, shares: Mapping[str, float], least: Mapping[str, int] | None = None) -> None:
@@ -102,12 +99,12 @@ class BatchPlan:
         self._least = {name: count for name, count in (least or {}).items() if count}
         self._handed_out = self._mix.state_dict()
         self._open: dict[str, deque[int]] = {name: deque() for name in shares}
-        """Numbers of the planned places whose prompts are not admitted yet, by domain, counted over all batches."""
+        """Planned places without an admitted prompt, by domain, counted over all batches."""
         self._places = 0
-        """Number of places planned so far."""
+        """Places planned so far."""
         self._planned: deque[_Batch] = deque()
         self.charged = 0
-        """Number of places whose prompts have been admitted."""
+        """Places whose prompts have been admitted."""
         self._names = list(shares)
 
     @property
@@ -115,10 +112,8 @@ class BatchPlan:
         return self._mix.shares
 
     def admit(self, size: int, most: Mapping[str, int]) -> tuple[str, int] | None:
-        """Domain and place of the next prompt to admit, for batches of `size` places.
-
-        `most`: number of places up to which each domain may admit. None: no domain has an open place below its limit.
-        """
+        """Domain and place of the next prompt to admit, for batches of `size`; None: no domain has an open place below its limit in
+        `most`."""
         while not (first := [(places[0], name) for name, places in self._open.items() if places and places[0] < most[name]]):
             if self._places >= max(most.values()):
                 return None
@@ -129,12 +124,12 @@ class BatchPlan:
         return name, place
 
     def has_open(self, domain: str, most: int) -> bool:
-        """True if one of the first `most` places waits for a prompt of this domain."""
+        """Whether one of the first `most` places waits for a prompt of this domain."""
         places = self._open[domain]
         return bool(places) and places[0] < most
 
     def next_batch(self, size: int) -> dict[str, int]:
-        """Start the next batch; returns its number of groups by domain."""
+        """Start the next batch; returns its groups by domain."""
         if not self._planned:
             self._plan(size)
         batch = self._planned.popleft()
@@ -145,13 +140,13 @@ class BatchPlan:
         return {name: given[name] for name in self._names}
 
     def turns_until(self, domain: str, size: int, most: int) -> int:
-        """Number of batches until this domain's next turn, at most `most` + 1."""
+        """Batches until this domain's next turn, at most `most` + 1."""
         while len(self._planned) < most and not self.exhausted and not any(domain in batch.places for batch in self._planned):
             self._plan(size)
         return next((turn for turn, batch in enumerate(self._planned, 1) if domain in batch.places), most + 1)
 
     def drop(self, domain: str) -> None:
-        """Remove a domain without prompts. Planned batches get fewer groups; in later ones the other domains take its share."""
+        """Remove a domain without prompts. Planned batches get fewer groups; in later ones the others take its share."""
         if domain in self._shares:
             del self._shares[domain]
             self._least.pop(domain, None)
@@ -159,12 +154,12 @@ class BatchPlan:
 
     @property
     def ahead(self) -> int:
-        """Number of batches planned ahead of those asked for."""
+        """Batches planned ahead of those asked for."""
         return len(self._planned)
 
     @property
     def exhausted(self) -> bool:
-        """True if no domain has prompts left."""
+        """No domain has prompts left."""
         return not self._shares
 
     def _plan(self, size: int) -> None:
@@ -193,7 +188,7 @@ class MixedOrder:
     """Order of a domain's prompts if its files have shares. Each file's prompts come once per epoch of that file."""
 
     def __init__(self, parts: Sequence[int], shares: Sequence[float], seed: int, domain: str) -> None:
-        """`parts`: number of prompts in each file."""
+        """`parts`: prompts in each file."""
         self._domain = domain
         self._starts = [0, *accumulate(parts)]
         self._orders = {str(place): PromptOrder(count, seed, f"{domain}/{place}") for place, count in enumerate(parts)}
@@ -201,7 +196,7 @@ class MixedOrder:
 
     @property
     def next_epoch(self) -> int:
-        """Number of complete passes over every file."""
+        """Complete passes over every file."""
         return min(order.next_epoch for order in self._orders.values())
 
     def next(self) -> tuple[int, int]:

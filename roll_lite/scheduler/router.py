@@ -1,4 +1,4 @@
-"""The router: which engine gets a request, and when. All domains share one router, since they share the engines."""
+"""The router: which engine gets a request, and when. All domains share it, as they share the engines."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from roll_lite.scheduler.engines import EngineClient, EngineLost
 from roll_lite.scheduler.flight import EngineClock, ExpectedLength, Flight, joined
 
 NEW_COST = 0.1
-"""Weight of the newest request in a domain's average of tokens per request."""
+"""Weight of the newest request in a domain's average load."""
 READY_SHARE = 0.25
 """Requests sent to an engine beyond its slots, as a share of them, so that a free slot is filled at once."""
 DEADLY = 3
-"""A request is given up after this many lost engines, since it may have caused the losses."""
+"""Lost engines after which a request is given up: it may have caused the losses."""
 FRUITLESS = 3
-"""A request fails after this many aborts in a row without progress."""
+"""Aborts in a row without progress after which a request fails."""
 
 
 class RequestFailed(Exception):
     """One generation request failed; another attempt may succeed."""
 
     def __init__(self, cause: str, partial: Turn | None = None, timed_out: bool = False, began: bool = False, final: bool = False) -> None:
-        """`partial`: response so far, if known. `began`: generation has started, or may have. `final`: no further attempt is allowed."""
+        """`partial`: response so far. `began`: generation has, or may have, started. `final`: no further attempt is allowed."""
         super().__init__(cause)
         self.cause = cause
         self.final = final
@@ -44,10 +44,10 @@ class NoEngineLeft(RuntimeError):
 class Router:
     """Sends each request to the least loaded engine. `deterministic`: by a hash of the request's id, in waves.
 
-    `engine_slots`: maximum of running requests per engine. Requests in flight to an engine are limited by it and by `engine_tokens`; others
-    wait here, and `has_room` tells whether more may be added. A request's time limit, `timeout_s`, runs from its start in the engine, so
-    that waiting costs nothing. Waiting requests fail only if their engine produces no token for that long. An interrupted or aborted
-    request continues from its tokens.
+    `engine_slots`: most running requests per engine. What is in flight to an engine is limited by it and by `engine_tokens`; the rest
+    waits here, and `has_room` says whether more may come. The limit `timeout_s` runs from a request's start in the engine, so that
+    waiting costs nothing; waiting requests fail only if their engine produces no token for that long. An interrupted or aborted request
+    continues from its tokens.
     """
 
     def __init__(
@@ -72,9 +72,9 @@ class Router:
         """Requests that wait for an engine, by domain."""
         self._waiting = 0
         self._in_flight: dict[str, int] = {}
-        """Number of requests in flight, by domain."""
+        """Requests in flight, by domain."""
         self._at_engines: dict[str, EngineLoad] = {}
-        """Engine of each request in flight, by the id that the engine knows."""
+        """Engine of each request in flight, by the id that it knows."""
         self._held = False
         self._idle = asyncio.Event()
         self._expected: dict[str, ExpectedLength] = {}
@@ -127,10 +127,8 @@ class Router:
     # ------------------------------------------------------------ load
 
     def has_room(self, announced: int = 0, tokens: float = 0.0) -> bool:
-        """True if more requests may be added, beyond `announced` ones with `tokens` in all that have not arrived yet.
-
-        Few requests wait here, since a group's staleness counts from its admission.
-        """
+        """Whether more requests may be added, beyond `announced` ones with `tokens` in all that have not arrived. Few wait here, since
+        staleness counts from admission."""
         if self._held or self._slots is None or self.gate is not None:
             return not self._held
         each = tokens / announced if announced else fmean(self._costs.values()) if self._costs else 0.0
@@ -140,15 +138,15 @@ class Router:
         return self._waiting + will_wait < max(1, int(running * READY_SHARE))
 
     def takes(self, tokens: float) -> float:
-        """Number of requests of this size that all engines together take."""
+        """Requests of this size that all engines together take."""
         return inf if self._most is None else self._choice.takes(tokens)
 
     def expected_tokens(self, domain: str, most: int) -> float:
-        """Expected load of a future request of this domain; `most` if there was none yet."""
+        """Expected load of the domain's next request; `most` if there was none yet."""
         return self._costs.get(domain, float(most))
 
     def under_way(self, domain: str) -> int:
-        """Number of requests in flight or waiting here."""
+        """Requests in flight or waiting here."""
         return self._in_flight.get(domain, 0) + len(self._queues.get(domain, ()))
 
     async def hold(self, interrupt: bool) -> None:
@@ -183,7 +181,7 @@ class Router:
         self.on_room()
 
     async def drain(self, name: str) -> None:
-        """Send an engine no further requests and wait until it is idle; then forget it. `remove` ends that sooner."""
+        """Send an engine nothing more, wait until it is idle, then forget it. `remove` ends that sooner."""
         engine = self._choice.withdraw(self._named(name))
         while engine.requests:
             self._idle.clear()
@@ -192,13 +190,13 @@ class Router:
             self.engines.remove(engine)
 
     def remove(self, name: str) -> None:
-        """Remove an engine at once; its requests are interrupted and continue elsewhere."""
+        """Remove an engine at once; its requests continue elsewhere."""
         engine = self._choice.withdraw(self._named(name))
         engine.client.abort([request_id for request_id, at in self._at_engines.items() if at is engine])
         self.engines.remove(engine)
 
     def engine_lost(self, name: str, cause: str) -> None:
-        """Take out a lost engine. The watcher reports idle ones too: they would be the first choice for new requests."""
+        """Take out a lost engine, even an idle one: it would be the first choice for new requests."""
         for engine in self.engines:
             if engine.client.name == name:
                 self._take_out(engine, cause)
@@ -214,7 +212,7 @@ class Router:
     # ------------------------------------------------------------ placing
 
     async def _place(self, flight: Flight) -> None:
-        """Choose the engine and count the request as in flight; waits for room."""
+        """Choose the engine, waiting for room, and count the request as in flight."""
         if self._waiting or self._held or not self._give(flight):
             await self._queue(flight, has_begun=bool(flight.legs) or flight.first.context is not None)
             while self._held or not flight.engine.serves:  # changed since the place was found
@@ -258,7 +256,7 @@ class Router:
             self.on_room()
 
     def _send_waiting(self) -> None:
-        """Send waiting requests, the domain with the fewest in flight first, so that long responses of one do not hold up the others."""
+        """Send waiting requests, of the domain with the fewest in flight first: long responses of one do not hold up others."""
         while not self._held and (waiting := [name for name, queue in self._queues.items() if queue]):
             queue = self._queues[min(waiting, key=lambda name: self._in_flight.get(name, 0))]
             flight = queue[0]
@@ -305,7 +303,6 @@ class Router:
             return turn  # perhaps one that ended when its time was up
         partial = joined(flight.so_far, turn) if turn is not None and turn.length else flight.so_far
         what = "no response" if flight.begun else "the engine began with nothing"
-        # A started request without an answer may have generated much.
         began = flight.begun and turn is None
         raise RequestFailed(f"time-out: {what} within {self._timeout_s:g} s", partial, timed_out=True, began=began)
 
@@ -313,9 +310,8 @@ class Router:
 class WaveGate:
     """Waves of requests, for deterministic runs.
 
-    A request is held back until every live sample waits here or is done; then all leave in one event-loop turn.
-
-    So an engine gets the same requests together in every repetition of a run; their timing has no influence. Retries form the next wave.
+    A request waits until every live sample waits here or is done; then all leave in one event-loop turn. So an engine gets the same
+    requests together in every run, whatever their timing. Retries form the next wave.
     """
 
     def __init__(self) -> None:
@@ -323,16 +319,14 @@ class WaveGate:
         self._waiting: dict[str, asyncio.Future[None]] = {}
 
     def join(self) -> None:
-        """Count a new sample."""
         self._members += 1
 
     def leave(self) -> None:
-        """Discount a finished sample."""
         self._members -= 1
         self._open_if_complete()
 
     async def enter(self, request_id: str) -> None:
-        """Wait for the wave to be released. Requests leave in the order of their ids."""
+        """Wait for the wave's release. Requests leave in the order of their ids."""
         loop = asyncio.get_running_loop()
         place = self._waiting[request_id] = loop.create_future()
         loop.call_soon(self._open_if_complete)  # later: at once, the last sample would leave before all others

@@ -67,7 +67,6 @@ class Conversation:
         return turn
 
     def transcript(self) -> Transcript:
-        """Transcript of the episode so far."""
         last = self._turns[-1].finish_reason if self._turns else None
         return Transcript(self._segments, "\n".join(turn.text for turn in self._turns), last, self._tokens)
 
@@ -102,7 +101,7 @@ Seeds = Callable[[SampleId], int | None]
 
 
 def seeds_from(run_seed: int) -> Seeds:
-    """A seed for each attempt at each sample. The group's number is left out: a replaced or repeated prompt keeps its samples."""
+    """Seed of each attempt at each sample. The group's number is left out: a replaced or repeated prompt keeps its samples."""
 
     def seed(sample: SampleId) -> int:
         return stable_hash(run_seed, sample.domain, sample.prompt_uid, sample.epoch, sample.index, sample.attempt)
@@ -111,7 +110,7 @@ def seeds_from(run_seed: int) -> Seeds:
 
 
 def no_seeds(_: SampleId) -> None:
-    """Leave the choice of seeds to the engine."""
+    """Leave seeds to the engine."""
 
 
 class RewardClient(Protocol):
@@ -121,7 +120,7 @@ class RewardClient(Protocol):
 
     @property
     def capacity(self) -> float:
-        """Number of samples scored at a time; others wait."""
+        """Samples scored at a time; others wait."""
         ...
 
 
@@ -141,10 +140,9 @@ class SampleRunner:
         queue: str | None = None,
         generated: Callable[[], None] = lambda: None,
     ) -> None:
-        """`queue`: name under which the router counts the requests; None: the domain. Calls `generated()` when a sample starts to wait
-        for its score."""
+        """`queue`: name in the router; None: the domain. Calls `generated()` when a sample starts to wait for its score."""
         self.scoring = 0
-        """Number of samples that wait for a score."""
+        """Samples that wait for a score."""
         self._domain = domain
         self._router = router
         self._rewards = rewards

@@ -20,7 +20,7 @@ from roll_lite.scheduler.validation import VALIDATION_EPOCH, Validation
 @dataclass(frozen=True)
 class RolloutResult:
     groups: list[SampleGroup]
-    """Groups by number. They include failed samples for dumps; only accepted samples train."""
+    """By number. They include failed samples for dumps; only accepted samples train."""
     stats: RolloutStats
     left_out: list[SampleGroup] = field(default_factory=list)
     """Groups lost or filtered since the last batch, if the service keeps them."""
@@ -44,9 +44,8 @@ class RolloutService:
         engines_rest: bool = False,
         keep_left_out: bool = False,
     ) -> None:
-        """`seed`: base of the requests' seeds; None: engines choose. `episode`: conversation of one sample. `batches`: number of batches
-        in the run. `engines_rest`: engines are offloaded between batches. `keep_left_out`: return lost and filtered groups with the next
-        batch, with their tokens."""
+        """`seed`: base of the requests' seeds; None: engines choose. `batches`: in the run. `engines_rest`: engines are offloaded
+        between batches. `keep_left_out`: return lost and filtered groups with the next batch."""
         self._domains = {domain.name: domain for domain in domains}
         self._router = router
         self._supply = pacing.supply
@@ -67,14 +66,13 @@ class RolloutService:
         self._runners = {name: self._runner(domain, self._recorder) for name, domain in self._domains.items()}
         self._validation: Validation | None = None
         self._next_held_out = 0
-        """First group number of the next validation."""
         self._draining = False
-        """True while a weight update waits for running responses; held-out prompts then wait too."""
+        """A weight update waits for running responses; held-out prompts then wait too."""
         self._schedulers = {domain.name: self._scheduler(domain) for domain in domains}
         self._admission = Admission(self._domains, self._schedulers, router, self._recorder, pacing, batches)
         self._progress: Callable[[], dict[str, Progress]] = dict
         self._making: dict[str, int] = {}
-        """Number of groups by domain in the current batch."""
+        """Groups by domain in the current batch."""
         self._taken: dict[str, list[SampleGroup]] = {}
         """Groups of the domains that are complete in the current batch."""
         self._error: BaseException | None = None
@@ -95,7 +93,7 @@ class RolloutService:
         return self._next_group - 1
 
     def _admit_soon(self) -> None:
-        """Admit in the next turn of the event loop, once for all the requests that end in this one."""
+        """Admit in the next turn of the event loop, once for all requests that end in this one."""
         if not self._admits_soon and not self._loop.is_closed():
             self._admits_soon = True
             self._loop.call_soon(self._admit)
@@ -108,7 +106,7 @@ class RolloutService:
             self._validation.start(self._room_for_validation())
 
     def _room_for_validation(self) -> float:
-        """Number of held-out samples that may run: the room that training leaves, at least the part of one more domain."""
+        """Held-out samples that may run: the room that training leaves, at least the part of one more domain."""
         assert self._validation is not None
         longest = self._validation.longest.items()
         capacity = self._router.takes(max((self._router.expected_tokens(_held_out(name), most) for name, most in longest), default=0.0))
@@ -124,14 +122,14 @@ class RolloutService:
             self._left_out.append(group)
 
     def _break_off(self, error: BaseException) -> None:
-        """Fail `next_batch`, now and later, with this error."""
+        """Fail `next_batch`, now and later."""
         self._error = self._error or error
         self._changed.set()
 
     # ------------------------------------------------------------ batches
 
     async def next_batch(self, prompts: int) -> RolloutResult:
-        """Take groups of `prompts` prompts in exactly the mix's proportions. Admission assumes that all batches have the same size."""
+        """Take groups of `prompts` prompts in exactly the mix's proportions. All batches have the same size."""
         if self._supply.max_staleness == 0:
             self._recorder.start(self._time())  # other supplies start it when the last batch is handed out
         admission = self._admission
@@ -217,7 +215,7 @@ class RolloutService:
             await self._router.hold(interrupt=on_sync is OnSync.ABORT)
 
     def set_version(self, version: int) -> None:
-        """Resume after a weight update; the engines hold this version."""
+        """Resume after a weight update to this version."""
         self._version = version
         self._draining = False
         self._router.clock.go_on()
@@ -226,7 +224,7 @@ class RolloutService:
             self._router.release()
 
     def progress(self, held_out: bool = False) -> dict[str, Progress]:
-        """Progress of the current or last batch; with `held_out`, of the running validation."""
+        """Progress of the current or last batch, or of the running validation."""
         if held_out:
             return {} if self._validation is None else self._validation.progress()
         return self._progress()
@@ -234,7 +232,7 @@ class RolloutService:
     # ------------------------------------------------------------ validation
 
     async def evaluate(self, samples_per_prompt: int, sampling: Mapping[str, Sampling]) -> RolloutResult:
-        """Generate and score every validation prompt of every domain; batches and weight updates may run beside it.
+        """Generate and score every validation prompt of every domain, beside batches and weight updates.
 
         Failures are reported, not replaced. `sampling`: by domain.
         """
@@ -273,7 +271,7 @@ class RolloutService:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a checkpoint's state; domains that it lacks start from their beginning."""
+        """Restore a state; domains that it lacks start from their beginning."""
         self._next_group = state["next_group"]
         self._ended_before.update({name: count for name, count in state["ended"].items() if name in self._ended_before})
         self._totals.load_state_dict(state)
@@ -284,11 +282,10 @@ class RolloutService:
 
 
 def _held_out(domain: str) -> str:
-    """Name of a domain's validation queue in the router."""
     return f"{domain}/{VALIDATION_EPOCH}"
 
 
 def accepted(groups: Sequence[SampleGroup]) -> list[SampleGroup]:
-    """Drop failed samples, and groups without any sample left."""
+    """Drop failed samples, and groups without any left."""
     kept = [replace(group, samples=tuple(s for s in group.samples if s.outcome is SampleOutcome.ACCEPTED)) for group in groups]
     return [group for group in kept if group.samples]

@@ -10,13 +10,13 @@ from typing import Annotated, Any, ClassVar, NamedTuple, get_origin, get_type_hi
 from roll_lite.data.samples import SampleGroup, SampleOutcome
 
 UNFINISHED, SURPLUS = "unfinished", "surplus"
-"""Causes of staleness: responses or scores were unfinished; or the group was finished, and no batch had a place for it."""
+"""Causes of staleness: responses or scores were unfinished, or no batch had a place for the finished group."""
 
 
 @dataclass
 class DomainStats:
-    """Statistics of one domain in one batch. An annotation names the row of the metric table and, for means, the attribute that holds the
-    number of items summed."""
+    """One domain in one batch. An annotation names the row of the metric table and, for means, the attribute with the number of items
+    summed."""
 
     requested: Annotated[int, "rollout/requested"] = 0
     delivered: Annotated[int, "rollout/groups"] = 0
@@ -52,11 +52,10 @@ class DomainStats:
     """Failed samples by cause."""
     finish_reasons: Counter[str] = field(default_factory=Counter)
     terms: dict[str, float] = field(default_factory=dict)
-    """Sums over the accepted samples of what each term adds to their scores, where the reward has several."""
+    """Sums over the accepted samples of each term of their scores, if there are several."""
 
     @property
     def requests(self) -> int:
-        """Completed requests."""
         return self.finish_reasons.total()
 
     def metrics(self) -> Iterator[tuple[str, float, float]]:
@@ -71,16 +70,14 @@ class DomainStats:
 
 @dataclass
 class RolloutStats:
-    """Statistics of one batch."""
-
     domains: dict[str, DomainStats]
     version: int = 0
     """Weight version of the engines when the batch was complete."""
     wall_s: float = 0.0
     generation_s: float = 0.0
-    """Seconds from the start to the last response; rewards run meanwhile."""
+    """Until the last response; rewards run meanwhile."""
     reward_tail_s: float = 0.0
-    """Seconds from the last response to the last score: reward time that generation did not hide."""
+    """From the last response to the last score: reward time that generation did not hide."""
 
     @property
     def tokens(self) -> int:
@@ -92,7 +89,7 @@ class RolloutStats:
 
 
 class RunTotals:
-    """Totals of the run by domain, before filters and in the batches; shares are computed from them."""
+    """Totals of the run by domain, before filters and in the batches, from which shares are computed."""
 
     TOTALS: ClassVar = (
         ("scored_samples", "scored", "scored_share"),
@@ -101,14 +98,14 @@ class RunTotals:
         ("delivered_samples", "accepted", "sample_share"),
         ("delivered_tokens", "batch_tokens", "token_share"),
     )
-    """Name in checkpoints, field of DomainStats that is summed, field for the domain's share of the sum."""
+    """Name in checkpoints, field of DomainStats that is summed, field for the domain's share."""
 
     def __init__(self, domains: Iterable[str]) -> None:
         names = list(domains)
         self._sums = {total: dict.fromkeys(names, 0) for total, _, _ in self.TOTALS}
 
     def add(self, stats: RolloutStats) -> None:
-        """Add one batch, and fill its shares with those of the run."""
+        """Add one batch, and fill in its shares."""
         for total, number, share in self.TOTALS:
             sums = self._sums[total]
             for name, domain in stats.domains.items():
@@ -120,13 +117,13 @@ class RunTotals:
         return {total: dict(sums) for total, sums in self._sums.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore totals; domains and counts that the state lacks start at zero."""
+        """Restore totals; what the state lacks starts at zero."""
         for total, sums in self._sums.items():
             sums.update({name: count for name, count in state.get(total, {}).items() if name in sums})
 
 
 class Progress(NamedTuple):
-    """Progress of one domain in the current batch, in samples."""
+    """One domain in the current batch, in samples."""
 
     generated: int
     scored: int
@@ -143,7 +140,6 @@ class Recorder:
         self.start(now)
 
     def start(self, now: float) -> None:
-        """Begin a batch."""
         self._started = self.last_completion = self.last_score = now
 
     def finish(self, now: float, version: int) -> RolloutStats:
@@ -160,7 +156,7 @@ class Recorder:
         return stats
 
     def progress(self, wanted: Mapping[str, tuple[int, int]]) -> dict[str, Progress]:
-        """Progress by domain. `wanted`: number of groups and of samples per group, by domain."""
+        """Progress by domain. `wanted`: groups, and samples per group."""
         found = {}
         for name, (groups, samples) in wanted.items():
             domain = self.domains[name]
@@ -169,7 +165,6 @@ class Recorder:
         return found
 
     def group(self, group: SampleGroup) -> None:
-        """Count the failures of a finished group."""
         domain = self.domains[group.domain]
         failures = [sample.failure or "unknown" for sample in group.samples if sample.outcome is SampleOutcome.FAILED]
         domain.lost_groups += loss_of(group) is not None
@@ -192,13 +187,13 @@ class Recorder:
 
 
 def commonest(causes: Counter[str]) -> str:
-    """The commonest cause and its count, on one line of limited length."""
+    """Commonest cause and its count, on one line of limited length."""
     cause, count = causes.most_common(1)[0]
     return f"{count} of them: {' '.join(cause.split())[:200]}"
 
 
 def loss_of(group: SampleGroup) -> str | None:
-    """Cause for which a group is lost, or None. A group without its baseline is lost: a missing score is not a score of 0."""
+    """Cause for which a group is lost, or None. A missing baseline is one: a missing score is not a score of 0."""
     if group.baseline is not None and group.baseline.outcome is SampleOutcome.FAILED:
         return f"greedy baseline: {group.baseline.failure or 'unknown'}"
     if all(sample.outcome is SampleOutcome.FAILED for sample in group.samples):

@@ -1,7 +1,5 @@
-"""Supplies: how far ahead of training prompts are admitted.
-
-They count time in batches asked for: when one is asked for, training on the one before has ended.
-"""
+"""Supplies: how far ahead of training prompts are admitted, in batches asked for. When one is asked for, training on the one before has
+ended."""
 
 from __future__ import annotations
 
@@ -18,24 +16,24 @@ class OnSync(StrEnum):
     DRAIN = "drain"
     """Responses end first; no new request is sent meanwhile."""
     PAUSE = "pause"
-    """Engines pause for the update, then continue running responses with the new weights after computing their KV cache anew."""
+    """Engines pause, then continue running responses with the new weights and a new KV cache."""
     ABORT = "abort"
-    """Responses are interrupted and continue from their tokens on any engine, with a KV cache of the new weights."""
+    """Responses are interrupted and continue from their tokens on any engine, with a new KV cache."""
 
 
 class Supply(Protocol):
     @property
     def max_staleness(self) -> int:
-        """Maximum of batches between a group's admission and its training."""
+        """Most batches between a group's admission and its training."""
         ...
 
     @property
     def whole_batches(self) -> bool:
-        """True if batches are generated one at a time; with `drain` each batch then has one weight version."""
+        """Batches are generated one at a time; with `drain` each has one weight version."""
         ...
 
     def batches(self, asked: int, handed_out: int) -> int:
-        """Number of batches, from the first, whose prompts may be admitted by now."""
+        """Batches, from the first, whose prompts may be admitted by now."""
         ...
 
 
@@ -52,7 +50,7 @@ class Synchronous:
 
 @dataclass(frozen=True)
 class OneStepOff:
-    """Generates the next batch during training: its prompts are admitted together when the last batch is handed out."""
+    """Generates the next batch during training: its prompts are admitted when the last batch is handed out."""
 
     max_staleness: int = 1
     whole_batches: ClassVar[bool] = True
@@ -84,12 +82,10 @@ SUPPLIES: dict[str, type[Synchronous | OneStepOff | Asynchronous]] = {
 
 @dataclass(frozen=True)
 class Pacing:
-    """Order of generation and training."""
-
     supply: Supply = Synchronous()
     on_sync: OnSync = OnSync.PAUSE
     oversample: float = 1.0
-    """Factor of prompts admitted for a batch. Only for the synchronous supply: the surplus of others would be too old at every step."""
+    """Factor of prompts admitted for a batch. Only for the synchronous supply: others' surplus would be too old at every step."""
 
 
 SYNCHRONOUS = Pacing()
@@ -103,9 +99,9 @@ def pacing_of(config: RolloutConfig) -> Pacing:
 
 
 LEAST_SHARE = 4
-"""An early log-prob pass takes at least 1/LEAST_SHARE of a batch; a smaller one is not worth its start."""
+"""An early log-prob pass takes at least 1/LEAST_SHARE of a batch."""
 
 
 def least_early(prompts_per_step: int) -> int:
-    """Minimum of groups for an early pass (rollout.stream_log_probs)."""
+    """Least groups of an early pass (rollout.stream_log_probs)."""
     return -(-prompts_per_step // LEAST_SHARE)

@@ -16,7 +16,7 @@ VALIDATION_EPOCH = -1
 
 
 class Validation:
-    """One validation: all held-out prompts, started in order as engines have room. Failures are reported, not replaced."""
+    """All held-out prompts, started in order as engines have room. Failures are reported, not replaced."""
 
     def __init__(
         self,
@@ -28,9 +28,8 @@ class Validation:
         ended: Callable[[], None],
         first_group: int = 0,
     ) -> None:
-        """`samples`: number per prompt. `sampling`, `runners`: by domain; each validation has its own runners. Calls `ended()` when a
-        group ends. `first_group`: first group number; each validation uses new ones, since request ids contain them and a late answer
-        must not match a new request."""
+        """`samples`: per prompt. `runners`: of this validation only. Calls `ended()` when a group ends. `first_group`: each validation
+        uses new numbers, since a late answer must not match a new request's id."""
         self._domains = {domain.name: domain for domain in domains if domain.validation is not None}
         self._runners = runners
         self._samples = samples
@@ -44,7 +43,7 @@ class Validation:
         self._total = len(self._left)
         self._running: set[asyncio.Future[list[Sample]]] = set()
         self._unfinished = 0
-        """Number of samples in flight."""
+        """Samples in flight."""
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def start(self, most: float) -> None:
@@ -65,12 +64,12 @@ class Validation:
 
     @property
     def longest(self) -> dict[str, int]:
-        """Maximum response length in tokens, by domain."""
+        """Longest response in tokens, by domain."""
         return {name: self._sampling[name].max_tokens for name in self._domains}
 
     @property
     def _with_engines(self) -> float:
-        """Number of samples at the engines or waiting for busy rewards; both hold back further prompts."""
+        """Samples at the engines or waiting for busy rewards: both hold back further prompts."""
         scored_now = (min(self._runners[name].scoring, domain.rewards.capacity) for name, domain in self._domains.items())
         return self._unfinished - sum(scored_now)
 
@@ -97,12 +96,11 @@ class Validation:
         self._ended()
 
     def break_off(self, error: BaseException) -> None:
-        """Fail `groups()` with this error."""
         if not self._over.done():
             self._over.set_exception(error)
 
     async def groups(self) -> list[SampleGroup]:
-        """Wait for all groups and return them in order. DomainFailed if a domain has no sample at all."""
+        """Wait for all groups, in order. DomainFailed if a domain has no sample at all."""
         try:
             if self._total:
                 await self._over
@@ -116,5 +114,4 @@ class Validation:
         return [group for _, group in sorted(self._groups.items())]
 
     def progress(self) -> dict[str, Progress]:
-        """Progress by domain."""
         return self._recorder.progress({name: (count, self._samples) for name, count in self._wanted.items()})

@@ -28,13 +28,13 @@ from roll_lite.workers.objectives import ActorLoss
 
 @dataclass(frozen=True)
 class CreditReport:
-    """Advantages of one rank with their metrics: sums, which add up over ranks, and peaks, which do not."""
+    """Advantages of one rank, with metric sums, which add up over ranks, and peaks, which do not."""
 
     block: Block
     sums: dict[str, float]
     peaks: dict[str, float]
     advantages: dict[int, float] = field(default_factory=dict)
-    """Mean advantage of each sample's policy tokens, by sample number."""
+    """Mean over each sample's policy tokens, by sample number."""
 
 
 REPLAYED_COLUMN: dict[str, str | None] = {"none": None, "train": "old_experts", "rollout": "rollout_experts"}
@@ -92,14 +92,14 @@ class ActorWorker(ModelWorker):
         return CreditReport(put_block(DataProto(columns)), sums, peaks, dict(zip(batch.tensor("sample").tolist(), means, strict=True)))
 
     def write_rows(self, shard: BatchShard, folder: Path) -> None:
-        """Write this rank's rows of the batch into a file. The head ranks call it."""
+        """Write this rank's rows into a file. The head ranks call it."""
         write_columns(folder / rows_file(self.strategy.layout.data_rank), shard.materialize())
 
     def save_adapters(self, folder: Path) -> None:
         self.strategy.save_adapters(folder)
 
     def train(self, share: TrainShare, kl_coef: float) -> list[Update]:
-        """Train on every mini-batch of every epoch, or until the policy has moved too far. `kl_coef`: coefficient of the KL in the loss."""
+        """Train on every mini-batch of every epoch, or until the policy has moved too far. `kl_coef`: of the KL in the loss."""
         loss = self.loss.with_kl_coef(kl_coef)
         updates: list[Update] = []
         for update in self._train(share, loss, loss.outputs):
@@ -121,7 +121,6 @@ class ActorWorker(ModelWorker):
         return self.weights.plan(bucket_bytes)
 
     def host_weight_transfer(self, timeout_s: float) -> tuple[str, int]:
-        """Address and port of the transfer group's rendezvous."""
         address = ray.util.get_node_ip_address()
         return address, self.weights.host(address, timeout_s)
 
@@ -133,12 +132,12 @@ class ActorWorker(ModelWorker):
         return replace(sent, seconds=counted.seconds, nbytes=counted.nbytes, by_transport=counted.by_transport)
 
     def weight_checksums(self, names: Collection[str]) -> dict[str, str]:
-        """Checksums of the named tensors that this rank owns, as they are sent."""
+        """Checksums of the named tensors that this rank owns, as sent."""
         return self.weights.checksums(names)
 
 
 class AdaptedActorWorker(ActorWorker):
-    """An actor that trains adapters. Without them it serves as the reference: one more pass instead of another model."""
+    """Actor that trains adapters, and without them serves as the reference: one more pass instead of another model."""
 
     computes: ClassVar[Mapping[str, str]] = {**ReferenceWorker.computes, **ActorWorker.computes}
 
@@ -164,7 +163,7 @@ def transferred(transfer: Callable[[], None]) -> Transferred:
 
 
 def moved_too_far(metrics: Mapping[str, float], limit: float | None) -> bool:
-    """True if the policy's KL exceeds the limit, or is NaN. The sums are equal on all ranks, so all of them stop together."""
+    """Whether the policy's KL exceeds the limit, or is NaN. The sums are equal on all ranks, so all stop together."""
     if limit is None:
         return False
     kl, tokens = (sum(value for name, value in metrics.items() if name.startswith(f"actor/{what}#")) for what in ("approx_kl", "tokens"))

@@ -42,7 +42,7 @@ class CompletionPump:
         linger_s: float = 0.05,
         columns: Collection[str] = (),
     ) -> None:
-        """`fetch` gets a block by its reference. `columns`: extra ones of the blocks."""
+        """`fetch`: block of a reference. `columns`: extra ones of the blocks."""
         self._strategy = strategy
         self._fetch = fetch
         self._linger_s = linger_s
@@ -50,13 +50,13 @@ class CompletionPump:
         self._ready: deque[_Ready] = deque()
         self._tokens_waiting = 0
         self._left_over = False
-        """True if the last call left completions behind because its blocks were full."""
+        """The last call left completions behind because its blocks were full."""
         self._before: dict[str, list[TokenRecord]] = {}
         """Context and prompt of each outstanding request."""
         self._entering: set[str] = set()
-        """Outstanding requests whose context is being fetched."""
+        """Requests whose context is being fetched."""
         self._generated: dict[str, int] = {}
-        """Progress of outstanding requests since the last answer, in tokens."""
+        """Tokens of outstanding requests since the last answer."""
         self._changed = asyncio.Event()
         self._dead: str | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -74,7 +74,7 @@ class CompletionPump:
             await self._strategy.resume()
 
     async def _whole_prompt(self, request: GenerationRequest) -> GenerationRequest | None:
-        """The request with its context fetched. None if the context is lost with its process; then the request fails."""
+        """Request with its context. None, and the request fails, if the context is lost with its process."""
         if request.context is None:
             return request
         try:
@@ -145,10 +145,8 @@ class CompletionPump:
         await self._strategy.abort(request_ids)
 
     async def collect(self, max_wait_s: float, most_blocks: int = 1) -> tuple[Collected, list[DataProto]]:
-        """Completions and progress since the last call, with tokens as blocks. Waits for the first completion, and `linger_s` for more.
-
-        Completions beyond `most_blocks` full blocks come with the next call.
-        """
+        """Completions and progress since the last call, with tokens as blocks. Waits for the first completion, and `linger_s` for more;
+        leaves those beyond `most_blocks` to the next call."""
         if not self._ready and not self._generated and self._dead is None:
             self._changed.clear()
             try:

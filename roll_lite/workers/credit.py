@@ -1,7 +1,6 @@
 """Credit assignment on one rank's rows: reward and KL become token rewards, token rewards become advantages; with their metrics.
 
-Group baselines and whitening need numbers of the whole global batch; the caller supplies the exchange that gathers them. Every rank takes
-part in it, even without rows or tokens.
+Group baselines and whitening need numbers of the global batch, from an exchange in which every rank takes part, even without rows.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from roll_lite.workers.credit_inputs import CreditInputs, RowTable, users_advant
 from roll_lite.workers.objectives import OLD_COLUMN, OldLogProbs
 
 Gather = Callable[[torch.Tensor], list[torch.Tensor]]
-"""Exchange between ranks: tensors [rows, n] of all data-parallel ranks, in rank order; the numbers of rows may differ, and may be 0."""
+"""Exchange between ranks: tensors [rows, n] of all data-parallel ranks, in rank order; numbers of rows may differ, and be 0."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +34,13 @@ class Credit:
     returns: torch.Tensor | None
     """The critic's targets, with GAE."""
     kl: torch.Tensor | None
-    """KL(policy || reference) of each token before its coefficient, where it is part of the reward."""
+    """KL(policy || reference) of each token before its coefficient, if part of the reward."""
     rewards_per_row: torch.Tensor
     """[B] float64: the reward minus what the sample pays for KL."""
 
 
 def compared_before_training(algorithm: AlgorithmConfig) -> bool:
-    """True if the actor has a separate forward pass before the updates, which measures entropy and the mismatch with the engine."""
+    """Whether a separate forward pass before the updates measures entropy and the mismatch with the engine."""
     return OLD_COLUMN[algorithm.old_log_probs] == "old_log_probs"
 
 
@@ -66,7 +65,7 @@ def _old_column(algorithm: AlgorithmConfig) -> list[str]:
 
 
 def assign_credit(rows: MicroBatch, data_rank: int, algorithm: AlgorithmConfig, kl_coef: float, gather: Gather) -> Credit:
-    """Advantages and what belongs to them. `rows` have the columns of credit_columns."""
+    """Advantages and what belongs to them, from the columns of credit_columns."""
     config = algorithm.advantage
     kl = _kl(rows, algorithm) if kl_coef > 0 else None
     whitened = algorithm.whiten_advantages or config.name in ALWAYS_WHITENED
@@ -103,8 +102,7 @@ Estimate = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class _Task:
-    """Inputs of the estimators. A row's reward and the KL of its tokens stay separate until they are summed in float64, since one may be
-    millions of times the other."""
+    """Inputs of the estimators. Rewards and KL stay separate until summed in float64, since one may be millions of times the other."""
 
     def __init__(
         self,
@@ -117,11 +115,11 @@ class _Task:
     ) -> None:
         self.mask, self.columns = rows.mask, rows.columns
         self.score = rows.columns["reward"].double()
-        """[B], KL not included."""
+        """[B], without KL."""
         self.kl_rewards = None if kl is None else kl * -kl_coef
         """[B, T-1] float32."""
         self.rewards = self.score if kl is None else self.score - kl_coef * row_moments(kl, rows.mask)[:, 1]
-        """[B], KL included."""
+        """[B], with KL."""
         self.whitening = whitening
         """None: the advantages stay as they are."""
         self.groups = rows.columns["group"].long()
@@ -129,11 +127,10 @@ class _Task:
 
     @cached_property
     def policy_tokens(self) -> torch.Tensor:
-        """[B] int64."""
         return formulas.policy_token_counts(self.mask)
 
     def everyone(self, rewards: torch.Tensor) -> RowTable:
-        """A group's rows may sit on several ranks: every rank gets the table of all rows. Numbers of groups fit into a float64."""
+        """Table of all rows, since a group's may sit on several ranks. Numbers of groups fit into a float64."""
         trains = self.columns["train_weight"] > 0
         mine = torch.stack([rewards, self.groups.double(), self.policy_tokens.double(), trains.double()], dim=1)
         parts = self._gather(mine)
@@ -142,7 +139,7 @@ class _Task:
         return RowTable(together, groups.long(), policy_tokens.long(), trains.bool(), slice(before, before + len(mine)))
 
     def everyone_before_kl(self) -> torch.Tensor | None:
-        """The rewards of all rows without KL; None where there is no KL in them."""
+        """Rewards of all rows without KL; None if they have none."""
         return None if self.kl_rewards is None else self.everyone(self.score).rewards
 
     def spread_samples(self, advantages: torch.Tensor) -> Estimate:
@@ -170,7 +167,7 @@ def _reinforce(task: _Task, gamma: float) -> Estimate:
 
 
 def _reinforce_plus_plus(task: _Task, gamma: float, baseline: str) -> Estimate:
-    """Token rewards for group baselines: the group's mean is subtracted from the rewards first; a token's KL stays its own."""
+    """REINFORCE on token rewards; with group baselines, the group's mean is subtracted first, and a token's KL stays its own."""
     score = task.score
     if baseline == "group":
         everyone = task.everyone(score)

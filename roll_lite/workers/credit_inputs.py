@@ -26,7 +26,7 @@ class RowTable:
     trains: torch.Tensor
     """bool."""
     local: slice
-    """Slice of this rank's rows: everyone.rewards[everyone.local] belongs to the rows of the inputs."""
+    """This rank's rows: everyone.rewards[everyone.local] belongs to the rows of the inputs."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class CreditInputs:
 
 
 def users_advantages(inputs: CreditInputs, name: str, args: dict[str, Any], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The user's advantages, one per sample or one per token, as [B, T-1], 0 where masked; with a critic its targets as well."""
+    """The user's advantages, one per sample or per token, as [B, T-1], 0 where masked; with a critic its targets too."""
     result = load_function(name, WHERE, "CreditInputs -> advantages")(inputs, **args)
     pair = isinstance(result, tuple)
     if inputs.values is not None and not (pair and len(result) == 2):

@@ -24,7 +24,7 @@ LAST_SECONDS = 5.0
 
 
 def own_address() -> str:
-    """Address at which other nodes reach this one; sets gloo's network interface too."""
+    """Address at which other nodes reach this one; gloo's interface too."""
     address = ray.util.get_node_ip_address()
     use_interface_of(address)
     return address
@@ -59,16 +59,15 @@ class EnginePartWorker(AsyncWorker):
 
 
 class EngineParts:
-    """The parts on further nodes, as seen from the engine's first node."""
+    """Parts on further nodes, as seen from the engine's first."""
 
     def __init__(self, spec: EngineSpec, options: Sequence[Mapping[str, Any]]) -> None:
-        """`options`: Ray options of the actor on each further node."""
+        """`options`: of Ray, for the actor on each further node."""
         address = own_address()
         self._meeting = reserve_port(address)
         self._options = options
         node = EngineNode(len(options) + 1, 0, address, (address, self._meeting.getsockname()[1]))
         self.spec = replace(spec, node=node)
-        """Spec of the engine's first node."""
         self._node = node
         self._actors: list[Any] = []
         self._start_is_over = threading.Event()
@@ -94,7 +93,7 @@ class EngineParts:
         self._start_is_over.set()
 
     def _look_after(self, started: Mapping[ray.ObjectRef, int]) -> None:
-        """Watch the start on a thread: a starting engine may block the event loop, and would wait without limit for a dead part."""
+        """Watch the start on a thread: a starting engine may block the event loop, and wait without limit for a dead part."""
         pending = list(started)
         while pending and not self._start_is_over.is_set():
             ready, pending = ray.wait(pending, timeout=1.0)

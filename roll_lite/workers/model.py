@@ -1,4 +1,4 @@
-"""Ranks that hold a model behind a train strategy: the base of all of them, the reference and the critic; the actor is in actor.py."""
+"""Ranks that hold a model behind a train strategy: their base, the reference and the critic; the actor is in actor.py."""
 
 from __future__ import annotations
 
@@ -40,7 +40,6 @@ class ModelRole:
 
     @property
     def model_spec(self) -> ModelSpec:
-        """Spec from which the strategy is built."""
         value_init = self.config.init if isinstance(self.config, CriticRoleConfig) else None
         return ModelSpec(
             self.model,
@@ -59,7 +58,7 @@ class ModelRole:
 
 @dataclass(frozen=True)
 class TrainShare:
-    """Part of a step for one data-parallel rank: the rows it needs, shipped once, and its share of every mini-batch."""
+    """Part of a step for one data-parallel rank: its rows, and its share of every mini-batch."""
 
     shard: BatchShard
     mini_batches: list[MiniBatch]
@@ -88,7 +87,7 @@ def training_columns(loss_columns: Sequence[str], if_there: Sequence[str] = ()) 
 
 class ModelWorker(Worker):
     computes: ClassVar[Mapping[str, str]] = {}
-    """Columns that the role's forward pass can write -> model output."""
+    """Columns of the role's forward pass -> model output."""
     forward_columns: ClassVar[Columns] = Columns(reads=("input_ids",))
     strategy: TrainStrategy
 
@@ -129,11 +128,11 @@ class ModelWorker(Worker):
         self.strategy.load_checkpoint(folder)
 
     def file_records(self, folder: Path, names: Sequence[str]) -> dict[str, FileRecord]:
-        """Size and checksum of every world_size-th file, starting with this rank's number."""
+        """Size and checksum of every world_size-th file, from this rank's number on."""
         return {name: record(folder / name) for name in names[self.rank :: self.world_size]}
 
     def save_hf(self, folder: Path, average: bool = False) -> dict[str, int]:
-        """Return the sizes of the files that this rank has written, by name."""
+        """Sizes of the files that this rank has written, by name."""
         return {path.name: path.stat().st_size for path in self.strategy.save_hf(folder, average)}
 
     def load_hf(self, folder: Path) -> None:
@@ -192,7 +191,7 @@ class ModelWorker(Worker):
         return dist.new_group([layout.rank for layout in heads], backend="gloo")
 
     def gather_from_heads(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """Gather rows from all head ranks, in data-rank order; all head ranks call it."""
+        """Rows of all head ranks, in data-rank order; all call it."""
         everyone: list[torch.Tensor | None] = [None] * self.strategy.layout.data_size
         dist.all_gather_object(everyone, rows, group=self._heads)
         return [part for part in everyone if part is not None]
@@ -215,5 +214,4 @@ class CriticWorker(ModelWorker):
         return training_columns(CriticLoss.columns)
 
     def train(self, share: TrainShare) -> list[Update]:
-        """Every mini-batch of every epoch."""
         return list(self._train(share, self.loss, self.loss.outputs))

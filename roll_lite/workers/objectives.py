@@ -1,10 +1,8 @@
-"""What the actor and the critic minimise: the functions that a worker hands to a strategy's train step.
+"""What the actor and the critic minimise: functions that a worker hands to a strategy's train step.
 
-Each takes what the model says of a micro-batch and the micro-batch, and returns the micro-batch's share of the loss,
-sum(loss_weight * token loss), and metric sums (float64 scalars, the same names on every call) that add up over
-micro-batches and ranks. The names are declared in `observability/metric_table.py`, which also says what each sum is divided by;
-`<name>#<number>` is the sum over the rows of one domain.
-Masked entries never contribute, not even NaN: every column is filled before anything is computed from it.
+Each returns a micro-batch's share of the loss, sum(loss_weight * token loss), and metric sums (float64 scalars, the same names on every
+call), which add up over micro-batches and ranks. The names and their divisors are in `observability/metric_table.py`; `<name>#<number>`
+is a domain's sum. Masked entries never contribute, not even NaN: columns are filled first.
 """
 
 from __future__ import annotations
@@ -36,16 +34,16 @@ from roll_lite.data.user_function import load_function
 OldLogProbs = Literal["recompute", "current", "rollout"]
 
 OLD_COLUMN: dict[OldLogProbs, str | None] = {"recompute": "old_log_probs", "current": None, "rollout": "rollout_log_probs"}
-"""The column that the policy ratio is taken against; None: the training forward itself, detached."""
+"""Column that the policy ratio is taken against; None: the training forward itself, detached."""
 
 
 @dataclass(frozen=True)
 class ActorLoss:
-    """Policy loss with its mismatch correction, KL to the reference and entropy bonus; and the cross-entropy of supervised rows, which are
-    those with a ptx_weight.
+    """Policy loss with its mismatch correction, KL to the reference and entropy bonus; cross-entropy for supervised rows, those with a
+    ptx_weight.
 
-    Reads advantages, loss_weight, and, where the settings ask for them or they are there to be measured, old_log_probs,
-    rollout_log_probs, ref_log_probs (for `full` ref_distribution), domain_number.
+    Reads advantages, loss_weight, and, as the settings ask or to measure, old_log_probs, rollout_log_probs, ref_log_probs (for `full`
+    ref_distribution), domain_number.
     """
 
     policy_loss: PolicyLossConfig = field(default_factory=PpoLossConfig)
@@ -57,11 +55,11 @@ class ActorLoss:
     entropy_coef: float = 0.0
     old_log_probs: OldLogProbs = "recompute"
     measure_entropy: bool = True
-    """Take the entropy also where no bonus needs it."""
+    """Take the entropy even if no bonus needs it."""
     domains: int = 1
-    """Number of domains. Rows have the column domain_number; without it all belong to domain 0."""
+    """Rows without the column domain_number belong to domain 0."""
     given: tuple[str, ...] = field(init=False)
-    """Inputs out of GIVEN_TO_LOSSES that the user's loss asks for."""
+    """Inputs of GIVEN_TO_LOSSES that the user's loss asks for."""
     peaks: Peaks = field(init=False)
     """Receives mismatch/max and the largest and smallest ratio."""
     ratios: RatioHistogram = field(init=False)
@@ -73,7 +71,7 @@ class ActorLoss:
         object.__setattr__(self, "ratios", RatioHistogram(self.domains))
 
     def with_kl_coef(self, coef: float) -> ActorLoss:
-        """Copy of the loss with another KL coefficient; it shares peaks and ratios with the original."""
+        """Copy with another KL coefficient; it shares peaks and ratios with the original."""
         changed = copy.copy(self)
         object.__setattr__(changed, "kl_coef", coef)
         return changed
@@ -113,7 +111,7 @@ class ActorLoss:
         return loss + supervised.sum(), {**metrics, "actor/loss": metrics["actor/loss"] + _total(supervised), **measured}
 
     def _of_policy(self, outputs: MicroBatchOutputs, micro_batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Metrics of the transitions of the policy's own samples."""
+        """Loss and metrics of the policy's own samples."""
         assert outputs.log_probs is not None
         mask = micro_batch.mask
         log_probs = outputs.log_probs.masked_fill(~mask, 0.0)
@@ -124,7 +122,7 @@ class ActorLoss:
         terms = PolicyTerms(log_probs, old, _column(micro_batch, "advantages"), mask)
         policy = policy_loss(self.policy_loss, terms, **self._given_columns(outputs, micro_batch))
         tokens = _policy_diagnostics(policy, log_probs.detach(), old, mask)
-        # Under `rollout` the old log-probs are the engine's own, so that only the training forward is left to compare with.
+        # Under `rollout` the old log-probs are the engine's: only the training forward is left to compare with.
         trained = log_probs.detach() if self.old_log_probs == "rollout" else old
         corrected, measured = self._corrected(policy.loss, trained, micro_batch)
         tokens |= measured
@@ -162,7 +160,7 @@ class ActorLoss:
     def _corrected(
         self, loss: torch.Tensor, trained: torch.Tensor, micro_batch: MicroBatch
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The policy loss times its mismatch correction, and metrics of the weights."""
+        """Policy loss times its mismatch correction, and metrics of the weights."""
         if self.mismatch_correction is None:
             return loss, {}
         mask, rollout = micro_batch.mask, _column(micro_batch, "rollout_log_probs")
@@ -181,7 +179,7 @@ class ActorLoss:
     def _kl(
         self, outputs: MicroBatchOutputs, log_probs: torch.Tensor, old: torch.Tensor, micro_batch: MicroBatch
     ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
-        """KL to the reference as the loss wants it, None where it does not, and as it is measured."""
+        """KL to the reference for the loss, or None, and as measured."""
         masked = ~micro_batch.mask
         if self.kl_coef > 0 and self.kl_estimator == "full":
             assert outputs.distribution is not None
@@ -204,7 +202,7 @@ class ActorLoss:
 
 
 def domain_numbers(micro_batch: MicroBatch, domains: int) -> torch.Tensor:
-    """Domain numbers [B]; 0 without the column."""
+    """[B]; 0 without the column."""
     if domains > 1 and "domain_number" in micro_batch.columns:
         return micro_batch.columns["domain_number"]
     return torch.zeros(len(micro_batch.mask), dtype=torch.int64, device=micro_batch.mask.device)
@@ -227,7 +225,7 @@ class CriticLoss:
         value = clipped_value_loss(outputs.values, old, returns, mask, self.clip)
         weighted = _token_weights(micro_batch) * value.loss
         predicted = outputs.values.detach().masked_fill(~mask, 0.0)
-        # Of the values that the advantages were made from: those of later updates have seen these very returns.
+        # The values that the advantages were made from: those of later updates have seen these very returns.
         errors = returns.double() - old.double()
         tokens = {
             "critic/tokens": mask,
@@ -243,7 +241,7 @@ class CriticLoss:
 
 
 def _policy_diagnostics(policy: PolicyLoss, current: torch.Tensor, old: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-    """current, old [B, T-1], masked entries 0. All [B, T-1], 0 where masked."""
+    """current, old and results: [B, T-1], 0 where masked."""
     ratio = policy.ratio.double().masked_fill(~mask, 0.0)
     return {
         "actor/tokens": mask,
@@ -256,7 +254,7 @@ def _policy_diagnostics(policy: PolicyLoss, current: torch.Tensor, old: torch.Te
 
 
 def _column(micro_batch: MicroBatch, name: str) -> torch.Tensor:
-    """A transition column [B, T-1], 0 where masked."""
+    """Transition column [B, T-1], 0 where masked."""
     return micro_batch.columns[name].masked_fill(~micro_batch.mask, 0.0)
 
 
@@ -273,7 +271,7 @@ USERS_LOSS = "algorithm.policy_loss.function"
 
 
 def given_to(config: PolicyLossConfig) -> tuple[str, ...]:
-    """Inputs out of GIVEN_TO_LOSSES that the user's function has parameters for, without those set as arguments in the configuration."""
+    """Inputs of GIVEN_TO_LOSSES that the user's function has parameters for, except those set in the configuration."""
     if not isinstance(config, CustomLossConfig):
         return ()
     parameters = list(signature(_users_function(config)).parameters.values())[1:]
@@ -286,7 +284,7 @@ def _users_function(config: CustomLossConfig) -> Callable[..., Any]:
 
 
 def policy_loss(config: PolicyLossConfig, terms: PolicyTerms, **given: torch.Tensor) -> PolicyLoss:
-    """The configured loss of each token. Rows without policy tokens have loss 0 and no gradient. `given`: to the user's function."""
+    """Configured loss of each token. Rows without policy tokens have loss 0 and no gradient. `given`: to the user's function."""
     terms = terms.filled()
     if isinstance(config, CustomLossConfig):
         return _users_policy_loss(config, terms, given)
@@ -294,7 +292,7 @@ def policy_loss(config: PolicyLossConfig, terms: PolicyTerms, **given: torch.Ten
 
 
 def _users_policy_loss(config: CustomLossConfig, terms: PolicyTerms, given: Mapping[str, torch.Tensor]) -> PolicyLoss:
-    """Call the user's function with the terms, whose masked entries are 0; a bare tensor is the loss."""
+    """Call the user's function with the terms; a bare tensor is the loss."""
     where = USERS_LOSS
     result = _users_function(config)(terms, **given, **config.args)
     if isinstance(result, torch.Tensor):
@@ -308,7 +306,7 @@ def _users_policy_loss(config: CustomLossConfig, terms: PolicyTerms, given: Mapp
             raise ValueError(f"{where}: {config.function}: {name} is {shape}, expected a tensor {tuple(terms.mask.shape)}")
     if terms.log_probs.requires_grad and torch.is_grad_enabled() and not result.loss.requires_grad:
         raise ValueError(f"{where}: {config.function}: the loss does not depend on terms.log_probs; without a gradient nothing is learned")
-    # Where the model itself has gone wrong, the function is not to blame: the strategy leaves such a step out.
+    # If the model itself has gone wrong, the function is not to blame: the strategy leaves such a step out.
     broken = ~torch.isfinite(result.loss) & torch.isfinite(terms.log_probs) & terms.mask
     if bool(broken.any()):
         row, token = broken.nonzero()[0].tolist()

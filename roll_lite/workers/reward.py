@@ -1,7 +1,4 @@
-"""Reward workers: small processes that run reward functions, and the pool that keeps them busy.
-
-Nothing here imports torch: a reward worker starts fast and stays small.
-"""
+"""Reward workers: small processes that run reward functions, without torch, and the pool that keeps them busy."""
 
 from __future__ import annotations
 
@@ -23,23 +20,20 @@ from roll_lite.rewards.running.batch_scorer import BUSY, BatchScorer, Scored, sl
 from roll_lite.workers.scoring_pool import Job, ScoringPool
 
 BATCH_SECONDS = 0.05
-"""Target duration of one call: much longer than the call's own cost, short enough that samples do not wait for each other."""
+"""Target duration of one call: much longer than its own cost, short enough that samples do not wait for each other."""
 SLICE_SECONDS = 0.5
-"""A call returns after this time with the samples done so far, so that a hanging sample does not hold up its batch."""
+"""A call returns after this time with the samples done so far: a hanging sample does not hold up its batch."""
 MOST_SAMPLES = 64
-"""Maximum of samples in one call, and in flight in one worker."""
+"""Most samples in one call, and in flight in one worker."""
 GRACE_SECONDS = 1.0
 LOST_IN_A_ROW = 16
-"""Number of lost workers, without a score in between, after which all waiting samples fail instead of waiting for their own time-outs."""
+"""Workers lost, without a score in between, after which all waiting samples fail."""
 
 RewardJob = Job[RewardInput, Score]
 
 
 class RewardWorker:
-    """A synchronous actor, so that reward functions run in the main thread of their process.
-
-    No method may be `async def`: Ray would then run everything in another thread.
-    """
+    """Synchronous actor, so that reward functions run in the main thread of their process; one `async def` method would move them."""
 
     _scorer: BatchScorer
 
@@ -53,7 +47,7 @@ class RewardWorker:
         return reward.is_async, reward.is_batched, reward.describe()
 
     def score(self, items: dict[int, RewardInput]) -> Scored:
-        """Score items by number. Unfinished ones are returned by a later call, with or without further items."""
+        """Score items by number. Unfinished ones are returned by a later call."""
         return self._scorer(items, SLICE_SECONDS)
 
     def place(self) -> Place:
@@ -61,12 +55,10 @@ class RewardWorker:
 
 
 class PooledWorker:
-    """A reward worker as a member of its pool."""
-
     is_async = False
     is_batched = False
     note = ""
-    """Note for the user on how samples are scored."""
+    """How samples are scored, for the user."""
 
     def __init__(self, config: RewardConfig, path: str) -> None:
         self.name = f"reward {config.name}"
@@ -94,12 +86,12 @@ class PooledWorker:
 
 
 class RewardPool(ScoringPool[PooledWorker, RewardInput, Score]):
-    """A RewardClient over the reward workers of one domain.
+    """RewardClient over the reward workers of one domain.
 
     A function that hangs or kills its process fails its own sample and costs a worker, which is replaced; other samples of the call are
-    scored again. A hang in Python is interrupted inside the worker. Other hangs (a stopped process, a call into C) are ended by the pool's
-    clock, together with the process. If workers are lost again and again without a score, all waiting samples fail. Samples of an async
-    function join a busy worker's and leave it one by one.
+    scored again. A hang in Python is interrupted inside the worker; others (a stopped process, a call into C) end with the process, by
+    the pool's clock. If workers are lost again and again without a score, all waiting samples fail. Samples of an async function join a
+    busy worker's and leave it one by one.
     """
 
     def __init__(self, domain: str, config: RewardConfig) -> None:
@@ -131,7 +123,7 @@ class RewardPool(ScoringPool[PooledWorker, RewardInput, Score]):
 
     @property
     def note(self) -> str:
-        """Note for the user on how samples are scored."""
+        """How samples are scored, for the user."""
         return self._fleet.members[0].note
 
     # ------------------------------------------------------------ workers
@@ -170,7 +162,7 @@ class RewardPool(ScoringPool[PooledWorker, RewardInput, Score]):
     # ------------------------------------------------------------ samples
 
     def _join(self, under_way: dict[int, RewardJob]) -> list[RewardJob]:
-        """Further samples for a busy worker: its share of those waiting; none if a sample must run alone."""
+        """Further samples for a busy worker: its share of those waiting; none if one must run alone."""
         if any(job.alone for job in under_way.values()):
             return []
         return self._next(min(MOST_SAMPLES - len(under_way), math.ceil(len(self._queue) / (self._idle + 1))), joins=True)
@@ -184,7 +176,7 @@ class RewardPool(ScoringPool[PooledWorker, RewardInput, Score]):
         return max(1, min(MOST_SAMPLES, int(seconds / max(self._seconds_per_sample, 1e-6))))
 
     def _hand_out(self, member: PooledWorker, scored: Scored, given: int) -> None:
-        """Hand out a call's results. `given`: number of samples in the call."""
+        """Hand out a call's results. `given`: samples in the call."""
         results = scored.results if not scored.interrupted else dict.fromkeys(member.under_way) | scored.results
         done = 0
         for number, result in sorted(results.items(), reverse=True):
@@ -200,7 +192,7 @@ class RewardPool(ScoringPool[PooledWorker, RewardInput, Score]):
             return
         seconds = scored.seconds / max(1, done)
         known = self._seconds_per_sample
-        # Rises at once and falls slowly, since too large a batch costs more than too small a one.
+        # Rises at once and falls slowly: too large a batch costs more than too small a one.
         self._seconds_per_sample = seconds if known is None else max(seconds, 0.8 * known + 0.2 * seconds)
 
     def _blame(self, under_way: dict[int, RewardJob], cause: str) -> None:

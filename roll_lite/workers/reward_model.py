@@ -34,7 +34,6 @@ class RewardModelSpec:
 
     @property
     def model_spec(self) -> ModelSpec:
-        """Spec from which the strategy is built."""
         return ModelSpec(
             ModelConfig(path=self.config.path, dtype=self.config.dtype),
             self.config.strategy,
@@ -50,7 +49,7 @@ class NotInitialized(MemberLost):
 
 
 class RewardModelWorker(Worker):
-    """A rank of a reward model. Its death does not end the run: its client notices and initializes it again."""
+    """Rank of a reward model. Its death does not end the run: its client notices and initializes it again."""
 
     watched: ClassVar[bool] = False
     max_restarts: ClassVar[int] = -1
@@ -72,7 +71,7 @@ class RewardModelWorker(Worker):
         return strategy.layout
 
     def score(self, texts: Sequence[ScoredText]) -> list[float | str] | None:
-        """Score texts on all ranks of a copy together: for each text its score or the reason it has none; heads only."""
+        """Score of each text, or the reason it has none, on all ranks of a copy together; heads only."""
         strategy = self._initialized()
         tokens = [self._tokens.of(text) for text in texts]
         scores = self._scores(strategy, [ids for ids in tokens if not isinstance(ids, str)])
@@ -114,7 +113,7 @@ class RewardModelWorker(Worker):
 
 
 class TextTokens:
-    """Tokenizes texts with the reward model's own tokenizer."""
+    """Tokenizes with the reward model's own tokenizer."""
 
     def __init__(self, spec: RewardModelSpec) -> None:
         self._tokenizer: Any = load_tokenizer(spec.config.path, spec.path_key)
@@ -128,7 +127,7 @@ class TextTokens:
             ids = self._encode(text)
         except Exception as error:  # the model's chat template may raise anything
             return f"the reward model's chat template refuses the messages: {error}"
-        # Like transformers: the output of the last token that is not padding.
+        # Like transformers: the output of the last token that is no padding.
         while len(ids) > 1 and ids[-1] == self._padding:
             ids.pop()
         if not ids:
@@ -138,7 +137,7 @@ class TextTokens:
         return ids
 
     def _encode(self, text: ScoredText) -> list[int]:
-        """Tokenize; special tokens are not added to a text that has them already."""
+        """Tokenize; a text that has special tokens gets none."""
         tokenizer = self._tokenizer
         if isinstance(text, str):
             add = not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))

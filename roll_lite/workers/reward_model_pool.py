@@ -1,4 +1,4 @@
-"""Reward models as the rollout service uses them: the copies that their ranks form, their restart after a death, and the samples."""
+"""Reward models as the rollout service uses them: copies, their restart after a death, and samples."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ WINDOW_SECONDS = 0.003
 RESTART_SECONDS = 600.0
 """Time limit for processes to start and load the model."""
 HANG_SECONDS = 600.0
-"""Time limit of a copy's batch; a sample's own limit is shorter."""
+"""Time limit of a copy's batch; a sample's own is shorter."""
 KILL_SECONDS = 1.0
-"""Time to wait until killed processes are gone."""
+"""Wait until killed processes are gone."""
 POLL_SECONDS = 0.25
 
 TextJob = Job[ScoredText, float]
@@ -43,13 +43,12 @@ TextJob = Job[ScoredText, float]
 
 @dataclass(eq=False)
 class Copy:
-    """The ranks of one copy of the model, which compute a forward pass together."""
+    """Ranks of one copy of the model, which compute a forward pass together."""
 
     actors: tuple[Any, ...]
     head: int
     """Index of the rank that returns the results."""
     under_way: list[TextJob] = field(default_factory=list)
-    """Samples in flight."""
 
 
 def copies_of(actors: Sequence[Any], layouts: Sequence[RankLayout]) -> list[Copy]:
@@ -63,12 +62,12 @@ def copies_of(actors: Sequence[Any], layouts: Sequence[RankLayout]) -> list[Copy
 
 
 def is_gone(error: BaseException) -> bool:
-    """True if the process died, or Ray restarted it and it has no model yet."""
+    """Whether the process died, or Ray restarted it and it has no model yet."""
     return is_death(error) or (isinstance(error, RayTaskError) and isinstance(error.cause, NotInitialized))
 
 
 class Ranks:
-    """Ranks that start together, as one member of the model's fleet: all ranks of a Megatron model, or a single rank with hf.
+    """Ranks that start together, a member of the model's fleet: all ranks of a Megatron model, or a single one with hf.
 
     The driver owns the processes, and Ray restarts dead ones; `start` loads the model into them.
     """
@@ -76,7 +75,6 @@ class Ranks:
     def __init__(self, model: str, actors: Sequence[Any], config: RewardModelConfig) -> None:
         self.name = f"reward model {model}"
         self.copies: list[Copy] = []
-        """Set by `start`."""
         self.guilty: Copy | None = None
         """Copy whose failure ended the others, if known."""
         self._actors = list(actors)
@@ -85,13 +83,13 @@ class Ranks:
         self._is_resident = not config.offload
         self._moving = asyncio.Lock()
         self._is_initialized = True
-        """True if the model is loaded: at first by the driver, after a loss by `start`."""
+        """The model is loaded: at first by the driver, after a loss by `start`."""
         self._is_gone = False
         self._was_killed = False
 
     @staticmethod
     def of(model: str, actors: Sequence[Any], config: RewardModelConfig) -> list[Ranks]:
-        """Members of the model's fleet. `actors`: all of its ranks, in order."""
+        """Members of the model's fleet. `actors`: all ranks, in order."""
         parts = [actors] if STRATEGIES[config.strategy.name].connects_ranks else [[actor] for actor in actors]
         return [Ranks(model, part, config) for part in parts]
 
@@ -108,7 +106,7 @@ class Ranks:
         self.guilty = None
 
     async def until_lost(self) -> str:
-        """Wait until a rank is silent or dead, which ends all of them; returns the cause."""
+        """Wait until a rank is silent or dead, which ends all; returns the cause."""
 
         async def ask() -> None:
             if await self._find_places() != self._places:
@@ -123,7 +121,7 @@ class Ranks:
         return list(await asyncio.gather(*(actor.place.remote() for actor in self._actors)))
 
     def kill(self) -> None:
-        """Kill the ranks for a restart. Connected ranks cannot take in a new one, so all of them restart."""
+        """Kill the ranks for a restart. Connected ranks cannot take in a new one, so all restart."""
         self._was_killed = self._are_connected or not self._is_gone
         self._is_gone = False
         if self._was_killed:
@@ -184,8 +182,8 @@ async def _reached(actor: Any) -> None:
 class RewardModelClient(ScoringPool[Ranks, ScoredText, float]):
     """Client of one reward model, which batches the samples of all domains.
 
-    A copy that loses a process fails its samples with the cause and is started again; other copies serve meanwhile. If there is none,
-    waiting samples fail too and may be retried, see `in_service`.
+    A copy that loses a process fails its samples with the cause and is started again; others serve meanwhile. If there are none, waiting
+    samples fail too and may be retried, see `in_service`.
     """
 
     def __init__(self, name: str, actors: Sequence[Any], config: RewardModelConfig) -> None:
@@ -211,7 +209,7 @@ class RewardModelClient(ScoringPool[Ranks, ScoredText, float]):
         return self._config.micro_batch_size * sum(len(ranks.copies) for ranks in self._fleet.members)
 
     async def rest(self) -> None:
-        """Offload the model (with `offload: true`) after generation, once all samples are scored, until the next sample."""
+        """Offload the model (`offload: true`) once all samples are scored, until the next one."""
         if not self._config.offload or not self._fleet.is_tended:
             return
         while self._open:
@@ -229,7 +227,7 @@ class RewardModelClient(ScoringPool[Ranks, ScoredText, float]):
         return self._config.micro_batch_size
 
     async def _serve(self, member: Ranks) -> None:
-        """Serve all copies until one is lost, which ends all of them."""
+        """Serve all copies until one is lost, which ends all."""
         await first_of(*(self._serve_copy(copy, member) for copy in member.copies))
 
     async def _serve_copy(self, copy: Copy, ranks: Ranks) -> None:
@@ -240,7 +238,7 @@ class RewardModelClient(ScoringPool[Ranks, ScoredText, float]):
                     results = await ranks.score(copy, [job.item for job in batch])
                 except Exception as error:  # a process edge: recorded as a failure of these samples
                     cause = ranks.cause(error)
-                    # Other ranks of the copy may wait for the failed one for ever.
+                    # Other ranks of the copy may wait for the failed one.
                     if isinstance(error, MemberLost) or is_gone(error) or len(copy.actors) > 1:
                         ranks.guilty = copy
                         raise MemberLost(cause) from error
@@ -264,7 +262,7 @@ class RewardModelClient(ScoringPool[Ranks, ScoredText, float]):
 
 
 class RewardModelPool:
-    """A RewardClient of one domain: a reward model gives the score, reward workers give the domain's further terms."""
+    """RewardClient of one domain: a reward model gives the score, reward workers the domain's further terms."""
 
     def __init__(self, domain: str, config: RewardConfig, client: RewardModelClient) -> None:
         self._config = config
@@ -300,7 +298,7 @@ class RewardModelPool:
             self._added.close()
 
     def newly_replaced(self) -> int:
-        """Number of replaced workers and ranks since the last call. A model that several domains share is counted by the first caller."""
+        """Workers and ranks replaced since the last call. A model that domains share is counted by the first caller."""
         return self._client.newly_replaced() + (self._added.newly_replaced() if self._added is not None else 0)
 
     @cached_property

@@ -46,31 +46,28 @@ ENGINE_POLICY = Policy(start_timeout_s=None, restarts=0)
 
 @dataclass(frozen=True)
 class RolloutSpec:
-    """Settings of the rollout service."""
-
     model: ModelConfig
     domains: dict[str, DomainConfig]
     rollout: RolloutConfig
     seed: int
     deterministic: bool
     engine_slots: int | None = None
-    """Maximum of running requests per engine; None: unlimited."""
+    """Most running requests per engine; None: unlimited."""
     samples_folder: Path | None = None
-    """Folder of the sample files; None: none are written."""
+    """None: no sample files."""
     dumps: DumpSpec | None = None
-    """Settings of dumps; None: none are written."""
+    """None: no dumps."""
     greedy_baseline: bool = False
     """Add a greedy response to every prompt (ReMax)."""
     reward_models: dict[str, RewardModelConfig] = field(default_factory=dict)
-    """Reward models by name."""
     steps: int | None = None
-    """Number of steps; nothing is generated beyond them."""
+    """Nothing is generated beyond them."""
     engines_rest: bool = False
     """Engines are offloaded between batches."""
     engine_silence_s: float | None = None
     """Time in which an engine's process must answer; None: unlimited."""
     trains_embeddings: bool = False
-    """Updates change the embeddings of the tokens that prompts contain."""
+    """Updates change the embeddings of tokens in prompts."""
     columns: tuple[str, ...] = ()
     """Extra columns of token blocks, as in EngineSpec."""
 
@@ -83,13 +80,13 @@ class RolloutBatch:
     blocks: list[Block]
     stats: RolloutStats
     replaced: dict[str, int] = field(default_factory=dict)
-    """Number of reward workers replaced since the last batch, by domain."""
+    """Reward workers replaced since the last batch, by domain."""
     silences: list[float] = field(default_factory=list)
-    """Seconds from the last answer of each engine lost since the last batch until it was taken out."""
+    """Seconds of silence of each engine lost since the last batch."""
 
 
 GC_THRESHOLDS = (100_000, 50, 100)
-"""Rare garbage collections: by default, scanning the live objects of 8,192 samples takes three quarters of the time."""
+"""Rare collections: by default, scanning the live objects of 8,192 samples takes three quarters of the time."""
 
 
 class RolloutWorker(AsyncWorker):
@@ -115,7 +112,7 @@ class RolloutWorker(AsyncWorker):
         judges: Mapping[str, JudgeAddress] | None = None,
     ) -> None:
         """Read the data and start the reward workers. `engines`: InferWorker actors. `reward_models`: RewardModelWorker actors by model.
-        `judges`: addresses of the judges started by the run."""
+        `judges`: addresses of the run's own."""
         spec = self._spec
         clients = [RemoteEngine(f"actor_infer[{i}]", engine, spec.deterministic, spec.engine_silence_s) for i, engine in enumerate(engines)]
         rollout = spec.rollout
@@ -149,10 +146,10 @@ class RolloutWorker(AsyncWorker):
         )
 
     async def _try_rewards(self, domains: Sequence[Domain], judges: Mapping[str, JudgeAddress]) -> None:
-        """Score a canned response to three prompts per domain while the engines still load: a broken reward ends the run in seconds.
+        """Score a canned response to three prompts per domain while the engines load: a broken reward ends the run in seconds.
 
-        ValueError names the domain and the cause if no prompt gets a score; a single reference that cannot be read costs its samples only.
-        Rewards that wait for a model or a judge of this run are left out.
+        ValueError names domain and cause if no prompt gets a score; one unreadable reference costs its samples only. Rewards that wait
+        for a model or a judge of this run are left out.
         """
 
         async def failure(domain: Domain, place: int) -> str | None:
@@ -217,16 +214,16 @@ class RolloutWorker(AsyncWorker):
         return prompts
 
     async def notes(self) -> list[str]:
-        """Notes for the start of the run: how samples are scored, and tokens whose embeddings are zero."""
+        """Notes for the start: how samples are scored, and tokens whose embeddings are zero."""
         pools = {name: pool for name, pool in self._pools.items() if isinstance(pool, RewardPool)}
         return [*self._embedding_notes, *(f"domains.{name}.reward: {pool.note}" for name, pool in pools.items() if pool.note)]
 
     async def data_counts(self) -> list[str]:
-        """Notes for the start of the run: number of prompts per domain, and of rows left out by reason."""
+        """Notes for the start: prompts per domain, and rows left out by reason."""
         return self._data_counts
 
     async def next_batch(self, prompts: int, step: int) -> RolloutBatch:
-        """The accepted samples of exactly `prompts` prompts, with references to the engines' token blocks."""
+        """Accepted samples of exactly `prompts` prompts, with references to the engines' token blocks."""
         result = await self._service.next_batch(prompts)
         await self._reward_models_rest()
         trainable = accepted(result.groups)
@@ -241,10 +238,8 @@ class RolloutWorker(AsyncWorker):
         return RolloutBatch(rows, [self._tokens_of(trainable)], result.stats, replaced, silences)
 
     async def finished(self, known: Collection[int], least: int) -> tuple[DataProto, Block]:
-        """Rows and tokens of finished groups that will surely be in the current batch, without `known` group numbers.
-
-        Empty if there are fewer than `least`. Their sample numbers differ from those in the complete batch.
-        """
+        """Rows and tokens of finished groups that will surely be in the current batch, except `known` numbers; empty if fewer than
+        `least`. Sample numbers differ from those in the complete batch."""
         groups = [group for group in self._service.finished() if group.group not in known]
         trainable = accepted(groups if len(groups) >= least else [])
         return rows_of(trainable, self._temperatures), self._tokens_of(trainable)
@@ -253,18 +248,15 @@ class RolloutWorker(AsyncWorker):
         return tokens_of(groups, self._spec.columns)
 
     async def lost_engines(self) -> dict[int, str]:
-        """Causes of lost engines, by number."""
+        """Causes by engine number."""
         return self._engines.down
 
     async def progress(self, held_out: bool) -> dict[str, Progress]:
-        """Progress of the batch or the validation, by domain."""
         return self._service.progress(held_out)
 
     async def evaluate(self, samples_per_prompt: int, sampling: Mapping[str, SamplingConfig], step: int) -> tuple[DataProto, RolloutStats]:
-        """Run a validation; returns the rows of accepted samples, and statistics that count the others too.
-
-        Batches and weight updates may run meanwhile. `sampling`: by domain.
-        """
+        """Run a validation, beside batches and weight updates; returns the rows of accepted samples, and statistics of all. `sampling`:
+        by domain."""
         result = await self._service.evaluate(samples_per_prompt, {name: sampling_of(one) for name, one in sampling.items()})
         await self._reward_models_rest()
         await self._write(self._samples_file("validation", step, result.groups))
@@ -280,7 +272,7 @@ class RolloutWorker(AsyncWorker):
         return [] if folder is None else [partial(write_samples, folder / f"{kind}_{step:06d}.jsonl", groups, step, _clock_offset())]
 
     async def _write(self, files: Sequence[Callable[[], None]]) -> None:
-        """Write files in a thread, after earlier ones are done; raises their errors."""
+        """Write files in a thread, after earlier ones; raises their errors."""
 
         def write() -> None:
             for file in files:
@@ -314,7 +306,6 @@ class RolloutWorker(AsyncWorker):
 
 
 def _clock_offset() -> float:
-    """Wall clock minus event loop's clock."""
     return time.time() - asyncio.get_running_loop().time()
 
 
@@ -334,7 +325,7 @@ def sampling_of(config: SamplingConfig, keep_mask: bool = False) -> Sampling:
 
 
 def zero_embeddings(domain: str, prompts: PromptSet, model: Path, tokenizer: Tokenizer) -> list[str]:
-    """Warn of tokens in the prompts whose embeddings are all zeros. A norm multiplies the gradient of such a row by up to a thousand."""
+    """Warn of tokens in the prompts whose embeddings are zero: a norm multiplies their gradient by up to a thousand."""
     try:
         embedding = stored_tensors(model).get(EMBEDDING)
     except ValueError:  # reported when the weights are loaded

@@ -28,7 +28,7 @@ from roll_lite.workers.token_blocks import KEPT_IDS, TOKEN_COLUMNS
 
 
 def rows_of(groups: Sequence[SampleGroup], temperatures: Mapping[str, float]) -> DataProto:
-    """Rows of the samples, numbered from 0. All samples must be accepted and scored. `temperatures`: by domain."""
+    """Rows of accepted, scored samples, numbered from 0. `temperatures`: by domain."""
     samples = [sample for group in groups for sample in group.samples]
     scores = [sample.score for sample in samples if sample.score is not None]
     assert len(scores) == len(samples), "a sample without a score cannot train"
@@ -57,7 +57,7 @@ def rows_of(groups: Sequence[SampleGroup], temperatures: Mapping[str, float]) ->
 
 
 def held_out_rows(groups: Sequence[SampleGroup], temperatures: Mapping[str, float], report_by: Mapping[str, str | None]) -> DataProto:
-    """Rows of validation samples. `report_by`: column of the data by which each domain is reported."""
+    """Rows of validation samples. `report_by`: column by which each domain is reported."""
     samples = [sample for group in groups for sample in group.samples]
     parts = [_part(sample, report_by[sample.id.domain]) for sample in samples]
     answers = [number for group in groups for number in _answers(group)]
@@ -77,7 +77,7 @@ def _answers(group: SampleGroup) -> Iterator[int]:
 
 
 def tokens_of(groups: Sequence[SampleGroup], extra: Sequence[str] = ()) -> Block:
-    """Block that refers to the tokens of these samples. `extra`: further columns of the token blocks."""
+    """Block that refers to the samples' tokens. `extra`: further columns."""
     places = [sample.transcript.tokens for group in groups for sample in group.samples]
     numbers: dict[Any, int] = {}
     objects = np.empty(len(places), np.int32)
@@ -94,7 +94,7 @@ def _whole(values: Iterable[int]) -> torch.Tensor:
 
 
 def _baseline_scores(groups: Sequence[SampleGroup]) -> list[float]:
-    """Score of its group's baseline, for each row."""
+    """Score of the group's baseline, for each row."""
     scores: list[float] = []
     for group in groups:
         assert group.baseline is not None and group.baseline.score is not None, f"group {group.group} has no scored greedy baseline"
@@ -119,7 +119,7 @@ def write_samples(path: Path, groups: Iterable[SampleGroup], step: int, clock_of
 
 
 def _line(record: dict[str, Any]) -> bytes:
-    """The record as a line of JSON. Half a surrogate pair, which a program may print, is no UTF-8: it is written as an escape."""
+    """Line of JSON. Half a surrogate pair, which a program may print, is no UTF-8: it is escaped."""
     try:
         return to_json(record, inf_nan_mode="constants", fallback=str) + b"\n"
     except PydanticSerializationError:
@@ -167,25 +167,25 @@ def sample_record(sample: Sample, baseline: bool, clock_offset: float) -> dict[s
 
 @dataclass(frozen=True)
 class DumpSpec:
-    """Folder of the dumps, and facts about the run that each dump holds."""
+    """Folder of the dumps, and facts that each dump holds."""
 
     folder: Path
     config: dict[str, Any]
     """Configuration of the run."""
     tokenizer: str
-    """Checksum of the tokenizer."""
+    """Checksum."""
 
     def writing(
         self, step: int, groups: Sequence[SampleGroup], rows: DataProto, stats: RolloutStats, extra: Sequence[str], clock_offset: float
     ) -> Callable[[], None]:
-        """Function that writes a dump, for a thread; it captures `stats` now. `rows`: of the samples that train. `extra`: further columns
-        of the token blocks."""
+        """Function that writes a dump, for a thread; captures `stats` now. `rows`: of the samples that train. `extra`: further token
+        columns."""
         facts = {"step": step, "config": self.config, "tokenizer": self.tokenizer, "stats": json.loads(json.dumps(stats, default=vars))}
         return partial(write_dump, dump_file(self.folder, step), groups, rows, stored_blocks, facts, KEPT_IDS in extra, clock_offset)
 
 
 def stored_blocks(references: Sequence[Any]) -> list[DataProto | None]:
-    """Fetch blocks; None for those lost with the process that wrote them."""
+    """Fetch blocks; None for those lost with their writer's process."""
     try:
         return ray.get(list(references))
     except RayError:

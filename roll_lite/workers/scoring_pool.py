@@ -1,4 +1,4 @@
-"""Pool of workers that score samples, as reward functions or reward models do: the samples that wait, and the fleet that takes them."""
+"""Pool of workers that score samples, as reward functions or reward models do: waiting samples, and the fleet that takes them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,11 @@ from roll_lite.rewards.base import RewardFailed
 Item = TypeVar("Item")
 """Sample or row to score."""
 Result = TypeVar("Result")
-"""What a worker returns for it."""
 M = TypeVar("M", bound=Member)
 
 
 @dataclass(eq=False)
 class Job(Generic[Item, Result]):
-    """A sample to score."""
-
     item: Item
     answer: asyncio.Future[Result]
     alone: bool = False
@@ -32,7 +29,7 @@ class Job(Generic[Item, Result]):
 
 
 class ScoringPool(ABC, Generic[M, Item, Result]):
-    """Queue of samples. A free worker takes waiting samples at once, so that the least loaded one gets the work."""
+    """Queue of samples. A free worker takes waiting ones at once, so that the least loaded gets the work."""
 
     def __init__(self, path: str, members: Sequence[M], policy: Policy, window_s: float = 0.0) -> None:
         """`path`: YAML path of the workers. `window_s`: time that a free worker waits for a full batch."""
@@ -54,15 +51,15 @@ class ScoringPool(ABC, Generic[M, Item, Result]):
 
     @abstractmethod
     def _most(self, member: M) -> int:
-        """Maximum of samples in the member's next batch."""
+        """Most samples in the member's next batch."""
 
     def newly_replaced(self) -> int:
-        """Number of members replaced since the last call, for the statistics of a batch."""
+        """Members replaced since the last call."""
         return self._fleet.newly_replaced()
 
     @property
     def replaced(self) -> int:
-        """Number of members replaced since the start."""
+        """Members replaced since the start."""
         return self._fleet.replaced
 
     async def score(self, item: Item) -> Result:
@@ -94,7 +91,7 @@ class ScoringPool(ABC, Generic[M, Item, Result]):
             self._idle -= 1
 
     def _next(self, most: int, joins: bool = False) -> list[Job[Item, Result]]:
-        """Up to `most` waiting samples, without cancelled ones. One that must run alone comes alone, and `joins` no others."""
+        """Up to `most` waiting samples. One that must run alone comes alone, and `joins` no others."""
         batch: list[Job[Item, Result]] = []
         while self._queue and len(batch) < most and not (self._queue[0].alone and (batch or joins)):
             job = self._queue.popleft()

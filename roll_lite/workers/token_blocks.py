@@ -1,7 +1,7 @@
 """Token blocks: generated tokens as columns, written beside the engine.
 
-A row is a whole sample so far: prompt, responses, and what an environment wrote in between. If one block holds the first turn of a sample,
-another holds the first and the second.
+A row is a whole sample so far: prompt, responses, and what an environment wrote in between. A later block repeats a sample's earlier
+turns.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ BLOCK_TOKENS = 2**16
 TOKEN_COLUMNS = ("input_ids", "response_mask", "rollout_log_probs")
 KEPT_IDS, EXPERTS = "kept_ids", "rollout_experts"
 EXTRA_COLUMNS = {KEPT_IDS: np.int32, EXPERTS: np.int16}
-"""Columns that only some runs have (EngineSpec.columns), a vector per token: ids that survived truncation, and experts that processed the
-token. Vectors are padded with -1; all -1: sampling was not truncated, or experts are unknown."""
+"""Columns of some runs (EngineSpec.columns), a vector per token: ids that survived truncation, and experts that processed the token.
+Padded with -1; all -1: not truncated, or experts unknown."""
 
 
 @dataclass(frozen=True)
 class TokenRecord:
-    """The tokens of one sample; all arrays have length T."""
+    """Tokens of one sample; all arrays have length T."""
 
     ids: np.ndarray
     """int64"""
@@ -39,17 +39,15 @@ class TokenRecord:
     log_probs: np.ndarray
     """float32, under the sampling distribution; 0 where the mask is 0."""
     extra: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """[T, K] by name of EXTRA_COLUMNS; one that is absent is all -1."""
+    """[T, K] by name of EXTRA_COLUMNS; absent: all -1."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def vectors(self, name: str) -> np.ndarray:
-        """An extra column."""
         return self.extra[name] if name in self.extra else _unknown(name, len(self))
 
     def drop_prefix(self, first: int) -> TokenRecord:
-        """Drop the first tokens."""
         extra = {name: column[first:] for name, column in self.extra.items()}
         return TokenRecord(self.ids[first:], self.mask[first:], self.log_probs[first:], extra)
 
@@ -63,7 +61,7 @@ class TokenRecord:
 
     @staticmethod
     def given(token_ids: Sequence[int]) -> TokenRecord:
-        """Record of tokens that the policy did not choose."""
+        """Tokens that the policy did not choose."""
         count = len(token_ids)
         return TokenRecord(np.fromiter(token_ids, np.int64, count), np.zeros(count, bool), np.zeros(count, np.float32))
 
@@ -78,7 +76,6 @@ class TokenRecord:
 
     @staticmethod
     def joined(parts: Sequence[TokenRecord]) -> TokenRecord:
-        """Concatenate records."""
         extra = {name: _stacked([part.vectors(name) for part in parts]) for name in dict.fromkeys(chain(*(part.extra for part in parts)))}
         ids, masks, log_probs = zip(*((part.ids, part.mask, part.log_probs) for part in parts), strict=True)
         return TokenRecord(np.concatenate(ids), np.concatenate(masks), np.concatenate(log_probs), extra)
@@ -86,7 +83,7 @@ class TokenRecord:
     @staticmethod
     def read(block: DataProto, row: int) -> TokenRecord:
         ids, mask = block.ragged("input_ids").row(row).numpy(), block.ragged("response_mask").row(row).numpy()
-        # The first token of a row has no log-prob, since nothing predicts it.
+        # Nothing predicts the first token of a row.
         log_probs = np.concatenate([np.zeros(1, np.float32), block.ragged("rollout_log_probs").row(row).numpy()])
         extra = {name: block.ragged(name).row(row).numpy() for name in EXTRA_COLUMNS if name in block}
         if KEPT_IDS in extra:
@@ -104,7 +101,7 @@ async def joined_block(request: GenerationRequest, parts: Sequence[TokenRow], fe
 
 
 def token_block(records: Sequence[TokenRecord], extra: Collection[str] = ()) -> DataProto:
-    """Write records as rows of a block. `extra`: further columns, included even if empty, so that all blocks of a batch agree."""
+    """Write records as rows. `extra`: further columns, even if empty, so that all blocks of a batch agree."""
     assert all(len(record) for record in records), "a sample has tokens"
     whole = TokenRecord.joined([TokenRecord.given(()), *records])
     offsets = np.concatenate([[0], np.cumsum([len(record) for record in records], dtype=np.int64)])

@@ -53,8 +53,7 @@ class RankLayout:
 
 ValueInit = Literal["actor", "reward_model", "path"]
 """Source of a value model's weights (CriticRoleConfig.init): a base model with a zero head, so that values start at 0, or a checkpoint with
-a head.
-"""
+a head."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +108,7 @@ class Moved:
 
 LossFn = Callable[[MicroBatchOutputs, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """Micro-batch's share of the loss, sum(weight * token loss) with weights from global counts, and metric sums; both add up over
-micro-batches and ranks.
-"""
+micro-batches and ranks."""
 
 
 @dataclass(frozen=True)
@@ -193,8 +191,7 @@ class CheckpointWrite:
 
     def finish(self) -> dict[str, FileRecord]:
         """Wait for the write, on every rank in the same order as all else; returns records of files by path, each from one rank.
-        RuntimeError if this part failed.
-        """
+        RuntimeError if this part failed."""
         return {str(file.relative_to(self.folder)): record(file) for file in self.files}
 
 
@@ -202,8 +199,7 @@ class TrainStrategy(ForwardStrategy):
     @abstractmethod
     def train_step(self, batch: DataProto, loss_fn: LossFn, outputs: Sequence[str], plan: MicroBatchPlan) -> TrainResult:
         """Run one optimizer step on this data-parallel rank's rows of a mini-batch, possibly none. loss_fn is called on every micro-batch
-        of the plan, even without rows.
-        """
+        of the plan, even without rows."""
 
     @abstractmethod
     def adapters_off(self) -> AbstractContextManager[None]:
@@ -231,8 +227,7 @@ class TrainStrategy(ForwardStrategy):
     @abstractmethod
     def save_hf(self, folder: Path, average: bool = False) -> list[Path]:
         """Save the weights, or their `average` (ModelSpec.ema_decay), as Hugging Face safetensors with config and tokenizer. Returns this
-        rank's files.
-        """
+        rank's files."""
 
     @abstractmethod
     def save_adapters(self, folder: Path) -> list[Path]:
@@ -356,8 +351,7 @@ class InferenceStrategy(ABC):
     @abstractmethod
     async def connect_weights(self, first_member: int, membership: Membership) -> None:
         """Join an epoch of the transfer group and leave the last one. Collective with the trainers. `first_member`: number of the engine's
-        first worker.
-        """
+        first worker."""
 
     @abstractmethod
     async def begin_weight_update(self, tensors: Sequence[ExportedTensor]) -> None:
@@ -373,8 +367,7 @@ class InferenceStrategy(ABC):
 
     async def update_weights(self, routes: Sequence[Route], version: int) -> dict[str, float]:
         """Run a whole update, beside the trainers' `WeightSender.send`. After a TransferError the engine continues with the old weights or,
-        if it has some new ones, generates nothing until another update.
-        """
+        if it has some new ones, generates nothing until another update."""
         await self.begin_weight_update(tensors_of(routes))
         buckets = by_bucket(routes)
         for bucket, following in zip(buckets, [*buckets[1:], []], strict=True):
@@ -392,8 +385,7 @@ class InferenceStrategy(ABC):
     @abstractmethod
     async def offload(self, parts: Iterable[EngineMemory] = tuple(EngineMemory)) -> None:
         """Free the device memory of parts: weights move to host memory, keys and values are dropped. Running requests end as aborted; new
-        ones wait until every part is back. An engine that cannot free memory does all but that.
-        """
+        ones wait until every part is back. An engine that cannot free memory does all but that."""
 
     @abstractmethod
     async def health(self) -> EngineHealth: ...

@@ -48,8 +48,7 @@ def build_engine(spec: EngineSpec) -> InferenceStrategy:
 
 def share_of_device(strategy: InferStrategyConfig, place: int, sharers: int) -> InferStrategyConfig:
     """Settings of one of several engines on a GPU, each with an equal share. `place`: engines already there. vLLM's setting is a share of
-    the GPU, SGLang's of its free memory.
-    """
+    the GPU, SGLang's of its free memory."""
     if not isinstance(strategy, EngineStrategyConfig):
         return strategy
     part = strategy.gpu_memory_utilization / sharers
@@ -108,8 +107,7 @@ def _problems(
 
 def declared_fields(package: str, places: Sequence[tuple[str, str | None]]) -> frozenset[str]:
     """Fields of an installed package's classes, read from source because importing takes seconds. Empty if not found; the engine then
-    complains at its start.
-    """
+    complains at its start."""
     spec = find_spec(package)
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec is not None else []
     names: set[str] = set()

@@ -1,7 +1,7 @@
 """Backends that run programs: sandboxes on this machine, or a SandboxFusion server.
 
-SandboxFusion (`POST .../run_code`) gets each job as a Python program: `sandbox/guest.py`, with its imports in a zip file. It runs the job
-and leaves the outcome in a file. So calls, asserts and all languages mean the same as in our own sandboxes.
+SandboxFusion (`POST .../run_code`) gets each job as a Python program, `sandbox/guest.py` in a zip file, which leaves the outcome in a
+file. So calls, asserts and all languages mean the same as in our own sandboxes.
 """
 
 from __future__ import annotations
@@ -89,7 +89,6 @@ class RemoteSandbox:
 
 
 def request_of(job: Program | Pair) -> dict[str, Any]:
-    """Body of the request that runs a job."""
     parts = [job.program, job.tests] if isinstance(job, Pair) else [job]
     plain = _plain(job) if isinstance(job, Program) else {"program": _plain(job.program), "tests": _plain(job.tests)}
     files = {"job.json": json.dumps(plain).encode(), "harness.zip": _harness()}
@@ -133,7 +132,7 @@ _OF_PROCESS: dict[tuple[Any, ...], Backend] = {}
 def backend_of(
     remote: RemoteBackend | None, parallel: int, allow_unprotected: bool, readable: Sequence[str], python_path: Sequence[str]
 ) -> Backend:
-    """Backend of this process for these settings, started at its first use. RewardFailed if programs cannot be isolated."""
+    """Backend of this process for these settings, started at first use. RewardFailed if programs cannot be isolated."""
     key = (remote, parallel, allow_unprotected, tuple(readable), tuple(python_path))
     if key not in _OF_PROCESS:
         _OF_PROCESS[key] = RemoteSandbox(remote) if remote else _local(parallel, allow_unprotected, readable, python_path)

@@ -19,12 +19,12 @@ LEAST = 1e-12
 
 
 def same_output(expected: str, printed: str, compare: Compare, tolerance: float) -> bool:
-    """True if the output is as expected.
+    """Whether the output is as expected.
 
-    exact: every character counts. lines: white space at line ends and empty lines at the end do not count. numeric: word by word; integers
-    exactly, other numbers with an absolute or relative error within the tolerance, as in contests. auto: line by line; lines with decimals
-    numerically, as the judges of the public sets do: 0.50000 is 0.5. In auto an absolute error may be at most a hundredth of the number,
-    since contests would accept 0.000000002 for 0.000000001.
+    exact: every character counts. lines: white space at line ends and empty lines at the end do not. numeric: word by word; integers
+    exactly, other numbers with an absolute or relative error within the tolerance, as in contests. auto: line by line; lines with
+    decimals numerically, as the judges of the public sets do, but with an absolute error of at most a hundredth of the number: contests
+    would accept 0.000000002 for 0.000000001.
     """
     if compare == "exact":
         return expected == printed
@@ -39,7 +39,7 @@ def same_output(expected: str, printed: str, compare: Compare, tolerance: float)
 
 
 def _same_words(expected: str, printed: str, tolerance: float, share: float) -> bool:
-    """Compare word by word. `share`: maximum absolute error as a share of a nonzero number."""
+    """Compare word by word. `share`: largest absolute error as a share of a nonzero number."""
     wanted, found = expected.split(), printed.split()
     return len(wanted) == len(found) and all(_same_word(one, other, tolerance, share) for one, other in zip(wanted, found, strict=True))
 
@@ -66,7 +66,7 @@ def _close(wanted: float, found: float, relative: float, absolute: float) -> boo
 
 
 def same_value(expected: Any, found: Any, tolerance: float) -> bool:
-    """True if the values are equal as in JSON: sequences are lists, keys are strings.
+    """Whether the values are equal as in JSON: sequences are lists, keys are strings.
 
     A float may differ from an expected integer by rounding only; from an expected float by a relative error of `tolerance`.
     """

@@ -63,10 +63,10 @@ def known_languages(names: Sequence[str], commands: Mapping[str, Language], loca
 def extract_code(
     text: str, extract: Extract, languages: Collection[str] = (), needed: Collection[str] = (), ends_early: bool = False
 ) -> tuple[str, str] | None:
-    """(code, language tag) of the response's program; None if there is no program. auto: without fenced blocks, the whole response.
+    """(code, language tag) of the response's program, or None. auto: without fenced blocks, the whole response.
 
-    Of the blocks in one of `languages` or without a tag, the one that defines most of `needed` is the program. Ties go to blocks in one of
-    `languages`, then to those without a tag, then to the last. If the text ends early, an unclosed block does not count.
+    Of the blocks in one of `languages` or without a tag, the program is the one that defines most of `needed`; ties go to blocks in one
+    of `languages`, then to those without a tag, then to the last. If the text ends early, an unclosed block does not count.
     """
     if extract != "whole":
         blocks = _blocks(text, ends_early)
@@ -79,14 +79,14 @@ def extract_code(
 
 
 def _fits(block: tuple[str, str], languages: Collection[str], needed: Collection[str]) -> tuple[int, int]:
-    """Sort key of a block: number of needed names that it defines, if its language is allowed; then how well its tag fits."""
+    """Sort key: number of needed names that the block defines, if its language is allowed; then how well its tag fits."""
     code, tag = block
     rank = 2 if tag in languages else 0 if tag else 1
     return (sum(defines(code, name) for name in needed) if rank else 0, rank)
 
 
 def defines(code: str, name: str) -> bool:
-    """True if Python code, valid or not, defines this function, class or variable."""
+    """Whether Python code, valid or not, defines this function, class or variable."""
     plain = re.escape(name)
     as_function = rf"^[ \t]*(?:async[ \t]+)?(?:def|class)[ \t]+{plain}\b"
     as_variable = rf"^{plain}[ \t]*(?::[^=\n]*)?=(?!=)"
@@ -94,7 +94,7 @@ def defines(code: str, name: str) -> bool:
 
 
 def _blocks(text: str, ends_early: bool) -> list[tuple[str, str]]:
-    """(code, tag) of each fenced block. An unclosed block extends to the end. Without a tag it may be a closing fence: ignored."""
+    """(code, tag) of each fenced block. An unclosed one extends to the end; without a tag it may be a closing fence and is ignored."""
     found: list[tuple[str, str]] = []
     lines: list[str] = []
     opened: re.Match[str] | None = None

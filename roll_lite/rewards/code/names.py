@@ -40,7 +40,7 @@ PLAIN = (
 TIMES = (datetime.datetime, datetime.timedelta)
 OF_ARRAYS = ("shape", "dtype", "ndim", "size", "all", "any", "sum", "mean", "min", "max", "tolist", "item", "round", "astype", "T")
 OF_PLAIN = {name for kind in (*PLAIN, *TIMES) for name in dir(kind)} | {*OF_ARRAYS, "args", "value", "msg", "exception"}
-"""Attributes that plain data and exceptions have."""
+"""Attributes of plain data and exceptions."""
 METHODS = {name for kind in PLAIN for name in dir(kind) if callable(getattr(kind, name))}
 NEED_INSIDE = frozenset(
     {"asyncio", "Mock", "MagicMock", "patch", "redirect_stdout", "stdout", "stdin", "stderr", "builtins", "capsys", "inspect", "signature"}
@@ -55,13 +55,13 @@ class Names:
     modules: dict[str, str]
     """Modules that the tests use without importing them, such as math in `math.pi`."""
     imports: tuple[str, ...] = ()
-    """Import statements of the tests, but those of the program."""
+    """Import statements of the tests, except those of the program."""
     inside: str = ""
-    """Why the test must run in the program's process; empty if calls with plain values are enough."""
+    """Why the test must run in the program's process, or empty."""
 
 
 def why_inside(tree: ast.Module, program: Collection[str], foreign: Collection[str]) -> str:
-    """Why a test needs more than calls with plain values; empty if it does not. `foreign`: names of modules.
+    """Why a test needs more than calls with plain values, or empty. `foreign`: names of modules.
 
     A capitalized name is a class, except Solution, of which tests only call methods.
     """
@@ -113,15 +113,15 @@ def _root(node: ast.AST) -> str:
 
 
 def _is_constant(node: ast.AST) -> bool:
-    """True for an object that is identical in every process: a constant, a builtin, or `type(x)`."""
+    """Whether an object is identical in every process: a constant, a builtin, or `type(x)`."""
     return isinstance(node, ast.Constant) or _called(node) == "type" or _name(node) in PYTHONS_OWN
 
 
 def names_of(sources: Sequence[str], entry_point: str | None = None) -> list[Names]:
     """Names of each of a sample's tests.
 
-    A builtin belongs to the program if it is the entry point, or if every assert calls it and the tests use no other name of the program.
-    ValueError if no name belongs to the program, or if that is ambiguous.
+    A builtin belongs to the program if it is the entry point, or if every assert calls it and the tests use no other name of the
+    program. ValueError if no name belongs to the program, or if that is ambiguous.
     """
     trees = [ast.parse(source) for source in sources]
     named = _used_and_defined(ast.parse(entry_point))[0] if entry_point else set[str]()
@@ -174,7 +174,7 @@ def _used_and_defined(tree: ast.Module) -> tuple[set[str], set[str]]:
 
 
 def _imported_from_program(tree: ast.Module) -> set[str]:
-    """Names in `from solution import f`, which some data sets use, or in `solution.f`."""
+    """Names in `from solution import f`, as in some data sets, or `solution.f`."""
     found = set[str]()
     for node in ast.walk(tree):
         match node:
@@ -193,7 +193,7 @@ def _called_everywhere(trees: Sequence[ast.Module]) -> set[str]:
 
 
 def uncalled_tests(source: str) -> list[str]:
-    """Calls that a test runner would make for this source: functions `test_...`, and all test classes together. ValueError for fixtures."""
+    """Calls that a test runner would make: functions `test_...`, and all test classes together. ValueError for fixtures."""
     tree = ast.parse(source)
     called = {_name(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     functions, classes = list[str](), False

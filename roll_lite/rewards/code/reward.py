@@ -24,81 +24,17 @@ from roll_lite.rewards.reward_type import RewardType, expression_worth, no_expre
 from roll_lite.sandbox.pool import Limits, SandboxPool
 
 OF_THE_POOL = ("parallel", "allow_unprotected", "readable", "python_path")
-"""Arguments that configure a process's sandboxes."""
+"""Arguments of a process's sandboxes."""
 
 
 class CodeReward(RewardType):
-    """The response's program passes the sample's tests: 1 if it passes all, or the share that passes (`score: fraction`). Programs run in
-    sandboxes; their results are judged outside.
+    """Score 1 if the response's program passes all tests of the sample, or the share that passes (`score: fraction`). Programs run in
+    sandboxes; their results are judged outside. [code_reward.md](code_reward.md) has the layouts of tests, what asserts may do, and what
+    programs see.
 
     The program is searched after the thinking (`</think>`). Of several code blocks the last one in one of `languages` counts, else the
-    last without a label. If the tests call functions, the last block that defines them counts, so that an example, its output or a command
-    may follow. A block cut off by a stop text extends to the end.
-
-    Tests of a sample, in its answer or in `column`, as a list, a mapping or JSON text:
-
-    | layout | a test is |
-    |---|---|
-    | `[{"stdin": "3 4", "stdout": "7"}, ...]`, `[{"input": ..., "output": ...}]` with `testtype: stdin` | a run of the program |
-    | `{"inputs": [...], "outputs": [...]}` (APPS, TACO) | a run for each; a call of the function with `fn_name` |
-    | `[{"args": [3, 4], "expected": 7}, ...]` with `fn_name` there or in a column of the data | a call |
-    | `["assert add(3, 4) == 7", ...]`, `{"test_list": [...], "test_setup_code": ...}` (MBPP) | asserts about the program |
-    | `from solution import add` and functions `test_...` (KodCode) | each of the functions |
-    | `{"test": "def check(candidate): ...", "entry_point": "add"}` (HumanEval), or columns of these names | its check function |
-
-    `fn_name` may also be `func_name` in the column `metadata` (LiveCodeBench). If all expected values of a sample are wrapped in lists
-    (`[[5], [7]]`), as in APPS, the bare values (`5`, `7`) count as well. Values are compared as in JSON: tuples, ranges, iterators and dict
-    views are lists. Integers must be equal; other numbers may have a relative error of `tolerance`, and 1e-12 about zero. Numbers in output
-    (`compare: numeric`, and decimals with `auto`) may have an absolute or relative error of `tolerance`; with `auto` the absolute error is
-    at most a hundredth of the number, so that 1e-9 is not 2e-9.
-
-    Each call runs in its own fork of the process that ran the program, so calls do not affect each other.
-
-    **Asserts** run in a separate sandbox, which runs no code of the program. They call the program's functions with plain values, get plain
-    values back, and decide. So a program decides no comparison and cannot forge a verdict. All asserts of a sample share the program's
-    process: they may rely on changes that an earlier one has made. Consequences:
-
-    - Names that the tests use and neither define nor import belong to the program. Modules (`math.pi`) are Python's even without an import.
-      So are built-in names, except the `entry_point`, or a built-in that is all the tests call (`assert sum(10, 15) == 6`). Helpers that
-      decide (`is_close(f(1), 2)`) belong in the tests: left to the program, they can be forged.
-    - Plain values are numbers, text, bytes, lists, tuples, sets, dicts, ranges, numpy arrays, `Decimal`, `Fraction`, `date`, `time`,
-      `datetime`, `timedelta`, `deque`, `Counter` and `OrderedDict`. Their subclasses cross as the data that they hold, iterators as their
-      items, at most 100,000. Values are copies; if a function changes an argument (list, dict, set, bytearray), it changes in the tests
-      too. Exceptions cross as the nearest built-in class, with arguments and text.
-    - Other objects stay with the program. The tests can pass them back or call them; they have no operators and equal nothing else. So an
-      object with its own `__eq__` or `__sub__` fails `f(1) == 5` and `abs(f(1) - 5) < 1e-3`.
-    - unittest classes, and classes `Test...` with methods `test_...`, run as in a test runner. Tests with fixtures are failures, and so are
-      missing modules (`python_path`).
-
-    **Inside.** Some tests need more than calls with plain values: they use the program's classes (capitalized names except `Solution`) or
-    exceptions, pass functions, await coroutines, check identity, patch or redirect. This is decided from the test alone, never from the
-    response. Such a test runs in the program's process after the program; its verdict carries a secret that the program was not given. The
-    program's operators count as little as possible: a comparison of its object with a plain value uses the data that the object holds; two
-    of its objects are equal if their class says so and their attributes are equal; any other operator that sees a plain value and returns
-    one fails the test; a failed assert stays failed, even if it is caught; `sys.exit` of the program fails the test. Loaded modules and
-    those that the tests import are put back as before the program, and a test during which a function or class of one is replaced fails,
-    unless the tests name it. A StopIteration of the program in `map`, `filter` and `iter` is an error. Not seen: a class whose objects hold
-    nothing, or always the same, and equal each other; a StopIteration in functions of itertools; an attack through the interpreter's own
-    frames or memory. `inside` in the sample's details counts these tests.
-
-    **What programs see.** Python's standard library, the system's programs and libraries, their own empty folder, and the paths in
-    `readable` and `python_path`; nothing else below /usr, no installed packages, nothing of the project. Shared memory of multiprocessing
-    lies in a private /dev/shm behind mount namespaces, and in the program's folder with landlock alone; its managers need sockets, which no
-    program has. Other shared memory must be in a file. All processes of a program together may use `memory_mb`; each may reserve twice that
-    as address space. `processes` includes threads. A program may print twice the expected output, if that is more than `output_kb`.
-
-    **Accounting.** If a sandbox can create a group with cgroup v2 (root, or an ordinary user with a delegated group, as by `systemd-run
-    --user --scope`), the kernel counts CPU time there, and memory and processes if it grants these controllers; the log line about the code
-    sandbox says which. Otherwise the sandbox samples about twenty times a second, and estimates the CPU time of shorter processes. Without
-    mount namespaces the size of a program's folder is also checked as soon as the disk fills.
-
-    **Refused**, besides the network and other processes: `flock`, leases and watches on files, file flags, shared memory, semaphores and
-    queues outside the program's folder, `fallocate` without mount namespaces.
-
-    **Remote sandbox** (`backend`): a [SandboxFusion](https://github.com/bytedance/SandboxFusion) server, given by the URL of its
-    `/run_code`. Programs, calls, asserts and all languages mean the same there, if its image has Python 3.10 or later and the languages'
-    compilers. A program gets a fresh interpreter, which never held its tests. Program and tests are processes of one sandbox there, so
-    the protection against a program that attacks the tests is weaker than here.
+    last without a label. If the tests call functions, the last block that defines them counts, so that an example, its output or a
+    command may follow. A block cut off by a stop text extends to the end.
 
     ```yaml
     reward:
@@ -112,13 +48,13 @@ class CodeReward(RewardType):
     reads_answer_first = True
 
     mode: Literal["tests", "expression"] = "tests"
-    """tests: the response is a program; its tests are in the answer or in `column`. expression: it is a Python expression, whose value is
-    compared with the answer."""
+    """tests: the response is a program; its tests are in the answer or in `column`. expression: it is a Python expression, whose value
+    is compared with the answer."""
     column: str | None = None
     """Column with the tests; absent: the answer holds them."""
     commands: dict[str, Language] = Field(default_factory=dict)
-    """Further languages by name: `file`, the program's file name; `run`, the command that runs it; `compile`, the command that compiles it,
-    if any."""
+    """Further languages by name: `file`, the program's file name; `run`, the command that runs it; `compile`, the command that compiles
+    it, if any."""
     languages: Annotated[tuple[str, ...], Field(min_length=1)] = ("python",)
     """Languages that the response may be written in; the code block's label selects one."""
     extract: Extract = "auto"
@@ -191,7 +127,6 @@ class CodeReward(RewardType):
         return [one.result(self.score == "fraction") if isinstance(one, Attempt) else one for one in attempts]
 
     def warm(self) -> None:
-        """Start the sandboxes and run a trial program."""
         if self.backend is None:
             trial = CodeReward(mode="expression", **{name: getattr(self, name) for name in ("languages", "commands", *OF_THE_POOL)})
             [first] = trial([RewardInput("", "", "1 + 1", 2, {}, "stop")])
@@ -202,7 +137,6 @@ class CodeReward(RewardType):
         return self.parallel if self.backend is None else self.backend.concurrency
 
     def describe(self) -> str:
-        """Describe how programs are isolated."""
         runner = self._backend()
         return f"programs run in a sandbox; {runner.describe()}" if isinstance(runner, SandboxPool) else "programs run in a remote sandbox"
 
@@ -269,7 +203,7 @@ class CodeReward(RewardType):
 
 
 def _value(answer: Any) -> Any:
-    """The value that a text spells, if it is a Python literal; else the text."""
+    """Value that a text spells, if it is a Python literal; else the text."""
     if not isinstance(answer, str):
         return answer
     try:

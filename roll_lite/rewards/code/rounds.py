@@ -20,7 +20,7 @@ COMPILE = Limits(cpu_s=20.0, wall_s=60.0, memory_mb=2048, output_kb=16 * 1024, f
 CLOCK = 3.0
 """Ratio of wall-clock to CPU limit, since other processes compute as well."""
 MOST_CALLS = 20
-"""Maximum number of calls that share one run of the program."""
+"""Most calls that share one run of the program."""
 SHOWN = 160
 LONGEST_CODE = 4000
 
@@ -37,11 +37,11 @@ class Attempt:
     passed: int = 0
     done: int = 0
     inside: int = 0
-    """Number of tests decided in the program's process."""
+    """Tests decided in the program's process."""
     spent_s: float = 0.0
     """CPU time, or a third of the wall-clock time if that is more."""
     verdict: str = ""
-    """Verdict of the first failed test."""
+    """Of the first failed test."""
     failure: RewardFailed | None = None
     artifact: bytes = b""
     over: bool = False
@@ -161,7 +161,7 @@ class Rounds:
             attempt.over = True
 
     def _verdicts(self, attempt: Attempt, group: list[Test], ended: Outcome) -> Iterator[str | RewardFailed]:
-        """Verdicts of the tests that ran, at least one; empty text: passed."""
+        """Verdicts of the tests that ran, at least one; empty: passed."""
         if group[0].source is None and group[0].function is None:
             yield _LIMITS[ended.stopped] if ended.stopped else self._verdict(attempt, group[0], ended)
             return
@@ -202,7 +202,7 @@ class Rounds:
 
 
 def _works_in_place(tests: Sequence[Test]) -> bool:
-    """True if the tests are for a function that changes its first argument, as in LeetCode. Doing nothing must not pass all of them."""
+    """Whether the tests are for a function that changes its first argument, as in LeetCode. Doing nothing must not pass all of them."""
     given = [test.args[0] if test.args else None for test in tests]
     return all(isinstance(one, list) and isinstance(test.expected, list) for one, test in zip(given, tests, strict=True)) and any(
         one != test.expected for one, test in zip(given, tests, strict=True)

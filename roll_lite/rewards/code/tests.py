@@ -31,7 +31,7 @@ class Test:
     """Modules that the asserts use without an import."""
     imports: tuple[str, ...] = ()
     inside: str = ""
-    """Why the asserts must run in the program's process; empty if calls with plain values are enough."""
+    """Why the asserts must run in the program's process, or empty."""
 
     def needs(self) -> tuple[str, ...]:
         """Names that a Python program must define; for a method, its bare name."""
@@ -126,7 +126,7 @@ def _text(given: Any) -> str:
 
 
 def _asserts(sources: Sequence[str], entry_point: str | None) -> list[Test]:
-    """Make a test per text, or per function if a text has functions for a test runner."""
+    """A test per text, or per function if a text has functions for a test runner."""
     if not any(word in source for source in sources for word in ("assert", "raises")):
         raise ValueError("text without asserts")
     complete = [whole for source in sources for whole in _complete(source, entry_point)]

@@ -20,11 +20,11 @@ from roll_lite.rewards.terms import Reward
 from roll_lite.rewards.text.format import FormatCheck, format_check
 
 WAIT_SECONDS = 0.1
-"""Maximum wait of a call for async functions in flight, since new samples may join them."""
+"""Longest wait of a call for async functions in flight: new samples may join them."""
 LINGER_SECONDS = 0.005
-"""Wait for further results after the first one; a call of the scorer costs about as much."""
+"""Wait for further results after the first; a call of the scorer costs about as much."""
 LEAST_SECONDS = 0.01
-"""Minimum time for a part if earlier parts have used up the limit."""
+"""Least time of a part if earlier ones have used up the limit."""
 BUSY = 3
 """Multiple of its time limit after which a process is killed from outside. Limits of CPU time, which take longer on a busy machine, must
 end first."""
@@ -35,10 +35,10 @@ class Scored:
     """Results of one call to a reward worker."""
 
     results: dict[int, Score | str | None] = field(default_factory=dict)
-    """Score, cause of failure, or None (score it again) of each sample that is no longer in flight."""
+    """Score, cause of failure, or None (score it again) of each sample no longer in flight."""
     seconds: float = 0.0
     interrupted: bool = False
-    """True if a function was interrupted at an unknown point: the process must be replaced, even with samples in flight."""
+    """A function was interrupted at an unknown point: the process must be replaced, even with samples in flight."""
     suspects: set[int] = field(default_factory=set)
     """Samples without a result whose shared call took too long: one of them is to blame."""
 
@@ -48,7 +48,7 @@ def time_out(name: str, seconds: float) -> str:
 
 
 def slow_start(config: RewardConfig, path: str) -> str:
-    """Message for a reward that was not ready in time. `path`: place of its section in the configuration."""
+    """Message for a reward that was not ready in time. `path`: place of its section."""
     return (
         f"{path}: the reward {config.name!r} was not ready within {config.start_timeout_s:g} s; "
         f"see what its module does when it is imported, or raise {path}.start_timeout_s"
@@ -84,17 +84,14 @@ class BatchScorer:
 
     @classmethod
     def of(cls, config: RewardConfig, path: str) -> tuple[Self, Reward]:
-        """Build a scorer and its reward from the section at `path`; ValueError for a mistake in it."""
+        """Scorer and reward of the section at `path`; ValueError for a mistake in it."""
         reward = build_reward(config, path)
         reward.warm()
         return cls(reward, config.timeout_s, format_check(config, path)), reward
 
     def __call__(self, items: Mapping[int, RewardInput], slice_s: float) -> Scored:
-        """Score `items`, numbered by the caller.
-
-        Samples not begun within the slice get no result. Samples in flight are left out; the next call, with or without items, continues
-        them.
-        """
+        """Score `items`, numbered by the caller. Those not begun within the slice get no result; those in flight are left to the next
+        call, with or without items."""
         started = time.monotonic()
         entries = [_Entry(number, item) for number, item in items.items()]
         scored = Scored(dict.fromkeys(items))
@@ -143,7 +140,7 @@ class BatchScorer:
                 return
 
     def _in_lists(self, function: RewardFunction, entries: list[_Entry], until: float, scored: Scored) -> None:
-        """Call a function with as many samples as it scores side by side, so that each has the full time limit. If a call fails as a whole,
+        """Call a function with as many samples as it scores side by side: each has the full time limit. If a call fails as a whole,
         retry each sample alone to find the culprit."""
         open_ = self._unfailed(entries)
         if not open_ or scored.suspects:
@@ -208,7 +205,7 @@ class BatchScorer:
             task.result()
 
     async def _call_async(self, function: RewardFunction, entries: list[_Entry]) -> None:
-        """Call an async function. If a call for several samples fails as a whole, retry each alone to find the culprit."""
+        """Call an async function. If a call for several samples fails as a whole, retry each alone."""
         try:
             async with asyncio.timeout(self._rest(entries)):
                 scores = await function.scores_async([entry.item for entry in entries])
@@ -231,7 +228,6 @@ class BatchScorer:
         return max(LEAST_SECONDS, self._timeout_s - max(entry.seconds for entry in entries))
 
     def _unfailed(self, entries: list[_Entry]) -> list[_Entry]:
-        """Entries that have not failed."""
         return [one for one in entries if one.failure is None and not any(isinstance(part, RewardFailed) for part in one.parts.values())]
 
     def _result(self, entry: _Entry) -> Score | str | None:

@@ -27,7 +27,7 @@ class RewardProcess:
     """Scores samples one after the other. If one hangs or kills the process, it fails, and a new process starts."""
 
     def __init__(self, config: RewardConfig, path: str) -> None:
-        """`path`: place of the reward's section in the configuration; ValueError for a mistake in it."""
+        """`path`: place of the reward's section; ValueError for a mistake in it."""
         self._config = config
         self._path = path
         self._start()
@@ -95,7 +95,7 @@ class RewardProcess:
 
 
 def _serve(connection: Connection, config: RewardConfig, path: str) -> None:
-    """Main function of the process: build the reward, then answer until the connection closes."""
+    """Build the reward, then answer until the connection closes."""
     os.setpgid(0, 0)  # so that it can be ended with its children
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # drops a pending one; the parent handles Ctrl-C
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -115,7 +115,7 @@ def _serve(connection: Connection, config: RewardConfig, path: str) -> None:
 
 
 def _end_with_parent() -> None:
-    """End this process with its parent, even if the parent is killed while a reward hangs."""
+    """End this process with its parent, even if that is killed while a reward hangs."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])

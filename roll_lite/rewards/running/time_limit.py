@@ -19,15 +19,14 @@ class TimeLimitExceeded(Exception):
 
 
 class _Interruption(BaseException):
-    """Raised in a computation. A BaseException, because computations catch Exception."""
+    """Raised in a computation; a BaseException, because computations catch Exception."""
 
 
 def limited(seconds: float, call: Callable[[], T], *, waiting: bool = False) -> T:
-    """Run call(), and interrupt it after this much CPU time (user and system), so that a busy machine changes no outcome.
+    """Run call(), and interrupt it after this much CPU time (user and system): a busy machine changes no outcome. Main thread only.
 
     With `waiting` the limit is wall-clock time; code that sets its own alarms replaces this one. A CPU limit inside a waiting one pauses
-    the outer clock, which on a busy machine would end a computation that is within its limit. Works in the main thread only, where Python
-    runs signal handlers.
+    the outer clock, which on a busy machine would end a computation that is within its limit.
     """
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("a computation can be stopped in the main thread of a process only: run it in a process of its own")
