@@ -25,6 +25,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))  # support_scripted; ray_session hands the path on to its workers
 TINY = ROOT / "examples" / "models" / "tiny"
 AIM_US = 300
 GROUP, ENGINES, RUNNING, RANKS = 8, 2, 256, 2
@@ -87,12 +88,12 @@ class Dataflow:
     """Engines and service for one length of responses and one number of samples in a batch."""
 
     def __init__(self, tokens: int, folder: Path, dumps: bool = False) -> None:
+        from support_scripted import ScriptedWorker, scripted_spec
+
         from roll_lite.config.schema.domains import DataConfig, DomainConfig, RewardConfig, RolloutConfig, SamplingConfig
         from roll_lite.config.schema.models import ModelConfig
-        from roll_lite.config.schema.models import ScriptedStrategyConfig as Scripted
         from roll_lite.distributed.cluster import ClusterSpec, start_cluster
         from roll_lite.distributed.placement import anywhere
-        from roll_lite.distributed.strategy.base import EngineSpec
         from roll_lite.workers.infer import InferWorker
         from roll_lite.workers.rollout import RolloutSpec
         from roll_lite.workers.rollout_output import DumpSpec
@@ -104,8 +105,8 @@ class Dataflow:
             data=DataConfig(train=folder / "train.jsonl"), sampling=SamplingConfig(max_tokens=tokens), reward=RewardConfig(name="exact")
         )
         settings = RolloutConfig(samples_per_prompt=GROUP)
-        engine = EngineSpec(model, Scripted(response_tokens=tokens), max_model_len=tokens + 64)
-        self.engines = start_cluster(ClusterSpec("actor_infer", anywhere(ENGINES)), InferWorker, engine)
+        engine = scripted_spec(model, max_model_len=tokens + 64, response_tokens=tokens)
+        self.engines = start_cluster(ClusterSpec("actor_infer", anywhere(ENGINES)), ScriptedWorker, engine)
         dump = DumpSpec(self.dumps, {}, "") if dumps else None
         spec = RolloutSpec(model, {"toy": domain}, settings, 1, False, engine_slots=RUNNING, samples_folder=folder / "samples", dumps=dump)
         self.worker = make_worker()

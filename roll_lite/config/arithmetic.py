@@ -137,7 +137,7 @@ def device_numbers(devices: Devices) -> tuple[int, ...]:
 
 def max_model_len(config: RunConfig) -> int:
     """Longest sequence: the engines' setting, or else the longest request of the domains."""
-    return getattr(config.actor_infer.strategy, "max_model_len", None) or max(one.tokens for one in requests(config))
+    return config.actor_infer.strategy.max_model_len or max(one.tokens for one in requests(config))
 
 
 def longest_sequence(config: RunConfig) -> int:

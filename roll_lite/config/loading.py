@@ -32,16 +32,14 @@ def load_config(
     folder: FilePath,
     overrides: Sequence[str] = (),
     *,
-    allow_scripted: bool = False,
     further: Sequence[Check] = (),
     files: bool = True,
     tell: Callable[[str], object] = lambda line: None,
 ) -> RunConfig:
     """Load and check a configuration.
 
-    `name`: a file in `folder` or a shipped one, with or without .yaml. `allow_scripted`: allow the scripted engine, for tests and
-    simulations. `further`: see `check`. `files`: False if no files will be read; paths may then be wrong or missing. `tell`: gets a line
-    for each shipped configuration that a user's file hides.
+    `name`: a file in `folder` or a shipped one, with or without .yaml. `further`: see `check`. `files`: False if no files will be
+    read; paths may then be wrong or missing. `tell`: gets a line for each shipped configuration that a user's file hides.
     """
     name = name.removesuffix(".yaml")
     if (wrong := _no_such_config(name, folder)) is not None:
@@ -51,7 +49,7 @@ def load_config(
         tell(line)
     valid, refused = validate(composed.data, composed.broken)
     config, unplaceable = placed(valid)
-    problems = [*composed.problems, *refused, *unplaceable, *check(config, allow_scripted=allow_scripted, further=further, files=files)]
+    problems = [*composed.problems, *refused, *unplaceable, *check(config, further=further, files=files)]
     problems = [_meant_for_a_sweep(_with_source(problem, composed.origins), overrides) for problem in problems]
     if problems:
         problems = [_without_secrets(problem, composed) for problem in problems]

@@ -8,7 +8,7 @@ number.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from types import NoneType, UnionType
@@ -20,7 +20,6 @@ from pydantic.fields import FieldInfo
 
 from roll_lite.config.problems import NO_VALUE, Missing, Path, Problem, close_names, did_you_mean, dotted, or_nearest, space_missing
 from roll_lite.config.schema.base import Section
-from roll_lite.config.schema.models import ScriptedStrategyConfig
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.config.wording import field_type, in_words, refusal
 
@@ -133,14 +132,14 @@ class _Walker:
         if not isinstance(value, dict):
             # Short forms are sections by now; text comes from an interpolation.
             hint = f"; to interpolate the name, write it as {path[-1]}.name" if isinstance(value, str) else ""
-            self._refuse(path, value, f"expected one of {', '.join(_offered(by_name))}, or a section with such a name{hint}")
+            self._refuse(path, value, f"expected one of {', '.join(by_name)}, or a section with such a name{hint}")
             return None
         default = info.get_default(call_default_factory=True)
         name = value.get("name", default.name if default is not None else None)
         if (*path, "name") in self.broken or not isinstance(name, str) or name not in by_name:
             if (*path, "name") not in self.broken:
-                hint = space_missing(name) or or_nearest(str(name), _offered(by_name), most=2)
-                self._refuse((*path, "name"), name, f"expected one of {', '.join(_offered(by_name))}{hint}")
+                hint = space_missing(name) or or_nearest(str(name), by_name, most=2)
+                self._refuse((*path, "name"), name, f"expected one of {', '.join(by_name)}{hint}")
             return None
         return by_name[name]
 
@@ -203,11 +202,6 @@ def shape_of(annotation: Any) -> Shape:
 def _word(cls: type[Section]) -> str:
     """Name that chooses a member of a union."""
     return str(get_args(cls.model_fields["name"].annotation)[0])
-
-
-def _offered(names: Iterable[str]) -> list[str]:
-    """Names to suggest, without the scripted engine, which is refused later."""
-    return [name for name in names if name != get_args(ScriptedStrategyConfig.model_fields["name"].annotation)[0]]
 
 
 def _optional(annotation: Any) -> bool:

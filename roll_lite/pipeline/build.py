@@ -21,7 +21,7 @@ from roll_lite.config.arithmetic import (
     updates,
 )
 from roll_lite.config.device_phases import WHOLE
-from roll_lite.config.schema.models import CriticRoleConfig, EngineStrategyConfig, ForwardRoleConfig, InferRoleConfig
+from roll_lite.config.schema.models import CriticRoleConfig, ForwardRoleConfig, InferRoleConfig
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.dump_files import FOLDER, found_dumps
 from roll_lite.data.stable_hash import derived_seed
@@ -70,7 +70,7 @@ def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal
     initialize(models.models, live)
     if live is not None and trains(config):
         workers, dtype = model_parallel_size(config.actor_infer), infer_dtype(config)
-        experts = getattr(config.actor_infer.strategy, "expert_parallel", 1)
+        experts = config.actor_infer.strategy.expert_parallel
         sync = WeightSync(models.actor, live.engines.replicas, live.rollouts, config.weight_sync, workers, dtype, experts)
         source = replace(live, weights=sync)
     for line in live.notes() if live is not None else []:
@@ -198,7 +198,7 @@ class Starter:
             config.rollout,
             config.seed,
             config.deterministic,
-            engine_slots=strategy.max_running_requests if isinstance(strategy, EngineStrategyConfig) else None,
+            engine_slots=strategy.max_running_requests,
             samples_folder=samples,
             dumps=self.dumps() if config.rollout.dump or not trains(config) else None,
             greedy_baseline=greedy,

@@ -126,7 +126,7 @@ def scenario_of(config: RunConfig) -> Scenario:
         domains=tuple(_domain(config, name, domain) for name, domain in config.domains.items()),
         engines=arithmetic.engine_replicas,
         rates=rates,
-        limits=EngineLimits(getattr(strategy, "max_running_requests", 256), engine.cached_tokens),
+        limits=EngineLimits(strategy.max_running_requests, engine.cached_tokens),
         rollout=config.rollout,
         trainer=TrainerModel(trainer.overhead_s, 1 / (trainer.tokens_per_device_s * trained_on), trainer.sync_s, trainer.log_probs),
         failures=Failures(

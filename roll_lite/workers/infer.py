@@ -48,6 +48,7 @@ class InferWorker(AsyncWorker):
     """Worker of an engine replica: every method runs in the process's event loop, beside the engine's own work."""
 
     lives_alone: ClassVar[bool] = True
+    build = staticmethod(build_engine)
     _watching: asyncio.Task[None] | None = None
     _watching_parts: asyncio.Task[None] | None = None
 
@@ -58,7 +59,7 @@ class InferWorker(AsyncWorker):
         strategy = share_of_device(spec.strategy, self.rank % spec.sharers, spec.sharers)
         spec = replace(spec, strategy=strategy, seed=derived_seed(spec.seed, "actor_infer", self.rank))
         self._parts = EngineParts(spec, parts[self.rank]) if parts and parts[self.rank] else None
-        self._strategy = build_engine(spec if self._parts is None else self._parts.spec)
+        self._strategy = self.build(spec if self._parts is None else self._parts.spec)
         self._ready = asyncio.Event()
         self._pump = CompletionPump(self._strategy, fetch_block, columns=spec.columns)
 

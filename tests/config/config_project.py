@@ -69,12 +69,11 @@ class Project:
         write_safetensors(file, weights | heads)
         return file.parent
 
-    def load(self, *overrides: str, name: str = "run", allow_scripted: bool = False) -> RunConfig:
+    def load(self, *overrides: str, name: str = "run") -> RunConfig:
         return load_config(
             name,
             self.folder / "configs",
             list(overrides),
-            allow_scripted=allow_scripted,
             further=[check_resumption, check_dumps, check_data, check_rewards, needs_gpus, check_run_dir, simulated_domains],
         )
 

@@ -12,10 +12,10 @@ import pytest
 from engine_harness import PROMPT, Harness, Make, require
 from scheduler_support import by_tokens, make_domain, tokens_of
 from support_local_engine import LocalEngine
+from support_scripted import ScriptedEngine
 
 from roll_lite.data.samples import FinishReason, GenerationRequest, Prompt, Sample, SampleOutcome, Sampling, VersionSpan
 from roll_lite.distributed.strategy.base import PauseMode
-from roll_lite.distributed.strategy.scripted import ScriptedEngine
 from roll_lite.scheduler.router import Router
 from roll_lite.scheduler.service import RolloutService
 

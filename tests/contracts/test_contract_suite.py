@@ -34,7 +34,6 @@ def test_in_ci_it_is_a_failure(make: Make, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_every_engine_of_the_schema_is_under_contract() -> None:
-    """The scripted one has tests of its own: it has no numbers."""
     union, *_ = get_args(InferStrategyConfig)
     names = {variant.model_fields["name"].default for variant in get_args(union)}
-    assert names - {"scripted"} == set(MAKES) == set(DISTRIBUTIONS)
+    assert names == set(MAKES) == set(DISTRIBUTIONS)

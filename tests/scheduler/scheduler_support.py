@@ -8,10 +8,10 @@ from math import inf
 from typing import Any
 
 from support_local_engine import LocalEngine
+from support_scripted import Response, Script, ScriptedEngine
 
 from roll_lite.data.prompts import PromptOrder
 from roll_lite.data.samples import GenerationRequest, Prompt, RewardInput, Sample, Sampling, Score
-from roll_lite.distributed.strategy.scripted import Response, Script, ScriptedEngine
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.scheduler.domain import Domain, PromptSource
 from roll_lite.scheduler.router import Router

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_support import Prompts, TimedReward, attempt_of, make_domain, make_service, prompt_of, tokens_of
+from support_scripted import Response, Script
 
 from roll_lite.data.samples import GenerationRequest, RewardInput, Sample, SampleGroup, SampleOutcome, Sampling
 from roll_lite.data.stable_hash import stable_hash
-from roll_lite.distributed.strategy.scripted import Response, Script
 from roll_lite.scheduler.domain import DomainFailed, greedy
 from roll_lite.scheduler.service import RolloutResult, accepted
 from roll_lite.simulator.clock import run_virtual

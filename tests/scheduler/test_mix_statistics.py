@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from scheduler_support import make_domain, make_service, prompt_of
+from support_scripted import Response, Script
 
 from roll_lite.data.samples import GenerationRequest, SampleGroup
-from roll_lite.distributed.strategy.scripted import Response, Script
 from roll_lite.scheduler.filters import FUNCTION, GroupFilter, LeftOut
 from roll_lite.scheduler.service import RolloutService
 from roll_lite.scheduler.stats import DomainStats

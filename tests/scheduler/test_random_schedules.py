@@ -19,10 +19,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from schedule_model import DomainPlan, House, Model, Remembered
 from scheduler_support import Prompts, TimedReward, make_domain
 from support_local_engine import LocalEngine
+from support_scripted import Response, ScriptedEngine
 
 from roll_lite.data.samples import FinishReason, RewardInput, Sample, SampleGroup, SampleId, Sampling, Score
 from roll_lite.data.stable_hash import stable_hash
-from roll_lite.distributed.strategy.scripted import Response, ScriptedEngine
 from roll_lite.scheduler.domain import DataExhausted, DomainFailed
 from roll_lite.scheduler.filters import FUNCTION, GroupFilter, LeftOut
 from roll_lite.scheduler.router import NoEngineLeft, Router

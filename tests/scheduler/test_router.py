@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import pytest
 from scheduler_support import by_tokens, make_domain, make_service, prompt_of
 from support_local_engine import LocalEngine, ask
+from support_scripted import Response, ScriptedEngine
 
 from roll_lite.data.samples import FinishReason, GenerationRequest, Sampling, TokenRow, Turn, VersionSpan
-from roll_lite.distributed.strategy.scripted import Response, ScriptedEngine
 from roll_lite.scheduler.choice import EngineLoad
 from roll_lite.scheduler.engines import Asked, EngineLost
 from roll_lite.scheduler.flight import ExpectedLength, Flight

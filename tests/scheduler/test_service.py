@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_support import Prompts, TimedReward, attempt_of, by_tokens, make_domain, make_service, prompt_of, tokens_of
+from support_scripted import Response, Script
 
 from roll_lite.data.prompts import PromptOrder
 from roll_lite.data.samples import GenerationRequest, RewardInput, SampleGroup, SampleOutcome, Sampling
 from roll_lite.data.stable_hash import stable_hash
-from roll_lite.distributed.strategy.scripted import Response, Script
 from roll_lite.scheduler.domain import DomainFailed
 from roll_lite.scheduler.filters import FUNCTION, GroupFilter, LeftOut
 from roll_lite.scheduler.router import NoEngineLeft

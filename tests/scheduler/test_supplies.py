@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_support import TimedReward, by_tokens, make_domain, make_service
+from support_scripted import Response, Script, ScriptedEngine
 
 from roll_lite.data.prompts import PromptOrder
 from roll_lite.data.samples import GenerationRequest, RewardInput, SampleGroup, SampleOutcome, Score
 from roll_lite.data.stable_hash import stable_hash
-from roll_lite.distributed.strategy.scripted import Response, Script, ScriptedEngine
 from roll_lite.scheduler.domain import DataExhausted, Domain, DomainFailed
 from roll_lite.scheduler.filters import FUNCTION, LOW, GroupFilter, LeftOut, kept_between, kept_by
 from roll_lite.scheduler.router import NoEngineLeft

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from scheduler_support import by_tokens, make_domain, make_service
 from support_local_engine import LocalEngine
+from support_scripted import Response, ScriptedEngine
 
 from roll_lite.data.samples import FinishReason, GenerationRequest, SampleOutcome, Sampling, Turn
 from roll_lite.data.stable_hash import stable_hash
 from roll_lite.distributed.strategy.base import PauseMode
-from roll_lite.distributed.strategy.scripted import Response, ScriptedEngine
 from roll_lite.scheduler.engines import Asked, EngineLost
 from roll_lite.scheduler.flight import LOOK_S
 from roll_lite.scheduler.router import NoEngineLeft, RequestFailed, Router

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 from scheduler_support import Prompts, by_tokens, make_domain, make_service
+from support_scripted import Response, Script
 
 from roll_lite.data.samples import GenerationRequest, Sampling
-from roll_lite.distributed.strategy.scripted import Response, Script
 from roll_lite.scheduler.router import Router
 from roll_lite.scheduler.supply import Asynchronous
 from roll_lite.simulator.clock import run_virtual

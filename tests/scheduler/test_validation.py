@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 from scheduler_support import Prompts, TimedReward, by_tokens, make_domain, make_service
+from support_scripted import Response, Script, ScriptedEngine
 
 from roll_lite.data.samples import GenerationRequest, RewardInput, Sampling, Score
-from roll_lite.distributed.strategy.scripted import Response, Script, ScriptedEngine
 from roll_lite.scheduler.router import NoEngineLeft, Router
 from roll_lite.scheduler.service import RolloutResult, RolloutService
 from roll_lite.scheduler.supply import Asynchronous, OneStepOff, OnSync

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from support_models import make_tokenizer
+from support_scripted import ScriptedWorker, scripted_spec
 
 from roll_lite.config.schema.domains import DataConfig, DomainConfig, RewardConfig, RolloutConfig, SamplingConfig
-from roll_lite.config.schema.models import ModelConfig, ScriptedStrategyConfig
+from roll_lite.config.schema.models import ModelConfig
 from roll_lite.distributed.cluster import Cluster, ClusterSpec, start_cluster
 from roll_lite.distributed.placement import anywhere
 from roll_lite.distributed.strategy.base import EngineSpec
@@ -43,7 +44,7 @@ def domain(folder: Path, name: str, share: float, reward: str, validation: int =
     )
 
 
-class DoomedWorker(InferWorker):
+class DoomedWorker(ScriptedWorker):
     """Hands out parts of responses early, and ends when it is to and its caller has two parts of each."""
 
     _number: int | None = None
@@ -66,8 +67,8 @@ class DoomedWorker(InferWorker):
 
 
 @contextmanager
-def engines(model: ModelConfig, replicas: int, worker: type[InferWorker] = InferWorker, **script: Any) -> Iterator[Cluster[InferWorker]]:
-    spec = EngineSpec(model, ScriptedStrategyConfig(**script), max_model_len=128)
+def engines(model: ModelConfig, replicas: int, worker: type[InferWorker] = ScriptedWorker, **script: Any) -> Iterator[Cluster[InferWorker]]:
+    spec = scripted_spec(model, max_model_len=128, **script)
     cluster = start_cluster(ClusterSpec("actor_infer", anywhere(replicas)), worker, spec)
     try:
         cluster.all(InferWorker.initialize)

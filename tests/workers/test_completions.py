@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 from support_local_engine import LocalEngine, ask, collect, fetch_block
+from support_scripted import LOG_PROB, Response, ScriptedEngine
 
 from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, Sampling, TokenRow, Turn, VersionSpan
-from roll_lite.distributed.strategy.scripted import LOG_PROB, Response, ScriptedEngine
 from roll_lite.scheduler.engines import Collected, EngineLost
 from roll_lite.scheduler.router import Router
 from roll_lite.simulator.clock import run_virtual

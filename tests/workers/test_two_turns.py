@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from support_local_engine import LocalEngine
+from support_scripted import LOG_PROB, Response, ScriptedEngine
 
 from roll_lite.algorithms.losses import row_weights
 from roll_lite.config.schema.algorithm import AlgorithmConfig
@@ -14,7 +15,6 @@ from roll_lite.data.microbatch import MicroBatchOutputs, padded
 from roll_lite.data.prompts import PromptOrder
 from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import Author, GenerationRequest, Prompt, RewardInput, SampleOutcome, Sampling, Score, Segment, VersionSpan
-from roll_lite.distributed.strategy.scripted import LOG_PROB, Response, ScriptedEngine
 from roll_lite.scheduler.domain import Domain
 from roll_lite.scheduler.router import Router
 from roll_lite.scheduler.runner import Conversation, Episode

@@ -34,7 +34,7 @@ from roll_lite.config.checks.secrets import addresses_without_secrets
 from roll_lite.config.problems import Mistake, Problem, did_you_mean
 from roll_lite.config.schema.base import Mistakes, readable
 from roll_lite.config.schema.domains import DomainConfig
-from roll_lite.config.schema.models import ForwardRoleConfig, InferRoleConfig, OptimizerConfig, ScriptedStrategyConfig
+from roll_lite.config.schema.models import ForwardRoleConfig, InferRoleConfig, OptimizerConfig
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.config.validation import value_at
 
@@ -48,7 +48,7 @@ Check = Callable[[RunConfig], Iterable[Mistake]]
 SectionCheck = Callable[[RunConfig, str, Any], Iterable[Mistake]]
 
 
-def check(config: RunConfig, *, allow_scripted: bool = False, further: Sequence[Check] = (), files: bool = True) -> list[Problem]:
+def check(config: RunConfig, *, further: Sequence[Check] = (), files: bool = True) -> list[Problem]:
     """Find all problems beyond the schema. `further`: checks that other packages add. `files`: also look at the files that paths name, and
     at this machine."""
     of_files = (*GPU_CHECKS, *FILE_CHECKS, *LORA_FILE_CHECKS) if files else ()
@@ -59,8 +59,6 @@ def check(config: RunConfig, *, allow_scripted: bool = False, further: Sequence[
         found += readable(_each(config, sections, checks))
     for name in ("actor_train", "actor_infer", "reference", "critic"):
         found += readable(_role(config, name))
-    if not allow_scripted:
-        found += readable(_no_scripted_engine(config))
     return [one if isinstance(one, Problem) else Problem(*one, value_at(config, one[0])) for one in found]
 
 
@@ -172,17 +170,11 @@ def _trackers(config: RunConfig) -> Iterator[Mistake]:
 
 
 def _max_model_len(config: RunConfig) -> Mistakes:
-    given, longest = getattr(config.actor_infer.strategy, "max_model_len", None), max(requests(config), key=lambda one: one.tokens)
+    given, longest = config.actor_infer.strategy.max_model_len, max(requests(config), key=lambda one: one.tokens)
     if given is not None and given < longest.tokens:
         sizes = f"max_prompt_tokens {longest.sampling.max_prompt_tokens} + max_tokens {longest.sampling.max_tokens} = {longest.tokens}"
         message = f"domain {longest.domain!r} needs {sizes} ({longest.path}); use at least {longest.tokens}, or leave it out"
         yield "actor_infer.strategy.max_model_len", message
-
-
-def _no_scripted_engine(config: RunConfig) -> Mistakes:
-    if isinstance(config.actor_infer.strategy, ScriptedStrategyConfig):
-        message = "the scripted engine makes up its answers and is for tests only; use vllm or sglang"
-        yield "actor_infer.strategy.name", message
 
 
 RUN_CHECKS = (

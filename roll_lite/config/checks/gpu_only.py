@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from roll_lite.config.arithmetic import adapters_of_engines, device_numbers, generates, infer_dtype, replays_engines, roles, trains
 from roll_lite.config.checks import layout
 from roll_lite.config.schema.base import Mistakes
-from roll_lite.config.schema.models import EngineStrategyConfig, SglangStrategyConfig, VllmStrategyConfig
+from roll_lite.config.schema.models import SglangStrategyConfig, VllmStrategyConfig
 from roll_lite.config.schema.run import RunConfig
 
 SGLANG_FP8 = ("qwen2", "qwen3")
@@ -55,7 +55,7 @@ def _heads_of_vllm(config: RunConfig) -> Mistakes:
 
 def _adapters_alone(config: RunConfig) -> Mistakes:
     lora = adapters_of_engines(config)
-    if lora is None or not isinstance(config.actor_infer.strategy, EngineStrategyConfig) or not layout.gpus_visible():
+    if lora is None or not layout.gpus_visible():
         return
     if (dtype := infer_dtype(config)) == "float32":
         message = f"on GPUs engines' kernels for adapters compute in 16 bits, and actor_infer.dtype (where absent, model.dtype) is {dtype}"

@@ -28,7 +28,6 @@ from roll_lite.config.schema.models import (
     JudgeServerConfig,
     MegatronStrategyConfig,
     RewardModelConfig,
-    ScriptedStrategyConfig,
     SglangStrategyConfig,
 )
 from roll_lite.config.schema.run import RunConfig
@@ -139,7 +138,7 @@ def _model_is_long_enough(config: RunConfig) -> Mistakes:
     more = f"is more than the model's {shape.max_positions} positions (max_position_embeddings)"
     if ptx is not None and ptx.max_tokens > shape.max_positions:
         yield "algorithm.ptx.max_tokens", more
-    if (given := getattr(config.actor_infer.strategy, "max_model_len", None)) is not None:
+    if (given := config.actor_infer.strategy.max_model_len) is not None:
         if given > shape.max_positions:
             yield "actor_infer.strategy.max_model_len", more
         return
@@ -178,12 +177,6 @@ def _verified_experts(config: RunConfig) -> Mistakes:
         yield "weight_sync.verify", message
 
 
-def _engine_tells_of_experts(config: RunConfig) -> Mistakes:
-    if replays_engines(config) and isinstance(config.actor_infer.strategy, ScriptedStrategyConfig):
-        message = "a scripted engine does not say which experts it used; use actor_infer.strategy.name: sglang, or routing_replay: train"
-        yield "algorithm.routing_replay", message
-
-
 def _experts_over_an_update(config: RunConfig) -> Mistakes:
     """Refuse paused requests with routing replay: SGLang recomputes their tokens with new weights, and reports only those experts."""
     rollout = config.rollout
@@ -195,7 +188,6 @@ def _experts_over_an_update(config: RunConfig) -> Mistakes:
 
 LAYOUT_CHECKS = (
     _verified_experts,
-    _engine_tells_of_experts,
     _experts_over_an_update,
     _model_is_long_enough,
     _engine_knows_the_model,

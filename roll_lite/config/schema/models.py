@@ -161,7 +161,7 @@ class MegatronStrategyConfig(Section):
 
 
 class EngineStrategyConfig(Section):
-    """Settings of all real engines: only the name differs between them."""
+    """Settings of all engines: only the name differs between them."""
 
     name: str
     tensor_parallel: PositiveInt = 1
@@ -214,20 +214,8 @@ class HfStrategyConfig(Section):
     name: Literal["hf"] = "hf"
 
 
-class ScriptedStrategyConfig(Section):
-    """Simulated engine with given lengths, delays and failures, only for tests of the scheduler and simulations."""
-
-    name: Literal["scripted"] = "scripted"
-    response_tokens: PositiveInt = 8
-    """Length of every response."""
-    seconds_per_token: NonNegativeFloat = 0.0
-    """Time per token."""
-    failure_rate: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of requests that fail."""
-
-
 TrainStrategyConfig = MegatronStrategyConfig
-InferStrategyConfig = Annotated[VllmStrategyConfig | SglangStrategyConfig | ScriptedStrategyConfig, Field(discriminator="name")]
+InferStrategyConfig = Annotated[VllmStrategyConfig | SglangStrategyConfig, Field(discriminator="name")]
 RewardModelStrategyConfig = Annotated[HfStrategyConfig | MegatronStrategyConfig, Field(discriminator="name")]
 
 ON_A_NODE = re.compile(r"node(\d{1,4}):(\d{1,4})(?:-(\d{1,4}))?")

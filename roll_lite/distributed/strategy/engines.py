@@ -12,7 +12,6 @@ from roll_lite.config.problems import Problem, or_nearest
 from roll_lite.config.schema.models import (
     EngineStrategyConfig,
     InferStrategyConfig,
-    ScriptedStrategyConfig,
     SglangStrategyConfig,
     VllmStrategyConfig,
 )
@@ -40,17 +39,11 @@ def build_engine(spec: EngineSpec) -> InferenceStrategy:
             from roll_lite.distributed.strategy.sglang.compat.engine import SglangEngine
 
             return EngineStrategy(SglangEngine(spec), spec)
-        case ScriptedStrategyConfig():
-            from roll_lite.distributed.strategy.scripted import ScriptedEngine
-
-            return ScriptedEngine(spec.strategy)
 
 
 def share_of_device(strategy: InferStrategyConfig, place: int, sharers: int) -> InferStrategyConfig:
     """Settings of one of several engines on a GPU, each with an equal share. `place`: engines already there. vLLM's setting is a share of
     the GPU, SGLang's of its free memory."""
-    if not isinstance(strategy, EngineStrategyConfig):
-        return strategy
     part = strategy.gpu_memory_utilization / sharers
     taken = place * part if isinstance(strategy, SglangStrategyConfig) else 0.0
     return strategy.model_copy(update={"gpu_memory_utilization": part / (1 - taken)})
@@ -67,8 +60,6 @@ def build_part(spec: EngineSpec) -> EnginePart:
             from roll_lite.distributed.strategy.sglang.compat.engine import SglangEngine
 
             return SglangEngine(spec)
-        case ScriptedStrategyConfig():
-            raise AssertionError("a scripted engine has one process")
 
 
 QUANTIZATION = dict.fromkeys(("quantization", "quantization_config", "modelopt_quant"), "quantization")

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 from support_local_engine import LocalEngine
+from support_scripted import Response, ScriptedEngine
 
 from roll_lite.config.schema.models import ModelConfig, VllmStrategyConfig
 from roll_lite.data.samples import Completion, GenerationRequest, Sampling, Turn
@@ -23,7 +24,6 @@ from roll_lite.distributed.strategy.inference.engine import EngineStrategy
 from roll_lite.distributed.strategy.inference.processes import EngineProcesses
 from roll_lite.distributed.strategy.inference.requests import InFlight
 from roll_lite.distributed.strategy.inference.step_watch import StepWatch, step_limit
-from roll_lite.distributed.strategy.scripted import Response, ScriptedEngine
 from roll_lite.scheduler.router import Router
 from roll_lite.simulator.clock import run_virtual
 from tests.distributed.strategy.inference.test_engine_order import A, B, Engine, way

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from support_completions import completions
+from support_scripted import Response, ScriptedEngine, equal_responses
 
-from roll_lite.config.schema.models import ScriptedStrategyConfig
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, Sampling, VersionSpan
 from roll_lite.distributed.strategy.base import EngineMemory, PauseMode
-from roll_lite.distributed.strategy.scripted import Response, ScriptedEngine
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, Membership, Route
 from roll_lite.simulator.clock import run_virtual
 
@@ -186,7 +185,7 @@ async def test_an_update_must_be_whole_and_in_order() -> None:
 
 
 async def test_a_configured_engine_fails_as_often_as_it_says() -> None:
-    scripted = ScriptedEngine(ScriptedStrategyConfig(response_tokens=3, failure_rate=0.25))
+    scripted = ScriptedEngine(equal_responses(response_tokens=3, failure_rate=0.25))
     finished = await finish(scripted, *(request(f"r{i}") for i in range(2000)))
     failed = [completion for _, completion in finished if completion.error]
     assert 420 <= len(failed) <= 580  # 500 expected, standard deviation 19
@@ -209,7 +208,7 @@ def test_death_fails_everything_now_and_later() -> None:
 
 
 async def test_seeded_requests_repeat_and_others_do_not() -> None:
-    scripted = ScriptedEngine(ScriptedStrategyConfig(response_tokens=8))
+    scripted = ScriptedEngine(equal_responses(response_tokens=8))
 
     async def tokens(name: str, seed: int | None) -> tuple[int, ...]:
         return (await finish(scripted, request(name, seed=seed)))[0][1].token_ids

@@ -1,4 +1,4 @@
-"""Engine with scripted lengths, delays and failures, for scheduler tests and simulations. Tokens mean nothing, log-probs are a constant."""
+"""Engine with scripted lengths, delays and failures, for scheduler tests and benches. Tokens mean nothing, log-probs are a constant."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from roll_lite.config.schema.models import ScriptedStrategyConfig
+from roll_lite.config.schema.models import ModelConfig, VllmStrategyConfig
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, VersionSpan, since_token
 from roll_lite.data.stable_hash import stable_hash
 from roll_lite.distributed.strategy.base import (
     EngineHealth,
     EngineMemory,
+    EngineSpec,
     InferenceStrategy,
     PauseMode,
     Report,
@@ -22,6 +24,7 @@ from roll_lite.distributed.strategy.inference.life import EngineEvent, EngineLif
 from roll_lite.distributed.strategy.inference.requests import InFlight, ProgressReports
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, Membership, Route, tensors_of
 from roll_lite.distributed.weight_sync.update import WeightUpdate, check_tensors
+from roll_lite.workers.infer import InferWorker
 
 LOG_PROB = -1.0
 
@@ -44,12 +47,12 @@ class Response:
 Script = Callable[[GenerationRequest], Response]
 
 
-def script_from(config: ScriptedStrategyConfig) -> Script:
+def equal_responses(response_tokens: int = 8, seconds_per_token: float = 0.0, failure_rate: float = 0.0) -> Script:
     """Equal responses, with failures drawn by a hash of the request's id, so that another attempt may succeed."""
 
     def script(request: GenerationRequest) -> Response:
-        failed = stable_hash("failure", request.request_id) % 1_000_000 < config.failure_rate * 1_000_000
-        return Response(config.response_tokens, config.seconds_per_token, error="scripted failure" if failed else None)
+        failed = stable_hash("failure", request.request_id) % 1_000_000 < failure_rate * 1_000_000
+        return Response(response_tokens, seconds_per_token, error="scripted failure" if failed else None)
 
     return script
 
@@ -92,12 +95,12 @@ class ScriptedEngine(InferenceStrategy):
 
     def __init__(
         self,
-        script: Script | ScriptedStrategyConfig | None = None,
+        script: Script | None = None,
         slots: int | None = None,
         weights: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         """`weights`: names and shapes of the pretended model; None: any update fits."""
-        self._script = script_from(script or ScriptedStrategyConfig()) if not callable(script) else script
+        self._script = script or equal_responses()
         self._slots = slots
         self._weights = weights
         self._running: dict[str, _Running] = {}
@@ -275,6 +278,19 @@ class ScriptedEngine(InferenceStrategy):
 
     async def shutdown(self) -> None:
         self.kill("shut down")
+
+
+def scripted_spec(model: ModelConfig, max_model_len: int, sharers: int = 1, **script: Any) -> EngineSpec:
+    """Settings of a ScriptedWorker; the arguments of `equal_responses` travel as arguments of an engine."""
+    return EngineSpec(model, VllmStrategyConfig(engine_args=script), max_model_len, sharers=sharers)
+
+
+class ScriptedWorker(InferWorker):
+    """Worker of a scripted engine."""
+
+    @staticmethod
+    def build(spec: EngineSpec) -> InferenceStrategy:
+        return ScriptedEngine(equal_responses(**spec.strategy.engine_args))
 
 
 def _token_ids(request: GenerationRequest, tokens: int) -> tuple[int, ...]:
