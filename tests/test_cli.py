@@ -387,6 +387,19 @@ def test_fp8_is_checked_without_a_gpu_and_not_run(monkeypatch: pytest.MonkeyPatc
     assert "  - actor_infer.strategy.quantization" in capsys.readouterr().err
 
 
+def test_without_steps_a_check_shows_the_arithmetic_of_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "-cn", "tiny_grpo", "steps=???"]) == 2
+    shown = capsys.readouterr().err
+    assert "samples per step        256" in shown and "learning rate" not in shown and "steps: has to be given" in shown
+
+
+def test_batches_that_cannot_be_recomputed_are_noted(capsys: pytest.CaptureFixture[str]) -> None:
+    note = "note: batches.write: always: examples/recompute.py will refuse these batches, it has no formula for model.dtype: bfloat16"
+    for write, told in (("always", True), ("auto", False)):
+        assert main(["check", "-cn", "tiny_grpo", "model.dtype=bfloat16", f"batches.write={write}"]) == 0
+        assert (note in capsys.readouterr().err) == told
+
+
 def test_a_check_needs_no_run_folder(capsys: pytest.CaptureFixture[str]) -> None:
     for command_, code in (("check", 0), ("run", 2)):
         assert main([command_, "-cn", "tiny_grpo", "run_dir=/proc/runs", "--cfg", "job"]) == code

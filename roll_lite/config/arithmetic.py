@@ -11,7 +11,7 @@ from typing import Literal
 from roll_lite.config.checks.functions import parameters_of
 from roll_lite.config.keep_mask import is_truncated
 from roll_lite.config.schema.algorithm import KlInLossConfig, KlInRewardConfig
-from roll_lite.config.schema.base import Refused
+from roll_lite.config.schema.base import Refused, readable
 from roll_lite.config.schema.domains import DomainConfig, SamplingConfig
 from roll_lite.config.schema.losses import CustomLossConfig
 from roll_lite.config.schema.models import (
@@ -107,7 +107,7 @@ class BatchArithmetic:
     """Sizes of each role's cluster."""
     passes: tuple[PassArithmetic, ...]
     learning_rates: dict[str, str]
-    """Learning rates over the whole run in words, by role."""
+    """Learning rates over the whole run in words, by role; empty while `steps` or an optimizer's value is missing."""
     domains: tuple[DomainArithmetic, ...]
     prompts_per_step: int
     samples_per_step: Fraction
@@ -340,7 +340,7 @@ def derive(config: RunConfig) -> BatchArithmetic:
     return BatchArithmetic(
         clusters=clusters,
         passes=tuple(_passes(config, by_role, domains)),
-        learning_rates={name: _learning_rate(optimizer, updates(config, name)) for name, optimizer in trained.items()},
+        learning_rates=dict(readable((name, _learning_rate(optimizer, updates(config, name))) for name, optimizer in trained.items())),
         domains=domains,
         prompts_per_step=prompts,
         samples_per_step=samples,

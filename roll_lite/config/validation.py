@@ -25,6 +25,13 @@ from roll_lite.config.wording import field_type, in_words, refusal
 
 FORMER_NAMES = ("type", "kind")
 """Former keys for `name` in some sections."""
+OTHERS_NAMES = {
+    "learning_rate": "lr",
+    "max_new_tokens": "max_tokens",
+    "num_generations": "samples_per_prompt",
+    "rollout_batch_size": "prompts_per_step",
+}
+"""Settings' names in other trainers, and ours."""
 
 
 class _Invalid:
@@ -156,16 +163,17 @@ class _Walker:
                 self._refuse((*path, key), value, message)
             return []
         below, anywhere = ([(dotted(place), one) for place, one in sections(*root)] for root in ((cls, path), ()))
-        meant = close_names(key, cls.model_fields)
-        hint = did_you_mean(key, cls.model_fields)
-        inside = [f"{place}.{key}" for place, one in below if key in one.model_fields]
-        elsewhere = inside or [f"{place}.{key}" for place, one in anywhere if key in one.model_fields and not meant]
-        if not meant and not elsewhere and (near := close_names(key, {name for _, one in below for name in one.model_fields}, most=1)):
+        ours = OTHERS_NAMES.get(key, key)
+        meant = close_names(ours, cls.model_fields)
+        hint = did_you_mean(ours, cls.model_fields)
+        inside = [f"{place}.{ours}" for place, one in below if ours in one.model_fields]
+        elsewhere = inside or [f"{place}.{ours}" for place, one in anywhere if ours in one.model_fields and not meant]
+        if not meant and not elsewhere and (near := close_names(ours, {name for _, one in below for name in one.model_fields}, most=1)):
             elsewhere = [f"{place}.{near[0]}" for place, one in below if near[0] in one.model_fields]
         if elsewhere:
             hint = f"there is {' and '.join(list(dict.fromkeys(elsewhere))[:3])}" + ("" if inside else f"; {hint}")
         self._refuse((*path, key), value, f"unknown key; {hint}")
-        return close_names(key, [name for name in cls.model_fields if name not in data])
+        return close_names(ours, [name for name in cls.model_fields if name not in data])
 
     def _refuse(self, path: Path, value: Any, message: str) -> None:
         self.problems.append(Problem(dotted(path) or "(top)", message, value))
@@ -257,9 +265,11 @@ def words_at(path: Path) -> str:
     return in_words(field_type(fields[0])) if fields else ""
 
 
-def is_removed_by_null(path: Path) -> bool:
-    """True for entries of a mapping, and for keys that have a default and cannot be null."""
+def is_removed_by_null(path: Path, inherited: bool) -> bool:
+    """True for inherited entries of a mapping, and for keys that have a default and cannot be null: sections, and inherited values."""
     fields = _fields_at(path)
+    if not inherited and (len(sections_at(path)) != 1 or not fields):
+        return False
     if sections_at(path) and not fields:
         return not path[-1].isdigit()
     takes_null = any("enabled" in cls.model_fields for cls in sections_at(path))

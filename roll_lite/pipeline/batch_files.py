@@ -19,8 +19,8 @@ import numpy as np
 import pyarrow as pa
 
 from roll_lite.config.arithmetic import group_size, longest_sequence, trains
+from roll_lite.config.checks.notes import without_formula
 from roll_lite.config.device_phases import Phase
-from roll_lite.config.schema.models import FEED_FORWARD
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.columns_file import as_table, rows_file, write_columns, write_table
 from roll_lite.data.keys import Columns
@@ -28,7 +28,6 @@ from roll_lite.data.minibatches import MiniBatch
 from roll_lite.data.proto import DataProto
 from roll_lite.distributed.dataflow import Batch
 from roll_lite.files import FileRecord, record
-from roll_lite.models.hf_config import read_model_shape
 from roll_lite.pipeline.clusters import Clusters, Model
 from roll_lite.pipeline.devices import states
 from roll_lite.pipeline.skipped_updates import Skipped
@@ -120,18 +119,8 @@ def batches_are_written(config: RunConfig) -> bool:
     if not trains(config):
         return False
     if config.batches.write == "auto":
-        return most_tokens(config) <= SMALL_STEP_TOKENS and _has_formulas(config)
+        return most_tokens(config) <= SMALL_STEP_TOKENS and not without_formula(config)
     return config.batches.write == "always"
-
-
-def _has_formulas(config: RunConfig) -> bool:
-    """examples/recompute.py can compute this training."""
-    lora = config.actor_train.lora
-    return (
-        config.model.dtype == "float32"
-        and config.algorithm.routing_replay == "none"
-        and (lora is None or set(FEED_FORWARD).isdisjoint(lora.targets) or not read_model_shape(config.model.path).experts)
-    )
 
 
 def _supervised_columns(rows: DataProto) -> DataProto:

@@ -685,6 +685,7 @@ def test_a_reference_that_becomes_another_one_is_told(project: Project) -> None:
 
 
 def test_no_validation_can_be_written_as_null(project: Project) -> None:
+    assert project.load("checkpoint=null").checkpoint == project.load().checkpoint, "nothing is inherited"
     assert not project.load("validation=null").validation.enabled and project.load().validation.enabled
 
 

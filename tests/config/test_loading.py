@@ -83,6 +83,12 @@ WRONG_VALUES = {
     "unknown precision": ("actor_train.optimizer={moments: float16}", "actor_train.optimizer.moments", "unknown key; valid here: betas"),
     "unknown key in a variant": ("actor_infer.strategy.max_model_length=9", "actor_infer.strategy.max_model_length", "'max_model_len'"),
     "known elsewhere": ("lr=1", "lr", "there is actor_train.optimizer.lr and critic.optimizer.lr"),
+    "another trainer's word": (
+        "actor_train.learning_rate=1",
+        "actor_train.learning_rate",
+        "unknown key; there is actor_train.optimizer.lr",
+    ),
+    "another word, beside ours": ("rollout.num_generations=1", "rollout.num_generations", "there is rollout.samples_per_prompt"),
     "known two sections below": ("actor_train.lr=1", "actor_train.lr", "unknown key; there is actor_train.optimizer.lr"),
     "misspelt below": ("actor_train.warmup_step=1", "actor_train.warmup_step", "there is actor_train.optimizer.warmup_steps"),
     "below a user's own name": ("domains.add.temperature=1", "domains.add.temperature", "there is domains.add.sampling.temperature"),

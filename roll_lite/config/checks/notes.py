@@ -11,7 +11,9 @@ from roll_lite.config.checks.lora import engine_notes, reference_notes
 from roll_lite.config.checks.rollout import staleness_notes
 from roll_lite.config.checks.secrets import plain_secrets
 from roll_lite.config.schema.base import Refused
+from roll_lite.config.schema.models import FEED_FORWARD
 from roll_lite.config.schema.run import RunConfig
+from roll_lite.models.hf_config import read_model_shape
 
 
 def mode_notes(config: RunConfig) -> list[str]:
@@ -24,6 +26,24 @@ def mode_notes(config: RunConfig) -> list[str]:
     return []
 
 
+def without_formula(config: RunConfig) -> list[str]:
+    """Settings whose training examples/recompute.py cannot compute."""
+    lora = config.actor_train.lora
+    feeds_forward = lora is not None and not set(FEED_FORWARD).isdisjoint(lora.targets)
+    found = {
+        f"model.dtype: {config.model.dtype}": config.model.dtype != "float32",
+        f"algorithm.routing_replay: {config.algorithm.routing_replay}": config.algorithm.routing_replay != "none",
+        "actor_train.lora.targets: adapters of experts": feeds_forward and bool(read_model_shape(config.model.path).experts),
+    }
+    return [setting for setting, is_missing in found.items() if is_missing]
+
+
+def batch_notes(config: RunConfig) -> list[str]:
+    if config.batches.write != "always" or not (settings := without_formula(config)):
+        return []
+    return [f"batches.write: always: examples/recompute.py will refuse these batches, it has no formula for {'; '.join(settings)}"]
+
+
 def notes_on(config: RunConfig, *further: Callable[[RunConfig], list[str]]) -> list[str]:
     """`further`: notes that other packages add."""
     notes_of_parts = (
@@ -31,6 +51,7 @@ def notes_on(config: RunConfig, *further: Callable[[RunConfig], list[str]]) -> l
         gpu_notes,
         sharing_notes,
         staleness_notes,
+        batch_notes,
         reference_notes,
         engine_notes,
         plain_secrets,

@@ -34,12 +34,13 @@ def is_short_form(value: Any, path: Path) -> bool:
 
 
 def merge(tree: dict[str, Any], layer: Mapping[str, Any], path: Path = ()) -> None:
-    """Merge `layer` into `tree`, both at `path`: sections are merged, other values replaced. A null removes what cannot be null."""
+    """Merge `layer` into `tree`, both at `path`: sections are merged, other values replaced. A null removes what cannot be null, so that
+    a setting has its default."""
     for key in _ended(tree, layer, path):
         del tree[key]
     for key, value in layer.items():
-        if key in tree and value is None and is_removed_by_null((*path, key)):
-            del tree[key]
+        if value is None and is_removed_by_null((*path, key), inherited=key in tree):
+            tree.pop(key, None)
         elif isinstance(value, dict) and isinstance(tree.get(key), dict):
             merge(tree[key], value, (*path, key))
         else:

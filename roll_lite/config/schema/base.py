@@ -56,7 +56,7 @@ class Refused(Exception):
 
 
 def readable(found: Iterable[T]) -> list[T]:
-    """Mistakes found before a refused field is read."""
+    """Items found before a refused field is read."""
     mistakes: list[T] = []
     with suppress(Refused):
         mistakes.extend(found)  # keeps those before the exception
