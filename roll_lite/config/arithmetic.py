@@ -1,4 +1,4 @@
-"""Values derived from a configuration, all in this file: devices of each role, data-parallel sizes, batch sizes."""
+"""Values derived from a configuration: devices of each role, data-parallel sizes, batch sizes."""
 
 from __future__ import annotations
 
@@ -30,52 +30,51 @@ from roll_lite.config.schema.run import RunConfig
 TRAINING_ROLES = ("actor_train", "reference", "critic")
 
 Role = ForwardRoleConfig | InferRoleConfig | RewardModelConfig | JudgeServerConfig
-"""Any role with devices and a strategy."""
 
 
 @dataclass(frozen=True)
 class ClusterArithmetic:
-    """Devices of one role and the grouping of its ranks."""
+    """Devices of a role, and their grouping."""
 
     devices: tuple[int, ...]
     copies: int
-    """Data-parallel size of a training role, or number of engine replicas."""
+    """Data-parallel size, or number of engine replicas."""
     layout: str
     """Parallel sizes in words."""
     shares_with: tuple[str, ...]
-    """Roles that use some of the same devices."""
+    """Roles on some of the same devices."""
 
 
 @dataclass(frozen=True)
 class PassArithmetic:
-    """Micro-batches of one pass of a role: log-probs or values of a batch, or training on a mini-batch.
+    """Micro-batches of a role's pass: log-probs or values of a batch, or training on a mini-batch.
 
-    Rows are distributed so that ranks have about equal work, and every rank runs as many micro-batches as the one with most. Their number
-    depends on the lengths; known is the number if all rows have the maximal length.
+    Ranks get about equal work, and run as many micro-batches as the one with most. That number depends on the lengths; here all rows have
+    the maximal one.
     """
 
     role: str
     what: Literal["forward", "training"]
     rows: int
-    """Rows of the fullest rank if all rows are equally long."""
+    """Of the fullest rank, if all rows are equally long."""
     most_rows: int
-    """Upper bound of a rank's rows: its rows are short and each other rank has one, as no rank stays empty if there are enough rows."""
+    """Upper bound for a rank: its rows are short and each other rank has one, as none stays empty if there are enough rows."""
     longest: int
-    """Maximal tokens of a row."""
+    """Most tokens of a row."""
     budget: int
-    """Maximal tokens of a micro-batch of several rows."""
+    """Most tokens of a micro-batch of several rows."""
     row_limit: int | None = None
     token_multiple: int = 1
     count_multiple: int = 1
 
     @property
     def micro_batches(self) -> int:
-        """Number of micro-batches if all rows have the maximal length."""
+        """Number, if all rows have the maximal length."""
         return ceil(ceil(self.rows / self._rows_at_a_time) / self.count_multiple) * self.count_multiple
 
     @property
     def tokens(self) -> int:
-        """Maximal tokens of a micro-batch."""
+        """Most tokens of a micro-batch."""
         rows = min(self.most_rows, self.row_limit or self.most_rows)
         most = max(self.longest, min(self.budget, rows * self.longest))
         return ceil(most / self.token_multiple) * self.token_multiple
@@ -91,10 +90,10 @@ class DomainArithmetic:
     name: str
     share: Fraction
     prompts_per_step: Fraction
-    """Average; a step has the whole number below or above, and the rest carries over."""
+    """Average; a step has the whole number below or above."""
     samples_per_prompt: int
     max_tokens: int
-    """Maximal tokens of prompt and response together."""
+    """Of prompt and response together."""
 
     @property
     def samples_per_step(self) -> Fraction:
@@ -104,14 +103,14 @@ class DomainArithmetic:
 @dataclass(frozen=True)
 class BatchArithmetic:
     clusters: dict[str, ClusterArithmetic]
-    """Sizes of each role's cluster."""
+    """By role."""
     passes: tuple[PassArithmetic, ...]
     learning_rates: dict[str, str]
-    """Learning rates over the whole run in words, by role; empty while `steps` or an optimizer's value is missing."""
+    """Schedule in words, by role; empty while `steps` or an optimizer's value is missing."""
     domains: tuple[DomainArithmetic, ...]
     prompts_per_step: int
     samples_per_step: Fraction
-    """A whole number, or an average if domains have different numbers of samples per prompt."""
+    """Average, if domains have different samples per prompt."""
     mini_batch_samples: Fraction
     ppo_epochs: int
     mini_batches: int
@@ -119,7 +118,7 @@ class BatchArithmetic:
     engine_replicas: int
     """0 if nothing is generated."""
     device_count: int
-    """Number of distinct devices of all roles."""
+    """Distinct devices of all roles."""
 
     @property
     def updates_per_step(self) -> int:
@@ -127,7 +126,7 @@ class BatchArithmetic:
 
 
 def device_numbers(devices: Devices) -> tuple[int, ...]:
-    """Device numbers; a number n means devices 0 to n-1."""
+    """Device numbers; n means 0 to n-1."""
     if isinstance(devices, int):
         return tuple(range(devices))
     if any(isinstance(one, str) for one in devices):
@@ -136,12 +135,12 @@ def device_numbers(devices: Devices) -> tuple[int, ...]:
 
 
 def max_model_len(config: RunConfig) -> int:
-    """Longest sequence: the engines' setting, or else the longest request of the domains."""
+    """Longest sequence: the engines' setting, else the longest request."""
     return config.actor_infer.strategy.max_model_len or max(one.tokens for one in requests(config))
 
 
 def longest_sequence(config: RunConfig) -> int:
-    """Longest sequence in training."""
+    """In training."""
     return max(domain.sampling.max_prompt_tokens + domain.sampling.max_tokens for domain in config.domains.values())
 
 
@@ -151,7 +150,7 @@ def held_out_sampling(config: RunConfig, domain: DomainConfig) -> SamplingConfig
 
 
 def held_out_path(config: RunConfig, name: str, key: str) -> str:
-    """Path of the setting that applies to a domain's held-out prompts."""
+    """Path of the setting for a domain's held-out prompts."""
     domain = f"domains.{name}"
     given = {f"{domain}.validation_sampling": config.domains[name].validation_sampling, "validation.sampling": config.validation.sampling}
     return f"{next((path for path, one in given.items() if getattr(one, key) is not None), f'{domain}.sampling')}.{key}"
@@ -159,12 +158,12 @@ def held_out_path(config: RunConfig, name: str, key: str) -> str:
 
 @dataclass(frozen=True)
 class LongestRequest:
-    """Longest request of a domain, in training or in validation."""
+    """A domain's longest request, in training or validation."""
 
     domain: str
     sampling: SamplingConfig
     path: str
-    """Path of its max_tokens."""
+    """Of its max_tokens."""
 
     @property
     def tokens(self) -> int:
@@ -183,25 +182,24 @@ def group_size(config: RunConfig, domain: DomainConfig) -> int:
 
 
 def aggregation_constant(config: RunConfig) -> int | None:
-    """Divisor of a sequence's sum under `aggregation: constant`, in tokens."""
+    """Divisor in tokens for `aggregation: constant`."""
     if config.algorithm.aggregation != "constant":
         return None
     return config.algorithm.aggregation_constant or max(domain.sampling.max_tokens for domain in config.domains.values())
 
 
 def updates(config: RunConfig, role: str) -> int:
-    """Optimizer steps of a role in the whole run. The actor does not train in the critic's warm-up."""
+    """Optimizer steps of a role in the run; the actor does not train in the critic's warm-up."""
     steps = config.steps - (config.algorithm.critic_warmup_steps if role == "actor_train" else 0)
     return steps * config.algorithm.ppo_epochs * config.algorithm.mini_batches
 
 
 def infer_dtype(config: RunConfig) -> Literal["float32", "bfloat16"]:
-    """Precision of the engines."""
     return config.actor_infer.dtype or config.model.dtype
 
 
 def adapters_of_engines(config: RunConfig) -> LoraConfig | None:
-    """Adapters, if engines get them alone; None if engines get all weights, or nothing."""
+    """Adapters, if engines get them alone; else None."""
     lora = config.actor_train.lora
     return lora if lora is not None and lora.engines == "adapter" and config.mode == "full" else None
 
@@ -214,18 +212,18 @@ def model_parallel_size(role: Role) -> int:
 
 
 def count_multiple(strategy: MegatronStrategyConfig) -> int:
-    """Divisor of the number of micro-batches of a pass: interleaved pipeline stages take turns over groups of them."""
+    """Divisor of a pass's micro-batches: interleaved pipeline stages take turns over groups of them."""
     return strategy.pipeline_parallel if strategy.virtual_pipeline_parallel > 1 else 1
 
 
 def layers_of_parts(strategy: MegatronStrategyConfig, layers: int) -> list[int]:
-    """Number of layers of each pipeline part, in order; part i is on stage i modulo pipeline_parallel."""
+    """Layers of each pipeline part; part i is on stage i modulo pipeline_parallel."""
     parts = strategy.pipeline_parallel * strategy.virtual_pipeline_parallel
     return strategy.pipeline_layers or [layers // parts + (number < layers % parts) for number in range(parts)]
 
 
 def pipeline_problem(strategy: MegatronStrategyConfig, layers: int) -> tuple[str, str] | None:
-    """The pipeline setting that does not fit the number of layers, and the reason; None if all fit."""
+    """Setting that does not fit the layers, and the reason; None if all fit."""
     pipeline, virtual, given = strategy.pipeline_parallel, strategy.virtual_pipeline_parallel, strategy.pipeline_layers
     if given is not None:
         return ("pipeline_layers", f"adds up to {sum(given)}; the model has {layers} layers") if sum(given) != layers else None
@@ -238,8 +236,8 @@ def pipeline_problem(strategy: MegatronStrategyConfig, layers: int) -> tuple[str
 
 
 def tensor_parallel_fits(size: int, heads: int, key_value_heads: int, head_dim: int | None) -> bool:
-    """True if all ranks have equal numbers of attention heads and of key/value heads, or groups of ranks share a key/value head.
-    `head_dim`: for trainers, whose ranks split a shared head; None for engines, whose ranks each hold it whole."""
+    """Check that ranks have equal numbers of attention and key/value heads, or that groups of ranks share a key/value head. `head_dim`:
+    for trainers, whose ranks split a shared head; None for engines, whose ranks hold it whole."""
     if heads % size or (key_value_heads % size and size % key_value_heads):
         return False
     return head_dim is None or size <= key_value_heads or head_dim % (size // key_value_heads) == 0
@@ -252,7 +250,7 @@ def token_multiple(strategy: MegatronStrategyConfig) -> int:
 
 
 def generates(config: RunConfig) -> bool:
-    """True if the run has engines and rewards."""
+    """The run has engines and rewards."""
     return config.mode != "train_only"
 
 
@@ -261,17 +259,17 @@ def trains(config: RunConfig) -> bool:
 
 
 def validates(config: RunConfig) -> bool:
-    """True if the run validates: it needs engines, and is useful only if the model trains."""
+    """Validation needs engines, and a model that trains."""
     return config.validation.enabled and config.mode == "full"
 
 
 def generates_ahead(config: RunConfig) -> bool:
-    """True if engines generate for later batches while one is trained."""
+    """Engines generate for later batches while one is trained."""
     return config.rollout.supply != "sync" and config.rollout.max_staleness != 0
 
 
 def kl_terms(config: RunConfig) -> dict[str, KlInRewardConfig | KlInLossConfig]:
-    """Active KL terms, by their names in `algorithm`."""
+    """Active KL terms, by name in `algorithm`."""
     terms: dict[str, KlInRewardConfig | KlInLossConfig] = {
         "kl_in_reward": config.algorithm.kl_in_reward,
         "kl_in_loss": config.algorithm.kl_in_loss,
@@ -280,7 +278,7 @@ def kl_terms(config: RunConfig) -> dict[str, KlInRewardConfig | KlInLossConfig]:
 
 
 def loss_reads_reference(config: RunConfig) -> bool:
-    """True if the user's loss has a parameter for the reference's log-probs."""
+    """The user's loss has a parameter for the reference's log-probs."""
     loss = config.algorithm.policy_loss
     return isinstance(loss, CustomLossConfig) and "ref_log_probs" in parameters_of(loss.function) - loss.args.keys()
 
@@ -290,29 +288,29 @@ def uses_reference(config: RunConfig) -> bool:
 
 
 def actor_is_reference(config: RunConfig) -> bool:
-    """True if the actor without its adapters serves as the reference, as no separate reference is configured."""
+    """The actor without its adapters is the reference, as no other is configured."""
     return trains(config) and config.actor_train.lora is not None and config.reference is None and uses_reference(config)
 
 
 def actor_gives_log_probs(config: RunConfig) -> bool:
-    """True if the actor computes log-probs in a pass before a step's training."""
+    """The actor computes log-probs before a step's training."""
     return config.algorithm.old_log_probs == "recompute" or actor_is_reference(config)
 
 
 def replays_engines(config: RunConfig) -> bool:
-    """True if the actor's passes use the experts that the engines chose."""
+    """The actor's passes use the engines' experts."""
     return trains(config) and config.algorithm.routing_replay == "rollout"
 
 
 def extra_token_columns(config: RunConfig) -> tuple[str, ...]:
-    """Optional columns of token blocks that this run has."""
+    """Optional columns of token blocks in this run."""
     has_kept_ids = config.rollout.keep_mask and any(is_truncated(domain.sampling) for domain in config.domains.values())
     columns = {"kept_ids": has_kept_ids, "rollout_experts": replays_engines(config)}
     return tuple(name for name, is_there in columns.items() if is_there)
 
 
 def roles(config: RunConfig) -> dict[str, Role]:
-    """Configured roles that take part in a run of this mode, by their path in the configuration."""
+    """Roles of a run of this mode, by configuration path."""
     named = {"actor_train": config.actor_train, "actor_infer": config.actor_infer, "reference": config.reference, "critic": config.critic}
     reward_models = {f"reward_models.{name}": model for name, model in config.reward_models.items()}
     judges: dict[str, Role] = {f"judges.{name}": judge for name, judge in config.judges.items()}
@@ -321,7 +319,7 @@ def roles(config: RunConfig) -> dict[str, Role]:
 
 
 def derive(config: RunConfig) -> BatchArithmetic:
-    """Derive all values of a configuration without mistakes."""
+    """Derive all values; the configuration has no mistakes."""
     shares = {name: Fraction(str(domain.share)) for name, domain in config.domains.items()}
     prompts, algorithm, by_role = config.rollout.prompts_per_step, config.algorithm, roles(config)
     domains = tuple(
@@ -354,7 +352,7 @@ def derive(config: RunConfig) -> BatchArithmetic:
 
 
 def _learning_rate(optimizer: OptimizerConfig, total: int) -> str:
-    """Learning rate over a role's `total` updates, in words."""
+    """Learning rate over `total` updates, in words."""
     lr, warmup, decay, least = optimizer.lr, optimizer.warmup_steps, optimizer.decay, f"{optimizer.min_lr:g}"
     if warmup > total:
         return f"rises over {warmup} updates; the {total} of this run take it to {lr * total / warmup:g}"
@@ -399,8 +397,8 @@ def _passes(config: RunConfig, by_role: Mapping[str, Role], domains: Sequence[Do
 
 
 def _largest_batch(domains: Sequence[DomainArithmetic]) -> int:
-    """Upper bound of a step's samples. Over any number of steps, a domain's prompts differ from its share by less than one, so in a single
-    step by less than two; by nothing if its share per step is a whole number."""
+    """Most samples of a step. A domain's prompts differ from its share by less than one over any number of steps, so by less than two in
+    one; by nothing if its share per step is whole."""
     prompts = int(sum(one.prompts_per_step for one in domains))
     spare = {one.name: 0 if one.prompts_per_step.denominator == 1 else 2 for one in domains}
     least = {one.name: max(ceil(one.prompts_per_step) - spare[one.name], 0) for one in domains}

@@ -1,8 +1,8 @@
-"""Table of the model parts on the devices in each phase. Runs follow it, `roll-lite check` draws it.
+"""Model parts on the devices in each phase; runs follow this table, `roll-lite check` draws it.
 
-Parts are named as in `StateGroup` and `EngineMemory`. A role with `offload: true` loads the listed parts for a phase and offloads them
-afterwards. From a weight sync to the end of generation: the engines load weights (beside the trainer's), the trainer sends, the trainer
-offloads, the engines allocate the KV cache, generate, and offload both. A role without `offload` stays loaded as a whole.
+Parts are those of `StateGroup` and `EngineMemory`. A role with `offload: true` loads them for a phase and offloads them afterwards; others
+stay loaded. From weight sync to generation: engines load weights beside the trainer's, the trainer sends and offloads, engines allocate the
+KV cache, generate, and offload both.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Phase(StrEnum):
 @dataclass(frozen=True)
 class Presence:
     parts: Mapping[str, tuple[str, ...]]
-    """Parts of every role that works in the phase, in the order of turns. A role whose devices are free starts even before an earlier one
-    that waits for more devices. Several reward models, or judges, are one entry."""
+    """Parts by role, in the order of turns. A role whose devices are free starts before an earlier one that waits for more. All reward
+    models, or judges, are one entry."""
     in_turns: bool = False
-    """True: roles with `offload` that share a device work one after the other; False: together."""
+    """Roles with `offload` on a common device take turns."""
     of_step: bool = True
-    """True if the phase occurs once in every step."""
+    """Occurs once in every step."""
 
 
 PHASES: Mapping[Phase, Presence] = {
@@ -62,7 +62,7 @@ WHOLE: Mapping[str, tuple[str, ...]] = {
 
 
 def startable(waiting: Sequence[T], present: Sequence[T], exclude: Callable[[T, T], bool]) -> list[T]:
-    """Waiting roles, in order, that exclude none of those present or starting."""
+    """Waiting roles, in order, that no present or starting one excludes."""
     starting: list[T] = []
     for one in waiting:
         if not any(exclude(one, other) for other in (*present, *starting)):
@@ -71,5 +71,5 @@ def startable(waiting: Sequence[T], present: Sequence[T], exclude: Callable[[T, 
 
 
 def kind(role: str) -> str:
-    """The role's key in these tables."""
+    """Key in these tables."""
     return role.partition(".")[0]

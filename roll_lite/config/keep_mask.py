@@ -1,21 +1,19 @@
-"""Keep masks: can an engine say which tokens survived truncated sampling?
-
-It reports the log-probs of the likeliest tokens, enough to include all survivors; tokens that did not survive have minus infinity.
-"""
+"""Keep masks: which tokens survived truncated sampling. Engines report log-probs of the likeliest tokens, enough for all survivors;
+others get minus infinity."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
 KEEP_LIMIT = 1024
-"""Maximal number of log-probs that an engine reports for one token."""
+"""Most log-probs that an engine reports for a token."""
 TIE_ROOM = 8
-"""Tokens reported beyond top_k. Engines keep every token as likely as the k-th, so more than top_k may survive; with bfloat16 logits that
-is common. If more than this tie, the mask lacks the rest (each has the probability of the k-th)."""
+"""Tokens reported beyond top_k. Engines keep all ties of the k-th token, which are common in bfloat16; more ties than this are missing
+in the mask."""
 
 
 class Truncation(Protocol):
-    """Fields that SamplingConfig and Sampling share."""
+    """Fields of SamplingConfig and Sampling."""
 
     @property
     def top_p(self) -> float: ...
@@ -28,19 +26,19 @@ class Truncation(Protocol):
 
 
 def is_truncated(sampling: Truncation) -> bool:
-    """True if tokens are sampled from a part of the vocabulary. min_tokens counts: it forbids the end of sequence at first."""
+    """Tokens are sampled from a part of the vocabulary. min_tokens counts: it forbids the end of sequence."""
     return sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0 or sampling.min_tokens > 0
 
 
 def keep_mask_width(sampling: Truncation, vocab_size: int) -> int:
-    """Number of likeliest tokens that include all survivors; 0 if all tokens survive."""
+    """Number of likeliest tokens that include all survivors; 0 if all survive."""
     if not is_truncated(sampling):
         return 0
     return min(sampling.top_k + TIE_ROOM, vocab_size) if sampling.top_k else vocab_size
 
 
 def keep_mask_available(sampling: Truncation, vocab_size: int) -> str | None:
-    """Reason why an engine cannot supply the keep mask; None if it can."""
+    """Reason why an engine cannot give the keep mask; None if it can."""
     width = keep_mask_width(sampling, vocab_size)
     if width <= KEEP_LIMIT:
         return None

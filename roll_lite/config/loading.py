@@ -1,4 +1,4 @@
-"""Loads a configuration by name, with overrides: one checked, frozen RunConfig, or one ConfigError with all mistakes."""
+"""Loading of a configuration by name, with overrides: a checked, frozen RunConfig, or a ConfigError with all mistakes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from roll_lite.files import absolute_path, is_file, is_folder, listing
 
 
 def located(name: str, folder: FilePath | None) -> tuple[str, FilePath]:
-    """Name and folder of a configuration. Without a folder, `name` is a path from the current folder; if no file is there, `find` searches
-    the shipped ones."""
+    """Name and folder of a configuration. Without a folder, `name` is a path; if no such file exists, `find` searches the shipped ones."""
     with suppress(ValueError):  # reported as a mistake of --config-name
         path = absolute_path(FilePath(f"{name.removesuffix('.yaml')}.yaml"))
         if folder is None and is_file(path):
@@ -38,8 +37,8 @@ def load_config(
 ) -> RunConfig:
     """Load and check a configuration.
 
-    `name`: a file in `folder` or a shipped one, with or without .yaml. `further`: see `check`. `files`: False if no files will be
-    read; paths may then be wrong or missing. `tell`: gets a line for each shipped configuration that a user's file hides.
+    `name`: a file in `folder` or a shipped one. `further`: as for `check`. `files`: False if no files are read; paths may then be wrong or
+    missing. `tell`: gets a line per shipped configuration hidden by a user's file.
     """
     name = name.removesuffix(".yaml")
     if (wrong := _no_such_config(name, folder)) is not None:
@@ -82,7 +81,7 @@ def _meant_for_a_sweep(problem: Problem, overrides: Sequence[str]) -> Problem:
 
 
 def _without_secrets(problem: Problem, composed: Composed) -> Problem:
-    """Replace values from the environment, in the problem's value and message, by the text as written."""
+    """Replace values from the environment by the text as written."""
     for path, (text, secret) in composed.secrets.items():
         if problem.value is not NO_VALUE and problem.path == dotted(path):
             problem = replace(problem, value=text)
@@ -94,7 +93,7 @@ def _without_secrets(problem: Problem, composed: Composed) -> Problem:
 
 
 def _with_source(problem: Problem, origins: dict[Path, str]) -> Problem:
-    """Add the place where the value, or the section that holds it, was written."""
+    """Add the place where the value, or its section, was written."""
     path: Path = tuple(problem.path.split("."))
     while path and path not in origins:
         path = path[:-1]

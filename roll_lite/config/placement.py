@@ -1,6 +1,6 @@
-"""Turns `placement` and the roles' `devices` into device numbers, once: afterwards every role has a count from 0 or a list.
+"""Turns `placement` and the roles' `devices` into device numbers: afterwards every role has a count from 0 or a list.
 
-A preset is a table of groups. Roles of a group share devices, different groups do not; devices that a role lists are excluded.
+A preset is a table of groups. Roles of a group share devices, groups do not; devices that a role lists are excluded.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ GROUPS: Mapping[str, Sequence[Sequence[str]]] = {
     "pairs": (("actor_train", "reference"), ("critic", "reward_models"), ("actor_infer",)),
     "apart": (),
 }
-"""Roles that share devices; a role in no group is separate. by_role is not in the table: there, counts begin at device 0."""
+"""Roles that share devices; others are separate. by_role is not a table: there, counts begin at device 0."""
 
 
 def placed(config: RunConfig) -> tuple[RunConfig, list[Problem]]:
-    """The configuration with devices for every role, and problems if that is impossible."""
+    """Configuration with every role's devices, and problems if impossible."""
     try:
         by_role = roles(config)
         problems = list(_not_named(config.placement, by_role))
@@ -41,7 +41,7 @@ def placed(config: RunConfig) -> tuple[RunConfig, list[Problem]]:
 
 
 def describe(nodes: Sequence[tuple[str, int]], what: str = "devices") -> str:
-    """Nodes and their devices in words, the same before and after the cluster starts."""
+    """Nodes and devices in words, equal before and after the cluster starts."""
     if len(nodes) > 4 and len({number for _, number in nodes}) == 1:
         return f"{len(nodes)} nodes ({nodes[0][0]} to {nodes[-1][0]}) with {nodes[0][1]} {what} each"
     each = ", ".join(f"{name} has {number}" for name, number in nodes)
@@ -49,12 +49,12 @@ def describe(nodes: Sequence[tuple[str, int]], what: str = "devices") -> str:
 
 
 def nodes_of(placement: PlacementConfig) -> list[tuple[str, int]]:
-    """Names and devices of the configured nodes."""
+    """Names and devices of nodes."""
     return [(f"node{number}", placement.devices_per_node) for number in range(placement.nodes or 0)]
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Numbers as short ranges: 0-3, 6."""
+    """Numbers as ranges: 0-3, 6."""
     ordered, known = sorted(set(numbers)), frozenset(numbers)
     starts = [number for number in ordered if number - 1 not in known]
     ends = [number for number in ordered if number + 1 not in known]
@@ -65,7 +65,7 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def _numbers(placement: PlacementConfig, by_role: Mapping[str, Role]) -> dict[str, list[int]]:
-    """Devices of every role, in rank order."""
+    """Devices by role, in rank order."""
     listed = {name: _listed(placement, role.devices) for name, role in by_role.items() if not isinstance(role.devices, int)}
     numbers = dict(listed)
     taken = {number for one in listed.values() for number in one} if placement.name != "by_role" else set()
@@ -90,7 +90,7 @@ def _groups(placement: PlacementConfig, names: Sequence[str]) -> list[list[str]]
 
 
 def _counts(placement: PlacementConfig, group: Mapping[str, Role], is_alone: bool) -> dict[str, int]:
-    """Number of devices per role. Default: as many as others of its group, or all devices if no other group needs any."""
+    """Devices by role; by default as many as others of its group, or all if no other group needs any."""
     given = {name: role.devices for name, role in group.items() if "devices" in role.model_fields_set and isinstance(role.devices, int)}
     is_judge = any(isinstance(role, JudgeServerConfig) for role in group.values())
     default = max(given.values()) if given else placement.devices if is_alone and placement.devices and not is_judge else 1
@@ -98,8 +98,8 @@ def _counts(placement: PlacementConfig, group: Mapping[str, Role], is_alone: boo
 
 
 def _free(placement: PlacementConfig, taken: set[int], wanted: int, together: int) -> list[int]:
-    """Next free devices. Devices that belong together are on one node if possible, else equally many on each of the fewest nodes. Leftovers
-    of nodes come last, then numbers beyond the last device, which are reported later."""
+    """Next free devices. Those that belong together are on one node if possible, else equally many on the fewest nodes. Leftovers of
+    nodes come last, then numbers beyond the last device, which are reported later."""
     of_node = placement.devices_per_node
     if placement.nodes is None or (placement.name == "by_role" and placement.fill == "pack"):
         return list(islice((number for number in count() if number not in taken), wanted))
@@ -136,7 +136,7 @@ def _parts(text: str) -> tuple[int, int, int]:
 
 
 def _changed(config: RunConfig, by_role: Mapping[str, Role], numbers: Mapping[str, list[int]]) -> RunConfig:
-    """The configuration with these devices; roles that share them by a preset take turns, unless they work all the time."""
+    """Configuration with these devices; roles that share them by a preset take turns, unless they work all the time."""
     staying = {f"reward_models.{name}" for name in config.reward_models if config.rollout.supply != "sync"}
     staying |= set(TRAINING_ROLES if config.rollout.stream_log_probs else ())
     update: dict[str, Any] = {}
@@ -189,7 +189,7 @@ def _impossible(placement: PlacementConfig, by_role: Mapping[str, Role]) -> Iter
 
 
 def _engines_on_nodes(placement: PlacementConfig, name: str, role: InferRoleConfig | JudgeServerConfig) -> Iterator[Problem]:
-    """Check that an engine is on one node if it fits; larger ones span nodes, with equally many devices of each."""
+    """Check that an engine is on one node if it fits; larger ones have equally many devices on each of their nodes."""
     size, of_node = model_parallel_size(role), placement.devices_per_node
     if size > of_node and isinstance(role, JudgeServerConfig):
         message = f"a judge's devices are on one node, which has {of_node}; use at most as many"
@@ -212,11 +212,10 @@ def _engines_on_nodes(placement: PlacementConfig, name: str, role: InferRoleConf
 
 
 def engines(role: InferRoleConfig | JudgeServerConfig) -> list[list[int]]:
-    """Devices of each engine."""
     numbers, size = device_numbers(role.devices), model_parallel_size(role)
     return [list(numbers[first : first + size]) for first in range(0, len(numbers), size)]
 
 
 def nodes_of_engine(placement: PlacementConfig, devices: Sequence[int]) -> list[list[int]]:
-    """Devices of an engine by node, in rank order."""
+    """By node, in rank order."""
     return [list(own) for _, own in groupby(devices, key=lambda number: number // placement.devices_per_node)]

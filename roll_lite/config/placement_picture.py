@@ -1,4 +1,4 @@
-"""Draws the roles on each device in each phase of a step, for `roll-lite check`."""
+"""Picture of the roles on each device by phase, for `roll-lite check`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def draw(config: RunConfig) -> str:
 
 
 def _column(config: RunConfig, phase: Phase, by_role: Mapping[str, Role]) -> dict[str, str]:
-    """Loaded parts of each role; roles that are offloaded are left out."""
+    """Loaded parts by role."""
     cells, turns = {}, _turns(config, phase, by_role)
     for name, role in by_role.items():
         offloads, works = getattr(role, "offload", False), _works(config, phase, name)

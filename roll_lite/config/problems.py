@@ -1,4 +1,4 @@
-"""Problems of a configuration: every mistake is one Problem, and one ConfigError holds all of them."""
+"""Problems of a configuration, all reported in one ConfigError."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 Path = tuple[str, ...]
-"""Path in the YAML tree; list indices are digits."""
+"""In the YAML tree; list indices are digits."""
 
 LONGEST_VALUE = 100
 DEEPEST = 50
 
 
 ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*:/+)[^/?#\s\"@]*@", re.IGNORECASE)
-"""Address with a user, password or token; converted to a path it has lost a slash."""
+"""Address with a login or token; a conversion to a path drops a slash."""
 LOGIN = re.compile(r"(?<![\w.:-])[\w.-]+:[^\s/@:\"']+@(?=\w)")
-"""User and password before a host, without a scheme."""
+"""Login before a host, without a scheme."""
 KEY = re.compile(
     r"([?&](?:[a-z0-9_.-]*(?:key|token|secret|passw(?:or)?d|signature|credential)|sig|auth|authorization|pwd)=)[^&#\s\"]+", re.IGNORECASE
 )
-"""Secret in the query of an address."""
+"""Secret in an address's query."""
 _SECRETS = r"(?:key|token|secret|passw(?:or)?d|pwd|credentials?|authorization)"
 SECRET = re.compile(rf"{_SECRETS}$", re.IGNORECASE)
-"""End of a setting's name whose value is never shown. `api_key_env` is the name of a variable, `max_tokens` a number."""
+"""Settings that are never shown. `api_key_env` names a variable, `max_tokens` is a number."""
 ASSIGNED = re.compile(rf"({_SECRETS}[\"']?\s*[=:]\s*).+", re.IGNORECASE | re.DOTALL)
-"""Secret in a text that could not be parsed as a setting."""
+"""Secret in a text that could not be parsed."""
 HIDDEN = "***"
 LEFT_OUT = "???"
-"""Replaces secrets in a written configuration; a reader of it has to give the value."""
+"""Replaces secrets in a written configuration; its reader must give the value."""
 
 
 def secret_in_address(text: str) -> str | None:
-    """Name the secret that the address contains; None if it contains none."""
+    """Kind of secret in the address, or None."""
     if ADDRESS.match(text):
         return "a user or a password"
     return "a key in its query" if "://" in text and KEY.search(text) else None
 
 
 class _NoValue:
-    """Type of NO_VALUE, "no value to show", which differs from null."""
+    """Type of NO_VALUE: nothing to show, unlike null."""
 
 
 NO_VALUE = _NoValue()
@@ -51,12 +51,12 @@ NO_VALUE = _NoValue()
 @dataclass(frozen=True)
 class Problem:
     path: str
-    """Dotted YAML path, or a file or override instead."""
+    """Dotted YAML path, file, or override."""
     message: str
-    """The mistake and its remedy."""
+    """Mistake and remedy."""
     value: Any = NO_VALUE
     source: str = ""
-    """Place where the value was written: file and line, or the command line."""
+    """Where the value was written: file and line, or command line."""
 
     def at(self, source: str) -> Problem:
         return replace(self, source=source)
@@ -72,15 +72,15 @@ class Problem:
 
 
 Mistake = tuple[str, str] | Problem
-"""A YAML path and a message that names the mistake and its remedy, or a finished Problem. The value at the path is looked up."""
+"""(YAML path, mistake and remedy), or a Problem. The value is looked up."""
 
 
 class Missing(Problem):
-    """A required value that is not given."""
+    """Missing required value."""
 
 
 class ConfigError(ValueError):
-    """Exception with all mistakes of one configuration. `partial`: its readable part."""
+    """All mistakes of a configuration. `partial`: its readable part."""
 
     def __init__(self, name: str, problems: Sequence[Problem], partial: Any = None) -> None:
         self.name = name
@@ -95,12 +95,12 @@ def dotted(path: Path) -> str:
 
 
 def is_secret(path: str) -> bool:
-    """True if the name of the setting, or of the list that holds it, says that it is a secret."""
+    """The name of the setting, or of its list, marks a secret."""
     return SECRET.search(re.sub(r"(?:\.[0-9]+)+$", "", path)) is not None
 
 
 def hidden(text: str) -> str:
-    """Hide secrets in an override or another text that could not be parsed."""
+    """Hide secrets in a text that could not be parsed."""
     return without_logins(ASSIGNED.sub(rf"\1{HIDDEN}", text))
 
 
@@ -109,7 +109,7 @@ def without_logins(text: str) -> str:
 
 
 def without_secrets(value: Any, path: str = "", depth: int = 0, hidden_as: str = HIDDEN) -> Any:
-    """Hide values that are secret by their names, at all levels."""
+    """Hide values with secret names, at all levels."""
     if depth < DEEPEST and isinstance(value, dict):
         return {key: without_secrets(item, f"{path}.{key}", depth + 1, hidden_as) for key, item in value.items()}
     if depth < DEEPEST and isinstance(value, list):
@@ -118,12 +118,12 @@ def without_secrets(value: Any, path: str = "", depth: int = 0, hidden_as: str =
 
 
 def _tells_nothing(value: Any) -> bool:
-    """True if the value reveals no secret: it is empty, or names a variable."""
+    """The value is empty, or names a variable."""
     return value is None or isinstance(value, bool) or value == "" or (isinstance(value, str) and value.startswith("${"))
 
 
 def show(value: Any, path: str = "") -> str:
-    """A value as on the command line, shortened if long. `path`: its setting, which may be secret."""
+    """Value as on the command line, shortened. `path`: its setting, which may be secret."""
     try:
         text = json.dumps(without_secrets(value, path), default=str, ensure_ascii=False)
     except (ValueError, RecursionError):  # a number of thousands of digits, a list that contains itself
@@ -133,12 +133,12 @@ def show(value: Any, path: str = "") -> str:
 
 
 def printable(text: str) -> str:
-    """Escape unprintable characters, which might control a terminal."""
+    """Escape characters that might control a terminal."""
     return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
 
 
 def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
-    """Suggest the close names if there are any, else list all."""
+    """Suggest close names, else list all."""
     names = sorted(valid)
     if close := close_names(wrong, names):
         return f"did you mean {' or '.join(repr(name) for name in close)}?"
@@ -146,19 +146,19 @@ def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
 
 
 def close_names(wrong: str, valid: Iterable[str], most: int = 2) -> list[str]:
-    """Close names, the closest first; ignores case."""
+    """Close names, closest first, ignoring case."""
     by_lower = {name.lower(): name for name in valid}
     return [by_lower[name] for name in difflib.get_close_matches(wrong.lower(), by_lower, n=most, cutoff=0.6)]
 
 
 def or_nearest(wrong: str, valid: Iterable[str], most: int = 1) -> str:
-    """Suggestion of the nearest name, to end a message with; empty if no name is near."""
+    """End of a message with the nearest name; empty if none is near."""
     close = close_names(wrong, valid, most)
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 def space_missing(value: Any) -> str:
-    """Ending of a message if a text looks like a key and its value."""
+    """End of a message if a text looks like a key and its value."""
     if not isinstance(value, str) or (found := re.match(r"([A-Za-z_]\w*):(?=[^\s/])", value)) is None:
         return ""
     return "; YAML wants a space after the colon: " + hidden(f"{found[1]}: {value[found.end() :].split(' ')[0]}")

@@ -1,4 +1,4 @@
-"""Texts from the YAML that have to parse: templates with {placeholders}, and patterns."""
+"""Parsing of texts in the YAML: templates with {placeholders}, and patterns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ BRACES = "write {{ and }} for braces that stay"
 
 
 def placeholders(text: str) -> list[str]:
-    """Distinct names of the placeholders; ValueError if the text is not a template."""
+    """Distinct placeholders; ValueError if the text is no template."""
     try:
         fields = [(name, spec, conversion) for _, name, spec, conversion in Formatter().parse(text) if name is not None]
     except ValueError as error:
@@ -21,7 +21,7 @@ def placeholders(text: str) -> list[str]:
 
 
 def compile_format(pattern: str) -> re.Pattern[str]:
-    """Compile a format's pattern, for checks and scoring: `.` matches line breaks. Raises ValueError with the reason."""
+    """Compile a format's pattern; `.` matches line breaks. ValueError with the reason."""
     if not pattern:
         raise ValueError("the empty pattern matches every response")
     try:

@@ -1,8 +1,7 @@
-"""Validates plain data against the schema. All mistakes are collected, and the valid part is still built.
+"""Validation of plain data against the schema: all mistakes are collected, the valid part is built.
 
-The code walks the sections itself instead of one pydantic call: pydantic's error locations name members of unions, not YAML paths, and it
-returns nothing if one leaf is wrong, so that cross-checks could not run. pydantic still validates leaves, strictly: the text "3" is not a
-number.
+Sections are walked here, not by pydantic: its error locations name members of unions, not YAML paths, and one wrong leaf leaves nothing for
+cross-checks. pydantic validates leaves, strictly: the text "3" is no number.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from roll_lite.config.schema.run import RunConfig
 from roll_lite.config.wording import field_type, in_words, refusal
 
 FORMER_NAMES = ("type", "kind")
-"""Former keys for `name` in some sections."""
+"""Former keys for `name`."""
 OTHERS_NAMES = {
     "learning_rate": "lr",
     "max_new_tokens": "max_tokens",
@@ -35,15 +34,15 @@ OTHERS_NAMES = {
 
 
 class _Invalid:
-    """Type of _INVALID, a refused value whose problem is already noted."""
+    """Type of _INVALID: refused, its problem is noted."""
 
 
 _INVALID = _Invalid()
 
 
 def validate(data: dict[str, Any], broken: frozenset[Path] = frozenset()) -> tuple[RunConfig, list[Problem]]:
-    """Valid part of the configuration, and the problems with the rest: reading a refused field raises Refused. Paths in `broken` are
-    skipped without a further problem."""
+    """Valid part of the configuration, where reading a refused field raises Refused, and problems of the rest. `broken` paths are
+    skipped."""
     walker = _Walker(broken)
     config = walker.section(RunConfig, data, ())
     assert isinstance(config, RunConfig)
@@ -108,8 +107,8 @@ class _Walker:
         return built if isinstance(value, dict) else list(built.values())
 
     def _item(self, cls: type[Section], data: Any, path: Path) -> Section:
-        """Build one item of a mapping or list. A refused item stays as an object without attributes, so that checks do not take the others
-        for all."""
+        """Build an item of a mapping or list. A refused one stays as an object without attributes: checks must not take the others for
+        all."""
         built = _INVALID if path in self.broken else self.section(cls, data, path)
         if isinstance(built, Section):
             return built
@@ -118,7 +117,7 @@ class _Walker:
         return hollow
 
     def _tell_strays(self, cls: type[Section], items: dict[str, Any], path: Path) -> None:
-        """Report misspelt entries: required keys are missing, and the name is close to another entry's."""
+        """Report misspelt entries, which lack required keys and have a name close to another's."""
         needed = {name for name, info in cls.model_fields.items() if info.is_required()}
         for name, item in items.items():
             others = [other for other in items if other != name and isinstance(items[other], dict) and needed <= items[other].keys()]
@@ -134,7 +133,7 @@ class _Walker:
             return _INVALID
 
     def _variant(self, variants: list[type[Section]], info: FieldInfo, value: Any, path: Path) -> type[Section] | None:
-        """Choose a member of a union by its `name`; without one, the default's."""
+        """Choose a member of a union by `name`; by default the default's."""
         by_name = {_word(variant): variant for variant in variants}
         if not isinstance(value, dict):
             # Short forms are sections by now; text comes from an interpolation.
@@ -151,8 +150,8 @@ class _Walker:
         return by_name[name]
 
     def _unknown_key(self, cls: type[Section], key: str, data: dict[str, Any], path: Path) -> list[str]:
-        """Report an unknown key with a suggestion: the same name within the section, else a close name here, else elsewhere. Returns close
-        names that are not set: their values are unknown."""
+        """Report an unknown key and suggest the same name within the section, a close one here, or one elsewhere. Returns close names
+        that are not set: their values are unknown."""
         value = data[key]
         if key in FORMER_NAMES and "name" in cls.model_fields:
             self._refuse((*path, key), value, "is called name here, as in every section that is chosen by a word")
@@ -180,7 +179,7 @@ class _Walker:
 
 
 def value_at(section: Any, path: str) -> Any:
-    """Value to show for a dotted path; NO_VALUE if it is a section or holds some, is refused, or there is none."""
+    """Value to show for a dotted path; NO_VALUE if it is or holds a section, is refused or missing."""
     for key in path.split("."):
         items = vars(section) if isinstance(section, Section) else section if isinstance(section, dict) else {}
         section = section[int(key)] if isinstance(section, list) and key.isdigit() else items.get(key, NO_VALUE)
@@ -190,7 +189,7 @@ def value_at(section: Any, path: str) -> Any:
 
 @dataclass(frozen=True)
 class Shape:
-    """Nesting of a field: no variant is a leaf, one a section, several a union keyed on `name`; `container` holds many of them."""
+    """No variant: a leaf; one: a section; several: a union keyed on `name`. `container` holds many of them."""
 
     variants: list[type[Section]]
     container: type[dict[Any, Any]] | type[list[Any]] | None = None
@@ -228,7 +227,7 @@ def _leaf_adapter(cls: type[Section], name: str) -> TypeAdapter[Any]:
 
 
 def sections(cls: type[Section] = RunConfig, path: Path = ()) -> Iterator[tuple[Path, type[Section]]]:
-    """Every section of the schema with its path; `<name>` stands for a user's key, `<n>` for a list index."""
+    """Sections of the schema by path; `<name>` is a user's key, `<n>` a list index."""
     yield path, cls
     for name, info in cls.model_fields.items():
         shape = shape_of(info.annotation)
@@ -247,7 +246,7 @@ def _places() -> dict[Path, list[type[Section]]]:
 
 @lru_cache(maxsize=4096)
 def sections_at(path: Path) -> list[type[Section]]:
-    """Sections that are valid at a path with the user's keys; if several, the default comes first."""
+    """Sections valid at a path with the user's keys, the default first."""
 
     def fits(place: Path) -> bool:
         return len(path) == len(place) and all(wanted in (key, "<name>", "<n>") for key, wanted in zip(path, place, strict=True))
@@ -260,13 +259,13 @@ def _fields_at(path: Path) -> list[FieldInfo]:
 
 
 def words_at(path: Path) -> str:
-    """Type of a setting in words; empty if the schema has none at this path."""
+    """Type of a setting in words; empty if the path has none."""
     fields = _fields_at(path)
     return in_words(field_type(fields[0])) if fields else ""
 
 
 def is_removed_by_null(path: Path, inherited: bool) -> bool:
-    """True for inherited entries of a mapping, and for keys that have a default and cannot be null: sections, and inherited values."""
+    """Inherited entry of a mapping, or key with a default that cannot be null: a section, or an inherited value."""
     fields = _fields_at(path)
     if not inherited and (len(sections_at(path)) != 1 or not fields):
         return False

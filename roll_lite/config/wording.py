@@ -1,4 +1,4 @@
-"""Puts a field's type, and pydantic's refusal of a value, into words, for messages and docs/configuration.md."""
+"""Types of fields, and pydantic's refusals, in words."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def field_type(field: FieldInfo) -> Any:
 
 
 def refusal(field: FieldInfo, value: Any, errors: Sequence[ErrorDetails]) -> str:
-    """Message on a refused value: that of our own validator, else the expected type with a remedy."""
+    """Message of our own validator, else the expected type with a remedy."""
     for error in errors:
         if error["type"] == "value_error":
             return str(error["ctx"]["error"])

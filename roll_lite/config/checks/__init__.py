@@ -1,1 +1,1 @@
-"""Checks that involve more than one section, one file per subject."""
+"""Checks across sections, one file per subject."""

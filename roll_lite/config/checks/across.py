@@ -1,7 +1,7 @@
-"""Checks across fields. Every check yields the problems it finds and changes nothing.
+"""Checks across fields; they yield problems and change nothing.
 
-The schema may have refused some fields: reading one raises Refused, which ends that check only. So one mistake neither hides others nor
-causes false ones.
+Reading a field that the schema has refused raises Refused, which ends that check only: a mistake neither hides others nor causes false
+ones.
 """
 
 from __future__ import annotations
@@ -42,15 +42,14 @@ OVERALL = "overall"
 SEARCHED = 100_000
 LOCAL = ("jsonl", "tensorboard")
 SERVICES = ("wandb", "mlflow", "swanlab")
-"""Names of packages and of our optional dependencies; a test compares both with the trackers."""
+"""Names of packages and of our optional dependencies; a test compares them with the trackers."""
 
 Check = Callable[[RunConfig], Iterable[Mistake]]
 SectionCheck = Callable[[RunConfig, str, Any], Iterable[Mistake]]
 
 
 def check(config: RunConfig, *, further: Sequence[Check] = (), files: bool = True) -> list[Problem]:
-    """Find all problems beyond the schema. `further`: checks that other packages add. `files`: also look at the files that paths name, and
-    at this machine."""
+    """Find all problems beyond the schema. `further`: checks of other packages. `files`: also check files and this machine."""
     of_files = (*GPU_CHECKS, *FILE_CHECKS, *LORA_FILE_CHECKS) if files else ()
     found: list[Mistake] = []
     for one in (*RUN_CHECKS, *ALGORITHM_CHECKS, *LAYOUT_CHECKS, *of_files, *further):
@@ -81,7 +80,7 @@ def _role(config: RunConfig, name: str) -> Iterator[Mistake]:
 
 
 def _mini_batches_divide(config: RunConfig) -> Mistakes:
-    """Check that every step's samples divide into equal mini-batches; group sizes may differ between domains, and quotas between steps."""
+    """Check that a step's samples divide into equal mini-batches; group sizes may differ between domains, and quotas between steps."""
     prompts, parts = config.rollout.prompts_per_step, config.algorithm.mini_batches
     sizes = {name: group_size(config, domain) for name, domain in config.domains.items()}
     first = next(iter(sizes.values()))
@@ -209,14 +208,14 @@ SECTION_CHECKS: dict[str, Sequence[SectionCheck]] = {
     "reward_models": (*ROLE_CHECKS, *REWARD_MODEL_CHECKS),
     "judges": (*ROLE_CHECKS, *JUDGE_CHECKS),
 }
-"""Checks of the sections that the user names."""
+"""By sections that users name."""
 
 
 # ---------------------------------------------------------------- one optimizer
 
 
 def _decay(path: str, optimizer: OptimizerConfig, total: int) -> Mistakes:
-    """Check the learning rate's schedule. `total`: optimizer steps of the whole run."""
+    """Check the learning rate's schedule. `total`: optimizer steps of the run."""
     warmup, steps = optimizer.warmup_steps, optimizer.decay_steps
     if warmup >= total and optimizer.decay != "constant":
         message = f"leaves nothing of the run's {total} optimizer steps to the {optimizer.decay} decay; use less, or decay: constant"
@@ -227,7 +226,7 @@ def _decay(path: str, optimizer: OptimizerConfig, total: int) -> Mistakes:
 
 
 def simulated_domains(config: RunConfig) -> Mistakes:
-    """Check for `roll-lite simulate` that the domains of `simulation` exist."""
+    """Check that the domains of `simulation` exist, for `roll-lite simulate`."""
     for name in config.simulation.domains:
         if name not in config.domains:
             yield f"simulation.domains.{name}", f"no such domain; {did_you_mean(name, config.domains)}"

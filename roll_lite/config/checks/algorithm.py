@@ -1,4 +1,4 @@
-"""Checks of the algorithm's settings, also against the domains and the roles."""
+"""Checks of the algorithm, also against domains and roles."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from roll_lite.config.schema.run import RunConfig
 
 COMPARES_GROUPS = ("grpo", "rloo", "opo", "gpg")
 TRUNCATION = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "min_tokens": 0}
-"""Sampling settings, with the value that turns each off."""
+"""Sampling settings with their off value."""
 
 
 def compares_groups(config: RunConfig) -> bool:
-    """True if the estimator computes a sample's advantage from the other samples of its prompt."""
+    """Advantages compare the samples of a prompt."""
     advantage = config.algorithm.advantage
     return advantage.name in COMPARES_GROUPS or (isinstance(advantage, ReinforcePlusPlusAdvantageConfig) and advantage.baseline == "group")
 
@@ -54,7 +54,7 @@ def _own_functions(config: RunConfig) -> Iterator[Problem]:
 
 
 def _full_kl(config: RunConfig) -> Mistakes:
-    """Check that the object store holds a step's distributions: `full` sends one per token."""
+    """Check that the object store holds a step's distributions, one per token for `full`."""
     full = [name for name, term in kl_terms(config).items() if term.estimator == "full"]
     shape = known_shape(config.model.path)
     if not full or shape is None:
@@ -85,7 +85,7 @@ def _keep_mask_has_a_use(config: RunConfig) -> Mistakes:
 
 
 def _remax(config: RunConfig) -> Mistakes:
-    """Refuse reward terms beside the score: the greedy sample has a score only."""
+    """Refuse reward terms beside the score: a greedy sample has only a score."""
     if config.algorithm.advantage.name != "remax":
         return
     reward = config.algorithm.reward
@@ -133,7 +133,7 @@ def _groups_have_a_baseline(config: RunConfig, path: str, domain: DomainConfig) 
 
 
 def _keep_mask(config: RunConfig, path: str, domain: DomainConfig) -> Mistakes:
-    """Check that engine and trainer use the same distribution with old_log_probs: rollout."""
+    """Check that engine and trainer use one distribution with old_log_probs: rollout."""
     sampling = domain.sampling
     if not is_truncated(sampling):
         return

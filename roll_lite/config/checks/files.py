@@ -1,4 +1,4 @@
-"""Checks of the files that a configuration names: they exist and hold what the run needs."""
+"""Checks of the files that a configuration names."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _model(config: RunConfig) -> Iterator[Problem]:
 
 
 def _told(path: str, folder: Path, wrong: Callable[[], str | None]) -> Iterator[Problem]:
-    """Yield the message that `wrong` returns, or that of its ValueError."""
+    """Yield the message that `wrong` returns or raises as ValueError."""
     try:
         message = wrong()
     except ValueError as error:
@@ -55,7 +55,7 @@ def _tokenizer_misfit(folder: Path, vocab_size: int) -> str | None:
 
 
 def _weights_misfit(folder: Path, hf: HfConfig | None, head: str) -> str | None:
-    """Check that the safetensors are complete and, given `hf`, have the shapes that config.json implies."""
+    """Check that the safetensors are complete and, given `hf`, have config.json's shapes."""
     stored = stored_tensors(folder)
     if head == VALUE_HEAD and head not in stored:
         return f"its safetensors have no {head}, the value head of a critic or reward model; use init: actor for a new one"
@@ -91,7 +91,7 @@ def _critic(config: RunConfig) -> Iterator[Problem]:
 def _readable(
     path: str, folder: Path, architectures: Sequence[str] = HEADS
 ) -> Generator[Problem, None, tuple[ModelShape | None, HfConfig | None]]:
-    """Read a model folder. Both results are None if it is unreadable, the second if the model cannot be trained."""
+    """Read a model folder; (None, None) if unreadable, HfConfig None if untrainable."""
     shape = None
     try:
         shape = read_model_shape(folder)

@@ -1,8 +1,7 @@
 """Checks that a dotted path leads to a user's function that takes its arguments.
 
-Nothing is imported: a user's module may import torch, read files or start a client, and a check must be fast and without side effects. The
-import system's path finder locates modules, ast reads them. Results of decorators and calls, and names that a module creates at run time,
-are left to the start of the run.
+Nothing is imported, since a user's module may import torch or start a client: modules are located and read with ast. Results of decorators
+and calls, and names created at run time, are left to the start of the run.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from typing import Any
 from roll_lite.config.problems import Problem, did_you_mean
 
 LONGEST_CHAIN = 8
-"""Limit for re-exports and aliases followed to a definition."""
+"""Most re-exports and aliases followed."""
 CONSTANTS = (ast.Constant, ast.JoinedStr, ast.List, ast.Tuple, ast.Set, ast.Dict)
 
 
 def check_function(
     path: str, key: str, name: str, arguments: Mapping[str, Any], or_class: bool = False, given: Collection[str] = ()
 ) -> Iterator[Problem]:
-    """Check the function that key `key` of the section at `path` names, and the section's `args` for it. `or_class`: a class is allowed
-    too, its arguments unchecked. `given`: parameters that the run fills if the function has them."""
+    """Check the function named by `key` of the section at `path`, and the section's `args`. `or_class`: allow a class, with unchecked
+    arguments. `given`: parameters that the run fills if the function has them."""
     try:
         found = _definition(name)
     except ValueError as error:
@@ -41,7 +40,7 @@ def check_function(
 
 
 def parameters_of(name: str) -> set[str]:
-    """Names of the function's parameters after the first that can be passed by name; empty if unknown."""
+    """Parameters after the first that can be passed by name; empty if unknown."""
     try:
         found = _definition(name)
     except ValueError:  # check_function reports it
@@ -55,7 +54,7 @@ def _by_name(parameters: ast.arguments) -> set[str]:
 
 
 def _definition(name: str, chain: int = LONGEST_CHAIN) -> ast.AST | None:
-    """Definition behind the name; None if unknown. ValueError if the name does not exist."""
+    """Definition behind the name; None if unknown, ValueError if missing."""
     module, _, attribute = name.rpartition(".")
     if not module:
         raise ValueError("a function of your own is a dotted path, package.module.function")
@@ -88,7 +87,7 @@ def _definition(name: str, chain: int = LONGEST_CHAIN) -> ast.AST | None:
 
 
 def _located(module_name: str) -> ModuleSpec:
-    """Locate a module without importing its parents. ValueError if it does not exist."""
+    """Locate a module without importing its parents; ValueError if missing."""
     top, *below = module_name.split(".")
     try:
         spec = find_spec(top)
@@ -108,7 +107,7 @@ def _located(module_name: str) -> ModuleSpec:
 
 
 def _bound(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, ast.AST | None]]:
-    """Names that statements bind, also inside `if`, `try` and `with`, and their values; None if only running the code could tell."""
+    """Names bound by statements, also inside `if`, `try` and `with`, and their values; None if only running the code could tell."""
     for node in nodes:
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():

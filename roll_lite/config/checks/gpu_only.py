@@ -1,6 +1,6 @@
-"""Checks of settings that need GPUs: engines in fp8, Transformer Engine's layers, weight transfer between GPUs.
+"""Checks of settings that need GPUs: fp8 engines, Transformer Engine's layers, weight transfer between GPUs.
 
-`needs_gpus` asks about this machine, so it is only for runs: a configuration that is merely checked may be for another machine.
+`needs_gpus` is for runs only: a configuration that is merely checked may be meant for another machine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from roll_lite.config.schema.models import SglangStrategyConfig, VllmStrategyCon
 from roll_lite.config.schema.run import RunConfig
 
 SGLANG_FP8 = ("qwen2", "qwen3")
-"""Families whose weights SGLang can replace in fp8, by its QuantizedRLModelLoader."""
+"""Families that SGLang's QuantizedRLModelLoader can update in fp8."""
 
 
 VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -66,8 +66,8 @@ GPU_CHECKS = (_fp8_rollouts, _heads_of_vllm, _adapters_alone)
 
 
 def needs_gpus(config: RunConfig) -> Mistakes:
-    """Check settings that need GPUs on this machine. Ranks on other machines report at their start what they lack; whether the run's GPUs
-    are shared is known when trainers and engines have met."""
+    """Check settings that need GPUs here. Other machines report at their start; whether the run's GPUs are shared shows when trainers
+    and engines meet."""
     if layout.is_elsewhere(config):
         return
     there, none, transport = layout.gpus_visible(), "none are visible here", config.weight_sync.transport
@@ -88,7 +88,7 @@ def needs_gpus(config: RunConfig) -> Mistakes:
 
 
 def gpu_notes(config: RunConfig) -> list[str]:
-    """Note if a model in bfloat16 would run on CPU slots, as no GPUs are visible."""
+    """Note that a bfloat16 model would run on CPU slots, without visible GPUs."""
     if layout.gpus_visible() or layout.is_elsewhere(config) or config.model.dtype != "bfloat16":
         return []
     counts = {name: len(device_numbers(role.devices)) for name, role in roles(config).items()}

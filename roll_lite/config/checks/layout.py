@@ -1,4 +1,4 @@
-"""Checks of devices and parallel sizes, also against the model's shape."""
+"""Checks of devices and parallel sizes, also against the model."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _replicas_share_a_device(config: RunConfig, name: str, role: Role) -> Mistak
 
 
 def _sizes_fit_the_model(config: RunConfig, name: str, role: Role) -> Mistakes:
-    """Check attention heads, feed-forward size, and the layers of pipeline parts."""
+    """Check heads, feed-forward size, and layers of pipeline parts."""
     shape, strategy = known_shape(model_folder(config, role)), role.strategy
     if shape is None:
         return
@@ -149,8 +149,8 @@ def _model_is_long_enough(config: RunConfig) -> Mistakes:
 
 
 def _engine_knows_the_model(config: RunConfig) -> Mistakes:
-    """Refuse models that SGLang computes differently: it attends to the whole context in every model of Llama's kind, and takes all layers
-    for ones with experts if any has some."""
+    """Refuse models that SGLang computes differently: it knows no sliding window in Llama's kind, and gives all layers experts if any
+    has some."""
     shape = known_shape(config.model.path)
     if shape is None or not generates(config) or not isinstance(config.actor_infer.strategy, SglangStrategyConfig):
         return
@@ -196,7 +196,7 @@ LAYOUT_CHECKS = (
 
 
 def devices_are_there(config: RunConfig) -> Mistakes:
-    """Check that this machine has the GPUs, unless the run is on a cluster. CPU slots are created as needed."""
+    """Check that this machine has the GPUs, unless the run is on a cluster; CPU slots are created as needed."""
     if not gpus_visible() or is_elsewhere(config):
         return
     there = gpu_count()
@@ -209,7 +209,7 @@ def devices_are_there(config: RunConfig) -> Mistakes:
 
 
 def sharing_notes(config: RunConfig) -> list[str]:
-    """Notes on roles that stay on the same GPUs at the same time, and on engines that stay on GPUs where others take turns."""
+    """Notes on roles that stay on the same GPUs, and on engines that stay where others take turns."""
     if not gpus_visible():
         return []
     by_role = roles(config)
@@ -228,7 +228,7 @@ def sharing_notes(config: RunConfig) -> list[str]:
 
 
 def _left_beside(role: Role) -> float | None:
-    """Share of a GPU's memory that engines or judges leave to others; None if they have a fixed cache size, or for other roles."""
+    """Share of a GPU's memory that engines or judges leave to others; None for a fixed cache size and for other roles."""
     strategy = getattr(role, "strategy", None)
     if not isinstance(strategy, EngineStrategyConfig) or strategy.kv_cache_mb is not None:
         return None
@@ -236,7 +236,7 @@ def _left_beside(role: Role) -> float | None:
 
 
 def model_folder(config: RunConfig, role: Role) -> Path:
-    """Folder of the weights that a role starts from."""
+    """Folder of a role's initial weights."""
     if isinstance(role, RewardModelConfig | JudgeServerConfig):
         return role.path
     own = role.path if isinstance(role, CriticRoleConfig) and role.init != "actor" else None
@@ -244,18 +244,18 @@ def model_folder(config: RunConfig, role: Role) -> Path:
 
 
 def is_elsewhere(config: RunConfig) -> bool:
-    """True if the run is on a cluster, to which this machine's devices do not matter."""
+    """The run is on a cluster, where this machine's devices do not matter."""
     return bool(config.ray.address or os.environ.get("RAY_ADDRESS") or config.placement.nodes is not None)
 
 
 def gpus_visible() -> bool:
-    """True if GPUs are visible. Does not import torch, which takes seconds."""
+    """Without torch, which takes seconds to import."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
     return not hidden and any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def gpu_count() -> int:
-    """Number of visible GPUs of this machine."""
+    """Visible GPUs of this machine."""
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     return len([one for one in shown.split(",") if one.strip()]) if shown is not None else len(list(Path("/dev").glob("nvidia[0-9]*")))
 

@@ -1,4 +1,4 @@
-"""Checks of adapters: their layers and initial weights."""
+"""Checks of adapters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from roll_lite.models.model_files import weight_shapes
 
 
 def _layers(config: RunConfig) -> Mistakes:
-    """Check that the adapted layers can be cut, and that engines take adapters of experts."""
+    """Check that adapted layers can be cut, and that engines take adapters of experts."""
     lora, strategy, shape = config.actor_train.lora, config.actor_train.strategy, known_shape(config.model.path)
     if lora is None or shape is None:
         return
@@ -67,7 +67,7 @@ def reference_notes(config: RunConfig) -> list[str]:
 
 
 def engine_notes(config: RunConfig) -> list[str]:
-    """Note on the size of an update if engines get the adapters alone."""
+    """Note on an update's size if engines get adapters alone."""
     lora = adapters_of_engines(config)
     if lora is None:
         return []

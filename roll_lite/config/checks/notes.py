@@ -1,4 +1,4 @@
-"""Notes on settings that are legal but suspicious; `check` and the start of a run print them."""
+"""Notes on legal but suspicious settings, printed by `check` and runs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def batch_notes(config: RunConfig) -> list[str]:
 
 
 def notes_on(config: RunConfig, *further: Callable[[RunConfig], list[str]]) -> list[str]:
-    """`further`: notes that other packages add."""
+    """`further`: notes of other packages."""
     notes_of_parts = (
         mode_notes,
         gpu_notes,

@@ -1,4 +1,4 @@
-"""Checks of how generation and training alternate, and of the group filter."""
+"""Checks of the schedule of generation and training, and of the group filter."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _group_filter(config: RunConfig) -> Iterator[Mistake]:
 
 
 def staleness_notes(config: RunConfig) -> list[str]:
-    """Note if samples of older weights train without a correction."""
+    """Note that samples of older weights train without correction."""
     rollout, algorithm = config.rollout, config.algorithm
     stale = rollout.supply != "sync" if rollout.max_staleness is None else rollout.max_staleness > 0
     if not stale or algorithm.weighs_by_rollout:

@@ -1,4 +1,4 @@
-"""Checks of reward models and judges: the name is fit for files, a reward uses it, and its folder holds such a model."""
+"""Checks of reward models and judges: valid name, used by a reward, valid folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 
 def _used_by_a_reward(config: RunConfig, path: str, what: str, sections: Collection[str], reward: str, argument: str) -> Mistakes:
-    """Check one of `sections`: rewards of type `reward` name a section in their `argument`, or give a url instead."""
+    """Check that a reward of type `reward` names this section in `argument`; it may give a url instead."""
     name = path.partition(".")[2]
     parts: list[RewardConfig | RewardTermConfig] = []
     for domain in config.domains.values():

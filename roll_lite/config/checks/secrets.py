@@ -1,4 +1,4 @@
-"""Checks for secrets in a configuration. It is written into logs and files: addresses must not hold secrets, other secrets are left out."""
+"""Checks for secrets in a configuration, which is logged and saved: addresses must have none, others are left out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from roll_lite.config.schema.run import RunConfig
 
 
 def addresses_without_secrets(config: RunConfig) -> Iterator[Problem]:
-    """Check all texts: also arguments of rewards, engines and the user's functions."""
+    """Check all texts, also arguments of rewards, engines and functions."""
     for path, text in texts_in(config, ""):
         what = secret_in_address(text)
         if what is not None:
@@ -20,7 +20,7 @@ def addresses_without_secrets(config: RunConfig) -> Iterator[Problem]:
 
 
 def plain_secrets(config: RunConfig) -> list[str]:
-    """Notes on secrets written in the configuration itself."""
+    """Notes on secrets in the configuration itself."""
     return [
         f"{path} is left out ({LEFT_OUT}) of config.yaml and checkpoints; write ${{oc.env:NAME}} in its place, which they can hold"
         for path, text in texts_in(config.model_dump(mode="json"), "")

@@ -1,1 +1,1 @@
-"""Merges files and overrides into one tree of plain data."""
+"""Merging of files and overrides into one tree of plain data."""

@@ -1,6 +1,6 @@
-"""Merges configuration files into one tree: `defaults:` lists and overrides as in Hydra, `${...}` by OmegaConf.
+"""Merging of configuration files: `defaults:` lists and overrides as in Hydra, `${...}` by OmegaConf.
 
-Hydra itself stops at the first mistake, and refuses keys of the schema that no file sets; here all mistakes are collected.
+Hydra itself stops at the first mistake, and refuses schema keys that no file sets; here all mistakes are collected.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ DEEPEST = 50
 
 @dataclass(frozen=True)
 class Composed:
-    """The merged and resolved tree, without the values listed in `broken`."""
+    """Merged and resolved tree, without the values in `broken`."""
 
     data: dict[str, Any]
     problems: list[Problem]
     broken: frozenset[Path]
-    """Paths of values that could not be resolved; includes the root if a whole file could not be read."""
+    """Paths of unresolved values; the root if a whole file is unreadable."""
     origins: dict[Path, str]
     """Last place that set each path."""
     secrets: dict[Path, tuple[str, Any]]
-    """Values from the environment: text as written, and value."""
+    """Values from the environment: (text as written, value)."""
     hidden: list[str]
-    """Notes on shipped files that the user's files of the same name replace."""
+    """Notes on shipped files replaced by the user's of the same name."""
 
 
 @dataclass
@@ -56,7 +56,7 @@ class _Composer:
     hidden: list[str] = field(default_factory=list)
 
     def add_file(self, path: FilePath, name: str, stack: tuple[FilePath, ...]) -> None:
-        """Append the layers of a file, its defaults in order; the file itself comes last unless `_self_` says otherwise."""
+        """Append the layers of a file: its defaults in order, then itself unless `_self_` says otherwise."""
         label = f"{name}.yaml"
         try:
             text = read_text(path)
@@ -85,12 +85,12 @@ class _Composer:
         return path
 
     def refuse(self, place: str, message: str, value: Any = NO_VALUE, broken: Path = ()) -> None:
-        """Report a problem and mark a path as broken: the root if a whole file is unreadable, so that its settings are not missing."""
+        """Report a problem and mark a path as broken; the root for an unreadable file, so that its settings do not count as missing."""
         self.problems.append(Problem(place, message, value))
         self.broken.add(broken)
 
     def _entries(self, defaults: Any, place: str) -> list[tuple[str | None, str]]:
-        """Names of files with their places; None stands for `_self_`."""
+        """File names with their places; None is `_self_`."""
         items = [defaults] if isinstance(defaults, str) else defaults
         if not isinstance(items, list):
             self.refuse(place, "has to be a file's name or a list of them", defaults)
@@ -127,7 +127,7 @@ class _Composer:
 
 
 def find(name: str, folder: FilePath) -> FilePath | None:
-    """File in the folder, else the shipped one: users' files can build on shipped ones."""
+    """File in the folder, else the shipped one."""
     return next((path for path in (folder / f"{name}.yaml", CONFIGS / f"{name}.yaml") if is_file(path)), None)
 
 
@@ -136,13 +136,13 @@ def searched(folder: FilePath) -> str:
 
 
 def suggestion(name: str, folder: FilePath) -> str:
-    """Suggest close names from either folder; if none is close, list the user's own."""
+    """Suggest close names of either folder; else list the user's own."""
     own, shipped = ([path.stem for path in one.glob("*.yaml")] for one in (folder, CONFIGS))
     return did_you_mean(name, [*own, *shipped] if close_names(name, [*own, *shipped]) or not own else own)
 
 
 def compose(name: str, folder: FilePath, overrides: Sequence[str], *, may_be_left_out: bool = False) -> Composed:
-    """Merge the named file, its defaults and the overrides, and resolve `${...}`. `may_be_left_out`: keep `???` instead of reporting it."""
+    """Merge a file, its defaults and the overrides, and resolve `${...}`. `may_be_left_out`: keep `???`."""
     composer = _Composer(folder, may_be_left_out)
     parsed = [parse_override(text) for text in overrides]
     composer.problems += [one for one in parsed if isinstance(one, Problem)]
@@ -167,7 +167,7 @@ def _written_on_the_command_line(origins: dict[Path, str], path: Path) -> None:
 # ---------------------------------------------------------------- interpolations
 
 _from_environment: ContextVar[list[str] | None] = ContextVar("_from_environment", default=None)
-"""Environment variables read while one value is resolved."""
+"""Environment variables read for the current value."""
 
 
 def _environment(key: str, *default: Any) -> Any:
@@ -177,7 +177,7 @@ def _environment(key: str, *default: Any) -> Any:
 
 
 def _resolve(node: DictConfig | ListConfig, path: Path, composer: _Composer) -> Any:
-    """Plain data with every interpolation replaced. One that cannot be resolved is a problem, and its path is broken."""
+    """Plain data with interpolations replaced; unresolvable ones are problems with broken paths."""
     keys: list[Any] = list(range(len(node))) if isinstance(node, ListConfig) else list(node.keys())
     result: dict[str, Any] = {}
     for key in keys:
@@ -218,7 +218,7 @@ def _resolve(node: DictConfig | ListConfig, path: Path, composer: _Composer) -> 
 
 
 def _why(error: Exception, variables: list[str]) -> str:
-    """Reason of the error, without the contents of any variable."""
+    """Reason of the error, without contents of variables."""
     for variable in variables:
         if f"Environment variable '{variable}' not found" in str(error):
             return f"the environment variable {variable} is not set"

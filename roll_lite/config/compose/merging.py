@@ -1,7 +1,7 @@
-"""Merging by the schema: `strategy: sglang` is short for `strategy: {name: sglang}`, a new name drops keys that only the former one had,
-and null removes inherited settings.
+"""Merging by the schema: `strategy: sglang` means `strategy: {name: sglang}`, a new name drops the former one's own keys, null removes
+inherited settings.
 
-Words are expanded as soon as a file or an override is read, so that merging sees sections only.
+Words are expanded when a file or override is read: merging sees sections only.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def spell_out(data: Any, path: Path, lines: dict[Path, int]) -> Any:
 
 
 def is_short_form(value: Any, path: Path) -> bool:
-    """True if the value is a word for a section. An interpolation is not: it may give a whole section."""
+    """The value is a word for a section; an interpolation is not, since it may give a whole section."""
     is_word = isinstance(value, str) and "${" not in value and value != "???"
     return is_word and any("name" in cls.model_fields for cls in sections_at(path))
 
 
 def merge(tree: dict[str, Any], layer: Mapping[str, Any], path: Path = ()) -> None:
-    """Merge `layer` into `tree`, both at `path`: sections are merged, other values replaced. A null removes what cannot be null, so that
-    a setting has its default."""
+    """Merge `layer` into `tree`, both at `path`: sections are merged, other values replaced; null restores the default of what cannot be
+    null."""
     for key in _ended(tree, layer, path):
         del tree[key]
     for key, value in layer.items():
@@ -48,11 +48,8 @@ def merge(tree: dict[str, Any], layer: Mapping[str, Any], path: Path = ()) -> No
 
 
 def _ended(tree: Mapping[str, Any], layer: Mapping[str, Any], path: Path) -> list[str]:
-    """Keys to drop because the layer changes the section's name.
-
-    They belong to the former choice: fields that the new one lacks or reads differently, or arguments. An interpolated or open name is
-    unknown, so nothing is dropped.
-    """
+    """Keys to drop because the layer changes the section's name: fields that the new choice lacks or reads differently, and arguments.
+    An interpolated or open name is unknown, so nothing is dropped."""
     former, chosen = (None if "${" in str(one.get("name")) or one.get("name") == "???" else one.get("name") for one in (tree, layer))
     classes = sections_at(path)
     if chosen is None or former == chosen or not any("name" in cls.model_fields for cls in classes):

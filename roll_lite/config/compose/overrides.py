@@ -1,4 +1,4 @@
-"""Overrides on the command line: `a.b=1`, `a.b=[1,2]`, `a={x: 1}`, `+a.b=1`, `~a.b`, `trackers.0.name=jsonl`."""
+"""Overrides: `a.b=1`, `a.b=[1,2]`, `a={x: 1}`, `+a.b=1`, `~a.b`, `trackers.0.name=jsonl`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Override:
 
 
 def parse_override(text: str) -> Override | Problem:
-    """Parse one override. Values are YAML: `null`, `true`, `[1,2]` and `{x: 1}` mean the same as in a file."""
+    """Parse an override; its value is YAML."""
     delete = text.startswith("~")
     key, separator, raw = text.lstrip("~+").partition("=") if not delete else (text[1:], "", "")
     if delete and "=" in key:
@@ -55,7 +55,7 @@ def parse_override(text: str) -> Override | Problem:
 
 
 def names_first(overrides: Sequence[Override]) -> list[Override]:
-    """Reorder overrides: choosing a section's name drops earlier settings of the section, so it moves before them."""
+    """Move choices of a section's name, which drop earlier settings, before these settings."""
     ordered: list[Override] = []
     for one in overrides:
         named = isinstance(one.value, dict) and "name" in one.value
@@ -72,7 +72,7 @@ def names_first(overrides: Sequence[Override]) -> list[Override]:
 
 def alternatives(text: str) -> list[str]:
     """Expand a sweep: `key=a,b` and `key=choice(a,b)` give `key=a` and `key=b`, `key=range(1,3)` gives `key=1` and `key=2`. Commas in
-    quotes, brackets, braces and parentheses do not separate. ValueError for an invalid sweep."""
+    quotes and brackets do not separate. ValueError for an invalid sweep."""
     key, separator, raw = text.partition("=")
     if (called := _CALL.fullmatch(raw)) is None:
         values = _parts(raw) if separator else []
@@ -86,7 +86,6 @@ def alternatives(text: str) -> list[str]:
 
 
 def is_sweep(text: str) -> bool:
-    """True if the override is a sweep, for `run -m`."""
     try:
         return len(alternatives(text)) > 1
     except ValueError:
@@ -110,7 +109,7 @@ def _parts(raw: str) -> list[str]:
 
 
 def _range(arguments: str) -> list[str]:
-    """Values of a range as in Python, decimals too."""
+    """Values as of Python's range, decimals too."""
     try:
         given = [Decimal(one.strip()) for one in arguments.split(",")]
         start, stop, step = {1: (Decimal(0), *given, Decimal(1)), 2: (*given, Decimal(1)), 3: tuple(given)}[len(given)]
@@ -123,7 +122,7 @@ def _range(arguments: str) -> list[str]:
 
 
 def apply_override(tree: dict[str, Any], override: Override) -> list[Problem]:
-    """Set, merge or delete the value. Keys that do not exist are created; the schema checks them later."""
+    """Set, merge or delete the value. New keys are created; the schema checks them later."""
     try:
         holder, depth = _holder(tree, override)
     except LookupError as error:
@@ -150,8 +149,8 @@ def apply_override(tree: dict[str, Any], override: Override) -> list[Problem]:
 
 
 def _holder(tree: dict[str, Any], override: Override) -> tuple[dict[str, Any] | list[Any], int]:
-    """Innermost section or list on the override's path, and the number of keys that lead there. LookupError with a message if the next key
-    cannot be in it."""
+    """Innermost section or list on the override's path, and the number of keys to it. LookupError with a message if it cannot hold the
+    next key."""
     container: Any = tree
     for depth, key in enumerate(override.path):
         here, below = dotted(override.path[:depth]), override.path[depth + 1 :]

@@ -1,4 +1,4 @@
-"""Parses YAML text to plain data, with the line of every value and all mistakes."""
+"""Parsing of YAML to plain data, with lines of values and all mistakes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from roll_lite.config.problems import NO_VALUE, Path, Problem, dotted, show, spa
 from roll_lite.files import first_line
 
 MOST_VALUES = 100_000
-"""Limit of values in one text, aliases expanded."""
+"""Most values in a text, aliases expanded."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML loader that reads 1e-6 as a number and 2026-08-01 as text; YAML 1.1 reads them as text and as a date."""
+    """Reads 1e-6 as a number and 2026-08-01 as text, unlike YAML 1.1."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -36,17 +36,17 @@ _Loader.add_implicit_resolver(
 
 @dataclass
 class YamlSource:
-    """A parsed text: its data, the line of each path, and its problems."""
+    """Parsed text: data, line by path, problems."""
 
     data: Any = None
     lines: dict[Path, int] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     broken: set[Path] = field(default_factory=set)
-    """Paths of unreadable values, null in `data`; the root if the whole text is unreadable."""
+    """Paths of unreadable values, null in `data`; the root if all is unreadable."""
 
 
 def parse_yaml(text: str, place: str, root: Path = ()) -> YamlSource:
-    """Parse YAML. `place` names the text in messages; `root` is the path of its data in the tree."""
+    """Parse YAML. `place`: name of the text in messages; `root`: path of its data."""
     source = YamlSource()
     try:
         loader = _Loader(text)
@@ -60,7 +60,7 @@ def parse_yaml(text: str, place: str, root: Path = ()) -> YamlSource:
 
 
 def _values(node: yaml.Node, known: dict[int, int | None]) -> int:
-    """Number of values in and below the node, aliases expanded. YAMLError if an alias stands for a section or list around it."""
+    """Number of values, aliases expanded; YAMLError if an alias stands for a section around it."""
     if id(node) not in known:
         known[id(node)] = None
         parts = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
@@ -100,7 +100,7 @@ def _convert(loader: _Loader, node: yaml.Node, path: Path, place: str, source: Y
 
 
 def _scalar(loader: _Loader, node: yaml.Node, path: Path, place: str, source: YamlSource) -> Any:
-    """Value of a plain scalar whose `${...}`, if any, is valid; else None and a problem."""
+    """Value of a scalar; None and a problem if it or its `${...}` is invalid."""
     value, message = None, ""
     try:
         value = loader.construct_object(node, deep=True)

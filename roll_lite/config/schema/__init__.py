@@ -1,5 +1,2 @@
-"""The schema of the configuration: typed, strict, frozen. Every YAML setting is declared here, once.
-
-A field's description is its documentation: `docs/configuration.md` is generated from these files. `checks/` checks fields against each
-other, `arithmetic.py` computes derived values.
-"""
+"""Schema of the configuration: typed, strict, frozen; `docs/configuration.md` is generated from it. `checks/` compares fields,
+`arithmetic.py` derives values."""

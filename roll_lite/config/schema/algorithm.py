@@ -1,4 +1,4 @@
-"""Sections of the algorithm: KL, reward shaping, supervised data, and the algorithm itself."""
+"""Sections of KL, reward shaping, masks, supervised data, and the algorithm."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class FixedKlConfig(Section):
 
 
 class AdaptiveKlConfig(Section):
-    """Raises the coefficient while the KL is above its target and lowers it while below, once per step."""
+    """Raises the coefficient above the KL target and lowers it below, once per step."""
 
     name: Literal["adaptive"] = "adaptive"
     target: PositiveFloat
-    """Target KL(policy || reference), in nats per token. It is measured with k3 for `abs`, and for kl_in_loss unless the estimator is
-    `full`; otherwise with the estimator."""
+    """Target KL(policy || reference), in nats per token; measured with the estimator, but with k3 for `abs` and for kl_in_loss unless it
+    is `full`."""
     horizon: PositiveFloat = 10000.0
-    """Number of samples over which the coefficient changes by at most about a fifth; a larger batch counts as this many."""
+    """Samples over which the coefficient changes by at most about a fifth; a larger batch counts as this many."""
 
 
 KlControllerConfig = Annotated[FixedKlConfig | AdaptiveKlConfig, Field(discriminator="name")]
@@ -44,7 +44,7 @@ class KlInRewardConfig(Section):
     coef: NonNegativeFloat = 0.0
     """Weight; 0: off."""
     estimator: Literal["k1", "k2", "k3", "abs", "full"] = "k1"
-    """k1 = log-ratio, k2 = log-ratio squared / 2, k3 = exp(-k1) - 1 + k1, abs = |k1|, full = the exact sum over the vocabulary."""
+    """k1 = log-ratio, k2 = log-ratio² / 2, k3 = exp(-k1) - 1 + k1, abs = |k1|, full = exact sum over the vocabulary."""
     controller: KlControllerConfig = Field(default_factory=FixedKlConfig)
     """Schedule of the weight."""
 
@@ -56,9 +56,9 @@ class KlInRewardConfig(Section):
 
 class KlInLossConfig(KlInRewardConfig):
     estimator: Literal["k1", "k2", "k3", "abs", "full"] = "k3"
-    """Same as for kl_in_reward."""
+    """As for kl_in_reward."""
     unbiased_gradient: bool = False
-    """Use the gradient of KL(policy || reference) itself, with importance weights for samples of an older policy."""
+    """Use the gradient of KL(policy || reference) itself, importance-weighted for samples of an older policy."""
 
     @rule
     def _unbiased(self) -> Mistakes:
@@ -71,8 +71,8 @@ class KlInLossConfig(KlInRewardConfig):
 
 class RewardNormalizationConfig(Section):
     over: Literal["batch", "group", "running"]
-    """Samples that mean and standard deviation are computed over. batch: the step's samples that train; group: all samples of the prompt;
-    running: all samples that trained in the run so far."""
+    """Samples behind mean and standard deviation. batch: the step's that train; group: all of the prompt; running: all that trained so
+    far."""
     mean: bool = True
     """Subtract the mean."""
     std: bool = True
@@ -86,8 +86,8 @@ class RewardNormalizationConfig(Section):
 
 class LengthPenaltyConfig(Section):
     name: Literal["linear", "group"] = "linear"
-    """linear: subtract coef * tokens / max_tokens. group: from +coef/2 for the shortest response of the group to -coef/2 for the longest;
-    the bonus is for correct samples only."""
+    """linear: subtract coef * tokens / max_tokens. group: from +coef/2 for the group's shortest response to -coef/2 for its longest;
+    only correct samples get a bonus."""
     coef: PositiveFloat
     """Strength."""
 
@@ -96,20 +96,20 @@ class OverlongConfig(Section):
     """DAPO's soft overlong punishment."""
 
     buffer_tokens: PositiveInt
-    """Number of tokens before max_tokens from which the penalty grows linearly."""
+    """Tokens before max_tokens over which the penalty grows linearly."""
     penalty: PositiveFloat = 1.0
-    """Penalty of a response as long as max_tokens."""
+    """Penalty at max_tokens."""
 
 
 class RewardShapingConfig(Section):
-    """Turns scores into rewards, in this order: format, length, truncation, overlong, scale, clip, normalisation, domain weight."""
+    """From scores to rewards, in this order: format, length, truncation, overlong, scale, clip, normalisation, domain weight."""
 
     length_penalty: LengthPenaltyConfig | None = None
-    """Penalty on length."""
+    """Length penalty."""
     overlong: OverlongConfig | None = None
-    """Penalty on lengths close to max_tokens."""
+    """Penalty near max_tokens."""
     scale: PositiveFloat = 1.0
-    """Factor of the reward."""
+    """Factor."""
     clip: PositiveFloat | None = None
     """Limit to [-clip, clip]."""
     normalize: RewardNormalizationConfig | None = None
@@ -117,47 +117,47 @@ class RewardShapingConfig(Section):
 
 
 class MasksConfig(Section):
-    """Excludes samples from training. They still count in their group's baseline, and metrics report them per domain."""
+    """Excludes samples from training; they still count in their group's baseline, and in metrics by domain."""
 
     truncated: Literal["keep", "mask", "penalize"] = "keep"
-    """Responses cut at max_tokens. keep: train; mask: do not train; penalize: subtract truncated_penalty from their reward and train."""
+    """Responses cut at max_tokens. keep: train; mask: do not train; penalize: train, with truncated_penalty subtracted from the reward."""
     truncated_penalty: PositiveFloat = 1.0
-    """Penalty for truncated: penalize."""
+    """Penalty for `truncated: penalize`."""
     group_mean: Annotated[tuple[float, float], ASCENDING] | None = None
-    """Range of a group's mean score in which it trains, ends included."""
+    """Range of a group's mean score that trains, ends included."""
     response_tokens: Annotated[tuple[Annotated[int, Field(ge=0)], PositiveInt], ASCENDING] | None = None
     """Range of response lengths that train, ends included."""
     function: str | None = None
-    """Dotted path to a function `RewardRows -> weights [samples]`, see docs/algorithms.md; 0 does not train."""
+    """Dotted path to a function `RewardRows -> weights [samples]` (docs/algorithms.md); 0 does not train."""
 
 
 class PtxDataConfig(Section):
     train: UserPath | Annotated[list[UserPath], Field(min_length=1)]
-    """Data files as for a domain: a .jsonl or .parquet file, a folder, or a list of them, read one after the other."""
+    """Files as for a domain: .jsonl, .parquet, a folder, or a list of them, read one after the other."""
     prompt: str = "prompt"
-    """Name of the column with the prompt (a string, or a list of chat messages), or with the text if there is no answer."""
+    """Column with the prompt (a string or chat messages), or with the text if there is no answer."""
     answer: str | None = "answer"
-    """Name of the column with the text to learn; null: learn the prompt itself, as in pre-training."""
+    """Column with the text to learn; null: learn the prompt itself, as in pre-training."""
 
 
 class PtxConfig(Section):
-    """Adds a supervised loss on a data set to the policy loss (PPO-ptx): coef * mean cross-entropy of the learned tokens, at temperature 1,
-    in every optimizer step of the actor."""
+    """Adds coef * mean cross-entropy of learned tokens, at temperature 1, to the policy loss in every optimizer step of the actor
+    (PPO-ptx)."""
 
     data: PtxDataConfig
-    """Data to learn. Every pass uses each row once, in a seeded order that resumed runs continue."""
+    """Data to learn; every pass uses each row once, in a seeded order that resumed runs continue."""
     template: TemplateConfig = Field(default_factory=PlainTemplateConfig)
-    """Template that turns a prompt into the model's input. The answer and the end of sequence follow."""
+    """Template of the prompt; answer and end of sequence follow."""
     coef: PositiveFloat
     """Weight of the mean cross-entropy."""
     samples: PositiveInt
     """Rows per optimizer step, packed into micro-batches with the policy's."""
     max_tokens: Annotated[int, Field(ge=2)] = 4096
-    """Maximal tokens of prompt and answer; longer rows are cut at the end."""
+    """Most tokens of prompt and answer; longer rows are cut at the end."""
 
     @property
     def as_domain(self) -> DomainConfig:
-        """Its files and template as a domain, for the reader of prompts."""
+        """Files and template as a domain, for the reader of prompts."""
         data = DataConfig(train=self.data.train, prompt=self.data.prompt, answer=self.data.answer)
         sampling = SamplingConfig(max_prompt_tokens=2**31 - 1)  # longer ones are cut
         return DomainConfig(data=data, template=self.template, sampling=sampling, reward=RewardConfig(name="exact"))
@@ -165,23 +165,23 @@ class PtxConfig(Section):
 
 class AlgorithmConfig(Section):
     reward: RewardShapingConfig = Field(default_factory=RewardShapingConfig)
-    """Shaping: from scores to rewards."""
+    """From scores to rewards."""
     masks: MasksConfig = Field(default_factory=MasksConfig)
     """Samples that do not train."""
     advantage: AdvantageConfig = Field(default_factory=GrpoAdvantageConfig)
     """Advantage estimator."""
     whiten_advantages: bool = False
-    """Normalize advantages to mean 0 and variance 1 over the policy tokens of the global batch."""
+    """Normalize advantages to mean 0 and variance 1 over the global batch's policy tokens."""
     policy_loss: PolicyLossConfig = Field(default_factory=PpoLossConfig)
     """Policy loss."""
     mismatch_correction: MismatchCorrectionConfig | None = None
-    """Correction for the mismatch of engine and trainer."""
+    """Correction of the mismatch between engine and trainer."""
     value_loss: ValueLossConfig = Field(default_factory=ValueLossConfig)
-    """Value loss (with a critic)."""
+    """Loss of the critic."""
     aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] = "token_mean"
-    """Aggregation of token losses into one number; counts are those of the whole global mini-batch."""
+    """Aggregation of token losses; counts are those of the global mini-batch."""
     aggregation_constant: PositiveInt | None = None
-    """Divisor of a sequence's sum for aggregation: constant, in tokens; absent: the longest max_tokens of the domains."""
+    """Tokens that divide a sequence's sum under `aggregation: constant`; absent: the domains' longest max_tokens."""
     kl_in_reward: KlInRewardConfig = Field(default_factory=KlInRewardConfig)
     """KL(policy || reference) subtracted from every token's reward."""
     kl_in_loss: KlInLossConfig = Field(default_factory=KlInLossConfig)
@@ -191,21 +191,19 @@ class AlgorithmConfig(Section):
     ptx: PtxConfig | None = None
     """Supervised loss on a data set; absent: none."""
     old_log_probs: Literal["recompute", "current", "rollout"] = "recompute"
-    """Source of the old log-probs. recompute: an extra forward pass of the trainer. current: the detached training forward (one update per
-    batch only). rollout: the engine."""
+    """Source of old log-probs. recompute: a further pass of the trainer. current: the detached training pass (one update per batch
+    only). rollout: the engine."""
     routing_replay: Literal["none", "train", "rollout"] = "none"
-    """Experts that the actor's updates use, in a model with experts. none: its router's current choice. train: those of the pass that
-    computes the old log-probs. rollout: those of the engine, also in that pass. The router still learns, through the weights of the
-    experts.
-    """
+    """Experts used in the actor's updates. none: the router's current choice. train: those of the pass for old log-probs. rollout: the
+    engine's, also in that pass. The router still learns, through the experts' weights."""
     ppo_epochs: PositiveInt = 1
     """Passes over each batch."""
     mini_batches: PositiveInt = 1
     """Optimizer steps per pass."""
     early_stop_kl: PositiveFloat | None = None
-    """Limit for KL(old || new) of an update, in nats per token: beyond it, the step's remaining actor updates are skipped."""
+    """Limit of KL(old || new), in nats per token: an update above it ends the step's actor updates."""
     critic_warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps at the start that train only the critic."""
+    """First steps that train only the critic."""
 
     @rule
     def _current(self) -> Mistakes:
@@ -242,6 +240,6 @@ class AlgorithmConfig(Section):
 
     @property
     def weighs_by_rollout(self) -> bool:
-        """True if a sample's loss is multiplied by the ratio to the policy that sampled it."""
+        """The loss is weighted by the ratio to the policy that sampled."""
         correction = self.mismatch_correction
         return self.old_log_probs == "rollout" or (correction is not None and correction.weight is not None)

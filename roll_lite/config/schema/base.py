@@ -1,4 +1,4 @@
-"""Base class of all sections and of their rules, and types of numbers and paths."""
+"""Base of sections, rules, and types of numbers and paths."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ T = TypeVar("T")
 
 
 def from_current_folder(path: Path) -> Path:
-    """Make a path absolute, relative to the folder where the run starts, so that all workers agree. Shipped files are found from any
-    folder. ValueError if the path is unreadable."""
+    """Make a path absolute by the start folder of the run, so that workers agree; shipped files are found from any folder. ValueError if
+    unreadable."""
     try:
         path = absolute_path(path)
     except RuntimeError:
@@ -52,7 +52,7 @@ UserPath = Annotated[Path, AfterValidator(from_current_folder)]
 
 
 class Refused(Exception):
-    """Raised by reading a field whose value the schema has refused."""
+    """A field was read that the schema has refused."""
 
 
 def readable(found: Iterable[T]) -> list[T]:
@@ -64,12 +64,11 @@ def readable(found: Iterable[T]) -> list[T]:
 
 
 Mistakes = Iterator[tuple[str, str]]
-"""Keys with what is wrong and its remedy; the key "" is the whole section."""
+"""(key, mistake and remedy); key "" is the whole section."""
 Rule = Callable[[Any], Mistakes]
 
 
 def rule(method: Rule) -> Rule:
-    """Mark a method as a rule of its section."""
     vars(method)["is_rule"] = True
     return method
 
@@ -81,7 +80,7 @@ def _rules(cls: type) -> list[Rule]:
 
 
 class Section(BaseModel):
-    """Base of every section: unknown keys are refused, and values never change after loading."""
+    """Base of sections: unknown keys are refused, values are frozen."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True, protected_namespaces=())
 
@@ -93,10 +92,10 @@ class Section(BaseModel):
             return super().__getattr__(name)
 
     def mistakes(self) -> list[tuple[str, str]]:
-        """Mistakes by the section's rules. A refused field ends the rules that read it, not the others."""
+        """Mistakes by the section's rules; a refused field ends only rules that read it."""
         return [found for one in _rules(type(self)) for found in readable(one(self))]
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """Settings as keyword arguments, without `name`."""
+        """Settings without `name`, as keyword arguments."""
         return {field: value for field, value in self if field != "name"}

@@ -22,13 +22,13 @@ class GaeAdvantageConfig(Section):
     lam_critic: Annotated[float, Field(ge=0, le=1)] | None = None
     """Lambda of the critic's targets; absent: lam."""
     length_adaptive: PositiveFloat | None = None
-    """Lets the actor's lambda depend on the response length l: 1 - 1 / (length_adaptive * l), at least 0. Replaces lam."""
+    """Replaces lam by 1 - 1 / (length_adaptive * l), at least 0, for a response of l tokens."""
     bootstrap_truncated: bool = False
     """Bootstrap responses cut at max_tokens with the critic's value at their end, instead of 0."""
 
 
 class GrpoAdvantageConfig(Section):
-    """(reward - group mean) / group standard deviation. Dr. GRPO is normalize_std: false with aggregation: constant."""
+    """(reward - group mean) / group standard deviation; Dr. GRPO: normalize_std: false, aggregation: constant."""
 
     name: Literal["grpo"] = "grpo"
     normalize_std: bool = True
@@ -36,13 +36,13 @@ class GrpoAdvantageConfig(Section):
 
 
 class RlooAdvantageConfig(Section):
-    """Reward minus the mean reward of the group's other samples."""
+    """Reward minus the mean of the group's other samples."""
 
     name: Literal["rloo"] = "rloo"
 
 
 class ReinforceAdvantageConfig(Section):
-    """Discounted returns, without a baseline."""
+    """Discounted returns, without baseline."""
 
     name: Literal["reinforce"] = "reinforce"
     gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
@@ -60,32 +60,30 @@ class ReinforcePlusPlusAdvantageConfig(Section):
 
 
 class RemaxAdvantageConfig(Section):
-    """Reward minus the score of a greedy response to the same prompt, generated beside the group and not trained on."""
+    """Reward minus the score of a greedy response, generated beside the group and not trained on."""
 
     name: Literal["remax"] = "remax"
 
 
 class OpoAdvantageConfig(Section):
-    """Reward minus the length-weighted mean reward of the group, the on-policy baseline of least variance."""
+    """Reward minus the group's length-weighted mean reward, the on-policy baseline of least variance."""
 
     name: Literal["opo"] = "opo"
 
 
 class GpgAdvantageConfig(Section):
-    """(reward - group mean) * samples / samples in groups whose rewards differ before KL, so that groups without advantage do not shrink
-    the gradient."""
+    """(reward - group mean) * samples / samples in groups whose rewards differ before KL: groups without advantage do not shrink the
+    gradient."""
 
     name: Literal["gpg"] = "gpg"
 
 
 class CustomAdvantageConfig(Section):
-    """Advantage estimator of the user."""
-
     name: Literal["custom"] = "custom"
     function: str
-    """Dotted path to a function `(CreditInputs, **args) -> advantages`, see docs/algorithms.md."""
+    """Dotted path to a function `(CreditInputs, **args) -> advantages` (docs/algorithms.md)."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the function."""
+    """Keyword arguments."""
 
 
 AdvantageConfig = Annotated[
@@ -110,35 +108,35 @@ class PpoLossConfig(Section):
 
     name: Literal["ppo"] = "ppo"
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """Lower clip of the ratio: 1 - clip_low."""
+    """Ratios are clipped below 1 - clip_low."""
     clip_high: PositiveFloat = 0.2
-    """Upper clip of the ratio: 1 + clip_high."""
+    """Ratios are clipped above 1 + clip_high."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """Limit of the loss at negative advantages: dual_clip * |advantage|; null: off."""
 
 
 class GspoLossConfig(Section):
-    """PPO's clipped surrogate with one ratio per sequence: the geometric mean of its tokens' ratios."""
+    """PPO's clipped surrogate with one ratio per sequence: the geometric mean over its tokens."""
 
     name: Literal["gspo"] = "gspo"
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 3e-4
-    """Lower clip of the sequence's ratio: 1 - clip_low."""
+    """Ratios are clipped below 1 - clip_low."""
     clip_high: PositiveFloat = 4e-4
-    """Upper clip of the sequence's ratio: 1 + clip_high."""
+    """Ratios are clipped above 1 + clip_high."""
 
 
 class GmpoLossConfig(Section):
-    """Geometric mean of the tokens' clipped ratios, times the sequence's advantage."""
+    """Geometric mean of the clipped token ratios, times the sequence's advantage."""
 
     name: Literal["gmpo"] = "gmpo"
     log_clip_low: PositiveFloat = 0.4
-    """Lower clip of a token's log-ratio: -log_clip_low."""
+    """Token log-ratios are clipped below -log_clip_low."""
     log_clip_high: PositiveFloat = 0.4
-    """Upper clip of a token's log-ratio: log_clip_high."""
+    """Token log-ratios are clipped above log_clip_high."""
 
 
 class CispoLossConfig(Section):
-    """Policy gradient weighted with the clipped ratio. The weight has no gradient, so clipping removes no token's gradient."""
+    """Policy gradient weighted with the clipped ratio; the weight has no gradient, so that all tokens keep theirs."""
 
     name: Literal["cispo"] = "cispo"
     clip_low: Annotated[float, Field(gt=0, lt=1)] | None = None
@@ -148,14 +146,13 @@ class CispoLossConfig(Section):
 
 
 class ToprLossConfig(Section):
-    """Policy gradient weighted with the sequence's ratio, which is limited to one range for positive advantages and another for negative
-    ones."""
+    """Policy gradient weighted with the sequence's ratio, limited to a range by the advantage's sign."""
 
     name: Literal["topr"] = "topr"
     positive: Annotated[tuple[NonNegativeFloat, NonNegativeFloat], ASCENDING] = (1.0, 1.0)
-    """Range of the weight at positive advantages."""
+    """Range at positive advantages."""
     negative: Annotated[tuple[NonNegativeFloat, NonNegativeFloat], ASCENDING] = (0.0, 1.0)
-    """Range of the weight at negative advantages."""
+    """Range at negative advantages."""
 
 
 class SapoLossConfig(Section):
@@ -163,9 +160,9 @@ class SapoLossConfig(Section):
 
     name: Literal["sapo"] = "sapo"
     tau_positive: PositiveFloat = 1.0
-    """Steepness of the gate at positive advantages."""
+    """Steepness at positive advantages."""
     tau_negative: PositiveFloat = 1.05
-    """Steepness of the gate at negative advantages."""
+    """Steepness at negative advantages."""
 
 
 class PolicyGradientLossConfig(Section):
@@ -175,13 +172,13 @@ class PolicyGradientLossConfig(Section):
 
 
 class RaftLossConfig(Section):
-    """-log-prob of the samples with a positive advantage."""
+    """-log-prob of samples with positive advantage."""
 
     name: Literal["raft"] = "raft"
 
 
 class KimiLossConfig(Section):
-    """(advantage - tau * log-ratio of the sequence)² / (2 tau): a policy gradient with a pull towards the old policy."""
+    """(advantage - tau * log-ratio of the sequence)² / (2 tau): a policy gradient with a pull to the old policy."""
 
     name: Literal["kimi"] = "kimi"
     tau: PositiveFloat = 0.1
@@ -189,18 +186,16 @@ class KimiLossConfig(Section):
 
 
 GIVEN_TO_LOSSES = ("rollout_log_probs", "ref_log_probs", "entropy")
-"""Parameters that a user's loss gets besides the terms, if it has them."""
+"""Further parameters that a user's loss gets if it has them."""
 
 
 class CustomLossConfig(Section):
-    """Policy loss of the user."""
-
     name: Literal["custom"] = "custom"
     function: str
-    """Dotted path to a function `(PolicyTerms, **args) -> PolicyLoss`, see docs/algorithms.md. Parameters named rollout_log_probs,
-    ref_log_probs and entropy get these values per token."""
+    """Dotted path to a function `(PolicyTerms, **args) -> PolicyLoss` (docs/algorithms.md); parameters rollout_log_probs, ref_log_probs
+    and entropy get these values per token."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the function."""
+    """Keyword arguments."""
 
 
 PolicyLossConfig = Annotated[
@@ -219,16 +214,16 @@ PolicyLossConfig = Annotated[
 
 
 class CorrectionWeightConfig(Section):
-    """Multiplies each token's policy loss with trainer's probability / engine's probability of the sampled token."""
+    """Multiplies token losses by trainer's / engine's probability of the sampled token."""
 
     level: Literal["token", "sequence", "geometric"] = "token"
-    """token: one weight per token. sequence: the product over the response. geometric: its geometric mean."""
+    """token: a weight per token. sequence: product over the response. geometric: its geometric mean."""
     mode: Literal["truncate", "mask"] = "truncate"
-    """truncate: limit the weight to the range (TIS). mask: weight 0 outside the range (IcePop)."""
+    """truncate: limit the weight to the range (TIS). mask: 0 outside (IcePop)."""
     low: NonNegativeFloat = 0.0
     """Lower end of the range."""
     high: PositiveFloat | None = 2.0
-    """Upper end of the range; null: unlimited."""
+    """Upper end; null: unlimited."""
 
     @rule
     def _range(self) -> Mistakes:
@@ -237,13 +232,13 @@ class CorrectionWeightConfig(Section):
 
 
 class CorrectionFilterConfig(Section):
-    """Removes the policy loss of tokens, or whole sequences, on which trainer and engine differ too much."""
+    """Removes the loss of tokens or sequences on which trainer and engine differ too much."""
 
     level: Literal["token", "sequence_sum", "sequence_mean", "sequence_min", "sequence_max"] = "token"
-    """token: filter each token by its number. Others: filter the sequence by the sum, mean, minimum or maximum over its tokens."""
+    """token: by the token's number. Others: by sum, mean, minimum or maximum over the sequence."""
     estimator: Literal["ratio", "k1", "k2", "k3", "abs", "difference"] = "ratio"
-    """Number of a token. ratio: trainer's probability / engine's probability; over a sequence, its sum is the product, its mean the
-    geometric mean. k1, k2, k3, abs: KL(engine || trainer) as for kl_in_reward, in nats. difference: trainer's probability - engine's."""
+    """Number of a token. ratio: trainer's / engine's probability (sum over a sequence: the product; mean: the geometric mean). k1, k2,
+    k3, abs: KL(engine || trainer) as for kl_in_reward, in nats. difference: trainer's probability - engine's."""
     low: float | None = None
     """Lower limit; null: unlimited."""
     high: float | None = None
@@ -264,12 +259,12 @@ class CorrectionFilterConfig(Section):
 
 
 class MismatchCorrectionConfig(Section):
-    """Corrects for tokens that the engine sampled from a different policy than the trainer's: one weight and any number of filters."""
+    """Corrects for tokens that the engine sampled from another policy than the trainer's."""
 
     weight: CorrectionWeightConfig | None = None
     """Importance weight; null: 1."""
     filters: list[CorrectionFilterConfig] = Field(default_factory=list)
-    """Filters that tokens must all pass to keep their weight; other tokens get 0."""
+    """Tokens that fail any of these get weight 0."""
 
     @rule
     def _corrects(self) -> Mistakes:
@@ -279,4 +274,4 @@ class MismatchCorrectionConfig(Section):
 
 class ValueLossConfig(Section):
     clip: PositiveFloat | None = 0.2
-    """Maximal distance of new values from the old ones; null: no clipping."""
+    """Largest change of a value; null: no clipping."""

@@ -1,4 +1,4 @@
-"""Sections of models, of training and serving them, and of the roles."""
+"""Sections of models, training, serving, and roles."""
 
 from __future__ import annotations
 
@@ -16,44 +16,44 @@ from roll_lite.config.schema.base import Mistakes, NonNegativeFloat, PositiveFlo
 
 class ModelConfig(Section):
     path: UserPath
-    """Folder of the model in Hugging Face format (config.json, safetensors, tokenizer)."""
+    """Folder in Hugging Face format (config.json, safetensors, tokenizer)."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Precision of training and inference: float32 on a CPU, bfloat16 on GPUs."""
+    """Precision of training and inference: float32 on CPUs, bfloat16 on GPUs."""
 
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(Section):
-    """AdamW of Megatron-Core: float32 moments and, for weights in bfloat16, float32 main weights."""
+    """AdamW of Megatron-Core: float32 moments and, for bfloat16 weights, float32 main weights."""
 
     lr: PositiveFloat = 1e-6
     """Peak learning rate."""
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at the end of the decay."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Optimizer steps of the warm-up: step i of n has i/n of lr."""
+    """Optimizer steps of warm-up: step i of n has i/n of lr."""
     decay: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """Shape of the learning rate after the warm-up. wsd (warm-up, stable, decay): lr until the last decay_steps of the run."""
+    """Learning rate after the warm-up. wsd (warm-up, stable, decay): lr until the run's last decay_steps."""
     decay_steps: PositiveInt | None = None
     """Optimizer steps of wsd's decay to min_lr, at the end of the run."""
     decay_shape: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
-    """Shape of wsd's decay. With x from 0 to 1 over decay_steps, the rest of lr - min_lr is: 1 - x; (1 + cos(pi x)) / 2; 2 * 0.5^x - 1; 1 -
-    sqrt(x)."""
+    """Shape of wsd's decay: the rest of lr - min_lr, with x from 0 to 1 over decay_steps, is 1 - x; (1 + cos(pi x)) / 2; 2 * 0.5^x - 1;
+    1 - sqrt(x)."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay of matrices, embeddings, output layer and value head, not of biases and norms."""
+    """Decoupled weight decay of matrices, embeddings, output layer and value head; not of biases and norms."""
     betas: tuple[_Beta, _Beta] = (0.9, 0.95)
     """Decay rates of AdamW's moments."""
     eps: PositiveFloat = 1e-8
     """Offset of AdamW's denominator."""
     on_host: bool = False
-    """Keep AdamW's moments in host memory and compute the update there. Saves eight bytes of device memory per trained weight, but copies
-    gradients and weights to the host and weights back in every optimizer step."""
+    """Keep moments and compute updates on the host. Saves eight bytes of device memory per trained weight, but copies gradients and
+    weights to the host and weights back in every optimizer step."""
     clip_grad: NonNegativeFloat = 1.0
-    """Global gradient norm above which gradients are scaled down; 0: no clipping."""
+    """Largest global gradient norm; above it gradients are scaled down. 0: no clipping."""
     stop_after_skipped: Annotated[int, Field(ge=0)] = 5
-    """Consecutive skipped updates of the role that end the run, counted across steps and resumed runs; 0: unlimited. An update is skipped
-    if its loss or gradient is not finite; samples of the first one are saved in the run's folder, under skipped/."""
+    """Skipped updates in a row that end the run, across steps and resumptions; 0: unlimited. An update is skipped if loss or gradient is
+    not finite; samples of the first are saved in the run's skipped/."""
 
     @rule
     def _least(self) -> Mistakes:
@@ -68,28 +68,26 @@ class OptimizerConfig(Section):
 
 FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", *FEED_FORWARD)
-"""Linear layers of attention and MLP, with Hugging Face's names."""
+"""Linear layers of attention and MLP, as in Hugging Face."""
 
 
 class LoraConfig(Section):
-    """Low-rank adapters trained instead of the model's weights: y = W x + alpha / rank * B A x. A starts random, B at zero."""
+    """Low-rank adapters, trained instead of the weights: y = W x + alpha / rank * B A x. A starts random, B at zero."""
 
     rank: PositiveInt = 16
     """Rows of A and columns of B."""
     alpha: PositiveFloat = 32.0
-    """Scale of the adapters: B A x is multiplied by alpha / rank."""
+    """Scale: B A x is multiplied by alpha / rank."""
     targets: Annotated[list[str], Field(min_length=1)] = Field(default_factory=lambda: list(LINEAR_LAYERS))
-    """Linear layers that get adapters: of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj. In a layer with experts, the last
-    three mean those of every expert."""
+    """Linear layers with adapters: of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj. The last three include every
+    expert's."""
     path: UserPath | None = None
-    """Folder with initial adapters in PEFT's format (adapter_config.json, adapter_model.safetensors), of the same rank, alpha and targets.
-    """
+    """Folder of initial adapters in PEFT's format (adapter_config.json, adapter_model.safetensors), with equal rank, alpha and targets."""
     export: Literal["merged", "adapter"] = "merged"
-    """Content of the model that `checkpoint.export_model` writes: the model with merged adapters, or the adapters alone in PEFT's format.
-    """
+    """Model that `checkpoint.export_model` writes: with merged adapters, or the adapters alone in PEFT's format."""
     engines: Literal["merged", "adapter"] = "merged"
-    """Content of weight updates to engines: all weights with merged adapters, or the adapters alone, which engines add to model.path's
-    weights while computing. The latter transfers much less, but each token costs a little more. Not for adapters of experts."""
+    """Weight updates of engines: all weights with merged adapters, or the adapters alone, which engines add to model.path's weights. The
+    latter sends much less but costs a little per token. Not for adapters of experts."""
 
     @rule
     def _layers(self) -> Mistakes:
@@ -112,19 +110,17 @@ class MegatronStrategyConfig(Section):
     pipeline_parallel: PositiveInt = 1
     """Ranks that share the layers."""
     virtual_pipeline_parallel: PositiveInt = 1
-    """Parts of the model on each pipeline rank, interleaved with those of the others: ranks wait less for each other but exchange more
-    (needs pipeline_parallel > 1)."""
+    """Parts of the model per pipeline rank, interleaved: ranks wait less but exchange more (needs pipeline_parallel > 1)."""
     pipeline_layers: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
-    """Number of layers of each pipeline part: pipeline_parallel x virtual_pipeline_parallel numbers in the order of the layers, first parts
-    of all stages, then second parts. The first and last part also hold embeddings and output layer; fewer layers there balance that, 0
-    leaves them alone. Absent: equal numbers, the first parts have one more if they do not divide.
-    """
+    """Layers of each pipeline part: pipeline_parallel x virtual_pipeline_parallel numbers in layer order, first parts of all stages,
+    then second ones. The first and last part also hold embeddings and output layer; fewer layers balance that, 0 leaves them alone.
+    Absent: equal numbers, one more in the first parts if they do not divide."""
     context_parallel: PositiveInt = 1
-    """Ranks that share the tokens of every micro-batch, for samples too long for one rank."""
+    """Ranks that share the tokens of every micro-batch, for samples too long for one."""
     expert_parallel: PositiveInt = 1
-    """Ranks that share the experts of a mixture-of-experts model: each holds some whole experts, and tokens are sent to them."""
+    """Ranks that share the experts: each holds whole ones, and tokens are sent to them."""
     expert_tensor_parallel: PositiveInt = 1
-    """Ranks that share the matrices of every expert, like tensor_parallel for the rest of the model."""
+    """Ranks that share every expert's matrices, like tensor_parallel for the rest."""
     sequence_parallel: bool = False
     """Split activations between tensor-parallel regions along the sequence (needs tensor_parallel > 1)."""
     distributed_optimizer: bool = True
@@ -132,15 +128,14 @@ class MegatronStrategyConfig(Section):
     overlap_grad_reduce: bool = False
     """Overlap gradient reduction with the backward pass."""
     layers: Literal["auto", "torch", "transformer_engine"] = "auto"
-    """Implementation of layers. transformer_engine: NVIDIA's kernels, with norms fused into matrix products and all experts in one call.
-    auto: transformer_engine if the package is installed, there is a GPU, and lora is not used; else torch."""
+    """transformer_engine: NVIDIA's kernels, with norms fused into matrix products and all experts in one call. auto: these if installed,
+    with a GPU and without lora; else torch."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Recompute activations in the backward pass instead of storing them. selective: in recompute_modules; full: in whole layers."""
     recompute_modules: Annotated[list[Literal["mlp", "moe", "core_attn"]], Field(min_length=1)] | None = None
-    """Modules for `recompute: selective`; absent: mlp, with experts also moe. mlp: the feed-forward part, most of a layer's activations.
-    moe: router and experts, which sends tokens once more. core_attn: attention itself, useful with context_parallel, as each rank holds all
-    keys and values.
-    """
+    """Modules for `recompute: selective`; absent: mlp, with experts also moe. mlp: feed-forward part, most of a layer's activations.
+    moe: router and experts; sends tokens once more. core_attn: attention, useful with context_parallel, as each rank holds all keys and
+    values."""
 
     @rule
     def _sequence(self) -> Mistakes:
@@ -161,33 +156,30 @@ class MegatronStrategyConfig(Section):
 
 
 class EngineStrategyConfig(Section):
-    """Settings of all engines: only the name differs between them."""
+    """Settings of all engines."""
 
     name: str
     tensor_parallel: PositiveInt = 1
-    """Devices of one engine replica."""
+    """Devices of an engine replica."""
     expert_parallel: PositiveInt = 1
-    """Layout of experts. 1: every device of a replica has a part of each expert; tensor_parallel: every device has some whole experts."""
+    """1: every device of a replica holds a part of each expert; tensor_parallel: whole experts."""
     max_model_len: PositiveInt | None = None
-    """Longest prompt plus response in tokens; absent: derived from the domains."""
+    """Longest prompt plus response in tokens; absent: by the domains."""
     max_running_requests: PositiveInt = 256
-    """Maximal number of requests that an engine decodes at the same time."""
+    """Most requests that an engine decodes at a time."""
     max_batched_tokens: PositiveInt = 8192
-    """Maximal tokens in one forward pass of an engine; vLLM on a CPU needs at least max_model_len, and raises it with a message at the
-    start."""
+    """Most tokens in a forward pass. vLLM on a CPU needs at least max_model_len, and raises it with a message."""
     kv_cache_mb: PositiveInt | None = None
-    """Size of the KV cache in MB; absent: from gpu_memory_utilization on GPUs, 256 on a CPU."""
+    """KV cache in MB; absent: by gpu_memory_utilization on GPUs, 256 on a CPU."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
-    """Share of a GPU's memory. vLLM's limit; SGLang fills it with weights and KV cache, and needs more for activations and CUDA graphs."""
+    """Share of a GPU's memory: vLLM's limit; SGLang fills it with weights and KV cache, and needs more for activations and CUDA graphs."""
     enforce_eager: bool = False
     """Do not capture CUDA graphs."""
     quantization: Literal["none", "fp8"] = "none"
-    """fp8: quantise weights when they arrive, with a scale per output channel, and activations per token; GPUs only. Halves the memory of
-    bfloat16 and speeds up matrix products, but samples come from a different policy than the trainer's: use algorithm.mismatch_correction
-    (docs/gpu.md).
-    """
+    """fp8: quantise weights on arrival, with a scale per output channel, and activations per token; GPUs only. Halves bfloat16's memory
+    and speeds up matrix products, but samples from another policy than the trainer's: use algorithm.mismatch_correction (docs/gpu.md)."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of the engine, passed on unchanged."""
+    """Further arguments of the engine, unchanged."""
 
     @rule
     def _limits(self) -> Mistakes:
@@ -197,19 +189,15 @@ class EngineStrategyConfig(Section):
 
 
 class VllmStrategyConfig(EngineStrategyConfig):
-    """Engines of vLLM."""
-
     name: Literal["vllm"] = "vllm"
 
 
 class SglangStrategyConfig(EngineStrategyConfig):
-    """Engines of SGLang."""
-
     name: Literal["sglang"] = "sglang"
 
 
 class HfStrategyConfig(Section):
-    """Forward passes with Hugging Face transformers: any architecture it knows, a whole model on each device."""
+    """Forward passes with Hugging Face transformers: any of its architectures, a whole model per device."""
 
     name: Literal["hf"] = "hf"
 
@@ -236,17 +224,17 @@ Devices = Annotated[PositiveInt, _MOST_DEVICES] | list[Annotated[int, Field(ge=0
 
 
 class ForwardRoleConfig(Section):
-    """A role that runs forward passes only (the reference)."""
+    """Role with forward passes only."""
 
     devices: Devices = 1
-    """Number of devices, or a list of them: numbers, counted over all nodes, or devices of a node, as in [node0:0-3, node1:0-3] (needs
-    placement.nodes). On a machine without GPUs a device is a CPU slot."""
+    """Number of devices, or a list: numbers over all nodes, or devices of nodes, as in [node0:0-3, node1:0-3] (needs placement.nodes).
+    Without GPUs a device is a CPU slot."""
     strategy: TrainStrategyConfig = Field(default_factory=MegatronStrategyConfig)
-    """Parallel layout of the model."""
+    """Parallel layout."""
     micro_batch_tokens: PositiveInt = 16384
-    """Maximal tokens in one forward pass of a rank. Samples are packed, not padded; a longer sample runs alone."""
+    """Most tokens in a rank's forward pass. Samples are packed, not padded; a longer one runs alone."""
     micro_batch_size: PositiveInt | None = None
-    """Maximal samples in one forward pass of a rank; absent: unlimited."""
+    """Most samples in a rank's forward pass; absent: unlimited."""
     offload: bool = False
     """Free this role's memory while it is idle."""
     threads: PositiveInt = 1
@@ -254,32 +242,31 @@ class ForwardRoleConfig(Section):
 
 
 class TrainRoleConfig(ForwardRoleConfig):
-    """A role that trains (the actor)."""
+    """Role that trains."""
 
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """Optimizer and learning rate."""
     balance_coef: NonNegativeFloat = 0.0
-    """Weight of the load-balancing loss of a model with experts: the Switch Transformer's, per sample and layer, 1 if experts are used
-    equally. Its mean over the samples of a mini-batch is added for each layer. The default 0 ignores router_aux_loss_coef in config.json:
-    the loss would pull the policy away from the rewards.
-    """
+    """Weight of the load-balancing loss of models with experts: the Switch Transformer's per sample and layer, 1 if experts are used
+    equally; its mean over a mini-batch is added per layer. The default 0 ignores config.json's router_aux_loss_coef, which would pull
+    the policy away from the rewards."""
     train_micro_batch_tokens: PositiveInt | None = None
-    """Maximal tokens in one forward and backward pass of a rank; absent: micro_batch_tokens."""
+    """Most tokens in a rank's forward and backward pass; absent: micro_batch_tokens."""
     train_micro_batch_size: PositiveInt | None = None
-    """Maximal samples in one forward and backward pass of a rank; absent: micro_batch_size."""
+    """Most samples in a rank's forward and backward pass; absent: micro_batch_size."""
 
     @property
     def in_training(self) -> tuple[int, int | None]:
-        """Maximal tokens and samples of one forward and backward pass."""
+        """Most tokens and samples of a forward and backward pass."""
         return self.train_micro_batch_tokens or self.micro_batch_tokens, self.train_micro_batch_size or self.micro_batch_size
 
 
 class EmaConfig(Section):
-    """Exponential moving average of the actor's weights, in float32 on the host, updated after every optimizer step. It is saved in
-    checkpoints, and exported as `model_ema/` beside the final model."""
+    """Moving average of the actor's weights, in float32 on the host, updated after every optimizer step; saved in checkpoints, exported
+    as `model_ema/`."""
 
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.99
-    """Share of the average kept at each step; the rest is the new weights. 0.99 averages over about 100 steps."""
+    """Share of the average kept at each step; 0.99 averages over about 100 steps."""
 
 
 class ActorRoleConfig(TrainRoleConfig):
@@ -313,43 +300,42 @@ class ActorRoleConfig(TrainRoleConfig):
 
 
 class RefreshConfig(Section):
-    """Updates the reference's weights, through a folder of the run that all nodes share."""
+    """Updates the reference, through a run folder that all nodes share."""
 
     every: PositiveInt
     """Steps between updates."""
     weights: Literal["actor", "ema"] = "actor"
-    """New weights: the actor's, or their average (actor_train.ema)."""
+    """The actor's weights, or their average (actor_train.ema)."""
 
 
 class ReferenceRoleConfig(ForwardRoleConfig):
     """The policy that KL is measured against."""
 
     refresh: RefreshConfig | None = None
-    """Update of the reference from the actor; absent: it stays the initial model."""
+    """Update from the actor; absent: it stays the initial model."""
 
 
 class CriticRoleConfig(TrainRoleConfig):
     """The value model."""
 
     init: Literal["actor", "reward_model", "path"] = "actor"
-    """Initial weights: the actor's model with a fresh value head, a reward model's checkpoint with its head, or a value model saved by
-    roll_lite."""
+    """Initial weights: the actor's model with a new value head, a reward model with its head, or a value model of roll_lite."""
     path: UserPath | None = None
-    """Folder of the checkpoint, for `init: reward_model` and `init: path`."""
+    """Checkpoint folder, for `init: reward_model` and `init: path`."""
 
 
 class InferRoleConfig(Section):
     """Engines that generate."""
 
     devices: Devices = 1
-    """Number of devices, or a list of them. The number of engine replicas is devices / strategy.tensor_parallel. A replica's devices are on
-    one node; if it has more than placement.devices_per_node, on several nodes, equally many on each."""
+    """Number of devices, or a list. Replicas: devices / strategy.tensor_parallel. A replica is on one node; one larger than
+    placement.devices_per_node is on several, equally on each."""
     replicas_per_device: PositiveInt = 1
-    """Engine replicas on each device; on a GPU they share strategy.gpu_memory_utilization equally (needs tensor_parallel 1)."""
+    """Replicas per device; on a GPU they share strategy.gpu_memory_utilization equally (needs tensor_parallel 1)."""
     strategy: InferStrategyConfig = Field(default_factory=VllmStrategyConfig)
     """The engine."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Precision of the engines; absent: model.dtype. Weights of a float32 model are cast to bfloat16 before the transfer."""
+    """Precision; absent: model.dtype. float32 weights are cast to bfloat16 before the transfer."""
     offload: bool = False
     """Free the engines' memory while the actor trains."""
     threads: PositiveInt = 1
@@ -357,22 +343,22 @@ class InferRoleConfig(Section):
 
 
 class RewardModelConfig(Section):
-    """Sequence-classification model with one output that scores responses, for domains with a reward of type `model`."""
+    """Sequence-classification model with one output, for rewards of type `model`."""
 
     path: UserPath
-    """Folder of the checkpoint in Hugging Face format: a ForSequenceClassification model with one label, and its tokenizer."""
+    """Folder of a ForSequenceClassification model with one label, and its tokenizer, in Hugging Face format."""
     devices: Devices = 1
-    """Number of devices, or a list of them. hf: one copy of the model on each."""
+    """Number of devices, or a list; hf: a copy of the model on each."""
     strategy: RewardModelStrategyConfig = Field(default_factory=HfStrategyConfig)
-    """Implementation and parallel layout of the model."""
+    """Implementation and parallel layout."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Precision of weights and forward passes: float32 on a CPU, bfloat16 on GPUs."""
+    """Precision: float32 on CPUs, bfloat16 on GPUs."""
     micro_batch_tokens: PositiveInt = 16384
-    """Maximal tokens in one forward pass of a rank; hf pads samples to the longest, and padding counts. A longer sample runs alone."""
+    """Most tokens in a rank's forward pass; hf pads to the longest, and padding counts. A longer sample runs alone."""
     micro_batch_size: PositiveInt = 8
-    """Maximal samples in one forward pass of a rank, and per call to a copy of the model."""
+    """Most samples in a rank's forward pass, and per call to a copy."""
     max_length: PositiveInt | None = None
-    """Longest text in tokens; absent: the model's max_position_embeddings. A longer text is a failure, it is never cut."""
+    """Longest text in tokens; absent: max_position_embeddings. A longer one fails, it is never cut."""
     offload: bool = False
     """Free this model's memory while nothing is generated."""
     threads: PositiveInt = 1
@@ -380,20 +366,19 @@ class RewardModelConfig(Section):
 
 
 class JudgeServerConfig(Section):
-    """Language model that judges responses: vLLM's OpenAI-compatible server, started with the run, for domains whose reward of type `judge`
-    names it."""
+    """Judge: vLLM's OpenAI-compatible server, started with the run, for rewards of type `judge` that name it."""
 
     path: UserPath
-    """Folder of the model in Hugging Face format."""
+    """Folder in Hugging Face format."""
     devices: Devices = 1
-    """Number of devices, or a list of them. The number of servers is devices / strategy.tensor_parallel."""
+    """Number of devices, or a list. Servers: devices / strategy.tensor_parallel."""
     strategy: VllmStrategyConfig = Field(default_factory=VllmStrategyConfig)
-    """Engine of the server; max_model_len defaults to the model's. engine_args may hold any argument of the server."""
+    """Engine; max_model_len defaults to the model's, engine_args may hold any argument of the server."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision; auto: the checkpoint's."""
     threads: PositiveInt = 1
     """CPU threads per server."""
     start_timeout_s: PositiveFloat = 900.0
-    """Time limit for a server to load its model."""
+    """Time limit for loading the model."""
     restarts: Annotated[int, Field(ge=0)] = 3
-    """Restarts of dead servers before the run fails. Meanwhile verdicts wait or fail, and are retried."""
+    """Restarts of dead servers before the run fails; meanwhile verdicts wait, or fail and are retried."""

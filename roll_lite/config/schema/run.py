@@ -1,4 +1,4 @@
-"""Root section of the configuration, and sections of the run itself."""
+"""Root section, and sections of the run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from roll_lite.config.schema.simulation import SimulationConfig
 
 class RayConfig(Section):
     address: str | None = None
-    """Address of an existing Ray cluster; RAY_ADDRESS works too. Absent: a local cluster is started."""
+    """Address of a Ray cluster, also as RAY_ADDRESS; absent: a local one is started."""
     object_store_mb: Annotated[PositiveInt, Field(ge=80)] = 512
     """Size of a local cluster's object store."""
     placement_timeout_s: PositiveFloat = 60.0
@@ -38,10 +38,10 @@ class RayConfig(Section):
 
 class ValidationConfig(Section):
     every: Annotated[int, Field(ge=0)] = 0
-    """Steps between validations; 0: only before the first and after the last step. With rollout.supply one_step_off and async, validations
-    run in parallel with the following steps (docs/scheduling.md)."""
+    """Steps between validations; 0: only before the first and after the last step. With rollout.supply one_step_off and async they run
+    beside the following steps (docs/scheduling.md)."""
     samples_per_prompt: PositiveInt = 1
-    """Responses per held-out prompt. With several, pass@k, best@k and maj@k are reported for powers of two and for all of them."""
+    """Responses per held-out prompt; with several, pass@k, best@k and maj@k are reported for powers of two and for all."""
     sampling: ValidationSamplingConfig = Field(default_factory=ValidationSamplingConfig)
     """Sampling of held-out prompts; domains.<name>.validation_sampling overrides it."""
     enabled: bool = True
@@ -52,14 +52,14 @@ class CheckpointConfig(Section):
     every: Annotated[int, Field(ge=0)] = 0
     """Steps between checkpoints; the last step writes one too. 0: none."""
     keep: PositiveInt = 2
-    """Number of newest checkpoints to keep."""
+    """Newest checkpoints to keep."""
     keep_every: Annotated[int, Field(ge=0)] = 0
-    """Steps between checkpoints that are never deleted, in addition to the newest; 0: none. A multiple of `every`."""
+    """Steps between checkpoints that are never deleted, besides the newest; a multiple of `every`. 0: none."""
     asynchronous: bool = False
-    """Write in background processes. The run waits only until the state is copied in host memory (which needs that much more), and if the
-    next checkpoint is due before the last one is written."""
+    """Write in background processes. The run waits only for the copy in host memory (which needs that much more), and for the last
+    checkpoint when the next is due."""
     resume: Annotated[UserPath, AfterValidator(Path.resolve)] | None = None
-    """Checkpoint folder to resume from, or a run's folder, for its newest checkpoint."""
+    """Folder of a checkpoint to resume from, or of a run, for its newest one."""
     export_model: bool = True
     """Write the final model in Hugging Face format."""
 
@@ -70,56 +70,54 @@ class CheckpointConfig(Section):
 
 
 class BatchFilesConfig(Section):
-    """Saves token ids, log-probs, advantages and mini-batches of every step in the run's folder. `examples/recompute.py` recomputes losses
-    and weights from them."""
+    """Saves each step's token ids, log-probs, advantages and mini-batches in the run's folder, from which `examples/recompute.py`
+    recomputes losses and weights."""
 
     write: Literal["auto", "always", "never"] = "auto"
-    """auto: write if a step has at most 262,144 tokens and the script supports the training: in float32 (model.dtype), without
-    algorithm.routing_replay or adapters of experts."""
+    """auto: if a step has at most 262,144 tokens and the script supports the training: float32, without algorithm.routing_replay or
+    adapters of experts."""
     copy_models_mb: Annotated[int, Field(ge=0)] = 256
-    """Maximal size of models that are copied into the run's folder before training; for larger ones path and checksums are saved."""
+    """Largest models copied into the run's folder before training; of others path and checksums are saved."""
 
 
 class ReplayConfig(Section):
     """Rollouts of a past run, for `mode: train_only`."""
 
     path: Annotated[UserPath, AfterValidator(Path.resolve)] | None = None
-    """Folder of the run, or of copies of its dumps (`rollout.dump`). Step n trains on the dump of step n."""
+    """Folder of the run, or of its dumps (`rollout.dump`). Step n trains on dump n."""
 
 
 class TrackerConfig(Section):
     name: str
-    """jsonl, tensorboard, wandb, mlflow, swanlab, or the dotted path to a user's class, package.module.Class."""
+    """jsonl, tensorboard, wandb, mlflow, swanlab, or dotted path to a user's class."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Arguments: of `wandb.init` or `swanlab.init`; mlflow's tracking_uri, experiment_name and run_name; those of the user's class."""
+    """Arguments of `wandb.init` or `swanlab.init`; mlflow's tracking_uri, experiment_name, run_name; those of the user's class."""
 
 
 class WeightSyncConfig(Section):
     transport: Literal["auto", "shared_memory", "gloo", "cuda_ipc", "nccl"] = "auto"
-    """Transport of weights to the engines. shared_memory: through host memory, on one machine; gloo: over TCP, once to each machine;
-    cuda_ipc: engines read them on the trainer's GPU, which they must see; nccl: from the trainer's GPU to others; auto: for each engine the
-    one that connects it with the trainer, possibly several in one update (cuda_ipc on a GPU that sees the trainer's, nccl to other GPUs;
-    without GPUs shared_memory on the trainer's machine, gloo to others).
-    """
+    """shared_memory: through host memory, on one machine; gloo: over TCP, once to each machine; cuda_ipc: engines read on the trainer's
+    GPU, which they must see; nccl: from the trainer's GPU to others. auto: by engine, possibly several in one update (cuda_ipc if it
+    sees the trainer's GPU, nccl to other GPUs; without GPUs shared_memory on the trainer's machine, gloo to others)."""
     bucket_mb: PositiveInt = 256
-    """Size of one transfer in MB."""
+    """Size of a transfer in MB."""
     verify: Literal["none", "sampled", "full"] = "none"
-    """Compare checksums of the weights in trainer and engines after each update. sampled: of every sixteenth tensor, others each time, all
-    within sixteen updates; full: of all tensors."""
+    """Compare checksums in trainer and engines after each update. sampled: of every sixteenth tensor, all within sixteen updates; full:
+    of all."""
     timeout_s: PositiveFloat = 300.0
-    """Time limit for trainer and engines to wait for each other in one transfer. The whole update has limits.sync_weights."""
+    """Time limit for trainer and engines to wait for each other in a transfer; the whole update has limits.sync_weights."""
 
 
 class LimitsConfig(Section):
-    """Time limits in seconds, by phase (as measured by `time/<phase>`). Beyond its limit, a phase counts as hung: the run ends and reports
-    who did not answer, and where it was. 0 or null: unlimited. If work is only slow, raise the limit."""
+    """Time limits in seconds, by phase (`time/<phase>`). A phase beyond its limit counts as hung: the run ends and reports who did not
+    answer, and where it was. 0 or null: unlimited. Raise the limit if work is only slow."""
 
     start: TimeLimit = 3600.0
-    """Start of all models and engines, once Ray runs; Ray has ray.start_timeout_s."""
+    """Start of models and engines; Ray has ray.start_timeout_s."""
     sync_weights: TimeLimit = 3600.0
-    """Weight update of all engines; one transfer has weight_sync.timeout_s."""
+    """Weight update of all engines; a transfer has weight_sync.timeout_s."""
     generate: TimeLimit = 14400.0
-    """Generation of a step's prompts; one request has rollout.request_timeout_s."""
+    """Generation of a step; a request has rollout.request_timeout_s."""
     log_probs: TimeLimit = 7200.0
     """Log-probs and values of a step."""
     advantages: TimeLimit = 3600.0
@@ -127,21 +125,20 @@ class LimitsConfig(Section):
     train: TimeLimit = 14400.0
     """All optimizer steps of a step."""
     validation: TimeLimit = 14400.0
-    """A whole validation."""
+    """A validation."""
     checkpoint: TimeLimit = 7200.0
     """Writing a checkpoint or the final model, or updating the reference."""
     other: TimeLimit = 3600.0
-    """Any call outside these phases: moving a role to its devices, resuming."""
+    """Calls outside these phases: loading a role onto its devices, resuming."""
     silence: TimeLimit = 300.0
     """Silence of a process, busy or idle: it is stopped, or never releases Python's lock. Counts once all are ready."""
     engine_silence: TimeLimit = 7.0
-    """Silence of an engine: its worker does not answer, or one of its processes is stopped. If there are other engines, the run continues
-    without it. Slow work, such as a long prompt, is not silence."""
+    """Silence of an engine: its worker does not answer, or one of its processes is stopped. The run continues with other engines, if
+    any. Slow work, such as a long prompt, is not silence."""
     engine_step: TimeLimit | Literal["auto"] = "auto"
-    """Step of an engine, one pass of its model; beyond the limit the engine counts as hung, and the run continues without it if there are
-    others. The limit is this value or four times the longest step so far, whichever is longer; until a first response has ended, forty
-    times this value. Kernel compilation does not count. auto: 7 with GPUs, 300 without.
-    """
+    """One pass of an engine's model: an engine beyond the limit counts as hung, and the run continues with others, if any. The limit is
+    this value or four times the longest pass so far, whichever is longer; forty times this value until a first response has ended.
+    Kernel compilation does not count. auto: 7 with GPUs, 300 without."""
 
 
 LONGEST_NAME = 200
@@ -164,16 +161,16 @@ class RunConfig(Section):
     experiment: Annotated[str, AfterValidator(_names_a_folder)]
     """Name of the run, a folder under run_dir."""
     run_dir: UserPath = Field(default=Path("runs"), validate_default=True)
-    """Folder of runs, each written to run_dir/experiment/start time."""
+    """Folder of runs; each is written to run_dir/experiment/start time."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 1
     """Seed of prompt order, sampling and training."""
     deterministic: bool = False
-    """Make runs repeatable sample for sample (CPU, synchronous); a resumed run equals an uninterrupted one."""
+    """Make runs repeat sample for sample (CPU, synchronous), resumed ones too."""
     steps: PositiveInt = 100
     """Training steps, or batches if nothing trains."""
     mode: Literal["full", "rollout_only", "train_only"] = "full"
-    """rollout_only: generate, score and dump `steps` batches with the initial model; nothing trains. train_only: train on the dumps of a
-    past run, `replay.path`; nothing is generated or scored."""
+    """rollout_only: generate, score and dump `steps` batches with the initial model. train_only: train on the dumps of a past run,
+    `replay.path`."""
     model: ModelConfig
     """Model to train."""
     placement: PlacementConfig = Field(default_factory=PlacementConfig)
@@ -183,14 +180,13 @@ class RunConfig(Section):
     actor_infer: InferRoleConfig = Field(default_factory=InferRoleConfig)
     """The policy in the engines."""
     reference: ReferenceRoleConfig | None = None
-    """The policy that KL is measured against. Without this section, an actor that trains adapters (actor_train.lora) serves as reference
-    with its adapters off."""
+    """The policy that KL is measured against. Absent: an actor with adapters (actor_train.lora) is the reference, with its adapters off."""
     critic: CriticRoleConfig | None = None
     """The value model (GAE)."""
     reward_models: dict[str, RewardModelConfig] = Field(default_factory=dict)
-    """Reward models by name, for rewards of type `model`; domains may share one."""
+    """By name, for rewards of type `model`; domains may share one."""
     judges: dict[str, JudgeServerConfig] = Field(default_factory=dict)
-    """Judges by name, for rewards of type `judge`; domains may share one."""
+    """By name, for rewards of type `judge`; domains may share one."""
     domains: Annotated[dict[str, DomainConfig], Field(min_length=1)]
     """Reward domains by name."""
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
@@ -202,7 +198,7 @@ class RunConfig(Section):
     validation: ValidationConfig = Field(default_factory=ValidationConfig)
     """Validation on held-out prompts; null: none."""
     batches: BatchFilesConfig = Field(default_factory=BatchFilesConfig)
-    """Saved data of each step's batch."""
+    """Saved data of each batch."""
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     """Checkpoints and the final model."""
     weight_sync: WeightSyncConfig = Field(default_factory=WeightSyncConfig)
@@ -212,7 +208,7 @@ class RunConfig(Section):
     ray: RayConfig = Field(default_factory=RayConfig)
     """The Ray cluster."""
     limits: LimitsConfig = Field(default_factory=LimitsConfig)
-    """Time limits for phases and processes that hang."""
+    """Time limits of phases and processes."""
     simulation: SimulationConfig = Field(default_factory=SimulationConfig)
     """Assumptions of `roll-lite simulate`; runs do not read them."""
 
@@ -235,8 +231,7 @@ class RunConfig(Section):
 
     @model_serializer(mode="wrap")
     def _without_secrets(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Serialize without secrets: values from the environment as written, `${oc.env:NAME}`; other values of secret settings are left
-        out."""
+        """Serialize without secrets: values from the environment as `${oc.env:NAME}`; others of secret settings are left out."""
         data: dict[str, Any] = handler(self)
         for path, text in self._as_written.items():
             section: Any = data

@@ -1,4 +1,4 @@
-"""Assumptions of `roll-lite simulate` about engines, trainer and responses. Runs do not read them."""
+"""Assumptions of `roll-lite simulate`."""
 
 from __future__ import annotations
 
@@ -12,68 +12,68 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class SimulatedEngineConfig(Section):
-    """Speed of one engine, all devices of a replica together. The defaults are those of a 7B model in bfloat16 on an H100 with 80 GB."""
+    """Speed of an engine, all devices of a replica together. Defaults: a 7B model in bfloat16 on an H100 with 80 GB."""
 
     pass_ms: PositiveFloat = 7.0
-    """Time of one model pass, which reads the weights and gives each running request a token, in ms."""
+    """Time of a model pass, which reads the weights and gives each running request a token, in ms."""
     request_us: NonNegativeFloat = 25.0
-    """Additional time per running request, in µs."""
+    """Further time per running request, in µs."""
     cached_token_ns: NonNegativeFloat = 17.0
-    """Additional time per token in the KV cache, which every pass reads, in ns."""
+    """Further time per token in the KV cache, which every pass reads, in ns."""
     prefill_tokens_per_s: PositiveFloat | None = 40_000.0
-    """Prompt tokens per second; nothing is decoded meanwhile. null: prompts take no time."""
+    """Prompt tokens per second; decoding stops meanwhile. null: prompts take no time."""
     cached_tokens: PositiveInt | None = 800_000
-    """Tokens that fit in the KV cache; requests that do not fit wait. null: unlimited."""
+    """Tokens that fit in the KV cache; other requests wait. null: unlimited."""
     failures_per_day: NonNegativeFloat = 0.0
-    """Mean number of deaths of an engine per day."""
+    """Mean deaths of an engine per day."""
     hangs_per_day: NonNegativeFloat = 0.0
-    """Mean number of hangs of an engine per day. A hung engine generates and answers nothing until it is given up."""
+    """Mean hangs of an engine per day; a hung one generates and answers nothing until it is given up."""
     hang_s: PositiveFloat = 7.0
     """Time until a hung engine is given up: `limits.engine_silence` if its processes are stopped. Requests may exceed
     `rollout.request_timeout_s` before."""
     offload_s: NonNegativeFloat = 3.0
-    """Time per step to load and offload the engines, if `actor_infer.offload` is true."""
+    """Time per step to load and offload engines, with `actor_infer.offload`."""
     start_s: PositiveFloat | None = 180.0
-    """Time to start a replacement of a dead engine. null: dead engines are not replaced."""
+    """Time to replace a dead engine; null: never."""
 
 
 class SimulatedTrainerConfig(Section):
-    """Speed of the trainer. The defaults are those of a 7B model on H100s: log-probs and one epoch of updates."""
+    """Speed of the trainer. Defaults: a 7B model on H100s, log-probs and one epoch of updates."""
 
     overhead_s: NonNegativeFloat = 5.0
     """Fixed time per step."""
     tokens_per_device_s: PositiveFloat = 6_000.0
-    """Prompt and response tokens that a device of actor_train processes per second, log-probs and training together."""
+    """Prompt and response tokens per second and device of actor_train, log-probs and training together."""
     log_probs: Share = 0.25
-    """Share of that time for the passes for log-probs and values, which `rollout.stream_log_probs` starts before a batch is complete."""
+    """Share of that time for log-probs and values, which `rollout.stream_log_probs` computes before a batch is complete."""
     sync_s: NonNegativeFloat = 3.0
-    """Time of a weight update, in which the engines pause."""
+    """Time of a weight update; engines pause."""
 
 
 class SimulatedResponsesConfig(Section):
     """Prompts, responses and rewards of a domain."""
 
     prompts: PositiveInt = 10_000
-    """Prompts in the data, which `data.epochs` counts."""
+    """Prompts in the data, for `data.epochs`."""
     prompt_tokens: PositiveInt = 256
-    """Tokens per prompt, at most the domain's max_prompt_tokens."""
+    """Tokens per prompt, at most max_prompt_tokens."""
     median: PositiveFloat | None = None
-    """Median tokens of a response, at most the domain's max_tokens; absent: a tenth of max_tokens."""
+    """Median response tokens, at most max_tokens; absent: a tenth of max_tokens."""
     p99: PositiveFloat | None = None
     """99th percentile of response lengths (log-normal); absent: ten times the median."""
     quantiles: list[PositiveFloat] | None = Field(default=None, min_length=2)
-    """Response lengths at evenly spaced quantiles, from shortest to longest, instead of median and p99; `--from` writes them."""
+    """Response lengths at evenly spaced quantiles, shortest to longest, instead of median and p99; `--from` writes them."""
     reward_s: NonNegativeFloat = 0.0
     """Median time to score a response."""
     reward_p99_s: PositiveFloat | None = None
     """99th percentile of scoring times; absent: all take the median."""
     reward_workers: PositiveInt | None = None
-    """Samples of the domain scored at the same time; others wait. With `rollout.supply: async` nothing is started for later batches while a
-    whole batch's samples wait. null: unlimited, for times measured by `--from`, which include waiting."""
+    """Samples scored at a time; others wait. With `rollout.supply: async` nothing starts for later batches while a whole batch waits.
+    null: unlimited, for times of `--from`, which include waiting."""
     all_right: Share = 0.1
     """Share of prompts that are always solved."""
     all_wrong: Share = 0.1
-    """Share of prompts that are never solved. Others are solved with evenly spread probabilities."""
+    """Share of prompts that are never solved; the others have evenly spread chances."""
 
     @rule
     def _lengths(self) -> Mistakes:
@@ -99,15 +99,15 @@ class SimulatedResponsesConfig(Section):
 
 
 class SimulationConfig(Section):
-    """Settings of `roll-lite simulate`; `--from RUN_FOLDER` measures most of them in a run."""
+    """Settings of `roll-lite simulate`; `--from RUN_FOLDER` measures most of them."""
 
     steps: Annotated[PositiveInt, Field(ge=2)] = 16
-    """Number of training steps to simulate."""
+    """Training steps to simulate."""
     engine: SimulatedEngineConfig = Field(default_factory=SimulatedEngineConfig)
     """The engines."""
     trainer: SimulatedTrainerConfig = Field(default_factory=SimulatedTrainerConfig)
     """The trainer, and weight updates."""
     responses: SimulatedResponsesConfig = Field(default_factory=SimulatedResponsesConfig)
-    """Responses of domains without an entry in `domains`."""
+    """Responses of domains not in `domains`."""
     domains: dict[str, SimulatedResponsesConfig] = Field(default_factory=dict)
     """Responses by domain."""
