@@ -79,7 +79,7 @@ format: $(STAMP)  ## Rewrite the code in the house's format
 
 docs: $(STAMP)  ## Write the generated pages of docs/
 	@$(VENV)/bin/python tools/docs_pages.py
-	@$(VENV)/bin/python -m roll_lite.simulator.timelines docs/images
+	@$(VENV)/bin/python tools/docs_scheduling.py
 
 recipes: $(STAMP)  ## Run every tiny recipe to its end and see whether it has learned (about 20 minutes)
 	@$(VENV)/bin/python examples/run_recipes.py

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from docs_scheduling import IMAGES, TIMELINES
 
 from roll_lite.cli import main
-from roll_lite.simulator.timelines import TIMELINES
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -126,11 +126,11 @@ def starts_the_entry_point(words: list[str]) -> None:
 
 def draws_the_timelines(words: list[str]) -> None:
     """Into another folder: tests/simulator/test_timelines.py."""
-    assert all((ROOT / words[3] / timeline.file).is_file() for timeline in TIMELINES)
+    assert all((IMAGES / timeline.file).is_file() for timeline in TIMELINES)
 
 
 ELSEWHERE = {
-    "python -m roll_lite.simulator.timelines docs/images": draws_the_timelines,
+    "python tools/docs_scheduling.py": draws_the_timelines,
     "pip check": lists_missing_packages,
     "python bench/gpu.py": is_a_benchmark,
     "python bench/lora_sync.py": is_a_benchmark,

@@ -36,8 +36,13 @@ PARAPHRASE = re.compile(
 def docstrings(tree: ast.AST) -> list[tuple[int, str]]:
     """(line, text) of all docstrings, attributes' included."""
     bodies = [body for node in ast.walk(tree) if isinstance(body := getattr(node, "body", None), list)]
-    found = [one for body in bodies for one in body if isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant)]
-    return [(one.lineno, one.value.value.strip()) for one in found if isinstance(one.value.value, str)]
+    found = [
+        (one.lineno, one.value.value)
+        for body in bodies
+        for one in body
+        if isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant)
+    ]
+    return [(line, text.strip()) for line, text in found if isinstance(text, str)]
 
 
 def tokens(source: str, tree: ast.AST) -> int:

@@ -1,4 +1,4 @@
-"""Pictures of docs/scheduling.md, equal lengths under every policy: `python -m roll_lite.simulator.timelines docs/images`."""
+"""Pictures of docs/scheduling.md, equal lengths under every policy: `python tools/docs_scheduling.py`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from roll_lite.simulator.scenario import Scenario, TrainerModel
 from roll_lite.simulator.simulation import Outcome, simulate
 from roll_lite.simulator.workload import DomainModel, LogNormal
 
+IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
 SECONDS = 700.0
 """Time axis of every picture."""
 STEPS = 24
@@ -75,11 +76,5 @@ def draw(folder: Path, timelines: Sequence[Timeline] = TIMELINES) -> list[Outcom
     return outcomes
 
 
-def main() -> int:
-    folder = Path(sys.argv[1])
-    sys.stdout.write(f"{table(draw(folder))}\n")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.stdout.write(f"{table(draw(IMAGES))}\n")
