@@ -34,31 +34,24 @@ Role = ForwardRoleConfig | InferRoleConfig | RewardModelConfig | JudgeServerConf
 
 @dataclass(frozen=True)
 class ClusterArithmetic:
-    """Devices of a role, and their grouping."""
-
     devices: tuple[int, ...]
     copies: int
     """Data-parallel size, or number of engine replicas."""
     layout: str
-    """Parallel sizes in words."""
     shares_with: tuple[str, ...]
-    """Roles on some of the same devices."""
 
 
 @dataclass(frozen=True)
 class PassArithmetic:
-    """Micro-batches of a role's pass: log-probs or values of a batch, or training on a mini-batch.
-
-    Ranks get about equal work, and run as many micro-batches as the one with most. That number depends on the lengths; here all rows have
-    the maximal one.
-    """
+    """Micro-batches of a role's pass. Ranks get about equal work, and all run as many as the one with most; that number depends on the
+    lengths, here all maximal."""
 
     role: str
     what: Literal["forward", "training"]
     rows: int
     """Of the fullest rank, if all rows are equally long."""
     most_rows: int
-    """Upper bound for a rank: its rows are short and each other rank has one, as none stays empty if there are enough rows."""
+    """Upper bound for a rank: its rows are short, and each other rank has one."""
     longest: int
     """Most tokens of a row."""
     budget: int
@@ -103,7 +96,6 @@ class DomainArithmetic:
 @dataclass(frozen=True)
 class BatchArithmetic:
     clusters: dict[str, ClusterArithmetic]
-    """By role."""
     passes: tuple[PassArithmetic, ...]
     learning_rates: dict[str, str]
     """Schedule in words, by role; empty while `steps` or an optimizer's value is missing."""
@@ -116,9 +108,7 @@ class BatchArithmetic:
     mini_batches: int
     max_model_len: int
     engine_replicas: int
-    """0 if nothing is generated."""
     device_count: int
-    """Distinct devices of all roles."""
 
     @property
     def updates_per_step(self) -> int:
@@ -135,7 +125,7 @@ def device_numbers(devices: Devices) -> tuple[int, ...]:
 
 
 def max_model_len(config: RunConfig) -> int:
-    """Longest sequence: the engines' setting, else the longest request."""
+    """The engines' setting, else the longest request."""
     return config.actor_infer.strategy.max_model_len or max(one.tokens for one in requests(config))
 
 
@@ -158,12 +148,9 @@ def held_out_path(config: RunConfig, name: str, key: str) -> str:
 
 @dataclass(frozen=True)
 class LongestRequest:
-    """A domain's longest request, in training or validation."""
-
     domain: str
     sampling: SamplingConfig
     path: str
-    """Of its max_tokens."""
 
     @property
     def tokens(self) -> int:
@@ -182,7 +169,7 @@ def group_size(config: RunConfig, domain: DomainConfig) -> int:
 
 
 def aggregation_constant(config: RunConfig) -> int | None:
-    """Divisor in tokens for `aggregation: constant`."""
+    """In tokens."""
     if config.algorithm.aggregation != "constant":
         return None
     return config.algorithm.aggregation_constant or max(domain.sampling.max_tokens for domain in config.domains.values())
@@ -217,7 +204,7 @@ def count_multiple(strategy: MegatronStrategyConfig) -> int:
 
 
 def layers_of_parts(strategy: MegatronStrategyConfig, layers: int) -> list[int]:
-    """Layers of each pipeline part; part i is on stage i modulo pipeline_parallel."""
+    """Part i is on stage i modulo pipeline_parallel."""
     parts = strategy.pipeline_parallel * strategy.virtual_pipeline_parallel
     return strategy.pipeline_layers or [layers // parts + (number < layers % parts) for number in range(parts)]
 
@@ -250,7 +237,6 @@ def token_multiple(strategy: MegatronStrategyConfig) -> int:
 
 
 def generates(config: RunConfig) -> bool:
-    """The run has engines and rewards."""
     return config.mode != "train_only"
 
 
@@ -264,7 +250,6 @@ def validates(config: RunConfig) -> bool:
 
 
 def generates_ahead(config: RunConfig) -> bool:
-    """Engines generate for later batches while one is trained."""
     return config.rollout.supply != "sync" and config.rollout.max_staleness != 0
 
 
@@ -303,7 +288,6 @@ def replays_engines(config: RunConfig) -> bool:
 
 
 def extra_token_columns(config: RunConfig) -> tuple[str, ...]:
-    """Optional columns of token blocks in this run."""
     has_kept_ids = config.rollout.keep_mask and any(is_truncated(domain.sampling) for domain in config.domains.values())
     columns = {"kept_ids": has_kept_ids, "rollout_experts": replays_engines(config)}
     return tuple(name for name, is_there in columns.items() if is_there)
@@ -319,7 +303,7 @@ def roles(config: RunConfig) -> dict[str, Role]:
 
 
 def derive(config: RunConfig) -> BatchArithmetic:
-    """Derive all values; the configuration has no mistakes."""
+    """Derive from a configuration without mistakes."""
     shares = {name: Fraction(str(domain.share)) for name, domain in config.domains.items()}
     prompts, algorithm, by_role = config.rollout.prompts_per_step, config.algorithm, roles(config)
     domains = tuple(
@@ -352,7 +336,7 @@ def derive(config: RunConfig) -> BatchArithmetic:
 
 
 def _learning_rate(optimizer: OptimizerConfig, total: int) -> str:
-    """Learning rate over `total` updates, in words."""
+    """In words, over `total` updates."""
     lr, warmup, decay, least = optimizer.lr, optimizer.warmup_steps, optimizer.decay, f"{optimizer.min_lr:g}"
     if warmup > total:
         return f"rises over {warmup} updates; the {total} of this run take it to {lr * total / warmup:g}"
@@ -398,7 +382,7 @@ def _passes(config: RunConfig, by_role: Mapping[str, Role], domains: Sequence[Do
 
 def _largest_batch(domains: Sequence[DomainArithmetic]) -> int:
     """Most samples of a step. A domain's prompts differ from its share by less than one over any number of steps, so by less than two in
-    one; by nothing if its share per step is whole."""
+    one; not at all if its share per step is whole."""
     prompts = int(sum(one.prompts_per_step for one in domains))
     spare = {one.name: 0 if one.prompts_per_step.denominator == 1 else 2 for one in domains}
     least = {one.name: max(ceil(one.prompts_per_step) - spare[one.name], 0) for one in domains}

@@ -38,7 +38,6 @@ class Presence:
     in_turns: bool = False
     """Roles with `offload` on a common device take turns."""
     of_step: bool = True
-    """Occurs once in every step."""
 
 
 PHASES: Mapping[Phase, Presence] = {
@@ -71,5 +70,4 @@ def startable(waiting: Sequence[T], present: Sequence[T], exclude: Callable[[T, 
 
 
 def kind(role: str) -> str:
-    """Key in these tables."""
     return role.partition(".")[0]

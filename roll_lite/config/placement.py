@@ -49,7 +49,6 @@ def describe(nodes: Sequence[tuple[str, int]], what: str = "devices") -> str:
 
 
 def nodes_of(placement: PlacementConfig) -> list[tuple[str, int]]:
-    """Names and devices of nodes."""
     return [(f"node{number}", placement.devices_per_node) for number in range(placement.nodes or 0)]
 
 
@@ -65,7 +64,7 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def _numbers(placement: PlacementConfig, by_role: Mapping[str, Role]) -> dict[str, list[int]]:
-    """Devices by role, in rank order."""
+    """In rank order."""
     listed = {name: _listed(placement, role.devices) for name, role in by_role.items() if not isinstance(role.devices, int)}
     numbers = dict(listed)
     taken = {number for one in listed.values() for number in one} if placement.name != "by_role" else set()
@@ -126,7 +125,6 @@ def _listed(placement: PlacementConfig, devices: Devices) -> list[int]:
 
 
 def _parts(text: str) -> tuple[int, int, int]:
-    """Node, first and last device."""
     match = ON_A_NODE.fullmatch(text)
     assert match is not None, "the schema has let it through"
     return int(match[1]), int(match[2]), int(match[3] or match[2])

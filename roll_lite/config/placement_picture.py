@@ -35,7 +35,6 @@ def draw(config: RunConfig) -> str:
 
 
 def _column(config: RunConfig, phase: Phase, by_role: Mapping[str, Role]) -> dict[str, str]:
-    """Loaded parts by role."""
     cells, turns = {}, _turns(config, phase, by_role)
     for name, role in by_role.items():
         offloads, works = getattr(role, "offload", False), _works(config, phase, name)

@@ -53,10 +53,9 @@ class Problem:
     path: str
     """Dotted YAML path, file, or override."""
     message: str
-    """Mistake and remedy."""
     value: Any = NO_VALUE
     source: str = ""
-    """Where the value was written: file and line, or command line."""
+    """File and line, or command line."""
 
     def at(self, source: str) -> Problem:
         return replace(self, source=source)
@@ -146,7 +145,7 @@ def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
 
 
 def close_names(wrong: str, valid: Iterable[str], most: int = 2) -> list[str]:
-    """Close names, closest first, ignoring case."""
+    """Closest first, ignoring case."""
     by_lower = {name.lower(): name for name in valid}
     return [by_lower[name] for name in difflib.get_close_matches(wrong.lower(), by_lower, n=most, cutoff=0.6)]
 

@@ -207,7 +207,6 @@ def shape_of(annotation: Any) -> Shape:
 
 
 def _word(cls: type[Section]) -> str:
-    """Name that chooses a member of a union."""
     return str(get_args(cls.model_fields["name"].annotation)[0])
 
 

@@ -80,7 +80,7 @@ def _role(config: RunConfig, name: str) -> Iterator[Mistake]:
 
 
 def _mini_batches_divide(config: RunConfig) -> Mistakes:
-    """Check that a step's samples divide into equal mini-batches; group sizes may differ between domains, and quotas between steps."""
+    """Group sizes may differ between domains, and quotas between steps."""
     prompts, parts = config.rollout.prompts_per_step, config.algorithm.mini_batches
     sizes = {name: group_size(config, domain) for name, domain in config.domains.items()}
     first = next(iter(sizes.values()))
@@ -208,7 +208,6 @@ SECTION_CHECKS: dict[str, Sequence[SectionCheck]] = {
     "reward_models": (*ROLE_CHECKS, *REWARD_MODEL_CHECKS),
     "judges": (*ROLE_CHECKS, *JUDGE_CHECKS),
 }
-"""By sections that users name."""
 
 
 # ---------------------------------------------------------------- one optimizer

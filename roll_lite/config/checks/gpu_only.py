@@ -1,7 +1,5 @@
-"""Checks of settings that need GPUs: fp8 engines, Transformer Engine's layers, weight transfer between GPUs.
-
-`needs_gpus` is for runs only: a configuration that is merely checked may be meant for another machine.
-"""
+"""Checks of settings that need GPUs: fp8 engines, Transformer Engine, weight transfer between GPUs. `needs_gpus` is for runs only: a
+merely checked configuration may be meant for another machine."""
 
 from __future__ import annotations
 

@@ -244,7 +244,7 @@ def model_folder(config: RunConfig, role: Role) -> Path:
 
 
 def is_elsewhere(config: RunConfig) -> bool:
-    """The run is on a cluster, where this machine's devices do not matter."""
+    """On a cluster this machine's devices do not matter."""
     return bool(config.ray.address or os.environ.get("RAY_ADDRESS") or config.placement.nodes is not None)
 
 
@@ -255,7 +255,6 @@ def gpus_visible() -> bool:
 
 
 def gpu_count() -> int:
-    """Visible GPUs of this machine."""
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     return len([one for one in shown.split(",") if one.strip()]) if shown is not None else len(list(Path("/dev").glob("nvidia[0-9]*")))
 

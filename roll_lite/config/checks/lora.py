@@ -56,7 +56,6 @@ LORA_FILE_CHECKS = (_initial_adapters,)
 
 
 def reference_notes(config: RunConfig) -> list[str]:
-    """Note on the weights that KL is measured against."""
     if config.actor_train.lora is None or not uses_reference(config) or not trains(config):
         return []
     if config.reference is not None and config.reference.refresh is not None:

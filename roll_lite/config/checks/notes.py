@@ -17,7 +17,6 @@ from roll_lite.models.hf_config import read_model_shape
 
 
 def mode_notes(config: RunConfig) -> list[str]:
-    """Notes on the parts that a partial run leaves out."""
     if config.mode == "rollout_only":
         idle = [name for name in ("actor_train", "reference", "critic") if getattr(config, name) is not None]
         return [f"mode: rollout_only: {', '.join(idle)} and validation are left out; batches are dumped, nothing trains"]

@@ -20,7 +20,6 @@ def addresses_without_secrets(config: RunConfig) -> Iterator[Problem]:
 
 
 def plain_secrets(config: RunConfig) -> list[str]:
-    """Notes on secrets in the configuration itself."""
     return [
         f"{path} is left out ({LEFT_OUT}) of config.yaml and checkpoints; write ${{oc.env:NAME}} in its place, which they can hold"
         for path, text in texts_in(config.model_dump(mode="json"), "")

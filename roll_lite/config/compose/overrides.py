@@ -34,7 +34,7 @@ class Override:
 
 
 def parse_override(text: str) -> Override | Problem:
-    """Parse an override; its value is YAML."""
+    """Values are YAML."""
     delete = text.startswith("~")
     key, separator, raw = text.lstrip("~+").partition("=") if not delete else (text[1:], "", "")
     if delete and "=" in key:
@@ -109,7 +109,6 @@ def _parts(raw: str) -> list[str]:
 
 
 def _range(arguments: str) -> list[str]:
-    """Values as of Python's range, decimals too."""
     try:
         given = [Decimal(one.strip()) for one in arguments.split(",")]
         start, stop, step = {1: (Decimal(0), *given, Decimal(1)), 2: (*given, Decimal(1)), 3: tuple(given)}[len(given)]

@@ -36,8 +36,6 @@ _Loader.add_implicit_resolver(
 
 @dataclass
 class YamlSource:
-    """Parsed text: data, line by path, problems."""
-
     data: Any = None
     lines: dict[Path, int] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)

@@ -146,7 +146,7 @@ class CispoLossConfig(Section):
 
 
 class ToprLossConfig(Section):
-    """Policy gradient weighted with the sequence's ratio, limited to a range by the advantage's sign."""
+    """Policy gradient weighted with the sequence's ratio, limited to a range that depends on the advantage's sign."""
 
     name: Literal["topr"] = "topr"
     positive: Annotated[tuple[NonNegativeFloat, NonNegativeFloat], ASCENDING] = (1.0, 1.0)
