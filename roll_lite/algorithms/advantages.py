@@ -1,7 +1,7 @@
 """Advantages of tokens and samples, and whitening.
 
 Token tensors are [B, T-1] with a bool mask of policy tokens; entry t belongs to token t+1. Masked columns (a tool's output) are skipped:
-the token before a gap is followed by the one after it. Sums are float64, in host memory; results are 0 where masked.
+the token before a gap is followed by the one after it. Sums are float64; results are 0 where masked.
 """
 
 from __future__ import annotations
@@ -31,11 +31,8 @@ def last_policy_token(mask: torch.Tensor) -> torch.Tensor:
 
 
 def token_rewards(rewards: torch.Tensor, mask: torch.Tensor, kl_rewards: torch.Tensor | None = None) -> torch.Tensor:
-    """Token rewards on the host: rewards [B], mask and kl_rewards [B, T-1] -> [B, T-1], 0 where masked.
-
-    The last policy token gets the row's reward; it need not be the row's last column. float64, because a token's KL may be millions of
-    times smaller than the reward.
-    """
+    """Rewards [B], mask and kl_rewards [B, T-1] -> [B, T-1], 0 where masked. The last policy token, not always the row's last column,
+    gets the row's reward. float64: a token's KL may be millions of times smaller."""
     # numpy's large arrays lie on huge pages and its zeros cost nothing until they are read: torch.zeros takes 60 ms at 512 x 32k.
     tokens = torch.from_numpy(np.zeros(mask.shape))
     if kl_rewards is not None:
@@ -62,8 +59,8 @@ def gae(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Generalised advantage estimation: A_t = delta_t + gamma * lam * A_{t+1}, delta_t = r_t + gamma * V_{t+1} - V_t.
 
-    Returns (advantages with lam, values + advantages with lam_critic or lam), [B, T-1]. lam: a number, or one per row [B]. at_end [B] is
-    added to the reward of the last policy token, in float64; bootstrap [B] is the value after it. token_rewards None: zeros.
+    Returns (advantages with lam, values + advantages with lam_critic or lam), [B, T-1]. lam may be one number per row [B]. at_end [B] is
+    added to the reward of the last policy token, in float64; bootstrap [B] is the value after it.
     """
     rows = (at_end, lam, lam if lam_critic is None else lam_critic, bootstrap)
     outputs = (values.dtype, values.dtype)
@@ -90,14 +87,14 @@ def reinforce(
 
 
 def spread_over_tokens(advantages: torch.Tensor, mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Give each policy token its sample's advantage. [B], [B, T-1] -> [B, T-1]."""
+    """Give policy tokens their sample's advantage. [B], [B, T-1] -> [B, T-1]."""
     assert advantages.shape == mask.shape[:1], f"a row tensor {list(advantages.shape)} beside a mask {list(mask.shape)}"
     spread = kernels.empty(mask.shape, dtype)
     return torch.where(mask, advantages.detach().to(spread.dtype)[:, None], torch.zeros((), dtype=spread.dtype), out=spread)
 
 
 def policy_token_counts(mask: torch.Tensor) -> torch.Tensor:
-    """Number of policy tokens by row. [B, T-1] bool -> [B] int64."""
+    """Policy tokens by row. [B, T-1] bool -> [B] int64."""
     # torch's own sum over a bool tensor takes 20 times as long.
     return torch.from_numpy(np.count_nonzero(mask.numpy(), axis=1).astype(np.int64))
 
@@ -115,7 +112,6 @@ class _Groups:
 
     rewards: torch.Tensor
     member: torch.Tensor
-    """Number of the row's group."""
     size: torch.Tensor
     mean: torch.Tensor
     flat: torch.Tensor
@@ -137,16 +133,16 @@ class _Groups:
 
 
 def _sum_of_group(x: torch.Tensor, member: torch.Tensor) -> torch.Tensor:
-    """Sum over each row's group. [N], [N] -> [N]."""
+    """Sum over a row's group. [N], [N] -> [N]."""
     groups = int(member.max()) + 1 if len(member) else 0
     return x.new_zeros(groups).index_add(0, member, x)[member]
 
 
 def grpo(rewards: torch.Tensor, groups: torch.Tensor, normalize_std: bool, before_kl: torch.Tensor | None = None) -> torch.Tensor:
-    """Reward minus group mean, divided by the group's standard deviation (ddof 1) if `normalize_std`; without it Dr. GRPO.
+    """Reward minus group mean, over the group's standard deviation (ddof 1) if `normalize_std`; else Dr. GRPO.
 
-    before_kl [N]: rewards without KL. A group that is flat in these gets 0 under `normalize_std`: its deviation would be KL's alone, scaled
-    up to a signal.
+    before_kl [N]: rewards without KL. A group flat in these gets 0 under `normalize_std`: its deviation would be KL's alone, scaled up to a
+    signal.
     """
     of = _Groups.of(rewards, groups)
     if normalize_std and before_kl is not None:
@@ -183,8 +179,8 @@ def gpg(
 ) -> torch.Tensor:
     """(reward - group mean) * samples / samples of groups with spread: flat groups do not thin out the gradient.
 
-    before_kl [N]: rewards without KL, in which spread is looked for: KL gives nearly every group some. trains [N] bool: samples that the
-    factor counts; None: all.
+    before_kl [N]: rewards without KL, which decide on spread: KL gives nearly every group some. trains [N] bool: samples counted in the
+    factor.
     """
     of = _Groups.of(rewards, groups)
     spread = ~(of if before_kl is None else _Groups.of(before_kl, groups)).flat
@@ -193,7 +189,7 @@ def gpg(
 
 
 def remax(rewards: torch.Tensor, baseline_scores: torch.Tensor) -> torch.Tensor:
-    """Reward minus the score of the greedy response to the prompt."""
+    """Reward minus the score of the prompt's greedy response."""
     return rewards.double() - baseline_scores.double()
 
 

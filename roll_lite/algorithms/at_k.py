@@ -1,8 +1,5 @@
-"""Estimates of pass@k, best@k and maj@k from n samples per prompt.
-
-pass@k and best@k are means over all choices of k of the n samples, in closed form. maj@k, without a cheap one, is the mean over n // k
-votes of k consecutive samples; it is unbiased too.
-"""
+"""Estimates of pass@k, best@k and maj@k from n samples per prompt. pass@k and best@k: mean over all choices of k samples, in closed
+form. maj@k: mean over n // k votes of k consecutive samples, which is unbiased too."""
 
 from __future__ import annotations
 
@@ -25,19 +22,18 @@ class SampledPrompts:
     """Samples of some prompts, sorted by prompt; arrays have one entry per sample."""
 
     def __init__(self, prompts: np.ndarray, correct: np.ndarray, scores: np.ndarray, answers: np.ndarray) -> None:
-        """`prompts` int64: any ids. `answers` int64: equal numbers, from 0, are equal answers to a prompt; or a sentinel."""
+        """`prompts`: any ids. `answers`: equal numbers, from 0, are equal answers to a prompt; or a sentinel."""
         _, numbers = np.unique(prompts, return_inverse=True)
         order = np.argsort(numbers, kind="stable")
         self.prompt = numbers[order]
-        """Prompt numbers 0 to P - 1, ascending."""
+        """0 to P - 1, ascending."""
         self.correct, self.scores = correct[order].astype(np.float64), scores[order].astype(np.float64)
         self.answers = answers[order]
         self.samples = np.bincount(self.prompt)
         """[P] samples of each prompt."""
         self.first = order[np.cumsum(self.samples) - self.samples]
-        """[P] index of a sample of each prompt in the given arrays."""
+        """[P] index of one sample each in the given arrays."""
         self.place = np.arange(len(order)) - (np.cumsum(self.samples) - self.samples)[self.prompt]
-        """Number of the sample within its prompt."""
 
     def passed(self, k: int) -> np.ndarray:
         """[P] probability that one of k samples is correct, 1 - C(n - c, k) / C(n, k); NaN for n < k."""
@@ -62,11 +58,8 @@ class SampledPrompts:
         return self.scores[np.lexsort((self.scores, self.prompt))]
 
     def majority(self, k: int) -> np.ndarray:
-        """[P] share of votes whose most frequent answer is correct; ties count as their mean. NaN for n < k, or if the reward extracts no
-        answers.
-
-        Samples without an answer do not vote; a vote without answers is wrong.
-        """
+        """[P] share of votes whose most frequent answer is correct; ties count as their mean. NaN for n < k, or if the reward extracts
+        no answers. Samples without an answer do not vote; a vote without answers is wrong."""
         votes = self.samples // k
         first_vote = np.cumsum(votes) - votes
         vote = first_vote[self.prompt] + self.place // k

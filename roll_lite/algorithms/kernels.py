@@ -1,7 +1,7 @@
-"""Recurrences and row sums over the tokens of padded rows, compiled with numba: tensor operations are slow at them.
+"""Recurrences and row sums over padded rows, compiled with numba: tensor operations are slow at them.
 
 In host memory: token tensors [B, T-1] of float32 or float64 with a bool mask, row tensors [B]. Sums run in float64; outputs are 0 where
-masked. Rows are split over torch.get_num_threads() threads, without effect on the results.
+masked. The split over threads does not change results.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ENTRIES_PER_THREAD = 1 << 17
 """Fewest entries worth a thread."""
 
 PARTS_PER_THREAD = 4
-"""Smaller portions than one per thread: a delayed thread does not delay the others."""
+"""Smaller portions than one per thread: a delayed thread does not delay others."""
 
 
 def compiled(function: Callable[..., None]) -> Any:
@@ -43,10 +43,10 @@ def recurrence(
     outputs: Sequence[torch.dtype],
     whitening: Whitening | None,
 ) -> list[torch.Tensor]:
-    """Run the kernel `gae` or `discounted_returns`; returns its outputs, [B, T-1] of the given dtypes.
+    """Run the kernel `gae` or `discounted_returns`; returns outputs [B, T-1].
 
-    tokens: [B, T-1], or None for zeros; rows: [B], one number for all, or None for 0. Whitening runs the recurrence twice, first for the
-    moments: the mean is subtracted before rounding to float32, and no float64 tensor is stored.
+    tokens: [B, T-1], or None for zeros; rows: [B], a number for all, or None for 0. Whitening runs twice, first for the moments: the mean
+    is subtracted before rounding to float32, and no float64 tensor is stored.
     """
     inputs = [*(_tokens(x, mask) for x in tokens), _mask(mask), float(gamma), *(_rows(x, mask) for x in rows)]
     results = [empty(mask.shape, dtype) for dtype in outputs]
@@ -189,12 +189,12 @@ def _shift_and_scale(first: int, stop: int, x: Any, mask: Any, shift: float, sca
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Uninitialised tensor on numpy's huge pages, without which touching the memory takes longer than any loop here."""
+    """Uninitialised tensor on numpy's huge pages: touching other memory takes longer than any loop here."""
     return torch.from_numpy(np.empty(shape, dtype=str(dtype).removeprefix("torch.")))
 
 
 def _tokens(x: torch.Tensor | None, mask: torch.Tensor) -> np.ndarray:
-    """Array for compiled code, which checks no shapes; None becomes an empty array, since zeros would have to be read."""
+    """Array of checked shape, for compiled code; None becomes an empty one, since zeros would have to be read."""
     if x is None:
         return np.zeros((0, 0), dtype=np.float32)
     assert x.shape == mask.shape, f"a token tensor {list(x.shape)} beside a mask {list(mask.shape)}"

@@ -1,4 +1,4 @@
-"""KL divergence from the reference: estimates for sampled tokens, the exact sum over a vocabulary, and control of its coefficient.
+"""KL divergence from the reference: estimates by token, exact sum over a vocabulary, control of the coefficient.
 
 KL means KL(new || ref). With r = log new - log ref: k1 = r, k2 = r**2 / 2, k3 = exp(-r) - 1 + r (non-negative, low variance), abs = |r|.
 """
@@ -14,7 +14,7 @@ import torch
 KlEstimator = Literal["k1", "k2", "k3", "abs"]
 
 LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are clamped to +- this before use in exp and elsewhere."""
+"""Clamp of log-ratios."""
 
 
 def clamped_log_ratio(log_probs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -24,7 +24,7 @@ def clamped_log_ratio(log_probs: torch.Tensor, other: torch.Tensor) -> torch.Ten
 
 
 def clamped(log_ratio: torch.Tensor) -> torch.Tensor:
-    """Limit a log-ratio, or a sum of them, to +-LOG_RATIO_LIMIT."""
+    """Clamp a log-ratio, or a sum of them."""
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
@@ -44,7 +44,7 @@ def kl_estimate(new: torch.Tensor, ref: torch.Tensor, estimator: KlEstimator) ->
 def full_kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
     """KL(p || q) = sum over v of p * (log p - log q). [..., V] -> [...], differentiable in log_p.
 
-    Tokens impossible under p add nothing to value or gradient, also if q excludes them too (truncated vocabularies). Log-ratios are not
+    Tokens impossible under p add nothing to value or gradient, even if impossible under q (truncated vocabularies). Log-ratios are not
     clamped, since none is exponentiated; if only q says -inf, LOG_RATIO_LIMIT stands for infinity.
     """
     log_q = log_q.detach()
@@ -99,7 +99,7 @@ class KlController:
         self._horizon = horizon
 
     def step(self, kl_per_token: float, samples: int) -> None:
-        """Update once per training step over all domains; a KL that is not finite is ignored, since its update is skipped."""
+        """Update once per training step, over all domains; a KL that is not finite is ignored, since its update is skipped."""
         if self._target is None or samples == 0 or not math.isfinite(kl_per_token):
             return
         error = min(max(kl_per_token / self._target - 1, -LARGEST_ERROR), LARGEST_ERROR)

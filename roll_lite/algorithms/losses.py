@@ -1,7 +1,7 @@
-"""Token losses, all [B, T-1] and 0 where masked: policy, critic, entropy; correction of the mismatch between engine and trainer; weights of
-the sum.
+"""Token losses [B, T-1], 0 where masked: policy, critic, entropy; correction of the mismatch between engine and trainer; weights of the
+sum.
 
-A policy loss takes filled `PolicyTerms`. A loss of sequences puts the sequence's loss on each of its policy tokens, so that
+Policy losses take filled `PolicyTerms`. A loss of sequences puts the sequence's loss on each policy token, so that
 `sequence_mean_token_mean` is the mean over sequences. Tokens without advantage have no gradient (except in Kimi's loss) and never count as
 clipped.
 """
@@ -24,19 +24,18 @@ ROUNDING = 1e-4
 
 @dataclass(frozen=True)
 class PolicyTerms:
-    """Inputs, all [B, T-1]; B is 0 for a rank without rows. Gradients flow to log_probs only."""
+    """Inputs [B, T-1]; B is 0 for a rank without rows. Gradients flow to log_probs only."""
 
     log_probs: torch.Tensor
-    """Under the policy in training."""
     old_log_probs: torch.Tensor
-    """Under the policy before the step."""
+    """Log-probs before the step."""
     advantages: torch.Tensor
     mask: torch.Tensor
     """bool: tokens that count."""
 
     def filled(self) -> PolicyTerms:
-        """Set masked entries to 0, so that NaN there reaches neither loss nor gradient; detach what gets no gradient. A token without
-        advantage that is impossible under both policies has no ratio: its log-probs become 0 too."""
+        """Zero masked entries, so that NaN there reaches neither loss nor gradient; detach what gets no gradient. A token without
+        advantage that is impossible under both policies has no ratio: its log-probs become 0."""
         masked, advantages = ~self.mask, self.advantages.detach()
         impossible = (self.log_probs == -torch.inf) & (self.old_log_probs == -torch.inf)
         nothing = masked | (impossible & (advantages == 0))
@@ -76,7 +75,7 @@ class PolicyLoss:
     ratio: torch.Tensor
     """new / old probability of the token, or of its sequence if the loss judges sequences; 1 where masked."""
     clipped_low: torch.Tensor
-    """bool: no gradient because the ratio is below its range or the clamp of log-ratios; for losses that limit a weight: raised to its
+    """bool: no gradient, as the ratio is below its range or the clamp of log-ratios; for losses that limit a weight: raised to its
     bound."""
     clipped_high: torch.Tensor
     """bool: likewise above; for losses that limit a weight: lowered to its bound."""
@@ -154,11 +153,9 @@ def cispo(terms: PolicyTerms, clip_low: float | None, clip_high: float) -> Polic
 
 
 def topr(terms: PolicyTerms, positive: tuple[float, float], negative: tuple[float, float]) -> PolicyLoss:
-    """-weight * A * log-prob; weight is the sequence's ratio (product over tokens), detached (arXiv 2503.14286).
-
-    It is limited to `positive` for A > 0, else to `negative`; "clipped" means limited. A range of one number (`positive` by default)
-    replaces the ratio and limits nothing. The paper aggregates with `sequence_mean_token_sum`.
-    """
+    """-weight * A * log-prob; weight is the sequence's ratio (product over tokens), detached (arXiv 2503.14286), limited to `positive`
+    for A > 0, else to `negative`; "clipped" means limited. A range of one number replaces the ratio and limits nothing. The paper
+    aggregates with `sequence_mean_token_sum`."""
     ratio = torch.exp(clamped(row_sum(terms.log_ratio.detach())))
     above = terms.advantages > 0
     weight = torch.where(above, ratio.clamp(*positive), ratio.clamp(*negative))
@@ -200,7 +197,7 @@ def _clipped_surrogate(ratio: torch.Tensor, advantages: torch.Tensor, clip_low: 
 
 
 def _weighted(terms: PolicyTerms, ratio: torch.Tensor, weight: torch.Tensor, limits: torch.Tensor) -> PolicyLoss:
-    """Policy gradient with detached weights [B, T-1], limited ratios; `limits` bool: the weight's range is a real one."""
+    """Policy gradient with detached, limited ratios as weights [B, T-1]; `limits` bool: the range is more than one number."""
     counted = limits & (terms.advantages != 0)
     low, high = weight > ratio * (1 + ROUNDING), weight < ratio * (1 - ROUNDING)
     return PolicyLoss(-_weighted_log_probs(weight * terms.advantages, terms), ratio, counted & low, counted & high)
@@ -212,7 +209,6 @@ def _weighted_log_probs(weight: torch.Tensor, terms: PolicyTerms) -> torch.Tenso
 
 
 def unclipped(loss: torch.Tensor, terms: PolicyTerms) -> PolicyLoss:
-    """Result of a policy loss without clipping."""
     never = torch.zeros_like(terms.mask)
     return PolicyLoss(loss, terms.ratio.detach(), never, never)
 
@@ -233,7 +229,7 @@ POLICY_LOSSES: dict[str, Callable[..., PolicyLoss]] = {
     "raft": raft,
     "kimi": kimi,
 }
-"""By name in the configuration; other settings are keyword arguments."""
+"""Losses by name in the configuration; other settings are keyword arguments."""
 
 
 # ---------------------------------------------------------------- what engine and trainer see differently
@@ -314,8 +310,6 @@ def _of_sequence(x: torch.Tensor, mask: torch.Tensor, level: str) -> torch.Tenso
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """Fields are [B, T-1]."""
-
     loss: torch.Tensor
     clipped: torch.Tensor
     """bool: the new value left its range. It has no gradient where the clipped error is the larger one."""
@@ -352,10 +346,8 @@ def row_weights(
     """Weight [B] float32 of each policy token of a row, from policy_tokens [B] of ALL rows of the global mini-batch.
 
     token_mean: 1 / all tokens. sequence_mean_token_mean: 1 / (rows * the row's tokens). sequence_mean_token_sum: 1 / rows. constant: 1 /
-    (rows * constant), Dr. GRPO's.
-
-    Rows without policy tokens or with train_weight 0 weigh 0 and count neither as rows nor as tokens. Other train_weights multiply the
-    row's weight and change no count.
+    (rows * constant), Dr. GRPO's. Rows without policy tokens or with train_weight 0 weigh 0 and count neither as rows nor as tokens; other
+    train_weights are factors and change no count.
     """
     factors = torch.ones_like(policy_tokens, dtype=torch.float64) if train_weights is None else train_weights.double()
     counted = (policy_tokens > 0) & (factors != 0)

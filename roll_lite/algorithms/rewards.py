@@ -1,4 +1,4 @@
-"""Reward shaping and sample masks: from scores to the rewards that advantages use. Rows of the global batch, float64, arrays [N]."""
+"""Reward shaping and sample masks over the rows of the global batch, float64, arrays [N]."""
 
 from __future__ import annotations
 
@@ -132,8 +132,8 @@ def normalized(
 ) -> np.ndarray:
     """Subtract the mean and divide by the standard deviation (ddof 1), as configured. `running` takes in the rewards first.
 
-    trains [N] bool: samples in the statistics of batch or run; in a group, a baseline, all count. Without spread nothing is divided, and
-    the result is exactly 0. Rewards are compared as float32, like scores: 1 - 0.1 equals a score of 0.9.
+    trains [N] bool: samples in the statistics of batch or run; in a group all count. Without spread nothing is divided, and the result is
+    exactly 0. Rewards are compared as float32, like scores: 1 - 0.1 equals a score of 0.9.
     """
     if len(rewards) == 0:
         return rewards
@@ -174,8 +174,7 @@ def mask_samples(
     response_tokens: tuple[int, int] | None,
     function_weights: np.ndarray | None,
 ) -> Masked:
-    """Product of the data's and the user's weights; 0 for samples cut at max_tokens, and if the group's mean score or the response's
-    length is out of range."""
+    """Product of the data's and the user's weights; 0 for masked samples."""
     weights = as_float64(rows.sample_weight)
     causes: dict[str, np.ndarray] = {}
     if (weights != 1).any():
@@ -212,7 +211,6 @@ def group_places(groups: torch.Tensor) -> tuple[np.ndarray, int]:
 
 
 def group_means(values: np.ndarray, places: np.ndarray, groups: int) -> np.ndarray:
-    """[groups] float64."""
     return np.bincount(places, values, groups) / np.bincount(places, minlength=groups)
 
 

@@ -1,8 +1,5 @@
 """Token metrics of a micro-batch by domain: sums, which add up over micro-batches and ranks; peaks, which do not; histograms of policy
-ratios.
-
-Histogram bins are fixed, so that counts add up, unlike percentiles. Names are `<name>#<number>` with the domain's index.
-"""
+ratios, whose fixed bins add up, unlike percentiles. Names are `<name>#<number>` with the domain's index."""
 
 from __future__ import annotations
 
@@ -104,5 +101,5 @@ def ratio_percentiles(counts: np.ndarray, percents: Sequence[int]) -> list[float
 
 
 def mismatch_of_tokens(rollout_log_probs: torch.Tensor, log_probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """difference| of engine and trainer, and k3 of KL(rollout || trainer), [B, T-1]; 0 where masked."""
+    """Absolute difference of engine and trainer, and k3 of KL(rollout || trainer), [B, T-1]; 0 where masked."""
     return (rollout_log_probs - log_probs).abs(), kl_estimate(rollout_log_probs, log_probs, "k3")

@@ -49,7 +49,7 @@ class PassArithmetic:
     role: str
     what: Literal["forward", "training"]
     rows: int
-    """Of the fullest rank, if all rows are equally long."""
+    """Rows of the fullest rank, if all are equally long."""
     most_rows: int
     """Upper bound for a rank: its rows are short, and each other rank has one."""
     longest: int
@@ -86,7 +86,7 @@ class DomainArithmetic:
     """Average; a step has the whole number below or above."""
     samples_per_prompt: int
     max_tokens: int
-    """Of prompt and response together."""
+    """Tokens of prompt and response together."""
 
     @property
     def samples_per_step(self) -> Fraction:
@@ -130,7 +130,7 @@ def max_model_len(config: RunConfig) -> int:
 
 
 def longest_sequence(config: RunConfig) -> int:
-    """In training."""
+    """Longest sequence in training."""
     return max(domain.sampling.max_prompt_tokens + domain.sampling.max_tokens for domain in config.domains.values())
 
 
@@ -169,7 +169,7 @@ def group_size(config: RunConfig, domain: DomainConfig) -> int:
 
 
 def aggregation_constant(config: RunConfig) -> int | None:
-    """In tokens."""
+    """Divisor in tokens, for `aggregation: constant`."""
     if config.algorithm.aggregation != "constant":
         return None
     return config.algorithm.aggregation_constant or max(domain.sampling.max_tokens for domain in config.domains.values())
@@ -336,7 +336,7 @@ def derive(config: RunConfig) -> BatchArithmetic:
 
 
 def _learning_rate(optimizer: OptimizerConfig, total: int) -> str:
-    """In words, over `total` updates."""
+    """Learning rate in words, over `total` updates."""
     lr, warmup, decay, least = optimizer.lr, optimizer.warmup_steps, optimizer.decay, f"{optimizer.min_lr:g}"
     if warmup > total:
         return f"rises over {warmup} updates; the {total} of this run take it to {lr * total / warmup:g}"

@@ -64,7 +64,7 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def _numbers(placement: PlacementConfig, by_role: Mapping[str, Role]) -> dict[str, list[int]]:
-    """In rank order."""
+    """Devices by role, in rank order."""
     listed = {name: _listed(placement, role.devices) for name, role in by_role.items() if not isinstance(role.devices, int)}
     numbers = dict(listed)
     taken = {number for one in listed.values() for number in one} if placement.name != "by_role" else set()
@@ -215,5 +215,5 @@ def engines(role: InferRoleConfig | JudgeServerConfig) -> list[list[int]]:
 
 
 def nodes_of_engine(placement: PlacementConfig, devices: Sequence[int]) -> list[list[int]]:
-    """By node, in rank order."""
+    """Devices by node, in rank order."""
     return [list(own) for _, own in groupby(devices, key=lambda number: number // placement.devices_per_node)]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 Path = tuple[str, ...]
-"""In the YAML tree; list indices are digits."""
+"""Path in the YAML tree; list indices are digits."""
 
 LONGEST_VALUE = 100
 DEEPEST = 50
@@ -79,7 +79,7 @@ class Missing(Problem):
 
 
 class ConfigError(ValueError):
-    """All mistakes of a configuration. `partial`: its readable part."""
+    """Holds all mistakes of a configuration. `partial`: its readable part."""
 
     def __init__(self, name: str, problems: Sequence[Problem], partial: Any = None) -> None:
         self.name = name

@@ -32,8 +32,8 @@ from roll_lite.files import is_folder, read_text
 from roll_lite.models.model_files import chat_templates
 
 SCANNED_ROWS, TABLE_ROWS = 200_000, 1000
-"""Rows that are checked: of JSON lines and of tags in tables, and of tables' other columns. One to two seconds; a run reads all rows at
-its start."""
+"""Rows checked: of JSON lines and of tags in tables, and of tables' other columns; one to two seconds. A run reads all rows at its
+start."""
 NAMED_LINES = 5
 
 
@@ -76,7 +76,7 @@ def _data_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[
 
 
 def _held_out_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
-    """Refuse held-out files that a folder brings into training; paths named by both splits are intended."""
+    """Refuse held-out files that a folder brings into training; a path named by both splits is intended."""
     held_out = paths_of(domain.data.validation) if domain.data.validation is not None else []
     for folder in [one for one in paths_of(domain.data.train) if is_folder(one) and one not in held_out]:
         if shared := sorted(map(str, files_read(folder) & files_read(held_out))):
@@ -121,8 +121,6 @@ def _text_column(setting: str, name: str, placeholder: str, path: str) -> _Colum
 
 @dataclass
 class _Scan:
-    """Findings in the domain's rows."""
-
     wanted: list[_Column]
     data: DataConfig
     owners: TagOwners | None
@@ -209,7 +207,7 @@ def _lines(shards: list[Shard]) -> Iterator[Row]:
 
 
 def _table_rows(shards: list[Shard], scan: _Scan) -> Iterator[Row]:
-    """Rows with their tags, the first ones with all named columns; if a column is missing, with tags only."""
+    """Rows with tags, the first ones with all named columns; if a column is missing, tags only."""
     tag = scan.data.tag
     wanted = list(dict.fromkeys(column.name for column in scan.wanted))
     for index, shard in enumerate(shards):
@@ -254,7 +252,6 @@ def _filter(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Prob
 
 
 def _chat_template(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
-    """Problems of a missing chat template, or of unused arguments."""
     folder, template = config.model.path, domain.template
     if not isinstance(template, ChatTemplateConfig):
         return

@@ -1,7 +1,5 @@
-"""Columns of a batch as a Parquet file (zstd): a row per sample; token and transition columns are lists.
-
-Transition columns are one entry shorter than `input_ids`: entry t belongs to token t + 1.
-"""
+"""Columns of a batch as a Parquet file (zstd): a row per sample, lists of tokens and transitions. Transition columns are one entry
+shorter than `input_ids`: entry t belongs to token t + 1."""
 
 from __future__ import annotations
 
@@ -46,6 +44,6 @@ def as_array(column: Column) -> pa.Array:
 
 
 def _entries(values: torch.Tensor) -> pa.Array:
-    """Entries [n] or [n, k]; a token's k alternatives become a list."""
+    """Entries [n], or [n, k] as lists of k."""
     flat = pa.array(np.ascontiguousarray(values.numpy()).reshape(-1))
     return flat if values.dim() == 1 else pa.FixedSizeListArray.from_arrays(flat, values.shape[1])

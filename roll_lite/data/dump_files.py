@@ -1,4 +1,4 @@
-"""Dumps of a past run: files, headers, and checks that a run can train on them. data/dumps.py writes and reads the rows."""
+"""Files and headers of dumps, and checks that a run can train on them. data/dumps.py writes and reads the rows."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ from roll_lite.models.model_files import tokenizer_checksum
 from roll_lite.observability.run_folder import resumed_from
 
 FOLDER = "dumps"
-"""In a run's folder."""
+"""Folder in a run's folder."""
 NAME = re.compile(r"step_(\d+)\.parquet")
 FORMAT = "roll_lite.dump"
 SCHEMA_VERSION = 1
 METADATA = "roll_lite"
-"""Metadata key."""
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "min_tokens")
 """Sampling settings that change the distribution of samples."""
 NAMED = 5
@@ -39,16 +38,14 @@ class DumpHeader:
     path: Path
     step: int
     config: dict[str, Any]
-    """The run's resolved configuration."""
     tokenizer: str
     """See `tokenizer_checksum`."""
     largest_token: int
     domains: dict[str, dict[str, int]]
-    """By domain, over samples that train: `samples`, and `longest_prompt` and `longest_response` in tokens."""
+    """Figures by domain, over samples that train: `samples`, and `longest_prompt` and `longest_response` in tokens."""
     baselines: bool
-    """Greedy baselines are included."""
     stats: dict[str, Any]
-    """Of the batch."""
+    """Statistics of the batch."""
 
 
 def dump_file(folder: Path, step: int) -> Path:
@@ -56,8 +53,8 @@ def dump_file(folder: Path, step: int) -> Path:
 
 
 def found_dumps(path: Path) -> dict[int, Path]:
-    """Dumps by step; ValueError if there are none. `path`: folder of the dumps or the run; a resumed run's earlier dumps are those of
-    the run that it resumed from."""
+    """Dumps by step; ValueError if there are none. `path`: folder of the dumps or the run; a resumed run's earlier dumps come from the
+    run before."""
     if (kind := kind_of(path)) != "folder":
         raise ValueError(
             f"{path} is a file; name a run's folder, or that of its dumps" if kind else f"no such folder: {path}{elsewhere(path)}"
@@ -84,7 +81,7 @@ def _within(folder: Path) -> dict[int, Path]:
 
 
 def read_header(path: Path) -> DumpHeader:
-    """Read a dump's metadata; ValueError with the reason if that fails."""
+    """Read a dump's metadata; ValueError with the reason."""
     from pyarrow import ArrowException, parquet
 
     try:
@@ -114,7 +111,6 @@ def damaged(path: Path, error: BaseException) -> ValueError:
 
 
 def check_dumps(config: RunConfig) -> Iterator[Problem]:
-    """Check dumps against the model and the configuration."""
     path = config.replay.path
     if config.mode != "train_only" or path is None:
         return
@@ -193,7 +189,7 @@ def _fits_model(config: RunConfig, header: DumpHeader) -> Iterator[Problem]:
 
 
 def _behaviour(config: RunConfig, headers: Sequence[DumpHeader]) -> Iterator[Problem]:
-    """Check that this run repeats the dumped one: `current` and `recompute` assume that each step's policy is the one that sampled."""
+    """Check that this run repeats the dumped one: `current` and `recompute` assume that the step's policy is the one that sampled."""
     algorithm = config.algorithm
     if algorithm.weighs_by_rollout:
         return
@@ -208,7 +204,7 @@ def _behaviour(config: RunConfig, headers: Sequence[DumpHeader]) -> Iterator[Pro
 
 
 def _differences(config: Mapping[str, Any], made: Mapping[str, Any]) -> str:
-    """Changed settings that affect the policy of later steps, as text; empty if none."""
+    """Changed settings that affect the policy of later steps, as text."""
     if made["mode"] != "full":
         return f"mode {made['mode']} sampled all dumps with the same weights"
     mine, its = _learning(config), _learning(made)

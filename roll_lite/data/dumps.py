@@ -1,7 +1,7 @@
-"""Dumps of rollouts: the samples of a step in a Parquet file (zstd), with tokens, log-probs and texts; docs/replay.md lists the columns.
+"""Dumps of rollouts: the samples of a step in a Parquet file (zstd); docs/replay.md lists the columns.
 
-`load_dump(path)` returns the samples that trained as a DataProto; a Parquet reader sees all: failed, filtered, and greedy baselines. Null
-is a missing value: a failed sample's score, the tokens of one that never got any.
+`load_dump` returns the samples that trained; a Parquet reader sees all: failed, filtered, and greedy baselines. Null is a missing value: a
+failed sample's score, the tokens of one that never got any.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from roll_lite.data.ragged import Ragged, from_numpy
 from roll_lite.data.samples import Prompt, Sample, SampleGroup, TokenRow
 
 ROW_GROUP_TOKENS = 2**21
-"""Tokens written and read at a time: about 30 MB."""
+"""Tokens written and read at a time: 30 MB."""
 
 Fetch = Callable[[Sequence[Any]], Sequence[DataProto | None]]
 """Token blocks of references; None if gone."""
@@ -64,7 +64,6 @@ DESCRIPTION = {
 }
 """Columns of every sample; further row columns are those of the batch."""
 TOKENS = {"input_ids": pa.int64(), "response_mask": pa.bool_(), "rollout_log_probs": pa.float32()}
-"""List columns."""
 KEPT_IDS = "kept_ids"
 LONGEST_COLUMN = 1000
 """Characters kept of a data column."""
@@ -79,7 +78,7 @@ UNKNOWN = {"format_ok": False}
 class _Entry:
     sample: Sample
     row: int | None
-    """In the batch; None for a sample that does not train."""
+    """Row in the batch; None for a sample that does not train."""
     baseline: bool
 
     @property
@@ -125,7 +124,7 @@ def write_dump(
 
 
 def _entries(groups: Sequence[SampleGroup], rows: DataProto) -> list[_Entry]:
-    """All samples, with each group's baseline after it."""
+    """Samples by group, baselines last."""
     row_of = {place: row for row, place in enumerate(zip(rows.tensor("group").tolist(), rows.tensor("index").tolist(), strict=True))}
     entries: list[_Entry] = []
     for group in groups:
@@ -174,7 +173,7 @@ def times(sample: Sample, clock_offset: float) -> dict[str, float | None]:
 
 
 def further_columns(prompt: Prompt) -> dict[str, Any]:
-    """Data columns except the prompt; long values are shortened to text."""
+    """Data columns except the prompt; long values shortened."""
     question = prompt.question
     own = {name: value for name, value in prompt.columns.items() if not (type(value) is type(question) and value == question)}
     return {name: _shortened(value) for name, value in own.items()}
@@ -209,7 +208,7 @@ def _row_groups(entries: Sequence[_Entry]) -> Iterator[list[_Entry]]:
 
 
 def _token_columns(entries: Sequence[_Entry], fetch: Fetch, schema: pa.Schema) -> dict[str, pa.Array]:
-    """Token columns; null for samples without tokens, and for samples that do not train if their tokens are gone."""
+    """Token columns; null without tokens, or if those of a sample that does not train are gone."""
     names = [name for name in (*TOKENS, KEPT_IDS) if name in schema.names]
     blocks = _blocks(entries, fetch)
     members: dict[Any, list[int]] = {}
@@ -236,7 +235,6 @@ def _blocks(entries: Sequence[_Entry], fetch: Fetch) -> dict[Any, DataProto]:
 
 
 def _width_of_kept_ids(entries: Sequence[_Entry], fetch: Fetch) -> int:
-    """Largest width: a file's column has one."""
     return max((block.ragged(KEPT_IDS).values.shape[1] for block in _blocks(entries, fetch).values()), default=1)
 
 
@@ -260,8 +258,7 @@ def _sizes(rows: DataProto) -> dict[str, dict[str, int]]:
 
 
 def load_dump(path: Path | str) -> DataProto:
-    """Samples that trained, in order, bit for bit, with every column declared in keys.py. ValueError for another file, a damaged one, or
-    another schema version."""
+    """Samples that trained, in order, bit for bit. ValueError for another file, a damaged one, or another schema version."""
     return DataProto.concat(list(dump_parts(Path(path))))
 
 

@@ -1,4 +1,4 @@
-"""Micro-batches: rows that pass through the model together; here ragged rows become padded tensors."""
+"""Micro-batches: rows that pass through the model together, padded here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class MicroBatch:
 
     columns: Mapping[str, torch.Tensor]
     mask: torch.Tensor
-    """[B, T-1] bool: shifted response_mask, the transitions that count."""
+    """[B, T-1] bool: response_mask shifted, transitions that count."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,10 @@ class MicroBatchOutputs:
 
 @dataclass(frozen=True)
 class Multiples:
-    """Requirements of a parallel layout."""
-
     tokens: int = 1
-    """Divides a micro-batch's tokens: sequence parallelism cuts them into equal parts."""
+    """Divides a micro-batch's tokens, for sequence parallelism."""
     count: int = 1
-    """Divides a pass's number of micro-batches: interleaved pipeline stages take turns over groups of them."""
+    """Divides a pass's micro-batches: interleaved pipeline stages take turns over groups of them."""
 
 
 class MicroBatchPlanner(Protocol):
@@ -59,7 +57,7 @@ class MicroBatchPlanner(Protocol):
 
 @dataclass(frozen=True)
 class RowsAtATime:
-    """Fixed number of rows in batch order, whatever their lengths."""
+    """Fixed number of rows in batch order."""
 
     size: int
 
@@ -74,16 +72,12 @@ class RowsAtATime:
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """Fewest micro-batches within `tokens`, of about equal cost, so that pipeline stages and ranks do not wait for each other.
-
-    A longer row gets its own micro-batch. Rows are sorted, longest first: equal lengths are neighbours.
-    """
+    """Fewest micro-batches within `tokens`, of about equal cost: pipeline stages and ranks do not wait for each other. A longer row gets
+    its own. The longest row comes first, and equal lengths are neighbours."""
 
     tokens: int
     rows: int | None = None
-    """Most rows of a micro-batch."""
     attention_par: float = inf
-    """As in row_costs."""
     with_padding: bool = False
     """Padding counts as tokens: where losses hold more than a few numbers per token."""
 
@@ -108,7 +102,6 @@ class PaddedBudget:
 
     tokens: int
     rows: int | None = None
-    """Most rows of a micro-batch."""
 
     def cut(self, lengths: torch.Tensor, parts: int = 1) -> list[np.ndarray]:
         tokens = lengths.numpy()
@@ -122,12 +115,11 @@ class PaddedBudget:
 
 @dataclass(frozen=True)
 class MicroBatchPlan:
-    """Micro-batches of a rank's pass over its rows, forward or training."""
+    """Micro-batches of a rank's pass over its rows."""
 
     parts: tuple[np.ndarray, ...]
-    """Row numbers."""
     count: int
-    """Micro-batches that this rank runs, at least 1. Those beyond `parts` are empty: they keep step with ranks that have more."""
+    """Micro-batches that this rank runs, at least 1; those beyond `parts` are empty, to keep step with other ranks."""
     token_multiple: int = 1
     """Tokens of a micro-batch are padded to a multiple of this."""
 
@@ -159,7 +151,6 @@ class MicroBatchPlan:
         return [batch.take(rows) for rows in self.parts] + [batch.slice(0, 0)] * (self.count - len(self.parts))
 
     def lengths(self, batch: DataProto) -> list[torch.Tensor]:
-        """Row lengths by micro-batch."""
         return [batch.lengths[rows] for rows in self.parts] + [batch.lengths[:0]] * (self.count - len(self.parts))
 
     def collect_transitions(self, outputs: Sequence[torch.Tensor], batch: DataProto) -> Ragged:
@@ -204,11 +195,8 @@ class MicroBatchPlan:
 
 
 def padded(rows: DataProto) -> MicroBatch:
-    """Rows padded to the longest.
-
-    kept_ids are padded with -1, all else with 0; OBJECT columns are dropped. Without a response_mask every real transition counts. Without
-    rows the width is one transition, so that losses find the expected shapes.
-    """
+    """Rows padded to the longest: kept_ids with -1, all else with 0; OBJECT columns are dropped. Without a response_mask every real
+    transition counts. Without rows the width is one transition, for losses."""
     lengths = rows.lengths
     width = int(lengths.max()) if len(rows) else 2
     columns: dict[str, torch.Tensor] = {}

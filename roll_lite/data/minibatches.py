@@ -1,7 +1,5 @@
-"""Mini-batches: the rows of an optimizer step, and their distribution over data-parallel ranks.
-
-The global batch is cut in a seeded order before it is spread over ranks: a mini-batch's rows and token weights never depend on the layout.
-"""
+"""Rows of optimizer steps, and their distribution over data-parallel ranks. The global batch is cut before it is spread, so that a
+mini-batch's rows and token weights never depend on the layout."""
 
 from __future__ import annotations
 
@@ -40,10 +38,8 @@ def cut_mini_batches(
     constant: int | None = None,
     seed: int,
 ) -> list[MiniBatch]:
-    """Cut `epochs` passes, each in its own seeded order, into `mini_batches` parts whose sizes differ by at most one.
-
-    Rows with train_weight 0 and empty parts are left out.
-    """
+    """Cut `epochs` passes, each in its own seeded order, into `mini_batches` parts whose sizes differ by at most one; rows with
+    train_weight 0 and empty parts are left out."""
     cut: list[MiniBatch] = []
     training = np.flatnonzero(train_weights)
     for epoch in range(epochs):
@@ -62,7 +58,7 @@ def row_costs(tokens: np.ndarray, attention_par: float) -> np.ndarray:
 
 
 def spread(mini_batches: list[MiniBatch], costs: dict[int, float], ranks: int) -> list[list[MiniBatch]]:
-    """Balance every mini-batch over the ranks. `costs`: by sample number."""
+    """Balance mini-batches over ranks. `costs`: by sample number."""
     shares: list[list[MiniBatch]] = [[] for _ in range(ranks)]
     for mini_batch in mini_batches:
         for rank, rows in enumerate(balanced_partition([costs[int(sample)] for sample in mini_batch.samples], ranks)):
@@ -73,8 +69,8 @@ def spread(mini_batches: list[MiniBatch], costs: dict[int, float], ranks: int) -
 def balanced_partition(costs: Sequence[float] | np.ndarray | torch.Tensor, parts: int, most_rows: int | None = None) -> list[np.ndarray]:
     """Ascending row numbers of parts of about equal cost, with at most `most_rows` rows.
 
-    Rows go, costliest first, to the lightest part; ties go to fewer rows, then to the lower number. So the result depends on costs alone,
-    and no part is empty if there are enough rows.
+    Rows go, costliest first, to the lightest part; ties go to fewer rows, then to the lower number: costs alone decide, and no part is
+    empty if there are enough rows.
     """
     if parts < 1:
         raise ValueError(f"balanced_partition: {parts} is no number of parts")

@@ -34,14 +34,12 @@ class PromptSet:
     def __init__(self, domain: str) -> None:
         self.domain = domain
         self.left_out: Counter[str] = Counter()
-        """Rows left out, by reason."""
         self._ids = array("i")
         self._id_ends = array("q", [0])
         self._rows = bytearray()
         self._row_ends = array("q", [0])
         self._weights = array("d")
         self.parts: list[int] = []
-        """Prompts by file."""
         self._names: list[tuple[str, ...]] = []
         self._numbers: dict[tuple[str, ...], int] = {}
         """Column names by number; rows store the number."""
@@ -86,7 +84,6 @@ class PromptSet:
 
     @property
     def longest(self) -> int:
-        """In tokens."""
         return int(np.diff(self._id_ends).max())
 
     def distinct_ids(self) -> list[int]:
@@ -94,7 +91,6 @@ class PromptSet:
         return ids
 
     def counts(self) -> str:
-        """Text on prompts, and rows left out by reason."""
         out = ", ".join(f"{count} {reason}" for reason, count in self.left_out.items())
         total = len(self) + self.left_out.total()
         return f"{len(self)} of {total} rows; left out: {out}" if out else f"{len(self)} rows"
@@ -144,8 +140,6 @@ def load_prompts(
 
 @dataclass(frozen=True)
 class _Read:
-    """Row of the domain before tokenization."""
-
     row: Row
     text: str
     question: Any
@@ -172,7 +166,6 @@ class _Loader:
         # And by what it is reported no matter for prompts to train on.
         self._report_by = config.data.report_by if split == "validation" else None
         self.reported: set[str | float] = set()
-        """Values of that column."""
         self._difficulty = config.data.filter.difficulty if split == "train" else None
 
     def load(self, path: Path, limit: int | None) -> None:
@@ -294,7 +287,7 @@ class PromptOrder:
         return {"count": self._count, "seed": self._seed, "domain": self._domain, "epoch": self._epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue exactly; other data or another seed would give another order, and are refused."""
+        """Continue exactly; other data or another seed are refused."""
         if "parts" in state:
             raise ValueError(f"domain {self._domain}: the checkpoint's prompts came from several files with shares, this run's do not")
         for name, mine in (("count", self._count), ("seed", self._seed), ("domain", self._domain)):

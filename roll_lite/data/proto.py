@@ -30,7 +30,7 @@ VECTORS = {
     "ref_distribution": 0,
     "old_distribution": 0,
 }
-"""Columns of vectors [k], with their padding; joining pads k to the largest."""
+"""Columns of vectors [k], with padding; joining pads k to the largest."""
 
 
 def object_column(items: Iterable[object]) -> np.ndarray:
@@ -162,7 +162,7 @@ class DataProto:
 
     @staticmethod
     def concat(parts: Sequence[DataProto]) -> DataProto:
-        """Rows of all parts, with equal columns."""
+        """Rows of all parts."""
         if not parts:
             raise ValueError("concat: no batches given")
         for number, part in enumerate(parts):
@@ -173,7 +173,7 @@ class DataProto:
         return DataProto(joined)
 
     def group_by(self, key: str) -> dict[Hashable, DataProto]:
-        """Rows by value of a ROW or OBJECT column, in order of first appearance."""
+        """Rows by value, in order of first appearance."""
         column = self[key]
         if isinstance(column, Ragged):
             raise ValueError(f"group_by: {key!r} has several entries per row; only columns with one value per row can group")

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 Index = Sequence[int] | np.ndarray | torch.Tensor
-"""Row numbers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +151,7 @@ def same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def as_index(index: Index, rows: int | None = None) -> torch.Tensor:
-    """[n] int64, within the rows. Masks are refused: they would pass for rows 0 and 1."""
+    """[n] int64. Masks are refused: they would pass for rows 0 and 1."""
     found = index if isinstance(index, torch.Tensor) else np.asarray(index)
     if len(found) == 0:
         return torch.empty(0, dtype=torch.int64)
@@ -183,5 +182,4 @@ def _offsets(lengths: torch.Tensor) -> torch.Tensor:
 
 
 def _real(lengths: torch.Tensor, width: int) -> torch.Tensor:
-    """[rows, width] bool: False for padding."""
     return torch.arange(width) < lengths[:, None]

@@ -1,4 +1,4 @@
-"""Values of a row in the columns that a domain names, and the row's domain; check and run share these rules."""
+"""Values of a row, and its domain; check and run share these rules."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ def cell(row: Mapping[str, Any], column: str, hint: str = "") -> Any:
 
 
 def answer_of(row: Mapping[str, Any], column: str, setting: str) -> Any:
-    """`setting`: names the column."""
     without = f"; without answers, set {setting}: null"
     if (answer := cell(row, column, without)) is None:
         raise RowError(column, f"empty (null){without}")
@@ -38,7 +37,7 @@ def answer_of(row: Mapping[str, Any], column: str, setting: str) -> Any:
 
 
 def text_of(row: Mapping[str, Any], column: str, placeholder: str, setting: str) -> str:
-    """Text for a placeholder. `setting`: path of the template."""
+    """Text for a placeholder. `setting`: the template's path."""
     value = cell(row, column, "" if placeholder == "prompt" else f" ({setting}.text has the placeholder {{{placeholder}}})")
     if isinstance(value, list) and value and isinstance(value[0], dict):
         raise RowError(column, f"a list of chat messages needs {setting}.name: chat")
@@ -74,7 +73,6 @@ def tag_of(row: Mapping[str, Any], column: str) -> str:
 
 
 def reported_value(row: Mapping[str, Any], column: str) -> str | float:
-    """Value by which validation is reported."""
     value = cell(row, column)
     if not isinstance(value, str | int | float):
         raise RowError(column, f"prompts are reported by a text or a number, got {show(value)}")
@@ -89,7 +87,7 @@ def difficulty_of(row: Mapping[str, Any], column: str) -> float:
 
 
 def weight_of(row: Mapping[str, Any], column: str | None) -> float:
-    """Weight of a row's samples in the loss; 1 without a column."""
+    """Weight of the samples in the loss; 1 without a column."""
     weight = 1.0 if column is None else cell(row, column)
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= LARGEST_WEIGHT:
         raise RowError(str(column), f"the weight of a sample is a number of at least 0, got {show(weight)}")
@@ -97,7 +95,7 @@ def weight_of(row: Mapping[str, Any], column: str | None) -> float:
 
 
 def files_read(*given: DataFiles | None) -> set[Path]:
-    """Files of the data, folders resolved; missing or broken ones are reported elsewhere."""
+    """Files of the data; missing or broken ones are reported elsewhere."""
     files: set[Path] = set()
     for path in (path for one in given if one is not None for path in paths_of(one)):
         with suppress(ValueError, OSError):
@@ -119,7 +117,6 @@ class TagOwners:
         return self._owners(file).get(tag)
 
     def why_nobody(self, tag: str, file: Path) -> str:
-        """Reason why a row has no owner."""
         elsewhere = [name for name, tags in self._tags.items() if tag in tags]
         if elsewhere:
             name = elsewhere[0]

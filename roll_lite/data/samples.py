@@ -1,4 +1,4 @@
-"""Records of the rollout side: prompts, requests, completions, scored samples. Plain and picklable, without tensors or Ray."""
+"""Records of rollouts: prompts, requests, completions, scored samples; plain and picklable, without tensors or Ray."""
 
 from __future__ import annotations
 
@@ -41,8 +41,6 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Tokenized row of a domain's data."""
-
     domain: str
     uid: int
     """Row number in the domain's file; stable over epochs and restarts."""
@@ -60,7 +58,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class SampleId:
-    """Identity of a sample. Validation uses epoch -1."""
+    """Validation uses epoch -1."""
 
     domain: str
     prompt_uid: int
@@ -100,13 +98,10 @@ class TokenRow(NamedTuple):
     """Reference into the object store; within one process the block itself."""
     row: int
     length: int
-    """Tokens in the row."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest(Packed):
-    """Request for a response."""
-
     request_id: str
     prompt_ids: tuple[int, ...]
     sampling: Sampling
@@ -149,7 +144,7 @@ class Completion:
     request_id: str
     token_ids: tuple[int, ...] = ()
     log_probs: tuple[float, ...] = ()
-    """By token, under the sampling distribution (after temperature and truncation)."""
+    """Log-probs by token, under the sampling distribution (after temperature and truncation)."""
     text: str = ""
     """Whole response, resumed tokens included, without special tokens."""
     finish_reason: FinishReason | None = None
@@ -206,7 +201,7 @@ class Transcript:
     text: str = ""
     """Responses of the policy, joined."""
     finish_reason: FinishReason | None = None
-    """Of the last response."""
+    """Reason of the last response."""
     tokens: TokenRow | None = None
 
     @property
@@ -215,7 +210,7 @@ class Transcript:
 
     @property
     def response_length(self) -> int:
-        """All tokens after the prompt."""
+        """Tokens after the prompt."""
         return sum(segment.length for segment in self.segments if segment.author is not Author.PROMPT)
 
     @property
@@ -277,8 +272,6 @@ class Score(Packed):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Finished sample."""
-
     id: SampleId
     prompt: Prompt
     transcript: Transcript
@@ -289,9 +282,9 @@ class Sample:
     timed_out: bool = False
     """Generation timed out; the transcript holds the tokens so far."""
     asked: float | None = field(default=None, compare=False)
-    """Generation was requested; all times on the event loop's clock."""
+    """Time of the request; all times on the event loop's clock."""
     generated: float | None = field(default=None, compare=False)
-    """Last token."""
+    """Time of the last token."""
     scored: float | None = field(default=None, compare=False)
 
 

@@ -14,7 +14,6 @@ from roll_lite.files import elsewhere, first_line, is_file, kind_of, listing, re
 Kind = Literal["jsonl", "parquet", "arrow"]
 
 KINDS: dict[str, Kind] = {".jsonl": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
-"""By suffix."""
 ROWS_AT_ONCE = 1024
 """Rows of a table read at once."""
 SPLITS = {
@@ -34,18 +33,15 @@ class Shard(NamedTuple):
 
     @property
     def unit(self) -> str:
-        """Unit of row numbers."""
         return "line" if self.kind == "jsonl" else "row"
 
 
 class Row(NamedTuple):
     shard: int
-    """Number of the file."""
     file: Path
     unit: str
-    """Unit of row numbers: line or row."""
+    """Unit of row numbers, which start at 1: line or row."""
     number: int
-    """From 1."""
     content: dict[str, Any] | str
     """Columns, or why the row is unreadable."""
 
@@ -141,7 +137,7 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 
 def shard_rows(shard: Shard, index: int = 0, columns: Sequence[str] | None = None) -> Iterator[Row]:
-    """Rows of a file. `columns`: of a table, only these, which must exist."""
+    """Rows of a file. `columns`: read only these of a table."""
     try:
         contents = _json_lines(shard.path) if shard.kind == "jsonl" else _table(shard, columns)
         for number, content in contents:

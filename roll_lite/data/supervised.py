@@ -1,4 +1,4 @@
-"""Rows that the actor learns word by word beside its own samples (`algorithm.ptx`), in a seeded, resumable order."""
+"""Rows of `algorithm.ptx`, in a seeded, resumable order."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SupervisedRows:
         )
 
     def shares(self, updates: int, ranks: int, attention_par: float) -> list[list[DataProto]]:
-        """Rows of the next optimizer steps, by data-parallel rank."""
+        """Rows of the next optimizer steps, by rank."""
         drawn = [self.draw() for _ in range(updates)]
         parts = [balanced_partition(row_costs(rows.lengths.numpy(), attention_par), ranks) for rows in drawn]
         return [[rows.take(part[rank]) for rows, part in zip(drawn, parts, strict=True)] for rank in range(ranks)]

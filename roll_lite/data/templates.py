@@ -28,7 +28,7 @@ def load_tokenizer(path: Path | str, setting: str = "model.path") -> Tokenizer:
 
 
 class Template:
-    """Template of a domain. `setting`: its configuration path, for messages."""
+    """`setting`: configuration path, for messages."""
 
     def __init__(self, config: TemplateConfig, prompt_column: str, tokenizer: Tokenizer, setting: str) -> None:
         self._config = config

@@ -12,7 +12,7 @@ from roll_lite.config.problems import or_nearest
 
 
 def load_function(name: str, path: str, shape: str) -> Callable[..., Any]:
-    """Load package.module.function for the setting `path`; ValueError for any mistake. `shape`: its signature, for messages."""
+    """Load package.module.function for the setting `path`; ValueError for mistakes. `shape`: its signature, for messages."""
     module_name, _, attribute = name.rpartition(".")
     if not module_name or not attribute:
         raise ValueError(f"{path}: {name!r} is no dotted path; a function of your own is named package.module.function")

@@ -29,7 +29,7 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     feed_forward: int | None
-    """In layers without experts; None if all have them."""
+    """Size in layers without experts; None if all have them."""
     vocab_size: int
     max_positions: int | None
     tied_embeddings: bool
@@ -45,7 +45,7 @@ class ExpertsConfig:
     count: int
     per_token: int
     feed_forward: int
-    """Of one expert."""
+    """Size of one expert."""
     normalised: bool
     """The weights of a token's experts sum to 1."""
     layers: tuple[bool, ...]

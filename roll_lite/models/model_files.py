@@ -43,7 +43,7 @@ class StoredTensor:
                 yield content[position : min(position + _BLOCK, self.stop)]
 
     def zero_rows(self, rows: Iterable[int]) -> list[int]:
-        """All-zero rows among those given."""
+        """Rows that are all zero, among those given."""
         size = (self.stop - self.start) // self.shape[0]
         nothing = bytes(size)
         with self.file.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:

@@ -207,7 +207,7 @@ class RunConsole:
         return cells
 
     def _line(self, label: str, scores: Sequence[Cell], times: Sequence[Cell], style: str = "") -> None:
-        """One line if everything fits; otherwise scores above, times below."""
+        """Write one line if everything fits; otherwise scores above, times below."""
         first = max(8, 2 * len(str(self._total)) + 1)
         room = self._console.width - first
         together = [*scores, *times]

@@ -40,7 +40,7 @@ Measures = dict[str, Change]
 
 
 def held_out_change(before: Mapping[str, float], after: Mapping[str, float]) -> Measures:
-    """All validation metrics of the first and last validation."""
+    """Validation metrics of the first and last validation."""
     change: Measures = {}
     for name in {**before, **after}:
         if (known := HELD_OUT.fullmatch(name)) is not None:

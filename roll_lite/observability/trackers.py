@@ -17,7 +17,7 @@ from roll_lite.config.schema.run import TrackerConfig
 
 METRICS_FILE = "metrics.jsonl"
 IDS_FILE = "trackers.json"
-"""Each tracker's id of this run: a resumed run continues there."""
+"""Ids of this run by tracker: a resumed run continues there."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class TrackedRun:
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Configuration without secrets."""
     id: str | None = None
-    """This tracker's id of the resumed run."""
+    """Id of the resumed run."""
 
 
 class Tracker(ABC):

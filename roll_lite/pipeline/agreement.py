@@ -1,7 +1,7 @@
-"""Agreement check: engine and trainer must give the tokens of the first batch the same log-probs.
+"""Check that engine and trainer give the tokens of the first batch the same log-probs.
 
 If they read a model differently (config.json, a tied head, an engine argument), a run trains without error on another policy's samples. The
-check costs nothing: a forward pass that runs anyway measures the mismatch.
+mismatch is measured in a forward pass that runs anyway.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ class DifferentModels(RuntimeError):
 
 
 class Agreement:
-    """Checks the first step with log-probs of both sides: during a critic's warm-up with `old_log_probs: rollout` the actor gives none.
-    Warns once about samples that cannot be compared."""
+    """Checks the first step with log-probs of both sides; a critic's warm-up with `old_log_probs: rollout` has none of the actor."""
 
     def __init__(self, config: RunConfig) -> None:
         self._bound = config.rollout.max_mismatch if trains(config) else None
@@ -44,7 +43,7 @@ class Agreement:
         self._has_said = False
 
     def look(self, metrics: Mapping[str, float]) -> None:
-        """Raise DifferentModels with likely causes if the mismatch exceeds the bound."""
+        """Raise DifferentModels if the mismatch exceeds the bound; warn once about samples that cannot be compared."""
         if self._bound is None:
             return
         told = [name for name in self._metrics if name in metrics]

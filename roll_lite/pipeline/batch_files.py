@@ -1,9 +1,5 @@
-"""Files from which examples/recompute.py computes losses and weights once more (docs/recompute.md): weights at the start, inputs of the
-losses, samples of skipped updates.
-
-The driver writes them, except rows and adapters, which the actor's ranks write; the driver writes the rows too if ranks do not share its
-folder.
-"""
+"""Files that examples/recompute.py reads (docs/recompute.md): start weights, inputs of the losses, samples of skipped updates. Rows and
+adapters are written by the actor's ranks if they share the run's folder, all else by the driver."""
 
 from __future__ import annotations
 
@@ -36,7 +32,7 @@ from roll_lite.workers.actor import ActorWorker
 SMALL_STEP_TOKENS = 2**18
 """Most tokens of a small step: some megabytes on the disk."""
 WHOLE_VOCABULARY = ("ref_distribution", "old_distribution")
-"""Not written: thousands of numbers per token, which a forward pass gives again."""
+"""Columns left out: thousands of numbers per token, which a forward pass gives again."""
 
 
 class BatchFiles:
@@ -48,7 +44,7 @@ class BatchFiles:
         self.are_written = batches_are_written(config)
 
     def keep_start(self, clusters: Clusters) -> None:
-        """Keep the start weights: copies of adapters and small models, paths of others."""
+        """Keep start weights: copies of adapters and small models, paths of others."""
         if not self.are_written:
             return
         start = self._folder / "start"
@@ -76,7 +72,6 @@ class BatchFiles:
         self._write(f"batches/step_{step:06d}", actor, batch, _as_table(mini_batches), {"step": step, "kl_coefs": dict(kl_coefs)})
 
     def write_supervised(self, step: int, updates: Sequence[DataProto]) -> None:
-        """Write the rows of algorithm.ptx by optimizer step."""
         if self.are_written and updates:
             table = as_table(_supervised_columns(DataProto.concat(updates)))
             numbers = np.repeat(np.arange(1, len(updates) + 1), [len(rows) for rows in updates])
@@ -102,7 +97,6 @@ class BatchFiles:
             write_table(self._folder / skipped.folder / "supervised.parquet", table)
 
     def _write(self, name: str, actor: Model[ActorWorker], batch: Batch, mini_batches: pa.Table, facts: Mapping[str, Any]) -> None:
-        """Write rows (a file per data-parallel rank), mini-batches and facts."""
         folder, keys = (self._folder / name).resolve(), batch.keys()
         columns = Columns(reads=tuple(key for key in keys if key not in WHOLE_VOCABULARY))
         shards = actor.shards(batch, columns)
@@ -128,19 +122,17 @@ def _supervised_columns(rows: DataProto) -> DataProto:
 
 
 def _models_of(config: RunConfig) -> dict[str, Path]:
-    """Start models by role."""
     critic = {} if config.critic is None else {"critic": config.critic.path or config.model.path}
     return {"actor_train": config.model.path, **critic}
 
 
 @cache
 def _files_of(model: Path) -> dict[str, FileRecord]:
-    """Records of a model's files."""
     return {file.name: record(file) for file in sorted(model.iterdir()) if file.is_file()}
 
 
 def _as_table(mini_batches: Sequence[MiniBatch], first: int = 1) -> pa.Table:
-    """Rows by sample and optimizer step, counted from `first`."""
+    """Table by sample and optimizer step, counted from `first`."""
     sizes = [len(mini_batch.samples) for mini_batch in mini_batches]
     return pa.table(
         {
@@ -153,7 +145,6 @@ def _as_table(mini_batches: Sequence[MiniBatch], first: int = 1) -> pa.Table:
 
 
 def _with_losses(table: pa.Table, skipped: Skipped) -> pa.Table:
-    """Add each row's part of the update's loss."""
     losses = [skipped.row_losses.get(sample) for sample in table["sample"].to_pylist()]
     return table.append_column("loss", pa.array(losses, pa.float64()))
 

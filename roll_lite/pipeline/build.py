@@ -1,4 +1,4 @@
-"""Building of a run's pipeline: clusters on their devices, connected."""
+"""Building of a run's pipeline."""
 
 from __future__ import annotations
 
@@ -58,7 +58,6 @@ QUIET = {"VLLM_NO_USAGE_STATS": "1", "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFF
 
 
 def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal) -> RLVRPipeline:
-    """Start all clusters of this mode in parallel."""
     start = Starter(config, folder, session)
     if apart := check_nodes(config, folder, start.placement):
         journal.console.message(
@@ -88,7 +87,7 @@ def supervised_rows(config: RunConfig) -> SupervisedRows | None:
 
 
 def initialize(models: Sequence[Model[Any]], live: LiveRollouts | None) -> None:
-    """Initialize in parallel, except roles that offload: they may share devices and take turns."""
+    """Initialize in parallel; roles that offload may share devices and take turns."""
     together: list[Pending[Any]] = [model.ranks.start_all(ModelWorker.initialize) for model in models if not model.role.offload]
     if live is not None:
         together += starting(live)
@@ -126,8 +125,6 @@ def starting(live: LiveRollouts) -> list[Pending[Any]]:
 
 
 class Starter:
-    """Starts clusters on their devices without waiting."""
-
     def __init__(self, config: RunConfig, folder: Path, session: RaySession) -> None:
         self.config = config
         self.folder = folder
@@ -178,7 +175,7 @@ class Starter:
         return Engines(start_cluster(self.spec("actor_infer", slots, role.threads), InferWorker, engine, parts), role, turns)
 
     def engine_slots(self, role: InferRoleConfig) -> tuple[list[Slot], list[list[dict[str, Any]]]]:
-        """Slots of the replicas, and of their parts on further nodes."""
+        """Slots of replicas, and of their parts on further nodes."""
         size = model_parallel_size(role)
         if self.config.placement.nodes is None:
             return self.placement.slots("actor_infer", size, role.replicas_per_device), []

@@ -35,15 +35,13 @@ from roll_lite.workers.model import ModelWorker
 
 EXPORTED = {"actor_train": "model", "critic": "critic"}
 SEEN_WITHIN_S = 60.0
-"""Wait for other nodes' files: a network file system may remember for so long that they did not exist."""
+"""Time for other nodes' files to appear: a network file system may remember for so long that they did not exist."""
 INTERRUPTED_S = 3.0
-"""Wait, at an interruption, for the ranks' report on their part of a checkpoint."""
+"""Time, at an interruption, for the ranks' report on their part of a checkpoint."""
 
 
 @dataclass(frozen=True)
 class Unfinished:
-    """Checkpoint in progress."""
-
     folder: Path
     models: Mapping[str, Model[Any]]
     """Models with writing ranks, by role."""
@@ -56,8 +54,8 @@ class Checkpoints:
         self._running: Unfinished | None = None
 
     def save(self, clusters: Clusters, source: BatchSource, pipeline: dict[str, Any]) -> Path:
-        """Save a checkpoint. `pipeline`: the driver's state, with `steps_done`. With checkpoint.asynchronous the folder exists only
-        after `look` or `finish`."""
+        """Save a checkpoint. `pipeline`: the driver's state. With checkpoint.asynchronous the folder exists only after `look` or
+        `finish`."""
         self.finish()
         whole = self._run_folder / FOLDER / f"step_{pipeline['steps_done']:06d}"
         folder = whole.with_suffix(".partial")
@@ -126,10 +124,8 @@ class Checkpoints:
         self._remove_old()
 
     def _remove_old(self) -> None:
-        """Remove this run's checkpoints except the newest `keep` and those of `keep_every`.
-
-        The folder is renamed first: a half-removed one is no checkpoint. An earlier run's checkpoints stay.
-        """
+        """Remove all but the newest `keep` checkpoints and those of `keep_every`; folders are renamed first, since a half-removed one is
+        no checkpoint."""
         settings = self._config.checkpoint
         for old in finished_checkpoints(self._run_folder)[: -settings.keep]:
             if not settings.keep_every or steps_of(old) % settings.keep_every:
@@ -156,7 +152,7 @@ class Checkpoints:
         return state["pipeline"]
 
     def export_model(self, clusters: Clusters) -> Path:
-        """Export the actor as Hugging Face safetensors to `model/`, the critic to `critic/`, for `critic.init: path`."""
+        """Export the actor to `model/`, the critic to `critic/`, in Hugging Face format."""
         for role, model in clusters.trained.items():
             with model.loaded(states(Phase.FINAL_MODEL)):
                 self._save_hf(model, role, EXPORTED[role], average=False)

@@ -1,7 +1,7 @@
-"""Files of checkpoints: find a run's checkpoints, choose the one to resume from, verify it, and check that it fits the run.
+"""Files of checkpoints: choice of the one to resume from, integrity, and fit to the run.
 
-The folder `checkpoints/step_000020` of a run holds a folder per trained role, `state.json`, and `files.json`, written last: all files with
-sizes and checksums.
+The folder `checkpoints/step_000020` holds a folder per trained role, `state.json`, and `files.json`, written last: all files with sizes and
+checksums.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SCHEMA_VERSION = 4
 
 @dataclass(frozen=True)
 class Resumption:
-    """Checkpoint to resume from, and notes for the user on the choice."""
+    """Checkpoint to resume from, and notes on the choice."""
 
     checkpoint: Path
     notes: list[str]
@@ -41,12 +41,12 @@ class Resumption:
 
 
 def finished_checkpoints(run_folder: Path) -> list[Path]:
-    """Oldest first."""
+    """Finished checkpoints, oldest first."""
     return [folder for folder in _numbered(run_folder) if is_finished(folder)]
 
 
 def is_finished(checkpoint: Path) -> bool:
-    """All files are written; a version that wrote no list is taken as finished."""
+    """True if complete; a version that wrote no list counts as complete."""
     if not (checkpoint / STATE_FILE).is_file():
         return False
     return (checkpoint / LIST_FILE).is_file() or not _should_have_list(checkpoint)
@@ -77,7 +77,7 @@ def resumption(folder: Path) -> Resumption:
 
 
 def _no_checkpoints(folder: Path) -> str:
-    """Why there is none: not a run's folder, or the run wrote none, or ended before the first."""
+    """Reason: no run's folder, or the run wrote none, or ended before the first."""
     every = checkpoint_setting(folder, "every")
     if not isinstance(every, int):
         return f"{folder} is no checkpoint (no {STATE_FILE}) and no run with finished checkpoints (no {FOLDER}/step_*)"
@@ -121,7 +121,7 @@ def _should_have_list(checkpoint: Path) -> bool:
 
 
 def write_list(checkpoint: Path, records: Mapping[str, FileRecord]) -> None:
-    """Write the list of files, the last file of a checkpoint."""
+    """Write the list of files, after all others."""
     text = json.dumps({name: asdict(records[name]) for name in sorted(records)}, indent=2) + "\n"
     (checkpoint / LIST_FILE).write_text(text, encoding="utf-8")
 
@@ -164,7 +164,7 @@ def check_sizes(checkpoint: Path, wanted: Mapping[str, FileRecord]) -> None:
 
 
 def check_sums(checkpoint: Path, wanted: Mapping[str, FileRecord], records: Iterable[tuple[str, FileRecord]]) -> None:
-    """Compare checksums with the files' present `records`."""
+    """Compare checksums with present `records`."""
     for name, now in records:
         if now != wanted[name]:
             raise damaged(checkpoint, name, "has changed since it was written: its checksum is another one")
@@ -194,7 +194,6 @@ def saved_roles(config: RunConfig) -> list[str]:
 
 
 def check_resumption(config: RunConfig) -> Iterator[Problem]:
-    """Check that the checkpoint is complete and fits this run."""
     folder = config.checkpoint.resume
     if folder is None:
         return
@@ -251,7 +250,6 @@ MOST_CHANGES = 12
 
 
 def resumption_notes(config: RunConfig) -> list[str]:
-    """Notes on the checkpoint's choice, the reference, and changed settings."""
     if config.checkpoint.resume is None:
         return []
     chosen = resumption(config.checkpoint.resume)

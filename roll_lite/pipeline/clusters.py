@@ -1,4 +1,4 @@
-"""Clusters as the pipeline sees them: models, engines, reward models."""
+"""Clusters as the pipeline sees them."""
 
 from __future__ import annotations
 
@@ -29,8 +29,6 @@ W = TypeVar("W", bound=ModelWorker)
 
 @dataclass(frozen=True)
 class Model(Generic[W]):
-    """Model on a cluster."""
-
     ranks: Cluster[W]
     role: ForwardRoleConfig
     worker: type[W]
@@ -70,7 +68,6 @@ class Model(Generic[W]):
         return row_costs(lengths(batch).numpy(), self.ranks.layouts[0].attention_par)
 
     def start_forward(self, batch: Batch, columns: Sequence[str]) -> Pending[list[Block | None]]:
-        """Start a forward pass that computes `columns`."""
         return self.ranks.start_scatter(ModelWorker.compute, self.shards(batch, self.worker.forward_columns), columns)
 
 
@@ -87,7 +84,6 @@ class Engines:
         return self.replicas.start_all(InferWorker.initialize, 0, self.turns)
 
     def start_later_ones(self) -> None:
-        """Start the engines of later turns, once the first are ready."""
         for turn in range(1, self.turns):
             self.replicas.all(InferWorker.initialize, turn, self.turns)
 
@@ -132,8 +128,6 @@ class RewardModels:
 
 @dataclass(frozen=True)
 class Clusters:
-    """Models of a run."""
-
     policy: Model[ActorWorker] | None
     """None if nothing trains."""
     reference: Model[ReferenceWorker] | None = None
@@ -154,7 +148,6 @@ class Clusters:
 
     @property
     def trained(self) -> dict[str, Model[ActorWorker] | Model[CriticWorker]]:
-        """Models with an optimizer, by role."""
         named = {"actor_train": self.policy, "critic": self.critic}
         return {role: model for role, model in named.items() if model is not None}
 

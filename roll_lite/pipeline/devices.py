@@ -17,7 +17,6 @@ from roll_lite.distributed.strategy.base import EngineMemory, StateGroup
 
 
 def engine_memory(phase: Phase) -> tuple[EngineMemory, ...]:
-    """Engine parts loaded in this phase."""
     return tuple(EngineMemory(part) for part in PHASES[phase].parts["actor_infer"])
 
 
@@ -31,7 +30,7 @@ R = TypeVar("R")
 
 
 class Movable(Protocol):
-    """Role whose state can be loaded and offloaded in named parts."""
+    """Role whose state is loaded and offloaded in named parts."""
 
     @property
     def offloads(self) -> bool:
@@ -47,8 +46,6 @@ class Movable(Protocol):
 
 @dataclass(frozen=True)
 class DeviceTurn(Generic[R]):
-    """Work of a role, started when its state is loaded."""
-
     role: Movable
     start: Callable[[], Pending[R]]
     took: Callable[[float], None] = lambda seconds: None
@@ -99,7 +96,7 @@ def take_turns(turns: Sequence[DeviceTurn[R]], parts: Sequence[Any]) -> list[R]:
 
 
 def _stages(turn: DeviceTurn[R], parts: Sequence[Any]) -> Generator[Pending[Any], Any, R]:
-    """Yields each call of a turn and receives its result."""
+    """Calls of a turn; receives their results."""
     if turn.role.offloads:
         yield turn.role.start_load(parts)
     result: R = yield turn.start()

@@ -17,7 +17,7 @@ from roll_lite.workers.rollout import RolloutWorker
 
 @dataclass(frozen=True)
 class Part:
-    """Finished groups and the passes over them, with their own sample numbers."""
+    """Finished groups and passes over them, with their own sample numbers."""
 
     rows: DataProto
     passes: list[Pending[list[Block | None]]]
@@ -40,7 +40,6 @@ class EarlyPasses:
         return self._look
 
     def join(self, batch: Batch) -> None:
-        """Add early columns to the complete batch."""
         if not self._models:
             return
         number = dict(zip(_names(batch.rows), batch.rows.tensor("sample").tolist(), strict=True))
@@ -78,5 +77,5 @@ class EarlyPasses:
 
 
 def _names(rows: DataProto) -> list[tuple[int, int]]:
-    """(group, index) of samples; sample numbers change."""
+    """(group, index); sample numbers change."""
     return list(zip(rows.tensor("group").tolist(), rows.tensor("index").tolist(), strict=True))

@@ -66,7 +66,6 @@ class Journal:
         self._sums = MetricSums()
         self._domains = list(config.domains)
         self._first = self._steps = 0
-        """Steps at the start and now."""
         self._tokens = {"prompt": 0, "response": 0, "trained": 0}
         self._lost_engines: set[int] = set()
         self._new_losses = 0
@@ -75,9 +74,8 @@ class Journal:
         """Count and first text of messages, by place and text without numbers."""
         self._picture = LivePicture(self._draw)
         self._current = 0
-        """Number of the current step."""
         self._shaped: DataProto | None = None
-        """Its rows with rewards, until they are written."""
+        """Rows with rewards, until they are written."""
 
     def connect(self) -> None:
         """Start the trackers; ValueError for one that fails."""
@@ -225,7 +223,6 @@ class Journal:
                 self._sums.add("reward/flat_groups", int((rewards == 1).sum()), len(rewards), label=name)
 
     def early(self, samples: int) -> None:
-        """Record samples with early log-probs."""
         self._sums.add("rollout/early_samples", samples)
 
     def credit(self, reports: Sequence[CreditReport], kl_coef: float) -> None:
@@ -290,7 +287,7 @@ class Journal:
                 self._sums.add(f"offload/{name}", number, label=role)
 
     def _counts(self, role: str, update: Update) -> MetricSums:
-        """Counts that a skipped update has too."""
+        """Counts of any update, also a skipped one."""
         sums = MetricSums()
         sums.add(f"{role}/updates", float(not update.result.skipped))
         sums.add(f"{role}/skipped", float(update.result.skipped))
@@ -368,7 +365,7 @@ class Journal:
         self._picture.changed()
 
     def _summarize(self, exit_state: str) -> tuple[Accuracy, Change]:
-        """Returns held-out accuracy by domain, and all validation metrics over all domains."""
+        """Returns held-out accuracy by domain, and validation metrics over all domains."""
         validated = [record for _, record in sorted(self.history.records.items()) if "validation/accuracy" in record]
         last = validated[-1] if len(validated) > 1 else {}
         first = validated[0] if validated else {}

@@ -52,10 +52,8 @@ class Reader:
 
 @dataclass(frozen=True)
 class View:
-    """Findings on a node."""
-
     apart: str | None
-    """Why its run folder is not the driver's; None if it is."""
+    """Reason why its run folder is not the driver's; None if it is."""
     files: Mapping[Reader, Mapping[str, str]]
 
 
@@ -90,7 +88,6 @@ def check_nodes(config: RunConfig, run_folder: Path, placement: Placement) -> li
 
 
 def readers(config: RunConfig) -> list[Reader]:
-    """Folders that roles read on their nodes."""
     found: dict[tuple[str, Path], list[str]] = {(CODE, Path(__file__).parents[1]): list(roles(config))}
     for name, role in roles(config).items():
         folder = model_folder(config, role)
@@ -142,12 +139,11 @@ def looked_at(run_folder: Path, read: list[Reader], driver: str, others: set[str
 
 
 def look(probe: Path, node: str, read: list[Reader]) -> View:
-    """View of this node."""
     return View(why_apart(probe, node), {reader: reader.files() for reader in read})
 
 
 def why_apart(probe: Path, node: str) -> str | None:
-    """Why this node does not share the folder of the driver's `probe`; None after writing an answering file."""
+    """Reason why this node does not share the folder of the driver's `probe`; None after writing an answering file."""
     if not probe.parent.is_dir():
         return "it is not there"
     if not probe.is_file():

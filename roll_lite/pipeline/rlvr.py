@@ -1,4 +1,4 @@
-"""The RLVR loop: `step` is the algorithm, in verbs that are explained below it."""
+"""The RLVR loop: `step` is the algorithm."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class RLVRPipeline:
 
     @phase("generate")
     def generate(self) -> Batch:
-        """Next finished groups, or those of a dump; rows come here, tokens stay in the object store."""
+        """Take the next finished groups, or those of a dump; tokens stay in the object store."""
         rollouts = self.source.next_batch(self.steps_done + 1, self.early.begin())
         self.journal.rollouts(rollouts.rows, rollouts.stats, self.version, rollouts.replaced, rollouts.silences)
         return Batch(rollouts.rows, rollouts.blocks)
@@ -121,8 +121,7 @@ class RLVRPipeline:
 
     @phase("log_probs")
     def compute_log_probs(self, batch: Batch) -> None:
-        """Compute the columns that credit and losses read, for rows without early ones; models work in parallel, or in turns on shared
-        devices."""
+        """Compute the columns that credit and losses read, where early passes did not."""
         self.early.join(batch)
         left = [(model, batch.take(batch.lacking(columns)), columns) for model, columns in self.wanted()]
         turns = [
@@ -153,7 +152,7 @@ class RLVRPipeline:
 
     @phase("train")
     def train(self, batch: Batch) -> None:
-        """Train actor and critic, each in one call for all epochs and mini-batches; in parallel, or in turns on shared devices."""
+        """Train actor and critic, each in one call for all epochs and mini-batches."""
         mini_batches, kl_coef = self.cut(batch), self.kl_in_loss.coef
         actor, critic = self.clusters.actor, self.clusters.critic
         turns: dict[str, DeviceTurn[list[list[Update]]]] = {}
@@ -194,7 +193,6 @@ class RLVRPipeline:
 
     @phase("validation")
     def validate(self) -> None:
-        """Evaluate held-out prompts with the current weights."""
         if not validates(self.config):
             return
         self.validation.finish()
@@ -205,12 +203,10 @@ class RLVRPipeline:
 
     @phase("validation")
     def look_at_validation(self) -> None:
-        """Finish a complete validation that ran beside the steps."""
         self.validation.look()
 
     @phase("checkpoint")
     def refresh_reference(self) -> None:
-        """Replace the reference by the actor or its average."""
         assert self.refresh is not None
         self.checkpoints.refresh_reference(self.clusters, self.refresh)
 
@@ -220,7 +216,6 @@ class RLVRPipeline:
 
     @phase("checkpoint")
     def look_at_checkpoint(self) -> None:
-        """Complete a checkpoint written beside the steps."""
         self.checkpoints.look()
 
     @phase("checkpoint")
@@ -230,7 +225,6 @@ class RLVRPipeline:
             self.checkpoints.export_model(self.clusters)
 
     def resume(self) -> None:
-        """Resume from the configured checkpoint, if any."""
         state = self.checkpoints.load(self.clusters, self.source)
         if state is not None:
             self.steps_done, self.version = state["steps_done"], state["version"]
@@ -253,7 +247,7 @@ class RLVRPipeline:
         return [(model, columns) for model in self.clusters.models if (columns := self.wanted_of(model))]
 
     def wanted_of(self, model: Model[Any]) -> list[str]:
-        """Columns that the model can compute and something reads."""
+        """Columns that the model computes and something reads."""
         read = self.credit_columns.wanted | self.actor_columns.wanted | self.critic_columns.wanted
         return [column for column in model.worker.computes if column in read]
 
@@ -270,7 +264,6 @@ class RLVRPipeline:
         }
 
     def with_supervised(self, shares: list[TrainShare]) -> list[TrainShare]:
-        """Add the rows of algorithm.ptx to the actor's mini-batches."""
         if self.ptx is None:
             return shares
         ranks = self.clusters.actor.ranks

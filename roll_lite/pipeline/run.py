@@ -1,4 +1,4 @@
-"""A run, from its configuration to its exit code and final record."""
+"""A run, from its configuration to its exit code."""
 
 from __future__ import annotations
 
@@ -76,10 +76,8 @@ def phase_limit(config: RunConfig, phase: str) -> AbstractContextManager[None]:
 
 
 class Interruption:
-    """Lets SIGTERM, and SIGHUP of a closed terminal, end a run like Ctrl-C; under nohup SIGHUP has no effect.
-
-    Closing terminals send several signals, and users press Ctrl-C again: only the first counts until the end is recorded.
-    """
+    """Lets SIGTERM, and SIGHUP of a closed terminal, end a run like Ctrl-C; under nohup SIGHUP has no effect. Only the first signal
+    counts until the end is recorded: closing terminals send several, and users press Ctrl-C again."""
 
     def __init__(self) -> None:
         self._is_deaf = False

@@ -1,4 +1,4 @@
-"""From scores to rewards, and masks of samples: decided by the driver from row columns."""
+"""Rewards and masks of samples, from row columns, on the driver."""
 
 from __future__ import annotations
 
@@ -32,15 +32,14 @@ from roll_lite.distributed.dataflow import Batch
 @dataclass(frozen=True)
 class Shaped:
     batch: Batch
-    """With the columns reward and train_weight, without groups in which no sample trains."""
+    """Batch with the columns reward and train_weight, without groups in which no sample trains."""
     rows: DataProto
-    """All samples' rows, for metrics."""
+    """Rows of all samples, for metrics."""
     masked: Masked
-    """Of all rows, with causes."""
 
 
 class RewardShaping:
-    """Shapes rewards; keeps the running moments that normalise them, if configured."""
+    """Shapes rewards; keeps running moments if these normalise."""
 
     def __init__(self, config: RunConfig) -> None:
         self._algorithm = config.algorithm
@@ -77,7 +76,6 @@ class RewardShaping:
 
 
 def _rows_of_training_groups(rows: DataProto) -> np.ndarray:
-    """Rows of groups with a sample that trains."""
     groups = rows.tensor("group").numpy()
     trains = np.unique(groups[rows.tensor("train_weight").numpy() > 0])
     return np.flatnonzero(np.isin(groups, trains))
@@ -88,8 +86,6 @@ def _rows_of_training_groups(rows: DataProto) -> np.ndarray:
 
 @dataclass(frozen=True)
 class DomainRewards:
-    """A domain's reward settings."""
-
     weight: float = 1.0
     format: FormatConfig | None = None
 
@@ -119,7 +115,7 @@ def shape_rewards(
 
 
 def shape_baseline(scores: torch.Tensor, rows: RewardRows, config: RewardShapingConfig, domains: Sequence[DomainRewards]) -> torch.Tensor:
-    """Rewards [N] float32 of greedy baselines, which have only a score: scale, clip, domain weight."""
+    """Rewards [N] float32 of greedy baselines, which have a score only: scale, clip, domain weight."""
     return _weighted(_scaled_and_clipped(as_float64(scores), config), rows, domains)
 
 

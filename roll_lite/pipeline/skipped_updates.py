@@ -1,4 +1,4 @@
-"""Skipped optimizer steps, whose loss or gradient was not finite: which of them begin a series, and when it is too long."""
+"""Skipped optimizer steps, whose loss or gradient was not finite: starts of series, and series that are too long."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from roll_lite.config.schema.run import RunConfig
 from roll_lite.workers.model import Update
 
 SECTIONS = {"actor": "actor_train", "critic": "critic"}
-"""Configuration section by role."""
 
 
 class NotFinite(RuntimeError):
@@ -24,15 +23,13 @@ class Skipped:
     role: str
     step: int
     update: int
-    """From 1 in the step, as in updates.jsonl."""
+    """Number in the step, from 1, as in updates.jsonl."""
     loss: float
     grad_norm: float
     row_losses: Mapping[int, float]
-    """By sample."""
 
     @property
     def folder(self) -> str:
-        """In the run's folder."""
         return folder_of(self.role, self.step, self.update)
 
 
@@ -87,7 +84,7 @@ class SkippedUpdates:
         return begun
 
     def look(self) -> None:
-        """Raise NotFinite with advice if a series is too long."""
+        """Raise NotFinite if a series is too long."""
         if self._too_long is not None:
             raise NotFinite(self._too_long)
 

@@ -26,7 +26,7 @@ from roll_lite.workers.rollout import RolloutBatch, RolloutWorker
 
 T = TypeVar("T")
 HeldOut = tuple[DataProto, RolloutStats]
-"""Rows and generation statistics of held-out samples."""
+"""Rows and statistics of held-out samples."""
 
 
 class BatchSource(Protocol):
@@ -95,7 +95,7 @@ class LiveRollouts:
         return shown(validation, self.rollouts, self.journal.console, "held-out", self.tell_losses, held_out=True)
 
     def tell_losses(self) -> None:
-        """Report each lost engine once, with the cause of the rollout service, which knows best, or the driver's if it noticed first."""
+        """Report each lost engine once, with the rollout service's cause, or the driver's if it noticed first."""
         replicas = self.engines.replicas
         if not self.journal.knows_lost(lost := dict(replicas.lost)):
             lost |= self.rollouts.one(RolloutWorker.lost_engines)
@@ -175,7 +175,7 @@ def shown(
 @dataclass(frozen=True)
 class Running:
     step: int
-    """Step before its start, under which it is reported."""
+    """Step under which it is reported."""
     answers: Pending[HeldOut]
 
 
@@ -198,12 +198,11 @@ class Validation:
             self.finish()
 
     def look(self) -> None:
-        """Finish a complete validation."""
         if self._running is not None and self._running.answers.answer() is not None:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the running validation, and report it."""
+        """Wait for the validation, and report it."""
         if self._running is not None:
             running, self._running = self._running, None
             self._journal.validation(running.step, *self._source.finish_validation(running.answers))

@@ -26,8 +26,7 @@ class Choice:
 
 
 def run_each(command: Sequence[str], choices: Sequence[Choice]) -> int:
-    """Run `command` with each choice's overrides; failures do not stop the others, an interruption does. Returns the first exit code
-    that is not 0."""
+    """Run `command` with each choice's overrides, until an interruption; returns the first exit code that is not 0."""
     rows, codes = [], []
     for number, choice in enumerate(choices, start=1):
         settings = " ".join(map(hidden, choice.overrides))
@@ -66,7 +65,6 @@ def _latest(config: RunConfig) -> Path | None:
 
 
 def _summary(folder: Path) -> tuple[str, str]:
-    """End of a run, and its overall accuracy before and after."""
     try:
         summary = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):

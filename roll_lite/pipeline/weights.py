@@ -24,7 +24,7 @@ from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.rollout import RolloutWorker
 
 LOSS_SECONDS = 5.0
-"""Time to look for a lost engine after another failed, which may have been reading from it."""
+"""Time to look for a lost engine after another failed, which may have read from it."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ class Pushed:
     version: int
     megabytes: float
     seconds: float
-    """Until the last engine has the new weights."""
+    """Time until the last engine has the new weights."""
     phases: Mapping[str, float]
     """Seconds of the slowest rank or worker; phases overlap."""
     by_transport: Mapping[str, float]
     """Megabytes sent; a broadcast counts once."""
     transport_seconds: Mapping[str, float]
-    """Of the slowest trainer rank."""
+    """Seconds of the slowest trainer rank."""
 
 
 class WeightSync:
@@ -56,7 +56,7 @@ class WeightSync:
         dtype: str,
         expert_parallel: int = 1,
     ) -> None:
-        """`dtype`, `expert_parallel`: of the engines."""
+        """`dtype`, `expert_parallel`: the engines'."""
         self._model = actor
         self._actor = actor.ranks
         self._engines = engines
@@ -70,12 +70,12 @@ class WeightSync:
         self._interrupts: TCPStore | None = None
         self._epoch = 0
         self._plan: TransferPlan | None = None
-        """None: engines must connect again."""
+        """None: engines must connect."""
         self._version: int | None = None
-        """Of the engines; None: start weights."""
+        """Engines' version; None: start weights."""
 
     def push(self, version: int) -> Pushed | None:
-        """Send weights to every living engine; None if they have this version."""
+        """Send weights to every living engine; None if they have them."""
         if version == self._version:
             return None
         with self._model.loaded(states(Phase.SYNC_WEIGHTS)):
@@ -118,7 +118,7 @@ class WeightSync:
         return Pushed(version, plan.nbytes / 2**20, seconds, phases, by_transport, largest(one.by_transport for one in said))
 
     def _connect(self) -> TransferPlan | None:
-        """Connect trainers and engine workers in a new epoch of the transfer group; None if an engine was lost."""
+        """Join a new epoch of the transfer group; None if an engine was lost."""
         timeout_s = self._config.timeout_s
         export = self._export = self._export or self._actor.all(ActorWorker.export_plan, self._config.bucket_mb << 20)[0]
         if self._rendezvous is None:
@@ -140,7 +140,7 @@ class WeightSync:
         other failures raise all causes."""
         interrupted = False
         failed: dict[str, str] = {}
-        """In order of arrival: later ones may follow from the first."""
+        """Causes in order of arrival: later ones may follow from the first."""
 
         def look() -> None:
             nonlocal interrupted
@@ -164,14 +164,13 @@ class WeightSync:
         return [*said.values(), *of_trainers]
 
     def _lost(self, engines: Pending[dict[int, Transferred]], within_s: float = 0.0) -> bool:
-        """One of these engines is lost, now or within this time."""
+        """True if one of these engines is lost, now or within this time."""
         deadline = time.monotonic() + within_s
         while not (lost := any(call.rank in self._engines.lost for call in engines.calls)) and time.monotonic() < deadline:
             time.sleep(0.1)
         return lost
 
     def _verify(self, version: int) -> None:
-        """Compare the engines' tensors with the trainer's by checksum."""
         assert self._export is not None
         names = [tensor.name for tensor in self._export.tensors]
         if self._config.verify == "sampled":
@@ -184,7 +183,6 @@ class WeightSync:
 
 
 def _broken(engines: Pending[dict[int, Transferred]], trainers: Pending[list[Transferred]]) -> dict[str, Transferred]:
-    """Sides that have failed so far."""
     answered = {f"actor_infer[{call.rank}]": call.value for call in engines.calls if not call.lost}
     answered |= {f"actor_train rank {call.rank}": call.value for call in trainers.calls}
     return {name: one for name, one in answered.items() if one is not None and one.failure is not None}

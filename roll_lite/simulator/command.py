@@ -37,7 +37,6 @@ class Question:
     compare: bool = False
     picture: Path | None = None
     color: str = "version"
-    """"version" or "domain"."""
 
 
 def answer(config: RunConfig, question: Question) -> int:

@@ -79,7 +79,6 @@ class _Run:
     prompt: int
     """Prompt tokens, including continued ones."""
     tokens: int
-    """Length of the response."""
     reason: FinishReason
     generated: float = 0.0
     """Tokens generated before it was put back."""
@@ -114,9 +113,7 @@ class SimulatedEngine:
         self.dead: str | None = None
         self.hangs = False
         self.busy_s = 0.0
-        """Seconds with running requests."""
         self.generated = 0
-        """Tokens."""
         self.prefilled = 0
         self.put_back = 0
         """Requests that lost their cache and were prefilled again."""
@@ -125,9 +122,9 @@ class SimulatedEngine:
         self._loop = asyncio.get_running_loop()
         self._waiting: deque[_Run] = deque()
         self._runs: dict[str, _Run] = {}
-        """By id, including waiting requests."""
+        """Requests by id, also waiting ones."""
         self._running: dict[str, _Run] = {}
-        """By id, in the order of admission."""
+        """Requests in the order of admission."""
         self._ends: list[tuple[float, int, _Run]] = []
         self._slots = list(range(limits.slots))
         self._admitted = 0
@@ -137,7 +134,6 @@ class SimulatedEngine:
         """Tokens that each running request has received since the start."""
         self._cached = 0.0
         self._prefill_s = 0.0
-        """Prefill left to do."""
         self._settled = self._loop.time()
         self._frozen = False
         self._timer: asyncio.TimerHandle | None = None
@@ -219,7 +215,6 @@ class SimulatedEngine:
     # ------------------------------------------------------------ time
 
     def _settle(self) -> None:
-        """Account for the time since the last call."""
         now = self._loop.time()
         elapsed, self._settled = now - self._settled, now
         running = len(self._running)
@@ -233,13 +228,12 @@ class SimulatedEngine:
         self._cached += running * tokens
 
     def _look_soon(self) -> None:
-        """Schedule `_look` after all other events of this moment."""
+        """Schedule `_look` after other events of this moment."""
         if not self._arming and self.dead is None:
             self._arming = True
             self._loop.call_soon(self._look)
 
     def _look(self) -> None:
-        """End finished requests, start waiting ones, and schedule the next event."""
         self._arming = False
         if self.dead is not None:
             return

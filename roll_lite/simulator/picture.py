@@ -24,7 +24,7 @@ COLUMNS = 1400
 
 
 def draw_engines(path: Path, outcomes: Sequence[Outcome], titles: Sequence[str], by: str = "version", until: float | None = None) -> Path:
-    """Draw one panel per run on a common time axis. `by`: colour by version or domain."""
+    """Draw a panel per run on a common time axis. `by`: colour by version or domain."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -44,7 +44,6 @@ def draw_engines(path: Path, outcomes: Sequence[Outcome], titles: Sequence[str],
 
 
 def draft_of(path: Path) -> Path:
-    """Temporary file of the picture."""
     return path.with_name(f".{path.name}.{os.getpid()}")
 
 

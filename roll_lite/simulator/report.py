@@ -20,7 +20,7 @@ staleness       versions between a sample's oldest token and the batch: mean / m
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """One row per run: duration, distance to the ideal, reasons."""
+    """A row per run: duration, distance to the ideal, reasons."""
     rows = [COLUMNS, *map(_cells, outcomes)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
     padded = [[row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))] for row in rows]
@@ -67,7 +67,6 @@ def seconds(value: float) -> str:
 
 
 def details(outcome: Outcome) -> str:
-    """Mix, failures and engines of an outcome."""
     scenario = outcome.scenario
     total = sum(model.share for model in scenario.domains)
     slots = f"{scenario.limits.slots} requests ({scenario.mean_slots} on average, as far as the cache goes)"

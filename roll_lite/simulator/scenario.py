@@ -31,7 +31,6 @@ class TrainerModel:
         return self.overhead_s + tokens * self.token_s - self.pass_seconds(early)
 
     def pass_seconds(self, tokens: int) -> float:
-        """Duration of log-prob passes."""
         return tokens * self.token_s * self.log_probs
 
 
@@ -46,7 +45,6 @@ class Failures:
     mean_hang_s: float | None = None
     """Mean time between hangs of an engine; None: none at random."""
     hang_s: float = 7.0
-    """Time until a hanging engine is killed."""
     start_s: float | None = None
     """Time until a replacement serves; None: never."""
 
@@ -101,7 +99,6 @@ class Scenario:
 
     @property
     def policy(self) -> str:
-        """Name of the supply and its settings."""
         rollout = self.rollout
         staleness = f" {rollout.max_staleness}" if rollout.max_staleness is not None and rollout.supply == "async" else ""
         on_sync = f", {rollout.on_sync}" if rollout.on_sync is not None and rollout.supply != "sync" else ""

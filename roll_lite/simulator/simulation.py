@@ -38,7 +38,6 @@ class Phase:
 class Step:
     end: float
     waited_s: float
-    """Time that the trainer waited for its batch."""
     trained_s: float
     tokens: int
     """Prompts and responses."""
@@ -61,18 +60,14 @@ class Outcome:
     hangs: list[tuple[float, int]] = field(default_factory=list)
     """(second, engine); these engines die later."""
     failed: int = 0
-    """Samples."""
     put_back: int = 0
     """Requests that lost their cache."""
     filtered: int = 0
-    """Groups."""
     lost: int = 0
     behind_s: float = 0.0
     """Seconds without starts for later batches because rewards lagged."""
     early: int = 0
-    """Samples with early log-probs."""
     exhausted: bool = False
-    """The prompts ran out."""
 
     @property
     def steady(self) -> list[Step]:
@@ -141,7 +136,6 @@ def accepted(group: SampleGroup) -> list[Sample]:
 
 
 def tokens_of(group: SampleGroup) -> int:
-    """Tokens of prompts and responses."""
     return sum(sample.transcript.prompt_length + sample.transcript.response_length for sample in accepted(group))
 
 
@@ -152,14 +146,12 @@ class _Simulation:
         self.keep_spans = spans
         self.version = 0
         self.engines: dict[int, SimulatedEngine] = {}
-        """Living engines by number."""
         self.gone: list[SimulatedEngine] = []
         self.slots = scenario.mean_slots
         self.early: dict[int, int] = {}
         """Tokens by group number."""
         self.passing_until = 0.0
         self.given_up = asyncio.Event()
-        """Set when an engine has died."""
 
     async def run(self) -> Outcome:
         scenario, rollout = self.scenario, self.scenario.rollout

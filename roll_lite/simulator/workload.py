@@ -59,7 +59,6 @@ class Quantiles:
 class DomainModel:
     name: str
     lengths: Distribution
-    """Response tokens."""
     max_tokens: int
     prompt_tokens: int = 512
     samples_per_prompt: int = 16
@@ -67,7 +66,6 @@ class DomainModel:
     reward_s: Distribution | None = None
     """Time to score a response; None: 0."""
     reward_most_s: float = math.inf
-    """Time limit of scoring."""
     reward_workers: int | None = None
     """Responses scored at a time; None: all."""
     all_right: float = 0.0

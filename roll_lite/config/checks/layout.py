@@ -244,12 +244,12 @@ def model_folder(config: RunConfig, role: Role) -> Path:
 
 
 def is_elsewhere(config: RunConfig) -> bool:
-    """On a cluster this machine's devices do not matter."""
+    """True on a cluster, where this machine's devices do not matter."""
     return bool(config.ray.address or os.environ.get("RAY_ADDRESS") or config.placement.nodes is not None)
 
 
 def gpus_visible() -> bool:
-    """Without torch, which takes seconds to import."""
+    """True if GPUs are visible; does not import torch, which takes seconds."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
     return not hidden and any(Path("/dev").glob("nvidia[0-9]*"))
 

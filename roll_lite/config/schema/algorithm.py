@@ -56,7 +56,7 @@ class KlInRewardConfig(Section):
 
 class KlInLossConfig(KlInRewardConfig):
     estimator: Literal["k1", "k2", "k3", "abs", "full"] = "k3"
-    """As for kl_in_reward."""
+    """Estimator, as for kl_in_reward."""
     unbiased_gradient: bool = False
     """Use the gradient of KL(policy || reference) itself, importance-weighted for samples of an older policy."""
 
@@ -102,7 +102,7 @@ class OverlongConfig(Section):
 
 
 class RewardShapingConfig(Section):
-    """From scores to rewards, in this order: format, length, truncation, overlong, scale, clip, normalisation, domain weight."""
+    """Steps from scores to rewards, in this order: format, length, truncation, overlong, scale, clip, normalisation, domain weight."""
 
     length_penalty: LengthPenaltyConfig | None = None
     """Length penalty."""
@@ -165,7 +165,7 @@ class PtxConfig(Section):
 
 class AlgorithmConfig(Section):
     reward: RewardShapingConfig = Field(default_factory=RewardShapingConfig)
-    """From scores to rewards."""
+    """Shaping of rewards."""
     masks: MasksConfig = Field(default_factory=MasksConfig)
     """Samples that do not train."""
     advantage: AdvantageConfig = Field(default_factory=GrpoAdvantageConfig)

@@ -204,7 +204,7 @@ class DomainConfig(Section):
     data: DataConfig
     """Source of prompts."""
     template: TemplateConfig = Field(default_factory=PlainTemplateConfig)
-    """From a prompt to the model's input."""
+    """Template of the model's input."""
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     """Sampling in training."""
     validation_sampling: HeldOutSamplingConfig = Field(default_factory=HeldOutSamplingConfig)

@@ -123,7 +123,7 @@ class LimitsConfig(Section):
     advantages: TimeLimit = 3600.0
     """Rewards, KL and advantages of a step."""
     train: TimeLimit = 14400.0
-    """All optimizer steps of a step."""
+    """Optimizer steps of a step."""
     validation: TimeLimit = 14400.0
     """A validation."""
     checkpoint: TimeLimit = 7200.0
@@ -136,9 +136,9 @@ class LimitsConfig(Section):
     """Silence of an engine: its worker does not answer, or one of its processes is stopped. The run continues with other engines, if
     any. Slow work, such as a long prompt, is not silence."""
     engine_step: TimeLimit | Literal["auto"] = "auto"
-    """One pass of an engine's model: an engine beyond the limit counts as hung, and the run continues with others, if any. The limit is
-    this value or four times the longest pass so far, whichever is longer; forty times this value until a first response has ended.
-    Kernel compilation does not count. auto: 7 with GPUs, 300 without."""
+    """Pass of an engine's model: an engine beyond the limit counts as hung, and the run continues with others, if any. The limit is this
+    value or four times the longest pass so far, whichever is longer; forty times this value until a first response has ended. Kernel
+    compilation does not count. auto: 7 with GPUs, 300 without."""
 
 
 LONGEST_NAME = 200
@@ -184,9 +184,9 @@ class RunConfig(Section):
     critic: CriticRoleConfig | None = None
     """The value model (GAE)."""
     reward_models: dict[str, RewardModelConfig] = Field(default_factory=dict)
-    """By name, for rewards of type `model`; domains may share one."""
+    """Reward models by name, for rewards of type `model`; domains may share one."""
     judges: dict[str, JudgeServerConfig] = Field(default_factory=dict)
-    """By name, for rewards of type `judge`; domains may share one."""
+    """Judges by name, for rewards of type `judge`; domains may share one."""
     domains: Annotated[dict[str, DomainConfig], Field(min_length=1)]
     """Reward domains by name."""
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
