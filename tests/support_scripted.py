@@ -36,7 +36,6 @@ class Response:
     tokens: int
     seconds_per_token: float = 0.0
     delay_s: float = 0.0
-    """Before the first token."""
     text: str | None = None
     error: str | None = None
     """Failure at the end."""
@@ -71,7 +70,6 @@ class _Running:
 
     @property
     def length(self) -> int:
-        """Tokens still to come: the script gives whole responses."""
         return min(max(0, self.response.tokens - self.request.resumed), self.request.sampling.max_tokens)
 
     @property
@@ -186,7 +184,6 @@ class ScriptedEngine(InferenceStrategy):
         return [self._progress_of(flight, parts, asyncio.get_running_loop().time()) for flight in flights]
 
     def _progress_of(self, flight: InFlight, parts: bool, now: float) -> RequestProgress | None:
-        """Progress of a request whose first token is on its way."""
         run = self._running.get(flight.request.request_id)
         if run is None or run.elapsed_at(now) < run.response.delay_s:
             return None

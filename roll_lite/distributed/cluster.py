@@ -115,12 +115,11 @@ class Cluster(Generic[W_co]):
 
     @property
     def lost(self) -> Mapping[int, str]:
-        """Causes of dead ranks, of ranks that die alone."""
         return self.group.lost
 
     @property
     def left(self) -> list[int]:
-        """Ranks still alive; RankFailed if there are none."""
+        """Living ranks; RankFailed if none is left."""
         lost = self.lost
         left = [rank for rank in range(self.world_size) if rank not in lost]
         if not left:
@@ -146,7 +145,6 @@ class Cluster(Generic[W_co]):
     @overload
     def all(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]: ...
     def all(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Results of all ranks, in rank order."""
         return self.start_all(method, *args, **kwargs).result()
 
     @overload
@@ -206,7 +204,6 @@ class Cluster(Generic[W_co]):
     def start_each_own(
         self, method: Callable[Concatenate[W_co, S, P], Coroutine[Any, Any, R]], own: Mapping[int, S], *args: P.args, **kwargs: P.kwargs
     ) -> Pending[dict[int, R]]:
-        """Call the ranks of `own`, each with its own first argument."""
         return self._start_each(method, {rank: (first, *args) for rank, first in own.items()}, kwargs)
 
     def start_scatter(

@@ -36,7 +36,6 @@ class Block:
     """[n] int32: row in that object, which may hold others."""
 
     def renumbered(self, numbers: Mapping[int, int]) -> Block:
-        """Renumber the samples for another batch; drop those without a new number."""
         kept = np.array([place for place, sample in enumerate(self.samples.tolist()) if sample in numbers], dtype=np.int64)
         samples = np.array([numbers[sample] for sample in self.samples[kept].tolist()], dtype=np.int64)
         return Block(self.refs, self.keys, samples, self.objects[kept], self.rows[kept])
@@ -51,8 +50,6 @@ def put_block(columns: DataProto) -> Block:
 
 @dataclass(frozen=True)
 class Piece:
-    """Object and row in it for each row of a shard."""
-
     refs: tuple[ray.ObjectRef, ...]
     keys: tuple[str, ...]
     objects: np.ndarray
@@ -75,7 +72,6 @@ class BatchShard:
     """Part of a batch for one data-parallel rank; its own size does not depend on the texts' length."""
 
     rows: DataProto
-    """`sample` and the requested row columns."""
     keys: tuple[str, ...]
     pieces: tuple[Piece, ...]
 
@@ -83,7 +79,6 @@ class BatchShard:
         return len(self.rows)
 
     def materialize(self) -> DataProto:
-        """Fetch all columns, in a worker."""
         columns = dict(self.rows.columns)
         for piece in self.pieces:
             columns |= piece.fetch()

@@ -11,7 +11,6 @@ from roll_lite.files import first_line
 
 LOG_LINES = 15
 UNDERLINES = re.compile(r"^[ ^~]+\n", re.MULTILINE)
-"""Underlines in tracebacks, with or without their source line."""
 EXCEPTION_LINE = re.compile(r"\b[A-Z]\w*(?:Error|Exception): .+")
 ANSI_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -49,7 +48,6 @@ class FleetDown(RuntimeError):
         super().__init__(fleet, place, cause)
         self.fleet = fleet
         self.place = place
-        """Number of the last member lost."""
         self.cause = cause
 
     def __str__(self) -> str:
@@ -73,12 +71,12 @@ def is_death(error: BaseException) -> bool:
 
 
 def is_loss(error: BaseException) -> bool:
-    """Whether a rank that dies alone is lost: its process died, or it raised MemberLost."""
+    """True if a rank that dies alone is lost: its process died, or it raised MemberLost."""
     return is_death(error) or (isinstance(error, RayTaskError) and isinstance(error.cause, MemberLost))
 
 
 def may_be_aftermath(error: BaseException) -> bool:
-    """Whether the error may follow from another rank's death: collectives report that as RuntimeError or OSError."""
+    """True if the error may follow from another rank's death: collectives report that as RuntimeError or OSError."""
     return isinstance(error, RayTaskError) and isinstance(error.cause, RuntimeError | OSError)
 
 

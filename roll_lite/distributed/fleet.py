@@ -48,18 +48,15 @@ class Policy:
     start_timeout_s: float | None
     """Time limit of one attempt to start; None: unlimited."""
     restarts: int | None = None
-    """Per member; None: unlimited."""
     attempts: int = 3
     """Attempts at one restart."""
     path: str = ""
-    """YAML path of these settings, for messages."""
 
 
 class MemberState(StrEnum):
     STARTING = "starting"
     SERVING = "serving"
     LOST = "lost"
-    """Dead, about to be restarted."""
     DOWN = "down"
     """Dead, without restarts left."""
 
@@ -75,7 +72,6 @@ class _Seat(Generic[M]):
     restarts: int = 0
     at_work: int = 0
     cause: str = ""
-    """Cause, if it is down."""
 
     @property
     def rests(self) -> bool:
@@ -85,9 +81,9 @@ class _Seat(Generic[M]):
 class Fleet(Generic[M]):
     """Starts, watches and replaces members.
 
-    `serve(member)` runs from each start to the next loss, which cancels it; an error it raises makes the member lost. `lost(member, cause)`
-    is called at each loss, before a restart: requests in flight are the caller's again. `down(end)` is called once, when no member is left.
-    Another error in the three ends the fleet.
+    `serve(member)` runs from each start to the next loss, which cancels it; an error it raises makes the member lost. `lost(member,
+    cause)` is called at each loss, before a restart: requests in flight are the caller's again. `down(end)` is called once, when no
+    member is left. An error in the callbacks ends the fleet.
     """
 
     def __init__(
@@ -162,7 +158,6 @@ class Fleet(Generic[M]):
             raise self.end
 
     def newly_replaced(self) -> int:
-        """Members replaced since the last call."""
         new, self._told = self.replaced - self._told, self.replaced
         return new
 
@@ -223,7 +218,6 @@ class Fleet(Generic[M]):
             return cause_of(error, member.name)
 
     async def _replace(self, seat: _Seat[M], lost: str) -> str | None:
-        """Restart a lost member; returns the cause of a failure."""
         policy = self._policy
         if policy.restarts is not None and seat.restarts >= policy.restarts:
             seat.member.kill()

@@ -87,8 +87,6 @@ class Heartbeat:
 
 
 class StoppedTime:
-    """Time that processes have been stopped, as by SIGSTOP."""
-
     def __init__(self, look_s: float) -> None:
         self._look_s = look_s
         self._seconds: dict[psutil.Process, float] = {}
@@ -103,7 +101,6 @@ class StoppedTime:
 
 
 def status_of(process: psutil.Process) -> str | None:
-    """Status; None if the process is gone."""
     try:
         return process.status() if process.is_running() else None
     except psutil.Error:
@@ -123,7 +120,6 @@ def describe(process: psutil.Process) -> str:
 
 
 def name_of(process: psutil.Process) -> str:
-    """Name, from the process title if it has set one."""
     try:
         return (process.cmdline() or [process.name()])[0].rpartition("/")[2].partition(" ")[0] or process.name()
     except psutil.Error:

@@ -22,7 +22,6 @@ class Place(NamedTuple):
 
     @property
     def process(self) -> psutil.Process | None:
-        """Process; None if it is gone or on another node."""
         if not ray.is_initialized() or self.node != ray.get_runtime_context().get_node_id():
             return None
         try:

@@ -39,8 +39,6 @@ class PlacementTimeout(TimeoutError):
 
 @dataclass(frozen=True)
 class Slot:
-    """Place of one worker: node and GPUs."""
-
     strategy: Any = None
     local_rank: int = 0
     """Index of the worker's first device among those it sees: 0 on GPUs, where it sees only its own; on CPUs its number on the node."""
@@ -49,16 +47,12 @@ class Slot:
 
 @dataclass(frozen=True)
 class Device:
-    """A placed bundle of the placement group."""
-
     bundle: int
     node: str
     gpu: str | None = None
 
 
 class Placement:
-    """The devices of all roles of a run, reserved together."""
-
     def __init__(self, roles: Mapping[str, Devices], timeout_s: float, layout: PlacementConfig | None = None) -> None:
         self.roles = {role: list(device_numbers(devices)) for role, devices in roles.items()}
         numbers = sorted({number for devices in self.roles.values() for number in devices})
@@ -94,7 +88,6 @@ class Placement:
         return slots
 
     def _slot(self, devices: Sequence[Device], seen: Counter[str]) -> Slot:
-        """Slot on one node. `seen`: the role's workers by node so far."""
         node = devices[0].node
         place = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=devices[0].bundle)
         gpus = tuple(device.gpu for device in devices if device.gpu is not None)
@@ -146,7 +139,6 @@ class Node:
     id: str
     address: str
     devices: float
-    """GPUs or cores."""
 
 
 def _nodes(kind: str) -> list[Node]:
@@ -159,9 +151,7 @@ def _nodes(kind: str) -> list[Node]:
 @dataclass(frozen=True)
 class _Wanted:
     kind: str
-    """GPU or CPU."""
     numbers: Sequence[int]
-    """Device numbers of the run."""
     roles: Mapping[str, Sequence[int]]
     timeout_s: float
     deadline: float
@@ -226,7 +216,6 @@ def _words(kind: str) -> str:
 
 
 def _reserve(wanted: _Wanted, size: float, labels: list[dict[str, str]] | None, timeout_s: float) -> PlacementGroup | None:
-    """Reserve the devices, of `size` each; None if that takes too long."""
     group = placement_group([{wanted.kind: size}] * len(wanted.numbers), strategy="PACK", bundle_label_selector=labels)
     if group.wait(timeout_s):
         return group

@@ -38,12 +38,10 @@ OWNER_FILE = "owner"
 MARK_FILE = "mark"
 CONNECT_SECONDS = 10.0
 ENDING = ("the end of Ray", 60.0, "")
-"""Phase and time limit of Ray's shutdown."""
 GCS_ADDRESS = re.compile(r"--gcs-address=(\S+)")
 HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
 HTTP2_SETTINGS = 4
 SERVERS = ("raylet", "gcs_server")
-"""Ray's own processes that a local session needs."""
 LONGEST_BASE = 40
 """Ray appends up to 64 characters for its sockets, whose paths end at 107."""
 
@@ -141,7 +139,6 @@ def _running_cluster() -> str:
 
 
 def _raylets() -> list[tuple[psutil.Process, str]]:
-    """Visible raylets of this machine, with their command lines."""
     found = psutil.process_iter(["name", "cmdline"])
     return [(process, " ".join(process.info["cmdline"] or [])) for process in found if process.info["name"] == "raylet"]
 
@@ -308,7 +305,6 @@ def _start_guard(folder: Path, mark: str) -> subprocess.Popen[bytes]:
 
 
 def _dismiss(guard: subprocess.Popen[bytes], folder: Path) -> None:
-    """Let the guard end all remaining processes and remove the folder."""
     assert guard.stdin is not None
     try:
         guard.stdin.write(b".")

@@ -19,11 +19,9 @@ from pathlib import Path
 MARK = "ROLL_LITE_SESSION"
 SHARED = Path("/dev/shm")
 GRACE_SECONDS = 3.0
-"""Time to exit after an orderly end."""
 PATIENCE_SECONDS = 20.0
 QUIET_SCANS = 3
 FOLDER_SECONDS = 1.0
-"""Interval between checks that the folder exists."""
 
 
 def session_processes(mark: str, folder: Path) -> list[int]:

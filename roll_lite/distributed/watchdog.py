@@ -29,7 +29,6 @@ class Limit:
     phase: str
     seconds: float
     setting: str
-    """YAML path of the limit, if any."""
     deadline: float
 
     def __str__(self) -> str:
@@ -46,7 +45,6 @@ class Watchdog:
     def __init__(self) -> None:
         self._limits: list[Limit] = []
         self._processes: dict[psutil.Process, str] = {}
-        """Names by process; a dead one has none."""
         self._stopped = StoppedTime(PATROL_SECONDS)
         self._lost: str | None = None
         self._lost_at = 0.0
@@ -69,14 +67,12 @@ class Watchdog:
 
     @property
     def nearest(self) -> Limit | None:
-        """Limit that passes first."""
         return min(list(self._limits), key=lambda limit: limit.deadline, default=None)
 
     # ------------------------------------------------------------ Ray's own processes
 
     @contextmanager
     def over(self, processes: Sequence[psutil.Process]) -> Iterator[None]:
-        """Watch processes that the session needs."""
         self._processes = {process: name_of(process) for process in processes}
         self._lost, self._told = None, False
         try:

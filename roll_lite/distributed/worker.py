@@ -85,7 +85,7 @@ class Worker:
     # ------------------------------------------------------------ facts
 
     def layout(self) -> RankLayout | None:
-        """Layout of the strategy; None: each rank is a data-parallel rank."""
+        """None: each rank is a data-parallel rank."""
         return getattr(getattr(self, "strategy", None), "layout", None)
 
     def process_id(self) -> int:
@@ -196,7 +196,6 @@ def other_stacks() -> str:
 
 
 def task_stacks() -> str:
-    """Stacks of the event loop's tasks, innermost frame first."""
     texts = []
     for task in asyncio.all_tasks() - {asyncio.current_task()}:
         places = [f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}" for frame in task.get_stack()]

@@ -17,7 +17,6 @@ BLANK = re.compile(r"(?:\\[hv]?phantom\{[^{}]*\}|\\hspace\*?\{[^{}]*\}|\\q?quad|
 """Content of a box to fill in, quoted from the question."""
 _SPACE = r"(?:[\s,;$]|\\[()\[\],;:! ]|\\q?quad(?![A-Za-z]))*+"
 BETWEEN_BOXES = re.compile(rf"{_SPACE}(?:\b(?:or|and)\b|\\text\s*\{{\s*,?\s*(?:or|and)\s*\}}|[或和])?{_SPACE}")
-"""Separators between boxes that form one answer."""
 MOST_BOXES = 20
 WIDE = str.maketrans({chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)} | dict(zip("。、【】《》", ".,[]<>", strict=True)))
 CUT = "cut at its limit of tokens"
@@ -46,7 +45,7 @@ def without_thinking(text: str, prompt: str = "") -> str:
 
 
 def is_cut(sample: RewardInput) -> bool:
-    """Whether the token limit cut the response: its end may be a fragment, as 12 is of 123."""
+    """True if the token limit cut the response: its end may be a fragment, as 12 is of 123."""
     return sample.finish_reason == FinishReason.LENGTH
 
 
@@ -80,7 +79,6 @@ def last_tagged(response: str) -> str | None:
 
 
 def plain_boxes(text: str) -> str:
-    r"""Text with \fbox{} and \boxed 5 written as \boxed{}."""
     return BOX_NAME.sub(r"\\boxed{", BARE_BOX.sub(r"\\boxed{\1}", text)) if "box" in text else text
 
 
@@ -90,7 +88,6 @@ def last_boxed(text: str) -> str | None:
 
 
 def all_boxed(text: str) -> list[str]:
-    r"""Contents of all \boxed{}, last first."""
     found: list[str] = []
     before = len(text)
     for start, end in _boxes(text):
@@ -102,7 +99,7 @@ def all_boxed(text: str) -> list[str]:
 
 
 def last_boxes(text: str) -> list[str]:
-    r"""Contents of the last \boxed{} and of those that only `and`, `or` or a comma separates from it, in order."""
+    r"""Contents of the last \boxed{} and of others that only `and`, `or` or a comma separates from it, in order."""
     found: list[str] = []
     before = len(text)
     for start, end in _boxes(text):
@@ -115,7 +112,6 @@ def last_boxes(text: str) -> list[str]:
 
 
 def _boxes(text: str) -> list[tuple[int, int]]:
-    r"""Start and end of the content of each closed \boxed{}, last first."""
     opened: list[tuple[bool, int]] = []
     closed: list[tuple[int, int]] = []
     for brace in BRACE.finditer(text) if BOX in text else ():

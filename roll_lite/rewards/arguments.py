@@ -68,12 +68,10 @@ def _where(cls: type[RewardType], args: Mapping[str, Any], error: ErrorDetails) 
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:
-    """Section that an argument holds, directly or as values of a mapping."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((found for one in get_args(annotation) if (found := _section(one))), None)
 
 
 def _is_unshown(annotation: Any) -> bool:
-    """Whether the argument, or a section in it, may hold a secret."""
     return isinstance(annotation, Unshown) or _section(annotation) is not None or any(map(_is_unshown, get_args(annotation)))

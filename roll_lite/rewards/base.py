@@ -25,7 +25,6 @@ HARMLESS_RESPONSE = "I do not know."
 BY_INPUT = (RecursionError, ValueError, ArithmeticError, LookupError)
 """Exceptions of built-in types that their input causes; others (OSError, MemoryError) may be the machine's."""
 LARGEST_SCORE = (2 - 2**-23) * 2.0**127
-"""Largest float32, the type used in training."""
 
 
 class RewardFailed(Exception):
@@ -58,7 +57,7 @@ class RewardFunction:
         self._runner: asyncio.Runner | None = None
 
     def __call__(self, item: RewardInput) -> Score:
-        """Score without an event loop. An async function gets a loop that is kept, with its connections."""
+        """Score without an event loop. An async function keeps its own, with its connections."""
         if self.is_async:
             self._runner = self._runner or asyncio.Runner()
             return self._runner.run(self.score(item))
@@ -99,7 +98,7 @@ class RewardFunction:
             self._function.warm()
 
     def describe(self) -> str:
-        """How it runs on this machine, for the user."""
+        """Describe, for the user, how it runs on this machine."""
         return self._function.describe() if isinstance(self._function, RewardType) else ""
 
     def close(self) -> None:
@@ -162,7 +161,7 @@ class RewardFunction:
 
 
 def is_batched(function: Callable[..., Any]) -> bool:
-    """Whether the function takes a list: by its attribute `batched`, else by its first parameter's annotation."""
+    """True if the function takes a list: by its attribute `batched`, else by its first parameter's annotation."""
     said = getattr(function, "batched", None)
     if said is not None:
         return bool(said)
@@ -219,7 +218,6 @@ def checked_score(number: float, name: str) -> float:
 
 
 def _float(value: Any) -> float:
-    """Float of a number; infinite if it is too large."""
     try:
         return float(value)
     except OverflowError:

@@ -32,7 +32,6 @@ def checked_template(template: str) -> str:
 
 
 OF_THE_SAMPLE = ("prompt", "response", "answer", "fence", QUESTION)
-"""Placeholders that need no column."""
 
 
 def columns_in(template: str) -> tuple[str, ...]:
@@ -54,8 +53,8 @@ def filled(template: str, sample: RewardInput, reward: str, response: str | None
 def filling(name: str, sample: RewardInput) -> Any:
     """Value of a placeholder; None if the sample lacks it.
 
-    {prompt}: the policy's input with its template applied. {question}: the column of that name, else the prompt as in the data.
-    {response}: without thinking. {answer}: the reference answer. {fence}: a line that the response cannot contain. Other names: columns.
+    {question}: the column of that name, else the prompt as in the data. {fence}: a line that the response cannot contain. Other names:
+    columns.
     """
     own = {"prompt": sample.prompt, "response": after_thinking(sample), "answer": sample.answer}
     if name in own:

@@ -28,7 +28,6 @@ from roll_lite.rewards.reward_type import RewardType, written
 from roll_lite.rewards.running.reward_process import RewardProcess
 
 RIGHT, WRONG_ANSWERS, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
-"""Exit codes."""
 INSTEAD = "--responses FILE (lines with `response` and `prompt` or `prompt_uid`), or --column NAME for a column of the data with right ones"
 REFERENCES_S = 30.0
 """Time limit for reading the split's references if `limit` is set."""
@@ -36,22 +35,16 @@ PROMPTS_A_PROCESS = 500
 MOST_PROCESSES = 8
 
 Try = tuple[Prompt, str, str]
-"""Prompt, response and finish reason."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """Responses to score."""
-
     domain: str | None
-    """Optional if there is only one."""
     split: Split = "train"
     limit: int | None = 20
-    """Most responses; None: all."""
     responses: Path | None = None
     """Lines with `response` and `prompt_uid` or `prompt`, such as the samples of a run."""
     column: str | None = None
-    """Column of the data to take the responses from."""
 
 
 def preview(config: RunConfig, look: Look) -> int:
@@ -143,7 +136,6 @@ def _tries(name: str, config: RunConfig, look: Look, reward: RewardType | None) 
 
 
 def _response(prompt: Prompt, reward: RewardType | None, look: Look) -> str:
-    """Reference answer as a response, or the text of the column."""
     if look.column is not None:
         if not isinstance(text := prompt.columns.get(look.column), str):
             raise ValueError(f"--column: prompt {prompt.uid} has no text in the column {look.column!r}; it has {', '.join(prompt.columns)}")

@@ -23,19 +23,14 @@ REFERENCES_SHOWN = 10
 
 @dataclass(frozen=True)
 class Looked:
-    """A response and its result."""
-
     prompt: Prompt
     response: str
     score: Score | str
-    """Score, or cause of failure."""
     seconds: float
 
 
 @dataclass(frozen=True)
 class References:
-    """Result of reading a split's references."""
-
     total: int
     unreadable: dict[int, str]
     """Cause of failure by prompt."""
@@ -51,7 +46,6 @@ class References:
 
 
 def render(looked: Sequence[Looked], title: str, stream: TextIO | None = None) -> None:
-    """Print table, causes and summary. `stream` defaults to standard output."""
     console = _console(stream)
     console.print(_table(looked))
     for cause, prompts in _causes(looked).items():
@@ -62,7 +56,6 @@ def render(looked: Sequence[Looked], title: str, stream: TextIO | None = None) -
 
 
 def render_references(references: References, shows_all: bool, stream: TextIO | None = None) -> None:
-    """Print the share of references that cannot be read, and list them."""
     console = _console(stream)
     style = "red" if references.unreadable else "green"
     console.print(Text(references.summary(), style=style), soft_wrap=True)
@@ -149,6 +142,5 @@ def _time(seconds: float) -> str:
 
 
 def _causes(looked: Sequence[Looked]) -> dict[str, list[int]]:
-    """Prompts by cause of failure, most common first."""
     counted = Counter(one.score for one in looked if isinstance(one.score, str))
     return {cause[:LONGEST_CAUSE]: [one.prompt.uid for one in looked if one.score == cause] for cause, _ in counted.most_common()}

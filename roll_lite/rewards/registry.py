@@ -79,7 +79,6 @@ def _build_function(name: str, args: Mapping[str, Any], path: str) -> RewardFunc
 
 
 def _checked_args(name: str, function: Callable[..., Any], args: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Arguments, converted to the types of the function's signature."""
     signature = inspect.signature(function)
     parameters = list(signature.parameters.values())
     if not parameters or parameters[0].kind not in (
@@ -120,7 +119,6 @@ def _converted(value: Any, hint: Any, path: str) -> Any:
 
 ADDRESS = re.compile(r"https?://[^/?#\s]", re.IGNORECASE)
 LOOK_S = 2.0
-"""Time limit of a connection to a reward's address."""
 
 
 def check_rewards(config: RunConfig) -> Iterator[Problem]:
@@ -170,7 +168,6 @@ def _data_of(place: str, domain: DomainConfig, part: RewardConfig | RewardTermCo
 
 
 def _part(config: RunConfig, place: str, domain: DomainConfig, part: RewardConfig | RewardTermConfig) -> Iterator[Problem]:
-    """Problems with a type and its arguments at `place`, the reward or a term."""
     reward = domain.reward
     if "." in part.name:
         yield from check_function(place, "name", part.name, part.args)

@@ -17,8 +17,6 @@ class Unshown:
 
 
 class ArgumentSection(BaseModel):
-    """An argument with fields."""
-
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
@@ -29,9 +27,9 @@ class RewardType(ArgumentSection):
     """
 
     within_a_run: ClassVar[bool] = False
-    """Only processes of a run can score it."""
+    """True if only processes of a run can score it."""
     reads_answer_first: ClassVar[bool] = False
-    """It reads the reference answer before the response, and scores an empty response quickly."""
+    """True if it reads the reference answer before the response, and scores an empty response quickly."""
 
     def __call__(self, sample: Any) -> Any:
         """Score a sample, or a list of samples, sync or async, like a user's function."""
@@ -49,7 +47,7 @@ class RewardType(ArgumentSection):
         return None
 
     def describe(self) -> str:
-        """How it runs on this machine, for the user."""
+        """Describe, for the user, how it runs on this machine."""
         return ""
 
     def in_run(self, config: RunConfig, place: str, timeout_s: float) -> Iterator[Problem]:
@@ -64,7 +62,7 @@ class RewardType(ArgumentSection):
         return {}
 
     def no_response(self) -> str | None:
-        """What the reference answers are, if they are no responses."""
+        """Description of the reference answers, if they are no responses."""
         return None
 
     def response_for(self, answer: Any) -> str | None:
@@ -73,7 +71,7 @@ class RewardType(ArgumentSection):
 
 
 def too_slow(place: str, argument: str, value: float, seconds: float, timeout_s: float) -> Iterator[Problem]:
-    """Problem if a limit within a sample is not below the sample's own time-out, which would be a failure: retried and left out."""
+    """Problem if a limit within a sample is not below the sample's time-out, a failure: retried and left out."""
     if seconds >= timeout_s:
         message = f"allows {seconds:g} s by the clock; the whole sample has {timeout_s:g} (the reward's timeout_s): use less, or raise that"
         yield Problem(f"{place}.args.{argument}", message, value)
@@ -93,7 +91,7 @@ def written(answer: Any, extract: str = "") -> str | None:
 
 
 def no_expression(must_contain: Sequence[str], forbid: Sequence[str]) -> str | None:
-    """What the answers are, if no expression with these pieces can be made from them; else None."""
+    """Description of the answers, if no expression with these pieces can be made from them."""
     if not forbid and all(piece in NEUTRAL for piece in must_contain):
         return None
     marks = [*(f"with {piece!r}" for piece in must_contain), *(f"without {piece!r}" for piece in forbid)]

@@ -29,12 +29,10 @@ class Reward:
         self.base = base
         self.terms = tuple(terms)
         self.functions = (base, *(term.function for term in self.terms))
-        """The base, then the terms."""
         self.is_async = any(function.is_async for function in self.functions)
         self.is_batched = any(function.is_batched for function in self.functions)
 
     def __call__(self, item: RewardInput) -> Score:
-        """Score without an event loop."""
         results: list[Score | RewardFailed] = []
         for function in self.functions:
             try:
@@ -45,7 +43,6 @@ class Reward:
         return self.combined(results)
 
     def combined(self, results: Sequence[Score | RewardFailed]) -> Score:
-        """Sum of the functions' results; raises the first failure."""
         for place, result in enumerate(results):
             if isinstance(result, RewardFailed):
                 raise result if place == 0 else RewardFailed(f"term {self.terms[place - 1].label}: {result.cause}")
@@ -62,7 +59,6 @@ class Reward:
         return replace(base, value=value, correct=base.is_correct, details=details, terms=terms)
 
     def warm(self) -> None:
-        """Do the work of a first call before a time limit runs."""
         for function in self.functions:
             function.warm()
 

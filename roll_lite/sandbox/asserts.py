@@ -1,7 +1,7 @@
 """Assert-style tests: the tests' process calls the program's functions with plain values and judges the results.
 
 Two processes in two sandboxes share a socket. The tests' process (`Tests`) runs no code of the program; the program's (`serve`) sees
-only the arguments of calls. A test that needs more than calls runs in the program's process, see `inside.py`.
+only the arguments of calls. A test that needs more runs in the program's process, see `inside.py`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Aborted(BaseException):
 class Remote:
     """Proxy for a function, class or object of the program: can be called and passed back, has no operators and equals nothing else.
 
-    `at`: a name, the number of an object, or a number and the name of its method. `has_methods`: an object of LeetCode's class Solution.
+    `at`: a name, the number of an object, or that and a method's name. `has_methods`: an object of LeetCode's class Solution.
     """
 
     def __init__(self, tests: Tests, at: str | int | list[Any], has_methods: bool = False) -> None:
@@ -67,8 +67,6 @@ class Remote:
 
 
 class Tests:
-    """The tests' process: runs each test and forwards its calls."""
-
     def __init__(self, peer: int, wall_s: float) -> None:
         self._peer, self._wall_s = peer, wall_s
         self._heard = b""
@@ -241,13 +239,13 @@ def run_test(test: dict[str, Any], names: dict[str, Any], inside: bool = False) 
 
 
 def _is_left_by(tests: dict[str, Any], end: SystemExit) -> bool:
-    """Whether the tests themselves called `sys.exit()`. A program that exits must not pass."""
+    """True if the tests themselves called `sys.exit()`. A program that exits must not pass."""
     *_, (frame, _) = traceback.walk_tb(end.__traceback__)
     return frame.f_globals is tests
 
 
 def run_test_classes(names: dict[str, Any]) -> None:
-    """Run test classes, unittest's and those named Test..., like a test runner. AssertionError unless all pass."""
+    """Run test classes, unittest's and those named Test... AssertionError unless all pass."""
     classes = [one for one in names.values() if isinstance(one, type) and one.__module__ == names["__name__"]]
     unittest = importlib.import_module("unittest")
     result, load = unittest.TestResult(), unittest.defaultTestLoader.loadTestsFromTestCase
@@ -267,7 +265,6 @@ def run_test_classes(names: dict[str, Any]) -> None:
 
 
 def _what_failed(error: BaseException, source: str) -> str:
-    """Error, with the line of the tests that raised it."""
     at = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "tests.py"]
     line = source.splitlines()[at[-1] - 1].strip() if at and at[-1] else ""
     text = str(error)

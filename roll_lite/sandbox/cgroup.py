@@ -40,7 +40,6 @@ class Group:
         return tuple(what for what, name in found.items() if name in self._open)
 
     def begin(self, limits: Mapping[str, Any]) -> None:
-        """Set the next program's limits and reset the counts."""
         most = limits["memory_bytes"] + limits["folder_bytes"] + 3 * limits["file_bytes"] + SLACK_BYTES
         for name, value in {"memory.max": most, "memory.swap.max": 0, "pids.max": limits["processes"] + 2}.items():
             if name in self._open:
@@ -48,7 +47,6 @@ class Group:
         self._before_s, self._killed_before = self._total_s(), self._killed()
 
     def enter(self) -> None:
-        """Move this process, and its future children, into the group."""
         os.write(self._open["cgroup.procs"], b"0")
 
     def cpu_s(self) -> float:
@@ -103,7 +101,7 @@ def make_group() -> Group | None:
 
 
 def remove_group(folder: str) -> None:
-    """Remove the group, with retries: killed processes leave it with a delay."""
+    """Remove the group, with retries: killed processes leave it late."""
     deadline = time.monotonic() + REMOVAL_S
     while True:
         try:

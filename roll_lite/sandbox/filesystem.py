@@ -41,18 +41,13 @@ PACKAGES = ("site-packages", "dist-packages")
 """Installed packages, hidden from programs: a data set may be among them, with its answers."""
 SETTINGS = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime", "/etc/ssl/openssl.cnf")
 DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
-"""Without /dev/zero: mapped, it is memory that no process is charged for."""
+"""Devices without /dev/zero: mapped, it is memory that no process is charged for."""
 CLAIM_S = 60.0
 REMOVED = "removed-"
-"""Prefix of nested folders that were moved up to be removed."""
 DEEPEST = 256
-"""Deepest nesting of a program's folders."""
 DEEPEST_OPEN = 100
-"""Most folders open at once while a tree is removed."""
 BLOCK = 512
-"""Bytes per unit of `st_blocks`."""
 SHARED = "/dev/shm"
-"""Shared memory and locks, fresh for each program with mount namespaces."""
 WORK = "/sandbox"
 """The program's own view of its folder. /tmp links to it, unless a path below the machine's /tmp is shown."""
 
@@ -134,7 +129,7 @@ def build_root(more: Iterable[str]) -> None:
 
 
 def _covered(shown: Iterable[str]) -> str:
-    """Folder to build the new root over; no shown path lies in it."""
+    """Folder to build the new root over, without shown paths."""
     for folder in (tempfile.gettempdir(), "/mnt", "/media", "/srv", "/run"):
         if os.path.isdir(folder) and not any(f"{path}/".startswith(f"{folder}/") for path in shown):  # noqa: PTH112
             return folder
@@ -156,7 +151,7 @@ def _place(path: str, target: str, folder: bool) -> None:
 
 
 def fits(folder: str, most_bytes: int, most_files: int) -> bool:
-    """Whether the folder keeps the limits, even while the program runs: files that vanish do not count.
+    """True if the folder keeps the limits, even while the program runs: files that vanish do not count.
 
     A tree that cannot be read, or is nested too deeply, does not fit. The walk is breadth-first, to meet many names early.
     """
@@ -207,7 +202,7 @@ def _entries(place: str, root: str) -> Iterator[Any]:
 
 
 def remove_folder(folder: str) -> None:
-    """Remove an ended program's folder, however deep, with unreadable folders in it. It may be missing."""
+    """Remove an ended program's folder, however deep, or unreadable inside. It may be missing."""
     with contextlib.suppress(OSError):
         top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
@@ -220,7 +215,7 @@ def remove_folder(folder: str) -> None:
 
 
 def _empty(name: str, parent: int, top: int, moved: Iterator[int], depth: int) -> list[str]:
-    """Empty and remove a folder; an empty `name` means the top one, which is only emptied. Returns names of folders moved up to the top."""
+    """Empty and remove a folder (top one if `name` is empty: only emptied). Returns names of folders moved up to the top."""
     found = list[str]()
     with contextlib.suppress(OSError):
         if name:

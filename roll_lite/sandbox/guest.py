@@ -1,7 +1,7 @@
 """Runs jobs inside a foreign sandbox that can only run a Python program with a few files (`job.json` in, `outcome.json` out).
 
-Standard library only; see `rewards/code/backends.py` for SandboxFusion. The foreign sandbox isolates programs from the outside; in it,
-each gets a fresh interpreter that never held its tests, a process group, a folder and the job's limits.
+Standard library only; see `rewards/code/backends.py`. The foreign sandbox isolates programs from the outside; in it, each gets a fresh
+interpreter that never held its tests, a process group, a folder and the job's limits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from roll_lite.sandbox.kernel import OUT_OF_TIME, PR_SET_DUMPABLE, memory_file, 
 
 LOOK_S = 0.01
 LINGER_S = 0.2
-"""Time for a program to end after its tests."""
 ORDER = 5
 """File number of the order, after the program's 0 to 4."""
 BOOT = f"""
@@ -50,7 +49,7 @@ def main(harness: str) -> None:
 
 
 def _run_pair(asked: dict[str, Any], harness: str) -> dict[str, Any]:
-    """Run a program and its tests; returns the tests' outcome with the program's stderr and both CPU times."""
+    """Outcome of the tests, with the program's stderr and both CPU times."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         program, tests = _Running(asked["program"], harness, ours.fileno()), _Running(asked["tests"], harness, theirs.fileno())
@@ -75,7 +74,7 @@ class _Running:
             os.close(file)
 
     def _become(self, files: list[int], harness: str, address_space: bool) -> None:
-        """Replace this process, and what it knows of the job, with a fresh interpreter."""
+        """Replace this process, and all that it knows of the job, with a fresh interpreter."""
         try:
             os.setsid()
             for number, file in enumerate([os.dup2(file, 64 + place) for place, file in enumerate(files)]):

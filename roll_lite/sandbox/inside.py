@@ -22,7 +22,6 @@ from typing import Any
 from roll_lite.sandbox.values import FROM_PROGRAM, encode, plain_copy
 
 BUILTINS = dict(vars(builtins))
-"""Snapshot, taken before a program can change them."""
 COMPARES: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
     "Eq": (operator.eq, ("__eq__", "__ne__")),
     "NotEq": (operator.ne, ("__eq__", "__ne__")),
@@ -49,7 +48,7 @@ RAISING = ("raises", "assertRaises", "assertRaisesRegex", "suppress", "warns", "
 
 
 class Loaded:
-    """Modules with the attributes they had, those of their classes, and their functions' code."""
+    """Modules, their classes' attributes and functions' code as they were."""
 
     def __init__(self) -> None:
         self.modules: dict[str, types.ModuleType] = {}
@@ -70,7 +69,7 @@ class Loaded:
         return self
 
     def put_back(self) -> set[str]:
-        """Undo changes; returns the names of replaced functions, classes and modules."""
+        """Undo changes; returns the names that were replaced."""
         replaced = {name for name, module in self.modules.items() if sys.modules.get(name) is not module}
         sys.modules.update(self.modules)
         for function, code, defaults, named in self._code.values():
@@ -129,14 +128,13 @@ class _Guards(ast.NodeTransformer):
         return _call(node, "__operate__", ast.Constant(type(node.op).__name__), node.left, node.right)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        """Rewrite `map(...)`, `filter(...)` and `iter(...)`."""
         self.generic_visit(node)
         if isinstance(node.func, ast.Name) and node.func.id in CALLING and node.func.id not in self._names:
             node.func = ast.copy_location(ast.Name(f"__{node.func.id}__", ast.Load()), node.func)
         return node
 
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
-        """Rewrite `assert x, y` so that a failure is recorded as well as raised."""
+        """Record a failure as well as raise it."""
         self.generic_visit(node)
         line = ast.Constant(self._lines[node.lineno - 1].strip())
         note = ast.copy_location(ast.Expr(_call(node, "__failed__", line, *([node.msg] if node.msg else []))), node)
@@ -252,7 +250,7 @@ def operate(kind: str, one: Any, other: Any) -> Any:
 
 
 def _is_own(kind: type) -> bool:
-    """Whether the program created the class: by its `__module__`, which can be forged, or its functions' globals, which cannot."""
+    """True if the program created the class: by its `__module__`, which can be forged, or its functions' globals, which cannot."""
     if not FLAGS(kind) & MADE_IN_PYTHON:
         return False
     return kind.__module__ == FROM_PROGRAM or any(type(one) is types.FunctionType and _is_of_program(one) for one in HELD_BY(kind).values())
@@ -265,7 +263,7 @@ def _is_of_program(function: types.FunctionType) -> bool:
 
 
 def _defines(value: Any, dunders: tuple[str, ...]) -> bool:
-    """Whether a class of the program defines one of these operators, or any class by something else than a function: `__eq__ = bool`."""
+    """True if a class of the program defines one of these operators, or any class by something else than a function: `__eq__ = bool`."""
     for kind in MRO(type(value)):
         held = HELD_BY(kind)
         operators = [held[name] for name in dunders if name in held] if FLAGS(kind) & MADE_IN_PYTHON else []
@@ -275,15 +273,13 @@ def _defines(value: Any, dunders: tuple[str, ...]) -> bool:
 
 
 def _decides(value: Any, dunders: tuple[str, ...], depth: int = 0) -> bool:
-    """Whether a program's operator would be called for the value or its items."""
+    """True if a program's operator would be called for the value or its items."""
     if type(value) in PLAIN_CONTAINERS and depth < DEEPEST:
         return any(_decides(one, dunders, depth + 1) for one in (*value, *(value.values() if type(value) is dict else ())))
     return _defines(value, dunders)
 
 
 def _state(value: Any, above: tuple[int, ...] = ()) -> Any:
-    """Value as plain data; the program's objects by their attributes."""
-
     def refer(one: Any) -> Any:
         if id(one) in above or not _is_own(type(one)):
             return {"same": above.index(id(one)) if id(one) in above else id(one)}

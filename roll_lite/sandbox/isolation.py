@@ -28,7 +28,6 @@ NEIGHBOURS = 512
 """Allowance for the same user's processes that start elsewhere meanwhile."""
 OTHERS = kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | kernel.CLONE_NEWCGROUP
 BEHIND_OTHER_WALLS = 47
-"""Exit status of a trial whose walls cannot be built."""
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
 READ = EXECUTE | READ_FILE | READ_DIR
@@ -53,7 +52,6 @@ class Walls:
     """Outer walls; `held`: mechanism of each protection that holds."""
 
     kind: str
-    """namespaces, landlock or none."""
     held: dict[str, str]
     why_not: list[str]
     own_users: bool = False
@@ -63,7 +61,7 @@ class Walls:
 
 
 def build_outer_walls(readable: Sequence[str], wanted: str) -> Walls:
-    """Build the strongest kind that works here, at most `wanted`. Then fork: a pid namespace begins with the next child."""
+    """Build the strongest kind that works here, at most `wanted`. A pid namespace begins with the next fork."""
     why_not: list[str] = []
     if wanted == "namespaces":
         trouble = _trouble_with_namespaces(readable)
@@ -121,7 +119,7 @@ def _namespaces(readable: Sequence[str]) -> Walls:
 
 
 def _is_root_of_machine() -> bool:
-    """Whether this is the machine's root, whose number of processes is not limited; root of a user namespace may be any user outside."""
+    """True if this is the machine's root, whose number of processes is not limited; root of a user namespace may be any user outside."""
     with open("/proc/self/uid_map", encoding="ascii") as stream:  # noqa: PTH123
         return os.getuid() == 0 and stream.readline().split()[:2] == ["0", "0"]
 
@@ -292,7 +290,7 @@ def _threads_of(user: int) -> int:
 
 
 def _set_limits(limits: Mapping[str, Any], others: int) -> None:
-    """Set the program's limits. `others`: threads that RLIMIT_NPROC counts besides."""
+    """`others`: threads that RLIMIT_NPROC counts besides."""
     space = ROOM * int(limits["memory_bytes"])
     cpu = int(limits["cpu_s"]) + 1
     wanted = {
@@ -324,7 +322,6 @@ def reset_signals() -> None:
 
 
 def landlock_abi() -> int:
-    """Version in this kernel; 0: none."""
     return max(0, int(libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), 1)))
 
 

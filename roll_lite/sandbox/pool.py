@@ -33,7 +33,6 @@ main(settings["control"], settings)
 START_S = 60.0
 GRACE_S = 10.0
 LINGER_S = 0.2
-"""Time for a program to end after its tests."""
 START_ATTEMPTS = 3
 
 logger = logging.getLogger(__name__)
@@ -58,7 +57,7 @@ class Limits:
     cpu_s: float = 5.0
     wall_s: float = 15.0
     memory_mb: int = 512
-    """Of all processes together; each may reserve twice as much address space."""
+    """Memory of all processes together; each may reserve twice as much address space."""
     output_kb: int = 1024
     file_mb: int = 16
     folder_mb: int = 64
@@ -86,8 +85,6 @@ HARMLESS = Program({"kind": "script", "source": ""})
 
 @dataclass(frozen=True)
 class Pair:
-    """A program and the tests that call it, in separate processes."""
-
     program: Program
     tests: Program
 
@@ -95,13 +92,11 @@ class Pair:
 @dataclass(frozen=True)
 class Outcome:
     exit: int
-    """Negative for a signal."""
     stopped: str
     """Limit that ended it: cpu, wall, memory, processes, output, or sandbox (it killed its sandbox); or empty."""
     stdout: bytes
     stderr: bytes
     result: bytes
-    """Content of file number 3."""
     seconds: float
     cpu_s: float
 
@@ -162,7 +157,6 @@ class Sandbox:
         self.protections: Protections | None = None
 
     def start(self) -> Protections:
-        """Start the interpreter; SandboxTrouble if that fails."""
         self.close()
         ours, theirs = socket.socketpair()
         with tempfile.TemporaryFile() as said, theirs:
@@ -245,7 +239,6 @@ class Sandbox:
 
     @property
     def companion(self) -> Sandbox:
-        """Second sandbox with the same settings, for the tests of this one's program."""
         if self._companion is None:
             self._companion = Sandbox()
             self._companion._settings = self._settings
@@ -256,7 +249,6 @@ class Sandbox:
         return self._running[2] if self._running else 0.0
 
     def close(self) -> None:
-        """End the interpreter and everything in it."""
         self._forget()
         if self._companion is not None:
             self._companion.close()
@@ -330,20 +322,17 @@ def _ordered_limits(program: Program) -> dict[str, Any]:
 
 
 def ended_its_sandbox(job: Program | Pair) -> Outcome:
-    """Outcome of a program that killed its sandbox."""
     limits = job.limits if isinstance(job, Program) else job.program.limits
     return Outcome(-signal.SIGKILL, "sandbox", b"", b"", b"", limits.wall_s, limits.cpu_s)
 
 
 class SandboxPool:
-    """Several sandboxes for independent programs."""
-
     def __init__(self, size: int = 1, allow_unprotected: bool = False, **settings: Any) -> None:
         self._sandboxes = [Sandbox(**settings) for _ in range(size)]
         self._allow_unprotected = allow_unprotected
 
     def start(self) -> Protections:
-        """Start all sandboxes and log their protections. ValueError if required ones are missing and the user has not allowed that."""
+        """Start all sandboxes and log their protections. ValueError if required ones are missing, unless the user allows it."""
         try:
             protections, *_ = [sandbox.start() for sandbox in self._sandboxes]
             protections.refuse_missing(self._allow_unprotected)
@@ -363,7 +352,6 @@ class SandboxPool:
         return self._finish(sandbox, job)
 
     def run_many(self, jobs: Sequence[Program | Pair]) -> list[Ended]:
-        """Outcomes of all jobs, in order."""
         outcomes: list[Ended] = [SandboxTrouble("not run")] * len(jobs)
         waiting = list(enumerate(jobs))[::-1]
         free, busy = list(self._sandboxes), dict[int, tuple[Sandbox, int]]()
@@ -402,7 +390,6 @@ class SandboxPool:
         return sandbox.companion
 
     def _finish(self, sandbox: Sandbox, job: Program | Pair) -> Outcome:
-        """Outcome of a job; a pair's: the tests', with the program's stderr and both CPU times."""
         if isinstance(job, Program):
             return sandbox.finish()
         try:
@@ -428,7 +415,6 @@ class SandboxPool:
             return trouble
 
     def _ended(self, busy: dict[int, tuple[Sandbox, int]]) -> list[int]:
-        """Sandboxes whose program has ended, or is past its deadline, by file."""
         if not busy:
             return []
         patience = min(sandbox.deadline for sandbox, _ in busy.values()) - time.monotonic()

@@ -33,11 +33,9 @@ PEER = 4
 RECURSION = 20_000
 SET_LIMIT = resource.setrlimit
 STACK = 8 << 20
-"""Stack of a thread, as outside; the main thread's is larger."""
 
 
 def run_program(order: dict[str, Any]) -> None:
-    """Run the program and end the process."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "roll_lite" and name not in KEPT]:
         del sys.modules[name]
     if order["kind"] == "exec":
@@ -123,7 +121,6 @@ def _executable(path: str, flags: int) -> int:
 
 
 def _exec(order: dict[str, Any]) -> None:
-    """Run a program of another interpreter, or a compiled one."""
     for name, text in order["files"].items():
         with open(name, "w", encoding="utf-8") as stream:  # noqa: PTH123
             stream.write(text)
@@ -161,7 +158,7 @@ def _calls(order: dict[str, Any]) -> None:
 
 
 def _call_in_child(names: dict[str, Any], order: dict[str, Any], arguments: list[Any], named: dict[str, Any]) -> dict[str, Any]:
-    """Value of a call, or why there is none. Without a value the function may work in place: its first argument is sent too."""
+    """Value of a call, or the reason for its lack. Without a value the function may work in place: its first argument is sent too."""
     here, there = os.pipe()
     if (pid := os.fork()) == 0:
         try:
@@ -207,7 +204,6 @@ def _expression(order: dict[str, Any]) -> None:
 
 
 def _serve(order: dict[str, Any]) -> None:
-    """Serve assert-style tests, in the program's process."""
     with contextlib.suppress(Exception):  # the tests' process says what cannot be imported
         import_modules(order)
     LOADED.add()
@@ -215,7 +211,6 @@ def _serve(order: dict[str, Any]) -> None:
 
 
 def _tests(order: dict[str, Any]) -> None:
-    """Run assert-style tests, in a process without code of the program."""
     for verdict in Tests(PEER, order["wall_s"]).run(order["tests"], order["fail_fast"]):
         _print(RESULT, verdict)
 

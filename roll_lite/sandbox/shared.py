@@ -13,7 +13,6 @@ from typing import Any
 
 RECURSIVE = 0
 SIZE = 64
-"""Bytes of a semaphore of the C library."""
 LOOK_S = 1.0
 """Interval at which a waiting process handles its signals."""
 libc = ctypes.CDLL(None, use_errno=True)
@@ -89,7 +88,6 @@ class SemLock:
 
 
 def share_in_files() -> None:
-    """Use these locks and files in this process and its children."""
     modules: Any = [importlib.import_module(name) for name in ("_multiprocessing", "_posixshmem", "multiprocessing.heap")]
     locks, memory, heap = modules
     locks.SemLock, locks.sem_unlink = SemLock, lambda name: None

@@ -1,4 +1,4 @@
-"""Resource usage of a program and all its processes, sampled from outside and, if available, read from a control group."""
+"""Resource usage of a program and all its processes, sampled from outside or read from a control group."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ STACK = 25
 """Index of the stack's start behind the name in /proc/PID/stat."""
 FORKED_AND_NO_MORE = 0x40
 OF_MAPPING = 512
-"""Approximate bytes of kernel memory per mapping."""
 MOST_MAPPINGS = 65530
 BESIDE_RESIDENT = (b"VmPTE:", b"VmSwap:")
 """Lines of /proc/PID/status, in kB, beside resident memory."""
@@ -43,7 +42,7 @@ class Usage:
             """Pages shared with forked programs; not counted until these exec another program."""
         self._own_stack = _fields(_content(os.getpid(), "stat"))[STACK]
         self._mappings: dict[tuple[int, int], int] = {}
-        """By process; one random process is counted per sample."""
+        """Mappings by process; one random process is counted per sample."""
         with socket.socketpair()[0] as one:
             self._socket_bytes = one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
 
@@ -94,16 +93,14 @@ class Usage:
         return "" if fits(folder, limits["folder_bytes"] - deleted, limits["folder_files"]) else "output"
 
     def cpu_s(self) -> float:
-        """CPU time of all processes, with the estimate for unseen ones."""
         seen = sum(self._seen.values())
         return seen + self._unseen_s if self._group is None else max(seen, self._group.cpu_s())
 
     def out_of_memory(self) -> bool:
-        """Whether the kernel killed a process of the program for memory."""
         return self._group is not None and self._group.out_of_memory()
 
     def _is_forked(self, stat: list[bytes]) -> bool:
-        """Whether a process still is a fork of the warm interpreter: its stack lies at the same address or, if the kernel hides that, it
+        """True if a process still is a fork of the warm interpreter: its stack lies at the same address or, if the kernel hides that, it
         has the flag "forked, no exec"."""
         return stat[STACK] == self._own_stack if stat[STACK] != b"0" else bool(int(stat[6]) & FORKED_AND_NO_MORE)
 
@@ -169,7 +166,6 @@ def _threads(status: bytes) -> int:
 
 
 def _share(process: int) -> float:
-    """Share of its runnable time that a process ran."""
     with contextlib.suppress(OSError, ValueError):
         running, waiting, *_ = map(int, _content(process, "schedstat").split())
         return running / (running + waiting) if running + waiting else 1.0

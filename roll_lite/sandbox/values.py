@@ -61,7 +61,6 @@ VIEWS: dict[str, Callable[[Any], Any]] = {
     "ValuesView": lambda items: dict(enumerate(items)).values(),
 }
 FROM_PROGRAM = "solution"
-"""Module name of a program."""
 
 
 def encode(value: Any, refer: Callable[[Any], Any] | None = None) -> Any:

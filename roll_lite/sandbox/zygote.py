@@ -46,12 +46,10 @@ HIGHEST_FILE = 1024
 FOLDER = "code-"
 PATIENCE_S = 5.0
 LEFT, MOST_LEFT = "left-", 4
-"""Prefix of ended programs' folders, and how many may await removal."""
 M_ARENA_MAX = -8
 
 
 def main(control: int, settings: dict[str, Any]) -> None:
-    """Go behind the walls, report what holds, and serve until the socket closes."""
     line = socket.socket(fileno=control)
     group = make_group() if settings["control_group"] else None
     walls = build_outer_walls(settings["readable"], settings["walls"])
@@ -149,7 +147,7 @@ class Zygote:
             self._line.sendall(json.dumps(report).encode() + b"\n")
 
     def _receive(self) -> tuple[dict[str, Any], list[int]] | None:
-        """Limits and open files: the order, then the program's. Skips spaces, which came too late to kill a program."""
+        """Limits and open files. Skips spaces, which came too late to kill a program."""
         files, data, ancillary = array.array("i"), b" ", list[Any]()
         while data and not data.strip():
             data, ancillary, _, _ = self._line.recvmsg(LONGEST_LIMITS, socket.CMSG_SPACE(6 * files.itemsize))
@@ -227,7 +225,6 @@ class Zygote:
             os._exit(1)
 
     def _watch(self, pid: int, limits: dict[str, Any], started: float, folder: str) -> dict[str, Any]:
-        """Wait until the program ends or exceeds a limit."""
         handle = os.pidfd_open(pid)
         poller = select.poll()
         poller.register(handle, select.POLLIN)

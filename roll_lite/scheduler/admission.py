@@ -29,9 +29,7 @@ class Admission:
         """`batches`: in the run; no prompt is admitted beyond them."""
         self.plan = BatchPlan({name: one.share for name, one in domains.items()}, {name: one.least for name, one in domains.items()})
         self.size = 0
-        """Prompts per batch."""
         self.asked = self.handed_out = self._resumed_at = 0
-        """Batch counts."""
         self.announced, self._announced_tokens = 0, 0.0
         """Requests of groups that have just started, unknown to the router."""
         self._domains, self._schedulers = domains, schedulers
@@ -95,7 +93,7 @@ class Admission:
         return self.plan.exhausted
 
     def is_due(self, domain: str) -> bool:
-        """Whether a batch already asked for still needs a prompt of this domain."""
+        """True if a batch already asked for still needs a prompt of this domain."""
         return self.plan.has_open(domain, self._due_places()) and not self._schedulers[domain].exhausted
 
     def oldest_at_next_turn(self, domain: str) -> int:
@@ -104,12 +102,11 @@ class Admission:
         return self.asked + self.plan.turns_until(domain, self.size, most) - most
 
     def _has_enough(self, domain: str) -> bool:
-        """Whether finished groups fill the next batch and two more: new ones would only grow stale. A reserve of one would run out while
+        """True if finished groups fill the next batch and two more: new ones would only grow stale. A reserve of one would run out while
         the batch waits for another domain's long response."""
         return self._schedulers[domain].finished >= 3 * self._of_a_batch(self._domains[domain])
 
     def _most_places(self) -> int:
-        """Places that may be charged by now."""
         batches = self._pacing.supply.batches(self.asked, self.handed_out)
         ahead = ceil((self._pacing.oversample - 1) * self.size)
         if self._batches is not None:
@@ -117,7 +114,6 @@ class Admission:
         return (batches - self._resumed_at) * self.size + ahead if batches else 0
 
     def _due_places(self) -> int:
-        """Places in batches already asked for."""
         return (self.asked - self._resumed_at) * self.size
 
     # ------------------------------------------------------------ rewards that lag
@@ -135,7 +131,6 @@ class Admission:
         return {name: samples - self._schedulers[name].waiting_for_scores for name, samples in groups.items()}
 
     def _of_a_batch(self, domain: Domain) -> int:
-        """Groups of the domain in a batch."""
         return max(1, domain.least, ceil(self.plan.shares.get(domain.name, 0.0) * self.size))
 
     def _note_behind(self, behind: set[str]) -> None:

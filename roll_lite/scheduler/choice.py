@@ -16,11 +16,9 @@ PREFIXES_REMEMBERED = 131_072
 
 @dataclass(eq=False)
 class EngineLoad:
-    """Load of one engine, as the router knows it."""
-
     client: EngineClient
     tokens: float = 0.0
-    """Of requests in flight: expected response tokens, and prompt tokens that requests do not share."""
+    """Expected response tokens of requests in flight, and prompt tokens that requests do not share."""
     done: float = 0.0
     """Tokens reported done; negative if responses outgrow the estimate."""
     requests: int = 0
@@ -28,14 +26,12 @@ class EngineLoad:
     generating: int = 0
     """Requests started and not finished."""
     last_sign: float = 0.0
-    """Time of the last start or end of a request."""
     served: int = 0
     dead: str | None = None
     """Cause of its loss; None while it lives."""
     serves: bool = True
     """False once it is withdrawn."""
     number: int = 0
-    """Breaks ties in the heap."""
 
     @property
     def left(self) -> float:
@@ -58,9 +54,7 @@ class EngineChoice:
         """Engines with outdated heap entries."""
         self._numbers = itertools.count()
         self.serving = 0
-        """Engines that serve."""
         self._tokens = 0.0
-        """In flight to engines that serve."""
         self._prefixes: OrderedDict[str, dict[EngineLoad, None]] = OrderedDict()
         for engine in engines:
             self.add(engine)
@@ -71,7 +65,6 @@ class EngineChoice:
         self._offer(engine)
 
     def withdraw(self, engine: EngineLoad) -> EngineLoad:
-        """Send no further requests to this engine."""
         if engine.serves:
             self.serving -= 1
             self._tokens -= engine.tokens
@@ -85,7 +78,6 @@ class EngineChoice:
 
     @property
     def free_tokens(self) -> float:
-        """Tokens that all engines together still take."""
         return inf if self._most_tokens is None else max(0.0, self._most_tokens * self.serving - self._tokens)
 
     def _offer(self, engine: EngineLoad) -> None:
@@ -131,7 +123,7 @@ class EngineChoice:
         engine.tokens = tokens
 
     def report(self, engine: EngineLoad, done: float, grown: float) -> None:
-        """Apply a progress report. `done`: tokens finished; `grown`: change of the expected length."""
+        """`done`: tokens finished; `grown`: change of the expected length."""
         engine.done += done
         self._set_tokens(engine, engine.tokens + grown)
         self._reported.add(engine)

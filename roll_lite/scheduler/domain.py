@@ -38,8 +38,6 @@ class PromptSource(Protocol):
 
 @dataclass(frozen=True)
 class Domain:
-    """A domain as the scheduler sees it."""
-
     name: str
     prompts: PromptSource
     order: PromptOrder | MixedOrder
@@ -56,7 +54,7 @@ class Domain:
     epochs: int | None = None
     """Passes over the prompts; None: endless."""
     least: int = 0
-    """Least groups in each batch, whatever the share."""
+    """Minimum of groups in each batch, whatever the share."""
 
     @property
     def group_size(self) -> int:
@@ -69,7 +67,6 @@ class Counts:
 
     admitted: int = 0
     delivered: int = 0
-    """Taken into a batch."""
     filtered: int = 0
     stale: int = 0
     """Too old; the prompt is put back in the queue."""
@@ -83,16 +80,12 @@ class Counts:
 
 @dataclass(eq=False, slots=True)
 class _Live:
-    """A group from its admission to its end."""
-
     number: int
     row: tuple[int, int]
-    """Epoch and row number of its prompt."""
     admitted: int
     """Time in batches."""
     samples: asyncio.Future[list[Sample]] | None = None
     group: SampleGroup | None = None
-    """Set when it is finished."""
 
 
 class DomainScheduler:
@@ -115,7 +108,6 @@ class DomainScheduler:
         self.name = domain.name
         self.counts = Counts()
         self.epoch = 0
-        """Of the newest prompt."""
         self.owed = 0
         """Batch places whose groups ended undelivered."""
         self._domain = domain
@@ -138,12 +130,10 @@ class DomainScheduler:
 
     @property
     def running(self) -> int:
-        """Groups in generation or scoring."""
         return len(self._running)
 
     @property
     def finished(self) -> int:
-        """Groups that can be taken."""
         return len(self._finished)
 
     @property
@@ -153,21 +143,17 @@ class DomainScheduler:
 
     @property
     def _further_tries(self) -> int:
-        """Replacements allowed for each place."""
         return self._domain.filter.tries - 1 if self._domain.filter is not None else 0
 
     @property
     def exhausted(self) -> bool:
-        """No prompt is left to start."""
         return self._domain.epochs is not None and not self._put_back and self._domain.order.next_epoch >= self._domain.epochs
 
     @property
     def at_end(self) -> bool:
-        """Neither a prompt is left to start nor a group to deliver."""
         return self.exhausted and not self._running and not self._finished
 
     def start_batch(self, count: int) -> None:
-        """Begin a batch that takes `count` groups of this domain."""
         self._failure_limit = max(LEAST_LOSSES, 3 * count)
         self._ends = deque(self._ends, maxlen=LONGER * self._failure_limit)
         self._tries_left = (self.running + self.owed) * self._further_tries
@@ -181,7 +167,6 @@ class DomainScheduler:
         return self._start(clock)
 
     def replace(self, clock: int) -> bool:
-        """Start a prompt for a place whose group ended undelivered; False if none is left."""
         self.owed -= 1
         return self._start(clock)
 
@@ -224,7 +209,6 @@ class DomainScheduler:
         self._changed()
 
     def _group_of(self, number: int, samples: list[Sample]) -> SampleGroup:
-        """Group of these samples; the greedy one is the last."""
         end = self._domain.samples_per_prompt
         return SampleGroup(number, self.name, tuple(samples[:end]), samples[end] if self._domain.greedy_baseline else None)
 
@@ -341,12 +325,12 @@ class DomainScheduler:
 
 
 def is_cancelled(samples: asyncio.Future[list[Sample]]) -> bool:
-    """Whether samples were cancelled; a gather of cancelled tasks may also end with their error."""
+    """True if samples were cancelled; a gather of cancelled tasks may also end with their error."""
     return samples.cancelled() or isinstance(samples.exception(), asyncio.CancelledError)
 
 
 def ended(group: SampleGroup, outcome: SampleOutcome, cause: str) -> SampleGroup:
-    """Give the group's outcome to its samples, except those that failed themselves."""
+    """Give the group's outcome to its samples, except to failed ones."""
     samples = [replace(one, outcome=outcome, failure=cause) if one.outcome is SampleOutcome.ACCEPTED else one for one in group.samples]
     return replace(group, samples=tuple(samples))
 

@@ -26,8 +26,6 @@ class EngineLost(Exception):
 
 
 class Asked:
-    """A request at an engine."""
-
     __slots__ = ("answer", "parts", "request")
 
     def __init__(self, request: GenerationRequest) -> None:
@@ -45,8 +43,6 @@ class Asked:
 
 
 class EngineClient(Protocol):
-    """An engine as the router sees it."""
-
     name: str
 
     def send(self, asked: Asked) -> None:
@@ -60,20 +56,16 @@ class EngineClient(Protocol):
 
 @dataclass(frozen=True)
 class Collected:
-    """Results of an engine since the last collection."""
-
     turns: list[Turn]
     generated: Mapping[str, int] = field(default_factory=dict)
     """Tokens of unfinished responses by request id, at the start of a request and every few seconds."""
     dead: str | None = None
     """Cause of the engine's death; its unanswered requests are lost."""
     blocks_waiting: int = 0
-    """Token blocks ready but not requested yet."""
     parts: list[Turn] = field(default_factory=list)
     """New tokens of unfinished responses since the last part of each, after a dummy token."""
 
     def lying_in(self, blocks: Sequence[Any]) -> Collected:
-        """Replace block numbers by the blocks."""
         return replace(self, turns=_lying_in(self.turns, blocks), parts=_lying_in(self.parts, blocks))
 
 
@@ -82,8 +74,6 @@ def _lying_in(turns: Sequence[Turn], blocks: Sequence[Any]) -> list[Turn]:
 
 
 class BatchedEngine(ABC):
-    """The caller's side of an engine (an EngineClient)."""
-
     def __init__(self, name: str, frozen_admission: bool = False) -> None:
         self.name = name
         self._frozen_admission = frozen_admission
@@ -101,7 +91,7 @@ class BatchedEngine(ABC):
 
     @abstractmethod
     async def _joined(self, request: GenerationRequest, parts: Sequence[TokenRow]) -> TokenRow:
-        """One row with context, prompt and parts. ConnectionError if any of it is lost."""
+        """Row with context, prompt and parts. ConnectionError if any of it is lost."""
 
     @abstractmethod
     async def _abort(self, request_ids: list[str]) -> None: ...
@@ -186,7 +176,6 @@ class BatchedEngine(ABC):
                 asked.answer.set_exception(EngineLost(self.name, self._dead))
 
     async def _lose(self, asked: Asked, cause: str) -> None:
-        """Fail a request with EngineLost and the tokens handed out so far."""
         lost: Exception
         try:
             lost = EngineLost(self.name, cause, await self._partial(asked))

@@ -22,7 +22,6 @@ class LeftOut(NamedTuple):
 
 
 Cause = Callable[[SampleGroup], LeftOut | None]
-"""Cause to filter a group, or None."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,6 @@ class GroupFilter:
 
 
 def kept_between(value: str, above: float | None, below: float | None) -> Cause:
-    """Keep groups whose value lies strictly between the bounds."""
     measure = MEASURES[value]
 
     def cause(group: SampleGroup) -> LeftOut | None:

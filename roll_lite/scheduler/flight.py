@@ -21,7 +21,6 @@ RESPONSES_REMEMBERED = 512
 REFRESH = 16
 """Lengths are sorted again when 1/REFRESH of them are new."""
 CLOCK_S = 1e-6
-"""Tolerance for timers that fire early."""
 LOOK_S = 1.0
 """Interval of time-out checks while the engine is paused."""
 ABORT_PATIENCE_S = 10.0
@@ -124,7 +123,6 @@ class Flight(Asked):
     )
     engine: EngineLoad
     cost: float
-    """Load that the request adds to its engine."""
     place: asyncio.Future[None]
     """Done when a request that waited has an engine."""
 
@@ -133,7 +131,6 @@ class Flight(Asked):
     ) -> None:
         self.domain, self.first, self.expected = domain, first, expected
         self.so_far: Turn | None = None
-        """Response so far, if the request was interrupted."""
         self.legs = self.fruitless = 0
         self.survived: tuple[EngineLost, ...] = ()
         self.timed_out = False
@@ -183,18 +180,15 @@ class Flight(Asked):
     # ------------------------------------------------------------ at one engine
 
     def depart(self) -> None:
-        """Send the request to its engine."""
         self.ask(self._next_request())
         self._length = self.left()
-        """Expected length of the response."""
         self._done = self._grown = 0.0
         self.begun, self._since = False, self._clock.time()
-        """Whether generation has started, and when; before, the time of departure."""
+        """True if generation has started, and when; before, the time of departure."""
         self._timer = self._loop.call_later(self._timeout_s, self._look)
         self.engine.client.send(self)
 
     def generated(self, tokens: int) -> None:
-        """Note the engine's progress report."""
         if self.answer.done() or self.timed_out:
             return
         if not self.begun:
@@ -203,13 +197,12 @@ class Flight(Asked):
         self._report(self.cost - left, tokens + left - self._length)
 
     def _report(self, done: float, grown: float) -> None:
-        """Report to the choice. `done`: tokens finished; `grown`: change of the expected length."""
+        """`done`: tokens finished; `grown`: change of the expected length."""
         done += grown
         self._choice.report(self.engine, done - self._done, grown - self._grown)
         self._done, self._grown = done, grown
 
     def _begin(self) -> None:
-        """Start the request's own time."""
         self.begun, self._since = True, self._clock.time()
         self.engine.last_sign = self._since
         self.engine.generating += 1
@@ -237,7 +230,6 @@ class Flight(Asked):
             self.answer.set_result(None)
 
     def arrive(self) -> None:
-        """Stop the timer and withdraw the request from the engine's counts."""
         self._timer.cancel()
         if self.begun:
             self._report(0.0, 0.0)

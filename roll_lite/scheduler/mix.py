@@ -83,7 +83,6 @@ class DomainMix:
 class _Batch:
     places: list[str]
     after: dict[str, Any]
-    """State of the mix after this batch."""
 
 
 class BatchPlan:
@@ -101,10 +100,8 @@ class BatchPlan:
         self._open: dict[str, deque[int]] = {name: deque() for name in shares}
         """Planned places without an admitted prompt, by domain, counted over all batches."""
         self._places = 0
-        """Places planned so far."""
         self._planned: deque[_Batch] = deque()
         self.charged = 0
-        """Places whose prompts have been admitted."""
         self._names = list(shares)
 
     @property
@@ -124,12 +121,11 @@ class BatchPlan:
         return name, place
 
     def has_open(self, domain: str, most: int) -> bool:
-        """Whether one of the first `most` places waits for a prompt of this domain."""
+        """True if one of the first `most` places waits for a prompt of this domain."""
         places = self._open[domain]
         return bool(places) and places[0] < most
 
     def next_batch(self, size: int) -> dict[str, int]:
-        """Start the next batch; returns its groups by domain."""
         if not self._planned:
             self._plan(size)
         batch = self._planned.popleft()
@@ -154,12 +150,10 @@ class BatchPlan:
 
     @property
     def ahead(self) -> int:
-        """Batches planned ahead of those asked for."""
         return len(self._planned)
 
     @property
     def exhausted(self) -> bool:
-        """No domain has prompts left."""
         return not self._shares
 
     def _plan(self, size: int) -> None:
@@ -196,7 +190,6 @@ class MixedOrder:
 
     @property
     def next_epoch(self) -> int:
-        """Complete passes over every file."""
         return min(order.next_epoch for order in self._orders.values())
 
     def next(self) -> tuple[int, int]:

@@ -25,7 +25,7 @@ FRUITLESS = 3
 
 
 class RequestFailed(Exception):
-    """One generation request failed; another attempt may succeed."""
+    """Failure of one generation request; another attempt may succeed."""
 
     def __init__(self, cause: str, partial: Turn | None = None, timed_out: bool = False, began: bool = False, final: bool = False) -> None:
         """`partial`: response so far. `began`: generation has, or may have, started. `final`: no further attempt is allowed."""
@@ -61,25 +61,20 @@ class Router:
         self.engines = [EngineLoad(client) for client in engines]
         self.gate = WaveGate() if deterministic else None
         self.clock = EngineClock()
-        """Clock of the requests' time limits."""
         self.on_room: Callable[[], None] = lambda: None
-        """Called when there may be room again."""
         self._timeout_s = timeout_s
         self._slots = engine_slots
         self._most = None if engine_slots is None or deterministic else engine_slots + max(1, int(engine_slots * READY_SHARE))
         self._choice = EngineChoice(self.engines, self._most, None if deterministic else engine_tokens)
         self._queues: dict[str, deque[Flight]] = {}
-        """Requests that wait for an engine, by domain."""
         self._waiting = 0
         self._in_flight: dict[str, int] = {}
-        """Requests in flight, by domain."""
         self._at_engines: dict[str, EngineLoad] = {}
         """Engine of each request in flight, by the id that it knows."""
         self._held = False
         self._idle = asyncio.Event()
         self._expected: dict[str, ExpectedLength] = {}
         self._costs: dict[str, float] = {}
-        """Average load of a request, by domain."""
 
     async def generate(self, domain: str, request: GenerationRequest) -> Turn:
         """Generate a usable turn. Raises RequestFailed (try again) or NoEngineLeft (give up)."""
@@ -127,7 +122,7 @@ class Router:
     # ------------------------------------------------------------ load
 
     def has_room(self, announced: int = 0, tokens: float = 0.0) -> bool:
-        """Whether more requests may be added, beyond `announced` ones with `tokens` in all that have not arrived. Few wait here, since
+        """True if more requests may be added, beyond `announced` ones with `tokens` in all that have not arrived. Few wait here, since
         staleness counts from admission."""
         if self._held or self._slots is None or self.gate is not None:
             return not self._held
@@ -146,7 +141,6 @@ class Router:
         return self._costs.get(domain, float(most))
 
     def under_way(self, domain: str) -> int:
-        """Requests in flight or waiting here."""
         return self._in_flight.get(domain, 0) + len(self._queues.get(domain, ()))
 
     async def hold(self, interrupt: bool) -> None:
@@ -237,7 +231,6 @@ class Router:
             raise
 
     def _give(self, flight: Flight) -> bool:
-        """Give the request an engine; False if all are full."""
         if (found := self._choose(flight)) is None:
             return False
         flight.engine, flight.cost = found

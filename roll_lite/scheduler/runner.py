@@ -142,7 +142,6 @@ class SampleRunner:
     ) -> None:
         """`queue`: name in the router; None: the domain. Calls `generated()` when a sample starts to wait for its score."""
         self.scoring = 0
-        """Samples that wait for a score."""
         self._domain = domain
         self._router = router
         self._rewards = rewards

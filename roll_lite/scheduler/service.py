@@ -20,10 +20,9 @@ from roll_lite.scheduler.validation import VALIDATION_EPOCH, Validation
 @dataclass(frozen=True)
 class RolloutResult:
     groups: list[SampleGroup]
-    """By number. They include failed samples for dumps; only accepted samples train."""
+    """Groups by number. They include failed samples for dumps; only accepted samples train."""
     stats: RolloutStats
     left_out: list[SampleGroup] = field(default_factory=list)
-    """Groups lost or filtered since the last batch, if the service keeps them."""
 
 
 class RolloutService:
@@ -72,9 +71,7 @@ class RolloutService:
         self._admission = Admission(self._domains, self._schedulers, router, self._recorder, pacing, batches)
         self._progress: Callable[[], dict[str, Progress]] = dict
         self._making: dict[str, int] = {}
-        """Groups by domain in the current batch."""
         self._taken: dict[str, list[SampleGroup]] = {}
-        """Groups of the domains that are complete in the current batch."""
         self._error: BaseException | None = None
         self._changed = asyncio.Event()
         self._admits_soon = False
@@ -187,7 +184,6 @@ class RolloutService:
             await self._changed.wait()
 
     def finished(self) -> list[SampleGroup]:
-        """Finished groups that will surely be in the current batch."""
         certain = {name: self._schedulers[name].certain(count) for name, count in self._making.items() if name not in self._taken}
         return [group for groups in (self._taken | certain).values() for group in groups]
 
@@ -215,7 +211,6 @@ class RolloutService:
             await self._router.hold(interrupt=on_sync is OnSync.ABORT)
 
     def set_version(self, version: int) -> None:
-        """Resume after a weight update to this version."""
         self._version = version
         self._draining = False
         self._router.clock.go_on()
@@ -224,7 +219,6 @@ class RolloutService:
             self._router.release()
 
     def progress(self, held_out: bool = False) -> dict[str, Progress]:
-        """Progress of the current or last batch, or of the running validation."""
         if held_out:
             return {} if self._validation is None else self._validation.progress()
         return self._progress()

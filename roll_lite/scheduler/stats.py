@@ -15,16 +15,16 @@ UNFINISHED, SURPLUS = "unfinished", "surplus"
 
 @dataclass
 class DomainStats:
-    """One domain in one batch. An annotation names the row of the metric table and, for means, the attribute with the number of items
-    summed."""
+    """Statistics of one domain in one batch. An annotation names the row of the metric table and, for means, the attribute with the
+    number of items summed."""
 
     requested: Annotated[int, "rollout/requested"] = 0
     delivered: Annotated[int, "rollout/groups"] = 0
     admitted: Annotated[int, "rollout/admitted"] = 0
     filtered: Annotated[Counter[str], "rollout/filtered_groups"] = field(default_factory=Counter)
-    """By cause: LOW, HIGH, FUNCTION."""
+    """Counts by cause: LOW, HIGH, FUNCTION."""
     stale_by_cause: Annotated[Counter[str], "rollout/stale_groups"] = field(default_factory=Counter)
-    """By cause: UNFINISHED, SURPLUS."""
+    """Counts by cause: UNFINISHED, SURPLUS."""
     behind_s: Annotated[float, "rollout/rewards_behind_seconds"] = 0.0
     lost_groups: Annotated[int, "rollout/lost_groups"] = 0
     """Groups without a surviving sample or without their greedy baseline, each replaced by another prompt."""
@@ -33,7 +33,6 @@ class DomainStats:
     accepted: Annotated[int, "rollout/samples"] = 0
     failed: Annotated[int, "rollout/failed"] = 0
     retries: Annotated[Counter[str], "rollout/retries"] = field(default_factory=Counter)
-    """By cause."""
     prompt_tokens: Annotated[int, "rollout/prompt_tokens"] = 0
     cached_tokens: Annotated[int, "rollout/cached_tokens"] = 0
     response_tokens: Annotated[int, "rollout/response_tokens"] = 0
@@ -49,7 +48,6 @@ class DomainStats:
     epoch: Annotated[int, "rollout/epoch"] = 0
     reward_s: Annotated[float, "reward/seconds", "scored"] = 0.0
     failures: Counter[str] = field(default_factory=Counter)
-    """Failed samples by cause."""
     finish_reasons: Counter[str] = field(default_factory=Counter)
     terms: dict[str, float] = field(default_factory=dict)
     """Sums over the accepted samples of each term of their scores, if there are several."""
@@ -75,9 +73,9 @@ class RolloutStats:
     """Weight version of the engines when the batch was complete."""
     wall_s: float = 0.0
     generation_s: float = 0.0
-    """Until the last response; rewards run meanwhile."""
+    """Seconds until the last response; rewards run meanwhile."""
     reward_tail_s: float = 0.0
-    """From the last response to the last score: reward time that generation did not hide."""
+    """Seconds from the last response to the last score: reward time that generation did not hide."""
 
     @property
     def tokens(self) -> int:
@@ -123,7 +121,7 @@ class RunTotals:
 
 
 class Progress(NamedTuple):
-    """One domain in the current batch, in samples."""
+    """Samples of one domain in the current batch."""
 
     generated: int
     scored: int
@@ -143,7 +141,6 @@ class Recorder:
         self._started = self.last_completion = self.last_score = now
 
     def finish(self, now: float, version: int) -> RolloutStats:
-        """End the batch and begin the next one; returns the statistics."""
         domains, self.domains = self.domains, {name: DomainStats() for name in self._names}
         stats = RolloutStats(
             domains=domains,
@@ -175,7 +172,6 @@ class Recorder:
         domain.failures.update(failures)
 
     def delivered(self, group: SampleGroup) -> None:
-        """Count a group that the batch contains."""
         domain = self.domains[group.domain]
         domain.delivered += 1
         accepted = [sample for sample in group.samples if sample.outcome is SampleOutcome.ACCEPTED]

@@ -16,7 +16,7 @@ VALIDATION_EPOCH = -1
 
 
 class Validation:
-    """All held-out prompts, started in order as engines have room. Failures are reported, not replaced."""
+    """Run of all held-out prompts, started in order as engines have room. Failures are reported, not replaced."""
 
     def __init__(
         self,
@@ -43,7 +43,6 @@ class Validation:
         self._total = len(self._left)
         self._running: set[asyncio.Future[list[Sample]]] = set()
         self._unfinished = 0
-        """Samples in flight."""
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def start(self, most: float) -> None:
@@ -64,7 +63,6 @@ class Validation:
 
     @property
     def longest(self) -> dict[str, int]:
-        """Longest response in tokens, by domain."""
         return {name: self._sampling[name].max_tokens for name in self._domains}
 
     @property

@@ -92,7 +92,6 @@ class ActorWorker(ModelWorker):
         return CreditReport(put_block(DataProto(columns)), sums, peaks, dict(zip(batch.tensor("sample").tolist(), means, strict=True)))
 
     def write_rows(self, shard: BatchShard, folder: Path) -> None:
-        """Write this rank's rows into a file. The head ranks call it."""
         write_columns(folder / rows_file(self.strategy.layout.data_rank), shard.materialize())
 
     def save_adapters(self, folder: Path) -> None:
@@ -132,7 +131,6 @@ class ActorWorker(ModelWorker):
         return replace(sent, seconds=counted.seconds, nbytes=counted.nbytes, by_transport=counted.by_transport)
 
     def weight_checksums(self, names: Collection[str]) -> dict[str, str]:
-        """Checksums of the named tensors that this rank owns, as sent."""
         return self.weights.checksums(names)
 
 
@@ -163,7 +161,7 @@ def transferred(transfer: Callable[[], None]) -> Transferred:
 
 
 def moved_too_far(metrics: Mapping[str, float], limit: float | None) -> bool:
-    """Whether the policy's KL exceeds the limit, or is NaN. The sums are equal on all ranks, so all stop together."""
+    """True if the policy's KL exceeds the limit, or is NaN. The sums are equal on all ranks, so all stop together."""
     if limit is None:
         return False
     kl, tokens = (sum(value for name, value in metrics.items() if name.startswith(f"actor/{what}#")) for what in ("approx_kl", "tokens"))

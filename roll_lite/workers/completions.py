@@ -20,11 +20,8 @@ PART_PREFIX = TokenRecord.given((0,))
 
 
 class _Ready(NamedTuple):
-    """A completion, or part of one, to be fetched."""
-
     completion: Completion
     before: list[TokenRecord]
-    """Tokens before it in its row."""
     is_part: bool = False
 
     @property
@@ -50,7 +47,6 @@ class CompletionPump:
         self._ready: deque[_Ready] = deque()
         self._tokens_waiting = 0
         self._left_over = False
-        """The last call left completions behind because its blocks were full."""
         self._before: dict[str, list[TokenRecord]] = {}
         """Context and prompt of each outstanding request."""
         self._entering: set[str] = set()
@@ -121,7 +117,6 @@ class CompletionPump:
             task.add_done_callback(self._tasks.discard)
 
     async def _fail(self, completion: Completion) -> None:
-        """Note the engine's death if it is the cause of a failed request."""
         if self._dead is None and not (await self._strategy.health()).alive:
             self._dead = completion.error
             self._changed.set()

@@ -40,7 +40,7 @@ class Credit:
 
 
 def compared_before_training(algorithm: AlgorithmConfig) -> bool:
-    """Whether a separate forward pass before the updates measures entropy and the mismatch with the engine."""
+    """True if a separate forward pass before the updates measures entropy and the mismatch with the engine."""
     return OLD_COLUMN[algorithm.old_log_probs] == "old_log_probs"
 
 
@@ -115,11 +115,8 @@ class _Task:
     ) -> None:
         self.mask, self.columns = rows.mask, rows.columns
         self.score = rows.columns["reward"].double()
-        """[B], without KL."""
         self.kl_rewards = None if kl is None else kl * -kl_coef
-        """[B, T-1] float32."""
         self.rewards = self.score if kl is None else self.score - kl_coef * row_moments(kl, rows.mask)[:, 1]
-        """[B], with KL."""
         self.whitening = whitening
         """None: the advantages stay as they are."""
         self.groups = rows.columns["group"].long()
@@ -143,7 +140,6 @@ class _Task:
         return None if self.kl_rewards is None else self.everyone(self.score).rewards
 
     def spread_samples(self, advantages: torch.Tensor) -> Estimate:
-        """Credit from one advantage per sample, [B]."""
         if self.whitening is not None:
             advantages = formulas.whiten_samples(advantages, self.policy_tokens, self.whitening)
         return formulas.spread_over_tokens(advantages, self.mask, torch.float32), None
@@ -232,8 +228,6 @@ ESTIMATORS: dict[str, Callable[..., Estimate]] = {
 """Estimators by name in the configuration; other settings are keyword arguments."""
 
 ESTIMATOR_READS = {"gae": ("values",), "remax": ("baseline_score",)}
-"""Columns that not all of them need."""
-
 ALWAYS_WHITENED = ("reinforce_plus_plus",)
 
 
@@ -241,7 +235,6 @@ ALWAYS_WHITENED = ("reinforce_plus_plus",)
 
 
 def credit_metrics(rows: MicroBatch, credit: Credit, old_log_probs: OldLogProbs, domains: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Sums by domain, and peaks, over the samples that train."""
     mask = rows.mask & (rows.columns["train_weight"] > 0)[:, None]
 
     def column(name: str) -> torch.Tensor:

@@ -15,7 +15,7 @@ WHERE = "algorithm.advantage.function"
 
 @dataclass(frozen=True)
 class RowTable:
-    """Samples of the whole global batch, those that do not train included; all [N]. Rows of a rank are neighbours, in its order."""
+    """Samples of the whole global batch, even those that do not train; all [N]. Rows of a rank are neighbours, in its order."""
 
     rewards: torch.Tensor
     """float64: the shaped score minus what the sample pays for KL in the reward."""
@@ -26,7 +26,7 @@ class RowTable:
     trains: torch.Tensor
     """bool."""
     local: slice
-    """This rank's rows: everyone.rewards[everyone.local] belongs to the rows of the inputs."""
+    """Rows of this rank: everyone.rewards[everyone.local] belongs to the rows of the inputs."""
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,6 @@ class EnginePartWorker(AsyncWorker):
         self._processes = EngineProcesses()
 
     async def start(self) -> None:
-        """Start; returns when the workers of all nodes have met."""
         self._part.check_version()
         self._processes.watch(await self._part.start())
         self._watching = asyncio.create_task(self._watch())
@@ -59,10 +58,7 @@ class EnginePartWorker(AsyncWorker):
 
 
 class EngineParts:
-    """Parts on further nodes, as seen from the engine's first."""
-
     def __init__(self, spec: EngineSpec, options: Sequence[Mapping[str, Any]]) -> None:
-        """`options`: of Ray, for the actor on each further node."""
         address = own_address()
         self._meeting = reserve_port(address)
         self._options = options
@@ -72,7 +68,6 @@ class EngineParts:
         self._actors: list[Any] = []
         self._start_is_over = threading.Event()
         self.lost: str | None = None
-        """Cause of a lost part, if one is lost."""
 
     async def start(self, engine: Awaitable[None]) -> None:
         """Start all parts together with the first node; none is ready before all are."""
@@ -108,7 +103,6 @@ class EngineParts:
                     return
 
     async def until_lost(self) -> str:
-        """Wait until a part is lost; returns the cause."""
         return await first_of(*(self._until_lost(number, actor) for number, actor in enumerate(self._actors, start=1)))
 
     async def _until_lost(self, number: int, actor: Any) -> str:

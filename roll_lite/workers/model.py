@@ -29,12 +29,9 @@ from roll_lite.workers.objectives import ActorLoss, CriticLoss
 
 @dataclass(frozen=True)
 class ModelRole:
-    """Settings from which a rank builds its part of a model."""
-
     model: ModelConfig
     config: ForwardRoleConfig
     total_updates: int
-    """Optimizer steps of the whole run, for a learning rate that decays."""
     seed: int
     deterministic: bool
 
@@ -68,8 +65,6 @@ class TrainShare:
 
 @dataclass(frozen=True)
 class Update:
-    """Result of an optimizer step, for metrics."""
-
     epoch: int
     result: TrainResult
     peaks: dict[str, float] = field(default_factory=dict)
@@ -132,7 +127,6 @@ class ModelWorker(Worker):
         return {name: record(folder / name) for name in names[self.rank :: self.world_size]}
 
     def save_hf(self, folder: Path, average: bool = False) -> dict[str, int]:
-        """Sizes of the files that this rank has written, by name."""
         return {path.name: path.stat().st_size for path in self.strategy.save_hf(folder, average)}
 
     def load_hf(self, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the actor and the critic minimise: functions that a worker hands to a strategy's train step.
+"""Losses of actor and critic: functions that a worker hands to a strategy's train step.
 
 Each returns a micro-batch's share of the loss, sum(loss_weight * token loss), and metric sums (float64 scalars, the same names on every
 call), which add up over micro-batches and ranks. The names and their divisors are in `observability/metric_table.py`; `<name>#<number>`
@@ -78,13 +78,11 @@ class ActorLoss:
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Model outputs that the loss needs."""
         entropy = ["entropy"] if self.entropy_coef > 0 or self.measure_entropy or "entropy" in self.given else []
         return ("log_probs", *entropy, *(["distribution"] if self._full_kl else []))
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Columns without which the loss cannot be computed."""
         old = OLD_COLUMN[self.old_log_probs]
         names = ["advantages", "loss_weight", *([old] if old else [])]
         if self.mismatch_correction is not None:
@@ -111,7 +109,6 @@ class ActorLoss:
         return loss + supervised.sum(), {**metrics, "actor/loss": metrics["actor/loss"] + _total(supervised), **measured}
 
     def _of_policy(self, outputs: MicroBatchOutputs, micro_batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Loss and metrics of the policy's own samples."""
         assert outputs.log_probs is not None
         mask = micro_batch.mask
         log_probs = outputs.log_probs.masked_fill(~mask, 0.0)
@@ -160,7 +157,6 @@ class ActorLoss:
     def _corrected(
         self, loss: torch.Tensor, trained: torch.Tensor, micro_batch: MicroBatch
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Policy loss times its mismatch correction, and metrics of the weights."""
         if self.mismatch_correction is None:
             return loss, {}
         mask, rollout = micro_batch.mask, _column(micro_batch, "rollout_log_probs")
@@ -254,7 +250,6 @@ def _policy_diagnostics(policy: PolicyLoss, current: torch.Tensor, old: torch.Te
 
 
 def _column(micro_batch: MicroBatch, name: str) -> torch.Tensor:
-    """Transition column [B, T-1], 0 where masked."""
     return micro_batch.columns[name].masked_fill(~micro_batch.mask, 0.0)
 
 
@@ -292,7 +287,6 @@ def policy_loss(config: PolicyLossConfig, terms: PolicyTerms, **given: torch.Ten
 
 
 def _users_policy_loss(config: CustomLossConfig, terms: PolicyTerms, given: Mapping[str, torch.Tensor]) -> PolicyLoss:
-    """Call the user's function with the terms; a bare tensor is the loss."""
     where = USERS_LOSS
     result = _users_function(config)(terms, **given, **config.args)
     if isinstance(result, torch.Tensor):

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class ReplayWorker(Worker):
-    """Puts the tokens of a step into the object store; while a step trains, the next one is read."""
+    """Puts a step's tokens into the object store; reads the next step meanwhile."""
 
     def __init__(self, dumps: Mapping[int, Path], steps: int) -> None:
         super().__init__()

@@ -58,7 +58,6 @@ class PooledWorker:
     is_async = False
     is_batched = False
     note = ""
-    """How samples are scored, for the user."""
 
     def __init__(self, config: RewardConfig, path: str) -> None:
         self.name = f"reward {config.name}"
@@ -103,7 +102,7 @@ class RewardPool(ScoringPool[PooledWorker, RewardInput, Score]):
         super().__init__(f"{self._path}.workers", members, Policy(config.start_timeout_s, path=self._path))
 
     async def start(self) -> None:
-        """Start and warm up all workers. A mistake in the reward's configuration raises ValueError."""
+        """Start and warm up all workers. ValueError for a mistake in the reward's configuration."""
         try:
             await self._fleet.start()
         except SlowStart:
@@ -118,12 +117,10 @@ class RewardPool(ScoringPool[PooledWorker, RewardInput, Score]):
 
     @property
     def workers(self) -> list[Any]:
-        """Handles of the living workers."""
         return [member.actor for member in self._fleet.serving]
 
     @property
     def note(self) -> str:
-        """How samples are scored, for the user."""
         return self._fleet.members[0].note
 
     # ------------------------------------------------------------ workers

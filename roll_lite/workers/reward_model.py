@@ -113,8 +113,6 @@ class RewardModelWorker(Worker):
 
 
 class TextTokens:
-    """Tokenizes with the reward model's own tokenizer."""
-
     def __init__(self, spec: RewardModelSpec) -> None:
         self._tokenizer: Any = load_tokenizer(spec.config.path, spec.path_key)
         raw = json.loads((spec.config.path / "config.json").read_text(encoding="utf-8"))

@@ -35,7 +35,6 @@ RESTART_SECONDS = 600.0
 HANG_SECONDS = 600.0
 """Time limit of a copy's batch; a sample's own is shorter."""
 KILL_SECONDS = 1.0
-"""Wait until killed processes are gone."""
 POLL_SECONDS = 0.25
 
 TextJob = Job[ScoredText, float]
@@ -43,8 +42,6 @@ TextJob = Job[ScoredText, float]
 
 @dataclass(eq=False)
 class Copy:
-    """Ranks of one copy of the model, which compute a forward pass together."""
-
     actors: tuple[Any, ...]
     head: int
     """Index of the rank that returns the results."""
@@ -52,7 +49,6 @@ class Copy:
 
 
 def copies_of(actors: Sequence[Any], layouts: Sequence[RankLayout]) -> list[Copy]:
-    """Copies in data-rank order. `actors` and `layouts` have the same order."""
     copies = []
     for data_rank in sorted({layout.data_rank for layout in layouts}):
         own = [(actor, layout) for actor, layout in zip(actors, layouts, strict=True) if layout.data_rank == data_rank]
@@ -62,7 +58,7 @@ def copies_of(actors: Sequence[Any], layouts: Sequence[RankLayout]) -> list[Copy
 
 
 def is_gone(error: BaseException) -> bool:
-    """Whether the process died, or Ray restarted it and it has no model yet."""
+    """True if the process died, or Ray restarted it and it has no model yet."""
     return is_death(error) or (isinstance(error, RayTaskError) and isinstance(error.cause, NotInitialized))
 
 
@@ -128,7 +124,6 @@ class Ranks:
             kill_actors(self._actors, self._places, no_restart=False)
 
     def cause(self, error: BaseException) -> str:
-        """Cause in one line; notes the death of a process."""
         self._is_gone |= is_gone(error)
         return cause_of(error, self.name)
 
@@ -169,7 +164,6 @@ class Ranks:
 
 
 async def _reached(actor: Any) -> None:
-    """Wait until the restarted process answers."""
     while True:
         try:
             await actor.place.remote()
@@ -218,7 +212,6 @@ class RewardModelClient(ScoringPool[Ranks, ScoredText, float]):
             await asyncio.gather(*(ranks.move(False) for ranks in self._fleet.serving))
 
     def close(self) -> None:
-        """Stop serving; the driver ends the processes."""
         self._fleet.close(kill=False)
 
     # ------------------------------------------------------------ copies
@@ -273,7 +266,6 @@ class RewardModelPool:
         self._function = RewardFunction("model", self._scored, {})
 
     async def start(self) -> None:
-        """Start the workers. A mistake in the reward's configuration raises ValueError."""
         _ = self._reward
         if self._added is not None:
             await self._added.start()
@@ -303,7 +295,6 @@ class RewardModelPool:
 
     @cached_property
     def _reward(self) -> ModelReward:
-        """The reward; ValueError for a mistake in its arguments."""
         reward = typed_reward(self._config.name, self._config.args, self._path)
         assert isinstance(reward, ModelReward)
         return reward

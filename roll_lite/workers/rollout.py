@@ -39,7 +39,6 @@ from roll_lite.workers.rollout_output import DumpSpec, held_out_rows, rows_of, t
 
 ZERO_ROWS_SHOWN = 5
 CANNED_RESPONSE = "The answer is 1."
-"""Scored once in every domain at the start."""
 ENGINE_POLICY = Policy(start_timeout_s=None, restarts=0)
 """Lost engines are not replaced; the others continue."""
 
@@ -54,16 +53,13 @@ class RolloutSpec:
     engine_slots: int | None = None
     """Most running requests per engine; None: unlimited."""
     samples_folder: Path | None = None
-    """None: no sample files."""
     dumps: DumpSpec | None = None
-    """None: no dumps."""
     greedy_baseline: bool = False
     """Add a greedy response to every prompt (ReMax)."""
     reward_models: dict[str, RewardModelConfig] = field(default_factory=dict)
     steps: int | None = None
-    """Nothing is generated beyond them."""
+    """Number of steps; nothing is generated beyond them."""
     engines_rest: bool = False
-    """Engines are offloaded between batches."""
     engine_silence_s: float | None = None
     """Time in which an engine's process must answer; None: unlimited."""
     trains_embeddings: bool = False
@@ -82,7 +78,6 @@ class RolloutBatch:
     replaced: dict[str, int] = field(default_factory=dict)
     """Reward workers replaced since the last batch, by domain."""
     silences: list[float] = field(default_factory=list)
-    """Seconds of silence of each engine lost since the last batch."""
 
 
 GC_THRESHOLDS = (100_000, 50, 100)
@@ -214,12 +209,10 @@ class RolloutWorker(AsyncWorker):
         return prompts
 
     async def notes(self) -> list[str]:
-        """Notes for the start: how samples are scored, and tokens whose embeddings are zero."""
         pools = {name: pool for name, pool in self._pools.items() if isinstance(pool, RewardPool)}
         return [*self._embedding_notes, *(f"domains.{name}.reward: {pool.note}" for name, pool in pools.items() if pool.note)]
 
     async def data_counts(self) -> list[str]:
-        """Notes for the start: prompts per domain, and rows left out by reason."""
         return self._data_counts
 
     async def next_batch(self, prompts: int, step: int) -> RolloutBatch:
@@ -248,7 +241,6 @@ class RolloutWorker(AsyncWorker):
         return tokens_of(groups, self._spec.columns)
 
     async def lost_engines(self) -> dict[int, str]:
-        """Causes by engine number."""
         return self._engines.down
 
     async def progress(self, held_out: bool) -> dict[str, Progress]:

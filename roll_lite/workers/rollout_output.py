@@ -57,7 +57,7 @@ def rows_of(groups: Sequence[SampleGroup], temperatures: Mapping[str, float]) ->
 
 
 def held_out_rows(groups: Sequence[SampleGroup], temperatures: Mapping[str, float], report_by: Mapping[str, str | None]) -> DataProto:
-    """Rows of validation samples. `report_by`: column by which each domain is reported."""
+    """`report_by`: column by which each domain is reported."""
     samples = [sample for group in groups for sample in group.samples]
     parts = [_part(sample, report_by[sample.id.domain]) for sample in samples]
     answers = [number for group in groups for number in _answers(group)]
@@ -94,7 +94,6 @@ def _whole(values: Iterable[int]) -> torch.Tensor:
 
 
 def _baseline_scores(groups: Sequence[SampleGroup]) -> list[float]:
-    """Score of the group's baseline, for each row."""
     scores: list[float] = []
     for group in groups:
         assert group.baseline is not None and group.baseline.score is not None, f"group {group.group} has no scored greedy baseline"
@@ -167,11 +166,8 @@ def sample_record(sample: Sample, baseline: bool, clock_offset: float) -> dict[s
 
 @dataclass(frozen=True)
 class DumpSpec:
-    """Folder of the dumps, and facts that each dump holds."""
-
     folder: Path
     config: dict[str, Any]
-    """Configuration of the run."""
     tokenizer: str
     """Checksum."""
 

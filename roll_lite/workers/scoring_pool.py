@@ -15,7 +15,6 @@ from roll_lite.distributed.fleet import Fleet, Member, Policy
 from roll_lite.rewards.base import RewardFailed
 
 Item = TypeVar("Item")
-"""Sample or row to score."""
 Result = TypeVar("Result")
 M = TypeVar("M", bound=Member)
 
@@ -54,12 +53,10 @@ class ScoringPool(ABC, Generic[M, Item, Result]):
         """Most samples in the member's next batch."""
 
     def newly_replaced(self) -> int:
-        """Members replaced since the last call."""
         return self._fleet.newly_replaced()
 
     @property
     def replaced(self) -> int:
-        """Members replaced since the start."""
         return self._fleet.replaced
 
     async def score(self, item: Item) -> Result:

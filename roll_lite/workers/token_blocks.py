@@ -61,7 +61,6 @@ class TokenRecord:
 
     @staticmethod
     def given(token_ids: Sequence[int]) -> TokenRecord:
-        """Tokens that the policy did not choose."""
         count = len(token_ids)
         return TokenRecord(np.fromiter(token_ids, np.int64, count), np.zeros(count, bool), np.zeros(count, np.float32))
 
@@ -121,7 +120,7 @@ def token_block(records: Sequence[TokenRecord], extra: Collection[str] = ()) -> 
 
 
 def _padded(kept_ids: Sequence[Sequence[int]]) -> np.ndarray:
-    """[tokens, K] int32: ids that survived truncation, padded with -1."""
+    """[tokens, K] int32, padded with -1."""
     counts = np.fromiter(map(len, kept_ids), dtype=np.int64, count=len(kept_ids))
     ids = np.full((len(kept_ids), max(1, int(counts.max(initial=0)))), -1, dtype=np.int32)
     ids[np.arange(ids.shape[1]) < counts[:, None]] = np.fromiter(chain.from_iterable(kept_ids), dtype=np.int32)
@@ -133,6 +132,5 @@ def _unknown(name: str, tokens: int) -> np.ndarray:
 
 
 def _stacked(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Concatenate arrays, padded with -1 to the widest."""
     width = max(part.shape[1] for part in parts)
     return np.concatenate([np.pad(part, ((0, 0), (0, width - part.shape[1])), constant_values=-1) for part in parts])

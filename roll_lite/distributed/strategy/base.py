@@ -61,13 +61,12 @@ class ModelSpec:
     model: ModelConfig
     strategy: MegatronStrategyConfig | HfStrategyConfig
     path_key: str
-    """YAML path of the model's folder."""
     optimizer: OptimizerConfig | None = None
     """None: forward passes only."""
     total_updates: int | None = None
     """Optimizer steps of the whole run, for a decaying learning rate."""
     balance_coef: float = 0.0
-    """TrainRoleConfig.balance_coef."""
+    """Weight of the load-balancing loss."""
     value_init: ValueInit | None = None
     """Source of a value head in place of the language model's."""
     lora: LoraConfig | None = None
@@ -83,8 +82,6 @@ class ModelSpec:
 
 
 class StateGroup(StrEnum):
-    """State that can be offloaded on its own."""
-
     WEIGHTS = "weights"
     GRADIENTS = "gradients"
     OPTIMIZER = "optimizer"
@@ -92,11 +89,11 @@ class StateGroup(StrEnum):
 
 @dataclass(frozen=True)
 class Moved:
-    """What a rank moved out of device memory and back."""
+    """State that a rank moved out of device memory and back."""
 
     freed_bytes: int = 0
     out_bytes: int = 0
-    """Bytes copied to the host, not those that were already there or dropped."""
+    """Bytes copied to the host; dropped state, or state already there, does not count."""
     in_bytes: int = 0
     out_seconds: float = 0.0
     in_seconds: float = 0.0
@@ -118,7 +115,7 @@ class ExpertUse:
     busiest: float
     """Tokens of the busiest expert relative to the average."""
     balance_loss: float | None
-    """Without its coefficient; None where that is 0."""
+    """Loss without its coefficient; None if that is 0."""
     rerouted: float | None = None
     """Share of replayed choices that the router would now make differently; None if nothing was replayed."""
 
@@ -128,14 +125,12 @@ class TrainResult:
     """Result of one optimizer step, equal on every rank."""
 
     metrics: dict[str, float]
-    """Sums over all micro-batches and data-parallel ranks."""
     loss: float
     grad_norm: float
     lr: float
     skipped: bool = False
     """Loss or gradient was not finite: weights, moments and schedule are unchanged."""
     experts: ExpertUse | None = None
-    """None for a model without experts."""
 
 
 class ForwardStrategy(ABC):
@@ -144,7 +139,7 @@ class ForwardStrategy(ABC):
     needs_process_group: ClassVar[bool] = True
     """Ranks need a process group before `initialize`."""
     pads_rows: ClassVar[bool] = False
-    """Each row of a micro-batch costs as much as the longest; otherwise rows are packed."""
+    """True if each row of a micro-batch costs as much as the longest; otherwise rows are packed."""
     layout: RankLayout
 
     @abstractmethod
@@ -215,7 +210,7 @@ class TrainStrategy(ForwardStrategy):
 
     @abstractmethod
     def take_moved(self) -> Moved:
-        """Return what was moved since the last call."""
+        """Return the moves since the last call."""
 
     @abstractmethod
     def save_checkpoint(self, folder: Path, asynchronous: bool = False) -> CheckpointWrite:
@@ -251,8 +246,6 @@ class PauseMode(StrEnum):
 
 
 class EngineMemory(StrEnum):
-    """Engine state that can be offloaded on its own."""
-
     WEIGHTS = "weights"
     KV_CACHE = "kv_cache"
 
@@ -292,7 +285,6 @@ class EngineSpec:
     columns: tuple[str, ...] = ()
     """Further columns of token blocks, of workers/token_blocks.EXTRA_COLUMNS."""
     node: EngineNode | None = None
-    """None: one node."""
     sharers: int = 1
     """Replicas that share its device; their ranks are consecutive."""
     lora: LoraConfig | None = None
@@ -306,8 +298,6 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True)
 class RequestProgress:
-    """Progress of a request that an engine has begun."""
-
     generated: int
     """Tokens so far; may lag slightly."""
     part: Completion | None = None
@@ -321,8 +311,6 @@ Report = Callable[[RequestProgress], None]
 
 
 class InferenceStrategy(ABC):
-    """Engine replica."""
-
     @property
     def notes(self) -> Sequence[str]:
         """Messages for the start: settings that the engine does not get."""

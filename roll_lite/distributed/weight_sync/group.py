@@ -251,7 +251,7 @@ class TransferGroup:
             self.store.set(_OPENED + name, self.name)
 
     def forget_opened(self, name: str) -> bool:
-        """Whether the memory was opened; forgets the note."""
+        """True if the memory was opened; forgets the note."""
         with self._rendezvous():
             return bool(self.store.check([_OPENED + name])) and bool(self.store.delete_key(_OPENED + name))
 

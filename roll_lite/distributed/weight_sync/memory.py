@@ -58,7 +58,7 @@ class Segment(Watched):
 
     handle = ""
     exports: Sequence[Export] = ()
-    """One export per reader, which gives it back."""
+    """Exports, one per reader, which gives it back."""
 
     def __init__(self, nbytes: int, readers: int) -> None:
         super().__init__(torch.empty(_roomy(nbytes), dtype=torch.uint8))

@@ -172,7 +172,8 @@ def plan_transfers(
 
 
 def _require_one_owner(export: ExportPlan) -> None:
-    """Assert that each bucket has one owner: with gloo a worker forwards all through the same two buffers: two owners could deadlock."""
+    """Assert that each bucket has one owner: with gloo a worker forwards all through the same two buffers, where two owners could
+    deadlock."""
     for bucket in export.buckets():
         owners = sorted({tensor.owner for tensor in bucket})
         assert len(owners) == 1, f"bucket {bucket[0].bucket} belongs to trainer ranks {owners}; a bucket has one owner"

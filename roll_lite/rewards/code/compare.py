@@ -19,7 +19,7 @@ LEAST = 1e-12
 
 
 def same_output(expected: str, printed: str, compare: Compare, tolerance: float) -> bool:
-    """Whether the output is as expected.
+    """True if the output is as expected.
 
     exact: every character counts. lines: white space at line ends and empty lines at the end do not. numeric: word by word; integers
     exactly, other numbers with an absolute or relative error within the tolerance, as in contests. auto: line by line; lines with
@@ -66,7 +66,7 @@ def _close(wanted: float, found: float, relative: float, absolute: float) -> boo
 
 
 def same_value(expected: Any, found: Any, tolerance: float) -> bool:
-    """Whether the values are equal as in JSON: sequences are lists, keys are strings.
+    """True if the values are equal as in JSON: sequences are lists, keys are strings.
 
     A float may differ from an expected integer by rounding only; from an expected float by a relative error of `tolerance`.
     """

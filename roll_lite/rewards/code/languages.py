@@ -86,7 +86,7 @@ def _fits(block: tuple[str, str], languages: Collection[str], needed: Collection
 
 
 def defines(code: str, name: str) -> bool:
-    """Whether Python code, valid or not, defines this function, class or variable."""
+    """True if Python code, even if invalid, defines this name."""
     plain = re.escape(name)
     as_function = rf"^[ \t]*(?:async[ \t]+)?(?:def|class)[ \t]+{plain}\b"
     as_variable = rf"^{plain}[ \t]*(?::[^=\n]*)?=(?!=)"

@@ -19,9 +19,6 @@ from roll_lite.sandbox.values import FROM_PROGRAM
 
 PYTHONS_OWN = frozenset(dir(builtins))
 USUAL_NAMES = {"np": "numpy", "pd": "pandas"}
-"""Usual names of modules outside the standard library."""
-
-
 PLAIN = (
     str,
     bytes,
@@ -40,7 +37,6 @@ PLAIN = (
 TIMES = (datetime.datetime, datetime.timedelta)
 OF_ARRAYS = ("shape", "dtype", "ndim", "size", "all", "any", "sum", "mean", "min", "max", "tolist", "item", "round", "astype", "T")
 OF_PLAIN = {name for kind in (*PLAIN, *TIMES) for name in dir(kind)} | {*OF_ARRAYS, "args", "value", "msg", "exception"}
-"""Attributes of plain data and exceptions."""
 METHODS = {name for kind in PLAIN for name in dir(kind) if callable(getattr(kind, name))}
 NEED_INSIDE = frozenset(
     {"asyncio", "Mock", "MagicMock", "patch", "redirect_stdout", "stdout", "stdin", "stderr", "builtins", "capsys", "inspect", "signature"}
@@ -55,7 +51,6 @@ class Names:
     modules: dict[str, str]
     """Modules that the tests use without importing them, such as math in `math.pi`."""
     imports: tuple[str, ...] = ()
-    """Import statements of the tests, except those of the program."""
     inside: str = ""
     """Why the test must run in the program's process, or empty."""
 
@@ -113,7 +108,7 @@ def _root(node: ast.AST) -> str:
 
 
 def _is_constant(node: ast.AST) -> bool:
-    """Whether an object is identical in every process: a constant, a builtin, or `type(x)`."""
+    """True if an object is identical in every process: a constant, a builtin, or `type(x)`."""
     return isinstance(node, ast.Constant) or _called(node) == "type" or _name(node) in PYTHONS_OWN
 
 
@@ -186,7 +181,6 @@ def _imported_from_program(tree: ast.Module) -> set[str]:
 
 
 def _called_everywhere(trees: Sequence[ast.Module]) -> set[str]:
-    """Builtins that every assert calls."""
     asserts = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Assert)]
     called = [{one.func.id for one in ast.walk(node) if isinstance(one, ast.Call) and isinstance(one.func, ast.Name)} for node in asserts]
     return set.intersection(*called) & PYTHONS_OWN if called else set()

@@ -24,7 +24,6 @@ from roll_lite.rewards.reward_type import RewardType, expression_worth, no_expre
 from roll_lite.sandbox.pool import Limits, SandboxPool
 
 OF_THE_POOL = ("parallel", "allow_unprotected", "readable", "python_path")
-"""Arguments of a process's sandboxes."""
 
 
 class CodeReward(RewardType):
@@ -203,7 +202,6 @@ class CodeReward(RewardType):
 
 
 def _value(answer: Any) -> Any:
-    """Value that a text spells, if it is a Python literal; else the text."""
     if not isinstance(answer, str):
         return answer
     try:

@@ -27,8 +27,6 @@ LONGEST_CODE = 4000
 
 @dataclass
 class Attempt:
-    """A sample's program and the state of its tests."""
-
     source: str
     language: Language | None
     tests: list[Test]
@@ -37,11 +35,10 @@ class Attempt:
     passed: int = 0
     done: int = 0
     inside: int = 0
-    """Tests decided in the program's process."""
     spent_s: float = 0.0
     """CPU time, or a third of the wall-clock time if that is more."""
     verdict: str = ""
-    """Of the first failed test."""
+    """Verdict of the first failed test."""
     failure: RewardFailed | None = None
     artifact: bytes = b""
     over: bool = False
@@ -202,7 +199,7 @@ class Rounds:
 
 
 def _works_in_place(tests: Sequence[Test]) -> bool:
-    """Whether the tests are for a function that changes its first argument, as in LeetCode. Doing nothing must not pass all of them."""
+    """True if the tests are for a function that changes its first argument, as in LeetCode. Doing nothing must not pass all of them."""
     given = [test.args[0] if test.args else None for test in tests]
     return all(isinstance(one, list) and isinstance(test.expected, list) for one, test in zip(given, tests, strict=True)) and any(
         one != test.expected for one, test in zip(given, tests, strict=True)
@@ -210,7 +207,6 @@ def _works_in_place(tests: Sequence[Test]) -> bool:
 
 
 def _needed_kb(test: Test) -> int:
-    """Twice the size of the expected output or value, in kB."""
     if isinstance(test.expected, str):
         return len(test.expected.encode(errors="replace")) * 2 // 1024
     return len(json.dumps(encode(test.expected))) * 2 // 1024

@@ -32,8 +32,6 @@ end first."""
 
 @dataclass
 class Scored:
-    """Results of one call to a reward worker."""
-
     results: dict[int, Score | str | None] = field(default_factory=dict)
     """Score, cause of failure, or None (score it again) of each sample no longer in flight."""
     seconds: float = 0.0
@@ -48,7 +46,6 @@ def time_out(name: str, seconds: float) -> str:
 
 
 def slow_start(config: RewardConfig, path: str) -> str:
-    """Message for a reward that was not ready in time. `path`: place of its section."""
     return (
         f"{path}: the reward {config.name!r} was not ready within {config.start_timeout_s:g} s; "
         f"see what its module does when it is imported, or raise {path}.start_timeout_s"
@@ -106,7 +103,6 @@ class BatchScorer:
         return scored
 
     def one(self, item: RewardInput) -> tuple[Score | str, Scored]:
-        """Score a single sample to its end."""
         scored = self({0: item}, 0.0)
         while 0 not in scored.results:
             scored = self({}, 0.0)
@@ -171,7 +167,6 @@ class BatchScorer:
                 one.seconds += time.monotonic() - started
 
     def _side_by_side(self, begun: list[_Entry], scored: Scored) -> list[_Entry]:
-        """Continue async functions; returns the finished entries of this and earlier calls."""
         waiting = [] if scored.interrupted or scored.suspects else self._unfailed(begun)
         self._under_way += waiting
         if self._under_way:
@@ -186,7 +181,6 @@ class BatchScorer:
         return done + [entry for entry in begun if entry.number not in known]
 
     async def _advance(self, fresh: list[_Entry]) -> None:
-        """Run the event loop until an entry in flight is done, or for WAIT_SECONDS."""
         for function in self._asyncs if fresh else []:
             calls = [fresh] if function.is_batched else [[entry] for entry in fresh]
             self._tasks |= {asyncio.create_task(self._call_async(function, call)) for call in calls}

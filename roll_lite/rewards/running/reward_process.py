@@ -20,7 +20,6 @@ GRACE_SECONDS = 1.0
 """Extra time for the reward's own time-out, which ends it more gently and explains more."""
 
 Answer = tuple[Score | str, float]
-"""Score or cause of failure, and the seconds it took."""
 
 
 class RewardProcess:
@@ -50,7 +49,6 @@ class RewardProcess:
         return cause, seconds
 
     def close(self) -> None:
-        """End the process and its children."""
         with suppress(ProcessLookupError):
             os.killpg(self._group, signal.SIGKILL)
         self._process.kill()
@@ -95,7 +93,6 @@ class RewardProcess:
 
 
 def _serve(connection: Connection, config: RewardConfig, path: str) -> None:
-    """Build the reward, then answer until the connection closes."""
     os.setpgid(0, 0)  # so that it can be ended with its children
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # drops a pending one; the parent handles Ctrl-C
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

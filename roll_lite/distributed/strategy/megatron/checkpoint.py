@@ -44,9 +44,7 @@ from roll_lite.models.model_files import weights_fingerprint
 
 STATE_FOLDER = "state"
 BASE_FILE = "base.json"
-"""File beside adapters that names their base model."""
 OPTIMIZER_TENSORS = "optimizer_tensors"
-"""Key of the optimizer's tensors while they are read."""
 MAIN_WEIGHTS = re.compile(r"^optimizer\.state\.(fp32_)?param\.")
 _FORMAT = {
     # The only sharding type that loads under another number of tensor and pipeline ranks.
@@ -157,7 +155,7 @@ def _unreadable(state_folder: Path, cause: BaseException) -> ValueError:
 
 
 def _own_rank_file(folder: Path, layout: RankLayout) -> Path | None:
-    """This rank's file; None if fewer ranks saved the checkpoint."""
+    """File of this rank; None if fewer ranks saved the checkpoint."""
     own = _rank_file(folder, layout.rank)
     if own.is_file():
         return own
@@ -253,7 +251,6 @@ def _keep_padding(chunks: Sequence[Any]) -> None:
 
 
 def _stored_places(state: Any, stored: Collection[str]) -> list[tuple[Any, Any]]:
-    """Places of stored tensors in nested lists and dictionaries: (container, key)."""
     places = []
     for key, value in list(_items(state)):
         if isinstance(value, LocalNonpersistentObject):

@@ -35,7 +35,6 @@ from roll_lite.files import FileRecord, record
 
 ALIGNMENT = 64
 TENSORS_SUFFIX = ".distcp"
-"""Suffix of the ranks' files in torch's checkpoint format."""
 COPIED_AT_ONCE = 16 << 20
 
 
@@ -56,7 +55,6 @@ class Job:
     folder: Path
     plan: SavePlan
     contents: dict[Any, Place | bytes]
-    """Contents by item index."""
     later: list[tuple[Path, int]]
     """Further files to write; descriptors of the memory with their contents."""
     others: list[Path]
@@ -170,7 +168,6 @@ class _Copied(DefaultSavePlanner):
 
 
 def write(job_descriptor: int, tensors_descriptor: int, written_descriptor: int) -> None:
-    """Entry point of the writing process."""
     job: Job = pickle.loads(_all_of(io.FileIO(job_descriptor)))
     results = FileSystemWriter(job.folder).write_data(job.plan, _Copied(job.contents, mmap.mmap(tensors_descriptor, 0))).wait()
     files = sorted(job.folder.glob(f"{job.plan.storage_data.prefix}*"))  # even if it is empty

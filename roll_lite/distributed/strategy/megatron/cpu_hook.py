@@ -98,7 +98,6 @@ EXPECTED: dict[str, int] = {
     "transformer.utils": 2,
     "utils": 32,
 }
-"""Number of rewrites per module below megatron.core."""
 
 
 def install() -> None:
@@ -134,8 +133,6 @@ def _check_version() -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Hands the listed modules to our loader."""
-
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None) -> ModuleSpec | None:
         if fullname.removeprefix("megatron.core.") not in EXPECTED or not fullname.startswith("megatron.core."):
             return None

@@ -60,7 +60,6 @@ class Balance:
         self._rerouted: list[torch.Tensor] = []
 
     def begin(self, rows: int) -> None:
-        """Start a mini-batch of `rows` rows over all ranks."""
         self._rows = max(rows, 1)
         self._losses, self._choices, self._rerouted = [], {}, []
 
@@ -96,7 +95,6 @@ class Balance:
 
 class Router(TopKRouter):
     rows: PackedRows
-    """Set before every forward pass."""
 
     def __init__(self, config: Any, pg_collection: Any, balance: Balance) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
@@ -115,7 +113,6 @@ class Router(TopKRouter):
 
     @property
     def _number(self) -> int:
-        """Index among the layers with experts."""
         layer, frequency = self.layer_number - 1, self.config.moe_layer_freq
         return layer if isinstance(frequency, int) else sum(frequency[:layer])
 
@@ -147,7 +144,8 @@ class Router(TopKRouter):
 
 
 class Experts(MoELayer):
-    """Expert layer that tells the router again which rows it recomputes: pipeline stages run micro-batches ahead of their gradients."""
+    """Expert layer that reports to the router again which rows it recomputes: pipeline stages run micro-batches ahead of their
+    gradients."""
 
     router: Router
 
@@ -167,8 +165,6 @@ class Experts(MoELayer):
 
 
 class ExpertsLayer(TransformerLayer):
-    """Transformer layer that tells its router the tokens' rows."""
-
     def forward(self, *args: Any, packed_seq_params: PackedRows, **options: Any) -> Any:
         self.mlp.router.rows = packed_seq_params
         return super().forward(*args, packed_seq_params=packed_seq_params, **options)

@@ -14,7 +14,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from roll_lite.distributed.strategy.megatron.model_io import ModelInput
 
 OnHead = Callable[[torch.Tensor, ModelInput], Any]
-"""Result of the last stage from model output and micro-batch."""
 
 
 def sum_gradients(chunks: list[Any], num_tokens: torch.Tensor | None = None, **options: Any) -> None:

@@ -24,12 +24,9 @@ from roll_lite.models.hf_config import HfConfig
 from roll_lite.models.hf_fields import architecture
 
 Read = Callable[[torch.nn.Parameter], torch.Tensor]
-"""Exported values of a parameter."""
 Change = Callable[[torch.Tensor], torch.Tensor]
 """Change of a rank's cut, keeping shape and dtype. Leaves the original as it is."""
 Write = Callable[[Path, bytes], None]
-"""Writes a file in place of save_hf."""
-
 OF_TORCH = {"format": "pt"}
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 """Suffixes of weight files; other files of the model's folder are copied."""
@@ -41,8 +38,6 @@ def weights(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Source:
-    """Ranks that hold a tensor together."""
-
     group: dist.ProcessGroup
     ranks: Sequence[int]
     """Ranks; the first receives the full tensor."""
@@ -66,7 +61,6 @@ class _Source:
 
 
 _Described = tuple[str, tuple[int, ...], torch.dtype, int]
-"""Name, shape, dtype and owner."""
 
 
 def _in_buckets(tensors: Sequence[_Described], bucket_bytes: int) -> list[list[_Described]]:
@@ -88,7 +82,6 @@ class HfExporter:
     """Runs an ExportPlan on the ranks with the first copy of each pipeline stage and expert."""
 
     def __init__(self, bindings: Sequence[Binding], hf: HfConfig, changes: Mapping[str, Change] | None = None) -> None:
-        """`changes`: of exported tensors, by name."""
         self._hf = hf
         self._changes = changes or {}
         self._sources = {False: _Source.of_layers(), True: _Source.of_experts()}

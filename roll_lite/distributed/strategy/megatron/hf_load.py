@@ -38,7 +38,6 @@ class HfCheckpoint:
         return set(self._files)
 
     def slice(self, name: str) -> Any:
-        """Lazy view of a tensor; indexing reads it."""
         file = self._files[name]
         if file not in self._open:
             self._open[file] = safe_open(str(self.folder / file), framework="pt")
@@ -98,7 +97,6 @@ def load_adapters(bindings: Sequence[Binding], folder: Path, wanted: Set[str]) -
 
 
 def _whole_shape(binding: Binding) -> list[int]:
-    """Shape in the checkpoint."""
     shape = list(binding.parameter.shape)
     if binding.entry.cut is not None:
         shape[binding.entry.cut] *= cut_group(binding.entry.of_experts).size()

@@ -115,7 +115,7 @@ class SdpaAttention(MegatronModule):
 
 
 class ValueHead(torch.nn.Module):
-    """One number per position, replicated over tensor ranks."""
+    """Head with one number per position, replicated over tensor ranks."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()

@@ -60,8 +60,6 @@ class Projection(torch.nn.Module):
 
 
 class Adapter(torch.nn.Module):
-    """Adapted projections of one Megatron layer."""
-
     def __init__(
         self, config: Any, entry: Entry, rows: Sequence[int], projections: dict[int, tuple[str, Projection]], hf: HfConfig
     ) -> None:
@@ -127,11 +125,8 @@ class Adapters:
         """Freeze the model and put adapters beside its layers."""
         self._all: list[Adapter] = []
         self.bindings: list[Binding] = []
-        """Bindings under PEFT's names."""
         self.merging: dict[str, Change] = {}
-        """Merges of adapters into weights, by weight name."""
         self.scaling: dict[str, Change] = {}
-        """Scalings of B by alpha / rank, by name."""
         for chunk in chunks:
             chunk.requires_grad_(False)
             for layer in chunk.decoder.layers:
@@ -141,7 +136,6 @@ class Adapters:
                             self._adapt(layer, entry, (place, expert), hf, lora, seed)
 
     def _adapt(self, layer: Any, entry: Entry, expert: tuple[int, int | None], hf: HfConfig, lora: LoraConfig, seed: int) -> None:
-        """Adapt one layer. `expert`: local and global number."""
         names = entry.hf_names(layer.layer_number - 1, expert[1])
         chosen = {place: name for place, name in enumerate(names) if target_of(name) in lora.targets}
         parent, _, own_name = entry.megatron.replace(EXPERT, str(expert[0])).removesuffix(".weight").rpartition(".")

@@ -95,7 +95,7 @@ def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
 
 
 class RollModel(GPTModel):
-    """One pipeline stage, or one part of an interleaved stage.
+    """Model part: one pipeline stage, or one part of an interleaved stage.
 
     The last stage's forward returns, for the N requested positions, hidden states [N, hidden] to multiply with output_weight, or [N]
     values. Prompt tokens and padding never reach the head.
@@ -150,7 +150,6 @@ class RollModel(GPTModel):
 
     @property
     def output_weight(self) -> torch.Tensor:
-        """[V/tp, hidden] on the last stage; a language model only."""
         tied = self.share_embeddings_and_output_weights
         weight: torch.Tensor = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         return weight

@@ -31,7 +31,6 @@ class HostCopy:
     """None for dropped gradients, and for state that never left."""
     is_current: bool = False
     is_frozen: bool = False
-    """Holds only frozen weights."""
 
 
 class StateMover:
@@ -45,7 +44,6 @@ class StateMover:
         self._away: set[StateGroup] = set()
         self._arriving: dict[StateGroup, Any] = {}
         self.moved = Moved()
-        """Bytes and seconds moved so far."""
 
     def offload(self, groups: Iterable[StateGroup]) -> None:
         """Offload; the memory is free when this returns."""

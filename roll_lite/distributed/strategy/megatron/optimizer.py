@@ -21,7 +21,6 @@ from roll_lite.config.schema.models import OptimizerConfig
 from roll_lite.distributed.strategy.device import current_device
 
 STRETCH = 4096
-"""Entries per float32 partial sum of squares."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,6 @@ class Optimizer:
 
     @property
     def parts(self) -> list[Any]:
-        """Optimizers in Megatron's chain."""
         return list(self.megatron.chained_optimizers)
 
     def _make_states(self) -> None:
@@ -169,7 +167,6 @@ def squared_norm(tensors: Sequence[torch.Tensor], device: torch.device) -> torch
 
 
 def _stretches(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Entries as matrices of short rows."""
     flat = tensor.flatten()
     whole = len(flat) - len(flat) % STRETCH
     return [flat[:whole].view(-1, STRETCH), flat[None, whole:]]

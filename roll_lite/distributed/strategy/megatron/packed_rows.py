@@ -37,7 +37,6 @@ class PackedRows:
     seen_starts: torch.Tensor | None = None
     """[pieces + 1] int32: start of each piece in `seen`."""
     routes: Routes | None = None
-    """Recorded or replayed routes to experts."""
     qkv_format = "sbhd"
 
     @staticmethod
@@ -99,7 +98,6 @@ class ContextCut:
         return [(number * self.part, (number + 1) * self.part) for number in (self.rank, 2 * self.ranks - 1 - self.rank)]
 
     def own(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Entries of this rank."""
         return torch.cat([tokens[low:high] for low, high in self.parts])
 
     def among_all(self, positions: torch.Tensor) -> torch.Tensor:
@@ -110,7 +108,6 @@ class ContextCut:
         return (2 * owner + (~early).long()) * self.part + positions % self.part
 
     def places(self) -> torch.Tensor:
-        """Indices of this rank's tokens."""
         return torch.arange(self.tokens) if self.ranks == 1 else self.own(torch.arange(self.tokens))
 
     def find(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -60,7 +60,7 @@ class ChosenExperts:
         return values, self.chosen
 
     def rerouted(self) -> torch.Tensor:
-        """[2]: replayed choices, and those that the router would not have made."""
+        """Count [2] replayed choices, and those among them that the router would not have made."""
         assert self.given is not None
         replayed = self.given >= 0
         other = (self.chosen[:, :, None] != self.own[:, None, :]).all(2)

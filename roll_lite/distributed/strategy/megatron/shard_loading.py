@@ -30,8 +30,6 @@ BATCH_ENTRIES = 1 << 22
 
 @dataclass(frozen=True)
 class Owned:
-    """Flattened entries of a weight."""
-
     weight: torch.nn.Parameter
     start: int
     end: int
