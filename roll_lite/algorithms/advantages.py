@@ -26,14 +26,14 @@ VARIANCE_OFFSET = 1e-8
 
 def last_policy_token(mask: torch.Tensor) -> torch.Tensor:
     """mask [B, T-1] on the host -> [B] int64, -1 for rows without policy tokens."""
-    # A search for the byte 1 from the end of each row: under a millisecond at 512 x 32k, where an argmax over positions takes tens.
+    # Searches bytes from the end of each row: under 1 ms at 512 x 32k, an argmax over positions takes tens.
     return torch.tensor([row.tobytes().rfind(1) for row in mask.numpy()], dtype=torch.int64)
 
 
 def token_rewards(rewards: torch.Tensor, mask: torch.Tensor, kl_rewards: torch.Tensor | None = None) -> torch.Tensor:
     """Rewards [B], mask and kl_rewards [B, T-1] -> [B, T-1], 0 where masked. The last policy token, not always the row's last column,
     gets the row's reward. float64: a token's KL may be millions of times smaller."""
-    # numpy's large arrays lie on huge pages and its zeros cost nothing until they are read: torch.zeros takes 60 ms at 512 x 32k.
+    # numpy has huge pages, and zeros that cost nothing until they are read: torch.zeros takes 60 ms at 512 x 32k.
     tokens = torch.from_numpy(np.zeros(mask.shape))
     if kl_rewards is not None:
         torch.where(mask, kl_rewards.double(), torch.zeros((), dtype=torch.float64), out=tokens)
@@ -101,9 +101,8 @@ def policy_token_counts(mask: torch.Tensor) -> torch.Tensor:
 
 # ---------------------------------------------------------------- of samples
 #
-# From the rewards of the whole global batch, [N] -> [N] float64. Groups are told apart by id, wherever their rows stand, and may be uneven.
-# A group without spread, a group of one among them, has advantage exactly 0: rounding must not be scaled up to a signal, and a group of
-# one says nothing about its sample.
+# Rewards of the global batch, [N] -> [N] float64. Groups are identified by id, wherever their rows are, and may be uneven. A group without
+# spread (also a group of one) has advantage exactly 0: rounding must not be scaled up to a signal.
 
 
 @dataclass(frozen=True)
@@ -195,7 +194,7 @@ def remax(rewards: torch.Tensor, baseline_scores: torch.Tensor) -> torch.Tensor:
 
 # ---------------------------------------------------------------- whitening
 #
-# Over the policy tokens of the whole global batch: moments are (count, sum, sum of squared deviations from the mean), in float64.
+# Over the policy tokens of the global batch; moments are (count, sum, sum of squared deviations from the mean), float64.
 
 
 def merged_moments(parts: torch.Tensor) -> torch.Tensor:

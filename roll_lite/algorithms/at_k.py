@@ -64,7 +64,7 @@ class SampledPrompts:
         first_vote = np.cumsum(votes) - votes
         vote = first_vote[self.prompt] + self.place // k
         counted = (self.place < (votes * k)[self.prompt]) & (self.answers >= 0)
-        # Samples of one vote with one answer are a party.
+        # A party: samples of a vote with the same answer.
         answers = int(self.answers.max(initial=0)) + 1
         parties, party, sizes = np.unique(vote[counted] * answers + self.answers[counted], return_inverse=True, return_counts=True)
         value = np.bincount(party, weights=self.correct[counted], minlength=len(parties)) / sizes

@@ -26,7 +26,7 @@ def compiled(function: Callable[..., None]) -> Any:
     """Compile at the first call and cache on disk: beside the source, or in the user's cache folder."""
     try:
         return njit(nogil=True, cache=True)(function)
-    except RuntimeError:  # numba found no folder at all that it may write to: compile in every process
+    except RuntimeError:  # no writable folder: compile in every process
         return njit(nogil=True)(function)
 
 

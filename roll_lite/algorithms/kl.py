@@ -37,7 +37,7 @@ def kl_estimate(new: torch.Tensor, ref: torch.Tensor, estimator: KlEstimator) ->
         return ratio.square() / 2
     if estimator == "abs":
         return ratio.abs()
-    exact = ratio.double()  # near 0 both terms nearly cancel: float32 leaves little of them
+    exact = ratio.double()  # near 0 both terms nearly cancel
     return (torch.expm1(-exact) + exact).to(ratio.dtype)
 
 
@@ -78,7 +78,7 @@ def kl_loss(
         slope = log_ratio.sign()
     else:
         slope = log_ratio
-    # The difference is 0 and has the gradient of new; that of -inf would be NaN.
+    # new - current is 0 with the gradient of new; for -inf it would be NaN.
     impossible = current == -torch.inf
     return kl_estimate(current, ref.detach(), estimator) + slope * (new.masked_fill(impossible, 0.0) - current.masked_fill(impossible, 0.0))
 

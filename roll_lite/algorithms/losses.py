@@ -118,7 +118,7 @@ def gspo(terms: PolicyTerms, clip_low: float, clip_high: float) -> PolicyLoss:
     loss = _clipped_surrogate(ratio, advantages, clip_low, clip_high)
     ratio = ratio.detach()
     low, high = (advantages < 0) & (ratio < 1 - clip_low), (advantages > 0) & (ratio > 1 + clip_high)
-    beyond = (advantages != 0) & ~low & ~high  # in a sequence that keeps its gradient
+    beyond = (advantages != 0) & ~low & ~high  # in sequences that keep their gradient
     mask = terms.mask
     return PolicyLoss(
         torch.where(mask, loss, 0.0),
@@ -236,8 +236,8 @@ POLICY_LOSSES: dict[str, Callable[..., PolicyLoss]] = {
 
 
 #
-# Of tokens that the engine sampled, [B, T-1], detached: `trained` are the log-probs of the policy that the loss believes to have sampled
-# them, `rollout` the engine's. A token of weight 0 stays in the aggregation's denominator.
+# Log-probs [B, T-1] of the engine's tokens, detached: `trained` by the policy that the loss assumes to have sampled them, `rollout` by the
+# engine. A token of weight 0 stays in the aggregation's denominator.
 
 
 def mismatch_weights(

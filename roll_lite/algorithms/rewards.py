@@ -182,7 +182,7 @@ def mask_samples(
     if truncated:
         causes["truncated"] = rows.truncated.numpy()
     if group_mean is not None:
-        # As float32, which the scores are: a group that scores 0.2 throughout lies in a range that ends with 0.2.
+        # In float32, like scores: a group with scores of 0.2 lies in a range that ends with 0.2.
         places, groups = group_places(rows.group)
         means = group_means(as_float64(rows.score), places, groups).astype(np.float32)[places]
         causes["group_mean"] = _outside(means, *np.array(group_mean, dtype=np.float32))

@@ -20,8 +20,8 @@ FINE = 1e-3
 
 _SPAN = math.asinh(LOG_RATIO_LIMIT / FINE)
 
-# Bins are even in asinh(log-ratio / FINE): as wide as FINE / 38 around a log-ratio of 0, where a first update leaves most tokens, and
-# 2.6 % of the log-ratio far from it. They cover all that the clamp of log-ratios lets through.
+# Bins are even in asinh(log-ratio / FINE): FINE / 38 wide around log-ratio 0, where a first update leaves most tokens, and 2.6 % of the
+# log-ratio far from it. They cover the clamp's range.
 
 
 def sums_by_domain(tokens: dict[str, torch.Tensor], domain_numbers: torch.Tensor, domains: int) -> dict[str, torch.Tensor]:

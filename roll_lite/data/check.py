@@ -99,7 +99,7 @@ def _columns(path: str, domain: DomainConfig, split: str) -> list[_Column]:
         columns = [_Column(f"{path}.data.prompt", data.prompt, lambda row: messages_of(row, data.prompt, template.system))]
     else:
         columns = [_text_column(f"{path}.data.prompt", data.prompt, "prompt", path)]
-        with suppress(ValueError):  # told as the template's mistake
+        with suppress(ValueError):  # reported for the template
             columns += [_text_column(f"{path}.template.text", name, name, path) for name in placeholders(template.text) if name != "prompt"]
     if (answer := data.answer) is not None:
         setting = f"{path}.data.answer"
@@ -237,7 +237,7 @@ def _tags(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Proble
     name = path.removeprefix("domains.")
     for other, its in config.domains.items():
         if other == name:
-            return  # each pair is told once, at the later one
+            return  # each pair is reported once
         both = [tag for tag in data.tags if tag in its.data.tags] if data.tag == its.data.tag else []
         if both and files_read(data.train, data.validation) & files_read(its.data.train, its.data.validation):
             message = f"domain {other!r} of the same file claims {', '.join(map(repr, both))} too; a row belongs to one domain"
@@ -261,7 +261,7 @@ def _chat_template(config: RunConfig, path: str, domain: DomainConfig) -> Iterat
     except ValueError as error:
         yield Problem(place, str(error), str(template.file or folder))
         return
-    if texts is None:  # told as the model's mistake
+    if texts is None:  # reported for the model
         return
     if not texts:
         message = f"the tokenizer in {folder} has no chat template; name one with template.file, or use plain"

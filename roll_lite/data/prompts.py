@@ -61,7 +61,7 @@ class PromptSet:
             self._names.append(names)
         self._ids.extend(token_ids)
         self._id_ends.append(len(self._ids))
-        # An answer or a question that is one of the columns' values is written once.
+        # Pickle writes an answer or question that is a column's value once.
         kept = (text, question, answer, self._numbers[names], tuple(columns.values()))
         self._rows += pickle.dumps(kept, pickle.HIGHEST_PROTOCOL)
         self._row_ends.append(len(self._rows))
@@ -161,9 +161,7 @@ class _Loader:
         self._longest = config.sampling.max_prompt_tokens
         self._template = Template(config.template, config.data.prompt, tokenizer, f"domains.{domain}.template")
         self._owners = owners
-        # What steers the training is no matter for held-out prompts.
         self._weight = config.data.weight if split == "train" else None
-        # And by what it is reported no matter for prompts to train on.
         self._report_by = config.data.report_by if split == "validation" else None
         self.reported: set[str | float] = set()
         self._difficulty = config.data.filter.difficulty if split == "train" else None
@@ -198,7 +196,7 @@ class _Loader:
             self.reported.add(reported_value(content, self._report_by))
         answer = answer_of(content, data.answer, f"domains.{self._domain}.data.answer") if data.answer is not None else None
         question = content[data.prompt]
-        # One object where they are the same, which is then kept once.
+        # Equal texts become one object, pickled once.
         return _Read(row, question if question == text else text, question, answer, content, weight_of(content, self._weight))
 
     def _not_wanted(self, content: Mapping[str, Any], file: Path) -> str | None:
@@ -279,7 +277,7 @@ class PromptOrder:
         return self._epoch, index
 
     def _shuffled(self, epoch: int) -> np.ndarray:
-        # Sorted raw bits: numpy promises the same bits in every version, and does not promise that for permutation().
+        # Sorted raw bits, which numpy keeps over versions; it does not promise that for permutation().
         digest = hashlib.sha256(f"{self._seed}/{self._domain}/{epoch}".encode()).digest()
         return np.argsort(np.random.PCG64(int.from_bytes(digest)).random_raw(self._count), kind="stable")
 

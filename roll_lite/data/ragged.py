@@ -119,8 +119,8 @@ class Ragged:
         return _rebuild, (to_numpy(self.values), to_numpy(self.offsets))
 
 
-# Measured with Ray 2.60: a CPU tensor inside an object is pickled in-band and copied on both sides; a numpy array travels out of band
-# and is mapped where it lies. So columns are pickled as numpy arrays and viewed as tensors again.
+# Ray 2.60 pickles CPU tensors in-band and copies them on both sides; numpy arrays travel out of band and are mapped. So columns are pickled
+# as numpy arrays.
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:

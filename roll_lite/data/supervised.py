@@ -64,7 +64,7 @@ class SupervisedRows:
         return self._order.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if not state:  # a checkpoint from before there were any has none
+        if not state:  # an older checkpoint
             return
         if state["count"] != (rows := len(self._prompts)):
             message = f"algorithm.ptx.data has {rows} rows, and had {state['count']} when the checkpoint was written"

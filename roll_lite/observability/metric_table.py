@@ -59,7 +59,7 @@ METRICS: dict[str, Metric] = {
         by="domain",
     ),
     "reward/seconds": Metric(MEAN, "s", "Time from requesting a score to receiving it.", by="domain"),
-    # difficulty of prompts: sample groups by their share of correct samples
+    # sample groups by their share of correct samples
     "solved/none": Metric(MEAN, "share", "Groups without a correct sample.", by="domain"),
     "solved/quarter": Metric(MEAN, "share", "Groups with at least one and at most a quarter of the samples correct.", by="domain"),
     "solved/half": Metric(MEAN, "share", "Groups with more than a quarter and at most half of the samples correct.", by="domain"),
@@ -301,7 +301,7 @@ METRICS: dict[str, Metric] = {
         "and `wait` for a free bucket; engine workers `receive` (and wait) and `load`. Phases overlap.",
         by="phase",
     ),
-    # state that is offloaded and loaded, from the end of the previous step to the end of this one
+    # offloads and loads, from the end of the previous step to the end of this one
     "offload/freed_megabytes": Metric(SUM, "MB", "Device memory that a role's ranks freed.", by="role"),
     "offload/out_megabytes": Metric(
         SUM, "MB", "State copied to the host: without gradients, and without data unchanged since the last copy.", by="role"

@@ -62,7 +62,7 @@ class JsonlTracker(Tracker):
 
 class TensorBoardTracker(Tracker):
     def __init__(self, run: TrackedRun) -> None:
-        # Imported here: it takes a second that runs without this tracker need not spend.
+        # Imported here: it takes a second.
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(run.folder / "tensorboard"), flush_secs=10)

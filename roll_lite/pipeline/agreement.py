@@ -51,7 +51,7 @@ class Agreement:
         if not told:
             return
         if any(math.isnan(metrics[name]) for name in told):
-            return  # a sample without log-probs tells nothing of the others; its update is skipped
+            return  # a sample without log-probs, whose update is skipped
         for name in told:
             if metrics[name] > self._bound:
                 raise DifferentModels(

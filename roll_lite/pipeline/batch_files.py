@@ -1,5 +1,5 @@
-"""Files that examples/recompute.py reads (docs/recompute.md): start weights, inputs of the losses, samples of skipped updates. Rows and
-adapters are written by the actor's ranks if they share the run's folder, all else by the driver."""
+"""Files that examples/recompute.py reads (docs/recompute.md): start weights, inputs of the losses, samples of skipped updates. The
+actor's ranks write adapters and, if they share the run's folder, rows; the driver writes all else."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class BatchFiles:
         shards = actor.shards(batch, columns)
         if self._shared:
             actor.ranks.heads_scatter(ActorWorker.write_rows, shards, folder)
-        else:  # one after the other, so that the driver never holds a whole batch
+        else:  # in turns: the driver never holds a whole batch
             for rank, shard in enumerate(shards):
                 write_columns(folder / rows_file(rank), shard.materialize())
         write_table(folder / "mini_batches.parquet", mini_batches)

@@ -140,7 +140,7 @@ class RLVRPipeline:
         reports = actor.ranks.heads_scatter(ActorWorker.assign_credit, actor.shards(batch, self.credit_columns), kl_coef)
         batch.add(report.block for report in reports)
         self.journal.credit(reports, kl_coef)
-        # `abs` is no estimate of a KL; k3 is, of the same tokens.
+        # `abs` estimates no KL; k3 does, on the same tokens.
         measured = "credit/kl_ref" if self.algorithm.kl_in_reward.estimator == "abs" else "credit/kl_in_reward"
         self.kl_in_reward.step(per_token([report.sums for report in reports], measured, "credit/tokens"), training_rows(batch))
 
@@ -228,7 +228,7 @@ class RLVRPipeline:
         state = self.checkpoints.load(self.clusters, self.source)
         if state is not None:
             self.steps_done, self.version = state["steps_done"], state["version"]
-            state = {"skipped": {}, "ptx": {}, **state}  # a checkpoint from before there were any
+            state = {"skipped": {}, "ptx": {}, **state}  # an older checkpoint has none
             for name, part in self.remembering.items():
                 part.load_state_dict(state[name])
             self.journal.resumed(self.steps_done)

@@ -36,7 +36,7 @@ def run(config: RunConfig) -> int:
     """Start, train, clean up; returns the exit code. The cause of a failure is on standard error and in summary.json."""
     try:
         folder = create_run_folder(config.run_dir, config.experiment)
-        # What a resumed run without checkpoints went on from is read here: `latest` never points at a folder without it.
+        # Before `latest` points here: a later run finds in it what this one resumed from.
         (folder / CONFIG_FILE).write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
         point_latest(config.run_dir, folder)
     except (OSError, ValueError) as error:
@@ -48,8 +48,7 @@ def run(config: RunConfig) -> int:
     WATCHDOG.silence_s = config.limits.silence or None
     interruption = Interruption()
     end = RunEnd(journal, interruption)
-    # Twice: what the run has to say of its end is written down before Ray is taken apart, which may take this process along.
-    # The signals too, for Ray puts its own handlers in place when it starts.
+    # Both twice: the end is recorded before Ray shuts down, which may end this process, and Ray installs its own signal handlers.
     with interruption.handled(), WATCHDOG.patrol(end.give_up), end.recorded():
         announce(config, journal)
         journal.connect()
@@ -156,6 +155,6 @@ def report_failure(error: Exception, folder: Path, what: str) -> None:
     """Print a failure without the worker's traceback, which failure.txt gets."""
     with (folder / "failure.txt").open("a", encoding="utf-8") as file:
         file.write("".join(traceback.format_exception(error)))
-    with suppress(OSError):  # nobody may read it any more
+    with suppress(OSError):  # its reader may be gone
         sys.stderr.write(f"\n{what}: {REMOTE_TRACEBACK.split(str(error))[0].rstrip()}\n(more in {folder / 'failure.txt'})\n")
         sys.stderr.flush()

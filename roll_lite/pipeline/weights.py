@@ -80,7 +80,7 @@ class WeightSync:
             return None
         with self._model.loaded(states(Phase.SYNC_WEIGHTS)):
             pushed = self._update(version)
-            while pushed is None:  # an engine was lost meanwhile: the others connect again and get everything
+            while pushed is None:  # an engine was lost: the others connect again and get everything
                 pushed = self._update(version)
             if self._config.verify != "none":
                 self._verify(version)
@@ -123,7 +123,7 @@ class WeightSync:
         export = self._export = self._export or self._actor.all(ActorWorker.export_plan, self._config.bucket_mb << 20)[0]
         if self._rendezvous is None:
             self._rendezvous = self._actor.one(ActorWorker.host_weight_transfer, timeout_s)
-            self._interrupts = rendezvous_client(*self._rendezvous)  # its host is surely up by now
+            self._interrupts = rendezvous_client(*self._rendezvous)  # its host is up by now
         self._epoch += 1
         engines_left = dict.fromkeys(self._engines.left, self._workers_per_engine)
         plan = plan_transfers(export, engines_left, self._dtype, self._expert_parallel)
@@ -149,7 +149,7 @@ class WeightSync:
             if not interrupted and (broken or self._lost(engines)) and self._interrupts is not None:
                 interrupted = True
                 self._epoch += 1
-                interrupt(self._interrupts, self._epoch)  # otherwise the others would wait until their time-out
+                interrupt(self._interrupts, self._epoch)  # or the others wait until their time-out
 
         both: list[Pending[Any]] = [engines, trainers]
         said, of_trainers = gather(*both, meanwhile=look)

@@ -117,7 +117,7 @@ def _bars(axes: Any, spans: Sequence[Span], slots: int, by: str, colors: dict[An
 
 def _image(spans: Sequence[Span], rows: int, slots: int, by: str, colors: dict[Any, str], end: float) -> np.ndarray:
     """Colours by engine and time, mixed over the running requests; white if none runs."""
-    amount = np.zeros((rows, COLUMNS + 1, 4))  # what begins or ends in a column: red, green, blue, number
+    amount = np.zeros((rows, COLUMNS + 1, 4))  # changes by column: red, green, blue, number
     rgb = {key: np.array([int(color[place : place + 2], 16) / 255 for place in (1, 3, 5)]) for key, color in colors.items()}
     for span in spans:
         first, last = (min(COLUMNS, int(at / end * COLUMNS)) for at in (span.start, span.end))

@@ -263,7 +263,7 @@ class _Simulation:
             for place, sample in enumerate(group.samples):
                 transcript = sample.transcript
                 prompt = transcript.prompt_length
-                # The samples of a group share the prefill of their prompt where things are best.
+                # At best, a group's samples share the prefill of their prompt.
                 work += self.scenario.rates.work(prompt, transcript.policy_tokens, self.slots, 1 if place else prompt)
         self.outcome.failed += sum(domain.failed for domain in result.stats.domains.values())
         self.outcome.lost += sum(domain.lost_groups for domain in result.stats.domains.values())

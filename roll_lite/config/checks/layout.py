@@ -89,7 +89,7 @@ def _experts(config: RunConfig, name: str, role: Role) -> Mistakes:
         yield f"{name}.strategy.expert_tensor_parallel", f"does not divide the experts' feed-forward size of {shape.expert_feed_forward}"
     if strategy.tensor_parallel > 1 and not strategy.sequence_parallel:
         yield f"{name}.strategy.sequence_parallel", "tensor_parallel > 1 of a model with experts needs it; use true"
-    # The ranks that share the experts lie in one pipeline stage, if necessary in several copies of the model.
+    # Ranks that share experts are in one pipeline stage, if necessary of several copies of the model.
     count, sharing = len(device_numbers(role.devices)), parallel * tensor
     if count % (whole := sharing * strategy.pipeline_parallel):
         parts = f"expert_parallel {parallel} x expert_tensor_parallel {tensor}"
