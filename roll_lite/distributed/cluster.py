@@ -1,9 +1,8 @@
 """A role's workers as one object. Calls name the method itself, so that going to its definition works:
 `cluster.scatter(ActorWorker.train, shards)`.
 
-Verbs: `all` calls every rank; `each` every living rank, of ranks that die alone; `one` rank 0; `scatter` sends one shard to every
-data-parallel rank; `heads_scatter` only to the heads, the ranks that return results (one per data-parallel rank). Each verb has a
-`start_` twin that does not wait.
+`all` calls every rank; `each` every living rank, of ranks that die alone; `one` rank 0; `scatter` sends one shard to every data-parallel
+rank; `heads_scatter` only to the heads, the ranks that return results (one per data-parallel rank). The `start_` twins do not wait.
 """
 
 from __future__ import annotations

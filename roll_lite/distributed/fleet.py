@@ -48,6 +48,7 @@ class Policy:
     start_timeout_s: float | None
     """Time limit of one attempt to start; None: unlimited."""
     restarts: int | None = None
+    """Maximum per member; None: unlimited."""
     attempts: int = 3
     """Attempts at one restart."""
     path: str = ""
@@ -57,6 +58,7 @@ class MemberState(StrEnum):
     STARTING = "starting"
     SERVING = "serving"
     LOST = "lost"
+    """Dead, about to be restarted."""
     DOWN = "down"
     """Dead, without restarts left."""
 

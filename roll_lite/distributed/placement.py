@@ -1,8 +1,7 @@
 """Placement of workers on devices. Device numbers count over the cluster's nodes; roles with the same number share the device.
 
-A device is a GPU or, on a cluster without GPUs, a CPU slot: a share of a core, so that two cores can host every role of a run. One
-placement group holds all devices: a run gets all or none. With `placement.nodes` each device lies on its configured node; otherwise Ray
-packs them.
+A device is a GPU or, on a cluster without GPUs, a share of a core, so that two cores can host every role. One placement group holds all
+devices: a run gets all or none. With `placement.nodes` each device lies on its configured node; otherwise Ray packs them.
 """
 
 from __future__ import annotations
@@ -139,6 +138,7 @@ class Node:
     id: str
     address: str
     devices: float
+    """GPUs or cores."""
 
 
 def _nodes(kind: str) -> list[Node]:

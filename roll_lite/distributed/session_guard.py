@@ -1,9 +1,8 @@
 """Guard process: ends the processes and the temporary folder that a dead driver's Ray session leaves.
 
-Ray's own processes die with their driver, but not all of their children. So a session starts this file, which uses only the standard
-library. When the driver dies or reports its end, it kills every process with the session's mark in its environment, which children of
-Ray inherit, or with open files of the session. It has a twin, in case it is killed with the driver; if both are, the next session on
-this machine cleans up.
+Ray's own processes die with their driver, but not all of their children. When the driver dies or reports its end, the guard, which uses
+only the standard library, kills every process with the session's mark in its environment, which children of Ray inherit, or with open
+files of the session. It has a twin, in case it is killed with the driver; if both are, the next session here cleans up.
 """
 
 from __future__ import annotations

@@ -88,6 +88,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def all_boxed(text: str) -> list[str]:
+    r"""Contents of all \boxed{}, last first."""
     found: list[str] = []
     before = len(text)
     for start, end in _boxes(text):
@@ -112,6 +113,7 @@ def last_boxes(text: str) -> list[str]:
 
 
 def _boxes(text: str) -> list[tuple[int, int]]:
+    r"""Start and end of the content of each closed \boxed{}, last first."""
     opened: list[tuple[bool, int]] = []
     closed: list[tuple[int, int]] = []
     for brace in BRACE.finditer(text) if BOX in text else ():

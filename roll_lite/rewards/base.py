@@ -25,6 +25,7 @@ HARMLESS_RESPONSE = "I do not know."
 BY_INPUT = (RecursionError, ValueError, ArithmeticError, LookupError)
 """Exceptions of built-in types that their input causes; others (OSError, MemoryError) may be the machine's."""
 LARGEST_SCORE = (2 - 2**-23) * 2.0**127
+"""Largest float32, the type used in training."""
 
 
 class RewardFailed(Exception):

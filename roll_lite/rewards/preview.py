@@ -35,6 +35,7 @@ PROMPTS_A_PROCESS = 500
 MOST_PROCESSES = 8
 
 Try = tuple[Prompt, str, str]
+"""Prompt, response and finish reason."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Look:
     domain: str | None
     split: Split = "train"
     limit: int | None = 20
+    """Most responses; None: all."""
     responses: Path | None = None
     """Lines with `response` and `prompt_uid` or `prompt`, such as the samples of a run."""
     column: str | None = None

@@ -26,6 +26,7 @@ class Looked:
     prompt: Prompt
     response: str
     score: Score | str
+    """Score, or cause of failure."""
     seconds: float
 
 

@@ -1,7 +1,7 @@
-"""Assert-style tests: the tests' process calls the program's functions with plain values and judges the results.
+"""Assert-style tests: the tests' process calls the program's functions with plain values and judges the results (docs/code_reward.md).
 
 Two processes in two sandboxes share a socket. The tests' process (`Tests`) runs no code of the program; the program's (`serve`) sees
-only the arguments of calls. A test that needs more runs in the program's process, see `inside.py`.
+only the arguments of calls. A test that needs more runs there, see `inside.py`.
 """
 
 from __future__ import annotations

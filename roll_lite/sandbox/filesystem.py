@@ -46,7 +46,9 @@ CLAIM_S = 60.0
 REMOVED = "removed-"
 DEEPEST = 256
 DEEPEST_OPEN = 100
+"""Most folders open at once while a tree is removed."""
 BLOCK = 512
+"""Bytes per unit of `st_blocks`."""
 SHARED = "/dev/shm"
 WORK = "/sandbox"
 """The program's own view of its folder. /tmp links to it, unless a path below the machine's /tmp is shown."""

@@ -1,9 +1,7 @@
-"""Guards for a test that runs in the program's process: the program decides as little as possible.
+"""Guards for a test that runs in the program's process: the program decides as little as possible (docs/code_reward.md).
 
-A class could equal everything (`__eq__`), or read the expected value (`Area(3) - 28.274`). So equality counts only between two objects
-of the program that hold the same data, and a program's operator between its object and a plain value fails the test. A failed assert
-stays failed, even if caught. Modules are as before the program (`Loaded`), and a test during which one's function is replaced fails. A
-program that reads the interpreter's frames or memory can still forge a verdict.
+A class could equal everything (`__eq__`), or read the expected value (`Area(3) - 28.274`). A program that reads the interpreter's frames
+or memory can still forge a verdict.
 """
 
 from __future__ import annotations

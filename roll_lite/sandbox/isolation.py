@@ -28,6 +28,7 @@ NEIGHBOURS = 512
 """Allowance for the same user's processes that start elsewhere meanwhile."""
 OTHERS = kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | kernel.CLONE_NEWCGROUP
 BEHIND_OTHER_WALLS = 47
+"""Exit status of a trial whose walls cannot be built."""
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
 READ = EXECUTE | READ_FILE | READ_DIR
@@ -52,6 +53,7 @@ class Walls:
     """Outer walls; `held`: mechanism of each protection that holds."""
 
     kind: str
+    """namespaces, landlock or none."""
     held: dict[str, str]
     why_not: list[str]
     own_users: bool = False
@@ -322,6 +324,7 @@ def reset_signals() -> None:
 
 
 def landlock_abi() -> int:
+    """Version in this kernel; 0: none."""
     return max(0, int(libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), 1)))
 
 

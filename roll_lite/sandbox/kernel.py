@@ -36,6 +36,7 @@ PR_SET_NO_NEW_PRIVS = 38
 
 CAP_DAC_READ_SEARCH = 1 << 2
 FOR_ANOTHER_USER = 1 << 0 | 1 << 1 | 1 << 5 | 1 << 6 | 1 << 7
+"""CAP_CHOWN, CAP_DAC_OVERRIDE, CAP_KILL, CAP_SETGID, CAP_SETUID."""
 AT_FDCWD = -100
 AT_RECURSIVE = 0x8000
 MOUNT_ATTR_RDONLY_NOSUID_NODEV = 0x7
@@ -62,6 +63,7 @@ def memory_file(content: bytes = b"") -> int:
 
 
 OUT_OF_TIME = int(signal.SIGPROF)
+"""Exit status of a process that `limit_cpu` ended."""
 
 
 def limit_cpu(seconds: float) -> None:

@@ -92,11 +92,13 @@ class Pair:
 @dataclass(frozen=True)
 class Outcome:
     exit: int
+    """Exit status, negative for a signal."""
     stopped: str
     """Limit that ended it: cpu, wall, memory, processes, output, or sandbox (it killed its sandbox); or empty."""
     stdout: bytes
     stderr: bytes
     result: bytes
+    """Content of file number 3."""
     seconds: float
     cpu_s: float
 

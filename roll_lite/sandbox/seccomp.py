@@ -180,6 +180,7 @@ X32 = 0x40000000
 
 LOAD, AND, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 ARGUMENTS = 16
+"""Offset in `struct seccomp_data`."""
 ALLOW, KILL = 0x7FFF0000, 0x80000000
 
 
@@ -237,6 +238,7 @@ def _where(number: int, argument: int, tests: list[tuple[int, int, int, int]]) -
 
 
 def install_filter(code: bytes) -> None:
+    """Install the filter for this process and its children; needs no_new_privs."""
     instructions = ctypes.create_string_buffer(code, len(code))
     program = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(instructions)))
     prctl(PR_SET_SECCOMP, 2, ctypes.addressof(program))

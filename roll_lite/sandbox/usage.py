@@ -21,6 +21,7 @@ STACK = 25
 """Index of the stack's start behind the name in /proc/PID/stat."""
 FORKED_AND_NO_MORE = 0x40
 OF_MAPPING = 512
+"""Bytes of kernel memory per mapping, approximately."""
 MOST_MAPPINGS = 65530
 BESIDE_RESIDENT = (b"VmPTE:", b"VmSwap:")
 """Lines of /proc/PID/status, in kB, beside resident memory."""

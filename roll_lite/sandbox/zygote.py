@@ -46,6 +46,7 @@ HIGHEST_FILE = 1024
 FOLDER = "code-"
 PATIENCE_S = 5.0
 LEFT, MOST_LEFT = "left-", 4
+"""Prefix of ended programs' folders, and how many may await removal."""
 M_ARENA_MAX = -8
 
 

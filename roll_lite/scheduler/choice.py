@@ -26,6 +26,7 @@ class EngineLoad:
     generating: int = 0
     """Requests started and not finished."""
     last_sign: float = 0.0
+    """Time of the last start or end of a request."""
     served: int = 0
     dead: str | None = None
     """Cause of its loss; None while it lives."""

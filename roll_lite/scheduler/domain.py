@@ -82,6 +82,7 @@ class Counts:
 class _Live:
     number: int
     row: tuple[int, int]
+    """Epoch and row number of its prompt."""
     admitted: int
     """Time in batches."""
     samples: asyncio.Future[list[Sample]] | None = None

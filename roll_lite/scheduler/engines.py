@@ -66,6 +66,7 @@ class Collected:
     """New tokens of unfinished responses since the last part of each, after a dummy token."""
 
     def lying_in(self, blocks: Sequence[Any]) -> Collected:
+        """Replace block numbers by the blocks."""
         return replace(self, turns=_lying_in(self.turns, blocks), parts=_lying_in(self.parts, blocks))
 
 

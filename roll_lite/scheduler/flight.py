@@ -21,6 +21,7 @@ RESPONSES_REMEMBERED = 512
 REFRESH = 16
 """Lengths are sorted again when 1/REFRESH of them are new."""
 CLOCK_S = 1e-6
+"""Tolerance for timers that fire early."""
 LOOK_S = 1.0
 """Interval of time-out checks while the engine is paused."""
 ABORT_PATIENCE_S = 10.0
@@ -184,7 +185,7 @@ class Flight(Asked):
         self._length = self.left()
         self._done = self._grown = 0.0
         self.begun, self._since = False, self._clock.time()
-        """True if generation has started, and when; before, the time of departure."""
+        """Start of generation, if begun; else time of the departure."""
         self._timer = self._loop.call_later(self._timeout_s, self._look)
         self.engine.client.send(self)
 

@@ -45,9 +45,8 @@ class Router:
     """Sends each request to the least loaded engine. `deterministic`: by a hash of the request's id, in waves.
 
     `engine_slots`: most running requests per engine. What is in flight to an engine is limited by it and by `engine_tokens`; the rest
-    waits here, and `has_room` says whether more may come. The limit `timeout_s` runs from a request's start in the engine, so that
-    waiting costs nothing; waiting requests fail only if their engine produces no token for that long. An interrupted or aborted request
-    continues from its tokens.
+    waits here. The limit `timeout_s` runs from a request's start in the engine; waiting requests fail only if their engine produces no
+    token for that long. An interrupted or aborted request continues from its tokens.
     """
 
     def __init__(

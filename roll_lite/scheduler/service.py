@@ -184,6 +184,7 @@ class RolloutService:
             await self._changed.wait()
 
     def finished(self) -> list[SampleGroup]:
+        """Finished groups that will surely be in the current batch."""
         certain = {name: self._schedulers[name].certain(count) for name, count in self._making.items() if name not in self._taken}
         return [group for groups in (self._taken | certain).values() for group in groups]
 

@@ -115,8 +115,10 @@ class _Task:
     ) -> None:
         self.mask, self.columns = rows.mask, rows.columns
         self.score = rows.columns["reward"].double()
+        """[B], without KL."""
         self.kl_rewards = None if kl is None else kl * -kl_coef
         self.rewards = self.score if kl is None else self.score - kl_coef * row_moments(kl, rows.mask)[:, 1]
+        """[B], with KL."""
         self.whitening = whitening
         """None: the advantages stay as they are."""
         self.groups = rows.columns["group"].long()

@@ -1,8 +1,8 @@
 """Losses of actor and critic: functions that a worker hands to a strategy's train step.
 
 Each returns a micro-batch's share of the loss, sum(loss_weight * token loss), and metric sums (float64 scalars, the same names on every
-call), which add up over micro-batches and ranks. The names and their divisors are in `observability/metric_table.py`; `<name>#<number>`
-is a domain's sum. Masked entries never contribute, not even NaN: columns are filled first.
+call), which add up over micro-batches and ranks. `observability/metric_table.py` declares names and divisors; `<name>#<number>` is a
+domain's sum. Masked entries never contribute, not even NaN: columns are filled first.
 """
 
 from __future__ import annotations

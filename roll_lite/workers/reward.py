@@ -89,8 +89,7 @@ class RewardPool(ScoringPool[PooledWorker, RewardInput, Score]):
 
     A function that hangs or kills its process fails its own sample and costs a worker, which is replaced; other samples of the call are
     scored again. A hang in Python is interrupted inside the worker; others (a stopped process, a call into C) end with the process, by
-    the pool's clock. If workers are lost again and again without a score, all waiting samples fail. Samples of an async function join a
-    busy worker's and leave it one by one.
+    the pool's clock. Samples of an async function join a busy worker's and leave it one by one.
     """
 
     def __init__(self, domain: str, config: RewardConfig) -> None:

@@ -78,6 +78,7 @@ class RolloutBatch:
     replaced: dict[str, int] = field(default_factory=dict)
     """Reward workers replaced since the last batch, by domain."""
     silences: list[float] = field(default_factory=list)
+    """Seconds of silence of each engine lost since the last batch."""
 
 
 GC_THRESHOLDS = (100_000, 50, 100)

@@ -125,6 +125,7 @@ class TrainResult:
     """Result of one optimizer step, equal on every rank."""
 
     metrics: dict[str, float]
+    """Sums over all micro-batches and data-parallel ranks."""
     loss: float
     grad_norm: float
     lr: float

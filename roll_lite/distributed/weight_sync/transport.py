@@ -3,11 +3,11 @@
 The halves announce each bucket through the transfer group. Before a collective both wait for each other (`TransferGroup.meet`). If
 receivers fetch, a receiver waits for the sender, and the sender for `done` before it reuses a buffer.
 
-A bucket travels as one byte buffer whose layout both halves compute from the same list of tensors; the receiver cuts views instead of
-copying. A sender has two buffers per channel: it fills one while the other travels and is loaded.
+A bucket travels as one byte buffer whose layout both halves compute from the same list of tensors; the receiver cuts views. A sender has
+two buffers per channel: it fills one while the other travels and is loaded.
 
 The first transport is here too: memory that both sides can read, of a machine or of a GPU. A segment is reused once every worker is done
-with its bucket and keeps none of its tensors: an engine may hold tensors until a layer is complete.
+with its bucket and keeps none of its tensors: an engine may hold some until a layer is complete.
 """
 
 from __future__ import annotations

@@ -21,10 +21,9 @@ LEAST = 1e-12
 def same_output(expected: str, printed: str, compare: Compare, tolerance: float) -> bool:
     """True if the output is as expected.
 
-    exact: every character counts. lines: white space at line ends and empty lines at the end do not. numeric: word by word; integers
-    exactly, other numbers with an absolute or relative error within the tolerance, as in contests. auto: line by line; lines with
-    decimals numerically, as the judges of the public sets do, but with an absolute error of at most a hundredth of the number: contests
-    would accept 0.000000002 for 0.000000001.
+    exact: every character counts. lines: white space at line ends and empty lines at the end do not. numeric: by word, numbers as in
+    contests. auto: by line; lines with decimals numerically, as the judges of the public sets do, but with an absolute error of at most
+    a hundredth of the number: contests would accept 0.000000002 for 0.000000001.
     """
     if compare == "exact":
         return expected == printed

@@ -35,6 +35,7 @@ class Attempt:
     passed: int = 0
     done: int = 0
     inside: int = 0
+    """Tests decided in the program's process."""
     spent_s: float = 0.0
     """CPU time, or a third of the wall-clock time if that is more."""
     verdict: str = ""

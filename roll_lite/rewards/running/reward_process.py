@@ -20,6 +20,7 @@ GRACE_SECONDS = 1.0
 """Extra time for the reward's own time-out, which ends it more gently and explains more."""
 
 Answer = tuple[Score | str, float]
+"""Score or cause of failure, and seconds."""
 
 
 class RewardProcess:

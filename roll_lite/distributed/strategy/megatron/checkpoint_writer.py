@@ -1,10 +1,8 @@
 """Write a rank's part of a checkpoint in a separate process, beside the next training steps.
 
-A thread would hold up the rank, since torch.save mostly keeps the interpreter's lock; a fork, as in Megatron's asynchronous save, can hang
-beside the threads of Ray, gloo and CUDA. Here a fresh interpreter inherits anonymous memory (memfd, not limited by /dev/shm), into which
-the rank copies its tensors.
-
-The job and its result are passed so too. Exit codes are useless: Ray reaps child processes.
+A thread would hold up the rank, since torch.save mostly keeps the interpreter's lock; a fork, as in Megatron's asynchronous save, can
+hang beside the threads of Ray, gloo and CUDA. So a fresh interpreter inherits anonymous memory (memfd, not limited by /dev/shm) with the
+copied tensors, the job and its result. Exit codes are useless: Ray reaps child processes.
 """
 
 from __future__ import annotations

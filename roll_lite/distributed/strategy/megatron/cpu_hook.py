@@ -1,9 +1,8 @@
 """Run Megatron-Core on a machine without CUDA: the one seam that depends on its version.
 
 Megatron-Core 0.16 names CUDA throughout, though little of the training path needs it. `install()` adds an import hook that rewrites the
-source of the listed modules. Files on disk stay unchanged; where CUDA is available nothing happens.
-
-If a module's number of rewrites is not as listed, upstream changed: its import fails, so that somebody reads the change first.
+source of the listed modules, not files on disk. If a module's number of rewrites is not as listed, upstream changed: its import fails,
+so that somebody reads the change first.
 """
 
 from __future__ import annotations

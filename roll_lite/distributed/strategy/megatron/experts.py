@@ -95,6 +95,7 @@ class Balance:
 
 class Router(TopKRouter):
     rows: PackedRows
+    """Rows of the tokens; set before every forward pass."""
 
     def __init__(self, config: Any, pg_collection: Any, balance: Balance) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
@@ -113,6 +114,7 @@ class Router(TopKRouter):
 
     @property
     def _number(self) -> int:
+        """Index among the layers with experts."""
         layer, frequency = self.layer_number - 1, self.config.moe_layer_freq
         return layer if isinstance(frequency, int) else sum(frequency[:layer])
 

@@ -61,6 +61,7 @@ class _Source:
 
 
 _Described = tuple[str, tuple[int, ...], torch.dtype, int]
+"""Name, shape, dtype and owner."""
 
 
 def _in_buckets(tensors: Sequence[_Described], bucket_bytes: int) -> list[list[_Described]]:

@@ -38,6 +38,7 @@ class HfCheckpoint:
         return set(self._files)
 
     def slice(self, name: str) -> Any:
+        """Lazy view of a tensor; indexing reads it."""
         file = self._files[name]
         if file not in self._open:
             self._open[file] = safe_open(str(self.folder / file), framework="pt")

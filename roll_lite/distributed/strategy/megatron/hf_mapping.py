@@ -39,6 +39,7 @@ class Entry:
     """Cut along a vocabulary padded to equal shares."""
     only_with: Literal["qkv_bias", "qk_norm", "experts", "no experts"] | None = None
     fused: str | None = None
+    """Name in Transformer Engine's modules, if different."""
 
     @property
     def of_experts(self) -> bool:
@@ -113,6 +114,7 @@ EMBEDDING = Entry("embedding.word_embeddings.weight", ("model.embed_tokens.weigh
 FINAL_NORM = Entry("decoder.final_layernorm.weight", ("model.norm.weight",), cut=None)
 LM_HEAD = Entry("output_layer.weight", ("lm_head.weight",), cut=0, vocabulary=True)
 TIED_HEAD = Entry("output_layer.weight", EMBEDDING.hf, cut=0, vocabulary=True)
+"""Copy of tied embeddings on the last pipeline stage."""
 VALUE_HEAD = Entry("output_layer.weight", ("score.weight",), cut=None)
 """Named as in Hugging Face's sequence classification with one label: transformers loads a saved value model, and a reward model's
 checkpoint can become a critic.
@@ -127,6 +129,7 @@ class Binding:
     hf: tuple[str, ...]
     parameter: torch.nn.Parameter
     exported: bool = True
+    """False for copies."""
 
 
 def bind(chunks: Sequence[Any], hf: HfConfig) -> list[Binding]:

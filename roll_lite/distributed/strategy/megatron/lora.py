@@ -1,8 +1,8 @@
-"""LoRA: low-rank matrices beside frozen layers, in PEFT's arithmetic.
+"""LoRA: low-rank matrices beside frozen layers, in PEFT's arithmetic (docs/lora.md).
 
-Each Hugging Face projection has its own A [rank, in] and B [out, rank] and adds alpha / rank * B A x to its output; a Megatron layer may
-hold several. Tensor parallelism cuts B where it cuts a layer's rows (q, k, v, gate, up), A where it cuts columns (o, down); the other
-matrix is replicated. Only the product with A crosses ranks.
+Each Hugging Face projection has its own A [rank, in] and B [out, rank]; a Megatron layer may hold several. Tensor parallelism cuts B
+where it cuts a layer's rows (q, k, v, gate, up), A where it cuts columns (o, down); the other matrix is replicated. Only the product
+with A crosses ranks.
 
 An expert's adapters live whole beside the expert; gradients are summed over the ranks that hold the same expert. Layouts in which tensor
 ranks share a key/value head, or an expert's matrices, are refused (config/checks/lora.py).
@@ -126,7 +126,9 @@ class Adapters:
         self._all: list[Adapter] = []
         self.bindings: list[Binding] = []
         self.merging: dict[str, Change] = {}
+        """Merges of adapters into weights, by weight name."""
         self.scaling: dict[str, Change] = {}
+        """Scalings of B by alpha / rank, by name."""
         for chunk in chunks:
             chunk.requires_grad_(False)
             for layer in chunk.decoder.layers:

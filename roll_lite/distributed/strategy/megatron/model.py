@@ -150,6 +150,7 @@ class RollModel(GPTModel):
 
     @property
     def output_weight(self) -> torch.Tensor:
+        """[V/tp, hidden] on the last stage; a language model only."""
         tied = self.share_embeddings_and_output_weights
         weight: torch.Tensor = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         return weight

@@ -33,6 +33,7 @@ class ModelInput:
     slots: torch.Tensor
     """[N] index b * (T - 1) + t of each result in [B, T - 1]."""
     ends: torch.Tensor
+    """Rows whose last token is asked for."""
     targets: torch.Tensor
     micro_batch: MicroBatch
     """Rows for the loss; none if this rank only keeps in step with others."""

@@ -1,9 +1,7 @@
 """Move state out of device memory and back by emptying the storages that Megatron's buffers and views share.
 
-A refilled storage keeps its identity: all views (parameters, main_grad, optimizer shards) become valid again.
-
-Each storage has one host copy (pinned beside a GPU), kept when the state returns and current until somebody writes to the state: a
-reference is copied once per run.
+A refilled storage keeps its identity: all views (parameters, main_grad, optimizer shards) become valid again. Its host copy (pinned
+beside a GPU) stays current until somebody writes to the state: a reference is copied once per run.
 
 Copies use a stream of their own. `load` only starts them; `require` makes the computation wait for the groups it names, so that the
 optimizer's state arrives while the first micro-batches run. On a CPU copies are immediate.

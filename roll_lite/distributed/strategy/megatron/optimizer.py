@@ -21,6 +21,7 @@ from roll_lite.config.schema.models import OptimizerConfig
 from roll_lite.distributed.strategy.device import current_device
 
 STRETCH = 4096
+"""Entries per float32 partial sum of squares."""
 
 
 @dataclass(frozen=True)
