@@ -43,12 +43,11 @@ OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF
 OUTPUT_FAILED = 74
 """EX_IOERR: a full disk, a lost terminal."""
 CHECKS = (check_resumption, check_dumps, engine_arguments_fit, check_data, check_rewards)
-"""Checks of a configuration by the code that uses it."""
 OF_MACHINE = (devices_are_there, needs_gpus)
 """Checks of this machine; for `check` only notes: the configuration may be meant for another one."""
 OF_RUNS = (*CHECKS, *OF_MACHINE, check_run_dir)
 SEEN_ENOUGH = 141
-"""Exit code of a program ended by SIGPIPE."""
+"""Exit code after SIGPIPE."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -146,7 +145,7 @@ def _check(config: RunConfig, parsed: argparse.Namespace) -> int:
 
 
 def _tables(config: RunConfig) -> str:
-    """Layout, batch arithmetic, placement, notes; parts that need a missing value are left out."""
+    """Derived values, picture and notes; parts that need a missing value are left out."""
     of_machine = [f"{path}: {message}" for one in OF_MACHINE for path, message in readable(one(config))]
     parts = []
     for part in (lambda: render(derive(config)), lambda: draw(config)):
@@ -157,7 +156,6 @@ def _tables(config: RunConfig) -> str:
 
 
 def _sweep(parsed: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Check every combination, then run each."""
     from roll_lite.pipeline.sweep import Choice, run_each
 
     values = [_alternatives(parsed.config_name, text) for text in overrides]

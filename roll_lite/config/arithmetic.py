@@ -83,7 +83,7 @@ class DomainArithmetic:
     name: str
     share: Fraction
     prompts_per_step: Fraction
-    """Average; a step has the whole number below or above."""
+    """Average; a step has the next whole number below or above."""
     samples_per_prompt: int
     max_tokens: int
     """Tokens of prompt and response together."""
@@ -199,7 +199,7 @@ def model_parallel_size(role: Role) -> int:
 
 
 def count_multiple(strategy: MegatronStrategyConfig) -> int:
-    """Divisor of a pass's micro-batches: interleaved pipeline stages take turns over groups of them."""
+    """Divisor of a pass's micro-batches: interleaved pipeline stages alternate over groups of them."""
     return strategy.pipeline_parallel if strategy.virtual_pipeline_parallel > 1 else 1
 
 
@@ -254,7 +254,7 @@ def generates_ahead(config: RunConfig) -> bool:
 
 
 def kl_terms(config: RunConfig) -> dict[str, KlInRewardConfig | KlInLossConfig]:
-    """Active KL terms, by name in `algorithm`."""
+    """KL terms with a weight, by name in `algorithm`."""
     terms: dict[str, KlInRewardConfig | KlInLossConfig] = {
         "kl_in_reward": config.algorithm.kl_in_reward,
         "kl_in_loss": config.algorithm.kl_in_loss,
@@ -278,7 +278,6 @@ def actor_is_reference(config: RunConfig) -> bool:
 
 
 def actor_gives_log_probs(config: RunConfig) -> bool:
-    """The actor computes log-probs before a step's training."""
     return config.algorithm.old_log_probs == "recompute" or actor_is_reference(config)
 
 

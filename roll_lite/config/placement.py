@@ -27,7 +27,6 @@ GROUPS: Mapping[str, Sequence[Sequence[str]]] = {
 
 
 def placed(config: RunConfig) -> tuple[RunConfig, list[Problem]]:
-    """Configuration with every role's devices, and problems if impossible."""
     try:
         by_role = roles(config)
         problems = list(_not_named(config.placement, by_role))
@@ -159,7 +158,6 @@ def _changed(config: RunConfig, by_role: Mapping[str, Role], numbers: Mapping[st
 
 
 def _not_named(placement: PlacementConfig, by_role: Mapping[str, Role]) -> Iterator[Problem]:
-    """Check the nodes that roles and `fill` refer to."""
     if placement.fill == "spread" and placement.nodes is None:
         yield Problem("placement.fill", "spreads over nodes; say how many there are: placement.nodes", "spread")
     for name, role in by_role.items():

@@ -35,7 +35,6 @@ LEFT_OUT = "???"
 
 
 def secret_in_address(text: str) -> str | None:
-    """Kind of secret in the address, or None."""
     if ADDRESS.match(text):
         return "a user or a password"
     return "a key in its query" if "://" in text and KEY.search(text) else None
@@ -108,7 +107,6 @@ def without_logins(text: str) -> str:
 
 
 def without_secrets(value: Any, path: str = "", depth: int = 0, hidden_as: str = HIDDEN) -> Any:
-    """Hide values with secret names, at all levels."""
     if depth < DEEPEST and isinstance(value, dict):
         return {key: without_secrets(item, f"{path}.{key}", depth + 1, hidden_as) for key, item in value.items()}
     if depth < DEEPEST and isinstance(value, list):
@@ -117,7 +115,6 @@ def without_secrets(value: Any, path: str = "", depth: int = 0, hidden_as: str =
 
 
 def _tells_nothing(value: Any) -> bool:
-    """The value is empty, or names a variable."""
     return value is None or isinstance(value, bool) or value == "" or (isinstance(value, str) and value.startswith("${"))
 
 

@@ -23,7 +23,6 @@ from roll_lite.config.schema.run import RunConfig
 from roll_lite.config.wording import field_type, in_words, refusal
 
 FORMER_NAMES = ("type", "kind")
-"""Former keys for `name`."""
 OTHERS_NAMES = {
     "learning_rate": "lr",
     "max_new_tokens": "max_tokens",

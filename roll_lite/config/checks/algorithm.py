@@ -133,7 +133,6 @@ def _groups_have_a_baseline(config: RunConfig, path: str, domain: DomainConfig) 
 
 
 def _keep_mask(config: RunConfig, path: str, domain: DomainConfig) -> Mistakes:
-    """Check that engine and trainer use one distribution with old_log_probs: rollout."""
     sampling = domain.sampling
     if not is_truncated(sampling):
         return

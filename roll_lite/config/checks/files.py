@@ -33,7 +33,7 @@ def _model(config: RunConfig) -> Iterator[Problem]:
 
 
 def _told(path: str, folder: Path, wrong: Callable[[], str | None]) -> Iterator[Problem]:
-    """Yield the message that `wrong` returns or raises as ValueError."""
+    """Yield the message that `wrong` returns or raises."""
     try:
         message = wrong()
     except ValueError as error:

@@ -36,7 +36,6 @@ class Composed:
     broken: frozenset[Path]
     """Paths of unresolved values; the root if a whole file is unreadable."""
     origins: dict[Path, str]
-    """Last place that set each path."""
     secrets: dict[Path, tuple[str, Any]]
     """Values from the environment: (text as written, value)."""
     hidden: list[str]

@@ -44,7 +44,7 @@ class YamlSource:
 
 
 def parse_yaml(text: str, place: str, root: Path = ()) -> YamlSource:
-    """Parse YAML. `place`: name of the text in messages; `root`: path of its data."""
+    """`place`: name of the text in messages; `root`: path of its data."""
     source = YamlSource()
     try:
         loader = _Loader(text)
@@ -98,7 +98,7 @@ def _convert(loader: _Loader, node: yaml.Node, path: Path, place: str, source: Y
 
 
 def _scalar(loader: _Loader, node: yaml.Node, path: Path, place: str, source: YamlSource) -> Any:
-    """Value of a scalar; None and a problem if it or its `${...}` is invalid."""
+    """Value of a scalar; None and a problem if invalid."""
     value, message = None, ""
     try:
         value = loader.construct_object(node, deep=True)

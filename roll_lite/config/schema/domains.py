@@ -143,8 +143,7 @@ class HeldOutSamplingConfig(Section):
 
 
 class ValidationSamplingConfig(HeldOutSamplingConfig):
-    """Sampling of held-out prompts, unless the domain's validation_sampling says otherwise. Settings except temperature default to the
-    domain's training."""
+    """Sampling of held-out prompts; settings except temperature default to the domain's training."""
 
     temperature: _HeldOutTemperature = 1.0
     """0: greedy."""
@@ -162,8 +161,6 @@ class FormatConfig(Section):
 
 
 class RewardTermConfig(Section):
-    """Further term of a domain's reward."""
-
     name: str
     """Type or dotted path as of a reward; `length`, `repetition` and `format` are made for terms."""
     args: dict[str, Any] = Field(default_factory=dict)

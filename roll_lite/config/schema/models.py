@@ -224,8 +224,6 @@ Devices = Annotated[PositiveInt, _MOST_DEVICES] | list[Annotated[int, Field(ge=0
 
 
 class ForwardRoleConfig(Section):
-    """Role with forward passes only."""
-
     devices: Devices = 1
     """Number of devices, or a list: numbers over all nodes, or devices of nodes, as in [node0:0-3, node1:0-3] (needs placement.nodes).
     Without GPUs a device is a CPU slot."""
@@ -242,8 +240,6 @@ class ForwardRoleConfig(Section):
 
 
 class TrainRoleConfig(ForwardRoleConfig):
-    """Role that trains."""
-
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """Optimizer and learning rate."""
     balance_coef: NonNegativeFloat = 0.0
@@ -270,8 +266,6 @@ class EmaConfig(Section):
 
 
 class ActorRoleConfig(TrainRoleConfig):
-    """The policy in training."""
-
     lora: LoraConfig | None = None
     """Adapters to train with frozen weights; absent: all weights train."""
     ema: EmaConfig | None = None
@@ -309,15 +303,11 @@ class RefreshConfig(Section):
 
 
 class ReferenceRoleConfig(ForwardRoleConfig):
-    """The policy that KL is measured against."""
-
     refresh: RefreshConfig | None = None
     """Update from the actor; absent: it stays the initial model."""
 
 
 class CriticRoleConfig(TrainRoleConfig):
-    """The value model."""
-
     init: Literal["actor", "reward_model", "path"] = "actor"
     """Initial weights: the actor's model with a new value head, a reward model with its head, or a value model of roll_lite."""
     path: UserPath | None = None
@@ -325,8 +315,6 @@ class CriticRoleConfig(TrainRoleConfig):
 
 
 class InferRoleConfig(Section):
-    """Engines that generate."""
-
     devices: Devices = 1
     """Number of devices, or a list. Replicas: devices / strategy.tensor_parallel. A replica is on one node; one larger than
     placement.devices_per_node is on several, equally on each."""

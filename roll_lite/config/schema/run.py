@@ -81,8 +81,6 @@ class BatchFilesConfig(Section):
 
 
 class ReplayConfig(Section):
-    """Rollouts of a past run, for `mode: train_only`."""
-
     path: Annotated[UserPath, AfterValidator(Path.resolve)] | None = None
     """Folder of the run, or of its dumps (`rollout.dump`). Step n trains on dump n."""
 
@@ -156,8 +154,6 @@ def _names_a_folder(name: str) -> str:
 
 
 class RunConfig(Section):
-    """Root section."""
-
     experiment: Annotated[str, AfterValidator(_names_a_folder)]
     """Name of the run, a folder under run_dir."""
     run_dir: UserPath = Field(default=Path("runs"), validate_default=True)
