@@ -87,18 +87,6 @@ def last_boxed(text: str) -> str | None:
     return next((text[start:end] for start, end in _boxes(text) if not BLANK.fullmatch(text, start, end)), None)
 
 
-def all_boxed(text: str) -> list[str]:
-    r"""Contents of all \boxed{}, last first."""
-    found: list[str] = []
-    before = len(text)
-    for start, end in _boxes(text):
-        if end < before and len(found) < MOST_BOXES:
-            if not BLANK.fullmatch(text, start, end):
-                found.append(text[start:end])
-            before = start - len(BOX)
-    return found
-
-
 def last_boxes(text: str) -> list[str]:
     r"""Contents of the last \boxed{} and of others that only `and`, `or` or a comma separates from it, in order."""
     found: list[str] = []

@@ -10,7 +10,7 @@ import pytest
 
 from roll_lite.config.schema.domains import RewardConfig
 from roll_lite.data.samples import RewardInput
-from roll_lite.rewards.answer_extraction import after_thinking, all_boxed, complete, finished, last_tagged, without_thinking
+from roll_lite.rewards.answer_extraction import after_thinking, complete, finished, last_boxes, last_tagged, without_thinking
 from roll_lite.rewards.http.judge import JudgeReward
 from roll_lite.rewards.placeholders import filling
 from roll_lite.rewards.registry import build_reward
@@ -24,7 +24,7 @@ def sample_of(response: str, finish_reason: str) -> RewardInput:
 @pytest.mark.parametrize(
     ("text", "boxes"),
     [
-        (r"\boxed{1} \boxed{\frac{2}{3}}", [r"\frac{2}{3}", "1"]),
+        (r"\boxed{1} \boxed{\frac{2}{3}}", ["1", r"\frac{2}{3}"]),
         (r"\boxed{a \boxed{b}}", ["b"]),
         (r"\boxed{1} and \boxed{2", ["1"]),
         (r"\boxed{1} and \boxed{{2}", ["1"]),
@@ -36,7 +36,7 @@ def sample_of(response: str, finish_reason: str) -> RewardInput:
     ],
 )
 def test_boxes(text: str, boxes: list[str]) -> None:
-    assert all_boxed(text) == boxes
+    assert last_boxes(text) == boxes
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_a_thought_that_was_not_closed_is_no_answer() -> None:
 @pytest.mark.parametrize("piece", ["\\boxed{", "<answer>", "</think", "x", "{", "}"])
 def test_unfinished_ones_take_no_time(piece: str) -> None:
     text = (piece * 400_000)[:350_000]
-    limited(20.0, lambda: (without_thinking(text), last_tagged(text), all_boxed(text)))
+    limited(20.0, lambda: (without_thinking(text), last_tagged(text), last_boxes(text)))
 
 
 @pytest.mark.parametrize(

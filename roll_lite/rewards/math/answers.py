@@ -6,12 +6,11 @@ import re
 import string
 from typing import Literal
 
-from roll_lite.rewards.answer_extraction import HAN, all_boxed, last_boxed, last_boxes, last_tagged, plain_boxes
+from roll_lite.rewards.answer_extraction import HAN, last_boxed, last_boxes, last_tagged, plain_boxes
 from roll_lite.rewards.math.equality import sides
 from roll_lite.rewards.math.quantities import DELIMITED, NUMERAL, D, is_unit, quantity, unwrapped
 
 Extract = Literal["auto", "boxed", "tagged", "number"]
-Boxes = Literal["last", "all"]
 
 LONGEST_FORMULA = 2000
 SEARCHED = 4000
@@ -49,7 +48,7 @@ CHANGES = re.compile(
 UNIT_WORD = re.compile(r"\s*(/|[A-Za-z]+|\$|€|£|°)(?:\^\d)?")
 
 
-def find_answer(response: str, extract: Extract, boxes: Boxes) -> str:
+def find_answer(response: str, extract: Extract) -> str:
     """Answer as written in the response; empty if it has none."""
     response = plain_boxes(response)
     if extract == "number":
@@ -61,22 +60,20 @@ def find_answer(response: str, extract: Extract, boxes: Boxes) -> str:
     place = last_tagged(response) if extract != "boxed" else None
     if place is not None:
         return _within(last_boxed(place) or place)
-    found = [] if extract == "tagged" else list(dict.fromkeys(box.strip() for box in reversed(all_boxed(response))))
-    if boxes == "last":
-        found = found[-1:] if extract != "auto" else [box.strip() for box in last_boxes(response)]
-    if found or extract != "auto":
-        return _within(found[0]) if len(found) == 1 else ", ".join(found)
-    return _in_text(response)
+    if extract != "auto":
+        return _within(last_boxed(response) or "") if extract == "boxed" else ""
+    boxes = last_boxes(response)
+    return _in_text(response) if not boxes else _within(boxes[0]) if len(boxes) == 1 else ", ".join(box.strip() for box in boxes)
 
 
-def find_words(response: str, extract: Extract, boxes: Boxes) -> str:
+def find_words(response: str, extract: Extract) -> str:
     """Answer to a reference in words: the content of tags or boxes, or the text after "the answer is"."""
     if extract == "number":
         return ""
     response = plain_boxes(response)
     place = None if extract == "boxed" else last_tagged(response)
-    found = [] if place is not None or extract == "tagged" else list(dict.fromkeys(all_boxed(response)))
-    text = place or ", ".join(sorted(found[: 1 if boxes == "last" else None])) or (response if extract == "auto" else "")
+    box = last_boxed(response) if place is None and extract != "tagged" else None
+    text = place or box or (response if extract == "auto" else "")
     return STATED.split(last_boxed(text) or text)[-1].split("\n")[0].strip()
 
 

@@ -107,16 +107,13 @@ def _latex() -> Any:
     return replace(settings, normalization_config=replace(settings.normalization_config, units=False))
 
 
-def same_number(gold: Quantity, found: Quantity, rounded: bool) -> bool | None:
-    """Compare by exact arithmetic, with room for the rounding of decimals; None if the units do not fit. `rounded`: a decimal reference
-    equals everything that rounds to it."""
+def same_number(gold: Quantity, found: Quantity) -> bool | None:
+    """Compare by exact arithmetic, with room for the rounding of decimals; None if the units do not fit."""
     factor = ratio(found.unit, gold.unit)
     if factor is None:
         return None
     right, value = gold.value, found.value * factor
     if value == right or (gold.percent != found.percent and right == (value * 100 if found.percent else value / 100)):
-        return True
-    if rounded and gold.places is not None and abs(right - value) * 10**gold.places * 2 <= 1:
         return True
     return not (gold.exact and found.exact) and _close(right, value)
 

@@ -87,9 +87,6 @@ class Quantity:
     exact: bool = True
     """An integer or a fraction of integers, not a decimal that may have been rounded."""
     percent: bool = False
-    reduced: bool = True
-    places: int | None = None
-    """Decimal places of a decimal."""
     unit: Unit = NO_UNIT
 
 
@@ -132,12 +129,10 @@ def plain_number(text: str) -> Quantity | None:
     text, is_percent = re.subn(r"\s*(?:%|percent)\s*\Z", "", plain(with_braces(unwrapped(plain(text), brackets=True))))
     if found := DECIMAL.fullmatch(text):
         exact = "." not in found[2].rstrip(".") and not found[3]
-        places = None if exact or found[3] or is_percent else len(found[2].partition(".")[2])
-        number = Quantity(_decimal(found[2]) * Fraction(10) ** int(found[3] or 0), exact, places=places)
+        number = Quantity(_decimal(found[2]) * Fraction(10) ** int(found[3] or 0), exact)
     elif (found := FRACTION.fullmatch(text)) and _decimal(found[5]):
         part = _decimal(found[3]) / _decimal(found[5]) * (-1 if found[4] else 1)
-        reduced = part.denominator == _decimal(found[5]) != 1 and not (found[2] and part >= 1)
-        number = Quantity(_decimal(found[2] or "0") + part, "." not in found[3] + found[5], reduced=reduced)
+        number = Quantity(_decimal(found[2] or "0") + part, "." not in found[3] + found[5])
     elif found := POWER.fullmatch(text):
         number = Quantity(_decimal(found[2] or "1") * Fraction(10) ** int(found[3]), "." not in (found[2] or ""))
     elif found := REPEATING.fullmatch(text):

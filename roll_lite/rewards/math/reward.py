@@ -17,7 +17,7 @@ from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.answer_extraction import finished, last_boxes, plain_boxes
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.math import equality
-from roll_lite.rewards.math.answers import Boxes, Extract, find_answer, find_words, is_formula, without_form, words
+from roll_lite.rewards.math.answers import Extract, find_answer, find_words, is_formula, without_form, words
 from roll_lite.rewards.math.equality import (
     APPROXIMATELY,
     NAME,
@@ -35,7 +35,7 @@ from roll_lite.rewards.reward_type import RewardType, too_slow, written
 from roll_lite.rewards.running.time_limit import TimeLimitExceeded, limited
 
 Accept = Literal["simplified", "value"]
-Profile = Literal["default", "strict", "math_verify"]
+Profile = Literal["default", "math_verify"]
 
 BEFORE = re.compile(
     r"\A(?:.*####|(?:so,?\s+)?(?:the\s+)?(?:final\s+|correct\s+)?answer\s*(?:\bis\b\s*:?|[:=])|答案\s*(?:是|为)?\s*:?)\s*",
@@ -51,7 +51,6 @@ VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
 
 EQUAL, DIFFERENT, NOTHING = "equal", "different", "no answer found"
 NOT_A_NUMBER = "an expression, where a number was asked for"
-NOT_SIMPLIFIED = "equal, but not written as the reference is"
 UNFINISHED = "not computed to the end"
 ROUNDED = "an approximation of an exact answer"
 OTHER_UNIT = "another unit"
@@ -103,18 +102,12 @@ class MathReward(RewardType):
     `<answer></answer>`, a `\boxed{}`, the formula or number behind the last "####", "the answer is" or 答案是, else the last formula or
     number. boxed: in a `\boxed{}`. tagged: in the last
     `<answer></answer>`. number: the last number."""
-    boxes: Boxes = "last"
-    """Which boxes count: the last, or all of them together as a list."""
     accept: Accept = "simplified"
     r"""Matters where the reference is a plain number. simplified: the answer has to be a number too (integer, decimal, fraction, mixed
     number, percentage, power of ten, with or without a unit; for a decimal an irrational constant such as `\sqrt{2}/2` as well), or an
     equation with a number on its right side, such as 45+25=70, that holds. value: any term that is worth it, such as 45+25 for 70."""
     profile: Profile = "default"
-    r"""Strictness of the comparison. strict: the answer must also have the reference's form: fractions reduced, the same unit, no
-    percentage for a decimal, no `\sqrt{12}` for `2\sqrt{3}`, no 4:6 for 2:3. math_verify: that library alone decides; of the other
-    arguments only cpu_limit_s counts."""
-    rounded: bool = False
-    """A decimal reference, 0.33, stands for everything that rounds to it."""
+    """math_verify: that library alone decides; of the other arguments only cpu_limit_s counts."""
     cpu_limit_s: Annotated[float, Field(gt=0)] = 5.0
     """Computing time for reading and comparing one answer, less than `timeout_s`; a response that takes longer is wrong."""
 
@@ -135,7 +128,7 @@ class MathReward(RewardType):
                 parsed = library().parse(finished(sample), parsing_timeout=None)
                 found = str(parsed[0]) if parsed else ""
                 return EQUAL if library().verify(gold.parsed, parsed, timeout_seconds=None) else DIFFERENT
-            found = (find_words if gold.words else find_answer)(tidy(finished(sample)), self.extract, self.boxes)
+            found = (find_words if gold.words else find_answer)(tidy(finished(sample)), self.extract)
             return self._verdict(gold, found)
 
         try:
@@ -185,8 +178,7 @@ class MathReward(RewardType):
             return DIFFERENT
         wanted, given = written_form(gold.text), written_form(parts[-1])
         if wanted or given:
-            is_reduced = self.profile != "strict" or gold.text.replace(" ", "") == parts[-1].replace(" ", "")
-            return DIFFERENT if wanted != given else EQUAL if is_reduced or isinstance(wanted, str) else NOT_SIMPLIFIED
+            return EQUAL if wanted == given else DIFFERENT
         if APPROXIMATELY.search(answer) and (gold.number is None or gold.number.exact) and not all(map(NAME.fullmatch, parts[:-1])):
             return ROUNDED
         if not equality.holds(parts):
@@ -198,16 +190,12 @@ class MathReward(RewardType):
     def _number(self, gold: Reference, wanted: Quantity, text: str) -> str:
         found = quantity(text)
         if found is None:
-            by_value = self.accept == "value" and self.profile != "strict"
+            by_value = self.accept == "value"
             if not by_value and (wanted.exact or not equality.is_irrational(parse(_without_unit(text)[0]))):
                 return NOT_A_NUMBER
             return self._expression(gold, text, by_value)
-        same = equality.same_number(wanted, found, self.rounded)
-        if same is None:
-            return OTHER_UNIT
-        has_units = None not in (wanted.unit[0], found.unit[0])
-        same_form = found.reduced and wanted.percent == found.percent and (not has_units or wanted.unit == found.unit)
-        return DIFFERENT if not same else EQUAL if self.profile != "strict" or same_form else NOT_SIMPLIFIED
+        same = equality.same_number(wanted, found)
+        return OTHER_UNIT if same is None else EQUAL if same else DIFFERENT
 
     def _expression(self, gold: Reference, text: str, by_value: bool = False) -> str:
         body, unit = _without_unit(text)
@@ -220,9 +208,7 @@ class MathReward(RewardType):
             return UNREADABLE
         if not by_value and equality.is_unfinished(gold.text, body, gold.parsed, parsed):
             return UNFINISHED
-        if not equality.same_expression(gold.parsed, parsed):
-            return DIFFERENT
-        return NOT_SIMPLIFIED if self.profile == "strict" and not any(one == other for one in gold.parsed for other in parsed) else EQUAL
+        return EQUAL if equality.same_expression(gold.parsed, parsed) else DIFFERENT
 
 
 def _without_unit(text: str) -> tuple[str, Unit]:
