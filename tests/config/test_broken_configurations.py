@@ -17,6 +17,7 @@ import pytest
 from config_project import MODEL, Project
 from pyarrow import parquet
 from pydantic import ConfigDict, TypeAdapter, ValidationError
+from support_cases import records
 from support_weights import tensors, write_safetensors
 
 from roll_lite.config.problems import ConfigError, Problem
@@ -315,47 +316,7 @@ def wrong_yaml(draw: random.Random) -> Iterator[Broken]:
 
 # ---------------------------------------------------------------- overrides
 
-BAD_OVERRIDES = {
-    "steps": "steps",
-    "": "(empty)",
-    "=1": "=1",
-    "a..b=1": "a..b=1",
-    "~steps=1": "~steps",
-    "~stepps": "~stepps",
-    "~domains.ad": "~domains.ad",
-    "~domains.add.data.tarin": "~domains.add.data.tarin",
-    "domains.ad.share=2": "domains.ad",
-    "domains.add.nothing=2": "domains.add.nothing",
-    "trackers.7.name=jsonl": "trackers.7.name",
-    "trackers.x=jsonl": "trackers",
-    "steps.more=1": "steps.more",
-    "model.path.more=1": "model.path.more",
-    "steps=[1": "steps=[1",
-    "steps={a: 1, a: 2}": "steps={a",
-    "steps=${x": "steps=${x",
-    "steps=0x_": "steps",
-    "steps=!!bool maybe": "steps",
-    "steps=&a [*a]": "steps",
-    "steps=" + "[" * DEEP: "steps=",
-    "experiment=\x07": "experiment",
-    "experiment='a\\b'": "experiment",
-    "Steps=3": "Steps",
-    "MODEL.path=model": "MODEL",
-    "domains.add.sampling.stop=['']": "domains.add.sampling.stop",
-    "pace=slow": "pace",
-    "+pace=slow": "pace",
-    "algorithm.policy_loss=gmop": "algorithm.policy_loss.name",
-    "actor_infer.strategy=VLLM": "actor_infer.strategy.name",
-    "ray.object_store_mb=1": "ray.object_store_mb",
-    "domains.cpoy=null": "domains.cpoy",
-    "domains.copy.reward.args=3": "domains.copy.reward.args",
-    "domains={}": "domains",
-    "seed=${oc.env:NO_SUCH_VARIABLE_HERE}": "seed",
-    "algorithm.policy_loss={name: gmpo, clip_low: 0.1}": "algorithm.policy_loss.clip_low",
-    "actor_train.devices=[0,0]": "actor_train.devices",
-    "actor_train.devices=[]": "actor_train.devices",
-    "actor_train.devices=[0,99999999999]": "actor_train.devices",
-}
+BAD_OVERRIDES = {one["override"]: one["place"] for one in records("config/broken_overrides")} | {"steps=" + "[" * DEEP: "steps="}
 
 
 def wrong_overrides(draw: random.Random) -> Iterator[Broken]:
@@ -367,35 +328,6 @@ def wrong_overrides(draw: random.Random) -> Iterator[Broken]:
 
 SIZES = [name for name, value in MODEL.items() if isinstance(value, int)]
 BAD_SIZES = ["12", 0, -4, float("inf"), float("nan"), 1.5, [], {}, True, 10**30, None, "", "x"]
-BAD_FIELDS: list[tuple[str, Any]] = [
-    ("model_type", 3),
-    ("model_type", None),
-    ("model_type", ["qwen2"]),
-    ("model_type", "qwen9"),
-    ("architectures", "Qwen2ForCausalLM"),
-    ("architectures", [3]),
-    ("architectures", {"a": 1}),
-    ("architectures", ["Qwen2ForSequenceClassification"]),
-    ("architectures", ["Qwen2ForTokenClassification"]),
-    ("tie_word_embeddings", "false"),
-    ("rope_theta", "big"),
-    ("rope_theta", 0),
-    ("rope_theta", float("inf")),
-    ("rope_scaling", "linear"),
-    ("rope_scaling", {"type": ["linear"]}),
-    ("rope_scaling", {"type": "linear", "factor": "4"}),
-    ("rope_parameters", 3),
-    ("rope_parameters", {"rope_theta": "x"}),
-    ("layer_types", 3),
-    ("layer_types", [3]),
-    ("layer_types", [["full_attention"]]),
-    ("hidden_act", ["silu"]),
-    ("rms_norm_eps", "small"),
-    ("rms_norm_eps", float("nan")),
-    ("head_dim", 0),
-    ("head_dim", "64"),
-    ("nobody_knows_this", 1),
-]
 
 
 def changed_config(field: str, value: Any) -> Prepare:
@@ -457,7 +389,7 @@ HEADERS = [
     b'\x09\0\0\0\0\0\0\0{"a": 3}',
 ]
 BAD_MODELS: dict[str, Prepare] = {
-    **{f"{field}={value!r:.20}": changed_config(field, value) for field, value in BAD_FIELDS},
+    **{f"{one['field']}={one['value']!r:.20}": changed_config(one["field"], one["value"]) for one in records("config/broken_fields")},
     **{
         f"config.json {text[:12]!r}": with_file("config.json", text) for text in (b"", b"{", b"[]", b"null", b"3", b"\xff\xfe", b"[" * 9000)
     },
@@ -586,29 +518,14 @@ BAD_DATA: dict[str, tuple[str, Prepare]] = {
     "an answer that is null": ("domains.add.data", rows(b'{"prompt": "x", "answer": null}\n')),
     "messages for plain text": ("domains.add.data", rows(b'{"prompt": [{"role": "user", "content": "x"}], "answer": "x"}\n')),
 }
-BAD_TEMPLATES = {
-    "no placeholder": "add:",
-    "a lone open brace": "{prompt} {",
-    "a lone closed brace": "} {prompt}",
-    "a column of nobody": "{prompt} {question}",
-    "another column": "{question}",
-    "a number": "{prompt} {0}",
-    "nothing": "{prompt} {}",
-    "an attribute": "{prompt.upper}",
-    "an item": "{prompt[0]}",
-    "a conversion": "{prompt!r}",
-    "a width": "{prompt:99999999999}",
-    "escaped braces only": "{{prompt}}",
-    "empty": "",
-}
 
 
 def wrong_data(draw: random.Random) -> Iterator[Broken]:
     for name, (place, prepare) in BAD_DATA.items():
         yield Broken(f"data {name}", place, prepare=prepare)
-    for name, text in BAD_TEMPLATES.items():
+    for one in records("config/broken_templates"):
         key = "domains.add.template.text"
-        yield Broken(f"template {name}", key, (f"{key}={json.dumps(text)}",))
+        yield Broken(f"template {one['case']}", key, (f"{key}={json.dumps(one['text'])}",))
 
 
 # ---------------------------------------------------------------- all of them

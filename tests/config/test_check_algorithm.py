@@ -1,4 +1,4 @@
-"""One mistake in the algorithm's settings, one problem at its path."""
+"""What the checks of the algorithm's settings allow. Their mistakes: cases/mistakes.jsonl."""
 
 from __future__ import annotations
 
@@ -6,72 +6,6 @@ import pytest
 from config_project import Project
 
 from roll_lite.config.schema.run import RunConfig
-
-MISTAKES = {
-    "correction of nothing": (
-        "{old_log_probs: rollout, mismatch_correction: {weight: {}}}",
-        "algorithm.mismatch_correction.weight",
-        "own ratio is against the engine",
-    ),
-    "correction without a part": ("mismatch_correction: {}", "algorithm.mismatch_correction", "neither weighs nor filters"),
-    "empty range of the weight": (
-        "mismatch_correction: {weight: {low: 2.0}}",
-        "algorithm.mismatch_correction.weight.low",
-        "not below high (2.0)",
-    ),
-    "empty range of a filter": (
-        "mismatch_correction: {filters: [{high: 2.0}, {level: sequence_mean, low: 1.0, high: 0.5}]}",
-        "algorithm.mismatch_correction.filters.1.low",
-        "not below high (0.5)",
-    ),
-    "filter of everything": (
-        "mismatch_correction: {filters: [{level: sequence_min}]}",
-        "algorithm.mismatch_correction.filters.0",
-        "set low or high",
-    ),
-    "ratio that nothing has": (
-        "mismatch_correction: {filters: [{high: -1.0}]}",
-        "algorithm.mismatch_correction.filters.0.high",
-        "takes tokens on which trainer and engine agree: their ratio is 1",
-    ),
-    "ratio of those who differ": (
-        "mismatch_correction: {filters: [{low: 1.5, level: sequence_sum}]}",
-        "algorithm.mismatch_correction.filters.0.low",
-        "their ratio is 1",
-    ),
-    "divergence that nothing has": (
-        "mismatch_correction: {filters: [{high: 2.0}, {estimator: k3, high: -0.1}]}",
-        "algorithm.mismatch_correction.filters.1.high",
-        "their k3 is 0",
-    ),
-    "range upside down": ("policy_loss: {name: topr, negative: [1.0, 0.5]}", "algorithm.policy_loss.negative", "use [0.5, 1]"),
-    "masks upside down": ("masks: {group_mean: [0.9, 0.1]}", "algorithm.masks.group_mean", "use [0.1, 0.9]"),
-    "lengths upside down": ("masks: {response_tokens: [9, 3]}", "algorithm.masks.response_tokens", "use [3, 9]"),
-    "no such loss of one's own": ("policy_loss: {name: custom, function: nowhere.loss}", "algorithm.policy_loss.function", "'nowhere'"),
-    "no path": ("advantage: {name: custom, function: mine}", "algorithm.advantage.function", "dotted path"),
-    "no such mask": ("masks: {function: nowhere.weights}", "algorithm.masks.function", "'nowhere'"),
-    "nothing to control": (
-        "kl_in_loss: {controller: {name: adaptive, target: 0.1}}",
-        "algorithm.kl_in_loss.controller.name",
-        "multiplies the term's coef, which is 0",
-    ),
-    "remax and length": ("{advantage: {name: remax}, reward: {length_penalty: {coef: 1.0}}}", "algorithm.reward.length_penalty", "greedy"),
-    "remax and truncation": ("{advantage: {name: remax}, masks: {truncated: penalize}}", "algorithm.masks.truncated", "greedy"),
-    "overlong from the start": (
-        "reward: {overlong: {buffer_tokens: 25}}",
-        "algorithm.reward.overlong.buffer_tokens",
-        "domains.copy.sampling.max_tokens (24)",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_is_named(project: Project, case: tuple[str, str, str]) -> None:
-    settings, path, fragment = case
-    yaml = f"algorithm: {settings}" if settings.startswith("{") else f"algorithm: {{{settings}}}"
-    problems = project.problems_of(f"domains: {{add: {{sampling: {{max_tokens: 30}}}}}}\n{yaml}")
-    assert [problem.path for problem in problems] == [path]
-    assert fragment in problems[0].message
 
 
 def test_a_functions_arguments_are_looked_at(project: Project) -> None:

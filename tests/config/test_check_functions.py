@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from config_project import Project
+from support_cases import cases
 
 from roll_lite.config.checks.functions import check_function
 
@@ -56,45 +57,6 @@ from .deeper import handed_on
 from pack.loop import nowhere
 class klass: ...
 """
-RIGHT = [
-    ("under_if", ["limit"]),
-    ("under_else", ["limit"]),
-    ("under_with", []),
-    ("twice", ["a"]),
-    ("twice", ["b"]),
-    ("plain", ["limit", "mode"]),
-    ("takes_all", ["limit", "whatever"]),
-    ("only_rest", []),
-    ("by_place", ["other"]),
-    ("decorated", ["limit"]),
-    ("assigned", ["limit"]),
-    ("made", ["anything"]),
-    ("short", ["limit"]),
-    ("one", ["limit"]),
-    ("annotated", ["limit"]),
-    ("around", ["anything"]),
-    ("instance", ["anything"]),
-    ("handed_on", ["limit"]),
-    ("nowhere", ["anything"]),
-]
-WRONG = [
-    ("under_if", ["limt"], "reward.args.limt", "did you mean 'limit'?"),
-    ("under_else", [], "reward.args", "needs limit"),
-    ("plain", ["sample", "limit"], "reward.args.sample", "takes no such argument"),
-    ("assigned", ["slop", "limit"], "reward.args.slop", "did you mean 'slope'?"),
-    ("short", [], "reward.args", "needs limit"),
-    ("by_place", ["limit"], "reward.args.limit", "takes no such argument"),
-    ("no_sample", ["limit"], "reward.name", "has to take the sample"),
-    ("handed_on", ["limits"], "reward.args.limits", "did you mean 'limit'?"),
-    ("renamed", [], "reward.name", "is a class"),
-    ("Klass", [], "reward.name", "is a class"),
-    ("number", [], "reward.name", "is a constant"),
-    ("text", [], "reward.name", "is a constant"),
-    ("table", [], "reward.name", "is a constant"),
-    ("inside", [], "reward.name", "has no 'inside'"),
-    ("hidden", [], "reward.name", "has no 'hidden'"),
-    ("planes", [], "reward.name", "did you mean 'plain'?"),
-]
 
 
 @pytest.fixture(autouse=True)
@@ -105,15 +67,12 @@ def user_modules(project: Project) -> None:
     project.write("pack/loop.py", "from pack import nowhere")
 
 
-@pytest.mark.parametrize(("name", "given"), RIGHT)
-def test_functions_that_are_there(name: str, given: list[str]) -> None:
-    assert list(check_function("reward", "name", f"ours.{name}", dict.fromkeys(given, 1))) == []
-
-
-@pytest.mark.parametrize(("name", "given", "path", "message"), WRONG)
-def test_what_is_told(name: str, given: list[str], path: str, message: str) -> None:
-    problem, *_ = check_function("reward", "name", f"ours.{name}", dict.fromkeys(given, 1))
-    assert problem.path == path and message in problem.message
+@pytest.mark.parametrize(("name", "given", "path", "says"), cases("config/functions"))
+def test_functions_and_their_arguments(name: str, given: list[str], path: str | None, says: str | None) -> None:
+    """`path`: of what is wrong; None where nothing is."""
+    problems = list(check_function("reward", "name", f"ours.{name}", dict.fromkeys(given, 1)))
+    assert [problem.path for problem in problems[:1]] == ([path] if path else [])
+    assert says is None or says in problems[0].message
 
 
 def test_a_module_that_makes_its_names_up(project: Project) -> None:

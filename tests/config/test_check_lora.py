@@ -6,6 +6,7 @@ import json
 
 import pytest
 from config_project import Project
+from support_cases import cases
 
 from roll_lite.config.checks import layout as check_layout
 from roll_lite.config.checks.notes import notes_on
@@ -13,30 +14,17 @@ from roll_lite.models.hf_config import read_hf_config
 from roll_lite.pipeline.checkpoint_files import SCHEMA_VERSION
 
 ADAPTERS = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
-MISTAKES = {
-    "a name that nearly is one": ("{targets: [q_proj, gate_pro]}", "actor_train.lora.targets", "'gate_proj'"),
-    "no such layer": ("{targets: [lm_head]}", "actor_train.lora.targets", "valid here: down_proj, gate_proj"),
-    "twice": ("{targets: [q_proj, q_proj]}", "actor_train.lora.targets", "q_proj more than once"),
-    "none": ("{targets: []}", "actor_train.lora.targets", "at least one"),
-    "no rank": ("{rank: 0}", "actor_train.lora.rank", "expected integer > 0"),
-    "an unknown key": ("{dropout: 0.1}", "actor_train.lora.dropout", "unknown key"),
-    "no such adapters": ("{path: nowhere}", "actor_train.lora.path", "has no adapter_config.json and no adapter_model.safetensors"),
-    "another rank": ("{rank: 4, alpha: 16, path: adapters}", "actor_train.lora.path", "has r 8, and actor_train.lora.rank is 4"),
-    "another alpha": ("{rank: 8, path: adapters}", "actor_train.lora.path", "has lora_alpha 16, and actor_train.lora.alpha is 32"),
-    "another arithmetic": ("{rank: 8, alpha: 16, path: dora}", "actor_train.lora.path", "has use_dora True, which is not supported"),
-}
 
 
-@pytest.mark.parametrize("case", MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_is_named(project: Project, case: tuple[str, str, str]) -> None:
-    settings, path, fragment = case
+@pytest.mark.parametrize(("settings", "path", "says"), cases("config/adapters"))
+def test_a_mistake_is_named(project: Project, settings: str, path: str, says: str) -> None:
     for name, further in (("adapters", {}), ("dora", {"use_dora": True})):
         project.write(f"{name}/adapter_config.json", json.dumps(ADAPTERS | further))
         project.write(f"{name}/adapter_model.safetensors", "")
     settings = settings.replace("path: ", f"path: {project.folder}/")
     problems = project.problems_of(f"actor_train: {{lora: {settings}}}")
     assert [problem.path for problem in problems] == [path]
-    assert fragment in problems[0].message
+    assert says in problems[0].message
 
 
 def test_a_stage_without_layers_has_no_adapters(project: Project) -> None:
@@ -73,27 +61,7 @@ def of_peft(further: dict[str, object]) -> dict[str, object]:
     return {**ADAPTERS, **off, **false, **empty, **said, "init_lora_weights": True, "peft_version": "0.21.2", **further}
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "told"),
-    [
-        ("init_lora_weights", False, None),
-        ("init_lora_weights", None, None),
-        ("init_lora_weights", "gaussian", None),
-        ("init_lora_weights", "orthogonal", None),
-        ("init_lora_weights", "eva", None),
-        ("init_lora_weights", "pissa", "not to model.path; convert them (path_initial_model_for_weight_conversion"),
-        ("init_lora_weights", "pissa_niter_4", "not to model.path; convert them"),
-        ("init_lora_weights", "olora", "not to model.path; convert them"),
-        ("init_lora_weights", "corda", "not to model.path; convert them"),
-        ("init_lora_weights", "loftq", "not to model.path; convert them"),
-        ("layer_replication", [[0, 4], [2, 5]], "not supported; merge the adapters"),
-        ("alora_invocation_tokens", [5, 6], "not supported; merge the adapters"),
-        ("use_bdlora", {"match_strict": True}, "not supported; merge the adapters"),
-        ("use_what_comes_next", True, "not supported; merge the adapters"),
-        ("rank_pattern", {"q_proj": 4}, "not supported; merge the adapters"),
-        ("peft_type", "XLORA", "expected adapters of the type LORA"),
-    ],
-)
+@pytest.mark.parametrize(("key", "value", "told"), cases("config/adapters_of_peft"))
 def test_adapters_of_another_kind_or_base(project: Project, key: str, value: object, told: str | None) -> None:
     project.write("adapters/adapter_config.json", json.dumps(of_peft({key: value})))
     project.write("adapters/adapter_model.safetensors", "")

@@ -1,4 +1,4 @@
-"""Every check: one wrong YAML laid over a right one gives one problem, at exactly this path, that says this."""
+"""Every check: one wrong YAML laid over a right one gives one problem, at exactly this path, that says this (cases/mistakes.jsonl)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 from config_project import MODEL, Project
 from safetensors.torch import save_file
+from support_cases import cases, records
 from support_models import make_tiny_model
 from support_weights import tensors, write_safetensors
 
@@ -22,330 +23,21 @@ from roll_lite.config.schema.base import readable
 from roll_lite.pipeline.checkpoint_files import resumption_notes
 
 CRITIC = "critic: {}\nalgorithm: {advantage: {name: gae}}\n"
-TWO_SIZES = "domains: {add: {samples_per_prompt: 6}}\n"
-
-CROSS_CHECKS = {
-    "experiment name": ("experiment: a/b", "experiment", "names a folder"),
-    "kept for ever": ("checkpoint: {every: 4, keep_every: 10}", "checkpoint.keep_every", "no multiple of checkpoint.every (4)"),
-    "mini-batches": ("algorithm: {mini_batches: 5}", "algorithm.mini_batches", "8 prompts x 4 samples = 32 samples per step"),
-    "mini-batches, nearest": ("algorithm: {mini_batches: 5}", "algorithm.mini_batches", "use 4 or 8"),
-    "mini-batches, groups differ": (TWO_SIZES + "algorithm: {mini_batches: 4}", "algorithm.mini_batches", "add: 6, copy: 4"),
-    "current, epochs": (
-        "algorithm: {old_log_probs: current, ppo_epochs: 2}",
-        "algorithm.old_log_probs",
-        "ppo_epochs 2 x mini_batches 1 are 2",
-    ),
-    "current, mini-batches": ("algorithm: {old_log_probs: current, mini_batches: 4}", "algorithm.old_log_probs", "use recompute"),
-    "current, kl in reward": (
-        "reference: {}\nalgorithm: {old_log_probs: current, kl_in_reward: {coef: 0.1}}",
-        "algorithm.old_log_probs",
-        "before the update",
-    ),
-    "gae without critic": ("algorithm: {advantage: {name: gae}}", "algorithm.advantage.name", "add a `critic` section"),
-    "critic without gae": ("critic: {}", "critic", "grpo does not use values"),
-    "warm-up without critic": ("algorithm: {critic_warmup_steps: 3}", "algorithm.critic_warmup_steps", "no critic"),
-    "warm-up for ever": (
-        "steps: 5\ncritic: {}\nalgorithm: {advantage: {name: gae}, critic_warmup_steps: 5}",
-        "algorithm.critic_warmup_steps",
-        "less than steps (5)",
-    ),
-    "kl in reward without reference": ("algorithm: {kl_in_reward: {coef: 0.1}}", "algorithm.kl_in_reward.coef", "add a `reference`"),
-    "kl in loss without reference": ("algorithm: {kl_in_loss: {coef: 0.1}}", "algorithm.kl_in_loss.coef", "add a `reference`"),
-    "reference without kl": ("reference: {}", "reference", "nothing uses the reference"),
-    "validation temperature": ("validation: {sampling: {temperature: 0.001}}", "validation.sampling.temperature", "use 0.01 or 0"),
-    "validation shorter than it may be": (
-        "domains: {add: {sampling: {min_tokens: 5}}}\nvalidation: {sampling: {max_tokens: 3}}",
-        "validation.sampling.max_tokens",
-        "of domain 'add' held-out responses have at least 5 tokens and at most 3",
-    ),
-    "validation token": (
-        "validation: {sampling: {stop_token_ids: [999999]}}",
-        "validation.sampling.stop_token_ids",
-        "no token of the model",
-    ),
-    "a domain's validation temperature": (
-        "domains: {add: {validation_sampling: {temperature: 0.001}}}",
-        "domains.add.validation_sampling.temperature",
-        "use 0.01 or 0",
-    ),
-    "a domain's validation longer than it may be": (
-        "domains: {add: {validation_sampling: {min_tokens: 5}}}\nvalidation: {sampling: {max_tokens: 3}}",
-        "domains.add.validation_sampling.min_tokens",
-        "of domain 'add' held-out responses have at least 5 tokens and at most 3",
-    ),
-    "a domain's validation token": (
-        "domains: {add: {validation_sampling: {stop_token_ids: [999999]}}}",
-        "domains.add.validation_sampling.stop_token_ids",
-        "no token of the model",
-    ),
-    "validation without data": ("domains: {add: {data: {validation: null}}}", "validation.enabled", "domains.add.data.validation"),
-    "trackers": ("trackers: [{name: jsonl}, {name: tensorboard}, {name: jsonl}]", "trackers.2.name", "trackers.0 is jsonl too"),
-    "no such tracker": (
-        "trackers: [{name: wanbd}]",
-        "trackers.0.name",
-        "did you mean 'wandb' or 'swanlab'? A class of your own is a dotted path",
-    ),
-    "arguments of a file": ("trackers: [{name: jsonl, args: {project: x}}]", "trackers.0.args", "jsonl takes no arguments"),
-    "a tracker's module": ("trackers: [{name: nowhere.Tracker}]", "trackers.0.name", "nowhere"),
-    "offload while training": (
-        "rollout: {supply: async}\nactor_infer: {offload: true}",
-        "actor_infer.offload",
-        "the engines generate while the actor trains",
-    ),
-    "deterministic side by side": ("rollout: {supply: one_step_off}\ndeterministic: true", "deterministic", "use rollout.supply: sync"),
-    "oversampling of what is ahead": (
-        "rollout: {oversample: 1.5, supply: async}",
-        "rollout.oversample",
-        "rollout.supply async generates ahead as far as its staleness allows",
-    ),
-    "more surplus than is kept": ("rollout: {oversample: 3.5, max_staleness: 2}", "rollout.oversample", "use at most 3, or a higher"),
-    "deterministic oversampling": ("rollout: {oversample: 1.5}\ndeterministic: true", "rollout.oversample", "depends on timing; use 1"),
-    "surplus that does not end before its engines rest": (
-        "rollout: {oversample: 1.5, max_staleness: 1, on_sync: drain}\nactor_infer: {offload: true}",
-        "rollout.on_sync",
-        "interrupt what oversample has left over; use abort",
-    ),
-    "early passes on the engines' devices": (
-        "rollout: {stream_log_probs: true}",
-        "actor_train.devices",
-        "cannot share device 0 with them; use others, or rollout.stream_log_probs: false",
-    ),
-    "early passes of what is away": (
-        "rollout: {stream_log_probs: true}\nactor_train: {devices: [1], offload: true}",
-        "actor_train.offload",
-        "computes while the engines generate, and cannot leave its devices",
-    ),
-    "early passes that repeat": (
-        "rollout: {stream_log_probs: true}\nactor_train: {devices: [1]}\ndeterministic: true",
-        "rollout.stream_log_probs",
-        "depends on timing, and with it the last bits",
-    ),
-    "early passes of nothing": (
-        "rollout: {stream_log_probs: true}\nalgorithm: {old_log_probs: current}",
-        "rollout.stream_log_probs",
-        "old_log_probs: current without reference and critic needs no pass",
-    ),
-    "early passes of a part of a run": (
-        "rollout: {stream_log_probs: true}\nmode: rollout_only",
-        "rollout.stream_log_probs",
-        "does not both generate and train; use false",
-    ),
-    "one step off without staleness": ("rollout: {supply: one_step_off, max_staleness: 0}", "rollout.max_staleness", "use 1 or more"),
-    "staleness of nothing": ("rollout: {max_staleness: 2}", "rollout.max_staleness", "use 0, or supply: async"),
-    "no such filter": ("rollout: {filter: {name: acuracy}}", "rollout.filter.name", "did you mean 'accuracy'"),
-    "no such function of the user's": ("rollout: {filter: {name: nowhere.keep}}", "rollout.filter.name", "nowhere"),
-    "bounds of the user's filter": ("rollout: {filter: {name: json.dumps, above: 1}}", "rollout.filter.above", "decides by itself"),
-    "filter that leaves nothing": ("rollout: {filter: {above: 0.6, below: 0.4}}", "rollout.filter.above", "below 0.4"),
-    "filter of single samples": (
-        "rollout: {filter: {}, samples_per_prompt: 1}\nalgorithm: {advantage: {name: reinforce}}",
-        "rollout.filter.name",
-        "have one sample",
-    ),
-    "minimum beyond the batch": ("domains: {add: {min_prompts: 9}}", "domains.add.min_prompts", "rollout.prompts_per_step: 8"),
-    "max_model_len": ("actor_infer: {strategy: {max_model_len: 40}}", "actor_infer.strategy.max_model_len", "32 + max_tokens 16 = 48"),
-    "scripted engine": ("actor_infer: {strategy: {name: scripted}}", "actor_infer.strategy.name", "expected one of vllm, sglang"),
-    "domain name of all domains together": (
-        "domains: {overall: {data: {train: train.jsonl}, sampling: {max_prompt_tokens: 9, max_tokens: 9}, reward: {name: exact}}}",
-        "domains.overall",
-        "choose another name",
-    ),
-    "domain name": (
-        "domains: {a b: {data: {train: train.jsonl}, sampling: {max_prompt_tokens: 9, max_tokens: 9}, reward: {name: exact}}}",
-        "domains.a b",
-        "a letter, then",
-    ),
-    "group of one": ("rollout: {samples_per_prompt: 1}", "rollout.samples_per_prompt", "every advantage is 0"),
-    "group of one in a domain": ("domains: {copy: {samples_per_prompt: 1}}", "domains.copy.samples_per_prompt", "at least 2"),
-    "min_tokens": ("domains: {copy: {sampling: {min_tokens: 30}}}", "domains.copy.sampling.min_tokens", "max_tokens (24)"),
-    "template without prompt": ("domains: {add: {template: {text: Q}}}", "domains.add.template.text", "{prompt}"),
-    "system in plain": ("domains: {add: {template: {system: S}}}", "domains.add.template.system", "name: chat"),
-    "lr": ("actor_train: {optimizer: {lr: 1e-4, min_lr: 1e-3}}", "actor_train.optimizer.min_lr", "lr (0.0001)"),
-    "betas": ("actor_train: {optimizer: {betas: [0.9, 1.0]}}", "actor_train.optimizer.betas", "and < 1"),
-}
-
-LAYOUT_CHECKS = {
-    "devices twice": ("actor_train: {devices: [0, 1, 1]}", "actor_train.devices", "lists 1 more than once"),
-    "no devices": ("actor_infer: {devices: []}", "actor_infer.devices", "at least one"),
-    "sizes and devices": (
-        "actor_train: {devices: 6, strategy: {tensor_parallel: 2, pipeline_parallel: 2}}",
-        "actor_train.devices",
-        "tensor_parallel 2 x pipeline_parallel 2 = 4 does not divide 6 devices",
-    ),
-    "sizes and devices of engines": (
-        "actor_infer: {devices: [0, 1, 2], strategy: {tensor_parallel: 2}}",
-        "actor_infer.devices",
-        "tensor_parallel 2 does not divide 3 devices into whole replicas",
-    ),
-    "context parallel and devices": (
-        "actor_train: {devices: 3, strategy: {context_parallel: 2}}",
-        "actor_train.devices",
-        "context_parallel 2 does not divide 3 devices into whole data-parallel copies",
-    ),
-    "expert parallel of a dense model": (
-        "actor_train: {devices: 2, strategy: {expert_parallel: 2}}",
-        "actor_train.strategy.expert_parallel",
-        "the model has no experts; use 1",
-    ),
-    "engine with experts of a dense model": (
-        "actor_infer: {devices: 2, strategy: {tensor_parallel: 2, expert_parallel: 2}}",
-        "actor_infer.strategy.expert_parallel",
-        "the model has no experts; use 1",
-    ),
-    "balance of a dense model": ("actor_train: {balance_coef: 0.1}", "actor_train.balance_coef", "no experts to balance; use 0"),
-    "replayed experts of a dense model": ("algorithm: {routing_replay: train}", "algorithm.routing_replay", "the model has no experts"),
-    "sequence parallel": (
-        "actor_train: {strategy: {sequence_parallel: true}}",
-        "actor_train.strategy.sequence_parallel",
-        "needs tensor_parallel > 1",
-    ),
-    "an average that nobody takes": (
-        "reference: {refresh: {every: 5, weights: ema}}\nalgorithm: {kl_in_loss: {coef: 0.1}}",
-        "reference.refresh.weights",
-        "there is no average of the actor's weights; add actor_train.ema",
-    ),
-    "an average of adapters": (
-        "actor_train: {lora: {}, ema: {}}",
-        "actor_train.ema",
-        "is an average of all weights, of which only adapters train",
-    ),
-    "adapters for a reference": (
-        "actor_train: {lora: {export: adapter}}\nreference: {refresh: {every: 5}}\nalgorithm: {kl_in_loss: {coef: 0.1}}",
-        "reference.refresh",
-        "the reference takes whole weights; use actor_train.lora.export: merged",
-    ),
-    "experts of a dense model, recomputed": (
-        "actor_train: {strategy: {recompute: selective, recompute_modules: [moe]}}",
-        "actor_train.strategy.recompute_modules",
-        "moe: the model has no experts",
-    ),
-    "virtual pipeline without stages": (
-        "actor_train: {strategy: {virtual_pipeline_parallel: 3}}",
-        "actor_train.strategy.virtual_pipeline_parallel",
-        "needs pipeline_parallel > 1",
-    ),
-    "virtual pipeline and layers": (
-        "actor_train: {devices: 3, strategy: {pipeline_parallel: 3, virtual_pipeline_parallel: 3}}",
-        "actor_train.strategy.virtual_pipeline_parallel",
-        "makes 9 parts of the model's 6 layers; use at most 2",
-    ),
-    "pipeline and layers": (
-        "actor_train: {devices: 7, strategy: {pipeline_parallel: 7}}",
-        "actor_train.strategy.pipeline_parallel",
-        "makes 7 parts of the model's 6 layers; use at most 6",
-    ),
-    "layers of too few stages": (
-        "actor_train: {devices: 2, strategy: {pipeline_parallel: 2, virtual_pipeline_parallel: 2, pipeline_layers: [4, 2]}}",
-        "actor_train.strategy.pipeline_layers",
-        "has 2 numbers, pipeline_parallel 2 x virtual_pipeline_parallel 2 needs 4",
-    ),
-    "layers of stages": (
-        "actor_train: {devices: 2, strategy: {pipeline_parallel: 2, pipeline_layers: [4, 3]}}",
-        "actor_train.strategy.pipeline_layers",
-        "adds up to 7; the model has 6 layers",
-    ),
-    "a stage without layers": (
-        "actor_train: {devices: 3, strategy: {pipeline_parallel: 3, pipeline_layers: [4, 0, 2]}}",
-        "actor_train.strategy.pipeline_layers",
-        "only the first part, with the embeddings, and the last, with the output layer, can do without layers",
-    ),
-    "tensor parallel and heads": (
-        "actor_train: {devices: 3, strategy: {tensor_parallel: 3}}",
-        "actor_train.strategy.tensor_parallel",
-        "8 attention heads and 4 key/value heads; use one of 1, 2, 4",
-    ),
-    "adapters and key/value heads": (
-        "actor_train: {devices: 8, strategy: {tensor_parallel: 8}, lora: {}}",
-        "actor_train.strategy.tensor_parallel",
-        "is more than the model's 4 key/value heads, which adapters are cut by; use at most 4",
-    ),
-    "engine's tensor parallel": (
-        "actor_infer: {devices: 3, strategy: {tensor_parallel: 3}}",
-        "actor_infer.strategy.tensor_parallel",
-        "use one of 1, 2, 4, 8",
-    ),
-    "the name of the link": ("experiment: latest", "experiment", "link to the newest run"),
-    "a folder that nobody can write to": ("run_dir: /proc/runs", "run_dir", "cannot be written to"),
-    "wsd without decay_steps": ("actor_train: {optimizer: {decay: wsd}}", "actor_train.optimizer.decay_steps", "wsd needs the number"),
-    "a decay that begins in the warm-up": (
-        "steps: 5\nactor_train: {optimizer: {decay: wsd, warmup_steps: 2, decay_steps: 4}}",
-        "actor_train.optimizer.decay_steps",
-        "5 optimizer steps have left after 2 of warm-up; use 3 or less",
-    ),
-    "no decay left": (
-        "steps: 5\nactor_train: {optimizer: {decay: cosine, warmup_steps: 5}}",
-        "actor_train.optimizer.warmup_steps",
-        "5 optimizer steps",
-    ),
-    "engine's passes": (
-        "actor_infer: {strategy: {max_batched_tokens: 100}}",
-        "actor_infer.strategy.max_batched_tokens",
-        "max_running_requests (256)",
-    ),
-    "positions": ("domains: {copy: {sampling: {max_tokens: 60}}}", "domains.copy.sampling.max_tokens", "16 + max_tokens 60 = 76"),
-    "positions of the engine": (
-        "actor_infer: {strategy: {max_model_len: 65}}",
-        "actor_infer.strategy.max_model_len",
-        "64 positions",
-    ),
-}
-
-FILE_CHECKS = {
-    "model folder": ("model: {path: nowhere}", "model.path", "/nowhere"),
-    "model without config": ("model: {path: configs}", "model.path", "no config.json"),
-    "critic path": ("critic: {init: path}\nalgorithm: {advantage: {name: gae}}", "critic.path", "init: path needs"),
-    "critic folder": (
-        "critic: {init: reward_model, path: nowhere}\nalgorithm: {advantage: {name: gae}}",
-        "critic.path",
-        "/nowhere",
-    ),
-    "critic path unused": ("critic: {path: model}\nalgorithm: {advantage: {name: gae}}", "critic.path", "not used with init: actor"),
-    "resume": ("checkpoint: {resume: runs/last}", "checkpoint.resume", "/runs/last"),
-    "training data": ("domains: {add: {data: {train: gone.jsonl}}}", "domains.add.data.train", "/gone.jsonl"),
-    "validation data": ("domains: {add: {data: {validation: gone.jsonl}}}", "domains.add.data.validation", "/gone.jsonl"),
-    "column": ("domains: {copy: {data: {answer: answr}}}", "domains.copy.data.answer", "did you mean 'answer'?"),
-    "chat template": ("domains: {add: {template: {name: chat}}}", "domains.add.template.name", "no chat template"),
-}
-
-REWARD_CHECKS = {
-    "reward's name": ("domains: {add: {reward: {name: maths}}}", "domains.add.reward.name", "did you mean 'math'?"),
-    "reward's package": ("domains: {add: {reward: {name: nowhere.to.find}}}", "domains.add.reward.name", "no module 'nowhere'"),
-    "reward's module": ("domains: {add: {reward: {name: mine.gone.score}}}", "domains.add.reward.name", "no module 'gone' in mine"),
-    "reward's function": ("domains: {add: {reward: {name: mine.rules.scoer}}}", "domains.add.reward.name", "did you mean 'score'?"),
-    "reward's argument": (
-        "domains: {add: {reward: {name: mine.rules.score, args: {exact: 1, bonos: 2}}}}",
-        "domains.add.reward.args.bonos",
-        "did you mean 'bonus'?",
-    ),
-    "reward's missing argument": ("domains: {add: {reward: {name: mine.rules.score}}}", "domains.add.reward.args", "needs exact"),
-    "built-in's argument": (
-        "domains: {copy: {reward: {args: {stripp: true}}}}",
-        "domains.copy.reward.args.stripp",
-        "did you mean 'strip'?",
-    ),
-    "not a function of a sample": ("domains: {add: {reward: {name: mine.rules.nothing}}}", "domains.add.reward.name", "first argument"),
-}
 
 
-ONE_MISTAKE = {**CROSS_CHECKS, **LAYOUT_CHECKS, **FILE_CHECKS}
+@pytest.mark.parametrize(("yaml", "path", "says"), cases("config/mistakes"))
+def test_one_mistake_is_one_problem_at_its_path(project: Project, yaml: str, path: str, says: str) -> None:
+    (problem,) = project.problems_of(yaml)
+    assert problem.path == path and says in problem.message
 
 
-@pytest.mark.parametrize("case", ONE_MISTAKE.values(), ids=ONE_MISTAKE)
-def test_one_mistake_is_one_problem_at_its_path(project: Project, case: tuple[str, str, str]) -> None:
-    yaml, path, fragment = case
-    problems = project.problems_of(yaml)
-    assert [problem.path for problem in problems] == [path]
-    assert fragment in problems[0].message
-
-
-@pytest.mark.parametrize("case", REWARD_CHECKS.values(), ids=REWARD_CHECKS)
-def test_rewards_are_looked_up_without_importing_them(project: Project, case: tuple[str, str, str]) -> None:
+@pytest.mark.parametrize(("yaml", "path", "says"), cases("config/rewards"))
+def test_rewards_are_looked_up_without_importing_them(project: Project, yaml: str, path: str, says: str) -> None:
     project.write("mine/__init__.py", "raise RuntimeError('imported')")
     source = "raise RuntimeError('imported')\ndef score(sample, exact, *, bonus=0): return 1\ndef nothing(): return 1\n"
     project.write("mine/rules.py", source)
-    yaml, path, fragment = case
-    problems = project.problems_of(yaml)
-    assert [problem.path for problem in problems] == [path]
-    assert fragment in problems[0].message
+    (problem,) = project.problems_of(yaml)
+    assert problem.path == path and says in problem.message
 
 
 def test_a_users_own_reward_is_accepted(project: Project) -> None:
@@ -409,69 +101,14 @@ def test_a_critics_files(project: Project, init: str) -> None:
         assert path == "critic.path" and fragment in message, folder
 
 
-EXPERT_CHECKS = {
-    "checksums of experts, perhaps on GPUs": (
-        "weight_sync: {verify: sampled}\nray: {address: 'head:6379'}",
-        "weight_sync.verify",
-        "what an engine's kernels make of experts on a GPU is not read back",
-    ),
-    "selective recompute": (
-        "actor_train: {strategy: {recompute: selective, recompute_modules: [mlp, moe]}}",
-        "actor_train.strategy.recompute_modules",
-        "mlp: all layers of the model have experts; use moe",
-    ),
-    "adapters beside a balance": (
-        "actor_train: {lora: {targets: [q_proj]}, balance_coef: 0.1}",
-        "actor_train.balance_coef",
-        "the router stays as it is",
-    ),
-    "adapters of experts that ranks share": (
-        "actor_train: {devices: 2, lora: {}, strategy: {tensor_parallel: 2, sequence_parallel: true, expert_tensor_parallel: 2}}",
-        "actor_train.strategy.expert_tensor_parallel",
-        "experts are adapted whole (gate_proj, up_proj, down_proj of actor_train.lora.targets); use 1, or targets of attention alone",
-    ),
-    "experts of a pass that is left out": (
-        "algorithm: {routing_replay: train, old_log_probs: current}",
-        "algorithm.routing_replay",
-        "replays the pass that takes the old log-probs, which old_log_probs: current leaves out; use recompute",
-    ),
-    "experts that do not divide": (
-        "actor_train: {devices: 3, strategy: {expert_parallel: 3}}",
-        "actor_train.strategy.expert_parallel",
-        "does not divide the model's 4 experts; use one of 1, 2, 4",
-    ),
-    "matrices of experts that do not divide": (
-        "actor_train: {devices: 3, strategy: {expert_tensor_parallel: 3}}",
-        "actor_train.strategy.expert_tensor_parallel",
-        "feed-forward size of 64",
-    ),
-    "devices that do not divide": (
-        "actor_train: {devices: 6, strategy: {expert_parallel: 4, pipeline_parallel: 2}}",
-        "actor_train.devices",
-        "expert_parallel 4 x expert_tensor_parallel 1 x pipeline_parallel 2 = 8 does not divide 6 devices; use a multiple of 8",
-    ),
-    "experts that SGLang forgets": (
-        "algorithm: {routing_replay: rollout}\nrollout: {supply: async}",
-        "algorithm.routing_replay",
-        "use rollout.on_sync: abort or drain",
-    ),
-    "tensor parallel alone": (
-        "actor_train: {devices: 2, strategy: {tensor_parallel: 2}}",
-        "actor_train.strategy.sequence_parallel",
-        "tensor_parallel > 1 of a model with experts needs it",
-    ),
-}
-
-
 def test_layouts_of_experts(project: Project) -> None:
     """The weights are those that transformers writes."""
     make_tiny_model(project.folder / "experts", "qwen3_moe", hidden=128, vocab_size=100)
     model = "model: {path: experts, dtype: float32}\nactor_infer: {strategy: {name: sglang}}\n"
     assert project.problems_of(model + "actor_train: {devices: 4, strategy: {expert_parallel: 4}}") == []
-    for yaml, path, fragment in EXPERT_CHECKS.values():
-        problems = project.problems_of(model + yaml)
-        assert [problem.path for problem in problems] == [path]
-        assert fragment in problems[0].message
+    for case in records("config/experts"):
+        (problem,) = project.problems_of(model + case["yaml"])
+        assert problem.path == case["path"] and case["says"] in problem.message, case
     make_tiny_model(project.folder / "narrow", "qwen3_moe", hidden=128, vocab_size=100, moe_intermediate_size=63)
     (problem,) = project.problems_of("model: {path: narrow}\nactor_infer: {devices: 2, strategy: {name: sglang, tensor_parallel: 2}}")
     assert problem.path == "actor_infer.strategy.tensor_parallel" and "size of 63; expert_parallel leaves" in problem.message
@@ -752,29 +389,6 @@ def test_combinations_that_are_right(project: Project) -> None:
 
 
 PTX = "algorithm: {ptx: {data: {train: train.jsonl}, coef: 0.1, samples: 4"
-PTX_MISTAKES = {
-    "no file": (PTX.replace("train.jsonl", "nowhere.jsonl") + ", max_tokens: 64}}", "algorithm.ptx.data.train", "no such file"),
-    "no column": (
-        PTX.replace("train.jsonl", "train.jsonl, answer: reply") + ", max_tokens: 64}}",
-        "algorithm.ptx.data.answer",
-        "no such column",
-    ),
-    "template": (PTX + ", max_tokens: 64, template: {text: fixed}}}", "algorithm.ptx.template.text", "never shows the prompt"),
-    "chat": (PTX + ", max_tokens: 64, template: {name: chat}}}", "algorithm.ptx.template.name", "has no chat template"),
-    "length": (PTX + "}}", "algorithm.ptx.max_tokens", "is more than the model's 64 positions"),
-    "coef": (PTX.replace("0.1", "0") + ", max_tokens: 64}}", "algorithm.ptx.coef", "expected number > 0"),
-    "whole vocabulary": (
-        PTX + ", max_tokens: 64}, kl_in_loss: {coef: 0.1, estimator: full}}\nreference: {}",
-        "algorithm.kl_in_loss.estimator",
-        "would take the whole distribution",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", PTX_MISTAKES)
-def test_supervised_rows_that_cannot_be(project: Project, case: str) -> None:
-    yaml, path, message = PTX_MISTAKES[case]
-    assert [(problem.path, message in problem.message) for problem in project.problems_of(yaml)] == [(path, True)]
 
 
 def test_supervised_rows(project: Project) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from config_project import MODEL, Project
-from published_models import LLAMA_2_7B, QWEN2_AS_TRANSFORMERS_5_SAVES_IT, REFUSED, TRAINABLE
+from published_models import REFUSED, TRAINABLE
 from safetensors.torch import load_file, save_file
 from support_models import make_tiny_model
 from support_weights import tensors
@@ -155,7 +155,7 @@ def test_no_field_is_both_without_effect_and_limited() -> None:
 
 
 def test_the_same_rope_said_twice_is_one(tmp_path: Path) -> None:
-    twice = QWEN2_AS_TRANSFORMERS_5_SAVES_IT | {"rope_theta": 1000000.0, "rope_scaling": {"type": "default", "rope_theta": 1e6}}
+    twice = TRAINABLE["saved by transformers 5"] | {"rope_theta": 1000000.0, "rope_scaling": {"type": "default", "rope_theta": 1e6}}
     assert read_hf_config(folder_with(twice, tmp_path)).rope.theta == 1e6
 
 
@@ -232,5 +232,5 @@ def test_a_saved_tokenizers_ids_are_the_ones_transformers_counts(tmp_path: Path)
 
 
 def test_a_llama_config_of_old_has_the_positions_of_old(tmp_path: Path) -> None:
-    old = {key: value for key, value in LLAMA_2_7B.items() if key != "max_position_embeddings"}
+    old = {key: value for key, value in TRAINABLE["Llama-2-7b"].items() if key != "max_position_embeddings"}
     assert read_hf_config(folder_with(old, tmp_path)).max_positions == 2048

@@ -10,6 +10,7 @@ import pydantic
 import pytest
 import yaml
 from config_project import Project
+from support_cases import cases
 
 from roll_lite.config.checks.secrets import plain_secrets
 from roll_lite.config.loading import load_config
@@ -77,66 +78,11 @@ def test_a_refused_field_hides_no_other_mistake(project: Project) -> None:
 
 # ---------------------------------------------------------------- schema
 
-WRONG_VALUES = {
-    "unknown key": ("rollout.prompts=1", "rollout.prompts", "did you mean 'prompts_per_step'"),
-    "unknown optimizer": ("actor_train.optimizer={muon: {}}", "actor_train.optimizer.muon", "unknown key; valid here: betas, clip_grad"),
-    "unknown precision": ("actor_train.optimizer={moments: float16}", "actor_train.optimizer.moments", "unknown key; valid here: betas"),
-    "unknown key in a variant": ("actor_infer.strategy.max_model_length=9", "actor_infer.strategy.max_model_length", "'max_model_len'"),
-    "known elsewhere": ("lr=1", "lr", "there is actor_train.optimizer.lr and critic.optimizer.lr"),
-    "another trainer's word": (
-        "actor_train.learning_rate=1",
-        "actor_train.learning_rate",
-        "unknown key; there is actor_train.optimizer.lr",
-    ),
-    "another word, beside ours": ("rollout.num_generations=1", "rollout.num_generations", "there is rollout.samples_per_prompt"),
-    "known two sections below": ("actor_train.lr=1", "actor_train.lr", "unknown key; there is actor_train.optimizer.lr"),
-    "misspelt below": ("actor_train.warmup_step=1", "actor_train.warmup_step", "there is actor_train.optimizer.warmup_steps"),
-    "below a user's own name": ("domains.add.temperature=1", "domains.add.temperature", "there is domains.add.sampling.temperature"),
-    "of another template": (
-        "domains.add.template.system=S",
-        "domains.add.template.system",
-        "is only used by name: chat; plain has the keys",
-    ),
-    "of another member": ("algorithm.policy_loss.tau=1", "algorithm.policy_loss.tau", "is only used by name: kimi; ppo has the keys name"),
-    "no space after a colon": ("actor_train.optimizer={lr:1e-4}", "actor_train.optimizer={lr:1e-4}", "space after the colon: lr: 1e-4"),
-    "no space after a colon, a word": ("algorithm.policy_loss={name:gspo}", "algorithm.policy_loss={name:gspo}", "colon: name: gspo"),
-    "no space after a colon, no braces": ("algorithm.policy_loss=name:gspo", "algorithm.policy_loss.name", "colon: name: gspo"),
-    "text for a list of words": ("trackers=jsonl", "trackers", "; write [jsonl]"),
-    "known below": ("validation.temperature=0", "validation.temperature", "there is validation.sampling.temperature"),
-    "text for a number": ("steps='3'", "steps", "expected integer > 0"),
-    "fraction for an integer": ("steps=1.5", "steps", "expected integer > 0"),
-    "true for an integer": ("steps=true", "steps", "expected integer > 0"),
-    "null for an integer": ("steps=null", "steps", "expected integer > 0"),
-    "number for a text": ("experiment=12", "experiment", "put it in quotes"),
-    "number for a truth": ("deterministic=1", "deterministic", "expected true or false"),
-    "not finite": ("actor_train.optimizer.lr=.inf", "actor_train.optimizer.lr", "number > 0"),
-    "out of range": ("actor_infer.strategy.gpu_memory_utilization=1.5", "actor_infer.strategy.gpu_memory_utilization", "> 0 and <= 1"),
-    "a choice": ("model.dtype=bfloat", "model.dtype", "one of float32, bfloat16; did you mean 'bfloat16'"),
-    "devices": ("actor_train.devices=[0,-1]", "actor_train.devices", "integer > 0 or list of (integer >= 0 or text)"),
-    "a pair": ("actor_train.optimizer.betas=[0.9]", "actor_train.optimizer.betas", "list of 2"),
-    "value for a section": ("rollout=3", "rollout", "expected a section with the keys prompts_per_step"),
-    "number for a variant": ("actor_infer.strategy=3", "actor_infer.strategy", "vllm, sglang, or a section with such a name"),
-    "list for a variant": ("actor_infer.strategy=[vllm]", "actor_infer.strategy", "or a section with such a name"),
-    "null for a variant": ("actor_infer.strategy=null", "actor_infer.strategy", "or a section with such a name"),
-    "interpolated text for a variant": ("actor_infer.strategy=${experiment}", "actor_infer.strategy", "write it as strategy.name"),
-    "variant": ("actor_infer.strategy.name=vlm", "actor_infer.strategy.name", "one of vllm, sglang; did you mean 'vllm'?"),
-    "variant in short": ("actor_infer.strategy=sglnag", "actor_infer.strategy.name", "sglang; did you mean 'sglang'?"),
-    "variant in short, far off": ("algorithm.kl_in_loss.controller=x", "algorithm.kl_in_loss.controller.name", "one of fixed, adaptive"),
-    "single variant": ("actor_train.strategy.name=megatorn", "actor_train.strategy.name", "expected megatron"),
-    "single variant in short": ("actor_train.strategy=megatorn", "actor_train.strategy.name", "expected megatron"),
-    "number for a single variant": ("actor_train.strategy=3", "actor_train.strategy", "expected a section with the keys name"),
-    "value in a list": ("trackers=[3]", "trackers.0", "expected a section with the keys name"),
-    "a key of former days": ("rollout.filter={type: accuracy}", "rollout.filter.type", "is called name here"),
-}
 
-
-@pytest.mark.parametrize("case", WRONG_VALUES.values(), ids=WRONG_VALUES)
-def test_a_wrong_value(project: Project, case: tuple[str, str, str]) -> None:
-    override, path, fragment = case
-    problems = project.problems(override)
-    assert [problem.path for problem in problems] == [path]
-    assert fragment in problems[0].message
-    assert problems[0].source == "command line"
+@pytest.mark.parametrize(("override", "path", "says"), cases("config/values"))
+def test_a_wrong_value(project: Project, override: str, path: str, says: str) -> None:
+    (problem,) = project.problems(override)
+    assert problem.path == path and says in problem.message and problem.source == "command line"
 
 
 def test_missing_keys(project: Project) -> None:
@@ -195,33 +141,13 @@ def test_files_in_folders_and_a_name_alone(project: Project) -> None:
     assert (project.load(name="one").steps, project.load(name="one").seed, project.load(name="paces/slow").steps) == (9, 2, 9)
 
 
-COMPOSITION_MISTAKES = {
-    "unknown file": ("defaults: [rnu]", "wrong.yaml: defaults[0]", "did you mean 'run'?"),
-    "not a list": ("defaults: {run: 1}", "wrong.yaml: defaults", "a file's name or a list of them"),
-    "a group": ("defaults: [run, algorithm: short]", "wrong.yaml: defaults[1]", "write a file's name"),
-    "odd entry": ("defaults: [run, 3]", "wrong.yaml: defaults[1]", "write a file's name"),
-    "itself": ("defaults: [run, wrong]", "wrong.yaml: defaults[1]", "wrong -> wrong"),
-    "self twice": ("defaults: [_self_, run, _self_]", "wrong.yaml: defaults", "_self_ is listed twice"),
-    "key twice": ("defaults: [run]\nmodel: {path: a, path: model}", "model.path", "written twice"),
-    "key not text": ("defaults: [run]\nmodel: {1: 2}", "model", "a key has to be text, 1 is not"),
-    "interpolation": ("defaults: [run]\nseed: ${stesp}", "seed", "'stesp' not found"),
-    "circle": ("defaults: [run]\nseed: ${steps}\nsteps: ${seed}", "seed", "ecursi"),
-    "interpolation that cannot be parsed": ("defaults: [run]\nseed: ${steps", "seed", "not a valid interpolation"),
-    "binary": ("defaults: [run]\nmodel: {path: !!binary aGk=}", "model.path", "only text, numbers"),
-    "list for a section": ("defaults: [run]\nrollout: {}\ndomains: []", "domains", "expected mapping of name"),
-    "section for a list": ("defaults: [tracked]\ntrackers: {name: jsonl}", "trackers", "expected list of"),
-    "to be filled in": ("defaults: [run]\nseed: ???", "seed", "seed=..."),
-}
-
-
-@pytest.mark.parametrize("case", COMPOSITION_MISTAKES.values(), ids=COMPOSITION_MISTAKES)
-def test_mistakes_of_composition(project: Project, case: tuple[str, str, str]) -> None:
+@pytest.mark.parametrize(("text", "path", "says"), cases("config/composition"))
+def test_mistakes_of_composition(project: Project, text: str, path: str, says: str) -> None:
     project.write("configs/tracked.yaml", "defaults: [run]\ntrackers: [{name: jsonl}]\n")
-    text, path, fragment = case
     project.write("configs/wrong.yaml", text)
     problems = [one for one in project.problems(name="wrong") if one.path == path]
     assert len(problems) == 1, project.problems(name="wrong")
-    assert fragment in problems[0].message
+    assert says in problems[0].message
     assert problems[0].path.startswith("wrong.yaml") or problems[0].source.startswith("wrong.yaml:")
 
 

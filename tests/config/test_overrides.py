@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from config_project import Project
+from support_cases import cases
 
 from roll_lite.config.compose.overrides import Override, alternatives, apply_override, parse_override
 from roll_lite.config.problems import Problem
@@ -21,71 +22,13 @@ TREE = {
     "link": "${gone}",
 }
 
-CHANGES = {
-    "a.b=2": ("a.b", 2),
-    "a.b=text": ("a.b", "text"),
-    "a.b='2'": ("a.b", "2"),
-    "a.b=1e-6": ("a.b", 1e-6),
-    "a.b=-.5": ("a.b", -0.5),
-    "a.b=true": ("a.b", True),
-    "a.b=null": ("a.b", None),
-    "a.b=": ("a.b", None),
-    "a.b=x=y": ("a.b", "x=y"),
-    "a.b=2026-08-01": ("a.b", "2026-08-01"),
-    "a.b=[1,2]": ("a.b", [1, 2]),
-    "a.c.d=[]": ("a.c.d", []),
-    "a={x: 1}": ("a", {"b": 1, "c": {"d": [1, 2]}, "x": 1}),
-    "+a.new.deep=1": ("a.new", {"deep": 1}),
-    "++a.b=3": ("a.b", 3),
-    "fresh.one=1": ("fresh", {"one": 1}),
-    "none.x=1": ("none", {"x": 1}),
-    "open.x=1": ("open", {"x": 1}),
-    "open=1": ("open", 1),
-    "list.0.name=z": ("list", [{"name": "z"}, {"name": "y"}]),
-    "list[1].name=z": ("list", [{"name": "x"}, {"name": "z"}]),
-    "a.c.d.1=5": ("a.c.d", [1, 5]),
-    "a=[1]": ("a", [1]),
-    "list={x: 1}": ("list", {"x": 1}),
-    "link=1": ("link", 1),
-    "link={x: 1}": ("link", {"x": 1}),
-    "list.0={z: 1}": ("list", [{"name": "x", "z": 1}, {"name": "y"}]),
-    "~link": ("link", "absent"),
-    "~a.c": ("a", {"b": 1}),
-    "~list.0": ("list", [{"name": "y"}]),
-    "~none": ("none", "absent"),
-    "~open": ("open", "absent"),
-}
 
-REFUSED = {
-    "a.b": "not an override; write key=value",
-    "": "not an override",
-    "=1": "not an override",
-    "a..b=1": "not an override",
-    "a b=1": "not an override",
-    "~a.b=1": "write ~a.b",
-    "a.b=[1": "not valid YAML",
-    "a.b={x: 1, x: 2}": "written twice",
-    "a.b=${x": "not a valid interpolation",
-    "a.b=!!binary aGk=": "only text, numbers",
-    "link.x=1": 'link is "${gone}", not a section',
-    "text.x=1": 'text is "t", not a section',
-    "a.b.c=1": "a.b is 1, not a section",
-    "list.x=1": "list is a list; after it comes a number, not 'x'",
-    "list.2.name=z": "list has 2 entries, numbered from 0; there is no entry 2",
-    "fresh.0=1": "give the whole list: fresh=[...]",
-    "~a.bb": "nothing to delete at a.bb; did you mean 'b'?",
-    "~x.y": "nothing to delete at x",
-    "~list.7": "there is no entry 7",
-}
-
-
-@pytest.mark.parametrize("text", CHANGES)
-def test_what_an_override_changes(text: str) -> None:
+@pytest.mark.parametrize(("text", "path", "expected"), cases("config/overrides"))
+def test_what_an_override_changes(text: str, path: str, expected: Any) -> None:
     tree = deepcopy(TREE)
     override = parse_override(text)
     assert isinstance(override, Override)
     assert apply_override(tree, override) == []
-    path, expected = CHANGES[text]
     after: Any = tree
     for key in path.split("."):
         after = after.get(key, "absent")
@@ -93,13 +36,13 @@ def test_what_an_override_changes(text: str) -> None:
     assert type(after) is type(expected)
 
 
-@pytest.mark.parametrize("text", REFUSED)
-def test_what_an_override_may_not_be(text: str) -> None:
+@pytest.mark.parametrize(("text", "says"), cases("config/overrides_refused"))
+def test_what_an_override_may_not_be(text: str, says: str) -> None:
     tree = deepcopy(TREE)
     override = parse_override(text)
     problems = [override] if isinstance(override, Problem) else apply_override(tree, override)
     assert len(problems) == 1
-    assert REFUSED[text] in problems[0].message
+    assert says in problems[0].message
     assert problems[0].source == "command line"
     assert tree == TREE
 
@@ -115,30 +58,7 @@ def test_an_override_may_refer_to_other_values(project: Project) -> None:
     assert project.load("seed=${steps}", "steps=5").seed == 5
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("a.b=1,2", ["a.b=1", "a.b=2"]),
-        ("a=x, y", ["a=x", "a=y"]),
-        ("a=[1,2],[3]", ["a=[1,2]", "a=[3]"]),
-        ("a={name: x, k: 1},z", ["a={name: x, k: 1}", "a=z"]),
-        ("a='1,2'", ["a='1,2'"]),
-        ("a=[1,2]", ["a=[1,2]"]),
-        ("a=", ["a="]),
-        ("~a", ["~a"]),
-        ("a=[1", ["a=[1"]),
-        ("a=1e-6,3.0e-5", ["a=1e-6", "a=3.0e-5"]),
-        ("a=choice(x, y,[1,2])", ["a=x", "a=y", "a=[1,2]"]),
-        ("a=choice(x)", ["a=x"]),
-        ("a=range(3)", ["a=0", "a=1", "a=2"]),
-        ("a=range(1,4)", ["a=1", "a=2", "a=3"]),
-        ("a=range(4, 0, -2)", ["a=4", "a=2"]),
-        ("a=range(0.1,0.4,0.1)", ["a=0.1", "a=0.2", "a=0.3"]),
-        ("a=f(x, y)", ["a=f(x, y)"]),
-        ("a=f(x,g(y,z)),u", ["a=f(x,g(y,z))", "a=u"]),
-        ("a='(',x", ["a='('", "a=x"]),
-    ],
-)
+@pytest.mark.parametrize(("text", "expected"), cases("config/sweeps"))
 def test_what_a_sweep_makes_of_an_override(text: str, expected: list[str]) -> None:
     assert alternatives(text) == expected
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from published_models import LLAMA_3_1_8B, QWEN2_5_0_5B, QWEN2_5_7B, QWEN3_30B_A3B
+from published_models import TRAINABLE
 from support_weights import write_safetensors
 
 from roll_lite.config.arithmetic import derive
@@ -17,8 +17,13 @@ from roll_lite.models.model_files import HEAD, weight_shapes
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "examples/configs"
-QWEN2_5_1_5B = QWEN2_5_0_5B | {"hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12, "num_hidden_layers": 28}
-QWEN2_5_32B = QWEN2_5_7B | {
+QWEN2_5_1_5B = TRAINABLE["Qwen2.5-0.5B"] | {
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_attention_heads": 12,
+    "num_hidden_layers": 28,
+}
+QWEN2_5_32B = TRAINABLE["Qwen2.5-7B"] | {
     "hidden_size": 5120,
     "intermediate_size": 27648,
     "num_attention_heads": 40,
@@ -26,18 +31,18 @@ QWEN2_5_32B = QWEN2_5_7B | {
     "num_key_value_heads": 8,
 }
 MODELS = {
-    "qwen2.5_0.5b_grpo": (QWEN2_5_0_5B, 0.494, {"actor_train": "megatron: DP 1", "actor_infer": "vllm: 1 replica"}),
+    "qwen2.5_0.5b_grpo": (TRAINABLE["Qwen2.5-0.5B"], 0.494, {"actor_train": "megatron: DP 1", "actor_infer": "vllm: 1 replica"}),
     "qwen2.5_1.5b_grpo": (QWEN2_5_1_5B, 1.54, {"actor_train": "megatron: DP 8", "actor_infer": "vllm: 8 replicas"}),
-    "qwen2.5_7b_grpo": (QWEN2_5_7B, 7.62, {"actor_train": "megatron: TP 2 x DP 4", "actor_infer": "vllm: 8 replicas"}),
-    "qwen2.5_7b_fp8_grpo": (QWEN2_5_7B, 7.62, {"actor_train": "megatron: TP 2 x DP 4", "actor_infer": "vllm: 8 replicas"}),
+    "qwen2.5_7b_grpo": (TRAINABLE["Qwen2.5-7B"], 7.62, {"actor_train": "megatron: TP 2 x DP 4", "actor_infer": "vllm: 8 replicas"}),
+    "qwen2.5_7b_fp8_grpo": (TRAINABLE["Qwen2.5-7B"], 7.62, {"actor_train": "megatron: TP 2 x DP 4", "actor_infer": "vllm: 8 replicas"}),
     "qwen2.5_32b_grpo": (QWEN2_5_32B, 32.8, {"actor_train": "megatron: TP 4 x PP 2 x DP 4", "actor_infer": "vllm: 8 replicas of TP 4"}),
     "qwen3_30b_a3b_grpo": (
-        QWEN3_30B_A3B,
+        TRAINABLE["Qwen3-30B-A3B"],
         30.5,
         {"actor_train": "megatron: DP 16 x EP 8", "actor_infer": "vllm: 8 replicas of TP 2"},
     ),
     "llama3.1_8b_ppo": (
-        LLAMA_3_1_8B,
+        TRAINABLE["Llama-3.1-8B-Instruct"],
         8.03,
         dict.fromkeys(("actor_train", "reference", "critic"), "megatron: TP 2 x DP 4") | {"actor_infer": "vllm: 8 replicas"},
     ),
