@@ -10,7 +10,7 @@ from roll_lite.config.schema.base import PositiveInt, Section, below
 class PlacementConfig(Section):
     """Assigns devices to roles; `placement: colocated` names a preset. A role's `devices` is a number or, under any preset, a list;
     without it the role takes as many as the others of its group. Roles that share devices by a preset take turns (`offload: true`)
-    unless their `offload` says otherwise. Judges always have separate devices."""
+    unless their `offload` says otherwise. Judges have separate devices under every preset."""
 
     name: Literal["by_role", "colocated", "split", "pairs", "apart"] = "by_role"
     """by_role: n is devices 0 to n-1, and roles set their `offload`. colocated: all roles on the same devices. split: models that train
