@@ -122,7 +122,7 @@ def show(value: Any, path: str = "") -> str:
     """Value as on the command line, shortened. `path`: its setting, which may be secret."""
     try:
         text = json.dumps(without_secrets(value, path), default=str, ensure_ascii=False)
-    except (ValueError, RecursionError):  # a number of thousands of digits, a list that contains itself
+    except (ValueError, TypeError, RecursionError):  # a number of thousands of digits, keys that are paths, a list that contains itself
         text = f"({type(value).__name__})"
     text = printable(without_logins(text))
     return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + "..."
