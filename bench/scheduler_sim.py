@@ -31,7 +31,7 @@ from roll_lite.config.schema.domains import RolloutConfig
 from roll_lite.simulator.engine import EngineLimits, EngineRates
 from roll_lite.simulator.report import table
 from roll_lite.simulator.scenario import Scenario, TrainerModel
-from roll_lite.simulator.simulation import Outcome, simulate
+from roll_lite.simulator.simulation import SimulatedRun, simulate
 from roll_lite.simulator.workload import DomainModel, LogNormal
 
 H100 = EngineRates(pass_s=7e-3, request_s=25e-6, cached_token_s=17e-9, prefill_token_s=1 / 40_000)
@@ -65,7 +65,7 @@ def scenario(batch: int, engines: int, trainer: TrainerModel, policy: dict[str, 
     return Scenario((MATH,), engines, H100, LIMITS, rollout, trainer, steps=steps)
 
 
-def run(one: Scenario) -> Outcome:
+def run(one: Scenario) -> SimulatedRun:
     started = time.process_time()
     outcome = simulate(one)
     print(f"  {one.engines} engines, {one.policy}: {time.process_time() - started:.0f} s of CPU", file=sys.stderr, flush=True)

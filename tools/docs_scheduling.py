@@ -13,7 +13,7 @@ from roll_lite.simulator.engine import EngineLimits, EngineRates
 from roll_lite.simulator.picture import draw_engines
 from roll_lite.simulator.report import table
 from roll_lite.simulator.scenario import Scenario, TrainerModel
-from roll_lite.simulator.simulation import Outcome, simulate
+from roll_lite.simulator.simulation import SimulatedRun, simulate
 from roll_lite.simulator.workload import DomainModel, LogNormal
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
@@ -67,7 +67,7 @@ TIMELINES = (
 )
 
 
-def draw(folder: Path, timelines: Sequence[Timeline] = TIMELINES) -> list[Outcome]:
+def draw(folder: Path, timelines: Sequence[Timeline] = TIMELINES) -> list[SimulatedRun]:
     outcomes = []
     for timeline in timelines:
         outcome = simulate(timeline.scenario, spans=True)

@@ -66,7 +66,7 @@ def _data_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[
             shards = shards_of(file)
             rows = _lines(shards) if shards[0].kind == "jsonl" else _table_rows(shards, scan)
             for row in islice(rows, SCANNED_ROWS):
-                scan.look(row, f"{row.file.name}, {row.unit} {row.number}" if len(shards) > 1 else f"{row.unit} {row.number}")
+                scan.check_row(row, f"{row.file.name}, {row.unit} {row.number}" if len(shards) > 1 else f"{row.unit} {row.number}")
                 if len(scan.mistakes) >= NAMED_LINES:
                     break
         except ValueError as error:
@@ -135,7 +135,7 @@ class _Scan:
     strays: dict[tuple[str, Path], tuple[str, str]] = field(default_factory=dict)
     """First row without a domain and reason, by tag and file."""
 
-    def look(self, row: Row, where: str) -> None:
+    def check_row(self, row: Row, where: str) -> None:
         content = row.content
         if isinstance(content, str):
             self.mistakes.append(f"{where}, {content}" if content.startswith("character ") else f"{where}: {content}")

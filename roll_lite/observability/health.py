@@ -49,7 +49,7 @@ class RunHealth:
         self._seen = dict.fromkeys((sign.name for sign in self._signs), 0)
         self._earlier: list[Metrics] = []
 
-    def look(self, step: int, metrics: Metrics) -> list[str]:
+    def new_signs(self, step: int, metrics: Metrics) -> list[str]:
         """Messages of newly found signs."""
         told = []
         for sign in self._signs:

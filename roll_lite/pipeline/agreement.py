@@ -42,7 +42,7 @@ class Agreement:
         self._metrics = [f"domain/{name}/{MEAN}" for name in comparable] if self._left_out else [MEAN]
         self._has_said = False
 
-    def look(self, metrics: Mapping[str, float]) -> None:
+    def check(self, metrics: Mapping[str, float]) -> None:
         """Raise DifferentModels if the mismatch exceeds the bound; warn once about samples that cannot be compared."""
         if self._bound is None:
             return

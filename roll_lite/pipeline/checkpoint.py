@@ -80,7 +80,7 @@ class Checkpoints:
             self.finish()
         return whole
 
-    def look(self, within_s: float | None = None) -> None:
+    def finish_if_written(self, within_s: float | None = None) -> None:
         """Complete a written checkpoint; called between steps. `within_s`: time limit of the ranks' answer."""
         running = self._running.models.values() if self._running is not None else ()
         asked = [model.ranks.start_all(ModelWorker.checkpoint_is_written) for model in running]
@@ -103,7 +103,7 @@ class Checkpoints:
             raise
         except BaseException:
             with suppress(Exception):
-                self.look(INTERRUPTED_S)
+                self.finish_if_written(INTERRUPTED_S)
             raise
 
     def finish(self) -> None:

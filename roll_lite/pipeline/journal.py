@@ -100,7 +100,7 @@ class Journal:
             self._sums.add("time", seconds, label=label)
         metrics = self._sums.values()
         self._steps = number
-        warnings = self.health.look(number, metrics)
+        warnings = self.health.new_signs(number, metrics)
         self._note(number, metrics)
         self.console.step(number, metrics)
         for warning in warnings:

@@ -118,12 +118,12 @@ def looked_at(run_folder: Path, read: list[Reader], driver: str, others: set[str
     """View of each node, including the driver's; each leaves a file beside one of the driver's."""
     probe = run_folder / f".probe-{uuid.uuid4().hex}"
     probe.touch()
-    task = ray.remote(look)
+    task = ray.remote(view_of)
     asked = {
         node: task.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(probe, node, read)
         for node in sorted(others)
     }
-    views = {driver: look(probe, driver, read)}
+    views = {driver: view_of(probe, driver, read)}
     try:
         for node, reference in asked.items():
             try:
@@ -138,7 +138,7 @@ def looked_at(run_folder: Path, read: list[Reader], driver: str, others: set[str
     return views
 
 
-def look(probe: Path, node: str, read: list[Reader]) -> View:
+def view_of(probe: Path, node: str, read: list[Reader]) -> View:
     return View(why_apart(probe, node), {reader: reader.files() for reader in read})
 
 

@@ -26,7 +26,7 @@ from roll_lite.pipeline.early_passes import EarlyPasses
 from roll_lite.pipeline.journal import Journal
 from roll_lite.pipeline.shaping import RewardShaping
 from roll_lite.pipeline.skipped_updates import SkippedUpdates
-from roll_lite.pipeline.sources import BatchSource, Validation
+from roll_lite.pipeline.sources import BatchSource, Validations
 from roll_lite.workers.actor import ActorWorker
 from roll_lite.workers.credit import credit_columns
 from roll_lite.workers.model import CriticWorker, TrainShare, Update
@@ -55,7 +55,7 @@ class RLVRPipeline:
         self.shaping = RewardShaping(config)
         self.agreement = Agreement(config)
         self.skipped = SkippedUpdates.of(config)
-        self.validation = Validation(config, source, journal)
+        self.validation = Validations(config, source, journal)
         self.refresh = config.reference.refresh if config.reference is not None and trains(config) else None
         in_reward, in_loss = self.algorithm.kl_in_reward, self.algorithm.kl_in_loss
         self.kl_in_reward = KlController(in_reward.coef, **in_reward.controller.parameters)
@@ -182,8 +182,8 @@ class RLVRPipeline:
     def between_steps(self) -> None:
         self.look_at_checkpoint()
         self.look_at_validation()
-        self.agreement.look(self.journal.history.records[self.steps_done])
-        self.skipped.look()
+        self.agreement.check(self.journal.history.records[self.steps_done])
+        self.skipped.check()
         if self.refresh is not None and self.due(self.refresh.every):
             self.refresh_reference()
         if self.due(self.config.checkpoint.every) or (self.config.checkpoint.every > 0 and self.steps_done == self.config.steps):
@@ -203,7 +203,7 @@ class RLVRPipeline:
 
     @phase("validation")
     def look_at_validation(self) -> None:
-        self.validation.look()
+        self.validation.finish_if_complete()
 
     @phase("checkpoint")
     def refresh_reference(self) -> None:
@@ -216,7 +216,7 @@ class RLVRPipeline:
 
     @phase("checkpoint")
     def look_at_checkpoint(self) -> None:
-        self.checkpoints.look()
+        self.checkpoints.finish_if_written()
 
     @phase("checkpoint")
     def export_model(self) -> None:

@@ -83,7 +83,7 @@ class SkippedUpdates:
                     self._too_long = _described(role, series, self.with_ptx and role == "actor")
         return begun
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Raise NotFinite if a series is too long."""
         if self._too_long is not None:
             raise NotFinite(self._too_long)

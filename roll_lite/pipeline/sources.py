@@ -79,12 +79,12 @@ class LiveRollouts:
         return pushed
 
     def next_batch(self, step: int, meanwhile: Callable[[Cluster[RolloutWorker]], None]) -> RolloutBatch:
-        def look() -> None:
+        def poll() -> None:
             self.tell_losses()
             meanwhile(self.rollouts)
 
         pending = self.rollouts.start_one(RolloutWorker.next_batch, self.prompts_per_step, step)
-        batch = shown(pending, self.rollouts, self.journal.console, f"step {step}", look)
+        batch = shown(pending, self.rollouts, self.journal.console, f"step {step}", poll)
         self.tell_losses()
         return batch
 
@@ -155,7 +155,7 @@ def shown(
     """Wait for a batch or validation, and show its progress. Calls `also` about once a second."""
     asked: Pending[dict[str, Progress]] | None = None
 
-    def look() -> None:
+    def poll() -> None:
         nonlocal asked
         also()
         if asked is None:
@@ -166,38 +166,38 @@ def shown(
 
     try:
         with console.watching():
-            return batch.result(meanwhile=look)
+            return batch.result(meanwhile=poll)
     finally:
         if asked is not None:
             asked.settle()
 
 
 @dataclass(frozen=True)
-class Running:
+class RunningValidation:
     step: int
     """Step under which it is reported."""
     answers: Pending[HeldOut]
 
 
-class Validation:
+class Validations:
     """Runs validations, one at a time."""
 
     def __init__(self, config: RunConfig, source: BatchSource, journal: Journal) -> None:
         self._config = config
         self._source = source
         self._journal = journal
-        self._running: Running | None = None
+        self._running: RunningValidation | None = None
 
     def begin(self, step: int) -> None:
         """Start a validation; wait for it unless further steps run beside generation."""
         assert self._running is None
         config = self._config
         sampling = {name: held_out_sampling(config, domain) for name, domain in config.domains.items()}
-        self._running = Running(step, self._source.start_validation(config.validation.samples_per_prompt, sampling, step))
+        self._running = RunningValidation(step, self._source.start_validation(config.validation.samples_per_prompt, sampling, step))
         if step == config.steps or not generates_ahead(config):
             self.finish()
 
-    def look(self) -> None:
+    def finish_if_complete(self) -> None:
         if self._running is not None and self._running.answers.answer() is not None:
             self.finish()
 

@@ -142,7 +142,7 @@ class WeightSync:
         failed: dict[str, str] = {}
         """Causes in order of arrival: later ones may follow from the first."""
 
-        def look() -> None:
+        def poll() -> None:
             nonlocal interrupted
             broken = _broken(engines, trainers)
             failed.update({name: str(one.failure) for name, one in broken.items() if name not in failed and not one.stale})
@@ -152,7 +152,7 @@ class WeightSync:
                 interrupt(self._interrupts, self._epoch)  # or the others wait until their time-out
 
         both: list[Pending[Any]] = [engines, trainers]
-        said, of_trainers = gather(*both, meanwhile=look)
+        said, of_trainers = gather(*both, meanwhile=poll)
         if any(call.lost for call in engines.calls):
             return None
         if broken := _broken(engines, trainers):

@@ -15,7 +15,7 @@ from roll_lite.simulator.calibration import calibrated
 from roll_lite.simulator.picture import draft_of, draw_engines
 from roll_lite.simulator.report import NOTES, advice, details, engines, table
 from roll_lite.simulator.scenario import Scenario, scenario_of
-from roll_lite.simulator.simulation import Outcome, simulate
+from roll_lite.simulator.simulation import SimulatedRun, simulate
 
 ALTERNATIVES: tuple[dict[str, object], ...] = (
     {"supply": "sync"},
@@ -89,7 +89,7 @@ def alternatives(chosen: Scenario) -> Iterator[Scenario]:
             yield replace(chosen, engines=count, rollout=rollout)
 
 
-def _simulated(scenario: Scenario) -> Outcome:
+def _simulated(scenario: Scenario) -> SimulatedRun:
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\033[K{scenario.policy}, {engines(scenario)} ...")
         sys.stderr.flush()

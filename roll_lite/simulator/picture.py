@@ -12,7 +12,7 @@ import numpy as np
 
 from roll_lite.observability.curves import DOMAIN_COLORS
 from roll_lite.simulator.engine import Span
-from roll_lite.simulator.simulation import Outcome
+from roll_lite.simulator.simulation import SimulatedRun
 
 VERSION_COLORS = ("#3b6fb6", "#e07b39", "#3f9b62", "#b5497f", "#8a6bbf", "#c9a227")
 """Cycled: neighbouring versions differ."""
@@ -23,7 +23,9 @@ MOST_ROWS = 96
 COLUMNS = 1400
 
 
-def draw_engines(path: Path, outcomes: Sequence[Outcome], titles: Sequence[str], by: str = "version", until: float | None = None) -> Path:
+def draw_engines(
+    path: Path, outcomes: Sequence[SimulatedRun], titles: Sequence[str], by: str = "version", until: float | None = None
+) -> Path:
     """Draw a panel per run on a common time axis. `by`: colour by version or domain."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -47,13 +49,13 @@ def draft_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}")
 
 
-def _rows(outcome: Outcome) -> int:
+def _rows(outcome: SimulatedRun) -> int:
     slots = outcome.scenario.limits.slots
     engines = 1 + max((span.engine for span in outcome.spans), default=0)
     return engines * slots if engines * slots <= MOST_ROWS else engines
 
 
-def _panel(axes: Any, outcome: Outcome, title: str, by: str, end: float) -> None:
+def _panel(axes: Any, outcome: SimulatedRun, title: str, by: str, end: float) -> None:
     slots, rows = outcome.scenario.limits.slots, _rows(outcome)
     single = outcome.scenario.engines * slots <= MOST_ROWS
     axes.set_title(title, loc="left", fontsize=10, color="#333333")
@@ -91,7 +93,7 @@ def _panel(axes: Any, outcome: Outcome, title: str, by: str, end: float) -> None
     axes.spines[:].set_visible(False)
 
 
-def _colors(outcome: Outcome, by: str) -> dict[Any, str]:
+def _colors(outcome: SimulatedRun, by: str) -> dict[Any, str]:
     if by == "domain":
         return {model.name: DOMAIN_COLORS[place % len(DOMAIN_COLORS)] for place, model in enumerate(outcome.scenario.domains)}
     return defaultdict(str) | {version: VERSION_COLORS[version % len(VERSION_COLORS)] for version in range(len(outcome.steps) + 1)}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from roll_lite.simulator.scenario import Scenario
-from roll_lite.simulator.simulation import Outcome
+from roll_lite.simulator.simulation import SimulatedRun
 
 COLUMNS = ("policy", "engines", "step s", "ideal s", "of ideal", "engines in use", "tokens/s", "waits s", "trains s", "staleness")
 ABOUT_AS_FAST = 1.05
@@ -19,7 +19,7 @@ waits, trains   seconds of a step in which the trainer waits for its batch, and 
 staleness       versions between a sample's oldest token and the batch: mean / most"""
 
 
-def table(outcomes: Sequence[Outcome]) -> str:
+def table(outcomes: Sequence[SimulatedRun]) -> str:
     """A row per run: duration, distance to the ideal, reasons."""
     rows = [COLUMNS, *map(_cells, outcomes)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
@@ -28,7 +28,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join([lines[0], "─" * len(lines[0]), *lines[1:]])
 
 
-def _cells(outcome: Outcome) -> tuple[str, ...]:
+def _cells(outcome: SimulatedRun) -> tuple[str, ...]:
     steady = outcome.steady
     return (
         outcome.scenario.policy,
@@ -44,7 +44,7 @@ def _cells(outcome: Outcome) -> tuple[str, ...]:
     )
 
 
-def advice(outcomes: Sequence[Outcome]) -> str:
+def advice(outcomes: Sequence[SimulatedRun]) -> str:
     """Name the cheapest outcome near the fastest: fewest engines, then least staleness."""
     best = min(outcome.step_s for outcome in outcomes)
     chosen = min(
@@ -66,7 +66,7 @@ def seconds(value: float) -> str:
     return f"{value:.2f}" if value < 10 else f"{value:,.1f}"
 
 
-def details(outcome: Outcome) -> str:
+def details(outcome: SimulatedRun) -> str:
     scenario = outcome.scenario
     total = sum(model.share for model in scenario.domains)
     slots = f"{scenario.limits.slots} requests ({scenario.mean_slots} on average, as far as the cache goes)"

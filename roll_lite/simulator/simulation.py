@@ -28,7 +28,7 @@ GC_THRESHOLDS = (1_000_000, 50, 1000)
 
 
 @dataclass(frozen=True)
-class Phase:
+class SimulatedPhase:
     name: str
     start: float
     end: float
@@ -51,10 +51,10 @@ class Step:
 
 
 @dataclass
-class Outcome:
+class SimulatedRun:
     scenario: Scenario
     steps: list[Step] = field(default_factory=list)
-    phases: list[Phase] = field(default_factory=list)
+    phases: list[SimulatedPhase] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     deaths: list[tuple[float, int]] = field(default_factory=list)
     hangs: list[tuple[float, int]] = field(default_factory=list)
@@ -120,7 +120,7 @@ class Outcome:
         return {name: sum(step.groups.get(name, 0) for step in self.steps) / total for name in self.steps[0].groups}
 
 
-def simulate(scenario: Scenario, spans: bool = False) -> Outcome:
+def simulate(scenario: Scenario, spans: bool = False) -> SimulatedRun:
     """Simulate a run. `spans`: record what ran, for a picture."""
     before = gc.get_threshold()
     gc.collect()
@@ -142,7 +142,7 @@ def tokens_of(group: SampleGroup) -> int:
 class _Simulation:
     def __init__(self, scenario: Scenario, spans: bool) -> None:
         self.scenario = scenario
-        self.outcome = Outcome(scenario)
+        self.outcome = SimulatedRun(scenario)
         self.keep_spans = spans
         self.version = 0
         self.engines: dict[int, SimulatedEngine] = {}
@@ -153,7 +153,7 @@ class _Simulation:
         self.passing_until = 0.0
         self.given_up = asyncio.Event()
 
-    async def run(self) -> Outcome:
+    async def run(self) -> SimulatedRun:
         scenario, rollout = self.scenario, self.scenario.rollout
         self.clock = asyncio.get_running_loop().time
         self.length = lengths(scenario.domains, scenario.seed)
@@ -204,7 +204,7 @@ class _Simulation:
             looking.cancel()
         ready = self.clock()
         await self.train(result)
-        self.outcome.phases.append(Phase("train", ready, self.clock()))
+        self.outcome.phases.append(SimulatedPhase("train", ready, self.clock()))
         self.record(result, ready - asked, self.clock() - ready)
 
     async def move_engines(self) -> None:
@@ -212,7 +212,7 @@ class _Simulation:
         if self.scenario.offload_s is not None:
             started = self.clock()
             await asyncio.sleep(self.scenario.offload_s)
-            self.outcome.phases.append(Phase("move", started, self.clock()))
+            self.outcome.phases.append(SimulatedPhase("move", started, self.clock()))
 
     async def pass_early(self) -> None:
         """Early passes as in pipeline/early_passes.py: one at a time, over groups that are surely in the batch."""
@@ -249,7 +249,7 @@ class _Simulation:
                 await self.given_up.wait()
             for engine in self.engines.values():
                 engine.update(self.version)
-            self.outcome.phases += [Phase("hold", started, held), Phase("sync", held, self.clock())]
+            self.outcome.phases += [SimulatedPhase("hold", started, held), SimulatedPhase("sync", held, self.clock())]
         self.service.set_version(self.version)
 
     def record(self, result: RolloutResult, waited_s: float, trained_s: float) -> None:

@@ -17,7 +17,7 @@ from roll_lite.distributed.fleet import Policy, SlowStart, until_silent
 from roll_lite.distributed.place import Place, kill_actors
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.running.batch_scorer import BUSY, BatchScorer, Scored, slow_start, time_out
-from roll_lite.workers.scoring_pool import Job, ScoringPool
+from roll_lite.workers.scoring_pool import ScoringJob, ScoringPool
 
 BATCH_SECONDS = 0.05
 """Target duration of one call: much longer than its own cost, short enough that samples do not wait for each other."""
@@ -29,7 +29,7 @@ GRACE_SECONDS = 1.0
 LOST_IN_A_ROW = 16
 """Workers lost, without a score in between, after which all waiting samples fail."""
 
-RewardJob = Job[RewardInput, Score]
+RewardJob = ScoringJob[RewardInput, Score]
 
 
 class RewardWorker:

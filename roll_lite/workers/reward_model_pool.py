@@ -26,7 +26,7 @@ from roll_lite.rewards.registry import typed_reward
 from roll_lite.rewards.running.batch_scorer import time_out
 from roll_lite.workers.reward import RewardPool
 from roll_lite.workers.reward_model import NotInitialized
-from roll_lite.workers.scoring_pool import Job, ScoringPool
+from roll_lite.workers.scoring_pool import ScoringJob, ScoringPool
 
 WINDOW_SECONDS = 0.003
 """Time that an idle copy waits for a full batch."""
@@ -37,7 +37,7 @@ HANG_SECONDS = 600.0
 KILL_SECONDS = 1.0
 POLL_SECONDS = 0.25
 
-TextJob = Job[ScoredText, float]
+TextJob = ScoringJob[ScoredText, float]
 
 
 @dataclass(eq=False)

@@ -20,7 +20,7 @@ M = TypeVar("M", bound=Member)
 
 
 @dataclass(eq=False)
-class Job(Generic[Item, Result]):
+class ScoringJob(Generic[Item, Result]):
     item: Item
     answer: asyncio.Future[Result]
     alone: bool = False
@@ -33,7 +33,7 @@ class ScoringPool(ABC, Generic[M, Item, Result]):
     def __init__(self, path: str, members: Sequence[M], policy: Policy, window_s: float = 0.0) -> None:
         """`path`: YAML path of the workers. `window_s`: time that a free worker waits for a full batch."""
         self._fleet = Fleet(path, members, policy, self._serve, self._lost, self._down)
-        self._queue: deque[Job[Item, Result]] = deque()
+        self._queue: deque[ScoringJob[Item, Result]] = deque()
         self._open: dict[asyncio.Future[Result], None] = {}
         """Answers of the samples that wait or are in a worker, oldest first."""
         self._arrived = asyncio.Event()
@@ -63,7 +63,7 @@ class ScoringPool(ABC, Generic[M, Item, Result]):
         """Result of a sample; RewardFailed if there is none."""
         if self._fleet.end is not None:
             raise RewardFailed(str(self._fleet.end))
-        job = Job(item, asyncio.get_running_loop().create_future())
+        job = ScoringJob(item, asyncio.get_running_loop().create_future())
         self._queue.append(job)
         self._arrived.set()
         self._open[job.answer] = None
@@ -72,7 +72,7 @@ class ScoringPool(ABC, Generic[M, Item, Result]):
         finally:
             del self._open[job.answer]
 
-    async def _take(self, member: M) -> list[Job[Item, Result]]:
+    async def _take(self, member: M) -> list[ScoringJob[Item, Result]]:
         """Wait for samples; take at most `_most`, and at most this worker's share of those waiting."""
         self._idle += 1
         try:
@@ -87,9 +87,9 @@ class ScoringPool(ABC, Generic[M, Item, Result]):
         finally:
             self._idle -= 1
 
-    def _next(self, most: int, joins: bool = False) -> list[Job[Item, Result]]:
+    def _next(self, most: int, joins: bool = False) -> list[ScoringJob[Item, Result]]:
         """Up to `most` waiting samples. One that must run alone comes alone, and `joins` no others."""
-        batch: list[Job[Item, Result]] = []
+        batch: list[ScoringJob[Item, Result]] = []
         while self._queue and len(batch) < most and not (self._queue[0].alone and (batch or joins)):
             job = self._queue.popleft()
             if not job.answer.done():
@@ -98,7 +98,7 @@ class ScoringPool(ABC, Generic[M, Item, Result]):
                 break
         return batch
 
-    def _resolve(self, job: Job[Item, Result], result: Result | Exception) -> None:
+    def _resolve(self, job: ScoringJob[Item, Result], result: Result | Exception) -> None:
         if job.answer.done():
             return
         if isinstance(result, Exception):
@@ -106,7 +106,7 @@ class ScoringPool(ABC, Generic[M, Item, Result]):
         else:
             job.answer.set_result(result)
 
-    def _fail(self, jobs: Iterable[Job[Item, Result]], cause: str) -> None:
+    def _fail(self, jobs: Iterable[ScoringJob[Item, Result]], cause: str) -> None:
         for job in jobs:
             self._resolve(job, RewardFailed(cause))
 

@@ -21,7 +21,7 @@ GOOD = {
 def told(*steps: dict[str, float], compares_groups: bool = True) -> dict[int, list[str]]:
     """Step to the messages that it brought, steps without any left out."""
     health = RunHealth(compares_groups)
-    messages = {number: health.look(number, GOOD | step) for number, step in enumerate(steps, start=1)}
+    messages = {number: health.new_signs(number, GOOD | step) for number, step in enumerate(steps, start=1)}
     return {number: said for number, said in messages.items() if said}
 
 
@@ -54,7 +54,8 @@ def test_the_first_entropy_counts_also_after_a_warm_up_of_the_critic(steps: int)
     health, trained = RunHealth(compares_groups=False), GOOD | {"actor/entropy": 1.0}
     warm_up = {name: value for name, value in GOOD.items() if not name.startswith("actor/")}
     messages = [
-        health.look(step, one) for step, one in enumerate([*[warm_up] * 7, *[trained] * steps, *[trained | {"actor/entropy": 0.01}] * 3])
+        health.new_signs(step, one)
+        for step, one in enumerate([*[warm_up] * 7, *[trained] * steps, *[trained | {"actor/entropy": 0.01}] * 3])
     ]
     assert [bool(said) for said in messages] == [*[False] * (9 + steps), True]
 
@@ -65,12 +66,12 @@ def test_equal_scores_are_no_sign_where_samples_of_a_prompt_are_not_compared() -
 
 def test_a_step_that_measures_nothing_shows_no_sign() -> None:
     health = RunHealth(compares_groups=True)
-    assert [health.look(step, {}) for step in range(1, 6)] == [[]] * 5
+    assert [health.new_signs(step, {}) for step in range(1, 6)] == [[]] * 5
 
 
 def test_findings_count_the_steps_that_show_them() -> None:
     health = RunHealth(compares_groups=True)
     for step in range(1, 11):
-        health.look(step, GOOD | ({"rollout/truncated": 0.9} if step > 4 else {}))
+        health.new_signs(step, GOOD | ({"rollout/truncated": 0.9} if step > 4 else {}))
     (finding,) = health.findings.values()
     assert (finding.sign, finding.first_step, finding.steps) == ("truncated", 5, 6)

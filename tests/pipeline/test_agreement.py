@@ -26,25 +26,25 @@ def agreement(*overrides: str) -> Agreement:
 @pytest.mark.parametrize("mean", [0.21, 3.7, float("inf")])
 def test_a_difference_beyond_the_bound_ends_the_run(mean: float) -> None:
     with pytest.raises(DifferentModels, match=r"(?s)differ by .* nats on average.*rollout\.max_mismatch allows 0\.2.*RoPE"):
-        agreement().look({"mismatch/mean": mean})
+        agreement().check({"mismatch/mean": mean})
 
 
 def test_only_the_first_comparison_counts() -> None:
     one = agreement("rollout.max_mismatch=0.05")
-    one.look({"critic/loss": 1.0})  # a step in which the actor did not train
-    one.look({"mismatch/mean": 0.05})
-    one.look({"mismatch/mean": 9.0})  # the correction's business, not this one's
+    one.check({"critic/loss": 1.0})  # a step in which the actor did not train
+    one.check({"mismatch/mean": 0.05})
+    one.check({"mismatch/mean": 9.0})  # the correction's business, not this one's
 
 
 def test_a_sample_without_log_probs_is_no_disagreement_and_the_next_step_is_compared() -> None:
     one = agreement()
-    one.look({"mismatch/mean": float("nan")})
+    one.check({"mismatch/mean": float("nan")})
     with pytest.raises(DifferentModels):
-        one.look({"mismatch/mean": 0.3})
+        one.check({"mismatch/mean": 0.3})
 
 
 def test_null_allows_everything() -> None:
-    agreement("rollout.max_mismatch=null").look({"mismatch/mean": 9.0})
+    agreement("rollout.max_mismatch=null").check({"mismatch/mean": 9.0})
 
 
 def test_domains_whose_log_probs_belong_to_another_distribution_are_left_out() -> None:
@@ -54,19 +54,19 @@ def test_domains_whose_log_probs_belong_to_another_distribution_are_left_out() -
         "domain/make/mismatch/mean": 0.01,
         "domain/repeat/mismatch/mean": 0.01,
     }
-    agreement(TOP_K.format("add")).look(metrics)
+    agreement(TOP_K.format("add")).check(metrics)
     with pytest.raises(DifferentModels, match="domain/make/mismatch/mean"):
-        agreement(TOP_K.format("add")).look(metrics | {"domain/make/mismatch/mean": 0.5})
+        agreement(TOP_K.format("add")).check(metrics | {"domain/make/mismatch/mean": 0.5})
     with pytest.raises(DifferentModels):
-        agreement(TOP_K.format("add"), "rollout.keep_mask=true").look(metrics)
-    agreement(*(TOP_K.format(name) for name in ("add", "make", "repeat"))).look(metrics)
+        agreement(TOP_K.format("add"), "rollout.keep_mask=true").check(metrics)
+    agreement(*(TOP_K.format(name) for name in ("add", "make", "repeat"))).check(metrics)
 
 
 def test_what_cannot_be_compared_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     def said(one: Agreement, *steps: dict[str, float]) -> list[str]:
         caplog.clear()
         for metrics in steps:
-            one.look(metrics)
+            one.check(metrics)
         return [record.getMessage() for record in caplog.records]
 
     agreeing = {"mismatch/mean": 0.01, "domain/make/mismatch/mean": 0.01}

@@ -116,15 +116,15 @@ def names(run_folder: Path) -> list[str]:
 
 def test_a_checkpoint_counts_once_everybody_has_written_it(asynchronous: RunConfig, tmp_path: Path) -> None:
     checkpoints, both = Checkpoints(asynchronous, tmp_path), parts("actor_train", "critic")
-    checkpoints.look()
+    checkpoints.finish_if_written()
     state = {"steps_done": 1}
     folder = checkpoints.save(both, SOURCE, state)
     state["steps_done"] = 2
     for role in ("actor_train", "critic"):
-        checkpoints.look()
+        checkpoints.finish_if_written()
         assert names(tmp_path) == [], "it is still being written"
         both.trained[role].ranks.is_written = True
-    checkpoints.look()
+    checkpoints.finish_if_written()
     assert names(tmp_path) == ["step_000001"]
     written = ["actor_train/weights", "critic/weights", "state.json"]
     assert sorted(json.loads((folder / "files.json").read_text())) == written
@@ -147,7 +147,7 @@ def test_a_write_that_fails_is_told_and_leaves_the_one_before(asynchronous: RunC
     checkpoints.save(actor, SOURCE, {"steps_done": 2})
     actor.trained["actor_train"].ranks.is_written = actor.trained["actor_train"].ranks.fails = True
     with pytest.raises(RuntimeError, match="No space left"):
-        checkpoints.look()
+        checkpoints.finish_if_written()
     assert names(tmp_path) == ["step_000001"] and resumption(tmp_path).checkpoint.name == "step_000001"
 
 

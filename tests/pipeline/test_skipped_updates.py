@@ -56,9 +56,9 @@ def counted(limit: int, *steps: list[Update], role: str = "actor") -> SkippedUpd
 
 
 def test_the_run_ends_after_so_many_in_a_row_over_steps() -> None:
-    counted(3, [FINE, BROKEN], [BROKEN, FINE], [BROKEN, BROKEN]).look()
+    counted(3, [FINE, BROKEN], [BROKEN, FINE], [BROKEN, BROKEN]).check()
     with pytest.raises(NotFinite) as error:
-        counted(3, [FINE, FINE], [FINE, BROKEN], [BROKEN, BROKEN, BROKEN]).look()
+        counted(3, [FINE, FINE], [FINE, BROKEN], [BROKEN, BROKEN, BROKEN]).check()
     first, where, *remedies = str(error.value).splitlines()
     assert first == (
         "actor: 3 updates in a row were skipped, because loss or gradient was not finite, up to update 2 of step 3; "
@@ -71,7 +71,7 @@ def test_the_run_ends_after_so_many_in_a_row_over_steps() -> None:
 
 def test_what_comes_after_the_last_one_in_the_same_step_does_not_hide_it() -> None:
     with pytest.raises(NotFinite, match=r"(?s)up to update 2 of step 1; none before them was finite.*to blame: start again with"):
-        counted(2, [BROKEN, BROKEN, FINE]).look()
+        counted(2, [BROKEN, BROKEN, FINE]).check()
 
 
 def test_rows_beside_the_samples_are_named_as_a_cause(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,7 @@ def test_rows_beside_the_samples_are_named_as_a_cause(monkeypatch: pytest.Monkey
         skipped = SkippedUpdates({role: 1}, with_ptx.with_ptx)
         skipped.count(1, {role: [[BROKEN]]})
         with pytest.raises(NotFinite) as error:
-            skipped.look()
+            skipped.check()
         assert ("rows of algorithm.ptx alone have a loss that is not finite (supervised.parquet)" in str(error.value)) is told
 
 
@@ -92,14 +92,14 @@ def test_roles_are_counted_on_their_own() -> None:
     skipped = SkippedUpdates({"actor": 2, "critic": 2})
     skipped.count(1, {"actor": [[BROKEN]], "critic": [[FINE]]})
     skipped.count(2, {"actor": [[FINE]], "critic": [[BROKEN]]})
-    skipped.look()
+    skipped.check()
     skipped.count(3, {"critic": [[BROKEN]]})  # the actor did not train
     with pytest.raises(NotFinite, match=r"^critic: 2 updates in a row.*update 1 of step 1\. critic\.optimizer\.stop_after_skipped"):
-        skipped.look()
+        skipped.check()
 
 
 def test_zero_lets_the_run_go_on() -> None:
-    counted(0, *[[BROKEN] * 4] * 5).look()
+    counted(0, *[[BROKEN] * 4] * 5).check()
 
 
 def test_the_settings_are_each_roles_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,10 +113,10 @@ def test_a_checkpoint_holds_the_count() -> None:
     saved = json.loads(json.dumps(counted(3, [FINE, BROKEN], [BROKEN]).state_dict()))
     resumed = SkippedUpdates({"actor": 3})
     resumed.load_state_dict(saved)
-    resumed.look()
+    resumed.check()
     assert resumed.count(3, {"actor": [[BROKEN]]}) == [], "the series began before the checkpoint"
     with pytest.raises(NotFinite, match="3 updates in a row.*the last finite one was update 1 of step 1") as error:
-        resumed.look()
+        resumed.check()
     assert "skipped/step_000001_actor_update_02" in str(error.value)
 
 
@@ -126,10 +126,10 @@ def test_a_checkpoint_holds_the_count() -> None:
 def test_a_resumed_run_may_have_a_smaller_limit() -> None:
     resumed = SkippedUpdates({"actor": 3})
     resumed.load_state_dict(counted(0, [BROKEN] * 5).state_dict())
-    resumed.look()
+    resumed.check()
     resumed.count(2, {"actor": [[BROKEN]]})
     with pytest.raises(NotFinite, match="6 updates in a row"):
-        resumed.look()
+        resumed.check()
 
 
 @pytest.fixture
@@ -181,7 +181,7 @@ def run_with(config: RunConfig, folder: Path, steps: list[list[Update]], monkeyp
     actor = Model(ranks, SimpleNamespace(offload=False), ActorWorker)  # type: ignore[arg-type]
     journal = Journal(config, folder)
     journal.connect()
-    checkpoints: Any = SimpleNamespace(load=lambda *_: None, finished=nullcontext, look=lambda: None, finish=lambda: None)
+    checkpoints: Any = SimpleNamespace(load=lambda *_: None, finished=nullcontext, finish_if_written=lambda: None, finish=lambda: None)
     monkeypatch.setattr(RLVRPipeline, "validate", lambda self: None)
     source: Any = SimpleNamespace(loaded=lambda *_: nullcontext())
     return RLVRPipeline(config, Clusters(actor), source, journal, checkpoints, BatchFiles(config, folder))

@@ -13,7 +13,7 @@ from roll_lite.files import CONFIGS
 from roll_lite.simulator.command import ALTERNATIVES, alternatives
 from roll_lite.simulator.report import advice
 from roll_lite.simulator.scenario import scenario_of
-from roll_lite.simulator.simulation import Outcome, Step
+from roll_lite.simulator.simulation import SimulatedRun, Step
 
 RUN = Path(__file__).parent / "tiny_grpo_run"
 SHORT = ["simulation.steps=3", "rollout.prompts_per_step=6"]
@@ -97,10 +97,10 @@ def test_neither_model_nor_data_have_to_be_there(capsys: pytest.CaptureFixture[s
 
 
 def test_the_advice_is_the_cheapest_of_the_fast_ones() -> None:
-    def outcome(engines: int, step_s: float, staleness: int) -> Outcome:
+    def outcome(engines: int, step_s: float, staleness: int) -> SimulatedRun:
         chosen = replace(scenario_of(load_config("tiny_grpo", CONFIGS)), engines=engines)
         steps = [Step(end, 0.0, 1.0, 1, 1, 1.0, 1, {}, staleness, staleness) for end in (step_s, 2 * step_s, 3 * step_s)]
-        return Outcome(chosen, steps)
+        return SimulatedRun(chosen, steps)
 
     outcomes = [outcome(8, 100.0, 4), outcome(4, 104.0, 2), outcome(4, 104.5, 1), outcome(2, 110.0, 0)]
     assert advice(outcomes).endswith("(100.0 s): sync, 4 engines, 104.5 s")

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
 from roll_lite.distributed.weight_sync.group import TransferError, TransferGroup
-from roll_lite.distributed.weight_sync.memory import GpuSegment, Segment, SharedSegment, open_shared, use_device_of, wait_for_device
+from roll_lite.distributed.weight_sync.memory import BucketSegment, GpuSegment, SharedSegment, open_shared, use_device_of, wait_for_device
 from roll_lite.distributed.weight_sync.plan import Channel, Route
 from roll_lite.distributed.weight_sync.transport import (
     Await,
@@ -45,7 +45,7 @@ class Wire:
 
     connect: Callable[[TransferGroup, str, int, int], Any]
     """Process group from transfer group, key prefix at the rendezvous, rank and size."""
-    make: Callable[[int, int], Segment]
+    make: Callable[[int, int], BucketSegment]
     """Send buffer from bytes and number of readers."""
     device: str
     polled: bool = False
@@ -119,7 +119,7 @@ def _unwatched() -> Iterator[None]:
                 os.environ[_BLOCKING_WAIT] = before
 
 
-GLOO = Wire(connect_gloo, Segment, "cpu")
+GLOO = Wire(connect_gloo, BucketSegment, "cpu")
 NCCL = Wire(connect_nccl, GpuSegment, "cuda", polled=True)
 
 
@@ -213,7 +213,7 @@ class BroadcastSender(BufferedSender):
         self.broadcasts = _Broadcasts(group, wire)
         self._thread = ThreadPoolExecutor(1, "weights")
 
-    def _dispatch(self, route: Route, layout: FlatLayout, segment: Segment) -> Await:
+    def _dispatch(self, route: Route, layout: FlatLayout, segment: BucketSegment) -> Await:
         """Broadcast on the thread; its end means that the receivers have the bucket."""
         sent = self._thread.submit(self.broadcasts.broadcast, route, layout, segment.whole)
         return lambda: sent.result() or {}
@@ -282,7 +282,7 @@ class GlooSender(BroadcastSender):
     def __init__(self, group: TransferGroup) -> None:
         super().__init__(group, GLOO)
 
-    def _dispatch(self, route: Route, layout: FlatLayout, segment: Segment) -> Await:
+    def _dispatch(self, route: Route, layout: FlatLayout, segment: BucketSegment) -> Await:
         return super()._dispatch(to_machines(self.group, route), layout, segment)
 
 

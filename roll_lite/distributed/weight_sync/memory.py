@@ -53,7 +53,7 @@ def _roomy(nbytes: int) -> int:
     return 1 << (nbytes - 1).bit_length()
 
 
-class Segment(Watched):
+class BucketSegment(Watched):
     """Sender's buffer in host memory, private to its process."""
 
     handle = ""
@@ -67,7 +67,7 @@ class Segment(Watched):
         """Release the segment; readers keep their mapping."""
 
 
-class SharedSegment(Segment):
+class SharedSegment(BucketSegment):
     """Host segment that other processes can open."""
 
     def __init__(self, nbytes: int, readers: int) -> None:
@@ -86,7 +86,7 @@ class SharedSegment(Segment):
         os.close(self._descriptor)
 
 
-class GpuSegment(Segment):
+class GpuSegment(BucketSegment):
     """Segment on this process's GPU, private to it."""
 
     def __init__(self, nbytes: int, readers: int) -> None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from roll_lite.distributed.weight_sync.group import Announcement, Home, TransferError, TransferGroup
-from roll_lite.distributed.weight_sync.memory import Lent, Open, Segment, Watched, name_of_export, wait_for_device
+from roll_lite.distributed.weight_sync.memory import BucketSegment, Lent, Open, Watched, name_of_export, wait_for_device
 from roll_lite.distributed.weight_sync.plan import ALIGNMENT, Channel, ExportedTensor, Route
 
 BUCKETS_AHEAD = 2
@@ -32,16 +32,16 @@ Await = Callable[[], Mapping[int, set[str]]]
 
 
 class Lane:
-    def __init__(self, make: Callable[[int, int], Segment], readers: int, usual_nbytes: int) -> None:
+    def __init__(self, make: Callable[[int, int], BucketSegment], readers: int, usual_nbytes: int) -> None:
         self._make = make
         self._usual_nbytes = usual_nbytes
         self._readers = readers
-        self._segments: list[Segment] = []
-        self.under_way: deque[tuple[Segment, Await]] = deque()
+        self._segments: list[BucketSegment] = []
+        self.under_way: deque[tuple[BucketSegment, Await]] = deque()
         self._kept: dict[int, set[str]] = {}
         """Segment handles that each receiver used at its last `done`."""
 
-    def segment(self, nbytes: int) -> Segment:
+    def segment(self, nbytes: int) -> BucketSegment:
         """Smallest free segment that fits, or a new one. Waits while too many buckets are in flight."""
         while len(self.under_way) >= BUCKETS_AHEAD:
             self.await_oldest()
@@ -104,7 +104,7 @@ class TransportSender(ABC):
 class BufferedSender(TransportSender):
     """Copies buckets into buffers."""
 
-    def __init__(self, group: TransferGroup, make: Callable[[int, int], Segment]) -> None:
+    def __init__(self, group: TransferGroup, make: Callable[[int, int], BucketSegment]) -> None:
         super().__init__(group)
         self._make = make
         self._lanes: dict[Channel, Lane] = {}
@@ -112,7 +112,7 @@ class BufferedSender(TransportSender):
     def send(self, route: Route, tensors: Mapping[str, torch.Tensor]) -> None:
         self.publish(route, lambda layout, buffer: flatten(route.tensors, tensors, layout, buffer))
 
-    def publish(self, route: Route, write: Callable[[FlatLayout, torch.Tensor], None]) -> Segment:
+    def publish(self, route: Route, write: Callable[[FlatLayout, torch.Tensor], None]) -> BucketSegment:
         layout = flat_layout(route.tensors)
         lane = self._lanes.setdefault(route.channel, Lane(self._make, len(route.receivers), self.group.membership.bucket_nbytes))
         with self.group.exchange():
@@ -135,7 +135,7 @@ class BufferedSender(TransportSender):
         return [one for (_, readers), lane in self._lanes.items() for one in lane.lent([homes[reader] for reader in readers])]
 
     @abstractmethod
-    def _dispatch(self, route: Route, layout: FlatLayout, segment: Segment) -> Await:
+    def _dispatch(self, route: Route, layout: FlatLayout, segment: BucketSegment) -> Await:
         """Send the bucket without waiting."""
 
     def close(self) -> None:
@@ -213,7 +213,7 @@ def _view(buffer: torch.Tensor, spec: ExportedTensor, offset: int) -> torch.Tens
 
 
 class FetchSender(BufferedSender):
-    def _dispatch(self, route: Route, layout: FlatLayout, segment: Segment) -> Await:
+    def _dispatch(self, route: Route, layout: FlatLayout, segment: BucketSegment) -> Await:
         """Announce the segment: receivers may read it from now on."""
         step = self.group.step(route)
         self.group.tell(route, step, "here", layout.announcement(segment.handle))

@@ -94,7 +94,7 @@ class AskingReward(RewardType, HttpSettings):
             yield from too_slow(place, "timeout_s", self.timeout_s, self.timeout_s, timeout_s)
 
 
-class Refused(ResponseSuspected):
+class ServiceRefused(ResponseSuspected):
     """Raised if the service answers that it cannot handle this request."""
 
 
@@ -130,7 +130,7 @@ class HttpClient:
         self._client: httpx2.AsyncClient | None = None
 
     async def post(self, payload: Any, retries: int | None = None) -> tuple[Any, str]:
-        """Returns the answer's JSON and the URL that gave it, in a form that may be shown. After the retries: Refused if the service
+        """Returns the answer's JSON and the URL that gave it, in a form that may be shown. After the retries: ServiceRefused if the service
         rejects the request, RewardFailed if there is no answer."""
         attempts, causes = 1 + (self._settings.retries if retries is None else retries), dict[str, str]()
         try:
@@ -159,7 +159,7 @@ class HttpClient:
                     backoff = min(BACKOFF_S * 2**attempt, LONGEST_BACKOFF_S) * random.uniform(0.5, 1.0)
                     await asyncio.sleep(max(trouble.wait_s or 0.0, backoff))
         said = f"no answer after {attempt + 1} attempt{'s' if attempt else ''}: {'; '.join(map(' '.join, causes.items()))}"
-        raise (Refused if trouble.is_refusal else RewardFailed)(f"{self._reward}: {said}")
+        raise (ServiceRefused if trouble.is_refusal else RewardFailed)(f"{self._reward}: {said}")
 
     async def _attempt(self, url: _Url, body: bytes) -> Any:
         import httpx2
@@ -188,7 +188,7 @@ class HttpClient:
             raise _Passing(answered, is_refusal, min(float(asked[0]), LONGEST_BACKOFF_S) if asked else None)
         url.failures = 0
         if not response.is_success:
-            raise (Refused if is_refusal else RewardFailed)(f"{self._reward}: {shown(url.url)} {answered}")
+            raise (ServiceRefused if is_refusal else RewardFailed)(f"{self._reward}: {shown(url.url)} {answered}")
         try:  # a key of a few letters is no secret, and part of most words
             return json.loads(_without(key if key and len(key) >= SHORTEST_SECRET else None, response.text))
         except (ValueError, RecursionError) as error:

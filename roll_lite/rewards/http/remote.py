@@ -12,7 +12,7 @@ from pydantic import NonNegativeFloat, PositiveInt
 
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.base import ResponseSuspected, RewardFailed
-from roll_lite.rewards.http.client import Addresses, AskingReward, HttpClient, Refused, several
+from roll_lite.rewards.http.client import Addresses, AskingReward, HttpClient, ServiceRefused, several
 
 CORRECT = 1 - 1e-6
 ONE_FOR_EACH = "must be a list with one number for each sample"
@@ -101,7 +101,7 @@ class Batcher:
             return
         try:
             results = await self._ask([waiting.sample for waiting in batch], retries)
-        except Refused as refusal:
+        except ServiceRefused as refusal:
             if len(batch) > 1:
                 middle = len(batch) // 2
                 await asyncio.gather(self._finish(batch[:middle], retries=0), self._finish(batch[middle:], retries=0))
@@ -133,10 +133,10 @@ class Batcher:
 
 
 def scores_of(answer: Any, samples: int, place: str) -> list[Score | RewardFailed]:
-    """Scores from the service's answer; Refused if it holds no rewards, as {"error": ...}, RewardFailed if they do not fit the samples."""
+    """Scores from the answer; ServiceRefused if it holds none, as {"error": ...}, RewardFailed if they do not fit the samples."""
     if not isinstance(answer, Mapping) or "rewards" not in answer:
         keys = f"the keys {', '.join(map(str, answer)) or '(none)'}" if isinstance(answer, Mapping) else f"a {type(answer).__name__}"
-        raise Refused(f'{place}: the answer must be an object with "rewards", got {keys}')
+        raise ServiceRefused(f'{place}: the answer must be an object with "rewards", got {keys}')
     rewards = _column(answer["rewards"], samples, f"{place}: rewards")
     scores = [None] * samples if answer.get("scores") is None else _column(answer["scores"], samples, f"{place}: scores")
     logs = answer.get("extra_logs") or {}

@@ -22,7 +22,7 @@ from roll_lite.distributed.weight_sync import memory
 from roll_lite.distributed.weight_sync.broadcast import BroadcastReceiver, BroadcastSender, Wire, connect_gloo, connect_nccl
 from roll_lite.distributed.weight_sync.endpoints import SIDE_BY_SIDE, TRANSPORTS, WeightSender, link, transport_of, ways_of
 from roll_lite.distributed.weight_sync.group import Home, StaleEpoch, TransferError, TransferTimeout, interrupt, rendezvous_client
-from roll_lite.distributed.weight_sync.memory import Segment
+from roll_lite.distributed.weight_sync.memory import BucketSegment
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan, plan_transfers
 from roll_lite.distributed.weight_sync.transport import BUCKETS_AHEAD, FetchSender, Transport, flat_layout
 
@@ -242,7 +242,7 @@ def test_what_a_reader_had_not_come_to_when_an_update_broke_off_is_taken_back(mo
 
 @pytest.fixture
 def nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    wire = Wire(connect_gloo, Segment, "cpu", polled=True)
+    wire = Wire(connect_gloo, BucketSegment, "cpu", polled=True)
     monkeypatch.setitem(TRANSPORTS, "nccl", Transport(partial(BroadcastSender, wire=wire), partial(BroadcastReceiver, wire=wire)))
 
 
@@ -304,7 +304,7 @@ class Lonely:
 def test_what_somebody_is_lost_in_ends_with_the_epoch(made: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL says nothing of it: whoever is left would wait until the time is up."""
     left = Lonely(made)
-    wire = Wire(lambda *_: left, Segment, "cpu", polled=True)
+    wire = Wire(lambda *_: left, BucketSegment, "cpu", polled=True)
     monkeypatch.setitem(TRANSPORTS, "nccl", Transport(partial(BroadcastSender, wire=wire), partial(BroadcastReceiver, wire=wire)))
     plan, state = make_plan(owners=1, engines={0: 1})
     members = Members(plan, transport="nccl", homes=on_gpus("a", "b"), timeout_s=30)

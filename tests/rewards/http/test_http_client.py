@@ -13,7 +13,7 @@ from support_http import Reply, StubServer, unused_url
 
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.http import client as http_client
-from roll_lite.rewards.http.client import HttpClient, HttpSettings, Refused, shown
+from roll_lite.rewards.http.client import HttpClient, HttpSettings, ServiceRefused, shown
 from roll_lite.rewards.http.remote import RemoteReward
 
 KEY = "sk-very-secret-0123"
@@ -52,9 +52,9 @@ async def test_what_passes_is_tried_again(first: Reply) -> None:
 @pytest.mark.parametrize(
     ("reply", "cause", "kind"),
     [
-        (Reply(b"CUDA error\nat line 3", 500), "answered 500 Internal Server Error: CUDA error", Refused),
+        (Reply(b"CUDA error\nat line 3", 500), "answered 500 Internal Server Error: CUDA error", ServiceRefused),
         (Reply({"error": "slow down"}, 429), 'answered 429 Too Many Requests: {"error": "slow down"}', RewardFailed),
-        (Reply(b"<html>", 200), "answered with malformed JSON (Expecting value: line 1 column 1 (char 0)): <html>", Refused),
+        (Reply(b"<html>", 200), "answered with malformed JSON (Expecting value: line 1 column 1 (char 0)): <html>", ServiceRefused),
         (Reply(reset=True), "cannot be reached: ", RewardFailed),
         (Reply(b"", 200, {"Content-Length": "10"}), "cannot be reached: ", RewardFailed),
     ],
@@ -80,7 +80,7 @@ async def test_a_refusal_is_final(status: int, reason: str) -> None:
         with pytest.raises(RewardFailed, match=f"^reward remote: {server.url} answered {status} {reason}: no such thing$") as caught:
             await client(server.url).post({})
     assert len(server.requests) == 1
-    assert isinstance(caught.value, Refused) is (status == 400)
+    assert isinstance(caught.value, ServiceRefused) is (status == 400)
 
 
 async def test_down() -> None:

@@ -37,7 +37,7 @@ COPIED_AT_ONCE = 16 << 20
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlace:
     offset: int
     dtype: torch.dtype
     shape: torch.Size
@@ -49,10 +49,10 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Job:
+class SaveJob:
     folder: Path
     plan: SavePlan
-    contents: dict[Any, Place | bytes]
+    contents: dict[Any, TensorPlace | bytes]
     later: list[tuple[Path, int]]
     """Further files to write; descriptors of the memory with their contents."""
     others: list[Path]
@@ -63,7 +63,7 @@ class StagedWriter(FileSystemWriter):
 
     memory: io.FileIO
     plan: SavePlan
-    contents: dict[Any, Place | bytes]
+    contents: dict[Any, TensorPlace | bytes]
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -79,18 +79,18 @@ class StagedWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         found = {item.index: planner.resolve_data(item) for item in plan.items}
-        contents: dict[Any, Place | bytes] = {}
+        contents: dict[Any, TensorPlace | bytes] = {}
         size = 0
         for index, content in found.items():
             if isinstance(content, torch.Tensor):
-                contents[index] = Place(size, content.dtype, content.shape)
+                contents[index] = TensorPlace(size, content.dtype, content.shape)
                 size += -(-content.nbytes // ALIGNMENT) * ALIGNMENT
             else:
                 contents[index] = content.getvalue()
         self.memory = _memory("tensors", max(size, 1))  # mmap refuses zero bytes
         copied = mmap.mmap(self.memory.fileno(), 0)
         for index, content in found.items():
-            if isinstance(place := contents[index], Place) and isinstance(content, torch.Tensor):
+            if isinstance(place := contents[index], TensorPlace) and isinstance(content, torch.Tensor):
                 place.view(copied).copy_(content.detach())
         self.plan, self.contents = SavePlan(plan.items, storage_data=plan.storage_data), contents
         done: Future[list[WriteResult]] = Future()
@@ -120,7 +120,7 @@ class RunningSave(CheckpointWrite):
         listed = [others]
         dist.broadcast_object_list(listed, src=0)  # nodes may see each other's new files at different times
         later = [(file, memory.fileno()) for file, memory in writer.later]
-        job = Job(writer.folder, writer.plan, writer.contents, later, listed[0][layout.rank :: layout.world_size])
+        job = SaveJob(writer.folder, writer.plan, writer.contents, later, listed[0][layout.rank :: layout.world_size])
         self._written, self._errors = _memory("written"), _memory("errors")
         with ExitStack() as ours:
             file = _memory("job")
@@ -156,17 +156,17 @@ class RunningSave(CheckpointWrite):
 
 
 class _Copied(DefaultSavePlanner):
-    def __init__(self, contents: dict[Any, Place | bytes], memory: mmap.mmap) -> None:
+    def __init__(self, contents: dict[Any, TensorPlace | bytes], memory: mmap.mmap) -> None:
         super().__init__()
         self._contents, self._memory = contents, memory
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         content = self._contents[write_item.index]
-        return content.view(self._memory) if isinstance(content, Place) else io.BytesIO(content)
+        return content.view(self._memory) if isinstance(content, TensorPlace) else io.BytesIO(content)
 
 
 def write(job_descriptor: int, tensors_descriptor: int, written_descriptor: int) -> None:
-    job: Job = pickle.loads(_all_of(io.FileIO(job_descriptor)))
+    job: SaveJob = pickle.loads(_all_of(io.FileIO(job_descriptor)))
     results = FileSystemWriter(job.folder).write_data(job.plan, _Copied(job.contents, mmap.mmap(tensors_descriptor, 0))).wait()
     files = sorted(job.folder.glob(f"{job.plan.storage_data.prefix}*"))  # even if it is empty
     for path, descriptor in job.later:

@@ -41,7 +41,7 @@ def experts_config(hf: HfConfig) -> dict[str, Any]:
 
 
 def experts_spec(experts: ModuleSpec, balance: Balance) -> Any:
-    return ModuleSpec(module=Experts, submodules=MoESubmodules(experts=experts, router=partial(Router, balance=balance)))
+    return ModuleSpec(module=Experts, submodules=MoESubmodules(experts=experts, router=partial(ExpertRouter, balance=balance)))
 
 
 class Balance:
@@ -93,7 +93,7 @@ class Balance:
         return ExpertUse(float(busiest), loss if self.coef else None, rerouted / replayed if replayed else None)
 
 
-class Router(TopKRouter):
+class ExpertRouter(TopKRouter):
     rows: PackedRows
     """Rows of the tokens; set before every forward pass."""
 
@@ -149,7 +149,7 @@ class Experts(MoELayer):
     """Expert layer that reports to the router again which rows it recomputes: pipeline stages run micro-batches ahead of their
     gradients."""
 
-    router: Router
+    router: ExpertRouter
 
     def __init__(self, config: Any, **options: Any) -> None:
         super().__init__(config=config, **options)

@@ -156,7 +156,7 @@ def _send_weights(hf: Any, config: Any, megatron: Any) -> None:
     from roll_lite.distributed.strategy.megatron.hf_mapping import bind
     from roll_lite.distributed.strategy.megatron.lora import Adapters
     from roll_lite.distributed.strategy.megatron.model import RollModel
-    from roll_lite.distributed.weight_sync.memory import GpuSegment, Segment
+    from roll_lite.distributed.weight_sync.memory import BucketSegment, GpuSegment
     from roll_lite.distributed.weight_sync.plan import plan_transfers
     from roll_lite.distributed.weight_sync.transport import flat_layout, flatten, unflatten
 
@@ -171,7 +171,7 @@ def _send_weights(hf: Any, config: Any, megatron: Any) -> None:
         assert tensors is not None
         _all_on(GPU, tensors)
         layout = flat_layout(route.tensors)
-        for segment, where in ((Segment(layout.nbytes, 1), torch.device("cpu")), (GpuSegment(layout.nbytes, 1), GPU)):
+        for segment, where in ((BucketSegment(layout.nbytes, 1), torch.device("cpu")), (GpuSegment(layout.nbytes, 1), GPU)):
             flatten(route.tensors, tensors, layout, segment.whole)
             received = unflatten(segment.whole, route.tensors, layout)
             _all_on(where, received)
