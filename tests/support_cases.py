@@ -14,8 +14,8 @@ TESTS = Path(__file__).parent
 def records(table: str) -> list[dict[str, Any]]:
     """Lines of a table, which is named FOLDER/NAME."""
     folder, name = table.split("/")
-    text = (TESTS / folder / "cases" / f"{name}.jsonl").read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.splitlines()]
+    with (TESTS / folder / "cases" / f"{name}.jsonl").open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
 
 
 def cases(table: str) -> list[Any]:

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rewards.text.choice_texts import CAPTIONS, CITIES, FORMULAS, LETTERS, NUMBERS, NUMERIC, OTHER_SCRIPTS, TEXTS, WRITTEN
-from rewards.text.choice_texts import COLOURS as PAINTS
+from support_cases import cases
 
 from roll_lite.data.samples import RewardInput
 from roll_lite.rewards.base import RewardFailed
@@ -14,105 +13,26 @@ from roll_lite.rewards.running.time_limit import limited
 from roll_lite.rewards.text.choice import ChoiceReward, Extract
 
 COLOURS = ["red", "dark blue", "blue", "a green one"]
+CITIES = ["Paris", "Rome", "Berlin", "Oslo"]
 
 
 def item(answer: Any, response: str, options: Any = None) -> RewardInput:
     return RewardInput("quiz", "prompt", response, answer, {} if options is None else {"options": options}, "stop")
 
 
-@pytest.mark.parametrize(
-    ("response", "chosen"),
-    [
-        ("C", "C"),
-        ("c", "C"),
-        (" C. ", "C"),
-        ("(C)", "C"),
-        ("[C]", "C"),
-        ("**C**", "C"),
-        ("C)", "C"),
-        ("C: the third", "C"),
-        ("Answer: C", "C"),
-        ("answer: (C)", "C"),
-        ("The answer is C.", "C"),
-        ("The correct answer is (C), since A and B are false.", "C"),
-        ("I first thought the answer is A. But the answer is C", "C"),
-        ("So I choose option C.", "C"),
-        ("**Answer:** C", "C"),
-        (r"\boxed{C}", "C"),
-        (r"so \boxed{\text{C}}", "C"),
-        (r"$\boxed{\textbf{(C)}}$ it is, not A", "C"),
-        (r"\boxed{C}, as said: \boxed{C}", "C"),
-        ("<answer>C</answer>", "C"),
-        ("<think>A?</think> <answer> (C) </answer>", "C"),
-        ("It must be (C) because", "C"),
-        ("A or C", ""),
-        ("A, C", ""),
-        ("AC", ""),
-        ("The answer is A or C", ""),
-        (r"\boxed{A} and \boxed{C}", ""),
-        (r"\boxed{A, C}", ""),
-        ("(A) is tempting, (C) too", ""),
-        ("", ""),
-        ("I cannot tell", ""),
-        ("A car is red", ""),
-        ("The answer is a mystery", ""),
-        ("I like it", ""),
-        ("Z", ""),
-        (r"\boxed{}", ""),
-    ],
-)
+@pytest.mark.parametrize(("response", "chosen"), cases("rewards/choice_letters"))
 def test_letters(response: str, chosen: str) -> None:
+    """`chosen`: by a careful reader; "" for none or several."""
     score = ChoiceReward(letters=4)(item("C", response))
     assert score.details["extracted"] == chosen
     assert score.correct is (chosen == "C") and score.value == float(chosen == "C")
 
 
-@pytest.mark.parametrize(
-    ("response", "chosen"),
-    [
-        ("blue", "C"),
-        ("Dark  Blue.", "B"),
-        ("C. blue", "C"),
-        ("(C) blue", "C"),
-        ("C. dark blue", ""),
-        (r"\boxed{a green one}", "D"),
-        ("I would say it is dark blue", "B"),
-        ("E", ""),
-        ("yellow", ""),
-    ],
-)
-def test_texts_of_options(response: str, chosen: str) -> None:
-    assert ChoiceReward()(item("C", response, COLOURS)).details["extracted"] == chosen
-    assert ChoiceReward()(item("blue", response, dict(zip("ABCD", COLOURS, strict=True)))).details["extracted"] == chosen
-
-
-@pytest.mark.parametrize(("response", "chosen"), LETTERS)
-def test_what_a_reader_would_take_for_the_choice(response: str, chosen: str) -> None:
-    score = ChoiceReward(letters=4)(item("C", response))
-    assert score.details["extracted"] == chosen
-    assert score.correct is (chosen == "C")
-
-
-@pytest.mark.parametrize(("response", "chosen"), TEXTS)
-def test_what_a_reader_would_take_for_an_options_text(response: str, chosen: str) -> None:
-    assert ChoiceReward()(item("C", response, PAINTS)).details["extracted"] == chosen
-
-
-@pytest.mark.parametrize(("response", "chosen"), CAPTIONS)
-def test_an_option_as_it_is_written_in_the_question(response: str, chosen: str) -> None:
-    assert ChoiceReward()(item("C", response, CITIES)).details["extracted"] == chosen
-
-
-@pytest.mark.parametrize(
-    ("response", "chosen", "options"),
-    [
-        *((response, chosen, CITIES) for response, chosen in OTHER_SCRIPTS),
-        *((response, chosen, NUMBERS) for response, chosen in NUMERIC),
-        *((response, chosen, FORMULAS) for response, chosen in WRITTEN),
-    ],
-)
-def test_other_scripts_numbers_and_formulas(response: str, chosen: str, options: list[str]) -> None:
+@pytest.mark.parametrize(("options", "response", "chosen"), cases("rewards/choice_options"))
+def test_texts_of_options(options: list[str], response: str, chosen: str) -> None:
+    """By the option's letter, and by its text beside options with letters."""
     assert ChoiceReward()(item("C", response, options)).details["extracted"] == chosen
+    assert ChoiceReward()(item(options[2], response, dict(zip("ABCDE", options, strict=False)))).details["extracted"] == chosen
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support_cases import cases
 
 from roll_lite.data.samples import RewardInput
 from roll_lite.rewards.base import RewardFailed
@@ -13,44 +14,7 @@ def item(answer: Any, response: str) -> RewardInput:
     return RewardInput("words", "prompt", response, answer, {}, "stop")
 
 
-@pytest.mark.parametrize(
-    ("answer", "response", "args", "value"),
-    [
-        ("stone", "stone", {}, 1.0),
-        ("stone", " stone\n", {}, 1.0),
-        (" stone", "stone", {}, 1.0),
-        ("stone", " stone", {"strip": False}, 0.0),
-        ("stone", "Stone", {}, 0.0),
-        ("straße", "STRASSE", {"ignore_case": True}, 1.0),
-        ("a  b", "a b", {}, 0.0),
-        ("a  b", "a\nb", {"collapse_spaces": True}, 1.0),
-        ("stone", "stones", {}, 0.0),
-        (7, "7", {}, 1.0),
-        (7, "7.0", {}, 0.0),
-        (0.5, "0.5", {}, 1.0),
-        (["yes", "y"], "y", {}, 1.0),
-        (["yes", "y"], "n", {}, 0.0),
-        ("", "", {}, 1.0),
-        ("it's so", "Its so!", {"ignore_punctuation": True, "ignore_case": True}, 1.0),
-        ("its so", "it's so", {}, 0.0),
-        ("stone", "a stone, I think", {"contains": True}, 1.0),
-        ("stone", "a Stone, I think", {"contains": True}, 0.0),
-        ("北京", "首都是北京。", {"contains": True}, 1.0),
-        ("5", "it is 5.", {"contains": True}, 1.0),
-        ("5", "it is 15", {"contains": True}, 0.0),
-        ("5", "it is -5", {"contains": True}, 0.0),
-        ("5", "it is 5.2", {"contains": True}, 0.0),
-        ("5", "-5", {"ignore_punctuation": True}, 0.0),
-        ("-5", "(-5)!", {"ignore_punctuation": True}, 1.0),
-        ("3.14", "314", {"ignore_punctuation": True}, 0.0),
-        ("3.14", "3.14.", {"ignore_punctuation": True}, 1.0),
-        ("a < b", "a > b", {"ignore_punctuation": True}, 0.0),
-        ("a < b", "a < b.", {"ignore_punctuation": True}, 1.0),
-        ("5", "$5", {"ignore_punctuation": True}, 1.0),
-        ("stone", "<think>stone", {}, 0.0),
-        ("stone", "<think>no</think>stone", {}, 1.0),
-    ],
-)
+@pytest.mark.parametrize(("answer", "response", "args", "value"), cases("rewards/exact"))
 def test_judgements(answer: Any, response: str, args: dict[str, bool], value: float) -> None:
     score = ExactReward(**args)(item(answer, response))
     assert score.value == value and score.correct is bool(value)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support_cases import cases, records
 
 from roll_lite.data.samples import RewardInput
 from roll_lite.rewards.base import RewardFailed
@@ -15,91 +16,14 @@ from roll_lite.rewards.text.instruction import InstructionReward, Mode
 from roll_lite.rewards.text.instruction_checks import CHECKS, IFEVAL
 from roll_lite.rewards.text.instruction_checks.parts import sentences
 
-ENGLISH = "This is a plain sentence that everybody should recognise as English"
-Case = tuple[str, dict[str, Any], str, bool]
-
-CASES: list[Case] = [
-    ("keywords:existence", {"keywords": ["tea", "cup"]}, "A Cup of tea", True),
-    ("keywords:existence", {"keywords": ["tea", "cup"]}, "A cup of milk", False),
-    ("keywords:existence", {"keywords": ["c++"]}, "I know C++", True),
-    ("keywords:frequency", {"keyword": "go", "frequency": 2, "relation": "at least"}, "go, go", True),
-    ("keywords:frequency", {"keyword": "go", "frequency": 2, "relation": "at least"}, "go", False),
-    ("keywords:frequency", {"keyword": "go", "frequency": 2, "relation": "less than"}, "go", True),
-    ("keywords:frequency", {"keyword": "go", "frequency": 2, "relation": "less than"}, "go go", False),
-    ("keywords:forbidden_words", {"forbidden_words": ["cat"]}, "concatenate", True),
-    ("keywords:forbidden_words", {"forbidden_words": ["cat"]}, "A Cat!", False),
-    ("keywords:forbidden_words", {"forbidden_words": ["c++"]}, "I know C++", False),
-    ("keywords:forbidden_words", {"forbidden_words": ["c++"]}, "c and c+", True),
-    ("keywords:forbidden_words", {"forbidden_words": [".net", "c#"]}, "We use .NET.", False),
-    ("keywords:forbidden_words", {"forbidden_words": [".net", "c#"]}, "We use dotnet and C", True),
-    ("keywords:forbidden_words", {"forbidden_words": ["(a)"]}, "either (a) or b", False),
-    ("keywords:letter_frequency", {"letter": "a", "let_frequency": 3, "let_relation": "at least"}, "Banana", True),
-    ("keywords:letter_frequency", {"letter": "A", "let_frequency": 3, "let_relation": "less than"}, "Banana", False),
-    ("language:response_language", {"language": "en"}, ENGLISH, True),
-    ("language:response_language", {"language": "de"}, "Das ist ein ganz gewöhnlicher deutscher Satz über das Wetter", True),
-    ("language:response_language", {"language": "de"}, ENGLISH, False),
-    ("language:response_language", {"language": "hi"}, "यह हिंदी में लिखा हुआ एक वाक्य है", True),
-    ("length_constraints:number_sentences", {"num_sentences": 2, "relation": "at least"}, "One. Two!", True),
-    ("length_constraints:number_sentences", {"num_sentences": 3, "relation": "at least"}, "Mr. Smith paid 3.50. Fine.", False),
-    ("length_constraints:number_sentences", {"num_sentences": 2, "relation": "less than"}, "Only this e.g. here", True),
-    ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "a\n***\nb", True),
-    ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "***\na\n***\nb\n***", True),
-    ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "a\n\nb", False),
-    ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "a *** *** b", False),
-    ("length_constraints:number_words", {"num_words": 3, "relation": "at least"}, "one two, three", True),
-    ("length_constraints:number_words", {"num_words": 3, "relation": "less than"}, "one two three", False),
-    (
-        "length_constraints:nth_paragraph_first_word",
-        {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "well"},
-        "So.\n\nWell, yes",
-        True,
-    ),
-    ("length_constraints:nth_paragraph_first_word", {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "well"}, "Well\n\nSo", False),
-    ("length_constraints:nth_paragraph_first_word", {"num_paragraphs": 3, "nth_paragraph": 2, "first_word": "b"}, "a\n\nb", False),
-    ("length_constraints:nth_paragraph_first_word", {"num_paragraphs": 1, "nth_paragraph": 1, "first_word": "a"}, '"A" or b', True),
-    ("detectable_content:number_placeholders", {"num_placeholders": 2}, "[name] of [town]", True),
-    ("detectable_content:number_placeholders", {"num_placeholders": 2}, "[name]", False),
-    ("detectable_content:postscript", {"postscript_marker": "P.S."}, "Yours\nP. S. more", True),
-    ("detectable_content:postscript", {"postscript_marker": "P.P.S"}, "Yours\nP.P.S more", True),
-    ("detectable_content:postscript", {"postscript_marker": "P.P.S"}, "Yours\nP.S. more", False),
-    ("detectable_format:number_bullet_lists", {"num_bullets": 2}, "* a\n- b", True),
-    ("detectable_format:number_bullet_lists", {"num_bullets": 2}, "* a\n* b\n* c", False),
-    ("detectable_format:number_bullet_lists", {"num_bullets": 1}, "**bold**\n* a", True),
-    ("detectable_format:constrained_response", {}, "My answer is maybe.", True),
-    ("detectable_format:constrained_response", {}, "Yes.", False),
-    ("detectable_format:number_highlighted_sections", {"num_highlights": 2}, "*a* and **b**", True),
-    ("detectable_format:number_highlighted_sections", {"num_highlights": 1}, "** **", False),
-    ("detectable_format:multiple_sections", {"section_spliter": "Section", "num_sections": 2}, "Section 1\na\nSection 2\nb", True),
-    ("detectable_format:multiple_sections", {"section_spliter": "Section", "num_sections": 2}, "Section 1\na", False),
-    ("detectable_format:json_format", {}, '```json\n{"a": [1]}\n```', True),
-    ("detectable_format:json_format", {}, "{a: 1}", False),
-    ("detectable_format:title", {}, "<<poem of joy>>\nO", True),
-    ("detectable_format:title", {}, "<< >>", False),
-    ("combination:two_responses", {}, "a\n******\nb", True),
-    ("combination:two_responses", {}, "a\n******\na", False),
-    ("combination:two_responses", {}, "a", False),
-    ("combination:repeat_prompt", {"prompt_to_repeat": "Say it. "}, "say it. It is.", True),
-    ("combination:repeat_prompt", {"prompt_to_repeat": "Say it."}, "It is.", False),
-    ("startend:end_checker", {"end_phrase": "Any questions?"}, 'Done. any questions?"', True),
-    ("startend:end_checker", {"end_phrase": "Any questions?"}, "Any questions? No", False),
-    ("startend:quotation", {}, ' "all of it" ', True),
-    ("startend:quotation", {}, '"', False),
-    ("change_case:capital_word_frequency", {"capital_frequency": 2, "capital_relation": "at least"}, "NO WAY out", True),
-    ("change_case:capital_word_frequency", {"capital_frequency": 2, "capital_relation": "less than"}, "NO WAY-OUT", False),
-    ("change_case:english_capital", {}, ENGLISH.upper(), True),
-    ("change_case:english_capital", {}, ENGLISH, False),
-    ("change_case:english_lowercase", {}, ENGLISH.lower(), True),
-    ("change_case:english_lowercase", {}, ENGLISH, False),
-    ("punctuation:no_comma", {}, "None at all", True),
-    ("punctuation:no_comma", {}, "One, here", False),
-]
+CASES = records("rewards/ifeval")
 
 
 def item(asked: Any, arguments: Any, response: str) -> RewardInput:
     return RewardInput("ifeval", "prompt", response, None, {"instruction_id_list": asked, "kwargs": arguments}, "stop")
 
 
-@pytest.mark.parametrize(("name", "arguments", "response", "followed"), CASES)
+@pytest.mark.parametrize(("name", "arguments", "response", "followed"), cases("rewards/ifeval"))
 def test_cases(name: str, arguments: dict[str, Any], response: str, followed: bool) -> None:
     for mode in ("strict", "loose"):
         if mode == "loose" and name in ("detectable_format:number_bullet_lists", "length_constraints:number_paragraphs"):
@@ -110,7 +34,7 @@ def test_cases(name: str, arguments: dict[str, Any], response: str, followed: bo
 def test_every_family_has_a_case_that_follows_and_one_that_does_not() -> None:
     assert len(IFEVAL) == 25
     for name in IFEVAL:
-        assert {followed for one, _, _, followed in CASES if one == name} == {True, False}
+        assert {case["followed"] for case in CASES if case["name"] == name} == {True, False}
 
 
 @pytest.mark.parametrize(
@@ -221,7 +145,7 @@ def test_thinking_is_not_judged() -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.text(max_size=200), st.sampled_from([case for case in CASES if not case[0].startswith(("language", "change_case:english"))]))
-def test_any_response_can_be_checked(response: str, case: Case) -> None:
+@given(st.text(max_size=200), st.sampled_from([case for case in CASES if not case["name"].startswith(("language", "change_case:english"))]))
+def test_any_response_can_be_checked(response: str, case: dict[str, Any]) -> None:
     strict, loose = (InstructionReward(mode=mode)(item([case[0]], [case[1]], response)).value for mode in ("strict", "loose"))  # type: ignore[arg-type]
     assert strict <= loose

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rewards.text import ifbench_cases, instruction_cases
-from rewards.text.instruction_cases import Case
+from rewards.text.ifbench_custom import CUSTOM
+from support_cases import records
 
 from roll_lite.data.samples import RewardInput
 from roll_lite.rewards.base import RewardFailed
@@ -18,12 +18,12 @@ from roll_lite.rewards.text.instruction_checks import CHECKS, IF_TRAIN, IFBENCH,
 from roll_lite.rewards.text.instruction_checks.parts import sentences, syllables, visible, words
 
 FAMILIES = [
-    (RLVR_IFEVAL, instruction_cases.RLVR, 25),
-    (IF_TRAIN, instruction_cases.IF_TRAIN, 29),
-    (IFBENCH, ifbench_cases.IFBENCH, 58),
+    (RLVR_IFEVAL, records("rewards/rlvr_ifeval"), 25),
+    (IF_TRAIN, records("rewards/if_train"), 29),
+    (IFBENCH, [*records("rewards/ifbench"), *CUSTOM], 58),
 ]
-CASES: list[Case] = [*instruction_cases.IFEVAL_REFERENCE, *(case for _, cases, _ in FAMILIES for case in cases)]
-FITTING: dict[str, dict[str, Any]] = {name: arguments for name, arguments, _, _ in CASES}
+CASES: list[dict[str, Any]] = [*records("rewards/ifeval_reference"), *(case for _, rows, _ in FAMILIES for case in rows)]
+FITTING: dict[str, dict[str, Any]] = {case["name"]: case["arguments"] for case in CASES}
 """Arguments that fit, for each instruction that a row asks for."""
 
 
@@ -31,16 +31,16 @@ def item(response: str, answer: Any = None, **columns: Any) -> RewardInput:
     return RewardInput("if", "prompt", response, answer, columns, "stop")
 
 
-@pytest.mark.parametrize(("name", "arguments", "response", "followed"), CASES)
+@pytest.mark.parametrize(("name", "arguments", "response", "followed"), [tuple(case.values()) for case in CASES])
 def test_cases(name: str, arguments: dict[str, Any], response: str, followed: bool) -> None:
     assert CHECKS[name](response, **arguments) is followed
 
 
-@pytest.mark.parametrize(("checks", "cases", "count"), FAMILIES, ids=["rlvr", "if_train", "ifbench"])
-def test_every_instruction_has_a_case_that_follows_and_one_that_does_not(checks: dict[str, Any], cases: list[Case], count: int) -> None:
+@pytest.mark.parametrize(("checks", "rows", "count"), FAMILIES, ids=["rlvr", "if_train", "ifbench"])
+def test_every_instruction_has_a_case_that_follows_and_one_that_does_not(checks: Any, rows: list[dict[str, Any]], count: int) -> None:
     assert len(checks) == count
     for name in checks:
-        assert {followed for one, _, _, followed in cases if one == name} == {True, False}, name
+        assert {case["followed"] for case in rows if case["name"] == name} == {True, False}, name
 
 
 def test_the_families_share_no_id() -> None:
