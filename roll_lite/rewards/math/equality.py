@@ -80,7 +80,17 @@ def parse(text: str) -> Parsed:
         return []
     text = f"${text.replace('**', '^')}$"
     found = library().parse(text, [_latex()], parsing_timeout=None)
-    return [part for part in found if not isinstance(part, str) and not part.has(sympy.nan, sympy.zoo)]
+    return [part for part in found if not isinstance(part, str) and not part.has(sympy.nan, sympy.zoo) and not _computes_infinity(part)]
+
+
+def _computes_infinity(expression: Any) -> bool:
+    """True if something is computed from infinity, as in |oo - 4|: it would be compared as a number that is close to every other."""
+    import sympy
+
+    if not expression.has(sympy.oo, -sympy.oo):
+        return False
+    computed = [one for one in sympy.preorder_traversal(expression) if isinstance(one, sympy.Add | sympy.Mul | sympy.Pow | sympy.Function)]
+    return any(not {sympy.oo, -sympy.oo}.isdisjoint(one.args) and one.args != (-1, sympy.oo) for one in computed)
 
 
 def as_parsed(number: Quantity) -> Parsed:
