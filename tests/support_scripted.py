@@ -273,6 +273,9 @@ class ScriptedEngine(InferenceStrategy):
     async def health(self) -> EngineHealth:
         return EngineHealth(self._life.failure is None, self._life.version, len(self._running), len(self._waiting))
 
+    async def until_dead(self) -> str:
+        return await self._life.until_dead()
+
     async def shutdown(self) -> None:
         self.kill("shut down")
 

@@ -82,9 +82,7 @@ class InferWorker(AsyncWorker):
 
     async def _watch(self) -> None:
         """Watch the engine, whose processes may die while this one lives."""
-        while (health := await self._strategy.health()).alive:  # noqa: ASYNC110 (processes make no events)
-            await asyncio.sleep(WATCH_SECONDS)
-        cause = str(health.details.get("failure", "the engine is dead"))
+        cause = await self._strategy.until_dead()
         if self._parts is not None and self._watching_parts is not None:
             # Workers on different nodes fail together; either may be noticed first.
             await asyncio.wait((self._watching_parts,), timeout=WATCH_SECONDS)

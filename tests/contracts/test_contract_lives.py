@@ -165,7 +165,7 @@ async def steps_that_end_no_more_are_noticed(engine: Harness) -> None:
     store = rendezvous_store("127.0.0.1")
     membership = engine.plan.membership(9, "gloo", "127.0.0.1", store.port, 1000.0)
     call = engine.strategy.make.call_workers("roll_lite_connect", first_member=1, membership=membership.plain())
-    waits = asyncio.create_task(call)
+    waits = asyncio.create_task(engine.strategy._answer(call))  # without the pause of the watch
     completions = await asyncio.wait_for(task, NOTICED_S)
     (error,) = {completion.error for completion in completions}
     with pytest.raises(EngineDead, match="no step has ended"):

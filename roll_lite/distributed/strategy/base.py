@@ -380,6 +380,10 @@ class InferenceStrategy(ABC):
     async def health(self) -> EngineHealth: ...
 
     @abstractmethod
+    async def until_dead(self) -> str:
+        """Wait for the engine's death; returns the cause."""
+
+    @abstractmethod
     async def shutdown(self) -> None: ...
 
     def fail(self, why: str) -> None:

@@ -6,14 +6,15 @@ Its state is kept in `life.py`; a make of engine implements `make.py`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Collection, Iterable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from roll_lite.config.keep_mask import keep_mask_available
 from roll_lite.config.schema.domains import GREATEST_TEMPERATURE, LEAST_TEMPERATURE
 from roll_lite.config.schema.models import EngineStrategyConfig
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest
-from roll_lite.distributed.liveness import StoppedTime, describe, is_stopped
+from roll_lite.distributed.liveness import StoppedTime, describe, first_of, is_stopped
 from roll_lite.distributed.strategy.base import (
     EngineHealth,
     EngineMemory,
@@ -58,8 +59,6 @@ class EngineStrategy(InferenceStrategy):
         self._reports = ProgressReports(self._progress)
         self._order = asyncio.Lock()
         """Lock that serialises calls which change the engine's state."""
-        self._halted: bool | None = False
-        """True if the engine itself is paused. None: unknown, because a call is running or was cancelled."""
         self._watching: list[asyncio.Task[None]] = []
         self._steps = StepWatch(make.answered, step_limit(spec.step_s), self.processes.are_compiling)
         self._vocabulary = 0
@@ -84,7 +83,7 @@ class EngineStrategy(InferenceStrategy):
             self.processes.watch(await self.make.start())
             self._life.start()
             self._watching.append(asyncio.create_task(self._watch()))
-            await self.make.prepare(config)
+            await self._answer(self.make.prepare(config))
             if self._lora is not None:
                 shapes = adapter_shapes(stored, with_fused(self._lora.targets), self._lora.rank)
                 plain = {name: list(shape) for name, shape in shapes.items()}
@@ -147,7 +146,7 @@ class EngineStrategy(InferenceStrategy):
         return keep_mask_available(sampling, self._vocabulary) if sampling.keep_mask and sampling.temperature > 0 else None
 
     async def _progress(self, flights: Sequence[InFlight], parts: bool) -> Sequence[RequestProgress | None]:
-        return await self.make.progress(flights, parts) if self._check() is None else [None] * len(flights)
+        return await self._answer(self.make.progress(flights, parts)) if self._check() is None else [None] * len(flights)
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         asked = None if request_ids is None else set(request_ids)
@@ -163,43 +162,40 @@ class EngineStrategy(InferenceStrategy):
         self._require(EngineEvent.PAUSE)
         if mode is PauseMode.ABORT:
             await self.abort()  # which also ends an earlier WAIT
-        async with self._order:
-            self._require(EngineEvent.PAUSE)
+        async with self._turn(EngineEvent.PAUSE):
             if self._life.held_up:
                 if mode is PauseMode.ABORT:
                     await self.abort()
-            elif mode is not PauseMode.KEEP or not self._halted:
+            elif mode is not PauseMode.KEEP or not self._life.halted:
                 await self._halt(mode)
             self._life.pause()
 
     async def resume(self) -> None:
         """Undo `pause`. An engine that an update or offloaded memory holds up resumes after that."""
-        self._require(EngineEvent.RESUME)
-        async with self._order:
-            self._require(EngineEvent.RESUME)
+        async with self._turn(EngineEvent.RESUME):
             self._life.resume()
             await self._settle()
 
     async def _settle(self) -> None:
         """Pause or resume the engine as its state demands."""
-        self._require_alive()
+        self._require(EngineEvent.RESUME)  # which only an engine that does not run refuses
         halt = self._life.state is not EngineState.SERVING
-        if halt and not self._halted:
+        if halt and not self._life.halted:
             await self._halt(PauseMode.KEEP)
-        elif not halt and self._halted is not False:
-            self._halted = None
-            await self.make.resume()
-            self._halted = False
+        elif not halt and self._life.halted is not False:
+            self._life.halted = None
+            await self._answer(self.make.resume())
+            self._life.halted = False
 
     async def _halt(self, mode: PauseMode) -> None:
-        self._halted = None
-        await self.make.pause(mode)
-        self._halted = True
+        self._life.halted = None
+        await self._answer(self.make.pause(mode))
+        self._life.halted = True
 
     async def health(self) -> EngineHealth:
         failure = self._check()
         count = sum(flight.entered and not task.done() for flight, task in self._reports.flights.items())
-        running = 0 if self._halted else min(count, self.options.max_running_requests)
+        running = 0 if self._life.halted else min(count, self.options.max_running_requests)
         details: dict[str, Any] = {"state": str(self._life.state)} | ({"failure": failure} if failure else {})
         if self._life.away:
             details["offloaded"] = sorted(self._life.away)
@@ -208,9 +204,7 @@ class EngineStrategy(InferenceStrategy):
     # ------------------------------------------------------------ memory
 
     async def load(self, parts: Iterable[EngineMemory] = tuple(EngineMemory)) -> None:
-        self._require(EngineEvent.LOAD)
-        async with self._order:
-            self._require(EngineEvent.LOAD)
+        async with self._turn(EngineEvent.LOAD):
             coming = self._life.away & set(parts)
             if coming:
                 await self._at_length(self.make.load(coming))
@@ -222,8 +216,7 @@ class EngineStrategy(InferenceStrategy):
         leaving = set(parts)
         if leaving and not self._life.away:
             await self.abort()  # which also ends a WAIT
-        async with self._order:
-            self._require(EngineEvent.OFFLOAD)
+        async with self._turn(EngineEvent.OFFLOAD):
             leaving -= self._life.away
             if not leaving:
                 return
@@ -238,9 +231,7 @@ class EngineStrategy(InferenceStrategy):
     async def connect_weights(self, first_member: int, membership: Membership) -> None:
         if membership.transport not in (AUTO, *TRANSPORTS):
             raise ValueError(f"transport {membership.transport!r} is unknown here; there are {', '.join((AUTO, *TRANSPORTS))}")
-        self._require(EngineEvent.CONNECT)
-        async with self._order:
-            self._require(EngineEvent.CONNECT)
+        async with self._turn(EngineEvent.CONNECT):
             await self._call_workers("roll_lite_connect", first_member=first_member, membership=membership.plain())
 
     async def begin_weight_update(self, tensors: Sequence[ExportedTensor]) -> None:
@@ -303,9 +294,7 @@ class EngineStrategy(InferenceStrategy):
         Taken in the dtype of the last update (before the first, the engine's): if the engine keeps fewer bits than it was sent, the
         checksums differ.
         """
-        self._require(EngineEvent.READ_WEIGHTS)
-        async with self._order:
-            self._require(EngineEvent.READ_WEIGHTS)
+        async with self._turn(EngineEvent.READ_WEIGHTS):
             shapes = {name: list(shape) for name, shape in self._shapes.items()}
             asked = None if names is None else sorted(names)
             answers = await self._call_workers("roll_lite_checksums", dtypes=self._dtypes, shapes=shapes, names=asked)
@@ -320,9 +309,16 @@ class EngineStrategy(InferenceStrategy):
     async def _at_length(self, call: Awaitable[T]) -> T:
         """Run a call during which the engine takes no steps and may be waiting for others."""
         with self._steps.suspended():
-            return await call
+            return await self._answer(call)
+
+    async def _answer(self, call: Awaitable[T]) -> T:
+        """Answer of the engine; EngineDead if it dies meanwhile, for a dead one may never answer."""
+        return await first_of(call, self._life.until_refused())
 
     # ------------------------------------------------------------ liveness
+
+    async def until_dead(self) -> str:
+        return await self._life.until_dead()
 
     def _check(self) -> str | None:
         """Reason why the engine cannot serve, or None."""
@@ -340,7 +336,7 @@ class EngineStrategy(InferenceStrategy):
         self.fail(failure)
 
     async def _watch_steps(self) -> None:
-        why = await self._steps.until_stuck()
+        why = await first_of(self._steps.until_stuck(), self._life.until_dead())
         stopped = next((process for process in self.processes.all if is_stopped(process)), None)
         self.fail(why if stopped is None else f"{why}: {describe(stopped)} is stopped")
 
@@ -348,8 +344,13 @@ class EngineStrategy(InferenceStrategy):
         self._check()
         self._life.require(event)
 
-    def _require_alive(self) -> None:
-        self._require(EngineEvent.RESUME)  # which only an engine that does not run refuses
+    @asynccontextmanager
+    async def _turn(self, event: EngineEvent) -> AsyncIterator[None]:
+        """Wait for the turn of a call that changes or reads the state; refuse it before and after the wait."""
+        self._require(event)
+        async with self._order:
+            self._require(event)
+            yield
 
     def _require_update(self) -> WeightUpdate:
         self._check()
@@ -357,10 +358,7 @@ class EngineStrategy(InferenceStrategy):
 
     def _give_up(self, why: str) -> None:
         """Stop serving; running requests return as failed."""
-        if self._life.state is not EngineState.DEAD:
-            self._life.die(why)
-        assert self._life.failure is not None
-        self.make.give_up(self._life.failure)
+        self._life.die(why)
         for flight, task in self._reports.flights.items():
             if flight.entered:  # others will see the failure
                 task.cancel()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping, Set
 from enum import StrEnum
+from typing import NoReturn
 
 from roll_lite.distributed.strategy.base import EngineMemory
 from roll_lite.distributed.weight_sync.update import WeightUpdate
@@ -89,14 +91,27 @@ class EngineLife:
         """Offloaded parts."""
         self.update: WeightUpdate | None = None
         """Update that was announced and is not finished."""
+        self.halted: bool | None = False
+        """True if the engine itself is paused. None: unknown, because a call is running or was cancelled."""
         self.version = 0
         """Version of the weights that generate."""
         self._make = make
+        self._died = asyncio.Event()
 
     @property
     def held_up(self) -> bool:
         """True if it could not generate even without a requested pause."""
         return self.state not in (EngineState.SERVING, EngineState.PAUSED)
+
+    async def until_dead(self) -> str:
+        """Wait for the engine's death; returns the cause."""
+        await self._died.wait()
+        assert self.failure is not None
+        return self.failure
+
+    async def until_refused(self) -> NoReturn:
+        """Wait for the engine's death, and raise it."""
+        raise EngineDead(f"{self._make} engine: {await self.until_dead()}")
 
     def require(self, event: EngineEvent) -> None:
         """Refuse an event that the state does not allow."""
@@ -173,7 +188,10 @@ class EngineLife:
         self._follow()
 
     def die(self, why: str) -> None:
-        self.state, self.failure = EngineState.DEAD, why
+        """Note the death; the first cause stays."""
+        if self.state is not EngineState.DEAD:
+            self.state, self.failure = EngineState.DEAD, why
+            self._died.set()
 
     def _follow(self) -> None:
         """Enter the state that a pause or offloaded parts demand, unless an update comes first."""

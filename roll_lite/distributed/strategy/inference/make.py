@@ -34,7 +34,7 @@ class EnginePart(Protocol):
 
 
 class EngineMake(EnginePart, Protocol):
-    r"""Engine in separate processes. Calls come in an allowed order; those that the engine's death leaves unanswered raise EngineDead.
+    r"""Engine in separate processes. Calls come in an allowed order; a dead engine may leave them unanswered.
 
     Its workers' methods `roll_lite_connect`, `roll_lite_load_bucket`, `roll_lite_put_in_place`, `roll_lite_weights_touched` and
     `roll_lite_checksums` move weights, or adapters alone after `roll_lite_take_adapters`.
@@ -53,9 +53,6 @@ class EngineMake(EnginePart, Protocol):
     async def answered(self) -> object:
         """Return when the engine's step loop has answered between two steps, also while paused."""
         ...
-
-    def give_up(self, why: str) -> None:
-        """Fail all pending requests: the engine will not answer any more."""
 
     # ------------------------------------------------------------ requests
 

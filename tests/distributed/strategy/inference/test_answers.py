@@ -83,13 +83,13 @@ async def test_an_update_that_breaks_off_on_all_workers_leaves_no_answer_to_the_
     executor.response_mqs = [process.worker_response_mq for process in processes]
     executor.is_failed, executor.futures_queue = False, deque()
 
+    async def collective_rpc(method: str, **arguments: Any) -> Any:
+        return executor.collective_rpc(method, **arguments)
+
     class Engine(VllmEngine):
         def __init__(self) -> None: ...
 
-        _llm = SimpleNamespace(collective_rpc=executor.collective_rpc)  # type: ignore[assignment]
-
-        async def _answer(self, call: Any) -> Any:
-            return call
+        _llm = SimpleNamespace(collective_rpc=collective_rpc)  # type: ignore[assignment]
 
     with pytest.raises(TransferError, match="an engine has left"):
         await Engine().call_workers("roll_lite_load_bucket", routes=[], following=[])

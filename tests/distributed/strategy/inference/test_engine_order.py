@@ -65,8 +65,6 @@ class Recorder:
         """Its loop carries out calls as well."""
         await self.gate.wait()
 
-    def give_up(self, why: str) -> None: ...
-
     async def stop(self, processes: EngineProcesses) -> None: ...
 
     async def run(self, flight: InFlight) -> Completion:

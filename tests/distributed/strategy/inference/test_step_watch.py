@@ -211,8 +211,6 @@ class Scripted:
     def is_dead(self) -> bool:
         return False
 
-    def give_up(self, why: str) -> None: ...
-
     async def run(self, flight: InFlight) -> Completion:
         return await self.engine.generate(flight.request)
 

@@ -54,7 +54,6 @@ class SglangEngine:
         self._channel: PickleChannel | None = None
         self._server: subprocess.Popen[bytes] | None = None
         self._listening: asyncio.Task[None] | None = None
-        self._given_up: str | None = None
 
     # ------------------------------------------------------------ life
 
@@ -92,12 +91,6 @@ class SglangEngine:
 
     async def answered(self) -> object:
         return await self._call("scheduler")
-
-    def give_up(self, why: str) -> None:
-        self._given_up = why
-        for future in self._waiting.values():
-            if not future.done():
-                future.set_exception(EngineDead(f"SGLang engine: {why}"))
 
     async def stop(self, processes: EngineProcesses) -> None:
         if self._listening is not None:
@@ -177,8 +170,6 @@ class SglangEngine:
         return answer
 
     async def _answer(self, number: int, message: tuple[Any, ...]) -> Any:
-        if self._given_up is not None:
-            raise EngineDead(f"SGLang engine: {self._given_up}")
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
         self._send(message)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-from collections.abc import Collection, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-T = TypeVar("T")
-
 _LAST_S = 3.0  # for the engine to end what it has started
 
 
@@ -51,7 +48,7 @@ def engine_args(spec: EngineSpec, cuda: bool) -> AsyncEngineArgs:
 
 
 class VllmEngine:
-    """vLLM engine. Of AsyncLLM's calls only `generate` and `abort` return when the engine's process dies; `_answer` guards the others."""
+    """vLLM engine. Of AsyncLLM's calls only `generate` and `abort` return when the engine's process dies."""
 
     name = "vLLM"
 
@@ -65,7 +62,6 @@ class VllmEngine:
         self.notes = settings.notes(self._strategy, spec.max_model_len, self._cuda, environment)
         self._scratch: Scratch | None = None
         self._running: AsyncLLM | None = None
-        self._given_up: asyncio.Future[str] | None = None
 
     # ------------------------------------------------------------ life
 
@@ -75,7 +71,6 @@ class VllmEngine:
     async def start(self) -> list[int]:
         """Start; blocks the event loop, because the engine's processes belong to the thread that starts them."""
         os.environ.update(self._variables | {HOST_PID: str(os.getpid())})
-        self._given_up = asyncio.get_running_loop().create_future()
         self._scratch = Scratch("rl-vllm-", settings.SOCKETS)
         with self._scratch.inherited():
             self._running = self._start()
@@ -101,7 +96,7 @@ class VllmEngine:
             )
         self._experts = config.experts if self._spec.reports_experts else None
         # Once this answer is cached, requests enter in the order of submission.
-        await self._answer(self._llm.get_supported_tasks())
+        await self._llm.get_supported_tasks()
         await self._set_version(0)
 
     def is_dead(self) -> bool:
@@ -109,11 +104,7 @@ class VllmEngine:
 
     async def answered(self) -> object:
         """Return when the engine core has answered; it handles calls in every round of its loop."""
-        return await self._answer(self._llm.get_weight_version())
-
-    def give_up(self, why: str) -> None:
-        if self._given_up is not None and not self._given_up.done():
-            self._given_up.set_result(why)
+        return await self._llm.get_weight_version()
 
     async def stop(self, processes: EngineProcesses) -> None:
         llm, self._running = self._running, None
@@ -130,19 +121,6 @@ class VllmEngine:
         if self._running is None:
             raise EngineDead("vLLM engine: shut down")
         return self._running
-
-    async def _answer(self, call: Coroutine[Any, Any, T]) -> T:
-        """Await an engine call that vLLM never ends if its process dies."""
-        assert self._given_up is not None
-        task = asyncio.ensure_future(call)
-        either: list[asyncio.Future[Any]] = [task, self._given_up]
-        try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise EngineDead(f"vLLM engine: {self._given_up.result()}")
-            return task.result()
-        finally:
-            task.cancel()
 
     # ------------------------------------------------------------ requests
 
@@ -179,26 +157,26 @@ class VllmEngine:
         await self._llm.abort([flight.request.request_id for flight in flights])
 
     async def pause(self, mode: PauseMode) -> None:
-        await self._answer(self._llm.pause_generation(mode=mode.value, clear_cache=False))
+        await self._llm.pause_generation(mode=mode.value, clear_cache=False)
 
     async def resume(self) -> None:
-        await self._answer(self._llm.resume_generation())
+        await self._llm.resume_generation()
 
     # ------------------------------------------------------------ weights, memory
 
     async def call_workers(self, method: str, **arguments: Any) -> list[Any]:
-        return values(await self._answer(self._llm.collective_rpc(method, kwargs=arguments)))
+        return values(await self._llm.collective_rpc(method, kwargs=arguments))
 
     async def renew(self, version: int) -> None:
         await self._forget()
         await self._set_version(version)
 
     async def _set_version(self, version: int) -> None:
-        await self._answer(self._llm.update_weight_version(str(version)))
+        await self._llm.update_weight_version(str(version))
 
     async def _forget(self) -> None:
         """Drop cached keys and values; running requests are recomputed from their tokens under the new weights."""
-        await self._answer(self._llm.reset_prefix_cache(reset_running_requests=True))
+        await self._llm.reset_prefix_cache(reset_running_requests=True)
 
     async def offload(self, parts: Collection[EngineMemory], cache_stays: bool) -> None:
         r"""Offload through the workers' own methods, because vLLM's `wake_up` would resume a paused engine.
@@ -226,7 +204,7 @@ class VllmEngine:
             await self.call_workers("roll_lite_make_cache")
 
     async def _workers(self, method: str, *arguments: Any) -> None:
-        await self._answer(self._llm.collective_rpc(method, args=arguments))
+        await self._llm.collective_rpc(method, args=arguments)
 
 
 class VllmPart:
