@@ -223,8 +223,7 @@ class Cluster(Generic[W_co]):
         return self._start(method, calls, kwargs, list)
 
     def shutdown(self) -> None:
-        if self.group.end is None:
-            self.group.kill("it was shut down")
+        self.group.kill("it was shut down")
 
     # ------------------------------------------------------------ inside
 

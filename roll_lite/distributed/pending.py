@@ -11,7 +11,9 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from roll_lite.distributed.failures import FleetDown, RankFailed, RankTimeout, failure_text, is_death, is_loss, may_be_aftermath
-from roll_lite.distributed.rank_group import WATCH, RankGroup, stopped_ones
+from roll_lite.distributed.liveness import name_of
+from roll_lite.distributed.place import stopped_at
+from roll_lite.distributed.rank_group import WATCH, RankGroup
 from roll_lite.distributed.watchdog import WATCHDOG, Limit
 
 T = TypeVar("T")
@@ -138,7 +140,8 @@ def _wait(
         if remaining <= 0:
             _time_out(first, limit)
         if silent := WATCH.silent():
-            _report_silence(*silent)
+            group, rank, seconds = silent
+            _give_up(group, [rank], group.phase, f"nothing was heard of its process for {seconds:g} s (limits.silence)")
         deaths = WATCH.deaths()
         refs = [*waiting, *deaths]
         ready, _ = ray.wait(refs, num_returns=1, timeout=min(POLL_SECONDS, remaining), fetch_local=False)
@@ -183,8 +186,11 @@ def _blame(call: Call, error: Exception, unanswered: Sequence[int]) -> NoReturn:
 
 
 def _fail(group: RankGroup, rank: int, phase: str, error: BaseException, note: str = "") -> NoReturn:
-    failure = RankFailed(group.name, rank, phase, failure_text(error, group.log_file(rank)) + note)
-    group.fail(failure)
+    _end(group, RankFailed(group.name, rank, phase, failure_text(error, group.log_file(rank)) + note))
+
+
+def _end(group: RankGroup, failure: RankFailed) -> NoReturn:
+    group.kill(str(failure))
     raise failure from None
 
 
@@ -193,7 +199,7 @@ def _fail_dead(group: RankGroup, rank: int, phase: str) -> NoReturn:
     error = _death_of(group, rank)
     down = error.cause if isinstance(error, RayTaskError) else None
     if isinstance(down, FleetDown):
-        for other in WATCH.groups():
+        for other in WATCH.groups:
             if other is not group and other.name == down.fleet:
                 ref = next((ref for ref, number in other.deaths.items() if number == down.place), None)
                 if ref is not None and ray.wait([ref], timeout=BLAME_SECONDS, fetch_local=False)[0]:
@@ -227,14 +233,11 @@ def _time_out(pending: Pending[Any], limit: Limit | None) -> NoReturn:
     _give_up(group, stuck, pending.phase, cause)
 
 
-def _report_silence(group: RankGroup, rank: int, seconds: float) -> NoReturn:
-    _give_up(group, [rank], group.phase, f"nothing was heard of its process for {seconds:g} s (limits.silence)")
-
-
 def _give_up(group: RankGroup, ranks: Sequence[int], phase: str, cause: str) -> NoReturn:
-    failure = RankTimeout(group.name, ranks[0], phase, cause + _stacks(group, ranks) + stopped_ones(WATCH.groups()))
-    group.fail(failure)
-    raise failure
+    stopped = stopped_at(pulse.place for other in WATCH.groups for pulse in other.pulses)
+    names = ", ".join(f"{process.pid} ({name_of(process)})" for process in stopped)
+    note = f"\n\nstopped, as by SIGSTOP: {names}" if names else ""
+    _end(group, RankTimeout(group.name, ranks[0], phase, cause + _stacks(group, ranks) + note))
 
 
 def _ranks(ranks: Sequence[int]) -> str:

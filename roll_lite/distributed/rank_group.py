@@ -12,9 +12,9 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from roll_lite.distributed.failures import ClusterDead, RankFailed, failure_text
-from roll_lite.distributed.liveness import Silence, name_of
-from roll_lite.distributed.place import Place, kill_actors, stopped_at
+from roll_lite.distributed.failures import ClusterDead, failure_text
+from roll_lite.distributed.liveness import Silence
+from roll_lite.distributed.place import Place, kill_actors
 
 PULSE_SECONDS = 5.0
 """Pause between an answer and the next question."""
@@ -85,7 +85,7 @@ class RankGroup:
         if watch is not None:
             self.deaths = {actor.until_death.options(**watch).remote(): rank for rank, actor in enumerate(self.actors)}
             self.pulses = [Pulse(actor.place.options(**watch).remote) for actor in self.actors]
-        WATCH.add(self)
+        WATCH.groups[self] = None
 
     @property
     def phase(self) -> str:
@@ -115,15 +115,12 @@ class RankGroup:
         if self.end is not None:
             raise ClusterDead(self.name, self.end)
 
-    def fail(self, failure: RankFailed) -> None:
-        """Kill the group: survivors may hang in a collective, where only a kill reaches them."""
-        if self.end is None:
-            self.kill(str(failure))
-
     def kill(self, why: str) -> None:
-        self.end = why
-        WATCH.remove(self)
-        kill_actors(self.actors, [pulse.place for pulse in self.pulses])
+        """Kill the ranks, even busy ones: survivors of a failure may hang in a collective, where only a kill reaches them."""
+        if self.end is None:
+            self.end = why
+            WATCH.groups.pop(self, None)
+            kill_actors(self.actors, [pulse.place for pulse in self.pulses])
 
     def stacks(self, rank: int) -> ray.ObjectRef:
         """Stack traces of a watched rank, even a busy one."""
@@ -131,32 +128,23 @@ class RankGroup:
 
 
 class LivenessWatch:
-    """Living groups of this process, held weakly: Ray ends actors without handles."""
+    """Watch over the living groups of this process."""
 
     def __init__(self) -> None:
-        self._groups: list[weakref.ref[RankGroup]] = []
+        self.groups: weakref.WeakKeyDictionary[RankGroup, None] = weakref.WeakKeyDictionary()
+        """Oldest first. Held weakly: Ray ends actors without handles."""
         self._silence_s: float | None = None
         self._listened = 0.0
 
-    def groups(self) -> list[RankGroup]:
-        return [group for reference in self._groups if (group := reference()) is not None]
-
-    def add(self, group: RankGroup) -> None:
-        self._groups = [weakref.ref(known) for known in [*self.groups(), group]]
-
-    def remove(self, group: RankGroup) -> None:
-        self._groups = [weakref.ref(known) for known in self.groups() if known is not group]
-
     def forget_all(self) -> None:
         """Drop all groups, since the Ray session ends with every actor."""
-        for group in self.groups():
+        for group in self.groups:
             group.end = "the Ray session has ended"
-        self._groups.clear()
+        self.groups.clear()
 
     def deaths(self) -> dict[ray.ObjectRef, tuple[RankGroup, int]]:
         """References that become ready, with an error, when a rank of a group that dies together has died."""
-        groups = [group for group in self.groups() if not group.live_alone]
-        return {ref: (group, rank) for group in groups for ref, rank in group.deaths.items()}
+        return {ref: (group, rank) for group in self.groups if not group.live_alone for ref, rank in group.deaths.items()}
 
     @contextmanager
     def expecting_answers(self, within_s: float | None) -> Iterator[None]:
@@ -173,19 +161,12 @@ class LivenessWatch:
         if self._silence_s is None or now - self._listened < LISTEN_SECONDS:
             return None
         self._listened = now
-        heard = [(group, rank, pulse.listen()) for group in self.groups() for rank, pulse in enumerate(group.pulses)]
+        heard = [(group, rank, pulse.listen()) for group in self.groups for rank, pulse in enumerate(group.pulses)]
         late = max(heard, key=lambda entry: entry[2], default=None)
         return (late[0], late[1], self._silence_s) if late is not None and late[2] > self._silence_s else None
 
 
 WATCH = LivenessWatch()
-
-
-def stopped_ones(groups: Sequence[RankGroup]) -> str:
-    """Message that names the stopped processes; empty if there are none."""
-    found = stopped_at(pulse.place for group in groups for pulse in group.pulses)
-    names = ", ".join(f"{process.pid} ({name_of(process)})" for process in found)
-    return f"\n\nstopped, as by SIGSTOP: {names}" if names else ""
 
 
 def log_file(folder: Path | None, role: str, rank: int) -> Path | None:

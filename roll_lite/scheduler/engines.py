@@ -10,6 +10,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 from roll_lite.data.samples import FinishReason, GenerationRequest, TokenRow, Turn, VersionSpan, merged
@@ -170,9 +171,7 @@ class BatchedEngine(ABC):
         lost, self._asked = self._asked, {}
         for asked in lost.values():
             if asked.parts:
-                task = asyncio.get_running_loop().create_task(self._lose(asked, self._dead))
-                self._sending.add(task)
-                task.add_done_callback(self._sending.discard)
+                self._in_background(partial(self._lose, asked, self._dead))
             elif not asked.answer.done():
                 asked.answer.set_exception(EngineLost(self.name, self._dead))
 

@@ -47,7 +47,7 @@ class EnginePartWorker(AsyncWorker):
         self._watching = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
-        while self._processes.running() and not self._part.is_dead():  # noqa: ASYNC110 (processes make no events)
+        while self._processes.running():  # noqa: ASYNC110 (processes make no events)
             await asyncio.sleep(WATCH_SECONDS)
         self.tell_end(MemberLost("a process of it died"))
 

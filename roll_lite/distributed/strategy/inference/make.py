@@ -27,8 +27,6 @@ class EnginePart(Protocol):
         """Start, and return the process ids."""
         ...
 
-    def is_dead(self) -> bool: ...
-
     async def stop(self, processes: EngineProcesses) -> None:
         """Stop and clean up, however far the start got."""
 
@@ -46,6 +44,8 @@ class EngineMake(EnginePart, Protocol):
         ...
 
     # ------------------------------------------------------------ life
+
+    def is_dead(self) -> bool: ...
 
     async def prepare(self, config: HfConfig) -> None:
         """Finish the start of an engine that runs and is watched."""

@@ -103,56 +103,41 @@ def remove(files: Iterable[Path]) -> None:
 
 def when_host_is_gone(act: Callable[[], None]) -> None:
     """Call `act` in an engine's process when its host is gone, however it ended."""
-    host = _host()
-    if host is None:
-        return
-
-    def end() -> None:
-        _remove_scratch()
-        act()
-
-    _when_gone(host, end)
-
-
-def _host() -> psutil.Process | None:
-    return psutil.Process(int(os.environ[HOST_PID])) if HOST_PID in os.environ else None
-
-
-def _when_gone(process: psutil.Process, act: Callable[[], None]) -> None:
-    def watch() -> None:
-        while is_running(process):
-            time.sleep(_HOST_CHECK_S)
-        act()
-
-    threading.Thread(target=watch, daemon=True, name=f"end-with-{process.pid}").start()
-
-
-def _remove_scratch() -> None:
-    if SCRATCH in os.environ:
-        remove_folder(Path(os.environ[SCRATCH]))
-
-
-def end_group_with_host() -> None:
-    """Kill the engine's process group when the host is gone."""
-    when_host_is_gone(lambda: kill_all(group(os.getpgid(0))))
+    if HOST_PID in os.environ:
+        _when_gone(int(os.environ[HOST_PID]), act)
 
 
 def end_group_with_host_or_leader() -> None:
     """Kill the process group when the host or the group's leader is gone; the leader may die before its children watch it."""
-    end_group_with_host()
-    leader, host = os.getpgid(0), _host()
-    if leader == os.getpid():
-        return
+    leader = os.getpgid(0)
 
     def end() -> None:
-        if host is not None and not is_running(host):
-            _remove_scratch()
         kill_all(group(leader))
 
+    when_host_is_gone(end)
+    if leader != os.getpid():
+        _when_gone(leader, end)
+
+
+def _when_gone(pid: int, act: Callable[[], None]) -> None:
+    """Call `act` on a thread when a process is gone; removes the scratch folder if the host is gone."""
+    watched, host = _process(pid), _process(int(os.environ.get(HOST_PID, os.getpid())))
+
+    def watch() -> None:
+        while watched is not None and is_running(watched):
+            time.sleep(_HOST_CHECK_S)
+        if SCRATCH in os.environ and (host is None or not is_running(host)):
+            remove_folder(Path(os.environ[SCRATCH]))
+        act()
+
+    threading.Thread(target=watch, daemon=True, name=f"end-with-{pid}").start()
+
+
+def _process(pid: int) -> psutil.Process | None:
     try:
-        _when_gone(psutil.Process(leader), end)
+        return psutil.Process(pid)
     except psutil.NoSuchProcess:
-        end()
+        return None
 
 
 def kill_all(processes: Sequence[psutil.Process]) -> None:

@@ -233,9 +233,6 @@ class VllmPart:
             self._executor = MultiprocExecutor(config, monitor_workers=False)
         return [worker.proc.pid for worker in self._executor.workers]
 
-    def is_dead(self) -> bool:
-        return False
-
     async def stop(self, processes: EngineProcesses) -> None:
         executor, self._executor = self._executor, None
         if executor is not None:

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from roll_lite.config.schema.models import JudgeServerConfig
-from roll_lite.distributed.strategy.inference.processes import end_group_with_host
+from roll_lite.distributed.strategy.inference.processes import end_group_with_host_or_leader
 from roll_lite.distributed.strategy.inference.settings import is_fp8, kv_cache_mb
 from roll_lite.distributed.strategy.vllm.compat.settings import FP8, batched_tokens, check_version, engine_environment, notes
 from roll_lite.models.hf_config import read_model_shape
@@ -100,6 +100,6 @@ def main() -> None:
 
 if __name__ in ("__main__", "__mp_main__"):
     # In the engine's own processes too, which spawn imports this module into: the server may be killed before them.
-    end_group_with_host()
+    end_group_with_host_or_leader()
 if __name__ == "__main__":
     main()
