@@ -38,6 +38,8 @@ class InFlight:
     begun: bool = False
     reported: int = 0
     """Number of tokens in the parts reported so far."""
+    number: int = -1
+    """Number that the make gave it, if it numbers requests."""
 
 
 Look = Callable[[Sequence[InFlight], bool], Awaitable[Sequence[RequestProgress | None]]]

@@ -47,9 +47,7 @@ class SglangEngine:
         self.notes = environment.notes()
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
-        """Futures of requests and calls, by number."""
-        self._flights: dict[InFlight, int] = {}
-        """Numbers of requests in the server."""
+        """Answers to requests and other calls, by number."""
         self._scratch: Scratch | None = None
         self._channel: PickleChannel | None = None
         self._server: subprocess.Popen[bytes] | None = None
@@ -120,24 +118,20 @@ class SglangEngine:
     # ------------------------------------------------------------ requests
 
     async def run(self, flight: InFlight) -> Completion:
-        number = self._flights[flight] = next(self._numbers)
+        flight.number = next(self._numbers)
         try:
-            answer: Completion = await self._answer(number, ("generate", number, flight.request))
-            return answer
+            completion: Completion = await self._answer("generate", flight.number, flight.request)
+            return completion
         except asyncio.CancelledError:
-            self._send(("abort", [number]))
+            await self.abort([flight])
             raise
-        finally:
-            del self._flights[flight]
 
     async def progress(self, flights: Sequence[InFlight], parts: bool) -> list[RequestProgress | None]:
-        numbers = [self._flights.get(flight) for flight in flights]
-        since = {number: flight.reported for flight, number in zip(flights, numbers, strict=True) if number is not None}
-        found: dict[int, RequestProgress] = await self._call("progress", since, parts)
-        return [None if number is None else found.get(number) for number in numbers]
+        found: dict[int, RequestProgress] = await self._call("progress", {flight.number: flight.reported for flight in flights}, parts)
+        return [found.get(flight.number) for flight in flights]
 
     async def abort(self, flights: Sequence[InFlight]) -> None:
-        self._send(("abort", [self._flights[flight] for flight in flights if flight in self._flights]))
+        self._send("abort", [flight.number for flight in flights])
 
     async def pause(self, mode: PauseMode) -> None:
         await self._call("pause", mode)
@@ -163,22 +157,21 @@ class SglangEngine:
     # ------------------------------------------------------------ the channel
 
     async def _call(self, command: str, *arguments: Any) -> Any:
-        number = next(self._numbers)
-        done, answer = await self._answer(number, (command, number, *arguments))
+        return await self._answer(command, next(self._numbers), *arguments)
+
+    async def _answer(self, command: str, number: int, *arguments: Any) -> Any:
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = future
+        self._send(command, number, *arguments)
+        try:
+            done, answer = await future
+        finally:
+            del self._waiting[number]
         if not done:
             raise RuntimeError(answer)
         return answer
 
-    async def _answer(self, number: int, message: tuple[Any, ...]) -> Any:
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = future
-        self._send(message)
-        try:
-            return await future
-        finally:
-            del self._waiting[number]
-
-    def _send(self, message: tuple[Any, ...]) -> None:
+    def _send(self, *message: Any) -> None:
         assert self._channel is not None
         self._channel.send(message)
 
@@ -187,7 +180,7 @@ class SglangEngine:
         assert self._channel is not None
         with contextlib.suppress(Closed):
             while True:
-                kind, number, *answer = await self._channel.receive()
+                number, *answer = await self._channel.receive()
                 future = self._waiting.get(number)
                 if future is not None and not future.done():
-                    future.set_result(answer[0] if kind == "completion" else tuple(answer))
+                    future.set_result(answer)

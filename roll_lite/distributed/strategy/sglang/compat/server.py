@@ -122,40 +122,38 @@ class EngineServer:
     async def serve(self) -> None:
         """Serve until the host is gone."""
         while True:
-            command, *arguments = await self._channel.receive()
-            if command == "generate":
-                self._submit(_Running(*arguments))
-            elif command == "abort":
-                self._start(self.abort(set(arguments[0])))
-            elif command == "progress":
-                self._tell_progress(*arguments)
-            elif command == "scheduler":
-                self._start(self._answer_of_scheduler(*arguments))
-            else:
-                self._start(self._reply(command, *arguments))
+            match await self._channel.receive():
+                case "generate", number, request:
+                    self._submit(_Running(number, request))
+                case "abort", numbers:
+                    self._start(self.abort(set(numbers)))
+                case "progress", call, since, parts:
+                    self._channel.send((call, True, self._progress(since, parts)))
+                case "scheduler", call:
+                    self._start(self._reply(call, self._ask_scheduler()))
+                case command, call, *arguments:
+                    self._start(self._reply(call, self._in_order(self._commands[command](*arguments))))
 
     def _start(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _reply(self, command: str, call: int, *arguments: Any) -> None:
-        """Run a command and reply; commands run one after the other."""
+    async def _reply(self, call: int, work: Awaitable[Any]) -> None:
         try:
-            async with self._order:
-                answer = (True, await self._commands[command](*arguments))
+            answer = (True, await work)
         except Exception as error:  # the edge of the process: the host raises it again
             answer = (False, f"{error}" or type(error).__name__)
-        self._channel.send(("reply", call, *answer))
+        self._channel.send((call, *answer))
 
-    async def _answer_of_scheduler(self, call: int) -> None:
-        """Answer for the scheduler, outside of the order of commands."""
-        try:
-            await self._manager.get_internal_state()  # the scheduler takes messages in every round of its loop
-            answer: tuple[bool, str | None] = (True, None)
-        except Exception as error:  # the edge of the process, as above
-            answer = (False, f"{error}" or type(error).__name__)
-        self._channel.send(("reply", call, *answer))
+    async def _in_order(self, command: Awaitable[Any]) -> Any:
+        """Run commands one after the other."""
+        async with self._order:
+            return await command
+
+    async def _ask_scheduler(self) -> None:
+        """Return when the scheduler has answered; it takes messages in every round of its loop."""
+        await self._manager.get_internal_state()
 
     # ------------------------------------------------------------ requests
 
@@ -179,7 +177,7 @@ class EngineServer:
 
     async def _finish(self, running: _Running, answer: Completion) -> None:
         running.dispatched.set()
-        self._channel.send(("completion", running.number, answer))
+        self._channel.send((running.number, True, answer))
         async with self._empty:
             del self._running[running.rid]
             self._empty.notify_all()
@@ -196,9 +194,9 @@ class EngineServer:
             if running.rid not in held:
                 await running.dispatched.wait()
 
-    def _tell_progress(self, call: int, since: dict[int, int], parts: bool) -> None:
-        """Reply with the progress of begun requests by number. `since`: tokens of earlier parts. No parts of requests that have run under
-        two sets of weights."""
+    def _progress(self, since: dict[int, int], parts: bool) -> dict[int, RequestProgress]:
+        """Progress of begun requests by number. `since`: tokens of earlier parts. No parts of requests that have run under two sets of
+        weights."""
         found = {}
         for running in self._running.values():
             # A request that is not streamed is reported at its first token and every 50 tokens.
@@ -207,7 +205,7 @@ class EngineServer:
                 has_part, first = parts and not running.had_other_weights, since[running.number]
                 part = new_tokens(running.request, state, first, int(self._version)) if has_part else None
                 found[running.number] = RequestProgress(len(state.output_ids), part)
-        self._channel.send(("reply", call, True, found))
+        return found
 
     async def abort(self, numbers: set[int]) -> None:
         for running in [running for running in self._running.values() if running.number in numbers]:
