@@ -54,7 +54,7 @@ def options(requests: int) -> dict[str, Any]:
 def strategy_of(engine: str, model: Any, requests: int) -> Any:
     from roll_lite.config.schema.models import SglangStrategyConfig, VllmStrategyConfig
     from roll_lite.distributed.strategy.base import EngineSpec
-    from roll_lite.distributed.strategy.engines import build_engine
+    from roll_lite.distributed.strategy.build import build_engine
 
     config = {"vllm": VllmStrategyConfig, "sglang": SglangStrategyConfig}[engine]
     return build_engine(EngineSpec(model, config(**options(requests)), MAX_MODEL_LEN))

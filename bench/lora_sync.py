@@ -56,7 +56,7 @@ class Engine:
     def __init__(self, make: str, model: Path, rank: int, way: Way) -> None:
         from roll_lite.config.schema.models import ModelConfig, SglangStrategyConfig, VllmStrategyConfig
         from roll_lite.distributed.strategy.base import EngineSpec
-        from roll_lite.distributed.strategy.engines import build_engine
+        from roll_lite.distributed.strategy.build import build_engine
 
         config = {"vllm": VllmStrategyConfig, "sglang": SglangStrategyConfig}[make](kv_cache_mb=256, gpu_memory_utilization=0.3)
         lora = adapters(rank, way) if way == "adapter" else None

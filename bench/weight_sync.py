@@ -30,7 +30,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from roll_lite.distributed.strategy.device import current_device
+from roll_lite.distributed.strategy.base import current_device
 from roll_lite.distributed.weight_sync.memory import wait_for_device
 
 TRANSPORTS = ("shared_memory", "gloo")

@@ -30,7 +30,7 @@ from roll_lite.config.schema.base import Refused, readable
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.check import check_data
 from roll_lite.data.dump_files import check_dumps
-from roll_lite.distributed.strategy.engines import engine_arguments_fit
+from roll_lite.distributed.strategy.build import engine_arguments_fit
 from roll_lite.files import absolute_path
 from roll_lite.observability.run_folder import check_run_dir
 from roll_lite.pipeline.checkpoint_files import check_resumption, resumption_notes

@@ -11,7 +11,7 @@ from typing import get_args
 import pytest
 
 from roll_lite.config.schema.models import RewardModelStrategyConfig, TrainStrategyConfig
-from roll_lite.distributed.strategy.models import STRATEGIES
+from roll_lite.distributed.strategy.build import STRATEGIES
 
 PACKAGE = Path(__file__).resolve().parents[1] / "roll_lite"
 
@@ -127,7 +127,7 @@ def test_frameworks_that_hold_models_are_behind_the_strategies() -> None:
         for target in targets
         if target.startswith(behind) and not name.startswith(f"{own}.megatron")
     }
-    assert outside == {(f"{own}.models", f"{own}.megatron.strategy"), (f"{own}.models", f"{own}.hf")}
+    assert outside == {(f"{own}.build", f"{own}.megatron.strategy"), (f"{own}.build", f"{own}.hf")}
 
 
 def test_the_walks_name_files_that_exist() -> None:

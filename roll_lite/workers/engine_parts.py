@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 from roll_lite.distributed.failures import MemberLost, cause_of
 from roll_lite.distributed.liveness import first_of
 from roll_lite.distributed.strategy.base import EngineNode, EngineSpec
-from roll_lite.distributed.strategy.engines import build_part
+from roll_lite.distributed.strategy.build import build_part
 from roll_lite.distributed.strategy.inference.processes import EngineProcesses, kill_all
 from roll_lite.distributed.worker import AsyncWorker, reserve_port, use_interface_of
 

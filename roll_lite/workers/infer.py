@@ -18,7 +18,7 @@ from roll_lite.distributed.failures import MemberLost, cause_of
 from roll_lite.distributed.liveness import Heartbeat, first_of
 from roll_lite.distributed.place import Place, kill_actors
 from roll_lite.distributed.strategy.base import EngineMemory, EngineSpec
-from roll_lite.distributed.strategy.engines import build_engine, share_of_device
+from roll_lite.distributed.strategy.build import build_engine, share_of_device
 from roll_lite.distributed.weight_sync.group import TransferError, Transferred
 from roll_lite.distributed.weight_sync.plan import Membership, Route
 from roll_lite.distributed.worker import AsyncWorker, freeze_heap

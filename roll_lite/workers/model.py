@@ -21,7 +21,7 @@ from roll_lite.data.ragged import from_numpy
 from roll_lite.data.supervised import beside
 from roll_lite.distributed.dataflow import BatchShard, Block, put_block
 from roll_lite.distributed.strategy.base import ModelSpec, Moved, RankLayout, StateGroup, TrainResult, TrainStrategy
-from roll_lite.distributed.strategy.models import build_model
+from roll_lite.distributed.strategy.build import build_model
 from roll_lite.distributed.worker import Worker, freeze_heap
 from roll_lite.files import FileRecord, record
 from roll_lite.workers.objectives import ActorLoss, CriticLoss

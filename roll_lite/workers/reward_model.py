@@ -16,7 +16,7 @@ from roll_lite.data.ragged import Ragged
 from roll_lite.data.templates import load_tokenizer
 from roll_lite.distributed.failures import MemberLost
 from roll_lite.distributed.strategy.base import ForwardStrategy, ModelSpec, RankLayout, StateGroup
-from roll_lite.distributed.strategy.models import build_model
+from roll_lite.distributed.strategy.build import build_model
 from roll_lite.distributed.worker import Worker, freeze_heap
 from roll_lite.rewards.model import ScoredText
 

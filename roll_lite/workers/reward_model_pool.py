@@ -19,7 +19,7 @@ from roll_lite.distributed.fleet import Policy, until_silent
 from roll_lite.distributed.liveness import first_of
 from roll_lite.distributed.place import Place, kill_actors
 from roll_lite.distributed.strategy.base import RankLayout, StateGroup
-from roll_lite.distributed.strategy.models import STRATEGIES
+from roll_lite.distributed.strategy.build import STRATEGIES
 from roll_lite.rewards.base import ResponseSuspected, RewardFailed, RewardFunction
 from roll_lite.rewards.model import ModelReward, ScoredText, nothing
 from roll_lite.rewards.registry import typed_reward

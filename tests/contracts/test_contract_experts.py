@@ -13,7 +13,7 @@ from support_models import load_hf, make_tiny_model
 from roll_lite.config.schema.models import ModelConfig, SglangStrategyConfig
 from roll_lite.data.samples import Completion, GenerationRequest, Sampling
 from roll_lite.distributed.strategy.base import EngineSpec
-from roll_lite.distributed.strategy.engines import build_engine
+from roll_lite.distributed.strategy.build import build_engine
 from roll_lite.distributed.weight_sync.update import checksum
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow, pytest.mark.nightly]

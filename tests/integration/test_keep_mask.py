@@ -53,7 +53,7 @@ def ranks() -> Iterator[RankPool]:
 
 async def sampled(model: Path) -> dict[str, list[tuple[GenerationRequest, Completion]]]:
     from roll_lite.distributed.strategy.base import EngineSpec
-    from roll_lite.distributed.strategy.engines import build_engine
+    from roll_lite.distributed.strategy.build import build_engine
 
     engine = build_engine(EngineSpec(ModelConfig(path=model, dtype="float32"), VllmStrategyConfig(kv_cache_mb=64), max_model_len=128))
     await engine.initialize()

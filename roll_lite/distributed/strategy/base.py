@@ -7,6 +7,7 @@ loop runs.
 from __future__ import annotations
 
 import asyncio
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -49,6 +50,17 @@ class RankLayout:
     is_head: bool
     attention_par: float = inf
     """Row length at which attention costs as much as the rest of the model (RowCosts)."""
+
+
+def take_local_device() -> torch.device:
+    """Make the GPU that LOCAL_RANK names the current device; the CPU without one."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    return current_device()
+
+
+def current_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 ValueInit = Literal["actor", "reward_model", "path"]

@@ -10,8 +10,7 @@ import torch
 
 from roll_lite.data.microbatch import MicroBatchPlan, MicroBatchPlanner, padded
 from roll_lite.data.proto import DataProto
-from roll_lite.distributed.strategy.base import ForwardStrategy, ModelSpec, RankLayout, StateGroup
-from roll_lite.distributed.strategy.device import take_local_device
+from roll_lite.distributed.strategy.base import ForwardStrategy, ModelSpec, RankLayout, StateGroup, take_local_device
 
 OUTPUTS = ["final_value"]
 

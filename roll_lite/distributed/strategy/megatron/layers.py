@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megatron.core.utils import divide
 from torch.nn.attention.varlen import varlen_attn
 
-from roll_lite.distributed.strategy.device import current_device
+from roll_lite.distributed.strategy.base import current_device
 from roll_lite.distributed.strategy.megatron.experts import Balance, ExpertsLayer, experts_spec
 from roll_lite.distributed.strategy.megatron.packed_rows import PackedRows
 from roll_lite.models.hf_config import HfConfig

@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from roll_lite.config.arithmetic import layers_of_parts
 from roll_lite.config.schema.models import MegatronStrategyConfig
-from roll_lite.distributed.strategy.device import current_device
+from roll_lite.distributed.strategy.base import current_device
 from roll_lite.distributed.strategy.megatron.experts import Balance, experts_config
 from roll_lite.distributed.strategy.megatron.hf_mapping import Binding, bind
 from roll_lite.distributed.strategy.megatron.layers import TORCH, LayerParts, ValueHead, layer_spec

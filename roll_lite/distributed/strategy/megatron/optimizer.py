@@ -18,7 +18,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.optim.adamw import adamw
 
 from roll_lite.config.schema.models import OptimizerConfig
-from roll_lite.distributed.strategy.device import current_device
+from roll_lite.distributed.strategy.base import current_device
 
 STRETCH = 4096
 """Entries per float32 partial sum of squares."""

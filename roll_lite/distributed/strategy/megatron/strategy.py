@@ -25,8 +25,8 @@ from roll_lite.distributed.strategy.base import (
     StateGroup,
     TrainResult,
     TrainStrategy,
+    take_local_device,
 )
-from roll_lite.distributed.strategy.device import take_local_device
 from roll_lite.distributed.strategy.megatron.checkpoint import STATE_FOLDER, check_base, write_base
 from roll_lite.distributed.strategy.megatron.checkpoint import load_checkpoint as read_checkpoint
 from roll_lite.distributed.strategy.megatron.checkpoint import save_checkpoint as write_checkpoint

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from roll_lite.distributed.strategy import device as own_device
+from roll_lite.distributed.strategy import base
 
 GPU = torch.device("cuda", 0)
 
@@ -71,7 +71,7 @@ def pretend() -> None:
     torch.cuda.device_count = lambda: 1
     torch.cuda.manual_seed = lambda seed: None
     torch.cuda.get_device_capability = lambda *_: (9, 0)
-    own_device.current_device = own_device.take_local_device = lambda: GPU
+    base.current_device = base.take_local_device = lambda: GPU
     torch.Tensor.__getitem__, torch.Tensor.__setitem__ = take, put  # type: ignore[method-assign, assignment]
     torch.Tensor.__invert__ = lambda tensor: torch.ops.aten.bitwise_not.default(tensor)  # type: ignore[method-assign]
     torch.Tensor.copy_ = lambda tensor, source, *_, **__: torch.ops.aten.copy_.default(tensor, source)  # type: ignore[method-assign, assignment]

@@ -12,9 +12,9 @@ import pytest
 from roll_lite.config.loading import load_config
 from roll_lite.config.problems import ConfigError
 from roll_lite.config.schema.models import SglangStrategyConfig, VllmStrategyConfig
-from roll_lite.distributed.strategy import engines
+from roll_lite.distributed.strategy import build
 from roll_lite.distributed.strategy.base import EngineNode
-from roll_lite.distributed.strategy.engines import declared_fields, engine_arguments_fit, share_of_device
+from roll_lite.distributed.strategy.build import declared_fields, engine_arguments_fit, share_of_device
 from roll_lite.distributed.strategy.sglang.compat import settings as sglang
 from roll_lite.distributed.strategy.vllm.compat import settings as vllm
 
@@ -65,7 +65,7 @@ def test_what_the_installed_engine_does_not_know_is_told(engine: str, monkeypatc
         load_config("tiny_grpo", CONFIGS, overrides, further=[engine_arguments_fit])
     problems = {problem.path.rpartition(".")[2]: problem.message for problem in failure.value.problems}
     assert hint in problems[unknown] and f"write it as actor_infer.strategy.{key}" in problems[known]
-    monkeypatch.setattr(engines, "find_spec", lambda name: None)
+    monkeypatch.setattr(build, "find_spec", lambda name: None)
     load_config("tiny_grpo", CONFIGS, [overrides[0], f"actor_infer.strategy.engine_args={{{unknown}: 1}}"], further=[engine_arguments_fit])
 
 

@@ -1,9 +1,10 @@
-"""Inference engines by strategy name, and their reserved arguments. Imports an engine, and torch, only to build one."""
+"""Strategies by name, and the engines' reserved arguments. Imports a framework or an engine, and torch, only to build one."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,8 +23,34 @@ from roll_lite.distributed.strategy.vllm.compat import judge_server
 from roll_lite.distributed.strategy.vllm.compat import settings as vllm
 
 if TYPE_CHECKING:
-    from roll_lite.distributed.strategy.base import EngineSpec, InferenceStrategy
+    from roll_lite.distributed.strategy.base import EngineSpec, ForwardStrategy, InferenceStrategy, ModelSpec
     from roll_lite.distributed.strategy.inference.make import EnginePart
+
+
+def _megatron(spec: ModelSpec) -> ForwardStrategy:
+    from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy
+
+    return MegatronStrategy(spec)
+
+
+def _hf(spec: ModelSpec) -> ForwardStrategy:
+    from roll_lite.distributed.strategy.hf import HfRewardStrategy
+
+    return HfRewardStrategy(spec)
+
+
+@dataclass(frozen=True)
+class ModelStrategy:
+    build: Callable[[ModelSpec], ForwardStrategy]
+    connects_ranks: bool
+    """A process group spans all ranks: none can be replaced alone."""
+
+
+STRATEGIES: Mapping[str, ModelStrategy] = {"megatron": ModelStrategy(_megatron, True), "hf": ModelStrategy(_hf, False)}
+
+
+def build_model(spec: ModelSpec) -> ForwardStrategy:
+    return STRATEGIES[spec.strategy.name].build(spec)
 
 
 def build_engine(spec: EngineSpec) -> InferenceStrategy:
