@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from roll_lite.data.samples import GenerationRequest, Sampling
 from roll_lite.distributed.strategy.inference.requests import seam_tokens
 from roll_lite.distributed.strategy.sglang.compat.stop_text import StopText
+from roll_lite.distributed.strategy.vllm.compat.requests import detokenizer_across
 
 
 @pytest.fixture(scope="module")
@@ -73,14 +74,14 @@ def test_vllm_finds_the_same(tokenizer: PreTrainedTokenizerFast) -> None:
         expected = next((count for count, token in enumerate(response, 1) if theirs.update([token], False) is not None), None)
         assert first_stop(tokenizer, prompt, response, stops, least) == expected
         found += expected is not None
-        across = pytest.importorskip("roll_lite.distributed.strategy.vllm.compat.stop_text").detokenizer_across
         length = chance.randrange(len(response) if expected is None else expected)
         so_far, rest = [*prompt, *response[:length]], response[length:]
         sampling = Sampling(1.0, 100, min_tokens=max(0, least - length), stop=tuple(stops))
         seam = seam_tokens(GenerationRequest("r", tuple(so_far), sampling, resumed=length))
         parameters.min_tokens = sampling.min_tokens
         if seam:
-            theirs = across(tokenizer, SimpleNamespace(sampling_params=parameters, prompt_token_ids=so_far, request_id="r"), seam)
+            request = SimpleNamespace(sampling_params=parameters, prompt_token_ids=so_far, request_id="r")
+            theirs = detokenizer_across(tokenizer, request, seam)
             goes_on = next((count for count, token in enumerate(rest, 1) if theirs.update([token], False) is not None), None)
             assert goes_on == (None if expected is None else expected - length)
         assert first_stop(tokenizer, so_far, rest, stops, sampling.min_tokens, seam) == (None if expected is None else expected - length)
