@@ -15,7 +15,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 import ray
 
-from roll_lite.distributed.failures import ClusterDead, RankFailed, RankTimeout
+from roll_lite.distributed.failures import ClusterDead, RankFailed
 from roll_lite.distributed.pending import Call, Pending, first_done, gather, nobody_is_left
 from roll_lite.distributed.placement import Slot
 from roll_lite.distributed.rank_group import RankGroup, log_file
@@ -30,7 +30,7 @@ R = TypeVar("R")
 S = TypeVar("S")
 T = TypeVar("T")
 
-__all__ = ["Cluster", "ClusterDead", "ClusterSpec", "Pending", "RankFailed", "RankTimeout", "first_done", "gather", "start_cluster"]
+__all__ = ["Cluster", "ClusterDead", "ClusterSpec", "Pending", "RankFailed", "first_done", "gather", "start_cluster"]
 
 START_SECONDS = 300.0
 WATCH_THREADS = 2

@@ -16,7 +16,7 @@ ANSI_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class RankFailed(RuntimeError):
-    """First failure of a cluster, whose ranks have all been ended."""
+    """First failure of a cluster, whose ranks have all been ended: a rank raised, died or exceeded its time limit."""
 
     def __init__(self, role: str, rank: int, phase: str, cause: str) -> None:
         super().__init__(role, rank, phase, cause)
@@ -27,10 +27,6 @@ class RankFailed(RuntimeError):
 
     def __str__(self) -> str:
         return f"{self.role} rank {self.rank} failed in {self.phase}: {self.cause}"
-
-
-class RankTimeout(RankFailed):
-    """Ranks exceeded their time limit; `rank`: the first."""
 
 
 class MemberLost(Exception):

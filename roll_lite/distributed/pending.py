@@ -10,7 +10,7 @@ from typing import Any, Generic, NoReturn, TypeVar, cast
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from roll_lite.distributed.failures import FleetDown, RankFailed, RankTimeout, failure_text, is_death, is_loss, may_be_aftermath
+from roll_lite.distributed.failures import FleetDown, RankFailed, failure_text, is_death, is_loss, may_be_aftermath
 from roll_lite.distributed.liveness import name_of
 from roll_lite.distributed.place import stopped_at
 from roll_lite.distributed.rank_group import WATCH, RankGroup
@@ -237,7 +237,7 @@ def _give_up(group: RankGroup, ranks: Sequence[int], phase: str, cause: str) -> 
     stopped = stopped_at(pulse.place for other in WATCH.groups for pulse in other.pulses)
     names = ", ".join(f"{process.pid} ({name_of(process)})" for process in stopped)
     note = f"\n\nstopped, as by SIGSTOP: {names}" if names else ""
-    _end(group, RankTimeout(group.name, ranks[0], phase, cause + _stacks(group, ranks) + note))
+    _end(group, RankFailed(group.name, ranks[0], phase, cause + _stacks(group, ranks) + note))
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -14,7 +14,7 @@ import pytest
 from roll_lite.config.loading import load_config
 from roll_lite.config.schema.models import EmaConfig, ReferenceRoleConfig, RefreshConfig
 from roll_lite.config.schema.run import RunConfig
-from roll_lite.distributed.failures import RankTimeout
+from roll_lite.distributed.failures import RankFailed
 from roll_lite.files import FileRecord, record
 from roll_lite.pipeline.batch_files import BatchFiles
 from roll_lite.pipeline.checkpoint import Checkpoints, expect_files
@@ -39,7 +39,7 @@ class Ranks:
     def start_all(self, method: Any) -> Any:
         def result(within_s: float | None) -> Any:
             if self.is_busy and within_s is not None:
-                raise RankTimeout("actor_train", 0, method.__name__, "no answer")
+                raise RankFailed("actor_train", 0, method.__name__, "no answer")
             return self.all(method)
 
         return SimpleNamespace(result=result)
