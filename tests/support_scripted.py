@@ -11,16 +11,8 @@ from typing import Any
 from roll_lite.config.schema.models import ModelConfig, VllmStrategyConfig
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, VersionSpan, since_token
 from roll_lite.data.stable_hash import stable_hash
-from roll_lite.distributed.strategy.base import (
-    EngineHealth,
-    EngineMemory,
-    EngineSpec,
-    InferenceStrategy,
-    PauseMode,
-    Report,
-    RequestProgress,
-)
-from roll_lite.distributed.strategy.inference.life import EngineEvent, EngineLife, EngineState
+from roll_lite.distributed.strategy.base import EngineHealth, EngineSpec, InferenceStrategy, PauseMode, Report, RequestProgress
+from roll_lite.distributed.strategy.inference.life import EngineEvent, EngineLife, EngineMemory, EngineState
 from roll_lite.distributed.strategy.inference.requests import InFlight, ProgressReports
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, Membership, Route, tensors_of
 from roll_lite.distributed.weight_sync.update import WeightUpdate, check_tensors
@@ -103,8 +95,8 @@ class ScriptedEngine(InferenceStrategy):
         self._weights = weights
         self._running: dict[str, _Running] = {}
         self._waiting: deque[_Running] = deque()
-        self._life = EngineLife("scripted")
-        self._life.start()
+        self.life = EngineLife("scripted")
+        self.life.start()
         self._reports = ProgressReports(self._progress)
         self._idle = asyncio.Event()
         self._idle.set()
@@ -114,8 +106,8 @@ class ScriptedEngine(InferenceStrategy):
 
     def generate(self, request: GenerationRequest, report: Report = lambda progress: None) -> asyncio.Future[Completion]:
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        if self._life.failure is not None:
-            answer.set_result(Completion(request.request_id, error=self._life.failure))
+        if self.life.failure is not None:
+            answer.set_result(Completion(request.request_id, error=self.life.failure))
         else:
             self._waiting.append(_Running(request, self._script(request), answer))
             self._reports.add(InFlight(request, report, entered=True), answer)
@@ -125,11 +117,11 @@ class ScriptedEngine(InferenceStrategy):
     # ------------------------------------------------------------ time
 
     def _admit(self) -> None:
-        while self._life.state is EngineState.SERVING and self._waiting and (self._slots is None or len(self._running) < self._slots):
+        while self.life.state is EngineState.SERVING and self._waiting and (self._slots is None or len(self._running) < self._slots):
             run = self._waiting.popleft()
             self._running[run.request.request_id] = run
             self._idle.clear()
-            run.versions.append(VersionSpan(0, self._life.version))
+            run.versions.append(VersionSpan(0, self.life.version))
             self._continue(run)
 
     def _continue(self, run: _Running) -> None:
@@ -172,7 +164,7 @@ class ScriptedEngine(InferenceStrategy):
         )
 
     def kill(self, cause: str) -> None:
-        self._life.die(cause)
+        self.life.die(cause)
         for run in [*self._running.values(), *self._waiting]:
             self._freeze(run)
             self._end(run, 0, FinishReason.ABORT, error=cause)
@@ -204,16 +196,16 @@ class ScriptedEngine(InferenceStrategy):
         self._admit()
 
     async def pause(self, mode: PauseMode) -> None:
-        self._life.pause()
+        self.life.pause()
         if mode is PauseMode.ABORT:
             await self.abort()
-        elif mode is PauseMode.KEEP or self._life.held_up:
+        elif mode is PauseMode.KEEP or self.life.held_up:
             self._freeze_all()
         else:
             await self._idle.wait()
 
     async def resume(self) -> None:
-        self._life.resume()
+        self.life.resume()
         self._go_on()
 
     def _freeze_all(self) -> None:
@@ -222,7 +214,7 @@ class ScriptedEngine(InferenceStrategy):
 
     def _go_on(self) -> None:
         """Continue frozen and waiting requests, unless something holds them up."""
-        if self._life.state is EngineState.SERVING:
+        if self.life.state is EngineState.SERVING:
             for run in self._running.values():
                 if run.timer is None:
                     self._continue(run)
@@ -231,23 +223,23 @@ class ScriptedEngine(InferenceStrategy):
     # ------------------------------------------------------------ weights, memory
 
     async def connect_weights(self, first_member: int, membership: Membership) -> None:
-        self._life.require(EngineEvent.CONNECT)
+        self.life.require(EngineEvent.CONNECT)
 
     async def begin_weight_update(self, tensors: Sequence[ExportedTensor]) -> None:
-        self._life.require(EngineEvent.BEGIN_UPDATE)
+        self.life.require(EngineEvent.BEGIN_UPDATE)
         if self._weights is not None:
             check_tensors(tensors, self._weights)
-        self._life.begin_update(WeightUpdate(tensors))
+        self.life.begin_update(WeightUpdate(tensors))
 
     async def receive_bucket(self, routes: Sequence[Route], following: Sequence[Route] = ()) -> None:
         tensors = tensors_of(routes)
-        self._life.require_update().check(tensors)
-        self._life.receive().arrived.update(tensor.name for tensor in tensors)
+        self.life.require_update().check(tensors)
+        self.life.receive().arrived.update(tensor.name for tensor in tensors)
         self._freeze_all()
 
     async def finish_weight_update(self, version: int) -> dict[str, float]:
-        self._life.require_update().require_complete()
-        self._life.finish_update(version)
+        self.life.require_update().require_complete()
+        self.life.finish_update(version)
         now = asyncio.get_running_loop().time()
         for run in self._running.values():
             run.versions = [span for span in run.versions if span.start < run.produced(now)] + [VersionSpan(run.produced(now), version)]
@@ -255,26 +247,23 @@ class ScriptedEngine(InferenceStrategy):
         return {}
 
     async def weight_checksums(self, names: Collection[str] | None = None) -> dict[str, str]:
-        self._life.require(EngineEvent.READ_WEIGHTS)
+        self.life.require(EngineEvent.READ_WEIGHTS)
         return {}
 
     async def load(self, parts: Iterable[EngineMemory] = tuple(EngineMemory)) -> None:
-        self._life.load(parts)
+        self.life.load(parts)
         self._go_on()
 
     async def offload(self, parts: Iterable[EngineMemory] = tuple(EngineMemory)) -> None:
         """End and hold requests as a real engine would; there is nothing to free."""
-        self._life.require(EngineEvent.OFFLOAD)
+        self.life.require(EngineEvent.OFFLOAD)
         leaving = set(parts)
         if leaving:
-            self._life.offload(leaving)
+            self.life.offload(leaving)
             await self.abort(list(self._running))
 
     async def health(self) -> EngineHealth:
-        return EngineHealth(self._life.failure is None, self._life.version, len(self._running), len(self._waiting))
-
-    async def until_dead(self) -> str:
-        return await self._life.until_dead()
+        return EngineHealth(self.life.failure is None, self.life.version, len(self._running), len(self._waiting))
 
     async def shutdown(self) -> None:
         self.kill("shut down")

@@ -12,7 +12,8 @@ from support_completions import completions
 from support_scripted import Response, ScriptedEngine, equal_responses
 
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, Sampling, VersionSpan
-from roll_lite.distributed.strategy.base import EngineMemory, PauseMode
+from roll_lite.distributed.strategy.base import PauseMode
+from roll_lite.distributed.strategy.inference.life import EngineMemory
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, Membership, Route
 from roll_lite.simulator.clock import run_virtual
 

@@ -30,7 +30,8 @@ from roll_lite.data.templates import load_tokenizer
 from roll_lite.distributed.cluster import Cluster, ClusterSpec, Pending, actor_options, gather, start_cluster
 from roll_lite.distributed.placement import Placement, Slot, beside_driver
 from roll_lite.distributed.ray_session import RaySession
-from roll_lite.distributed.strategy.base import EngineMemory, EngineSpec, StateGroup
+from roll_lite.distributed.strategy.base import EngineSpec, StateGroup
+from roll_lite.distributed.strategy.inference.life import EngineMemory
 from roll_lite.models.model_files import tokenizer_checksum
 from roll_lite.pipeline.batch_files import BatchFiles
 from roll_lite.pipeline.checkpoint import Checkpoints

@@ -17,7 +17,8 @@ from roll_lite.data.keys import Columns
 from roll_lite.data.minibatches import MiniBatch, balanced_partition, row_costs, spread
 from roll_lite.distributed.cluster import Cluster, Pending
 from roll_lite.distributed.dataflow import Batch, BatchShard, Block
-from roll_lite.distributed.strategy.base import EngineMemory, Moved, StateGroup
+from roll_lite.distributed.strategy.base import Moved, StateGroup
+from roll_lite.distributed.strategy.inference.life import EngineMemory
 from roll_lite.pipeline.devices import engine_memory, loaded
 from roll_lite.workers.actor import ActorWorker
 from roll_lite.workers.infer import InferWorker

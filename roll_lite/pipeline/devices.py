@@ -13,7 +13,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from roll_lite.config.device_phases import PHASES, Phase, startable
 from roll_lite.distributed.cluster import ClusterDead, Pending, first_done, gather
-from roll_lite.distributed.strategy.base import EngineMemory, StateGroup
+from roll_lite.distributed.strategy.base import StateGroup
+from roll_lite.distributed.strategy.inference.life import EngineMemory
 
 
 def engine_memory(phase: Phase) -> tuple[EngineMemory, ...]:

@@ -54,8 +54,6 @@ class CompletionPump:
         self._generated: dict[str, int] = {}
         """Tokens of outstanding requests since the last answer."""
         self._changed = asyncio.Event()
-        self._dead: str | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
 
     async def submit(self, requests: Sequence[GenerationRequest], frozen: bool) -> None:
         """Give requests to the engine. `frozen`: it starts when it has all of them, so that its batches repeat."""
@@ -106,21 +104,9 @@ class CompletionPump:
         failure = None if answer.cancelled() else answer.exception()
         if failure is not None or answer.cancelled():
             error = "the engine ended without an answer" if failure is None else f"{type(failure).__name__}: {failure}"
-            completion = Completion(request_id, error=error)
+            self._push(Completion(request_id, error=error))
         else:
-            completion = answer.result()
-        if completion.error is None:
-            self._push(completion)
-        else:
-            task = asyncio.get_running_loop().create_task(self._fail(completion))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def _fail(self, completion: Completion) -> None:
-        if self._dead is None and not (await self._strategy.health()).alive:
-            self._dead = completion.error
-            self._changed.set()
-        self._push(completion)
+            self._push(answer.result())
 
     def _push(self, completion: Completion) -> None:
         before = self._before.pop(completion.request_id, None)
@@ -142,20 +128,20 @@ class CompletionPump:
     async def collect(self, max_wait_s: float, most_blocks: int = 1) -> tuple[Collected, list[DataProto]]:
         """Completions and progress since the last call, with tokens as blocks. Waits for the first completion, and `linger_s` for more;
         leaves those beyond `most_blocks` to the next call."""
-        if not self._ready and not self._generated and self._dead is None:
+        if not self._ready and not self._generated and self._strategy.life.failure is None:
             self._changed.clear()
             try:
                 async with asyncio.timeout(max_wait_s):
                     await self._changed.wait()
             except TimeoutError:
                 return Collected([]), []
-        if self._before and self._ready and not self._left_over and self._dead is None:
+        if self._before and self._ready and not self._left_over and self._strategy.life.failure is None:
             await asyncio.sleep(self._linger_s)
         turns, parts, blocks = self._next_blocks(most_blocks)
         generated, self._generated = self._generated, {}
         self._left_over = bool(self._ready)
         waiting = -(-self._tokens_waiting // BLOCK_TOKENS)
-        return Collected(turns, generated, None if self._left_over else self._dead, waiting, parts), blocks
+        return Collected(turns, generated, None if self._left_over else self._strategy.life.failure, waiting, parts), blocks
 
     def _next_blocks(self, most: int) -> tuple[list[Turn], list[Turn], list[DataProto]]:
         turns: list[Turn] = []

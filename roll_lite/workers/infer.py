@@ -17,8 +17,9 @@ from roll_lite.data.stable_hash import derived_seed
 from roll_lite.distributed.failures import MemberLost, cause_of
 from roll_lite.distributed.liveness import Heartbeat, first_of
 from roll_lite.distributed.place import Place, kill_actors
-from roll_lite.distributed.strategy.base import EngineMemory, EngineSpec
+from roll_lite.distributed.strategy.base import EngineSpec
 from roll_lite.distributed.strategy.build import build_engine, share_of_device
+from roll_lite.distributed.strategy.inference.life import EngineMemory
 from roll_lite.distributed.weight_sync.group import TransferError, Transferred
 from roll_lite.distributed.weight_sync.plan import Membership, Route
 from roll_lite.distributed.worker import AsyncWorker, freeze_heap
@@ -82,7 +83,7 @@ class InferWorker(AsyncWorker):
 
     async def _watch(self) -> None:
         """Watch the engine, whose processes may die while this one lives."""
-        cause = await self._strategy.until_dead()
+        cause = await self._strategy.life.until_dead()
         if self._parts is not None and self._watching_parts is not None:
             # Workers on different nodes fail together; either may be noticed first.
             await asyncio.wait((self._watching_parts,), timeout=WATCH_SECONDS)

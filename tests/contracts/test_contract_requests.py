@@ -12,8 +12,9 @@ from engine_harness import Harness, assert_log_probs
 from support_models import EOS_ID, VOCAB_SIZE
 
 from roll_lite.data.samples import FinishReason
-from roll_lite.distributed.strategy.base import EngineMemory, PauseMode
+from roll_lite.distributed.strategy.base import PauseMode
 from roll_lite.distributed.strategy.inference import requests as in_flight
+from roll_lite.distributed.strategy.inference.life import EngineMemory
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

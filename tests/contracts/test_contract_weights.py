@@ -12,7 +12,8 @@ from engine_harness import BLOCK, Harness, assert_greedy, assert_log_probs, log_
 from support_models import EOS_ID
 
 from roll_lite.data.samples import Completion, FinishReason, VersionSpan
-from roll_lite.distributed.strategy.base import EngineMemory, PauseMode
+from roll_lite.distributed.strategy.base import PauseMode
+from roll_lite.distributed.strategy.inference.life import EngineMemory
 from roll_lite.distributed.weight_sync.group import TransferError
 from roll_lite.distributed.weight_sync.plan import ExportedTensor
 

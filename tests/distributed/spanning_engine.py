@@ -22,7 +22,8 @@ from roll_lite.distributed.cluster import Cluster, ClusterSpec, RankFailed, acto
 from roll_lite.distributed.liveness import is_running
 from roll_lite.distributed.placement import Placement
 from roll_lite.distributed.ray_session import ray_session
-from roll_lite.distributed.strategy.base import EngineMemory, EngineSpec, TrainStrategy
+from roll_lite.distributed.strategy.base import EngineSpec, TrainStrategy
+from roll_lite.distributed.strategy.inference.life import EngineMemory
 from roll_lite.distributed.weight_sync.endpoints import WeightSender
 from roll_lite.distributed.weight_sync.plan import ExportPlan, plan_transfers
 from roll_lite.distributed.weight_sync.update import checksum, require_equal

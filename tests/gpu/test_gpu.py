@@ -25,7 +25,7 @@ from test_contract_adapters import SOME
 from test_contract_layouts import assert_follows
 
 from roll_lite.config.schema.models import LoraConfig
-from roll_lite.distributed.strategy.base import EngineMemory
+from roll_lite.distributed.strategy.inference.life import EngineMemory
 
 CUDA = torch.cuda.is_available()
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="there is no GPU here")]

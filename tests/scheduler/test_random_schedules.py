@@ -48,11 +48,11 @@ class FragileEngine(ScriptedEngine):
 
     @property
     def hangs(self) -> bool:
-        return not self._goes.is_set() and self._life.failure is None
+        return not self._goes.is_set() and self.life.failure is None
 
     @property
     def healthy(self) -> bool:
-        return self._goes.is_set() and self._life.failure is None
+        return self._goes.is_set() and self.life.failure is None
 
     @property
     def holds(self) -> int:
@@ -220,7 +220,7 @@ class RandomSchedules(RuleBasedStateMachine):
     def start_engine(self) -> None:
         name = f"engine {len(self.engines)}"
         self.engines[name] = engine = FragileEngine(self.house.slots)
-        engine._life.version = self.version
+        engine.life.version = self.version
         self.serving.add(name)
         self.router.add(LocalEngine(name, engine, frozen_admission=self.house.waves))
 
@@ -403,7 +403,7 @@ class RandomSchedules(RuleBasedStateMachine):
         self.drains, self.serving, self.leaving = [], set(), set()
 
     def alive(self, name: str) -> bool:
-        return self.engines[name]._life.failure is None
+        return self.engines[name].life.failure is None
 
     # ------------------------------------------------------------ what befalls it
 
@@ -543,7 +543,7 @@ class RandomSchedules(RuleBasedStateMachine):
         assert sum(self.router._in_flight.values()) == len(self.router._at_engines)
         for load in self.router._at_engines.values():
             engine = self.engines[load.client.name]
-            assert engine._life.failure is None, "a dead engine"
+            assert engine.life.failure is None, "a dead engine"
             assert load.client.name in loads or not engine.healthy, "an engine that is gone"
 
     # ------------------------------------------------------------ the end

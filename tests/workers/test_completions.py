@@ -337,7 +337,7 @@ def test_parts_of_a_later_turn_and_of_two_versions_are_joined() -> None:
         waiting = ask(engine, later)
         await asyncio.sleep(7.5)
         await strategy.begin_weight_update([])
-        strategy._life.receive()
+        strategy.life.receive()
         await strategy.finish_weight_update(1)
         await asyncio.sleep(5.0)
         strategy.kill("lightning")

@@ -30,6 +30,7 @@ from roll_lite.config.schema.models import (
 from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs, MicroBatchPlan, MicroBatchPlanner
 from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import Completion, GenerationRequest
+from roll_lite.distributed.strategy.inference.life import EngineLife, EngineMemory
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan, Membership, Route, by_bucket, tensors_of
 from roll_lite.files import FileRecord, record
 
@@ -258,11 +259,6 @@ class PauseMode(StrEnum):
     """Admit nothing new and let running requests finish."""
 
 
-class EngineMemory(StrEnum):
-    WEIGHTS = "weights"
-    KV_CACHE = "kv_cache"
-
-
 @dataclass(frozen=True)
 class EngineHealth:
     alive: bool
@@ -324,6 +320,8 @@ Report = Callable[[RequestProgress], None]
 
 
 class InferenceStrategy(ABC):
+    life: EngineLife
+
     @property
     def notes(self) -> Sequence[str]:
         """Messages for the start: settings that the engine does not get."""
@@ -390,10 +388,6 @@ class InferenceStrategy(ABC):
 
     @abstractmethod
     async def health(self) -> EngineHealth: ...
-
-    @abstractmethod
-    async def until_dead(self) -> str:
-        """Wait for the engine's death; returns the cause."""
 
     @abstractmethod
     async def shutdown(self) -> None: ...

@@ -15,16 +15,8 @@ from roll_lite.config.schema.domains import GREATEST_TEMPERATURE, LEAST_TEMPERAT
 from roll_lite.config.schema.models import EngineStrategyConfig
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest
 from roll_lite.distributed.liveness import StoppedTime, describe, first_of, is_stopped
-from roll_lite.distributed.strategy.base import (
-    EngineHealth,
-    EngineMemory,
-    EngineSpec,
-    InferenceStrategy,
-    PauseMode,
-    Report,
-    RequestProgress,
-)
-from roll_lite.distributed.strategy.inference.life import EngineDead, EngineEvent, EngineLife, EngineState
+from roll_lite.distributed.strategy.base import EngineHealth, EngineSpec, InferenceStrategy, PauseMode, Report, RequestProgress
+from roll_lite.distributed.strategy.inference.life import EngineDead, EngineEvent, EngineLife, EngineMemory, EngineState
 from roll_lite.distributed.strategy.inference.make import EngineMake
 from roll_lite.distributed.strategy.inference.processes import EngineProcesses
 from roll_lite.distributed.strategy.inference.requests import InFlight, ProgressReports
@@ -55,7 +47,7 @@ class EngineStrategy(InferenceStrategy):
         self._model = spec.model
         self._lora = spec.lora
         self._silence_s = spec.silence_s
-        self._life = EngineLife(make.name)
+        self.life = EngineLife(make.name)
         self._reports = ProgressReports(self._progress)
         self._order = asyncio.Lock()
         """Lock that serialises calls which change the engine's state."""
@@ -73,7 +65,7 @@ class EngineStrategy(InferenceStrategy):
     # ------------------------------------------------------------ life
 
     async def initialize(self) -> None:
-        self._life.require(EngineEvent.START)
+        self.life.require(EngineEvent.START)
         self.make.check_version()
         config = read_hf_config(self._model.path)
         self._vocabulary = config.vocab_size
@@ -81,7 +73,7 @@ class EngineStrategy(InferenceStrategy):
         self._shapes = stored if self._lora is None else adapter_shapes(stored, self._lora.targets, self._lora.rank)
         try:
             self.processes.watch(await self.make.start())
-            self._life.start()
+            self.life.start()
             self._watching.append(asyncio.create_task(self._watch()))
             await self._answer(self.make.prepare(config))
             if self._lora is not None:
@@ -110,19 +102,19 @@ class EngineStrategy(InferenceStrategy):
     async def _complete(self, flight: InFlight) -> Completion:
         request = flight.request
         try:
-            refusal = self._life.failure or self._refusal(request)
+            refusal = self.life.failure or self._refusal(request)
             if refusal is not None:
                 return Completion(request.request_id, error=refusal)
             if flight.aborted:
                 return Completion(request.request_id, finish_reason=FinishReason.ABORT)
-            flight.entered, flight.version = True, self._life.version
+            flight.entered, flight.version = True, self.life.version
             completion = await self.make.run(flight)
             self._steps.responded()
             return completion
         except asyncio.CancelledError:
-            if self._life.failure is None:  # cancelled by the caller
+            if self.life.failure is None:  # cancelled by the caller
                 raise
-            return Completion(request.request_id, error=self._life.failure)
+            return Completion(request.request_id, error=self.life.failure)
         except Exception as error:  # the edge of the process: this one request failed, whatever the error
             return Completion(request.request_id, error=self._check() or f"{type(error).__name__}: {error.__cause__ or error}")
 
@@ -163,68 +155,68 @@ class EngineStrategy(InferenceStrategy):
         if mode is PauseMode.ABORT:
             await self.abort()  # which also ends an earlier WAIT
         async with self._turn(EngineEvent.PAUSE):
-            if self._life.held_up:
+            if self.life.held_up:
                 if mode is PauseMode.ABORT:
                     await self.abort()
-            elif mode is not PauseMode.KEEP or not self._life.halted:
+            elif mode is not PauseMode.KEEP or not self.life.halted:
                 await self._halt(mode)
-            self._life.pause()
+            self.life.pause()
 
     async def resume(self) -> None:
         """Undo `pause`. An engine that an update or offloaded memory holds up resumes after that."""
         async with self._turn(EngineEvent.RESUME):
-            self._life.resume()
+            self.life.resume()
             await self._settle()
 
     async def _settle(self) -> None:
         """Pause or resume the engine as its state demands."""
         self._require(EngineEvent.RESUME)  # which only an engine that does not run refuses
-        halt = self._life.state is not EngineState.SERVING
-        if halt and not self._life.halted:
+        halt = self.life.state is not EngineState.SERVING
+        if halt and not self.life.halted:
             await self._halt(PauseMode.KEEP)
-        elif not halt and self._life.halted is not False:
-            self._life.halted = None
+        elif not halt and self.life.halted is not False:
+            self.life.halted = None
             await self._answer(self.make.resume())
-            self._life.halted = False
+            self.life.halted = False
 
     async def _halt(self, mode: PauseMode) -> None:
-        self._life.halted = None
+        self.life.halted = None
         await self._answer(self.make.pause(mode))
-        self._life.halted = True
+        self.life.halted = True
 
     async def health(self) -> EngineHealth:
         failure = self._check()
         count = sum(flight.entered and not task.done() for flight, task in self._reports.flights.items())
-        running = 0 if self._life.halted else min(count, self.options.max_running_requests)
-        details: dict[str, Any] = {"state": str(self._life.state)} | ({"failure": failure} if failure else {})
-        if self._life.away:
-            details["offloaded"] = sorted(self._life.away)
-        return EngineHealth(failure is None, self._life.version, running, count - running, details)
+        running = 0 if self.life.halted else min(count, self.options.max_running_requests)
+        details: dict[str, Any] = {"state": str(self.life.state)} | ({"failure": failure} if failure else {})
+        if self.life.away:
+            details["offloaded"] = sorted(self.life.away)
+        return EngineHealth(failure is None, self.life.version, running, count - running, details)
 
     # ------------------------------------------------------------ memory
 
     async def load(self, parts: Iterable[EngineMemory] = tuple(EngineMemory)) -> None:
         async with self._turn(EngineEvent.LOAD):
-            coming = self._life.away & set(parts)
+            coming = self.life.away & set(parts)
             if coming:
                 await self._at_length(self.make.load(coming))
-                self._life.load(coming)
+                self.life.load(coming)
                 await self._settle()
 
     async def offload(self, parts: Iterable[EngineMemory] = tuple(EngineMemory)) -> None:
         self._require(EngineEvent.OFFLOAD)
         leaving = set(parts)
-        if leaving and not self._life.away:
+        if leaving and not self.life.away:
             await self.abort()  # which also ends a WAIT
         async with self._turn(EngineEvent.OFFLOAD):
-            leaving -= self._life.away
+            leaving -= self.life.away
             if not leaving:
                 return
-            if not self._life.away:
+            if not self.life.away:
                 await self._halt(PauseMode.ABORT)
-            cache_stays = EngineMemory.KV_CACHE not in self._life.away | leaving
+            cache_stays = EngineMemory.KV_CACHE not in self.life.away | leaving
             await self._at_length(self.make.offload(leaving, cache_stays))
-            self._life.offload(leaving)
+            self.life.offload(leaving)
 
     # ------------------------------------------------------------ weights
 
@@ -238,7 +230,7 @@ class EngineStrategy(InferenceStrategy):
         """Announce an update. Until the first bucket arrives the old weights stay, and announcing again starts over."""
         self._require(EngineEvent.BEGIN_UPDATE)
         check_tensors(tensors, self._shapes)
-        self._life.begin_update(WeightUpdate(tensors))
+        self.life.begin_update(WeightUpdate(tensors))
 
     async def receive_bucket(self, routes: Sequence[Route], following: Sequence[Route] = ()) -> None:
         """Receive a bucket. From the first one the engine is frozen until an update is finished."""
@@ -246,7 +238,7 @@ class EngineStrategy(InferenceStrategy):
         async with self._order:
             tensors = tensors_of(routes)
             self._require_update().check(tensors)
-            update = self._life.receive()
+            update = self.life.receive()
             try:
                 await self._settle()
                 now, then = ([route.plain() for route in bucket] for bucket in (routes, following))
@@ -268,7 +260,7 @@ class EngineStrategy(InferenceStrategy):
         except Exception as unknown:  # an engine whose state is unknown must not continue
             self.fail(f"a weight update broke off, and the engine does not say whether its weights are whole: {unknown}")
             return
-        self._life.break_off(half_way=touched)
+        self.life.break_off(half_way=touched)
         await self._settle()
 
     async def finish_weight_update(self, version: int) -> dict[str, float]:
@@ -280,10 +272,10 @@ class EngineStrategy(InferenceStrategy):
                 answers = await self._call_workers("roll_lite_put_in_place")
                 await self._at_length(self.make.renew(version))
             except BaseException as error:  # also when cancelled: the engine's contents are unknown now
-                self.fail(self._life.failure or f"new weights could not be put in place: {error}")
+                self.fail(self.life.failure or f"new weights could not be put in place: {error}")
                 raise
             self._dtypes = update.dtypes()
-            self._life.finish_update(version)
+            self.life.finish_update(version)
             await self._settle()
         return largest(answers)
 
@@ -313,18 +305,15 @@ class EngineStrategy(InferenceStrategy):
 
     async def _answer(self, call: Awaitable[T]) -> T:
         """Answer of the engine; EngineDead if it dies meanwhile, for a dead one may never answer."""
-        return await first_of(call, self._life.until_refused())
+        return await first_of(call, self.life.until_refused())
 
     # ------------------------------------------------------------ liveness
 
-    async def until_dead(self) -> str:
-        return await self._life.until_dead()
-
     def _check(self) -> str | None:
         """Reason why the engine cannot serve, or None."""
-        if self._life.failure is None and (self.make.is_dead() or not self.processes.running()):
-            self._life.die(DIED)
-        return self._life.failure
+        if self.life.failure is None and (self.make.is_dead() or not self.processes.running()):
+            self.life.die(DIED)
+        return self.life.failure
 
     async def _watch(self) -> None:
         """Watch the processes. Engines notice late, or never, that one of theirs was killed or stopped."""
@@ -336,13 +325,13 @@ class EngineStrategy(InferenceStrategy):
         self.fail(failure)
 
     async def _watch_steps(self) -> None:
-        why = await first_of(self._steps.until_stuck(), self._life.until_dead())
+        why = await first_of(self._steps.until_stuck(), self.life.until_dead())
         stopped = next((process for process in self.processes.all if is_stopped(process)), None)
         self.fail(why if stopped is None else f"{why}: {describe(stopped)} is stopped")
 
     def _require(self, event: EngineEvent) -> None:
         self._check()
-        self._life.require(event)
+        self.life.require(event)
 
     @asynccontextmanager
     async def _turn(self, event: EngineEvent) -> AsyncIterator[None]:
@@ -354,11 +343,11 @@ class EngineStrategy(InferenceStrategy):
 
     def _require_update(self) -> WeightUpdate:
         self._check()
-        return self._life.require_update()
+        return self.life.require_update()
 
     def _give_up(self, why: str) -> None:
         """Stop serving; running requests return as failed."""
-        self._life.die(why)
+        self.life.die(why)
         for flight, task in self._reports.flights.items():
             if flight.entered:  # others will see the failure
                 task.cancel()

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Set
 from enum import StrEnum
 from typing import NoReturn
 
-from roll_lite.distributed.strategy.base import EngineMemory
 from roll_lite.distributed.weight_sync.update import WeightUpdate
 
 NOT_STARTED = "not started"
@@ -15,6 +14,11 @@ NOT_STARTED = "not started"
 
 class EngineDead(RuntimeError):
     """Engine that cannot serve any more and has to be replaced."""
+
+
+class EngineMemory(StrEnum):
+    WEIGHTS = "weights"
+    KV_CACHE = "kv_cache"
 
 
 class EngineState(StrEnum):

@@ -6,7 +6,8 @@ from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 from roll_lite.data.samples import Completion
-from roll_lite.distributed.strategy.base import EngineMemory, PauseMode, RequestProgress
+from roll_lite.distributed.strategy.base import PauseMode, RequestProgress
+from roll_lite.distributed.strategy.inference.life import EngineMemory
 from roll_lite.distributed.strategy.inference.processes import EngineProcesses
 from roll_lite.distributed.strategy.inference.requests import InFlight
 from roll_lite.models.hf_config import HfConfig

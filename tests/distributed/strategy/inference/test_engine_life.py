@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from roll_lite.distributed.strategy.base import EngineMemory
-from roll_lite.distributed.strategy.inference.life import ALLOWED, EngineDead, EngineEvent, EngineLife, EngineState
+from roll_lite.distributed.strategy.inference.life import ALLOWED, EngineDead, EngineEvent, EngineLife, EngineMemory, EngineState
 from roll_lite.distributed.weight_sync.plan import ExportedTensor
 from roll_lite.distributed.weight_sync.update import WeightUpdate
 

@@ -13,9 +13,9 @@ import torch
 
 from roll_lite.config.schema.models import ModelConfig, VllmStrategyConfig
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, Sampling
-from roll_lite.distributed.strategy.base import EngineHealth, EngineMemory, EngineSpec, PauseMode, RequestProgress
+from roll_lite.distributed.strategy.base import EngineHealth, EngineSpec, PauseMode, RequestProgress
 from roll_lite.distributed.strategy.inference.engine import EngineStrategy
-from roll_lite.distributed.strategy.inference.life import EngineDead
+from roll_lite.distributed.strategy.inference.life import EngineDead, EngineMemory
 from roll_lite.distributed.strategy.inference.processes import EngineProcesses
 from roll_lite.distributed.strategy.inference.requests import InFlight
 from roll_lite.distributed.weight_sync.group import TransferError
@@ -143,7 +143,7 @@ class Engine(EngineStrategy):
         spec = EngineSpec(ModelConfig(path=Path("model")), VllmStrategyConfig(), max_model_len=100, step_s=step_s)
         super().__init__(Recorder(), spec)
         self._vocabulary, self._shapes = 10, {"a": (2,), "b": (2,)}
-        self._life.start()
+        self.life.start()
 
 
 @pytest.fixture

@@ -174,7 +174,7 @@ def test_of_the_calls_of_an_engine_only_a_pause_is_as_short_as_a_step(what: str)
         engine.make.gate.set()
         await asyncio.wait((call,))
         watching.cancel()
-        return engine._life.failure
+        return engine.life.failure
 
     failure = run_virtual(main())
     assert (failure is None) == (what != "a pause")
@@ -226,7 +226,7 @@ class Strategy(EngineStrategy):
     def __init__(self, make: Any) -> None:
         super().__init__(make, EngineSpec(ModelConfig(path=Path("model")), VllmStrategyConfig(), max_model_len=1000, step_s=7.0))
         self._vocabulary = 200
-        self._life.start()
+        self.life.start()
         self._steps.responded()
 
 

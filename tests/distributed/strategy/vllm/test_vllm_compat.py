@@ -12,7 +12,8 @@ import torch
 
 from roll_lite.config.schema.models import JudgeServerConfig, LoraConfig, ModelConfig, VllmStrategyConfig
 from roll_lite.data.samples import GenerationRequest, Sampling
-from roll_lite.distributed.strategy.base import EngineMemory, EngineSpec
+from roll_lite.distributed.strategy.base import EngineSpec
+from roll_lite.distributed.strategy.inference.life import EngineMemory
 from roll_lite.distributed.strategy.inference.settings import check_engine_args
 from roll_lite.distributed.strategy.vllm.compat import settings
 from roll_lite.distributed.strategy.vllm.compat.engine import VllmEngine

@@ -24,7 +24,8 @@ import torch
 from roll_lite.config.schema.models import SglangStrategyConfig
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest
 from roll_lite.distributed.session_guard import remove_folder
-from roll_lite.distributed.strategy.base import EngineMemory, PauseMode, RequestProgress
+from roll_lite.distributed.strategy.base import PauseMode, RequestProgress
+from roll_lite.distributed.strategy.inference.life import EngineMemory
 from roll_lite.distributed.strategy.inference.processes import end_group_with_host_or_leader, kill_all
 from roll_lite.distributed.strategy.inference.scratch import SCRATCH, name_semaphores
 from roll_lite.distributed.strategy.inference.settings import check_engine_args

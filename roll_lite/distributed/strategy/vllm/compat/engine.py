@@ -11,9 +11,9 @@ import torch
 from roll_lite.config.keep_mask import keep_mask_width
 from roll_lite.config.schema.models import VllmStrategyConfig
 from roll_lite.data.samples import Completion, GenerationRequest
-from roll_lite.distributed.strategy.base import EngineMemory, EngineSpec, PauseMode, RequestProgress
+from roll_lite.distributed.strategy.base import EngineSpec, PauseMode, RequestProgress
 from roll_lite.distributed.strategy.inference.answers import values
-from roll_lite.distributed.strategy.inference.life import EngineDead
+from roll_lite.distributed.strategy.inference.life import EngineDead, EngineMemory
 from roll_lite.distributed.strategy.inference.processes import HOST_PID, EngineProcesses
 from roll_lite.distributed.strategy.inference.requests import InFlight
 from roll_lite.distributed.strategy.inference.scratch import Scratch
