@@ -147,5 +147,6 @@ def test_thinking_is_not_judged() -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.text(max_size=200), st.sampled_from([case for case in CASES if not case["name"].startswith(("language", "change_case:english"))]))
 def test_any_response_can_be_checked(response: str, case: dict[str, Any]) -> None:
-    strict, loose = (InstructionReward(mode=mode)(item([case[0]], [case[1]], response)).value for mode in ("strict", "loose"))  # type: ignore[arg-type]
+    row = item([case["name"]], [case["arguments"]], response)
+    strict, loose = (InstructionReward(mode=mode)(row).value for mode in ("strict", "loose"))  # type: ignore[arg-type]
     assert strict <= loose
