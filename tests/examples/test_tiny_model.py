@@ -23,7 +23,7 @@ from roll_lite.rewards.text.exact import ExactReward
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TINY = EXAMPLES / "models" / "tiny"
-REWARDS = {"add": MathReward(), "make": MathReward(accept="value"), "repeat": ExactReward()}
+REWARDS = {"add": MathReward(), "make": MathReward(profile="math_verify"), "repeat": ExactReward()}
 LONGEST = {"add": 3, "make": 6, "repeat": 10}
 """Tokens of the longest right answer, the end included."""
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
+from unicodedata import normalize
 
 from roll_lite.rewards.math.quantities import DELIMITED, NUMERAL, Quantity, plain_number, ratio, unwrapped, with_braces
 
@@ -36,26 +37,23 @@ SEPARATOR = re.compile(
     r"(\s*(?:(?<!\\),(?!\d{3}(?!\d))|(?<!\\);|\\text\s*\{\s*,?\s*(?:and|or)\s*\}|\b(?:and|or)\b)\s*(?:and\b|or\b)?)|([(\[{])|[)\]}]"
 )
 PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])|±")
-OPERATIONS = [
-    re.compile(pattern)
-    for pattern in (
-        r"\\(?:i*int|oint)(?![A-Za-z])",
-        r"\\(?:sum|prod|bigcup|bigcap)(?![A-Za-z])",
-        r"\\lim",
-        r"\\frac\s*\{\s*(?:d|\\partial)\b[^{}]*\}\s*\{\s*(?:d|\\partial)|[a-z]'",
-        r"\\(?:arc|ar|a)?(?:sin|cos|tan|cot|sec|csc)h?(?![A-Za-z])",
-        r"\\(?:log|ln|lg)(?![A-Za-z])",
-        r"\\[dt]?binom(?![A-Za-z])|!",
-        r"\\(?:gcd|lcm|max|min|sup|inf|det|arg|Re|Im|dim|operatorname|[pb]?mod|deg|cap)(?![A-Za-z])",
-        r"\\l?floor|\\l?ceil",
-        r"\\end\s*\{\w*(?:matrix|array)\}(?:\s*\\right\s*\W)?\s*[\^']",
-    )
-]
+OPERATIONS = (
+    r"\\(?:i*int|oint)(?![A-Za-z])",
+    r"\\(?:sum|prod|bigcup|bigcap)(?![A-Za-z])",
+    r"\\lim",
+    r"\\frac\s*\{\s*(?:d|\\partial)\b[^{}]*\}\s*\{\s*(?:d|\\partial)|[a-z]'",
+    r"\\(?:arc|ar|a)?(?:sin|cos|tan|cot|sec|csc)h?(?![A-Za-z])",
+    r"\\(?:log|ln|lg)(?![A-Za-z])",
+    r"\\[dt]?binom(?![A-Za-z])|!",
+    r"\\(?:gcd|lcm|max|min|sup|inf|det|arg|Re|Im|dim|operatorname|[pb]?mod|deg|cap)(?![A-Za-z])",
+    r"\\l?floor|\\l?ceil",
+    r"\\end\s*\{\w*(?:matrix|array)\}(?:\s*\\right\s*\W)?\s*[\^']",
+)
 """Operations left to compute: an answer may contain one only if the reference does."""
 SIGNS = {"×": "times", "·": "cdot", "⋅": "cdot", "÷": "div", "π": "pi", "∞": "infty", "≤": "le", "≥": "ge", "≠": "ne", "≈": "approx"}
 SIGNS |= {"±": "pm", "∪": "cup", "∩": "cap", "∈": "in", "∅": "emptyset", "∫": "int", "∑": "sum", "∏": "prod"}
-LATEX = str.maketrans({sign: rf"\{name} " for sign, name in SIGNS.items()} | {"°": r"^\circ "})
-RAISED, LOWERED = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-", strict=True)), dict(zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True))
+LATEX = str.maketrans({sign: rf"\{name} " for sign, name in SIGNS.items()} | {"°": r"^\circ ", "−": "-"})
+RAISED, LOWERED = re.compile("[⁰¹²³⁴-⁹⁻]+"), re.compile("[₀-₉]+")
 
 
 def as_latex(text: str) -> str:
@@ -63,8 +61,7 @@ def as_latex(text: str) -> str:
     text = re.sub(r"\\log_\s*\{?(\w+)\}?\s+(\w+)", r"\\log_{\1}(\2)", with_braces(text).replace(r"\varnothing", r"\emptyset"))
     text = re.sub(r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)|√\s*\(?(\w+|(?<=\()[^()]*)\)?", lambda one: rf"\sqrt{{{one[1] or one[2]}}}", text)
     text = re.sub(r"(?<![\\A-Za-z])(pi|sin|cos|tan|cot|sec|csc|ln|log|exp)(?![A-Za-z])", r"\\\1 ", text)
-    for mark, digits in (("^", RAISED), ("_", LOWERED)):
-        text = re.sub(f"[{''.join(digits)}]+", lambda one: f"{mark}{{{''.join(digits[sign] for sign in one[0])}}}", text)  # noqa: B023
+    text = LOWERED.sub(lambda one: f"_{{{normalize('NFKC', one[0])}}}", RAISED.sub(lambda one: f"^{{{normalize('NFKC', one[0])}}}", text))
     return text.translate(LATEX)
 
 
@@ -94,11 +91,10 @@ def _computes_infinity(expression: Any) -> bool:
 
 
 def as_parsed(number: Quantity) -> Parsed:
-    """A percentage is its value, and the number in front of the sign."""
     import sympy
 
-    exact = [sympy.Rational(number.value.numerator, number.value.denominator) * factor for factor in (1, 100)[: 1 + number.percent]]
-    return exact if number.exact else [sympy.Float(one, 30) for one in exact]
+    exact = sympy.Rational(number.value.numerator, number.value.denominator)
+    return [exact if number.exact else sympy.Float(exact, 30)]
 
 
 @lru_cache(maxsize=1)
@@ -198,7 +194,7 @@ def is_irrational(parsed: Parsed) -> bool:
 def is_unfinished(gold: str, answer: str, golds: Parsed, found: Parsed) -> bool:
     """True if the answer leaves more to compute than the reference: an operation, more additions or products, an inequality."""
     gold, answer = as_latex(gold), as_latex(answer)
-    if any(operation.search(answer) and not operation.search(gold) for operation in OPERATIONS):
+    if any(re.search(operation, answer) and not re.search(operation, gold) for operation in OPERATIONS):
         return True
     return not any(one == other or _is_as_simple(one, other) for one in golds for other in found)
 

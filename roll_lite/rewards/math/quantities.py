@@ -10,7 +10,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import TypeVar
 
-from roll_lite.rewards.answer_extraction import HAN, narrow
+from roll_lite.rewards.answer_extraction import narrow
 
 T = TypeVar("T")
 LONGEST = 1000
@@ -26,18 +26,15 @@ BRACKETS = (("(", ")"), ("{", "}"), ("\\left(", "\\right)"))
 END = re.compile(r"\A(?:\\[,;:! ]|\s)+|(?:\\[,;:! \\]|(?<!\\)[.,;:\s])+\Z|\\\Z")
 
 D = r"(?:\d{1,3}(?:[, ]\d{3})+(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+)"
-PLAIN = [
-    (re.compile(pattern), plain)
-    for pattern, plain in (
-        (TEXT.pattern + r"\s*(\^)?", r" \1\2 "),
-        (r"\^\s*\{?\s*\\circ\s*\}?|\\degree|\\[Cc]elsius", "°"),
-        (r"\\([$%])", r"\1"),
-        (r"\s*\^\s*\{?(-?\d)\}?(?!\d)", r"^\1"),
-        (r"\\[,;: ]|~|\\cdot(?=\s*\\?[a-z]+\Z)", " "),
-        (rf"\\frac\s*\{{\s*(-?{D})\s*\}}\s*\{{\s*({D})\s*\}}", r" \1/\2"),
-        (r"\A\s*([+-]?)\s*([$€£¥₹¢])\s*([+-]?)(?=[\d.])(.*)\Z", r"\1\3\4 \2"),
-    )
-]
+PLAIN = (
+    (TEXT.pattern + r"\s*(\^)?", r" \1\2 "),
+    (r"\^\s*\{?\s*\\circ\s*\}?|\\degree|\\[Cc]elsius", "°"),
+    (r"\\([$%])", r"\1"),
+    (r"\s*\^\s*\{?(-?\d)\}?(?!\d)", r"^\1"),
+    (r"\\[,;: ]|~|\\cdot(?=\s*\\?[a-z]+\Z)", " "),
+    (rf"\\frac\s*\{{\s*(-?{D})\s*\}}\s*\{{\s*({D})\s*\}}", r" \1/\2"),
+    (r"\A\s*([+-]?)\s*([$€£¥₹¢])\s*([+-]?)(?=[\d.])(.*)\Z", r"\1\3\4 \2"),
+)
 DECIMAL = re.compile(rf"([+-]?)\s*({D})(?:[eE]([+-]?\d{{1,3}}))?")
 POWER = re.compile(rf"([+-]?)(?:({D})\s*(?:\\times|\\cdot|[×·*x])\s*)?10\s*(?:\^|\*\*)\s*\{{?\s*([+-]?\d{{1,3}})\s*\}}?")
 FRACTION = re.compile(rf"([+-]?)\s*(?:(\d+)\s+)?({D})\s*/\s*(-?)\s*({D})")
@@ -69,10 +66,10 @@ SCALES = {name: Fraction(10) ** power for name, power in TENS.items()}
 SCALES |= {"dozen": Fraction(12), "half": Fraction(1, 2), "halve": Fraction(1, 2), "quarter": Fraction(1, 4)}
 NO_UNIT_WORD = re.compile(
     r"(?:squared|cubed|factorial|sin|cos|tan|log|exp|sqrt|pi|and|or|nor|not|but|plus|minus|times|over|divided|out|than|either|maybe|perhaps"
-    r"|mod|(?:third|fif|four|six|seven|eigh|nin)(?:th)?s?|one|two|three|five|eight|nine|ten)|.*[百千万亿].*"
+    r"|mod|(?:third|fif|four|six|seven|eigh|nin)(?:th)?s?|one|two|three|five|eight|nine|ten)"
 )
 """Words behind a number that change its value, or say that it is not meant."""
-LETTERS = rf"[A-Za-zµ°$€£¥₹¢{HAN}]"
+LETTERS = "[A-Za-zµ°$€£¥₹¢]"
 UNIT = re.compile(rf"(?<=[\d)}}\].%\s])(\s*)((?:{LETTERS}++(?:\^-?\d|[²³])?[\s./]*+)++)\Z")
 DELIMITED = re.compile(r"(?<!\\)\$|\\\(|\\\[|\\boxed")
 NUMERAL = re.compile(r"[+-]?0[xob][\da-f]+|\(?[\da-z]*\d[\da-z]*\)?_\d{1,2}")
@@ -118,7 +115,7 @@ def unwrapped(text: str, brackets: bool = False) -> str:
 
 def plain(text: str) -> str:
     for pattern, replacement in PLAIN:
-        text = pattern.sub(replacement, text)
+        text = re.sub(pattern, replacement, text)
     return text.strip()
 
 
@@ -169,7 +166,7 @@ def split_unit(text: str) -> tuple[str, Unit, Fraction]:
     in_text = " ".join(TEXT.findall(text))
     for index, word in enumerate(re.findall(f"{LETTERS}+", found[2])):
         is_apart = (index > 0 or found[1] != "") and len(word) > 2
-        if not is_unit(word) and (NO_UNIT_WORD.fullmatch(word.lower()) or not (is_apart or word in in_text or not word.isascii())):
+        if not is_unit(word) and (NO_UNIT_WORD.fullmatch(word.lower()) or not (is_apart or word in in_text)):
             return text, NO_UNIT, Fraction(1)
     return before, *unit_of(found[2])
 

@@ -34,7 +34,6 @@ from roll_lite.rewards.math.quantities import NO_UNIT, TEXT, Quantity, Unit, qua
 from roll_lite.rewards.reward_type import RewardType, too_slow, written
 from roll_lite.rewards.running.time_limit import TimeLimitExceeded, limited
 
-Accept = Literal["simplified", "value"]
 Profile = Literal["default", "math_verify"]
 
 BEFORE = re.compile(
@@ -66,10 +65,10 @@ class Reference:
     """If it is words and no formula."""
     items: tuple[Reference, ...] = ()
     """If it is a list."""
-    number: Quantity | None = None
-    """If it is a plain number, with or without a unit."""
     name: str = ""
     """Name x in x = 5."""
+    number: Quantity | None = None
+    """If it is a plain number, with or without a unit."""
     unit: Unit = NO_UNIT
     parsed: Parsed = field(default_factory=list)
     """Expression without the unit."""
@@ -78,12 +77,14 @@ class Reference:
 class MathReward(RewardType):
     r"""Score 1 if the response's answer equals the reference mathematically, else 0.
 
-    A unit may be missing on either side; units of measurement and currencies that both have must fit: 12 m is 1200 cm, not 12 cm. 50% is
-    0.5, and 50 as well. Several formulas in a reference are a list: all of them, as often as there, in any order. Numerals such as `1001_2`
-    and 0x2F are equal to themselves only; 2:3 is 4:6, not 2/3. Of an equation the last side counts; `≈` leads to an answer only if the
-    reference is a decimal. An answer that leaves something to compute is wrong: integrals, sums, functions and other operations that the
-    reference has not, more additions or products than it has (`(x-1)(x+1)` for `x^2-1`, `x^2+2x+1` for `(x+1)^2`, `x^2x^8` for `x^{10}`,
-    `[1,2]\cup[2,3]` for `[1,3]`), an inequality that is not solved. A response without an answer, or one that takes longer than
+    For a number the answer has to be one too: an integer, decimal, fraction, mixed number, percentage or power of ten, with or without a
+    unit; for a decimal an irrational constant such as `\sqrt{2}/2` as well; or an equation that holds, with the number on its right side,
+    45+25=70. A unit may be missing on either side; units of measurement and currencies that both have must fit: 12 m is 1200 cm, not 12 cm.
+    50% is 0.5, and 50 as well. Several formulas in a reference are a list: all of them, as often as there, in any order. Numerals such as
+    `1001_2` and 0x2F are equal to themselves only; 2:3 is 4:6, not 2/3. Of an equation the last side counts; `≈` leads to an answer only if
+    the reference is a decimal. An answer that leaves something to compute is wrong: integrals, sums, functions and other operations that
+    the reference has not, more additions or products than it has (`(x-1)(x+1)` for `x^2-1`, `x^2+2x+1` for `(x+1)^2`, `x^2x^8` for
+    `x^{10}`, `[1,2]\cup[2,3]` for `[1,3]`), an inequality that is not solved. A response without an answer, or one that takes longer than
     `cpu_limit_s`, is wrong. A reference answer that cannot be read, a sentence with formulas or the answers of several parts, is a failure.
     Of a reference with "####", as GSM8K has them, what is behind it counts; one in words, such as no solution, is compared as text, without
     regard to case. `extracted` in the details is what was compared.
@@ -102,12 +103,8 @@ class MathReward(RewardType):
     `<answer></answer>`, a `\boxed{}`, the formula or number behind the last "####", "the answer is" or 答案是, else the last formula or
     number. boxed: in a `\boxed{}`. tagged: in the last
     `<answer></answer>`. number: the last number."""
-    accept: Accept = "simplified"
-    r"""Matters where the reference is a plain number. simplified: the answer has to be a number too (integer, decimal, fraction, mixed
-    number, percentage, power of ten, with or without a unit; for a decimal an irrational constant such as `\sqrt{2}/2` as well), or an
-    equation with a number on its right side, such as 45+25=70, that holds. value: any term that is worth it, such as 45+25 for 70."""
     profile: Profile = "default"
-    """math_verify: that library alone decides; of the other arguments only cpu_limit_s counts."""
+    """math_verify: that library alone decides, which takes 45+25 for 70; of the other arguments only cpu_limit_s counts."""
     cpu_limit_s: Annotated[float, Field(gt=0)] = 5.0
     """Computing time for reading and comparing one answer, less than `timeout_s`; a response that takes longer is wrong."""
 
@@ -190,14 +187,13 @@ class MathReward(RewardType):
     def _number(self, gold: Reference, wanted: Quantity, text: str) -> str:
         found = quantity(text)
         if found is None:
-            by_value = self.accept == "value"
-            if not by_value and (wanted.exact or not equality.is_irrational(parse(_without_unit(text)[0]))):
+            if wanted.exact or not equality.is_irrational(parse(_without_unit(text)[0])):
                 return NOT_A_NUMBER
-            return self._expression(gold, text, by_value)
+            return self._expression(gold, text)
         same = equality.same_number(wanted, found)
         return OTHER_UNIT if same is None else EQUAL if same else DIFFERENT
 
-    def _expression(self, gold: Reference, text: str, by_value: bool = False) -> str:
+    def _expression(self, gold: Reference, text: str) -> str:
         body, unit = _without_unit(text)
         if ratio(unit, gold.unit) != 1:
             return OTHER_UNIT
@@ -206,7 +202,7 @@ class MathReward(RewardType):
         parsed = parse(body)
         if not parsed:
             return UNREADABLE
-        if not by_value and equality.is_unfinished(gold.text, body, gold.parsed, parsed):
+        if equality.is_unfinished(gold.text, body, gold.parsed, parsed):
             return UNFINISHED
         return EQUAL if equality.same_expression(gold.parsed, parsed) else DIFFERENT
 
@@ -251,8 +247,6 @@ def _read_reference(text: str) -> Reference:
     number, parts = quantity(inner), sides(inner)
     if number is None and len(parts) == 2 and NAME.fullmatch(parts[0]) and (last := quantity(parts[1])):
         return Reference(parts[1], number=last, name="".join(parts[0].split()), unit=last.unit, parsed=as_parsed(last))
-    if number is None and len(parts) > 1 and APPROXIMATELY.search(inner):  # the exact side
-        return _read_reference(next(part for part in parts if not NAME.fullmatch(part)))
     if number is not None:
         return Reference(inner, number=number, unit=number.unit, parsed=as_parsed(number))
     items = list_of(inner)

@@ -64,17 +64,16 @@ def test_no_chain_is_right_for_two_references() -> None:
         assert len(right_for(MathReward(cpu_limit_s=1.0), response, ["0", "7", "14", "3%"])) <= 1, response
 
 
-@pytest.mark.parametrize("args", [{}, {"accept": "value"}])
-def test_no_mixture_is_right_for_two_references(args: dict[str, Any]) -> None:
+def test_no_mixture_is_right_for_two_references() -> None:
     for number, response in enumerate(mixtures(60, seed=1)):
         references = NUMBERS[:12] + OTHERS[number % len(OTHERS) :: len(OTHERS) // 3]
-        assert len(right_for(MathReward(cpu_limit_s=1.0, **args), response, references)) <= 1, response
+        assert len(right_for(MathReward(cpu_limit_s=1.0), response, references)) <= 1, response
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1, 8))])
 def test_thousands_of_mixtures_are_right_for_one_reference_at_most(seed: int) -> None:
-    reward = MathReward(cpu_limit_s=1.0, **random.Random(seed).choice(({}, {"accept": "value"})))  # type: ignore[arg-type]
+    reward = MathReward(cpu_limit_s=1.0)
     for response in mixtures(500, seed=seed + 100):
         assert len(right_for(reward, response, NUMBERS + OTHERS)) <= 1, response
 
@@ -152,12 +151,13 @@ def test_a_number_that_is_not_finite_is_no_reference(answer: float) -> None:
 @pytest.mark.parametrize("response", [r"\boxed{9^{9^{9^{9}}}}", "(9^9^9^9)", r"\boxed{\sum_{n=1}^{10000000} \frac{1}{n^2}}"])
 def test_endless_comparisons_are_stopped(response: str) -> None:
     started = time.process_time()
-    assert MathReward(accept="value", cpu_limit_s=0.3)(item(5, response)).value == 0
+    assert MathReward(cpu_limit_s=0.3)(item(5, response)).value == 0
+    assert MathReward(cpu_limit_s=0.3)(item(5.5, response)).value == 0
     assert MathReward(cpu_limit_s=0.3)(item(r"\sqrt{5}", response)).value == 0
     assert time.process_time() - started < 5
 
 
-@pytest.mark.parametrize("args", [{}, {"accept": "value"}, {"profile": "math_verify"}])
+@pytest.mark.parametrize("args", [{}, {"profile": "math_verify"}])
 def test_no_odd_answer_is_a_failure(args: dict[str, Any]) -> None:
     dice = random.Random(7)
     for _ in range(60):
