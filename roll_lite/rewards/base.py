@@ -13,7 +13,8 @@ import numbers
 import re
 import traceback
 import typing
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -63,9 +64,9 @@ class RewardFunction:
             self._runner = self._runner or asyncio.Runner()
             return self._runner.run(self.score(item))
         try:
-            return self._one(self._called(item))
+            return self._called(item)
         except ResponseSuspected as failure:
-            self._one(self._called(replace(item, response=HARMLESS_RESPONSE)))
+            self._called(replace(item, response=HARMLESS_RESPONSE))
             return self._lowest(failure)
 
     async def score(self, item: RewardInput) -> Score:
@@ -73,25 +74,28 @@ class RewardFunction:
         if not self.is_async:
             return self(item)
         try:
-            return self._one(await self._finish(self._called(item)))
+            return await self._awaited(item)
         except ResponseSuspected:
-            self._one(await self._finish(self._called(replace(item, response=HARMLESS_RESPONSE))))
+            await self._awaited(replace(item, response=HARMLESS_RESPONSE))
         try:  # the service may have recovered
-            return self._one(await self._finish(self._called(item)))
+            return await self._awaited(item)
         except ResponseSuspected as failure:
             return self._lowest(failure)
 
     def scores(self, items: Sequence[RewardInput]) -> list[Score | RewardFailed]:
         """Scores from a sync function for lists, in one call. RewardFailed if the whole call failed."""
-        return self._many(self._guarded(lambda: self._function(list(items), **self._args)), len(items))
+        with self._failures():
+            results = self._function(list(items), **self._args)
+        return self._many(results, len(items))
 
     async def scores_async(self, items: Sequence[RewardInput]) -> list[Score | RewardFailed]:
         """Scores from an async function; one that takes no list gets a single sample."""
         if not self.is_batched:
             [item] = items
             return [await self.score(item)]
-        result = self._guarded(lambda: self._function(list(items), **self._args))
-        return self._many(await self._finish(result), len(items))
+        with self._failures():
+            results = await self._function(list(items), **self._args)
+        return self._many(results, len(items))
 
     def warm(self) -> None:
         """Do the work of a first call (imports, tables) before a time limit runs."""
@@ -107,17 +111,22 @@ class RewardFunction:
             self._runner.close()
             self._runner = None
 
-    def _called(self, item: RewardInput) -> Any:
-        return self._guarded(lambda: self._function([item] if self.is_batched else item, **self._args))
+    def _called(self, item: RewardInput) -> Score:
+        with self._failures():
+            result = self._function([item] if self.is_batched else item, **self._args)
+        return self._one(result)
+
+    async def _awaited(self, item: RewardInput) -> Score:
+        with self._failures():
+            result = await self._function([item] if self.is_batched else item, **self._args)
+        return self._one(result)
 
     def _lowest(self, failure: RewardFailed) -> Score:
         value = self._function.lowest() if isinstance(self._function, RewardType) else 0.0
         return Score(value, False, {"verdict": failure.cause}, answer=None)
 
     def _one(self, result: Any) -> Score:
-        if not self.is_batched:
-            return to_score(result, self.name)
-        [score] = self._many(result, 1)
+        score = self._many(result, 1)[0] if self.is_batched else to_score(result, self.name)
         if isinstance(score, RewardFailed):
             raise score
         return score
@@ -138,27 +147,18 @@ class RewardFunction:
         except RewardFailed as failure:
             return failure
 
-    def _guarded(self, call: Callable[[], Any]) -> Any:
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        """Record an exception of the function as a failure."""
         try:
-            return call()
+            yield
         except RewardFailed:
             raise
         except Exception as error:  # process edge: any exception of user code is recorded as a failure
-            raise self._failure(error) from error
-
-    async def _finish(self, awaitable: Awaitable[Any]) -> Any:
-        try:
-            return await awaitable
-        except RewardFailed:
-            raise
-        except Exception as error:  # as above
-            raise self._failure(error) from error
-
-    def _failure(self, error: Exception) -> RewardFailed:
-        frames = traceback.extract_tb(error.__traceback__)
-        where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-        is_suspect = isinstance(self._function, RewardType) and isinstance(error, BY_INPUT)
-        return (ResponseSuspected if is_suspect else RewardFailed)(f"reward {self.name}: {type(error).__name__}: {error}{where}")
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            kind = ResponseSuspected if isinstance(self._function, RewardType) and isinstance(error, BY_INPUT) else RewardFailed
+            where = f"({last.filename}, line {last.lineno})"
+            raise kind(f"reward {self.name}: {type(error).__name__}: {error} {where}") from error
 
 
 def is_batched(function: Callable[..., Any]) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import signal
 import subprocess
@@ -36,13 +35,11 @@ class JudgeAddress:
     urls: tuple[str, ...]
     model: str
     """Model name in requests."""
-    fingerprint: str
-    """Hash of everything that may change its answers."""
 
     @staticmethod
     def of(servers: Sequence[JudgeAddress]) -> JudgeAddress:
         """Join the addresses of all servers of one judge."""
-        return JudgeAddress(tuple(url for server in servers for url in server.urls), servers[0].model, servers[0].fingerprint)
+        return JudgeAddress(tuple(url for server in servers for url in server.urls), servers[0].model)
 
 
 def with_addresses(reward: RewardConfig, judges: Mapping[str, JudgeAddress]) -> RewardConfig:
@@ -52,7 +49,7 @@ def with_addresses(reward: RewardConfig, judges: Mapping[str, JudgeAddress]) -> 
         if type_ != JUDGE or args.get("server") not in judges:
             return args
         judge = judges[str(args["server"])]
-        return {**args, "url": list(judge.urls), "model": judge.model, "fingerprint": judge.fingerprint}
+        return {**args, "url": list(judge.urls), "model": judge.model}
 
     terms = [term.model_copy(update={"args": known(term.name, term.args)}) for term in reward.terms]
     return reward.model_copy(update={"args": known(reward.name, reward.args), "terms": terms})
@@ -75,7 +72,7 @@ class JudgeServer:
     @property
     def address(self) -> JudgeAddress:
         """Address, known before the server is up."""
-        return JudgeAddress((f"http://{self._host}:{self._port}/v1",), self._served_name, fingerprint(self._config))
+        return JudgeAddress((f"http://{self._host}:{self._port}/v1",), self._served_name)
 
     async def start(self) -> None:
         import torch
@@ -156,12 +153,3 @@ class JudgeWorker(AsyncWorker):
     async def shutdown(self) -> None:
         self._fleet.close()
         self._server.close()
-
-
-def fingerprint(config: JudgeServerConfig) -> str:
-    """Hash of the model's files and its settings."""
-    parts = [str(config.path), config.dtype, config.strategy.model_dump_json()]
-    for file in sorted(config.path.glob("*")):
-        stat = file.stat()
-        parts.append(f"{file.name} {stat.st_size} {stat.st_mtime_ns}")
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

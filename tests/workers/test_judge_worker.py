@@ -27,7 +27,7 @@ from roll_lite.distributed.worker import reserve_port
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.registry import build_reward
 from roll_lite.workers import judge
-from roll_lite.workers.judge import JudgeAddress, JudgeServer, JudgeWorker, fingerprint, with_addresses
+from roll_lite.workers.judge import JudgeAddress, JudgeServer, JudgeWorker, with_addresses
 
 TINY = Path(__file__).resolve().parents[2] / "examples" / "models" / "tiny"
 ARGS = {
@@ -46,23 +46,14 @@ def config(**changes: Any) -> JudgeServerConfig:
 
 
 def test_rewards_and_terms_get_the_addresses_of_the_judges_that_they_name() -> None:
-    address = JudgeAddress.of([JudgeAddress((f"http://h:{port}/v1",), "main", "abc") for port in (1, 2)])
+    address = JudgeAddress.of([JudgeAddress((f"http://h:{port}/v1",), "main") for port in (1, 2)])
     terms = [RewardTermConfig(name="judge", args={"server": "main"}), RewardTermConfig(name="length")]
     reward = with_addresses(RewardConfig(name="judge", args={"server": "main", "asks": 3}, terms=terms), {"main": address})
-    known = {"url": ["http://h:1/v1", "http://h:2/v1"], "model": "main", "fingerprint": "abc"}
+    known = {"url": ["http://h:1/v1", "http://h:2/v1"], "model": "main"}
     assert reward.args == {"server": "main", "asks": 3, **known}
     assert [term.args for term in reward.terms] == [{"server": "main", **known}, {}]
     other = RewardConfig(name="judge", args={"url": "http://x/v1", "model": "m"})
     assert with_addresses(other, {"main": address}) == other
-
-
-def test_a_fingerprint_follows_the_weights_and_how_they_are_run(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(b"1")
-    first = fingerprint(config(path=tmp_path))
-    assert fingerprint(config(path=tmp_path, devices=2, restarts=0)) == first
-    assert fingerprint(config(path=tmp_path, dtype="bfloat16")) != first
-    (tmp_path / "model.safetensors").write_bytes(b"12")
-    assert fingerprint(config(path=tmp_path)) != first
 
 
 def test_a_reserved_port_is_the_servers_and_nobody_elses() -> None:

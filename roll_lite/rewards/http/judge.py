@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
     NonNegativeFloat,
-    NonNegativeInt,
     PositiveInt,
     ValidationInfo,
     field_validator,
@@ -28,7 +27,7 @@ from roll_lite.models.model_files import chat_templates
 from roll_lite.rewards.answer_extraction import CUT, finished, is_cut
 from roll_lite.rewards.base import ResponseSuspected, RewardFailed
 from roll_lite.rewards.http.client import Addresses, AskingReward, HttpClient, several
-from roll_lite.rewards.http.verdict import Verdict, VerdictCache, VerdictParser, cache_key, compiled
+from roll_lite.rewards.http.verdict import Verdict, VerdictParser, compiled
 from roll_lite.rewards.placeholders import checked_template, columns_in, filled
 from roll_lite.rewards.reward_type import Unshown
 
@@ -58,6 +57,8 @@ AGAIN_TEMPERATURE = 0.7
 """Sampling temperature of a repeated greedy question, which would get the same answer again."""
 UNFINISHED = "\0cut"
 """Marks the text of a judge that reached max_tokens."""
+MOST_KEPT = 10_000
+"""Maximum number of answers kept in memory."""
 SHOWN_CHARACTERS = 200
 KEPT_CHARACTERS = 1000
 
@@ -72,7 +73,7 @@ class JudgeReward(AskingReward):
 
     A verdict that is unreadable or was cut at `max_tokens` is asked for again, `asks` times in all. A response that gets none, or that the
     endpoint refuses, has the lowest verdict (0, or a choice below 0), unless a harmless response gets none either: then the sample fails.
-    Greedy answers are cached; `fingerprint` distinguishes models of the same name.
+    Readable answers to greedy questions are kept in memory.
 
     ```yaml
     reward:
@@ -105,7 +106,7 @@ class JudgeReward(AskingReward):
     scale: tuple[float, float] | None = None
     """Lowest and highest number that the judge may give, mapped to 0 and 1."""
     temperature: NonNegativeFloat = 0.0
-    """Sampling temperature of the judge; 0 is greedy, and cached."""
+    """Sampling temperature of the judge; 0 is greedy."""
     max_tokens: PositiveInt | None = 256
     """Maximum tokens of a verdict."""
     stop: tuple[str, ...] = ()
@@ -114,12 +115,6 @@ class JudgeReward(AskingReward):
     """Further fields of the request."""
     asks: PositiveInt = 2
     """Number of attempts to get a readable verdict."""
-    cache_entries: NonNegativeInt = 10_000
-    """Number of verdicts kept in memory."""
-    cache_file: Path | None = None
-    """File that keeps verdicts across runs."""
-    fingerprint: str = ""
-    """Distinguishes models of the same name in the cache."""
 
     @field_validator("extra_body")
     @classmethod
@@ -165,12 +160,11 @@ class JudgeReward(AskingReward):
         parser, said = VerdictParser(self.pattern, self.choices, self.scale), ""
         for number in range(self.asks):
             again = {"temperature": max(request["temperature"], AGAIN_TEMPERATURE)} if number else {}
-            said, key = await questions.ask(request | again)
+            said = await questions.ask(request | again)
             verdict = None if said == UNFINISHED else parser(said)
             if verdict is not None:
-                if key:
-                    questions.cache.put(key, said)
                 return verdict, said
+            questions.forget(request)
         asked = f"asked {self.asks} times, the judge" if self.asks > 1 else "the judge"
         unreadable = f"gave no verdict that can be read: {said[:SHOWN_CHARACTERS]!r}"
         raise ResponseSuspected(f"reward judge: {asked} {'did not finish within max_tokens' if said == UNFINISHED else unreadable}")
@@ -219,31 +213,26 @@ class Questions:
     """Sends questions to the judge; a greedy question is sent once for all samples that need its answer."""
 
     def __init__(self, judge: JudgeReward) -> None:
-        urls = several(judge.url or ())
-        self._client = HttpClient("judge", [_endpoint(url, judge.api) for url in urls], judge)
-        self._identity = (*((judge.server,) if judge.server is not None else sorted(urls)), judge.fingerprint)
-        self.cache = VerdictCache(judge.cache_entries, judge.cache_file)
-        self._asked: dict[str, asyncio.Task[str]] = {}
+        self._client = HttpClient("judge", [_endpoint(url, judge.api) for url in several(judge.url or ())], judge)
+        self._greedy: dict[str, asyncio.Task[str]] = {}
 
-    async def ask(self, request: Mapping[str, Any]) -> tuple[str, str]:
-        """Returns the judge's text and its cache key, which is empty for sampled text."""
+    async def ask(self, request: Mapping[str, Any]) -> str:
+        """Returns the judge's text."""
         if request["temperature"] > 0:
-            return await self._send(request), ""
-        key = cache_key(identity=self._identity, request=request)
-        known = self.cache.get(key)
-        if known is not None:
-            return known, key
-        if key not in self._asked:
-            task = asyncio.get_running_loop().create_task(self._send(request))
-            self._asked[key] = task
-            task.add_done_callback(lambda done: self._forget(key, done))
+            return await self._send(request)
+        key = _key(request)
+        if key not in self._greedy:
+            if len(self._greedy) >= MOST_KEPT:
+                del self._greedy[next(iter(self._greedy))]
+            self._greedy[key] = asyncio.get_running_loop().create_task(self._send(request))
+            # Also marks the exception as retrieved: perhaps no sample waits for it any more.
+            self._greedy[key].add_done_callback(lambda task: self.forget(request) if task.cancelled() or task.exception() else None)
         # Shielded: the time-out of one sample must not cancel the question for others that wait for it.
-        return await asyncio.shield(self._asked[key]), key
+        return await asyncio.shield(self._greedy[key])
 
-    def _forget(self, key: str, task: asyncio.Task[str]) -> None:
-        del self._asked[key]
-        if not task.cancelled():
-            task.exception()  # mark as retrieved: perhaps no sample waits for it any more
+    def forget(self, request: Mapping[str, Any]) -> None:
+        """Ask this greedy question anew the next time."""
+        self._greedy.pop(_key(request), None)
 
     async def _send(self, request: Mapping[str, Any]) -> str:
         answer, url = await self._client.post(request)
@@ -258,6 +247,10 @@ class Questions:
         if text is not None and not isinstance(text, str):
             raise ResponseSuspected(f"reward judge: {url}: the message's content is no string: {text!r:.80}")
         return UNFINISHED if is_cut else text or ""
+
+
+def _key(request: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
 
 
 def _endpoint(url: str, api: Api) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,9 @@ from roll_lite.config.schema.domains import RewardConfig
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.base import RewardFailed, RewardFunction
 from roll_lite.rewards.http import client as http_client
+from roll_lite.rewards.http import judge
 from roll_lite.rewards.http.judge import JudgeReward
-from roll_lite.rewards.http.verdict import VerdictCache, VerdictParser, cache_key
+from roll_lite.rewards.http.verdict import VerdictParser
 from roll_lite.rewards.registry import build_reward
 
 
@@ -224,47 +224,10 @@ async def test_failures_and_unreadable_verdicts_are_not_remembered() -> None:
         assert (await function.score(item())).value == 0.0
 
 
-def test_a_file_carries_verdicts_from_one_run_to_the_next(tmp_path: Path) -> None:
-    file = tmp_path / "deep" / "verdicts.sqlite"
-
-    def run(**args: Any) -> float:
-        return asyncio.run(ask(server, cache_file=file, **args)).value
-
-    with StubServer(lambda request, number: chat("yes" if number == 0 else "no")) as server:
-        assert [run(), run(), run(choices={"yes": 0.5})] == [1.0, 1.0, 0.5], "the verdict is read anew"
-        assert len(server.requests) == 1
-        for changed in ({"max_tokens": 8}, {"system": "x"}, {"fingerprint": "other weights"}, {"extra_body": {"seed": 1}}):
-            assert run(**changed) == 0.0
-        assert len(server.requests) == 5
-
-
-def test_a_file_that_is_no_cache(tmp_path: Path) -> None:
-    file = tmp_path / "notes.txt"
-    file.write_text("not a database " * 100)
-    with pytest.raises(ValueError, match=r"cache_file: .*notes\.txt cannot be used: file is not a database"):
-        VerdictCache(1, file)
-
-
-def test_several_processes_may_share_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "v.sqlite"
-    mine, other = VerdictCache(0, file), VerdictCache(10, file)
-    mine.put("a", "yes")
-    assert other.get("a") == "yes" and other.get("b") is None
-    blocker = sqlite3.connect(file)
-    blocker.execute("BEGIN EXCLUSIVE")
-    mine.put("b", "no")
-    assert mine.get("b") is None, "lost, not fatal"
-    blocker.rollback()
-    blocker.close()
-    mine.close()
-    other.close()
-
-
-def test_the_memory_forgets_what_was_asked_longest_ago() -> None:
-    cache = VerdictCache(2)
-    cache.put("a", "1")
-    cache.put("b", "2")
-    assert cache.get("a") == "1"
-    cache.put("c", "3")
-    assert (cache.get("a"), cache.get("b"), cache.get("c")) == ("1", None, "3")
-    assert cache_key(x=1, y={"b": 1, "a": 2}) == cache_key(y={"a": 2, "b": 1}, x=1) != cache_key(x=2, y={})
+async def test_the_memory_forgets_what_was_asked_longest_ago(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge, "MOST_KEPT", 2)
+    with StubServer(lambda request, number: chat("yes")) as server:
+        function = build(url=server.url, model="m")
+        for response in ("a", "b", "a", "c", "c", "a"):
+            await function.score(item(response))
+    assert [request["messages"][0]["content"].splitlines()[-4] for request in server.requests] == ["a", "b", "c", "a"]
