@@ -28,9 +28,9 @@ LONGEST = 8 << 20
 CHANGING = (list, dict, set, bytearray)
 """Types of arguments that a function can change in place."""
 CONTROL = (StopIteration, StopAsyncIteration)
-"""Exceptions that would end a loop of the tests unnoticed; the tests get a plain Exception instead."""
+"""Exceptions of the program that would silently end a loop of the tests; these get a plain Exception instead."""
 NO_ANSWER = (ValueError, TypeError, LookupError, AttributeError, RecursionError, ArithmeticError, MemoryError)
-"""Exceptions that reading a forged answer may raise."""
+"""Exceptions that decoding a forged answer may raise."""
 
 
 class _Aborted(BaseException):
@@ -43,8 +43,7 @@ class _Aborted(BaseException):
 class Remote:
     """Proxy for a function, class or object of the program: can be called and passed back, has no operators and equals nothing else.
 
-    `at`: a name, the number of an object, or that and a method's name. `has_methods`: an object of LeetCode's class Solution.
-    """
+    `at`: a name, an object's number, or [number, method name]. `has_methods`: an object of LeetCode's class Solution."""
 
     def __init__(self, tests: Tests, at: str | int | list[Any], has_methods: bool = False) -> None:
         self._tests, self._at, self._has_methods = tests, at, has_methods
@@ -53,7 +52,8 @@ class Remote:
         return self._tests.call(self._at, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Attribute of a program's name, for which the test moves inside. An object that the program returned has none."""
+        """Method of Solution's object. Attributes of a name make the test start again in the program's process; other returned objects have
+        none."""
         if self._has_methods:
             return Remote(self._tests, [self._at, name])
         if isinstance(self._at, str):
@@ -184,14 +184,14 @@ class Tests:
 
 
 def import_modules(test: dict[str, Any]) -> dict[str, Any]:
-    """Run the test's import statements; returns modules that it uses without importing them."""
+    """Run the test's import statements; returns those of `modules` (name in the test -> module path), which it uses without importing."""
     for statement in test["imports"]:
         exec(statement, {})
     return {name: importlib.import_module(path) for name, path in test["modules"].items()}
 
 
 def _error(answer: dict[str, Any]) -> Exception:
-    """The program's exception, as the first class of its MRO that is known here."""
+    """The program's exception, as the first class of its MRO that exists here, with its text."""
     kind = next((kind for name in answer["error"] if (kind := _known_kind(str(name))) is not None), RuntimeError)
     text, args = str(answer["text"]), decode(answer["args"])
     error = kind.__new__(kind, *args)
@@ -211,7 +211,8 @@ def _known_kind(name: str) -> type[Exception] | None:
 
 
 def run_test(test: dict[str, Any], names: dict[str, Any], inside: bool = False) -> str:
-    """Run one test in a fresh module; returns what failed, or nothing."""
+    """Run one test in a fresh `__main__`; returns what failed, or "". `names`: of the program; `inside`: in the program's process, with
+    guards."""
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module  # where unittest.main() looks for the tests
     known = module.__dict__
@@ -245,7 +246,7 @@ def _is_left_by(tests: dict[str, Any], end: SystemExit) -> bool:
 
 
 def run_test_classes(names: dict[str, Any]) -> None:
-    """Run test classes, unittest's and those named Test... AssertionError unless all pass."""
+    """Run unittest's cases and classes named Test... AssertionError unless tests were found and all passed."""
     classes = [one for one in names.values() if isinstance(one, type) and one.__module__ == names["__name__"]]
     unittest = importlib.import_module("unittest")
     result, load = unittest.TestResult(), unittest.defaultTestLoader.loadTestsFromTestCase
@@ -276,7 +277,7 @@ def _what_failed(error: BaseException, source: str) -> str:
 
 
 def find(names: dict[str, Any], function: str) -> Any:
-    """Function, or method of a class; `Solution` may be omitted."""
+    """Function, or method of a class, by name; `Solution.` may be omitted."""
     owner, _, method = function.rpartition(".")
     if not owner and function not in names and isinstance(names.get("Solution"), type):
         owner, method = "Solution", function

@@ -18,10 +18,9 @@ REMOVAL_S = 2.0
 
 
 class Group:
-    """A control group whose files are opened before the walls stand, and written behind them.
+    """A control group whose files are opened before the walls are built, and written behind them.
 
-    The process that forks the programs is a member too: moving a process into a group costs about 10 ms.
-    """
+    The process that forks the programs is a member too: moving a process into a group costs about 10 ms."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -50,7 +49,7 @@ class Group:
         os.write(self._open["cgroup.procs"], b"0")
 
     def cpu_s(self) -> float:
-        """CPU time of the current program, without this process."""
+        """CPU time of the current program, without this process, also a member."""
         return self._total_s() - self._before_s
 
     def out_of_memory(self) -> bool:
@@ -70,7 +69,7 @@ class Group:
 
 
 def die_first() -> None:
-    """Make this process the kernel's first victim in its group, ahead of the watching one."""
+    """Make this process, a program, the kernel's first victim when its group is out of memory, ahead of the zygote."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as stream:  # noqa: PTH123
         stream.write("1000")
 

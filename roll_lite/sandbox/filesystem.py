@@ -55,7 +55,7 @@ WORK = "/sandbox"
 
 
 def readable_paths(more: Iterable[str] = ()) -> list[str]:
-    """Paths shown besides the system: the interpreter and `more`, without those below another unless hidden there."""
+    """Paths shown besides SYSTEM: the interpreter's and `more`. A path below another is left out, unless it is hidden there."""
     hidden, kept = hidden_paths(more), list[str]()
     for path in sorted({*_interpreter(), *more}):
         if _below(path, hidden) or not _below(path, (*SYSTEM, *kept)):
@@ -131,7 +131,7 @@ def build_root(more: Iterable[str]) -> None:
 
 
 def _covered(shown: Iterable[str]) -> str:
-    """Folder to build the new root over, without shown paths."""
+    """Existing folder to mount the new root over: one that contains no shown path."""
     for folder in (tempfile.gettempdir(), "/mnt", "/media", "/srv", "/run"):
         if os.path.isdir(folder) and not any(f"{path}/".startswith(f"{folder}/") for path in shown):  # noqa: PTH112
             return folder
@@ -153,10 +153,9 @@ def _place(path: str, target: str, folder: bool) -> None:
 
 
 def fits(folder: str, most_bytes: int, most_files: int) -> bool:
-    """True if the folder keeps the limits, even while the program runs: files that vanish do not count.
+    """True if the folder keeps the limits, even while the program runs: files that vanish meanwhile do not count.
 
-    A tree that cannot be read, or is nested too deeply, does not fit. The walk is breadth-first, to meet many names early.
-    """
+    A tree that is nested too deeply, or whose paths are too long, does not fit. The walk is breadth-first, to meet many names early."""
     taken = seen = 0
     waiting, root = collections.deque([folder]), os.path.realpath(folder)
     if most_bytes < 0:
@@ -204,7 +203,7 @@ def _entries(place: str, root: str) -> Iterator[Any]:
 
 
 def remove_folder(folder: str) -> None:
-    """Remove an ended program's folder, however deep, or unreadable inside. It may be missing."""
+    """Remove an ended program's folder, even if nested deeply or unreadable. It may be missing."""
     with contextlib.suppress(OSError):
         top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
@@ -217,7 +216,8 @@ def remove_folder(folder: str) -> None:
 
 
 def _empty(name: str, parent: int, top: int, moved: Iterator[int], depth: int) -> list[str]:
-    """Empty and remove a folder (top one if `name` is empty: only emptied). Returns names of folders moved up to the top."""
+    """Empty and remove a folder; the top one (empty `name`) is only emptied. Returns new names of folders moved up to the top, nested too
+    deeply."""
     found = list[str]()
     with contextlib.suppress(OSError):
         if name:
@@ -260,14 +260,14 @@ def _exists(name: str, folder: int) -> bool:
 
 
 def claim(folder: str) -> int:
-    """Lock a folder as in use while the returned file stays open."""
+    """Mark a folder as in use (a lock) until the returned file is closed."""
     held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
     return held
 
 
 def claimed_by_none(parent: str, prefix: str) -> Iterator[str]:
-    """Our folders that no process holds. A new one has a minute to be claimed."""
+    """Folders of this user that no process claims. A new one has CLAIM_S to be claimed."""
     for name in os.listdir(parent):  # noqa: PTH208
         path = f"{parent}/{name}"
         with contextlib.suppress(OSError):

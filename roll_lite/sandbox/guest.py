@@ -25,7 +25,7 @@ from roll_lite.sandbox.kernel import OUT_OF_TIME, PR_SET_DUMPABLE, memory_file, 
 LOOK_S = 0.01
 LINGER_S = 0.2
 ORDER = 5
-"""File number of the order, after the program's 0 to 4."""
+"""File number of the order (see programs.py), after the program's 0 to 4."""
 BOOT = f"""
 import json, sys
 sys.path.insert(0, sys.argv[1])
@@ -37,7 +37,7 @@ run_program(order)
 
 
 def main(harness: str) -> None:
-    """Run the job in the current folder. `harness`: zip file with this module."""
+    """Run the job in the current folder. `harness`: zip file with roll_lite.sandbox."""
     job = Path("job.json")
     asked = json.loads(job.read_text(encoding="utf-8"))
     job.unlink()  # a program that could read it would read the tests
@@ -49,7 +49,7 @@ def main(harness: str) -> None:
 
 
 def _run_pair(asked: dict[str, Any], harness: str) -> dict[str, Any]:
-    """Outcome of the tests, with the program's stderr and both CPU times."""
+    """Outcome of the tests, with the program's stderr and the CPU time of both."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         program, tests = _Running(asked["program"], harness, ours.fileno()), _Running(asked["tests"], harness, theirs.fileno())
@@ -99,7 +99,7 @@ class _Running:
             resource.setrlimit(which, (value, value))
 
     def ended(self, patience: float | None = None) -> dict[str, Any]:
-        """Wait for the end, at most its time limit or `patience`; then kill it. Returns the outcome."""
+        """Outcome of the process, killed at its time limit (reported as "wall") or after `patience` seconds."""
         limits, stopped, most = self._limits, "", self._limits["output_kb"] * 1024
         until = min(self._started + limits["wall_s"], time.monotonic() + (limits["wall_s"] if patience is None else patience))
         while not (found := os.wait4(self._pid, os.WNOHANG))[0]:

@@ -1,8 +1,7 @@
-"""Guards for a test that runs in the program's process: the program decides as little as possible (docs/code_reward.md).
+"""Guards for a test that runs in the program's process, where the program could decide its own verdict (docs/code_reward.md).
 
-A class could equal everything (`__eq__`), or read the expected value (`Area(3) - 28.274`). A program that reads the interpreter's frames
-or memory can still forge a verdict.
-"""
+Its classes could equal everything (`__eq__`), or read the expected value (`Area(3) - 28.274`). A program that reads the interpreter's
+frames or memory can still forge a verdict."""
 
 from __future__ import annotations
 
@@ -46,7 +45,7 @@ RAISING = ("raises", "assertRaises", "assertRaisesRegex", "suppress", "warns", "
 
 
 class Loaded:
-    """Modules, their classes' attributes and functions' code as they were."""
+    """Snapshot of modules, their classes' attributes and functions' code, to undo a program's changes."""
 
     def __init__(self) -> None:
         self.modules: dict[str, types.ModuleType] = {}
@@ -54,7 +53,7 @@ class Loaded:
         self._code: dict[int, tuple[Any, ...]] = {}
 
     def add(self, modules: dict[str, types.ModuleType] = sys.modules) -> Loaded:
-        """Add modules; by default, those loaded since."""
+        """Add modules; by default, those loaded since the last call."""
         known = {"__main__", *self.modules}
         new = {name: one for name, one in modules.items() if isinstance(one, types.ModuleType) and name not in known}
         self.modules |= new
@@ -67,7 +66,7 @@ class Loaded:
         return self
 
     def put_back(self) -> set[str]:
-        """Undo changes; returns the names that were replaced."""
+        """Undo changes, but not of state such as sys.stdout; returns names of replaced functions and modules."""
         replaced = {name for name, module in self.modules.items() if sys.modules.get(name) is not module}
         sys.modules.update(self.modules)
         for function, code, defaults, named in self._code.values():
@@ -94,14 +93,15 @@ LOADED = Loaded()
 
 
 def replaced_by(source: str) -> set[str]:
-    """Names that the tests may replace: attributes that they set, and all their texts, as for `setattr`."""
+    """Names that the tests themselves may replace: attributes that they set, and all their strings, as for `setattr`."""
     nodes = list(ast.walk(ast.parse(source)))
     texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     return texts | {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
 
 
 def guarded(source: str, names: dict[str, Any], failed: list[str]) -> ast.Module:
-    """The tests' syntax tree with guards, whose functions go to `names`, failed asserts to `failed`."""
+    """The tests' syntax tree with calls of guards, which are added to `names`; failed asserts go to `failed`, even if the program catches
+    them."""
     names |= {"__builtins__": BUILTINS, "__compare__": compare, "__operate__": operate}
     names |= {"__failed__": lambda line, *why: failed.append(f"AssertionError{f': {why[0]}' if why else ''} at {line}"[:300])}
     names |= {f"__{name}__": one for name, one in CALLING.items()}
@@ -132,7 +132,7 @@ class _Guards(ast.NodeTransformer):
         return node
 
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
-        """Record a failure as well as raise it."""
+        """Record a failure as well as raise it: the program may catch it."""
         self.generic_visit(node)
         line = ast.Constant(self._lines[node.lineno - 1].strip())
         note = ast.copy_location(ast.Expr(_call(node, "__failed__", line, *([node.msg] if node.msg else []))), node)
@@ -181,7 +181,7 @@ def _all_reached(failed: list[str], reached: set[int], line: int) -> None:
 
 
 def _guard_unittest(failed: list[str]) -> None:
-    """Guard unittest's assert methods: both values must be plain, or both the program's."""
+    """Guard unittest's assert methods: a program's operator must not decide on one value only, the other being plain."""
     import unittest
 
     def guard(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -236,7 +236,7 @@ def _holds(container: Any, item: Any) -> bool:
 
 
 def operate(kind: str, one: Any, other: Any) -> Any:
-    """Apply an operator; AssertionError if it is the program's own, sees a plain value and returns one."""
+    """Apply an operator; AssertionError if it is the program's own, sees a plain value (perhaps the expected one) and returns one."""
     operation = getattr(operator, SPECIAL.get(kind, kind.lower()))
     name = operation.__name__.strip("_")
     own = [_defines(value, (f"__{name}__", f"__r{name}__")) for value in (one, other)]
@@ -248,7 +248,7 @@ def operate(kind: str, one: Any, other: Any) -> Any:
 
 
 def _is_own(kind: type) -> bool:
-    """True if the program created the class: by its `__module__`, which can be forged, or its functions' globals, which cannot."""
+    """True if the program created the class: by its `__module__`, which can be forged, or its functions' globals, which cannot be."""
     if not FLAGS(kind) & MADE_IN_PYTHON:
         return False
     return kind.__module__ == FROM_PROGRAM or any(type(one) is types.FunctionType and _is_of_program(one) for one in HELD_BY(kind).values())

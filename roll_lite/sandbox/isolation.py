@@ -20,22 +20,22 @@ from roll_lite.sandbox.kernel import checked, libc
 
 NOBODY = 65534
 FIRST_OF_OWN = 2_000_000_000
-"""First user id of sandboxes that have one each: their processes can be counted and signalled apart."""
+"""First user id of sandboxes that have one each: their processes can be counted and signalled separately."""
 SHARED_BYTES = 16 << 20
 ROOM = 2
-"""Ratio of address space to memory: reservations are never fully used."""
+"""Ratio of the address space limit to the memory limit, since programs reserve more than they use."""
 NEIGHBOURS = 512
 """Allowance for the same user's processes that start elsewhere meanwhile."""
 OTHERS = kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | kernel.CLONE_NEWCGROUP
 BEHIND_OTHER_WALLS = 47
-"""Exit status of a trial whose walls cannot be built."""
+"""Exit status of the trial process if its walls cannot be built."""
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
 READ = EXECUTE | READ_FILE | READ_DIR
 RIGHTS_BY_ABI = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}
 TRUNCATE_ABI = 3
 SCOPE_ABI = 6
-"""First version that also confines signals and abstract sockets."""
+"""First landlock version that also confines signals and abstract sockets."""
 TRIAL = {
     "cpu_s": 10,
     "memory_bytes": 1 << 30,
@@ -50,7 +50,7 @@ TRIAL = {
 
 @dataclass
 class Walls:
-    """Outer walls; `held`: mechanism of each protection that holds."""
+    """Outer walls. `held`: mechanism of each protection; `why_not`: reasons for missing ones."""
 
     kind: str
     """namespaces, landlock or none."""
@@ -63,7 +63,7 @@ class Walls:
 
 
 def build_outer_walls(readable: Sequence[str], wanted: str) -> Walls:
-    """Build the strongest kind that works here, at most `wanted`. A pid namespace begins with the next fork."""
+    """Build the strongest kind that works here, at most `wanted`. The pid namespace holds from the next fork on."""
     why_not: list[str] = []
     if wanted == "namespaces":
         trouble = _trouble_with_namespaces(readable)
@@ -75,7 +75,7 @@ def build_outer_walls(readable: Sequence[str], wanted: str) -> Walls:
 
 
 def _trouble_with_namespaces(readable: Sequence[str]) -> str:
-    """Why namespaces cannot be built, or empty. Tried in a child, since half a wall cannot be removed."""
+    """Why namespaces cannot be built, or empty. Tried in a child, since half-built walls cannot be removed."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -121,7 +121,7 @@ def _namespaces(readable: Sequence[str]) -> Walls:
 
 
 def _is_root_of_machine() -> bool:
-    """True if this is the machine's root, whose number of processes is not limited; root of a user namespace may be any user outside."""
+    """True for the machine's root, whom RLIMIT_NPROC does not limit. Root of a user namespace may be an ordinary user outside."""
     with open("/proc/self/uid_map", encoding="ascii") as stream:  # noqa: PTH123
         return os.getuid() == 0 and stream.readline().split()[:2] == ["0", "0"]
 
@@ -216,7 +216,7 @@ def _open_to_others(abi: int, filtered: bool, is_root: bool, other_user: bool) -
 
 
 def go_inside(walls: Walls, folder: str, limits: Mapping[str, Any], readable: Sequence[str]) -> None:
-    """Build the inner walls and limits, in the program's process before its first line. OSError if one does not hold."""
+    """Build the inner walls and limits, in the program's process before its first line. OSError if one cannot be built."""
     os.setsid()  # signals to the own process group pass through pid namespaces
     if walls.kind == "namespaces":
         _own_namespaces(walls, limits)
@@ -247,7 +247,7 @@ def go_inside(walls: Walls, folder: str, limits: Mapping[str, Any], readable: Se
 
 @functools.cache
 def _shown_by_landlock(readable: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """Readable paths and name-only folders for landlock, which cannot hide a path below a shown folder."""
+    """Paths to read, and folders of which only names may be listed: landlock cannot hide a path below a folder it shows."""
     hidden, shown, named = filesystem.hidden_paths(readable), list[str](filesystem.SETTINGS), list[str]()
     for path in dict.fromkeys(map(os.path.realpath, (*filesystem.SYSTEM, *filesystem.readable_paths(readable)))):
         if os.path.exists(path):  # noqa: PTH110
@@ -324,12 +324,13 @@ def reset_signals() -> None:
 
 
 def landlock_abi() -> int:
-    """Version in this kernel; 0: none."""
+    """Landlock's version in this kernel; 0: none."""
     return max(0, int(libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), 1)))
 
 
 def restrict_files(readable: Iterable[str], writable: Iterable[str], devices: Iterable[str], named: Iterable[str]) -> None:
-    """Restrict this process and its children to these paths; needs no_new_privs. `named`: folders of which only names may be read."""
+    """Restrict this process and its children to these paths; needs no_new_privs. `named`: folders whose names may be listed, nothing
+    more."""
     abi = landlock_abi()
     rights = RIGHTS_BY_ABI[max(known for known in RIGHTS_BY_ABI if known <= abi)]
     size = 24 if abi >= SCOPE_ABI else 16 if abi >= 4 else 8

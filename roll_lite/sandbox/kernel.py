@@ -36,7 +36,7 @@ PR_SET_NO_NEW_PRIVS = 38
 
 CAP_DAC_READ_SEARCH = 1 << 2
 FOR_ANOTHER_USER = 1 << 0 | 1 << 1 | 1 << 5 | 1 << 6 | 1 << 7
-"""CAP_CHOWN, CAP_DAC_OVERRIDE, CAP_KILL, CAP_SETGID, CAP_SETUID."""
+"""Rights to run and kill programs as another user: CAP_CHOWN, CAP_DAC_OVERRIDE, CAP_KILL, CAP_SETGID, CAP_SETUID."""
 AT_FDCWD = -100
 AT_RECURSIVE = 0x8000
 MOUNT_ATTR_RDONLY_NOSUID_NODEV = 0x7
@@ -67,7 +67,8 @@ OUT_OF_TIME = int(signal.SIGPROF)
 
 
 def limit_cpu(seconds: float) -> None:
-    """End this process after this much CPU time. The handler is C's `_exit`: a namespace's first process ignores signals without one."""
+    """End this process after this much CPU time. The handler is C's `_exit`: a pid namespace's first process ignores signals without a
+    handler."""
     libc.signal(signal.SIGPROF, ctypes.cast(libc._exit, ctypes.c_void_p))
     signal.setitimer(signal.ITIMER_PROF, seconds)
 

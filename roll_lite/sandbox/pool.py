@@ -47,7 +47,7 @@ class SandboxTrouble(Exception):
 
 
 class SandboxDied(SandboxTrouble):
-    """A sandbox died or fell silent during a program; a retry must show whether the program is the cause."""
+    """A sandbox died or fell silent during a program. A retry must show whether the program is to blame."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class Program:
-    """`order`: kind and arguments, see programs.py."""
+    """`order`: kind and arguments, see `MODES` in programs.py."""
 
     order: dict[str, Any]
     stdin: bytes = b""
     artifact: bytes = b""
-    """Compiled output of an earlier program, as file number 4."""
+    """File that an earlier program compiled, open as file number 4."""
     address_space: bool = True
     """False for interpreters that reserve far more address space than they use."""
     limits: Limits = field(default_factory=Limits)
@@ -94,11 +94,11 @@ class Outcome:
     exit: int
     """Exit status, negative for a signal."""
     stopped: str
-    """Limit that ended it: cpu, wall, memory, processes, output, or sandbox (it killed its sandbox); or empty."""
+    """Limit that ended it: cpu, wall, memory, processes, output (or the folder's size), sandbox (it killed its sandbox); or empty."""
     stdout: bytes
     stderr: bytes
     result: bytes
-    """Content of file number 3."""
+    """What the program wrote to file number 3."""
     seconds: float
     cpu_s: float
 
@@ -121,7 +121,7 @@ class Protections:
     held: dict[str, str]
     why_not: tuple[str, ...] = ()
     counted: tuple[str, ...] = ()
-    """Resources counted in a control group; others are sampled about twenty times a second."""
+    """Resources that a control group counts exactly; the others are sampled about twenty times a second."""
 
     @property
     def missing(self) -> list[str]:
@@ -147,7 +147,7 @@ class Sandbox:
     """A warm interpreter behind walls; runs one program at a time."""
 
     def __init__(self, walls: str = "namespaces", readable: Sequence[str] = (), python_path: Sequence[str] = ()) -> None:
-        """`walls`: strongest kind to try. `readable`: further folders that programs may read; `python_path`: and import from."""
+        """`walls`: strongest kind to try, see Walls. `readable`: further folders that programs may read; `python_path`: and import from."""
         self._settings: dict[str, Any] = {"walls": walls, "readable": [*readable, *python_path], "python_path": list(python_path)}
         self._settings |= {"root": ROOT, "control_group": True}
         self._process: subprocess.Popen[bytes] | None = None
@@ -191,7 +191,7 @@ class Sandbox:
         return self.protections
 
     def begin(self, program: Program, peer: int = -1) -> None:
-        """Start a program; `fileno()` becomes readable at its end. `peer`: open file that it gets as number 4."""
+        """Start a program; `fileno()` becomes readable when it ends. `peer`: socket that it gets as file number 4."""
         if self._running is not None:  # the wait for it was interrupted
             self.close()
         self._ensure_started()
@@ -210,8 +210,8 @@ class Sandbox:
             raise SandboxDied(f"the sandbox died: {error}") from error
 
     def finish(self, patience: float | None = None) -> Outcome:
-        """Wait for the program's end; kill it after `patience`. SandboxTrouble if the end is unknown: the next program gets a fresh
-        sandbox."""
+        """Wait for the program's end; kill it after `patience` seconds. SandboxTrouble if the end is unknown; the next program then gets a
+        fresh sandbox."""
         assert self._running is not None and self._line is not None
         program, files, deadline = self._running
         try:
@@ -269,7 +269,7 @@ class Sandbox:
             self._group = ""
 
     def _ensure_started(self) -> None:
-        """Start if needed. SandboxTrouble if that fails, or a restart has lost a required protection."""
+        """Start if not running. SandboxTrouble if that fails, or a restart lacks a protection that was held before."""
         if self._line is not None and self._process is not None and self._process.poll() is None:
             return
         before = self.protections
@@ -334,7 +334,7 @@ class SandboxPool:
         self._allow_unprotected = allow_unprotected
 
     def start(self) -> Protections:
-        """Start all sandboxes and log their protections. ValueError if required ones are missing, unless the user allows it."""
+        """Start all sandboxes and log their protections. ValueError if required ones are missing and `allow_unprotected` is false."""
         try:
             protections, *_ = [sandbox.start() for sandbox in self._sandboxes]
             protections.refuse_missing(self._allow_unprotected)
@@ -377,7 +377,7 @@ class SandboxPool:
         return outcomes
 
     def _begin(self, sandbox: Sandbox, job: Program | Pair) -> Sandbox:
-        """Start the job; returns the sandbox whose end is the job's. A pair's processes share a socket."""
+        """Start the job; returns the sandbox to wait for (a pair's: the tests'). A pair's processes share a socket."""
         if isinstance(job, Program):
             sandbox.begin(job)
             return sandbox
@@ -403,7 +403,7 @@ class SandboxPool:
         return replace(said, stopped=said.stopped or ran.stopped, stderr=ran.stderr, cpu_s=said.cpu_s + ran.cpu_s)
 
     def _once_more(self, job: Program | Pair, sandbox: Sandbox) -> Ended:
-        """Retry a job whose sandbox died. If a fresh one dies too, but survives a harmless program, the job is to blame."""
+        """Retry a job whose sandbox died. If the fresh one dies too, but then runs a harmless program, the job is to blame."""
         try:
             self._begin(sandbox, job)
             return self._finish(sandbox, job)

@@ -1,5 +1,5 @@
-"""Runs a program in its sandboxed process, in one of several modes (`MODES`). Values leave through an open file, and are compared
-outside."""
+"""Runs a program in its sandboxed process, in one of several modes (`MODES`). Returned values leave through open file RESULT, and are
+judged outside."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def run_program(order: dict[str, Any]) -> None:
 
 
 def _end(printed: TextIO, status: int) -> NoReturn:
-    """End like an interpreter: join threads, run exit functions, flush, finalize objects, flush again."""
+    """End as an interpreter does: join threads, run exit functions, flush, finalize objects, flush again."""
     with contextlib.suppress(BaseException):
         threading._shutdown()  # type: ignore[attr-defined]
     with contextlib.suppress(BaseException):
@@ -104,7 +104,7 @@ def _is_closed(stream: TextIO) -> bool:
 
 
 def _set_limit(which: int, limits: tuple[int, int]) -> None:
-    """Ignore attempts to raise limits, which contest programs make as a matter of course."""
+    """Stands in for `resource.setrlimit`: attempts to raise limits, common in contest programs, do nothing."""
     try:
         SET_LIMIT(which, limits)
     except ValueError:
@@ -116,7 +116,7 @@ KEPT = ("roll_lite", "roll_lite.rewards")
 
 
 def _executable(path: str, flags: int) -> int:
-    """Opener that creates executable files: some walls forbid chmod."""
+    """Opener that creates executable files, since some walls forbid chmod."""
     return os.open(path, flags, 0o700)
 
 
@@ -158,7 +158,8 @@ def _calls(order: dict[str, Any]) -> None:
 
 
 def _call_in_child(names: dict[str, Any], order: dict[str, Any], arguments: list[Any], named: dict[str, Any]) -> dict[str, Any]:
-    """Value of a call, or the reason for its lack. Without a value the function may work in place: its first argument is sent too."""
+    """{"line": JSON of a value or error}, or {"stopped": limit}, {"error": text}. A function that returns None may work in place: its first
+    argument is sent too."""
     here, there = os.pipe()
     if (pid := os.fork()) == 0:
         try:

@@ -12,7 +12,7 @@ from roll_lite.sandbox.kernel import PR_SET_DUMPABLE, PR_SET_SECCOMP, prctl
 
 
 def _calls(table: str) -> list[tuple[int, int]]:
-    """Numbers on x86_64 and aarch64 (-1: no such call)."""
+    """(number on x86_64, on aarch64) of each call; -1: no such call."""
     rows = [line.partition("#")[0].split() for line in table.splitlines()]
     return [(int(one), int(other)) for _, one, other in filter(None, rows)]
 
@@ -176,11 +176,11 @@ STREAM, PACKETS_IN_ORDER = 1, 5
 NEW_NAMESPACES = 0x7E020000
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 X32 = 0x40000000
-"""Bit of x32 calls."""
+"""Bit of the x32 ABI, a second way to make x86_64's calls."""
 
 LOAD, AND, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 ARGUMENTS = 16
-"""Offset in `struct seccomp_data`."""
+"""Offset of the arguments in `struct seccomp_data`."""
 ALLOW, KILL = 0x7FFF0000, 0x80000000
 
 
@@ -226,13 +226,13 @@ def build_filter(own_pid: int | None = None, signals_stay: bool = False) -> byte
 
 
 def _only_own(own_pid: int, calls: list[tuple[int, int]], column: int) -> list[tuple[int, int, int, int]]:
-    """Allow these calls only if the first argument, a process, is 0 (itself or its group) or `own_pid`."""
+    """Allow these calls only if the first argument, a process, is 0 (the caller or its group) or `own_pid`."""
     tests = [(JUMP_EQUAL, 2, 0, 0), (JUMP_EQUAL, 1, 0, own_pid)]
     return [one for numbers in calls for one in _where(numbers[column], 0, tests)]
 
 
 def _where(number: int, argument: int, tests: list[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
-    """Refuse a call if the tests of its argument fall through; a test that jumps one further allows it."""
+    """Refuse a call if every test of its argument falls through; a test allows it by jumping one past the refusal."""
     block = [(LOAD, 0, 0, ARGUMENTS + 8 * argument), *tests, (RETURN, 0, 0, _refuse(errno.EPERM)), (LOAD, 0, 0, 0)]
     return [(JUMP_EQUAL, 0, len(block), number), *block]
 

@@ -1,4 +1,5 @@
-"""Locks and shared memory for multiprocessing in files of the program's folder; Python's own are in the machine's /dev/shm."""
+"""Locks and shared memory for multiprocessing, in files of the program's folder. Python's own need /dev/shm, which landlock does not
+show."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ class Time(ctypes.Structure):
 
 
 class SemLock:
-    """Replacement of `_multiprocessing.SemLock` for processes that fork."""
+    """Stands in for `_multiprocessing.SemLock`, for forked processes only."""
 
     SEM_VALUE_MAX = 2**31 - 1
     handle = 0

@@ -18,15 +18,15 @@ from roll_lite.sandbox.filesystem import BLOCK, fits
 PAGE = os.sysconf("SC_PAGE_SIZE")
 TICKS = os.sysconf("SC_CLK_TCK")
 STACK = 25
-"""Index of the stack's start behind the name in /proc/PID/stat."""
+"""Index of the stack's start address among the fields behind the name in /proc/PID/stat."""
 FORKED_AND_NO_MORE = 0x40
 OF_MAPPING = 512
-"""Bytes of kernel memory per mapping, approximately."""
+"""Approximate bytes of kernel memory for each memory mapping."""
 MOST_MAPPINGS = 65530
 BESIDE_RESIDENT = (b"VmPTE:", b"VmSwap:")
-"""Lines of /proc/PID/status, in kB, beside resident memory."""
+"""Lines of /proc/PID/status, in kB, that count as memory beside the resident set."""
 LONGEST_MAPS = 1 << 20
-"""Bytes read of a process's table of mappings. A longer one counts as hidden memory."""
+"""Bytes read of a process's table of mappings. A longer one counts as full."""
 
 
 class Usage:
@@ -34,7 +34,7 @@ class Usage:
         self._group = group
         self._namespaces = namespaces
         self._seen: dict[tuple[int, int], float] = {}
-        """CPU time of each process when last sampled: an unreaped child's is counted nowhere else."""
+        """CPU time of each process at its last sample; for an unreaped child, the only record."""
         self._unseen_s = 0.0
         """Estimated CPU time of processes that lived only between two samples."""
         self._looked = 0.0
@@ -101,7 +101,7 @@ class Usage:
         return self._group is not None and self._group.out_of_memory()
 
     def _is_forked(self, stat: list[bytes]) -> bool:
-        """True if a process still is a fork of the warm interpreter: its stack lies at the same address or, if the kernel hides that, it
+        """True if a process still runs the warm interpreter's image: its stack lies at the same address or, if the kernel hides that, it
         has the flag "forked, no exec"."""
         return stat[STACK] == self._own_stack if stat[STACK] != b"0" else bool(int(stat[6]) & FORKED_AND_NO_MORE)
 
@@ -119,7 +119,7 @@ def _content(process: int, name: str, most: int = -1) -> bytes:
 
 
 def _fields(stat_line: bytes) -> list[bytes]:
-    """Fields behind the name, which may contain any character."""
+    """Fields of /proc/PID/stat behind the name, which may contain spaces and brackets."""
     return stat_line.rpartition(b")")[2].split()
 
 
@@ -139,7 +139,7 @@ def _living_thread(process: int, fields: list[bytes]) -> str:
 
 
 def _lines(status: bytes, names: bytes | tuple[bytes, ...]) -> list[list[bytes]]:
-    """Lines that start with one of the names, split at line feeds only: the kernel escapes no other line end in a program's name."""
+    """Lines that start with one of the names. Split at line feeds only: a program's name may contain any other line end."""
     return [line.split() for line in status.split(b"\n") if line.startswith(names)]
 
 

@@ -30,13 +30,13 @@ STANDARD: dict[type, Callable[[Any], list[Any]]] = {
 """Standard library types that count as plain, with the arguments that rebuild an equal value."""
 NAMED = {kind.__name__: kind for kind in STANDARD}
 MADE_OF = {"bytearray": bytes, "frozenset": list, "deque": list, "Counter": dict, "OrderedDict": list}
-"""Required type of the first argument: a number or a range would expand to a large object in the reading process."""
+"""Required type of the first argument: a number or range would expand to a huge object in the process that decodes it."""
 MADE_OF_PARTS = {"range": int, "Fraction": int, "date": int, "Decimal": str, "timedelta": int}
-"""Required type of every argument: Fraction("1e99999999") would be computed."""
+"""Required type of every argument: Fraction("1e99999999"), for one, would be computed when decoded."""
 LONGEST_NUMBER = 10_000
-"""Most digits of such an argument: the parts of a Fraction, for one, are reduced."""
+"""Most digits of such an argument: large parts of a Fraction take long to reduce."""
 SAME_HASH = 100
-"""Most items of a set or dict with the same hash: each lookup would scan them all."""
+"""Most items of a decoded set or dict with the same hash: each lookup would compare with all of them."""
 HELD: dict[type, Callable[[Any], Any]] = {
     bool: lambda value: value,
     list: lambda value: list(list.__iter__(value)),
@@ -64,7 +64,7 @@ FROM_PROGRAM = "solution"
 
 
 def encode(value: Any, refer: Callable[[Any], Any] | None = None) -> Any:
-    """Plain data for JSON. Other values go through `refer`; TypeError without it."""
+    """JSON form of plain data. Other values are encoded by `refer`; TypeError without it."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
         return _scalar(value)
     if type(value) in STANDARD:
@@ -112,10 +112,9 @@ def _scalar(value: Any) -> Any:
 
 
 def decode(data: Any, find: Callable[[Any], Any] | None = None) -> Any:
-    """Decoded value, of Python's own types only. ValueError for data that `encode` cannot have written.
+    """Inverse of `encode`. ValueError for data that it cannot have written.
 
-    `find` looks up references. Without it, iterators, dict views and numpy arrays become lists.
-    """
+    `find` resolves references made by `refer`. Without it, iterators, dict views and numpy arrays become lists."""
     if isinstance(data, list):
         return [decode(one, find) for one in data]
     if not isinstance(data, dict):
@@ -167,7 +166,7 @@ def _digits(number: Any) -> int:
 
 
 def _spread(items: list[Any]) -> list[Any]:
-    """Items of a set or keys of a dict; ValueError if too many hashes collide."""
+    """Items of a set or keys of a dict, unchanged; ValueError if more than SAME_HASH share a hash."""
     hashes = sorted(map(hash, items))
     if any(one == other for one, other in zip(hashes, hashes[SAME_HASH:], strict=False)) and len(set(map(id, items))) > SAME_HASH:
         raise ValueError(f"more than {SAME_HASH} items of one hash")

@@ -1,8 +1,8 @@
 """Warm Python interpreter behind walls that forks a process per program, watches it, and kills it with all its children.
 
-It shares its namespaces with one program at a time. A socket carries the limits as JSON, an open file with the order, and the program's
-files 0 to 4. Only the forked process reads these, since later programs could read the zygote's memory: secrets are never sent here.
-"""
+It shares its namespaces with one program at a time. A request is the limits as JSON, with open files: the order (see programs.py) and the
+program's files 0 to 4. Only the forked process reads these, since later programs could read the zygote's memory: secrets are never sent
+here."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ string threading traceback typing linecache ast types enum io time atexit inspec
 FIRST_LOOK_S, LOOK_S = 0.02, 0.05
 """Seconds before the first sample, and on average between later ones: random, so that a program cannot idle on time."""
 DISK_LOOK_S = 0.005
-"""Seconds between checks of free disk space, which are cheap."""
+"""Seconds between checks of free disk space between two samples."""
 LONGEST_LIMITS = 4096
 HIGHEST_FILE = 1024
 FOLDER = "code-"
@@ -101,8 +101,7 @@ def main(control: int, settings: dict[str, Any]) -> None:
 def _clean_up_after(zygote: int, folder: str, left: int) -> NoReturn:
     """Remove ended programs' folders, which may take long, and clean up after the zygote, even if it is killed.
 
-    Namespaces end with the zygote. If this process is killed, the zygote cleans up instead.
-    """
+    Namespaces end with the zygote. If this process, its parent, is killed, the zygote cleans up instead."""
     while os.read(left, 1):
         for old in _left_folders(folder):
             remove_folder(old)
@@ -124,7 +123,7 @@ def _free_bytes(folder: str) -> int:
 
 class Zygote:
     def __init__(self, line: socket.socket, walls: Walls, readable: list[str], folder: str, group: Group | None, say_left: int) -> None:
-        """`folder`: parent of programs' folders without namespaces; `say_left`: pipe to the process that removes them."""
+        """`folder`: parent of programs' folders, empty with namespaces. `say_left`: pipe that tells the parent to remove old ones."""
         self._line = line
         self._walls = walls
         self._readable = readable
@@ -148,7 +147,7 @@ class Zygote:
             self._line.sendall(json.dumps(report).encode() + b"\n")
 
     def _receive(self) -> tuple[dict[str, Any], list[int]] | None:
-        """Limits and open files. Skips spaces, which came too late to kill a program."""
+        """Limits and open files of the next request; None at the end. Skips spaces: requests to kill a program that has already ended."""
         files, data, ancillary = array.array("i"), b" ", list[Any]()
         while data and not data.strip():
             data, ancillary, _, _ = self._line.recvmsg(LONGEST_LIMITS, socket.CMSG_SPACE(6 * files.itemsize))
@@ -254,7 +253,8 @@ class Zygote:
         return {"exit": os.waitstatus_to_exitcode(status), "stopped": stopped, "cpu_s": cpu_s}
 
     def _wait(self, poller: select.poll, pause: float, limits: dict[str, Any], folder: str) -> list[tuple[int, int]]:
-        """Wait for an event or the next sample; without a limit on the folder's size, sample as soon as the disk fills."""
+        """Wait for an event or the time of the next sample. Where nothing limits the folder's size, return early if free disk space
+        drops."""
         if self._namespaces:
             return poller.poll(pause * 1000)
         until, before = time.monotonic() + pause, _free_bytes(folder)
@@ -271,7 +271,7 @@ class Zygote:
 
 
 def descendants() -> list[int]:
-    """Descendants of this process, a subreaper: it inherits orphans."""
+    """Descendants of this process, orphans too: as a subreaper it inherits them."""
     found = _children(os.getpid())
     for process in found:
         found.extend(child for child in _children(process) if child not in found)
@@ -292,7 +292,7 @@ def _children(pid: int) -> list[int]:
 
 
 def kill_descendants() -> None:
-    """Kill all descendants; TimeoutError if some do not die."""
+    """Kill all descendants; TimeoutError if some survive PATIENCE_S."""
     deadline = time.monotonic() + PATIENCE_S
     while rest := descendants():
         for process in rest:
