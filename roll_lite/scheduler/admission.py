@@ -26,7 +26,7 @@ class Admission:
         pacing: Pacing,
         batches: int | None,
     ) -> None:
-        """`batches`: in the run; no prompt is admitted beyond them."""
+        """`batches`: number in the run; no prompt is admitted beyond them."""
         self.plan = BatchPlan({name: one.share for name, one in domains.items()}, {name: one.least for name, one in domains.items()})
         self.size = 0
         self.asked = self.handed_out = self._resumed_at = 0
@@ -93,11 +93,11 @@ class Admission:
         return self.plan.exhausted
 
     def is_due(self, domain: str) -> bool:
-        """True if a batch already asked for still needs a prompt of this domain."""
+        """True if a batch already asked for still lacks a prompt of this domain."""
         return self.plan.has_open(domain, self._due_places()) and not self._schedulers[domain].exhausted
 
     def oldest_at_next_turn(self, domain: str) -> int:
-        """Oldest admission (in batches) that may still train in the next batch with this domain."""
+        """Oldest time of admission (in batches asked for) that may still train in the next batch with this domain."""
         most = self._pacing.supply.max_staleness
         return self.asked + self.plan.turns_until(domain, self.size, most) - most
 
@@ -119,12 +119,10 @@ class Admission:
     # ------------------------------------------------------------ rewards that lag
 
     def _room_in_rewards(self) -> dict[str, float]:
-        """Samples of each domain that may start for later batches.
+        """Samples of each domain that may start for later batches, so that rewards keep up.
 
-        At most one batch of samples may wait for scores, beyond those being scored: more would grow stale while engines could serve
-        other domains. Prompts of batches already asked for always start, so every batch completes. Supplies of whole batches need no
-        bound.
-        """
+        At most one batch of samples may wait for scores, beyond those being scored: more would grow stale while engines could serve other
+        domains. Prompts of batches already asked for always start, so every batch completes. Supplies of whole batches need no bound."""
         if self._pacing.supply.whole_batches:
             return dict.fromkeys(self._domains, inf)
         groups = {name: self._of_a_batch(one) * one.group_size for name, one in self._domains.items()}

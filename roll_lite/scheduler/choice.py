@@ -36,7 +36,7 @@ class EngineLoad:
 
     @property
     def left(self) -> float:
-        """Expected tokens still to prefill and generate. See Asked.left."""
+        """Expected tokens still to prefill and generate. See Flight.left."""
         return self.tokens - self.done
 
 
@@ -73,7 +73,7 @@ class EngineChoice:
         return engine
 
     def takes(self, tokens: float) -> float:
-        """Requests of this size that all engines together take."""
+        """Number of requests with this many tokens that all engines together take."""
         by_requests = inf if self._most_requests is None else self._most_requests * self.serving
         return by_requests if self._most_tokens is None else min(by_requests, self._most_tokens * self.serving / max(1.0, tokens))
 
@@ -88,8 +88,8 @@ class EngineChoice:
             heapq.heapify(self._heap)
 
     def choose(self, prefix: str, shared_tokens: int, own_tokens: float) -> tuple[EngineLoad, float] | None:
-        """Engine, and the tokens that the request adds to its load; None if all are full. `prefix`: a beginning of `shared_tokens` that
-        requests share."""
+        """Engine, and the tokens that the request adds to its load; None if all are full. `prefix`: name of the first `shared_tokens`,
+        which other requests share."""
         best, cost = self._least(), shared_tokens + own_tokens
         for holder in self._prefixes.get(prefix, ()):
             # An engine that has the prefix cached wins unless it is busier by more than the prefill elsewhere.
@@ -124,7 +124,7 @@ class EngineChoice:
         engine.tokens = tokens
 
     def report(self, engine: EngineLoad, done: float, grown: float) -> None:
-        """`done`: tokens finished; `grown`: change of the expected length."""
+        """`done`: tokens finished since a request's last report; `grown`: change of its expected length."""
         engine.done += done
         self._set_tokens(engine, engine.tokens + grown)
         self._reported.add(engine)

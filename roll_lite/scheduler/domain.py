@@ -19,11 +19,11 @@ from roll_lite.scheduler.stats import SURPLUS, UNFINISHED, Recorder, commonest, 
 LEAST_LOSSES = 8
 """Prompts lost in a row that end a run, or three per place of the domain in a batch if that is more."""
 LONGER, MOST_LOST = 4, 7 / 8
-"""A run also ends if this share of the last LONGER times as many prompts is lost."""
+"""A run also ends if MOST_LOST of the last prompts are lost, counted over LONGER times as many."""
 
 
 class DomainFailed(RuntimeError):
-    """A domain yields nothing but failures."""
+    """A domain yields no groups that train: too many are lost or filtered."""
 
 
 class DataExhausted(RuntimeError):
@@ -48,7 +48,7 @@ class Domain:
     reward_retries: int = 1
     validation: PromptSource | None = None
     greedy_baseline: bool = False
-    """Add one greedy sample per prompt; a group without it is lost."""
+    """Add one greedy sample per prompt, for ReMax; a group without it is lost."""
     filter: GroupFilter | None = None
     """Selects the groups that train; None: all."""
     epochs: int | None = None
@@ -84,7 +84,7 @@ class _Live:
     row: tuple[int, int]
     """Epoch and row number of its prompt."""
     admitted: int
-    """Time in batches."""
+    """Time of admission, in batches asked for."""
     samples: asyncio.Future[list[Sample]] | None = None
     group: SampleGroup | None = None
 
@@ -110,7 +110,7 @@ class DomainScheduler:
         self.counts = Counts()
         self.epoch = 0
         self.owed = 0
-        """Batch places whose groups ended undelivered."""
+        """Batch places whose groups ended undelivered: each needs another prompt."""
         self._domain = domain
         self._runner = runner
         self._recorder = recorder
@@ -331,7 +331,7 @@ def is_cancelled(samples: asyncio.Future[list[Sample]]) -> bool:
 
 
 def ended(group: SampleGroup, outcome: SampleOutcome, cause: str) -> SampleGroup:
-    """Give the group's outcome to its samples, except to failed ones."""
+    """Copy of a group in which accepted samples have this outcome, with the cause as `failure`; failed ones and the baseline stay."""
     samples = [replace(one, outcome=outcome, failure=cause) if one.outcome is SampleOutcome.ACCEPTED else one for one in group.samples]
     return replace(group, samples=tuple(samples))
 

@@ -1,8 +1,7 @@
-"""Engines as the router sees them: futures on one side, batches of requests and turns on the other.
+"""Engines as the router sees them: the router gets a future per request, the engine batches of requests.
 
 A call to another process costs about as much as a short sample on a small model. So the requests of one event-loop turn travel together,
-and one call returns everything that finished since the last one.
-"""
+and one call returns everything that finished since the last one."""
 
 from __future__ import annotations
 
@@ -17,7 +16,8 @@ from roll_lite.data.samples import FinishReason, GenerationRequest, TokenRow, Tu
 
 
 class EngineLost(Exception):
-    """An engine died with a request in flight. Another can take it, or continue from `partial`, the tokens handed out so far."""
+    """An engine died with a request in flight. Another can start the request again, or continue it from `partial`, the tokens handed out so
+    far."""
 
     def __init__(self, engine: str, cause: str, partial: Turn | None = None) -> None:
         super().__init__(f"engine {engine} is lost: {cause}")
@@ -35,12 +35,12 @@ class Asked:
     def ask(self, request: GenerationRequest) -> None:
         self.request = request
         self.answer: asyncio.Future[Turn | None] = asyncio.get_running_loop().create_future()
-        """Response, with `error` set if the request failed; EngineLost if the engine died. None: it was given up."""
+        """Response, with `error` set if the request failed; EngineLost if the engine died. None: it did not answer an abort."""
         self.parts: list[Turn] = []
         """Parts of the response, used if the engine dies before the rest."""
 
     def generated(self, tokens: int) -> None:
-        """Note progress: called when the engine begins, and every few seconds."""
+        """Note progress, in response tokens so far: called when the engine begins, and every few seconds."""
 
 
 class EngineClient(Protocol):
@@ -64,10 +64,10 @@ class Collected:
     """Cause of the engine's death; its unanswered requests are lost."""
     blocks_waiting: int = 0
     parts: list[Turn] = field(default_factory=list)
-    """New tokens of unfinished responses since the last part of each, after a dummy token."""
+    """New tokens of unfinished responses since the last part of each, after a dummy token (PART_PREFIX)."""
 
     def lying_in(self, blocks: Sequence[Any]) -> Collected:
-        """Replace block numbers by the blocks."""
+        """Let turns refer to token blocks themselves instead of their numbers."""
         return replace(self, turns=_lying_in(self.turns, blocks), parts=_lying_in(self.parts, blocks))
 
 
@@ -93,7 +93,7 @@ class BatchedEngine(ABC):
 
     @abstractmethod
     async def _joined(self, request: GenerationRequest, parts: Sequence[TokenRow]) -> TokenRow:
-        """Row with context, prompt and parts. ConnectionError if any of it is lost."""
+        """Row with the request's context, prompt and `parts` of its response. ConnectionError if any of them is lost."""
 
     @abstractmethod
     async def _abort(self, request_ids: list[str]) -> None: ...

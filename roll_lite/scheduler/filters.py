@@ -30,7 +30,7 @@ class GroupFilter:
     tries: int = 10
     """Prompts that may be tried for each place of a batch."""
     fill: bool = True
-    """End the run when the tries are used up; False: train on the groups at hand."""
+    """True: the run ends when the tries are used up; False: train on the groups at hand."""
 
 
 def kept_between(value: str, above: float | None, below: float | None) -> Cause:

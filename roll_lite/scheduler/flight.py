@@ -15,7 +15,7 @@ from roll_lite.scheduler.choice import EngineChoice, EngineLoad
 from roll_lite.scheduler.engines import Asked, EngineLost
 
 PRIOR_RESPONSES = 8
-"""Assumed responses of max_tokens at the start, since short responses finish first."""
+"""Responses of max_tokens that the estimate starts with: short ones finish first and would bias it."""
 RESPONSES_REMEMBERED = 512
 """Lengths remembered; they drift during training."""
 REFRESH = 16
@@ -69,7 +69,7 @@ def joined(before: Turn | None, turn: Turn) -> Turn:
 
 
 class EngineClock:
-    """The event loop's time without that in which engines were paused."""
+    """Clock that stops while engines are paused: the event loop's time without their pauses."""
 
     def __init__(self) -> None:
         self._stood_s = 0.0
@@ -153,7 +153,7 @@ class Flight(Asked):
 
     @property
     def own_tokens(self) -> int:
-        """Further tokens that exist: a later turn's prompt, and the response so far."""
+        """Tokens to prefill besides the shared ones: a later turn's prompt, and the response so far."""
         new = len(self.first.prompt_ids) if self.first.context is not None else 0
         return new + (self.so_far.length if self.so_far is not None else 0)
 
@@ -198,7 +198,7 @@ class Flight(Asked):
         self._report(self.cost - left, tokens + left - self._length)
 
     def _report(self, done: float, grown: float) -> None:
-        """`done`: tokens finished; `grown`: change of the expected length."""
+        """`done`: load finished since the departure; `grown`: change of the expected length since then."""
         done += grown
         self._choice.report(self.engine, done - self._done, grown - self._grown)
         self._done, self._grown = done, grown

@@ -88,9 +88,8 @@ class _Batch:
 class BatchPlan:
     """Plan of the coming batches: how many groups of each domain they hold, and which domain admits the next prompt.
 
-    A place is charged when its prompt is admitted, possibly long before the batch is asked for. `least`: of a domain's groups in each
-    batch; others give up places where its share is too small.
-    """
+    A place is charged when its prompt is admitted, possibly long before the batch is asked for. `least`: minimum of a domain's groups in
+    each batch; others give up places where its share is too small."""
 
     def __init__(self, shares: Mapping[str, float], least: Mapping[str, int] | None = None) -> None:
         self._mix = DomainMix(shares)
@@ -182,7 +181,7 @@ class MixedOrder:
     """Order of a domain's prompts if its files have shares. Each file's prompts come once per epoch of that file."""
 
     def __init__(self, parts: Sequence[int], shares: Sequence[float], seed: int, domain: str) -> None:
-        """`parts`: prompts in each file."""
+        """`parts`: number of prompts in each file."""
         self._domain = domain
         self._starts = [0, *accumulate(parts)]
         self._orders = {str(place): PromptOrder(count, seed, f"{domain}/{place}") for place, count in enumerate(parts)}

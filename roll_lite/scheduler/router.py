@@ -42,12 +42,11 @@ class NoEngineLeft(RuntimeError):
 
 
 class Router:
-    """Sends each request to the least loaded engine. `deterministic`: by a hash of the request's id, in waves.
+    """Sends each request to the least loaded engine. `deterministic`: by a hash of the request's id, in waves (WaveGate).
 
-    `engine_slots`: most running requests per engine. What is in flight to an engine is limited by it and by `engine_tokens`; the rest
-    waits here. The limit `timeout_s` runs from a request's start in the engine; waiting requests fail only if their engine produces no
-    token for that long. An interrupted or aborted request continues from its tokens.
-    """
+    `engine_slots`: most running requests per engine. What is in flight to an engine is limited by it and by `engine_tokens`; the rest waits
+    here. The limit `timeout_s` runs from a request's start in the engine; waiting requests fail only if their engine produces no token for
+    that long. An interrupted or aborted request continues from its tokens."""
 
     def __init__(
         self,
@@ -69,7 +68,7 @@ class Router:
         self._waiting = 0
         self._in_flight: dict[str, int] = {}
         self._at_engines: dict[str, EngineLoad] = {}
-        """Engine of each request in flight, by the id that it knows."""
+        """Engine of each request in flight, by the id the engine knows (a continued request gets a new one)."""
         self._held = False
         self._idle = asyncio.Event()
         self._expected: dict[str, ExpectedLength] = {}
@@ -108,7 +107,8 @@ class Router:
             self._go_on_from(flight, turn)
 
     def _go_on_from(self, flight: Flight, turn: Turn) -> None:
-        """Let an aborted request continue if it made progress or requests are held anyway; otherwise count the abort."""
+        """Let an aborted request continue if it made progress or requests are held anyway; otherwise count the abort, which may fail it
+        (FRUITLESS)."""
         if turn.length and turn.tokens is not None:
             flight.interrupted(turn)
             flight.fruitless = 0
@@ -121,8 +121,8 @@ class Router:
     # ------------------------------------------------------------ load
 
     def has_room(self, announced: int = 0, tokens: float = 0.0) -> bool:
-        """True if more requests may be added, beyond `announced` ones with `tokens` in all that have not arrived. Few wait here, since
-        staleness counts from admission."""
+        """True if more prompts may be admitted. `announced`: requests, of `tokens` in all, that were admitted but have not arrived. Few may
+        wait here, since their staleness counts from admission."""
         if self._held or self._slots is None or self.gate is not None:
             return not self._held
         each = tokens / announced if announced else fmean(self._costs.values()) if self._costs else 0.0
@@ -132,7 +132,7 @@ class Router:
         return self._waiting + will_wait < max(1, int(running * READY_SHARE))
 
     def takes(self, tokens: float) -> float:
-        """Requests of this size that all engines together take."""
+        """Number of requests with this many tokens that all engines together take."""
         return inf if self._most is None else self._choice.takes(tokens)
 
     def expected_tokens(self, domain: str, most: int) -> float:
@@ -174,7 +174,7 @@ class Router:
         self.on_room()
 
     async def drain(self, name: str) -> None:
-        """Send an engine nothing more, wait until it is idle, then forget it. `remove` ends that sooner."""
+        """Send an engine nothing more, wait until it is idle, then forget it. `remove`, called meanwhile, ends the wait."""
         engine = self._choice.withdraw(self._named(name))
         while engine.requests:
             self._idle.clear()

@@ -35,7 +35,7 @@ Ask = Callable[[GenerationRequest], Awaitable[Turn]]
 
 
 class Conversation:
-    """A sample under construction. Tokens of earlier turns stay elsewhere; requests refer to them."""
+    """A sample under construction. Tokens of earlier turns stay in token blocks, to which requests refer."""
 
     __slots__ = ("_ask", "_request_id", "_sampling", "_segments", "_tokens", "_turns")
 
@@ -140,7 +140,7 @@ class SampleRunner:
         queue: str | None = None,
         generated: Callable[[], None] = lambda: None,
     ) -> None:
-        """`queue`: name in the router; None: the domain. Calls `generated()` when a sample starts to wait for its score."""
+        """`queue`: name of its queue in the router; None: the domain's. Calls `generated()` when a sample starts to wait for its score."""
         self.scoring = 0
         self._domain = domain
         self._router = router

@@ -43,7 +43,7 @@ class RolloutService:
         engines_rest: bool = False,
         keep_left_out: bool = False,
     ) -> None:
-        """`seed`: base of the requests' seeds; None: engines choose. `batches`: in the run. `engines_rest`: engines are offloaded
+        """`seed`: base of the requests' seeds; None: engines choose. `batches`: number in the run. `engines_rest`: engines are offloaded
         between batches. `keep_left_out`: return lost and filtered groups with the next batch."""
         self._domains = {domain.name: domain for domain in domains}
         self._router = router
@@ -103,7 +103,7 @@ class RolloutService:
             self._validation.start(self._room_for_validation())
 
     def _room_for_validation(self) -> float:
-        """Held-out samples that may run: the room that training leaves, at least the part of one more domain."""
+        """Held-out samples that may run: the room that training leaves, but at least the part that one more domain would get."""
         assert self._validation is not None
         longest = self._validation.longest.items()
         capacity = self._router.takes(max((self._router.expected_tokens(_held_out(name), most) for name, most in longest), default=0.0))

@@ -87,7 +87,9 @@ class RolloutStats:
 
 
 class RunTotals:
-    """Totals of the run by domain, before filters and in the batches, from which shares are computed."""
+    """Sums over the run by domain, from which each domain's shares are computed.
+
+    Scored samples and generated tokens are counted before filters; delivered groups, samples and tokens are those in batches."""
 
     TOTALS: ClassVar = (
         ("scored_samples", "scored", "scored_share"),
@@ -130,7 +132,7 @@ class Progress(NamedTuple):
 
 
 class Recorder:
-    """Collects statistics. Samples in flight keep their recorder across batches."""
+    """Collects statistics by the batch in which things happen; a sample may span several."""
 
     def __init__(self, domains: Iterable[str], now: float) -> None:
         self._names = list(domains)

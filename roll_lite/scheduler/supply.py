@@ -1,5 +1,5 @@
-"""Supplies: how far ahead of training prompts are admitted, in batches asked for. When one is asked for, training on the one before has
-ended."""
+"""Supplies: how far ahead of training prompts are admitted. Time is counted in batches asked for; when one is, training on the one before
+has ended."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Supply(Protocol):
 
     @property
     def whole_batches(self) -> bool:
-        """Batches are generated one at a time; with `drain` each has one weight version."""
+        """Batches are generated one at a time; with OnSync.DRAIN each has one weight version."""
         ...
 
     def batches(self, asked: int, handed_out: int) -> int:
-        """Batches, from the first, whose prompts may be admitted by now."""
+        """Number of batches, from the run's first, whose prompts may be admitted by now."""
         ...
 
 
@@ -85,7 +85,8 @@ class Pacing:
     supply: Supply = Synchronous()
     on_sync: OnSync = OnSync.PAUSE
     oversample: float = 1.0
-    """Factor of prompts admitted for a batch. Only for the synchronous supply: others' surplus would be too old at every step."""
+    """Prompts admitted for a batch, as a multiple of its size. Only for the synchronous supply: others' surplus would be too old at every
+    step."""
 
 
 SYNCHRONOUS = Pacing()

@@ -28,7 +28,7 @@ from roll_lite.workers.objectives import ActorLoss
 
 @dataclass(frozen=True)
 class CreditReport:
-    """Advantages of one rank, with metric sums, which add up over ranks, and peaks, which do not."""
+    """Advantages of one rank, with metric sums, which add up over ranks, and peaks (minima and maxima), which do not."""
 
     block: Block
     sums: dict[str, float]
@@ -72,14 +72,15 @@ class ActorWorker(ModelWorker):
 
     @staticmethod
     def training_reads(algorithm: AlgorithmConfig) -> Columns:
-        """Columns read in training. The loss measures the distance to the reference, and to the engine if nothing else has."""
+        """Columns read in training, some only to measure the KL to the reference and, unless done before, the mismatch with the engine."""
         measured = ["kept_ids", "ref_log_probs", *(() if compared_before_training(algorithm) else ("rollout_log_probs",))]
         replayed = REPLAYED_COLUMN[algorithm.routing_replay]
         needed = ("temperature", *actor_loss(algorithm, 1).columns, *([] if replayed is None else [replayed]))
         return training_columns(needed, measured)
 
     def assign_credit(self, shard: BatchShard, kl_coef: float) -> CreditReport:
-        """Compute advantages (and the critic's targets) of this rank's rows. All head ranks call it."""
+        """Compute advantages (and the critic's targets) of this rank's rows. Collective over head ranks (RankLayout), which exchange
+        rewards."""
         batch = shard.materialize()
         rows = padded(batch)  # the whole shard at once: a few numbers per token, no activations
         credit = assign_credit(rows, self.strategy.layout.data_rank, self.algorithm, kl_coef, self.gather_from_heads)
@@ -98,7 +99,7 @@ class ActorWorker(ModelWorker):
         self.strategy.save_adapters(folder)
 
     def train(self, share: TrainShare, kl_coef: float) -> list[Update]:
-        """Train on every mini-batch of every epoch, or until the policy has moved too far. `kl_coef`: of the KL in the loss."""
+        """Train on every mini-batch of every epoch, or until an update has moved the policy too far. `kl_coef`: of the KL in the loss."""
         loss = self.loss.with_kl_coef(kl_coef)
         updates: list[Update] = []
         for update in self._train(share, loss, loss.outputs):
@@ -161,7 +162,8 @@ def transferred(transfer: Callable[[], None]) -> Transferred:
 
 
 def moved_too_far(metrics: Mapping[str, float], limit: float | None) -> bool:
-    """True if the policy's KL exceeds the limit, or is NaN. The sums are equal on all ranks, so all stop together."""
+    """True if the policy's KL, the mean over the update's tokens, exceeds the limit or is NaN. The sums are equal on all ranks, so all stop
+    together."""
     if limit is None:
         return False
     kl, tokens = (sum(value for name, value in metrics.items() if name.startswith(f"actor/{what}#")) for what in ("approx_kl", "tokens"))

@@ -16,7 +16,7 @@ from roll_lite.scheduler.engines import Collected
 from roll_lite.workers.token_blocks import BLOCK_TOKENS, TokenRecord, token_block
 
 PART_PREFIX = TokenRecord.given((0,))
-"""Dummy first token, so that a part's first log-prob is kept."""
+"""Dummy first token of a part: token blocks store no log-prob for a row's first token."""
 
 
 class _Ready(NamedTuple):
@@ -39,7 +39,7 @@ class CompletionPump:
         linger_s: float = 0.05,
         columns: Collection[str] = (),
     ) -> None:
-        """`fetch`: block of a reference. `columns`: extra ones of the blocks."""
+        """`fetch`: gets the token block behind a reference. `columns`: EXTRA_COLUMNS to write."""
         self._strategy = strategy
         self._fetch = fetch
         self._linger_s = linger_s
@@ -52,11 +52,11 @@ class CompletionPump:
         self._entering: set[str] = set()
         """Requests whose context is being fetched."""
         self._generated: dict[str, int] = {}
-        """Tokens of outstanding requests since the last answer."""
+        """Response tokens so far of requests that made progress since the last `collect`."""
         self._changed = asyncio.Event()
 
     async def submit(self, requests: Sequence[GenerationRequest], frozen: bool) -> None:
-        """Give requests to the engine. `frozen`: it starts when it has all of them, so that its batches repeat."""
+        """Give requests to the engine. `frozen`: it starts when it has all of them, so that its batches are the same in every run."""
         self._before |= {request.request_id: [TokenRecord.given(request.prompt_ids)] for request in requests}
         self._entering.update(request.request_id for request in requests)
         prompts = [prompt for request in requests if (prompt := await self._whole_prompt(request)) is not None]
@@ -68,7 +68,7 @@ class CompletionPump:
             await self._strategy.resume()
 
     async def _whole_prompt(self, request: GenerationRequest) -> GenerationRequest | None:
-        """Request with its context. None, and the request fails, if the context is lost with its process."""
+        """Request with its context's tokens in the prompt. None, and the request fails, if they are lost with their process."""
         if request.context is None:
             return request
         try:

@@ -36,11 +36,11 @@ class Credit:
     kl: torch.Tensor | None
     """KL(policy || reference) of each token before its coefficient, if part of the reward."""
     rewards_per_row: torch.Tensor
-    """[B] float64: the reward minus what the sample pays for KL."""
+    """[B] float64: the reward minus coef * the sample's KL."""
 
 
 def compared_before_training(algorithm: AlgorithmConfig) -> bool:
-    """True if a separate forward pass before the updates measures entropy and the mismatch with the engine."""
+    """True if a forward pass before the updates measures entropy and the mismatch with the engine; else the first update does."""
     return OLD_COLUMN[algorithm.old_log_probs] == "old_log_probs"
 
 
@@ -65,7 +65,7 @@ def _old_column(algorithm: AlgorithmConfig) -> list[str]:
 
 
 def assign_credit(rows: MicroBatch, data_rank: int, algorithm: AlgorithmConfig, kl_coef: float, gather: Gather) -> Credit:
-    """Advantages and what belongs to them, from the columns of credit_columns."""
+    """Advantages and the rest of Credit, from the columns of credit_columns. Collective over head ranks."""
     config = algorithm.advantage
     kl = _kl(rows, algorithm) if kl_coef > 0 else None
     whitened = algorithm.whiten_advantages or config.name in ALWAYS_WHITENED
@@ -75,7 +75,8 @@ def assign_credit(rows: MicroBatch, data_rank: int, algorithm: AlgorithmConfig, 
 
 
 def _whitening(rows: MicroBatch, gather: Gather) -> Whitening:
-    """Statistics of the global batch's tokens that train. Rows that are not finite are left out: they cost their own update only."""
+    """Statistics of the global batch's tokens that train. Rows that are not finite are left out, so that only their own update is
+    skipped."""
 
     def of_global_batch(moments: torch.Tensor) -> tuple[float, float]:
         mine = formulas.merged_moments(moments[(rows.columns["train_weight"] > 0) & moments.isfinite().all(1)])
@@ -102,7 +103,7 @@ Estimate = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class _Task:
-    """Inputs of the estimators. Rewards and KL stay separate until summed in float64, since one may be millions of times the other."""
+    """Inputs of the estimators. Rewards and KL stay separate until summed in float64: one may be millions of times the other."""
 
     def __init__(
         self,
@@ -129,7 +130,7 @@ class _Task:
         return formulas.policy_token_counts(self.mask)
 
     def everyone(self, rewards: torch.Tensor) -> RowTable:
-        """Table of all rows, since a group's may sit on several ranks. Numbers of groups fit into a float64."""
+        """Table of all ranks' rows, since a group's may be on several. Group numbers travel as float64, exactly."""
         trains = self.columns["train_weight"] > 0
         mine = torch.stack([rewards, self.groups.double(), self.policy_tokens.double(), trains.double()], dim=1)
         parts = self._gather(mine)
@@ -138,7 +139,7 @@ class _Task:
         return RowTable(together, groups.long(), policy_tokens.long(), trains.bool(), slice(before, before + len(mine)))
 
     def everyone_before_kl(self) -> torch.Tensor | None:
-        """Rewards of all rows without KL; None if they have none."""
+        """Rewards of all ranks' rows without KL; None if no KL is subtracted."""
         return None if self.kl_rewards is None else self.everyone(self.score).rewards
 
     def spread_samples(self, advantages: torch.Tensor) -> Estimate:
@@ -165,7 +166,7 @@ def _reinforce(task: _Task, gamma: float) -> Estimate:
 
 
 def _reinforce_plus_plus(task: _Task, gamma: float, baseline: str) -> Estimate:
-    """REINFORCE on token rewards; with group baselines, the group's mean is subtracted first, and a token's KL stays its own."""
+    """REINFORCE on token rewards. With group baselines the group's mean is first subtracted from the score, not from the KL."""
     score = task.score
     if baseline == "group":
         everyone = task.everyone(score)

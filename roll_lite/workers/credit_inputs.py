@@ -15,16 +15,16 @@ WHERE = "algorithm.advantage.function"
 
 @dataclass(frozen=True)
 class RowTable:
-    """Samples of the whole global batch, even those that do not train; all [N]. Rows of a rank are neighbours, in its order."""
+    """Samples of the whole global batch, even those that do not train; all tensors [N]. A rank's rows are adjacent, in its order."""
 
     rewards: torch.Tensor
-    """float64: the shaped score minus what the sample pays for KL in the reward."""
+    """float64: the shaped score minus coef * the sample's KL, as in the reward."""
     groups: torch.Tensor
     """int64: samples of one prompt have the same number."""
     policy_tokens: torch.Tensor
     """int64."""
     trains: torch.Tensor
-    """bool."""
+    """bool: its train_weight is above 0."""
     local: slice
     """Rows of this rank: everyone.rewards[everyone.local] belongs to the rows of the inputs."""
 

@@ -24,7 +24,7 @@ LAST_SECONDS = 5.0
 
 
 def own_address() -> str:
-    """Address at which other nodes reach this one; gloo's interface too."""
+    """Address at which other nodes reach this one. Also sets gloo's interface."""
     address = ray.util.get_node_ip_address()
     use_interface_of(address)
     return address

@@ -56,7 +56,7 @@ def with_addresses(reward: RewardConfig, judges: Mapping[str, JudgeAddress]) -> 
 
 
 class JudgeServer:
-    """The server's process, as a fleet's only member. Its port is reserved here and survives restarts."""
+    """The server's process. Its port is reserved here and survives restarts."""
 
     def __init__(self, name: str, config: JudgeServerConfig) -> None:
         self.name = "the judge's server"
@@ -133,7 +133,7 @@ class JudgeServer:
 
 
 class JudgeWorker(AsyncWorker):
-    """A fleet with one server. The run ends if the server cannot be kept alive."""
+    """Keeps one server alive. The run ends if that fails."""
 
     def __init__(self, config: JudgeServerConfig) -> None:
         super().__init__()

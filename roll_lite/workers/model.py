@@ -55,7 +55,7 @@ class ModelRole:
 
 @dataclass(frozen=True)
 class TrainShare:
-    """Part of a step for one data-parallel rank: its rows, and its share of every mini-batch."""
+    """Part of a step for one data-parallel rank: its rows, and which of them each mini-batch has."""
 
     shard: BatchShard
     mini_batches: list[MiniBatch]
@@ -71,7 +71,7 @@ class Update:
     ratios: np.ndarray | None = None
     """Histogram of the ratios of new and old policy, [domains, bins] (see ratio_histogram.py); the actor's only."""
     row_losses: dict[int, float] = field(default_factory=dict)
-    """Loss of each of this rank's rows, supervised ones included, by sample; only for the first of several skipped updates."""
+    """Loss of each of this rank's rows, supervised ones included, by sample; only for the first of consecutive skipped updates."""
 
 
 def training_columns(loss_columns: Sequence[str], if_there: Sequence[str] = ()) -> Columns:
@@ -82,7 +82,7 @@ def training_columns(loss_columns: Sequence[str], if_there: Sequence[str] = ()) 
 
 class ModelWorker(Worker):
     computes: ClassVar[Mapping[str, str]] = {}
-    """Columns of the role's forward pass -> model output."""
+    """Column that the role can compute -> model output it is taken from."""
     forward_columns: ClassVar[Columns] = Columns(reads=("input_ids",))
     strategy: TrainStrategy
 
@@ -133,7 +133,7 @@ class ModelWorker(Worker):
         self.strategy.load_hf(folder)
 
     def compute(self, shard: BatchShard, columns: Sequence[str]) -> Block | None:
-        """Compute columns of this rank's rows; head ranks return them."""
+        """Compute columns of this rank's rows; None except on head ranks (RankLayout)."""
         batch = shard.materialize()
         found = self.pass_over(batch, columns)
         return None if found is None else put_block(DataProto({"sample": batch.tensor("sample"), **found}))
@@ -160,7 +160,7 @@ class ModelWorker(Worker):
             yield Update(mini_batch.epoch, result, row_losses=explained)
 
     def _row_losses(self, rows: DataProto, loss_fn: ActorLoss | CriticLoss, outputs: Sequence[str]) -> dict[int, float]:
-        """Loss of each row of an update whose loss was not finite, from another forward pass; on head ranks."""
+        """Loss of each row of an update whose loss was not finite, from another forward pass; empty except on head ranks."""
         plan = self.strategy.plan(rows.lengths, self._forward_budget(outputs))
         found = self.strategy.forward(rows, outputs, plan)
         if found is None:
@@ -185,7 +185,7 @@ class ModelWorker(Worker):
         return dist.new_group([layout.rank for layout in heads], backend="gloo")
 
     def gather_from_heads(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """Rows of all head ranks, in data-rank order; all call it."""
+        """Rows of all head ranks, in data-rank order. Collective over them."""
         everyone: list[torch.Tensor | None] = [None] * self.strategy.layout.data_size
         dist.all_gather_object(everyone, rows, group=self._heads)
         return [part for part in everyone if part is not None]

@@ -34,7 +34,7 @@ from roll_lite.data.user_function import load_function
 OldLogProbs = Literal["recompute", "current", "rollout"]
 
 OLD_COLUMN: dict[OldLogProbs, str | None] = {"recompute": "old_log_probs", "current": None, "rollout": "rollout_log_probs"}
-"""Column that the policy ratio is taken against; None: the training forward itself, detached."""
+"""Column with the old log-probs of the policy ratio; None: those of the training forward itself, detached."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class ActorLoss:
     entropy_coef: float = 0.0
     old_log_probs: OldLogProbs = "recompute"
     measure_entropy: bool = True
-    """Take the entropy even if no bonus needs it."""
+    """Compute the entropy, for its metric, even if no bonus needs it."""
     domains: int = 1
     """Rows without the column domain_number belong to domain 0."""
     given: tuple[str, ...] = field(init=False)
@@ -198,7 +198,7 @@ class ActorLoss:
 
 
 def domain_numbers(micro_batch: MicroBatch, domains: int) -> torch.Tensor:
-    """[B]; 0 without the column."""
+    """[B] domain of each row; 0 without the column."""
     if domains > 1 and "domain_number" in micro_batch.columns:
         return micro_batch.columns["domain_number"]
     return torch.zeros(len(micro_batch.mask), dtype=torch.int64, device=micro_batch.mask.device)
@@ -279,7 +279,8 @@ def _users_function(config: CustomLossConfig) -> Callable[..., Any]:
 
 
 def policy_loss(config: PolicyLossConfig, terms: PolicyTerms, **given: torch.Tensor) -> PolicyLoss:
-    """Configured loss of each token. Rows without policy tokens have loss 0 and no gradient. `given`: to the user's function."""
+    """Configured loss of each token. Rows without policy tokens have loss 0 and no gradient. `given`: further arguments of the user's
+    function."""
     terms = terms.filled()
     if isinstance(config, CustomLossConfig):
         return _users_policy_loss(config, terms, given)

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class ReplayWorker(Worker):
-    """Puts a step's tokens into the object store; reads the next step meanwhile."""
+    """Serves the dumped batches: puts a step's tokens into the object store, and reads the next step meanwhile."""
 
     def __init__(self, dumps: Mapping[int, Path], steps: int) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ from roll_lite.rewards.running.batch_scorer import BUSY, BatchScorer, Scored, sl
 from roll_lite.workers.scoring_pool import ScoringJob, ScoringPool
 
 BATCH_SECONDS = 0.05
-"""Target duration of one call: much longer than its own cost, short enough that samples do not wait for each other."""
+"""Target duration of one call: much longer than a remote call's overhead, short enough that samples do not wait for each other."""
 SLICE_SECONDS = 0.5
 """A call returns after this time with the samples done so far: a hanging sample does not hold up its batch."""
 MOST_SAMPLES = 64
@@ -64,7 +64,7 @@ class PooledWorker:
         self.actor: Any = None
         self._place: Place | None = None
         self.under_way: dict[int, RewardJob] = {}
-        """Samples in flight, by the worker's numbers."""
+        """Samples in flight, by their numbers in the worker's calls."""
         self._config = config
         self._path = path
 
@@ -88,9 +88,8 @@ class RewardPool(ScoringPool[PooledWorker, RewardInput, Score]):
     """RewardClient over the reward workers of one domain.
 
     A function that hangs or kills its process fails its own sample and costs a worker, which is replaced; other samples of the call are
-    scored again. A hang in Python is interrupted inside the worker; others (a stopped process, a call into C) end with the process, by
-    the pool's clock. Samples of an async function join a busy worker's and leave it one by one.
-    """
+    scored again. A hang in Python is interrupted inside the worker; others (a stopped process, a call into C) end with the process, when
+    `_call` times out. Samples of an async function join a busy worker's and leave it one by one."""
 
     def __init__(self, domain: str, config: RewardConfig) -> None:
         self._config = config
@@ -172,7 +171,8 @@ class RewardPool(ScoringPool[PooledWorker, RewardInput, Score]):
         return max(1, min(MOST_SAMPLES, int(seconds / max(self._seconds_per_sample, 1e-6))))
 
     def _hand_out(self, member: PooledWorker, scored: Scored, given: int) -> None:
-        """Hand out a call's results. `given`: samples in the call."""
+        """Hand out a call's results; samples without one (None) wait again. `given`: samples in the call, if any a measure of the time per
+        sample."""
         results = scored.results if not scored.interrupted else dict.fromkeys(member.under_way) | scored.results
         done = 0
         for number, result in sorted(results.items(), reverse=True):

@@ -71,7 +71,7 @@ class RewardModelWorker(Worker):
         return strategy.layout
 
     def score(self, texts: Sequence[ScoredText]) -> list[float | str] | None:
-        """Score of each text, or the reason it has none, on all ranks of a copy together; heads only."""
+        """Score of each text, or the reason it has none. All ranks of a copy call it; None except on its head."""
         strategy = self._initialized()
         tokens = [self._tokens.of(text) for text in texts]
         scores = self._scores(strategy, [ids for ids in tokens if not isinstance(ids, str)])
@@ -135,7 +135,7 @@ class TextTokens:
         return ids
 
     def _encode(self, text: ScoredText) -> list[int]:
-        """Tokenize; a text that has special tokens gets none."""
+        """Token ids. Special tokens are added only to a text that does not begin with BOS; messages get theirs from the chat template."""
         tokenizer = self._tokenizer
         if isinstance(text, str):
             add = not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))

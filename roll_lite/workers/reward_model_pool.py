@@ -1,4 +1,4 @@
-"""Reward models as the rollout service uses them: copies, their restart after a death, and samples."""
+"""Reward models as the rollout service uses them: copies of a model, their restart after a death, and the samples they score."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ TextJob = ScoringJob[ScoredText, float]
 class Copy:
     actors: tuple[Any, ...]
     head: int
-    """Index of the rank that returns the results."""
+    """Index of the actor that returns the results."""
     under_way: list[TextJob] = field(default_factory=list)
 
 
@@ -176,9 +176,8 @@ async def _reached(actor: Any) -> None:
 class RewardModelClient(ScoringPool[Ranks, ScoredText, float]):
     """Client of one reward model, which batches the samples of all domains.
 
-    A copy that loses a process fails its samples with the cause and is started again; others serve meanwhile. If there are none, waiting
-    samples fail too and may be retried, see `in_service`.
-    """
+    A copy that loses a process fails its samples with the cause and is started again; others serve meanwhile. If no other is left, waiting
+    samples fail too and may be retried, see `in_service`."""
 
     def __init__(self, name: str, actors: Sequence[Any], config: RewardModelConfig) -> None:
         self.name = name

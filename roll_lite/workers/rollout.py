@@ -63,7 +63,7 @@ class RolloutSpec:
     engine_silence_s: float | None = None
     """Time in which an engine's process must answer; None: unlimited."""
     trains_embeddings: bool = False
-    """Updates change the embeddings of tokens in prompts."""
+    """The embeddings train, which `zero_embeddings` then checks."""
     columns: tuple[str, ...] = ()
     """Extra columns of token blocks, as in EngineSpec."""
 
@@ -82,7 +82,7 @@ class RolloutBatch:
 
 
 GC_THRESHOLDS = (100_000, 50, 100)
-"""Rare collections: by default, scanning the live objects of 8,192 samples takes three quarters of the time."""
+"""Makes garbage collection rare: by default, scanning the live objects of 8,192 samples takes three quarters of the time."""
 
 
 class RolloutWorker(AsyncWorker):
@@ -108,7 +108,7 @@ class RolloutWorker(AsyncWorker):
         judges: Mapping[str, JudgeAddress] | None = None,
     ) -> None:
         """Read the data and start the reward workers. `engines`: InferWorker actors. `reward_models`: RewardModelWorker actors by model.
-        `judges`: addresses of the run's own."""
+        `judges`: addresses of those that the run has started."""
         spec = self._spec
         clients = [RemoteEngine(f"actor_infer[{i}]", engine, spec.deterministic, spec.engine_silence_s) for i, engine in enumerate(engines)]
         rollout = spec.rollout

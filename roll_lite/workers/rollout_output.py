@@ -57,7 +57,7 @@ def rows_of(groups: Sequence[SampleGroup], temperatures: Mapping[str, float]) ->
 
 
 def held_out_rows(groups: Sequence[SampleGroup], temperatures: Mapping[str, float], report_by: Mapping[str, str | None]) -> DataProto:
-    """`report_by`: column by which each domain is reported."""
+    """Rows of a validation. `report_by`: for each domain the data column whose values are reported apart, or None."""
     samples = [sample for group in groups for sample in group.samples]
     parts = [_part(sample, report_by[sample.id.domain]) for sample in samples]
     answers = [number for group in groups for number in _answers(group)]
@@ -77,7 +77,7 @@ def _answers(group: SampleGroup) -> Iterator[int]:
 
 
 def tokens_of(groups: Sequence[SampleGroup], extra: Sequence[str] = ()) -> Block:
-    """Block that refers to the samples' tokens. `extra`: further columns."""
+    """Block that refers to the samples' tokens where they lie. `extra`: further columns."""
     places = [sample.transcript.tokens for group in groups for sample in group.samples]
     numbers: dict[Any, int] = {}
     objects = np.empty(len(places), np.int32)
@@ -169,7 +169,7 @@ class DumpSpec:
     folder: Path
     config: dict[str, Any]
     tokenizer: str
-    """Checksum."""
+    """Checksum of the tokenizer."""
 
     def writing(
         self, step: int, groups: Sequence[SampleGroup], rows: DataProto, stats: RolloutStats, extra: Sequence[str], clock_offset: float

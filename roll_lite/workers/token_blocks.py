@@ -1,8 +1,7 @@
-"""Token blocks: generated tokens as columns, written beside the engine.
+"""Token blocks: generated tokens as columns, written in the engine's worker.
 
 A row is a whole sample so far: prompt, responses, and what an environment wrote in between. A later block repeats a sample's earlier
-turns.
-"""
+turns."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ BLOCK_TOKENS = 2**16
 TOKEN_COLUMNS = ("input_ids", "response_mask", "rollout_log_probs")
 KEPT_IDS, EXPERTS = "kept_ids", "rollout_experts"
 EXTRA_COLUMNS = {KEPT_IDS: np.int32, EXPERTS: np.int16}
-"""Columns of some runs (EngineSpec.columns), a vector per token: ids that survived truncation, and experts that processed the token.
-Padded with -1; all -1: not truncated, or experts unknown."""
+"""Columns of some runs (EngineSpec.columns), a vector per token: ids that survived top-k, top-p or min-p, and experts that processed the
+token. Padded with -1; all -1: not truncated, or experts unknown."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,8 @@ class TokenRecord:
         return TokenRecord(self.ids[first:], self.mask[first:], self.log_probs[first:], extra)
 
     def fill_experts(self, experts: np.ndarray | None) -> TokenRecord:
-        """Fill in unknown expert ids. Known ones stay: sampling used them, while a continued request computed the tokens again."""
+        """Fill in unknown expert ids from those the engine reports. Known ones stay: sampling used them, while a continued request, which
+        prefills the earlier tokens again, may report others."""
         if experts is None:
             return self
         told = _stacked([experts[: len(self)], _unknown(EXPERTS, max(0, len(self) - len(experts)))])
