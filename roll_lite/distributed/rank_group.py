@@ -1,4 +1,5 @@
-"""RankGroup: the ranks of one cluster, which die together. WATCH: all groups of this process; every wait asks it for deaths and silence."""
+"""RankGroup: the ranks of one cluster. They die together unless `live_alone` (engines). WATCH: all groups of this process; every wait asks
+it for deaths and silence."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ class Pulse:
 
 
 class RankGroup:
-    """The actors of one cluster. A call that never returns watches each actor: Ray reports the death of its process at once.
+    """The ranks of one cluster, Ray actors. They die together unless `live_alone` (engines). A call that never returns watches each: Ray
+    reports the death of its process at once.
 
     `watch`: Ray options of that call, so that it does not block others; None: unwatched.
     """

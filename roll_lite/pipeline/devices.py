@@ -22,7 +22,7 @@ def engine_memory(phase: Phase) -> tuple[EngineMemory, ...]:
 
 
 def states(phase: Phase) -> tuple[StateGroup, ...]:
-    """State groups loaded in this phase, equal for all models."""
+    """State groups loaded in this phase; the table gives all roles but the engines the same ones, except in `generate`."""
     (parts,) = {parts for role, parts in PHASES[phase].parts.items() if role != "actor_infer"}
     return tuple(StateGroup(part) for part in parts)
 

@@ -102,7 +102,7 @@ class RLVRPipeline:
 
     @phase("sync_weights")
     def sync_weights(self) -> None:
-        """Send the actor's weights to the engines, unless they have them."""
+        """Send the actor's weights to the engines, unless this version was already sent."""
         self.journal.synced(self.source.sync(self.version))
 
     @phase("generate")

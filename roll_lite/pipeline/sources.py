@@ -31,7 +31,8 @@ HeldOut = tuple[DataProto, RolloutStats]
 
 class BatchSource(Protocol):
     def loaded(self, phase: Phase, version: int) -> AbstractContextManager[None]:
-        """Load the engine parts of the phase inside the block; if this version is to be sent, the trainer's weights too."""
+        """Load the engine parts of the phase inside the block. `version`: of the actor's weights; if it is still to be sent, the trainer's
+        weights are loaded too."""
 
     def sync(self, version: int) -> Pushed | None:
         """Send the actor's weights to the engines; None if they need none."""

@@ -72,7 +72,7 @@ class WeightSync:
         self._plan: TransferPlan | None = None
         """None: engines must connect."""
         self._version: int | None = None
-        """Engines' version; None: start weights."""
+        """Version last sent; None: the next `push` sends any version. Start weights are sent too."""
 
     def push(self, version: int) -> Pushed | None:
         """Send weights to every living engine; None if they have them."""

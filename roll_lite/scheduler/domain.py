@@ -84,7 +84,7 @@ class _Live:
     row: tuple[int, int]
     """Epoch and row number of its prompt."""
     admitted: int
-    """Time of admission, in batches asked for."""
+    """Batches asked for at its admission (Admission.asked): the clock of staleness."""
     samples: asyncio.Future[list[Sample]] | None = None
     group: SampleGroup | None = None
 
@@ -163,7 +163,7 @@ class DomainScheduler:
     # ------------------------------------------------------------ admission
 
     def admit(self, clock: int) -> bool:
-        """Start a prompt for one more place; False if none is left."""
+        """Start a prompt for one more place; False if none is left. `clock`: batches asked for so far."""
         self._tries_left += self._further_tries
         return self._start(clock)
 
@@ -293,7 +293,7 @@ class DomainScheduler:
 
     def drop_stale(self, clock: int, max_staleness: int) -> None:
         """End groups that are too old for the next batch and put their prompts back, before those put back earlier: the oldest train
-        next."""
+        next. `clock`: batches asked for, the next one included."""
         stale = [live for live in (*self._running.values(), *self._finished.values()) if live.admitted < clock - max_staleness]
         for live in sorted(stale, key=lambda live: live.number, reverse=True):
             if live.group is not None:  # its place had no replacements reserved any more

@@ -27,6 +27,8 @@ class EngineLost(Exception):
 
 
 class Asked:
+    """A request at an engine, with the future of its answer."""
+
     __slots__ = ("answer", "parts", "request")
 
     def __init__(self, request: GenerationRequest) -> None:
@@ -63,6 +65,7 @@ class Collected:
     dead: str | None = None
     """Cause of the engine's death; its unanswered requests are lost."""
     blocks_waiting: int = 0
+    """Token blocks still to fetch."""
     parts: list[Turn] = field(default_factory=list)
     """New tokens of unfinished responses since the last part of each, after a dummy token (PART_PREFIX)."""
 
@@ -76,6 +79,9 @@ def _lying_in(turns: Sequence[Turn], blocks: Sequence[Any]) -> list[Turn]:
 
 
 class BatchedEngine(ABC):
+    """Client that sends requests and fetches answers in batches. `frozen_admission` (deterministic runs): the engine starts when it has all
+    requests of a call."""
+
     def __init__(self, name: str, frozen_admission: bool = False) -> None:
         self.name = name
         self._frozen_admission = frozen_admission

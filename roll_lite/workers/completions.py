@@ -16,7 +16,8 @@ from roll_lite.scheduler.engines import Collected
 from roll_lite.workers.token_blocks import BLOCK_TOKENS, TokenRecord, token_block
 
 PART_PREFIX = TokenRecord.given((0,))
-"""Dummy first token of a part: token blocks store no log-prob for a row's first token."""
+"""Dummy first token of a part: token blocks store no log-prob for a row's first token, and a part's first token has one. `joined_block`
+drops it."""
 
 
 class _Ready(NamedTuple):

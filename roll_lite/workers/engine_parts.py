@@ -21,6 +21,7 @@ from roll_lite.distributed.worker import AsyncWorker, reserve_port, use_interfac
 
 WATCH_SECONDS = 0.25
 LAST_SECONDS = 5.0
+"""Time for the parts' clean-up, before they are killed."""
 
 
 def own_address() -> str:
@@ -58,6 +59,8 @@ class EnginePartWorker(AsyncWorker):
 
 
 class EngineParts:
+    """The further parts of an engine that spans nodes, as its InferWorker starts, watches and ends them. `options`: Ray options of each."""
+
     def __init__(self, spec: EngineSpec, options: Sequence[Mapping[str, Any]]) -> None:
         address = own_address()
         self._meeting = reserve_port(address)

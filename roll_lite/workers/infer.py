@@ -32,6 +32,7 @@ T = TypeVar("T")
 
 WATCH_SECONDS = 0.5
 LAST_SECONDS = 2.0
+"""Time for a dead engine's clean-up, before its end is reported."""
 PULSE_SECONDS = 2.0
 """Pause between an answer and the next heartbeat."""
 MOST_BLOCKS = 32

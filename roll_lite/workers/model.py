@@ -69,7 +69,7 @@ class Update:
     result: TrainResult
     peaks: dict[str, float] = field(default_factory=dict)
     ratios: np.ndarray | None = None
-    """Histogram of the ratios of new and old policy, [domains, bins] (see ratio_histogram.py); the actor's only."""
+    """Counts of log-ratios of new and old policy, [domains, bins] (RatioHistogram in algorithms/token_metrics.py); the actor's only."""
     row_losses: dict[int, float] = field(default_factory=dict)
     """Loss of each of this rank's rows, supervised ones included, by sample; only for the first of consecutive skipped updates."""
 

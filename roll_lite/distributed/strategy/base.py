@@ -39,7 +39,8 @@ from roll_lite.files import FileRecord, record
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Place of a rank. Heads (tensor rank 0, context rank 0, last pipeline stage) return results, one per data-parallel rank."""
+    """Place of a rank. Head ranks (tensor rank 0, context rank 0, last pipeline stage), one per data-parallel rank, return results; a
+    model's output layer and value head are something else."""
 
     rank: int
     world_size: int
@@ -50,7 +51,7 @@ class RankLayout:
     context_rank: int
     is_head: bool
     attention_par: float = inf
-    """Row length at which attention costs as much as the rest of the model (RowCosts)."""
+    """Row length at which attention costs as much as the rest of the model (`row_costs` in data/minibatches.py)."""
 
 
 def take_local_device() -> torch.device:
@@ -216,7 +217,8 @@ class TrainStrategy(ForwardStrategy):
 
     @abstractmethod
     def export_plan(self, bucket_bytes: int) -> ExportPlan:
-        """Describe the model as a Hugging Face checkpoint with merged adapters. Equal on every rank."""
+        """Describe what engines get: the model with merged adapters or, with lora.engines: adapter, the adapters alone. Equal on every
+        rank."""
 
     @abstractmethod
     def export_bucket(self, plan: ExportPlan, bucket: int) -> dict[str, torch.Tensor] | None:
@@ -375,7 +377,7 @@ class InferenceStrategy(ABC):
 
     @abstractmethod
     async def weight_checksums(self, names: Collection[str] | None = None) -> dict[str, str]:
-        """Checksums (`weight_sync.checksum`) of some or all tensors, by Hugging Face name."""
+        """Checksums (`checksum` in weight_sync/update.py) of some or all tensors, by Hugging Face name."""
 
     @abstractmethod
     async def load(self, parts: Iterable[EngineMemory] = tuple(EngineMemory)) -> None:
