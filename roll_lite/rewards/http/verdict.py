@@ -29,7 +29,6 @@ YES_OR_NO = {"yes": 1.0, "no": 0.0}
 class Verdict:
     value: float
     extracted: str
-    """Part of the text that contains the verdict."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ def _of_object(found: str) -> str | None:
     if not found.startswith("{"):
         return found
     try:
-        content: Any = json.loads(found)
+        content = json.loads(found)
     except (ValueError, RecursionError):
         return None
     known = {name.casefold(): one for name, one in content.items()}

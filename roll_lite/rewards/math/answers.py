@@ -94,7 +94,7 @@ def is_formula(text: str) -> bool:
 
 def _within(text: str) -> str:
     """Answer in a box or a tag: a formula, or a sentence that begins with its only one or states it."""
-    text = LABEL.sub("", text).strip()
+    text = text.strip()
     if is_formula(text):
         return text
     sentence = re.sub(r"\([^()]*[A-Za-z]{3}[^()]*\)", "", text)
@@ -118,7 +118,7 @@ def _in_text(text: str) -> str:
             continue
         items = [text[start:end]]
         for other, behind in runs:
-            if other >= end and JOINED.fullmatch(text, end, other) and (stated or text[end : end + 1] not in ".,"):
+            if other >= end and JOINED.fullmatch(text, end, other):
                 items, end = [*items, text[other:behind]], behind
             elif not stated and behind <= start and re.fullmatch(r"[\s*]*,?\s*(?:or\s+|或)[\s*]*", text[behind:start]):
                 items.insert(0, text[other:behind])
@@ -127,7 +127,7 @@ def _in_text(text: str) -> str:
         more = re.compile(r"\s*[-+*/^=<>≈±×·÷]\s*[\d(\\$.][^\n]*").match(text, end + len(suffix))
         items[-1] += suffix + (more[0] if more else "")
         different = {without_form(item): item for item in reversed(items)}
-        return ", ".join(map(unwrapped, reversed(different.values()))) if len(different) > 1 else items[0]
+        return ", ".join(map(unwrapped, reversed(different.values())))
     return ""
 
 

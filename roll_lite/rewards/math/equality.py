@@ -204,7 +204,7 @@ def _is_as_simple(gold: Any, found: Any) -> bool:
 
     if is_too_large(found) or sum(1 for _ in sympy.preorder_traversal(found)) > 4 * sum(1 for _ in sympy.preorder_traversal(gold)) + 40:
         return False
-    asked, given = ([] if isinstance(one, sympy.MatrixBase) else one.atoms(sympy.core.relational.Relational) for one in (gold, found))
+    asked, given = (one.atoms(sympy.core.relational.Relational) for one in (gold, found))
     if not isinstance(gold, sympy.Expr) and all(map(_is_solved, asked)) and not all(map(_is_solved, given)):
         return False
     wanted, work, is_decimal = _work(gold), _work(found), isinstance(gold, sympy.Float)
@@ -229,7 +229,7 @@ def _work(expression: Any) -> tuple[int, int, int]:
     elif isinstance(expression, sympy.Union):
         joined = sympy.Union(*expression.args)
         products += len(parts) - (len(joined.args) if isinstance(joined, sympy.Union) else 1)
-    elif isinstance(expression, sympy.MatMul) or (isinstance(expression, sympy.Pow) and expression.base.is_Matrix):
+    elif isinstance(expression, sympy.MatMul):
         products += 1
     elif isinstance(expression, sympy.Pow) and expression.exp.is_Rational and expression.exp < 0:
         above, below, products = 0, above + below, 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Sequence
 from functools import lru_cache
 from itertools import zip_longest
 from typing import Annotated, Any, Literal
@@ -50,11 +49,10 @@ class ChoiceReward(RewardType):
     """Number of options if no column lists them."""
 
     def __call__(self, sample: RewardInput) -> Score:
-        texts, labels = _options(sample.columns.get(self.options), self.options)
-        known = list(texts) or list(ALPHABET[: self.letters])
-        right = _reference(sample.answer, known, texts, labels)
-        response = narrow(plain_boxes(finished(sample)))
-        chosen = sorted(_chosen(response, self.extract, known, texts))
+        column = sample.columns.get(self.options)
+        options, labels = (dict.fromkeys(ALPHABET[: self.letters], ""), {}) if column is None else _options(column, self.options)
+        right = _reference(sample.answer, options, labels)
+        chosen = sorted(_chosen(narrow(plain_boxes(finished(sample))), self.extract, options))
         if len(chosen) != 1:
             verdict = "no choice found" if not chosen else f"ambiguous: {', '.join(chosen)}"
             return Score(0.0, False, {"extracted": "", "verdict": verdict}, answer="")
@@ -74,8 +72,6 @@ class ChoiceReward(RewardType):
 
 def _options(column: Any, name: str) -> tuple[dict[str, str], dict[str, str]]:
     """The options' texts by letter, and the letters by label; no labels if the column is a list."""
-    if column is None:
-        return {}, {}
     labels, texts = None, column
     if isinstance(column, dict):
         named = set(column) == {"text", "label"}
@@ -94,148 +90,140 @@ def _options(column: Any, name: str) -> tuple[dict[str, str], dict[str, str]]:
     return {letter: str(text) for letter, text in zip(letters, texts, strict=True)}, dict(zip(plain, letters, strict=True))
 
 
-def _reference(answer: Any, known: list[str], texts: dict[str, str], labels: dict[str, str]) -> str:
+def _reference(answer: Any, options: dict[str, str], labels: dict[str, str]) -> str:
+    """Letter of the reference answer. `options`: texts by letter, empty if no column lists them."""
     if isinstance(answer, int) and not isinstance(answer, bool):
         if str(answer) in labels:
             return labels[str(answer)]
-        if texts and not labels and 0 <= answer < len(known):
-            return known[answer]
+        if not labels and any(options.values()) and 0 <= answer < len(options):
+            return list(options)[answer]
     if isinstance(answer, str):
         letter = answer.strip().strip("()[].").upper()
-        if letter in labels or letter in known:
+        if letter in labels or letter in options:
             return labels.get(letter, letter)
-        same = [one for one, text in texts.items() if same_text(text) == same_text(answer)] or list(settled_on(answer, known, texts))
+        same = [one for one, text in options.items() if same_text(text) == same_text(answer)] or list(settled_on(answer, options))
         if len(same) == 1:
             return same[0]
     raise RewardFailed(
-        f"reward choice: the reference answer must be one of {', '.join(labels or known)}, an option's text, "
+        f"reward choice: the reference answer must be one of {', '.join(labels or options)}, an option's text, "
         f"or with a list of options its place as an integer, counted from 0, got {answer!r:.80}"
     )
 
 
-def _chosen(response: str, extract: Extract, known: list[str], texts: dict[str, str]) -> set[str]:
+def _chosen(response: str, extract: Extract, options: dict[str, str]) -> set[str]:
     """Letters that the response settles on: several if it hedges."""
     if extract == "boxed":
-        return settled_on(last_boxed(response) or "", known, texts)
+        return settled_on(last_boxed(response) or "", options)
     tagged = last_tagged(response)
     if tagged is not None or extract == "tagged":
-        return settled_on(tagged or "", known, texts)
-    boxed: set[str] = set().union(*(settled_on(box, known, texts) for box in last_boxes(response)))
-    return boxed or settled_on(response, known, texts)
+        return settled_on(tagged or "", options)
+    return set().union(*(settled_on(box, options) for box in last_boxes(response))) or settled_on(response, options)
 
 
-LONGEST_TEXT, LONGEST_CAPTION, WINDOW = 10_000, 200, 100
-"""Maximum characters: read, from the end; of a caption behind a letter; read in front of a mention."""
-WRAPPED = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|rm|bf|boxed)\s*\{([^{}]*)\}")
+LONGEST_TEXT, WINDOW = 10_000, 100
+"""Maximum characters: read, from the end; read in front of a mention."""
+WRAPPED = re.compile(r"\\(?:text\w*|math\w*|rm|bf|boxed)\s*\{([^{}]*)\}")
 MARKS = re.compile(r"^[ \t]*#+|[*`$\"“”]|\\[()\[\]]|(?<!\w)['‘](?=[A-Za-z]['’])|(?<=(?<!\w)[A-Za-z])['’](?!\w)", re.MULTILINE)
 BLANK = r"\s+"
 BLANKS = re.compile(r"\\[ ,;:!]|\\quad|~")
 
-IS = r"(?:\bis|['’]s|\bwas|\b(?:would|should|must|will|has\s+to)\s+be|[:=→⇒]|->|=>|[-–—](?=\s))"
+IS = r"(?:\bis|['’]s|\b(?:would|must|will)\s+be|[:=→⇒]|[-=]>|[-–—](?=\s))"
 DENIAL = r"(?:\b(?:not|never|cannot|neither|nor|wrong|incorrect)\b|n['’]t\b)"
-FILL = r"definitely|clearly|indeed|probably|most\s+likely|both|either|the|an?|correct|right|best|option|choice|answer|letter"
-FRONT = {
-    "stated": rf"(?:\b(?:answer|ans|response|option|choice|selection|solution)\b(?:(?!{DENIAL})[^.:=;!?\n]){{0,60}}?\s*{IS}|\bit\s*{IS}"
-    r"|\b(?:choos(?:e|ing)|select|pick|go(?:ing)?\s+with|settle\s+on|mean|make\s+that|correction)\b|\bnot\s+\(?[A-Z]\)?,?\s+but\b"
-    rf"|(?:答案|选项|结果)\s*应?该?\s*[是为:]|选择?|选取)(?:\s*(?:\b(?:{FILL})\b|:|选项))*+\s*",
-    "revised": r"\b(?:actually|wait|hence|thus|therefore|so)\b[\s,:—-]*(?:no\b[\s,:—-]*)?",
-    "denied": rf"(?:{DENIAL}|\b(?:if|whether|unless|doubt|false|than|instead\s+of|eliminate|exclude|reject)\b)"
-    r"(?![^.,;:!?\n]*\bbut\b)[^.,;:!?\n]*|(?:[不别勿非]|排除|如果|假如|假设)[是能应该要可选择\s]*"
-    r"|\b(?:people|students|some(?:one|body)?|many|most|others|they|one|you)\s+(?:\w+\s+){0,2}"
-    r"(?:think|say|said|believe|assume|claim|guess|argue|answer|choose|pick)\b[^.,;:!?\n]*",
-    "named": r"\b(?:option|choice|letter)\s*:?\s*",
-}
-BEHIND = {
-    "stated": r"\s*(?:is|must\s+be|would\s+be|(?:fits|matches|suits|seems|sounds|looks)(?:\s+(?:to\s+be|like))?)\s+"
-    r"(?:(?:clearly|the|indeed|therefore)\s+)*(?:correct|right|best|true|answer)\b",
-    "denied": r"[\s,]*(?:(?:is|are|was|can|could|would|does|do|must|looks|seems)\s*(?:be\s+)?(?:(?:also|all|both)\s+)?"
-    r"(?:not|n['’]t|wrong|incorrect|false|out|impossible|eliminated|unlikely)\b|\w+n['’]t\b|cannot\b|(?:选项)?\s*是?\s*(?:错|不))",
-    "ended": r"\s*(?:[.,;:!?)\]/]|$|\n)",
-    "continued": r"\s+(?:[^a-z\s]|(?:and|or|because|since|as|for|but|so|which|that|is|was|in|on|by|due|not|rather|instead|if|then|fits"
-    r"|matches|seems|looks)\b)",
-    "possible": r"\s+(?:is|may\s+be|might\s+be|could\s+be)\s+(?:also|equally)\s+(?:possible|correct|right|true|valid|plausible)\b",
-    "discussed": r"\s*(?:is|was|are|can|cannot|can['’]t|does|would|being)\b",
-}
-"""Words in front of or behind a mention that state or deny it. A bare letter needs them, as it may be a word."""
-FRONTS = {name: re.compile(rf"(?:{pattern})\Z", re.IGNORECASE) for name, pattern in FRONT.items()}
-BEHINDS = {name: re.compile(pattern, re.IGNORECASE) for name, pattern in BEHIND.items()}
+STATED = re.compile(
+    rf"(?i:\b(?:answer|ans|response|option|choice)\b(?:(?!{DENIAL})[^.:=;!?\n]){{0,60}}?\s*{IS}|\bit\s*{IS}|\bnot\s+\(?[A-Z]\)?,?\s+but\b"
+    r"|\b(?:choose|select|pick|go(?:ing)?\s+with)\b|答案\s*[是为:]|选择?)(?i:\s*(?:\b(?:definitely|both|either|the|option|answer)\b|:))*+\s*\Z"
+)
+"""Words in front of a choice. A bare letter needs them, or those behind it, as it may be a word."""
+REVISED = re.compile(r"(?i)\b(?:actually|wait|hence|thus|therefore|so)\b[\s,:—-]*(?:no\b[\s,:—-]*)?\Z")
+DENIED = re.compile(
+    rf"(?i)(?:(?:{DENIAL}|\b(?:if|whether|unless|than|instead\s+of)\b)(?![^.,;:!?\n]*\bbut\b)[^.,;:!?\n]*|[不别非]\s*选?\s*"
+    r"|\b(?:people|many|most|others|some|one|you)\s+(?:\w+\s+){0,2}(?:think|say|believe|choose|pick)\b[^.,;:!?\n]*)\Z"
+)
+RIGHT = re.compile(r"(?i)\s*(?:is|(?:must|would)\s+be|(?:fits|seems)(?:\s+to\s+be)?)\s+(?:the\s+)?(?:correct|right|best|true|answer)\b")
+ENDED = re.compile(r"\s*(?:[.,;:!?)\]/]|$|\n)")
+CONTINUED = re.compile(
+    r"(?i)\s+(?:[^a-z\s]|(?:and|or|because|since|as|for|but|so|which|that|is|was|in|on|by|due|not|rather|instead|if|then|fits|seems)\b)"
+)
+POSSIBLE = re.compile(r"(?i)\s+(?:is|(?:may|might|could)\s+be)\s+(?:also|equally)\s+(?:possible|correct|right|true)\b")
+DISCUSSED = re.compile(r"(?i)\s*(?:is|was|are|can|cannot|does|would|being)\b")
 HEDGE = re.compile(
-    r"(?:\s*[,/&或和]|[\s.;,]*\b(?:or|and|but|alternatively|maybe|perhaps|possibly|even)\b[\s,]*)+(?:(?:option|choice)\b)?\s*",
-    re.IGNORECASE,
+    r"(?i)(?:\s*[,/&或和]|[\s.;,]*\b(?:or|and|but|alternatively|maybe|perhaps|possibly)\b[\s,]*)+(?:(?:option|choice)\b)?\s*"
 )
 """Text between a choice and a second one that makes it ambiguous."""
-BESIDE = re.compile(r"(?:\s|[.,;:()\[\]{}/&或和]|\b(?:or|and|the|correct|options?|choice|answer|both|either)\b)*", re.IGNORECASE)
+BESIDE = re.compile(r"(?i)(?:\s|[.,;:()\[\]{}/&或和]|\b(?:or|and|the|correct|options?|choice|answer|both|either)\b)*")
 """Text that may surround the mentions in a text that is only a choice."""
 
 
-def settled_on(text: str, known: Sequence[str], texts: dict[str, str]) -> set[str]:
+def settled_on(text: str, options: dict[str, str]) -> set[str]:
     """Letters of the options that a text settles on: one, none, or several if it hedges."""
-    plain, texts = _plain(text[-LONGEST_TEXT:]), _without_marks(texts)
-    options = _mentions("".join(known), tuple(texts.items()))
-
-    def letter(one: re.Match[str]) -> str:
-        group = str(one.lastgroup)
-        return group.removeprefix("text") if is_text(one) else one[group].upper()
-
-    def is_text(one: re.Match[str]) -> bool:
-        return str(one.lastgroup).startswith("text")
-
-    def front(name: str, one: re.Match[str]) -> bool:
-        return FRONTS[name].search(one.string[max(0, one.start() - WINDOW) : one.start()]) is not None
-
-    def behind(name: str, one: re.Match[str]) -> bool:
-        return BEHINDS[name].match(one.string, one.end()) is not None
-
-    def is_denied(one: re.Match[str]) -> bool:
-        return front("denied", one) or behind("denied", one)
-
-    def is_stated(one: re.Match[str]) -> bool:
-        if one["bare"] and one["bare"].islower() and not behind("ended", one) and not front("named", one):
-            return False
-        if one["bare"] in ("A", "I") and not any(behind(name, one) for name in ("ended", "continued", "stated")):
-            return False
-        by_letter = not is_text(one) and (behind("stated", one) or (front("revised", one) and behind("ended", one)))
-        return (front("stated", one) or by_letter) and not is_denied(one)
+    plain, has_texts = _plain(text[-LONGEST_TEXT:]), any(options.values())
+    pattern = _mentions(tuple(_without_marks(options).items()))
 
     def alone(part: str) -> set[str]:
         """Options of a text that names nothing else, or the letter of a captioned option."""
-        found = list(options.finditer(part))
-        is_caption = found and not texts and len(part) < LONGEST_CAPTION and re.match(r"[(\[]?[A-Z](?:[.:](?=\s)|[)\]])", part)
-        if (is_caption and len({letter(one) for one in found}) == 1) or BESIDE.fullmatch(options.sub(" ", part)):
-            return {letter(one) for one in found}
-        return set()
+        found = {_letter(one) for one in pattern.finditer(part)}
+        is_caption = len(found) == 1 and not has_texts and re.match(r"[(\[]?[A-Z](?:[.:](?=\s)|[)\]])", part)
+        return found if is_caption or BESIDE.fullmatch(pattern.sub(" ", part)) else set()
 
-    mentions = list(options.finditer(plain))
+    mentions = list(pattern.finditer(plain))
     stated: set[str] = set()
     for one, following in zip_longest(mentions, mentions[1:]):
-        if is_stated(one):
-            stated = {letter(one)}
-            is_hedged = following and HEDGE.fullmatch(plain, one.end(), following.start()) and not behind("discussed", following)
-            stated |= {letter(following)} if following and (is_hedged or behind("possible", following)) else set()
+        if _is_stated(one):
+            stated = {_letter(one)}
+            is_hedged = following and HEDGE.fullmatch(plain, one.end(), following.start()) and not DISCUSSED.match(plain, following.end())
+            if is_hedged or (following and POSSIBLE.match(plain, following.end())):
+                stated.add(_letter(following))
     if stated or (stated := alone(plain) if "\n" not in plain else stated):
         return stated
     lines = [alone(line) for line in plain.splitlines() if line.strip()]
     captions = [min(line) for line in lines if len(line) == 1]
     if captions and (len(set(captions)) == 1 or (lines[-1] and captions.count(captions[-1]) > 1)):
         return {captions[-1]}
-    marked = {letter(one) for one in mentions if one["marked"] and not is_denied(one)}
-    if marked or (captions and texts):
-        return set() if captions and texts else marked
+    marked = {_letter(one) for one in mentions if one["marked"] and not _is_denied(one)}
+    if marked or (captions and has_texts):
+        return set() if captions and has_texts else marked
     end = len(plain.rstrip(" ."))
     for one in reversed(mentions):  # an option's text that ends the response, with the options listed before it
         is_last = not plain[one.end() : end].strip() or (stated and HEDGE.fullmatch(plain, one.end(), end))
-        if not is_last or not is_text(one) or is_denied(one):
+        if not is_last or not _is_text(one) or _is_denied(one):
             break
-        stated, end = stated | {letter(one)}, one.start()
+        stated, end = stated | {_letter(one)}, one.start()
     return stated
 
 
+def _is_stated(one: re.Match[str]) -> bool:
+    text, end = one.string, one.end()
+    ends, is_right = ENDED.match(text, end), RIGHT.match(text, end)
+    if one["bare"] and one["bare"].islower() and not ends:
+        return False
+    if one["bare"] in ("A", "I") and not (ends or is_right or CONTINUED.match(text, end)):
+        return False
+    return bool(is_right or (ends and REVISED.search(_front(one))) or STATED.search(_front(one))) and not _is_denied(one)
+
+
+def _is_denied(one: re.Match[str]) -> bool:
+    return DENIED.search(_front(one)) is not None
+
+
+def _front(one: re.Match[str]) -> str:
+    return one.string[max(0, one.start() - WINDOW) : one.start()]
+
+
+def _is_text(one: re.Match[str]) -> bool:
+    return one.lastgroup not in ("marked", "bare")
+
+
+def _letter(one: re.Match[str]) -> str:
+    group = str(one.lastgroup)
+    return group.removeprefix("text") if _is_text(one) else one[group].upper()
+
+
 @lru_cache(maxsize=1024)
-def _mentions(letters: str, texts: tuple[tuple[str, str], ...]) -> re.Pattern[str]:
-    longest_first = sorted(
-        ((letter, text.strip(" .").split()) for letter, text in texts), key=lambda one: len("".join(one[1])), reverse=True
-    )
-    written = "|".join(rf"(?P<text{letter}>{BLANK.join(map(re.escape, words))})" for letter, words in longest_first if words) or "(?!)"
+def _mentions(options: tuple[tuple[str, str], ...]) -> re.Pattern[str]:
+    """Pattern of the options' letters and texts, longest first."""
+    letters = "".join(letter for letter, _ in options)
+    split = sorted(((letter, text.strip(" .").split()) for letter, text in options), key=lambda one: -len("".join(one[1])))
+    written = "|".join(rf"(?P<text{letter}>{BLANK.join(map(re.escape, words))})" for letter, words in split if words) or "(?!)"
     return re.compile(
         rf"[(\[{{]\s*(?P<marked>[{letters}])\s*[)\]}}]|(?<![\w./^−-])(?:{written})(?![\w+#-]|['’]\w|\s*[./^*]\s*[\d{{])"
         rf"|(?<![\w'’.])(?P<bare>[{letters}])(?![\w+#]|['’]\w|-\w|\.\w)",
