@@ -122,7 +122,7 @@ def _loaded(parsed: argparse.Namespace, overrides: Sequence[str], further: Seque
 
 
 def _without_values(parsed: argparse.Namespace, overrides: Sequence[str], error: ConfigError) -> RunConfig:
-    """Configuration without its missing values, or only paths if the rest cannot be built."""
+    """Configuration whose missing values are left out; if it has other mistakes too, its valid part."""
     try:
         return _loaded(parsed, overrides, (), files=False)
     except ConfigError:

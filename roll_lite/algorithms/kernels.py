@@ -31,7 +31,7 @@ def compiled(function: Callable[..., None]) -> Any:
 
 
 Whitening = Callable[[torch.Tensor], tuple[float, float]]
-"""Shift and scale for all tokens, from the `row_moments` of these rows."""
+"""From the `row_moments` of these rows to (shift, scale) for all tokens of the global batch."""
 
 
 def recurrence(
@@ -77,8 +77,8 @@ def gae(
     returns: Any,
     moments: Any,
 ) -> None:
-    """Write moments or, if that has no rows, advantages (lam) and returns (lam_critic). at_end is added to the reward of the last policy
-    token; bootstrap is the value after it."""
+    """Write moments or, if `moments` has no rows, advantages (lam) and returns (lam_critic). at_end is added to the reward of the last
+    policy token; bootstrap is the value after it."""
     paid, measured = rewards.size > 0, moments.size > 0
     for row in range(first, stop):
         following, advantage, critic, reward = bootstrap[row], 0.0, 0.0, at_end[row]
@@ -113,7 +113,7 @@ def gae(
 def discounted_returns(
     first: int, stop: int, rewards: Any, mask: Any, gamma: float, at_end: Any, shift: float, scale: float, out: Any, moments: Any
 ) -> None:
-    """Write moments or, if that has no rows, G_t = r_t + gamma * G of the next policy token. at_end as in gae."""
+    """Write moments or, if `moments` has no rows, G_t = r_t + gamma * G of the next policy token. at_end as in gae."""
     paid, measured = rewards.size > 0, moments.size > 0
     for row in range(first, stop):
         carried = at_end[row]

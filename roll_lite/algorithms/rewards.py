@@ -159,7 +159,7 @@ def normalized(
 
 @dataclass(frozen=True)
 class Masked:
-    """Masks; a masked sample still counts in its group's baseline."""
+    """Result of masking; a masked sample still counts in its group's baseline."""
 
     weights: torch.Tensor
     """[N] float32, column train_weight: 0 does not train."""
@@ -174,7 +174,7 @@ def mask_samples(
     response_tokens: tuple[int, int] | None,
     function_weights: np.ndarray | None,
 ) -> Masked:
-    """Product of the data's and the user's weights; 0 for masked samples."""
+    """Multiply the data's and the user's weights; masked samples get 0."""
     weights = as_float64(rows.sample_weight)
     causes: dict[str, np.ndarray] = {}
     if (weights != 1).any():

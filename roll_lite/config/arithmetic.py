@@ -43,31 +43,31 @@ class ClusterArithmetic:
 
 @dataclass(frozen=True)
 class PassArithmetic:
-    """Micro-batches of a role's pass. Ranks get about equal work, and all run as many as the one with most; that number depends on the
-    lengths, here all maximal."""
+    """Micro-batches of a role's forward or training pass. Ranks get about equal work, and each runs as many micro-batches as the rank with
+    most. That number depends on the rows' lengths; here all rows have the maximal one."""
 
     role: str
     what: Literal["forward", "training"]
     rows: int
-    """Rows of the fullest rank, if all are equally long."""
+    """Rows of the fullest rank, if all rows are equally long."""
     most_rows: int
-    """Upper bound for a rank: its rows are short, and each other rank has one."""
+    """Most rows that a rank can get: so short ones that each other rank has only one."""
     longest: int
     """Most tokens of a row."""
     budget: int
-    """Most tokens of a micro-batch of several rows."""
+    """Most tokens of a micro-batch of several rows; a longer row runs alone."""
     row_limit: int | None = None
     token_multiple: int = 1
     count_multiple: int = 1
 
     @property
     def micro_batches(self) -> int:
-        """Number, if all rows have the maximal length."""
+        """Micro-batches of a rank, if all rows have the maximal length."""
         return ceil(ceil(self.rows / self._rows_at_a_time) / self.count_multiple) * self.count_multiple
 
     @property
     def tokens(self) -> int:
-        """Most tokens of a micro-batch."""
+        """Most tokens of a micro-batch, padding to `token_multiple` included."""
         rows = min(self.most_rows, self.row_limit or self.most_rows)
         most = max(self.longest, min(self.budget, rows * self.longest))
         return ceil(most / self.token_multiple) * self.token_multiple
@@ -83,7 +83,7 @@ class DomainArithmetic:
     name: str
     share: Fraction
     prompts_per_step: Fraction
-    """Average; a step has the next whole number below or above."""
+    """Average over steps; a single step's number differs from it by less than two."""
     samples_per_prompt: int
     max_tokens: int
     """Tokens of prompt and response together."""
@@ -116,7 +116,7 @@ class BatchArithmetic:
 
 
 def device_numbers(devices: Devices) -> tuple[int, ...]:
-    """Device numbers; n means 0 to n-1."""
+    """Device numbers of a placed role; a count n means 0 to n-1. Raises Refused for devices that the placement could not resolve."""
     if isinstance(devices, int):
         return tuple(range(devices))
     if any(isinstance(one, str) for one in devices):
@@ -125,12 +125,12 @@ def device_numbers(devices: Devices) -> tuple[int, ...]:
 
 
 def max_model_len(config: RunConfig) -> int:
-    """The engines' setting, else the longest request."""
+    """Engines' limit of prompt plus response in tokens: the setting, else the longest request of a domain."""
     return config.actor_infer.strategy.max_model_len or max(one.tokens for one in requests(config))
 
 
 def longest_sequence(config: RunConfig) -> int:
-    """Longest sequence in training."""
+    """Most tokens of prompt plus response in training."""
     return max(domain.sampling.max_prompt_tokens + domain.sampling.max_tokens for domain in config.domains.values())
 
 
@@ -140,7 +140,7 @@ def held_out_sampling(config: RunConfig, domain: DomainConfig) -> SamplingConfig
 
 
 def held_out_path(config: RunConfig, name: str, key: str) -> str:
-    """Path of the setting for a domain's held-out prompts."""
+    """YAML path of the setting that decides `key` for a domain's held-out prompts."""
     domain = f"domains.{name}"
     given = {f"{domain}.validation_sampling": config.domains[name].validation_sampling, "validation.sampling": config.validation.sampling}
     return f"{next((path for path, one in given.items() if getattr(one, key) is not None), f'{domain}.sampling')}.{key}"
@@ -169,7 +169,7 @@ def group_size(config: RunConfig, domain: DomainConfig) -> int:
 
 
 def aggregation_constant(config: RunConfig) -> int | None:
-    """Divisor in tokens, for `aggregation: constant`."""
+    """Tokens by which `aggregation: constant` divides a sequence's loss; None under other aggregations."""
     if config.algorithm.aggregation != "constant":
         return None
     return config.algorithm.aggregation_constant or max(domain.sampling.max_tokens for domain in config.domains.values())
@@ -186,7 +186,7 @@ def infer_dtype(config: RunConfig) -> Literal["float32", "bfloat16"]:
 
 
 def adapters_of_engines(config: RunConfig) -> LoraConfig | None:
-    """Adapters, if engines get them alone; else None."""
+    """The actor's LoRA settings if weight updates send engines the adapters alone; None if they send whole weights."""
     lora = config.actor_train.lora
     return lora if lora is not None and lora.engines == "adapter" and config.mode == "full" else None
 
@@ -199,12 +199,12 @@ def model_parallel_size(role: Role) -> int:
 
 
 def count_multiple(strategy: MegatronStrategyConfig) -> int:
-    """Divisor of a pass's micro-batches: interleaved pipeline stages alternate over groups of them."""
+    """Number that has to divide a pass's micro-batches: interleaved pipeline stages switch between their parts after groups of that many."""
     return strategy.pipeline_parallel if strategy.virtual_pipeline_parallel > 1 else 1
 
 
 def layers_of_parts(strategy: MegatronStrategyConfig, layers: int) -> list[int]:
-    """Part i is on stage i modulo pipeline_parallel."""
+    """Layers of each pipeline part, in model order; part i is on stage i modulo pipeline_parallel."""
     parts = strategy.pipeline_parallel * strategy.virtual_pipeline_parallel
     return strategy.pipeline_layers or [layers // parts + (number < layers % parts) for number in range(parts)]
 
@@ -231,7 +231,8 @@ def tensor_parallel_fits(size: int, heads: int, key_value_heads: int, head_dim: 
 
 
 def token_multiple(strategy: MegatronStrategyConfig) -> int:
-    """Divisor of a micro-batch's tokens: each context-parallel rank has two parts, which sequence parallelism splits further."""
+    """Number that has to divide a micro-batch's tokens: each context-parallel rank has two parts, which sequence parallelism splits
+    further."""
     parts = 2 * strategy.context_parallel if strategy.context_parallel > 1 else 1
     return parts * (strategy.tensor_parallel if strategy.sequence_parallel else 1)
 
@@ -254,7 +255,7 @@ def generates_ahead(config: RunConfig) -> bool:
 
 
 def kl_terms(config: RunConfig) -> dict[str, KlInRewardConfig | KlInLossConfig]:
-    """KL terms with a weight, by name in `algorithm`."""
+    """KL terms with a coefficient above 0, by their key in `algorithm`."""
     terms: dict[str, KlInRewardConfig | KlInLossConfig] = {
         "kl_in_reward": config.algorithm.kl_in_reward,
         "kl_in_loss": config.algorithm.kl_in_loss,
@@ -282,7 +283,7 @@ def actor_gives_log_probs(config: RunConfig) -> bool:
 
 
 def replays_engines(config: RunConfig) -> bool:
-    """The actor's passes use the engines' experts."""
+    """True if the actor's passes send tokens to the experts that the engines chose."""
     return trains(config) and config.algorithm.routing_replay == "rollout"
 
 
@@ -302,7 +303,7 @@ def roles(config: RunConfig) -> dict[str, Role]:
 
 
 def derive(config: RunConfig) -> BatchArithmetic:
-    """Derive from a configuration without mistakes."""
+    """Derive all values; the configuration has no mistakes."""
     shares = {name: Fraction(str(domain.share)) for name, domain in config.domains.items()}
     prompts, algorithm, by_role = config.rollout.prompts_per_step, config.algorithm, roles(config)
     domains = tuple(
@@ -380,8 +381,8 @@ def _passes(config: RunConfig, by_role: Mapping[str, Role], domains: Sequence[Do
 
 
 def _largest_batch(domains: Sequence[DomainArithmetic]) -> int:
-    """Most samples of a step. A domain's prompts differ from its share by less than one over any number of steps, so by less than two in
-    one; not at all if its share per step is whole."""
+    """Most samples of a step. Over any number of steps a domain's prompts differ from its share by less than one, so in a single step by
+    less than two; if its share of a step is whole, not at all."""
     prompts = int(sum(one.prompts_per_step for one in domains))
     spare = {one.name: 0 if one.prompts_per_step.denominator == 1 else 2 for one in domains}
     least = {one.name: max(ceil(one.prompts_per_step) - spare[one.name], 0) for one in domains}
@@ -396,5 +397,5 @@ def _largest_batch(domains: Sequence[DomainArithmetic]) -> int:
 
 
 def _fullest_rank(rows: int, ranks: int) -> tuple[int, int]:
-    """Rows of the fullest rank: if all are equally long, and at most."""
+    """Rows of the fullest rank: if all rows are equally long, and at most (each other rank has one)."""
     return ceil(rows / ranks), max(rows - (ranks - 1), 1)

@@ -33,10 +33,10 @@ class Phase(StrEnum):
 @dataclass(frozen=True)
 class Presence:
     parts: Mapping[str, tuple[str, ...]]
-    """Parts by role, in the order of turns. A role whose devices are free starts before an earlier one that waits for more. All reward
-    models, or judges, are one entry."""
+    """Loaded parts by role, in the order of turns. A role whose devices are free starts before an earlier one that waits. `reward_models`
+    stands for all reward models, `judges` for all judges."""
     in_turns: bool = False
-    """Roles with `offload` on a common device take turns."""
+    """Roles with `offload` that share a device are loaded one after the other."""
     of_step: bool = True
 
 
@@ -61,7 +61,7 @@ WHOLE: Mapping[str, tuple[str, ...]] = {
 
 
 def startable(waiting: Sequence[T], present: Sequence[T], exclude: Callable[[T, T], bool]) -> list[T]:
-    """Waiting roles, in order, that no present or starting one excludes."""
+    """Roles that can start now: each waiting one, in order, that no present or already chosen one excludes."""
     starting: list[T] = []
     for one in waiting:
         if not any(exclude(one, other) for other in (*present, *starting)):

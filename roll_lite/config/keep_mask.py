@@ -1,5 +1,5 @@
-"""Keep masks: which tokens survived truncated sampling. Engines report log-probs of the likeliest tokens, enough for all survivors;
-others get minus infinity."""
+"""Keep masks: which tokens survived truncated sampling. Engines report the log-probs of the likeliest tokens, enough to include all
+survivors; they are minus infinity for tokens that did not survive."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ in the mask."""
 
 
 class Truncation(Protocol):
-    """Fields of SamplingConfig and Sampling."""
+    """Sampling settings that truncate, which SamplingConfig and Sampling both have."""
 
     @property
     def top_p(self) -> float: ...
@@ -26,7 +26,7 @@ class Truncation(Protocol):
 
 
 def is_truncated(sampling: Truncation) -> bool:
-    """Tokens are sampled from a part of the vocabulary. min_tokens counts: it forbids the end of sequence."""
+    """True if tokens are sampled from a part of the vocabulary. min_tokens counts: it forbids the end of sequence until then."""
     return sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0 or sampling.min_tokens > 0
 
 

@@ -37,8 +37,8 @@ def load_config(
 ) -> RunConfig:
     """Load and check a configuration.
 
-    `name`: a file in `folder` or a shipped one. `further`: as for `check`. `files`: False if no files are read; paths may then be wrong or
-    missing. `tell`: gets a line per shipped configuration hidden by a user's file.
+    `name`: a file in `folder` or a shipped one. `further`: as for `check`. `files`: False to read no model or data; paths may then be wrong
+    or missing. `tell`: gets a line per shipped configuration hidden by a user's file.
     """
     name = name.removesuffix(".yaml")
     if (wrong := _no_such_config(name, folder)) is not None:

@@ -23,7 +23,8 @@ GROUPS: Mapping[str, Sequence[Sequence[str]]] = {
     "pairs": (("actor_train", "reference"), ("critic", "reward_models"), ("actor_infer",)),
     "apart": (),
 }
-"""Roles that share devices; others are separate. by_role is not a table: there, counts begin at device 0."""
+"""Roles that share devices, by preset; a role in no group is separate. by_role has no groups: under it every role's count begins at device
+0."""
 
 
 def placed(config: RunConfig) -> tuple[RunConfig, list[Problem]]:
@@ -40,7 +41,7 @@ def placed(config: RunConfig) -> tuple[RunConfig, list[Problem]]:
 
 
 def describe(nodes: Sequence[tuple[str, int]], what: str = "devices") -> str:
-    """Nodes and devices in words, equal before and after the cluster starts."""
+    """Describe nodes and their devices; the words are the same before and after the cluster starts."""
     if len(nodes) > 4 and len({number for _, number in nodes}) == 1:
         return f"{len(nodes)} nodes ({nodes[0][0]} to {nodes[-1][0]}) with {nodes[0][1]} {what} each"
     each = ", ".join(f"{name} has {number}" for name, number in nodes)
@@ -88,7 +89,8 @@ def _groups(placement: PlacementConfig, names: Sequence[str]) -> list[list[str]]
 
 
 def _counts(placement: PlacementConfig, group: Mapping[str, Role], is_alone: bool) -> dict[str, int]:
-    """Devices by role; by default as many as others of its group, or all if no other group needs any."""
+    """Number of devices by role. By default the most that a role of its group asks for; if none asks, all devices for a group that is
+    alone, else 1. Judges never get all."""
     given = {name: role.devices for name, role in group.items() if "devices" in role.model_fields_set and isinstance(role.devices, int)}
     is_judge = any(isinstance(role, JudgeServerConfig) for role in group.values())
     default = max(given.values()) if given else placement.devices if is_alone and placement.devices and not is_judge else 1
@@ -96,8 +98,8 @@ def _counts(placement: PlacementConfig, group: Mapping[str, Role], is_alone: boo
 
 
 def _free(placement: PlacementConfig, taken: set[int], wanted: int, together: int) -> list[int]:
-    """Next free devices. Those that belong together are on one node if possible, else equally many on the fewest nodes. Leftovers of
-    nodes come last, then numbers beyond the last device, which are reported later."""
+    """Next `wanted` free devices. `together` (tensor-parallel ranks) of them are on one node if possible, else equally many on the fewest
+    nodes. Leftovers of nodes come last, then numbers beyond the last device, which are reported later."""
     of_node = placement.devices_per_node
     if placement.nodes is None or (placement.name == "by_role" and placement.fill == "pack"):
         return list(islice((number for number in count() if number not in taken), wanted))

@@ -70,7 +70,7 @@ class Problem:
 
 
 Mistake = tuple[str, str] | Problem
-"""(YAML path, mistake and remedy), or a Problem. The value is looked up."""
+"""(YAML path, mistake and remedy), for which the value is looked up; or a whole Problem."""
 
 
 class Missing(Problem):
@@ -78,7 +78,7 @@ class Missing(Problem):
 
 
 class ConfigError(ValueError):
-    """Holds all mistakes of a configuration. `partial`: its readable part."""
+    """All mistakes of a configuration. `partial`: its valid part, where reading a refused field raises Refused."""
 
     def __init__(self, name: str, problems: Sequence[Problem], partial: Any = None) -> None:
         self.name = name
@@ -93,7 +93,7 @@ def dotted(path: Path) -> str:
 
 
 def is_secret(path: str) -> bool:
-    """The name of the setting, or of its list, marks a secret."""
+    """True if the name of the setting, or of the list that it is in, marks a secret."""
     return SECRET.search(re.sub(r"(?:\.[0-9]+)+$", "", path)) is not None
 
 

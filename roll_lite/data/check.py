@@ -32,8 +32,8 @@ from roll_lite.files import is_folder, read_text
 from roll_lite.models.model_files import chat_templates
 
 SCANNED_ROWS, TABLE_ROWS = 200_000, 1000
-"""Rows checked: of JSON lines and of tags in tables, and of tables' other columns; one to two seconds. A run reads all rows at its
-start."""
+"""Most rows checked per file: SCANNED_ROWS JSON lines or tags of a table, TABLE_ROWS of a table's other columns. That takes one to two
+seconds; a run reads all rows at its start."""
 NAMED_LINES = 5
 
 
@@ -52,7 +52,7 @@ def _domain(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Prob
 
 
 def _data_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
-    """Check every row's columns and values, except what only the tokenizer can tell."""
+    """Check columns and values of the scanned rows, except what only the tokenizer can tell."""
     data = domain.data
     owners = TagOwners(config.domains, data.tag) if data.tag is not None else None
     given = {"train": data.train} | ({"validation": data.validation} if data.validation is not None else {})
@@ -133,7 +133,7 @@ class _Scan:
     """First unusable value and reason, by setting."""
     mistakes: list[str] = field(default_factory=list)
     strays: dict[tuple[str, Path], tuple[str, str]] = field(default_factory=dict)
-    """First row without a domain and reason, by tag and file."""
+    """Tags that no domain lists: place of the first such row and reason, by tag and file."""
 
     def check_row(self, row: Row, where: str) -> None:
         content = row.content
@@ -198,7 +198,7 @@ def columns_missing(data: DataConfig, wanted: Collection[str]) -> Iterator[tuple
 
 
 _NOT_READ = object()
-"""Unread value of a table."""
+"""Stands for a table's value that was not read, and so is not checked."""
 
 
 def _lines(shards: list[Shard]) -> Iterator[Row]:
@@ -207,7 +207,8 @@ def _lines(shards: list[Shard]) -> Iterator[Row]:
 
 
 def _table_rows(shards: list[Shard], scan: _Scan) -> Iterator[Row]:
-    """Rows with tags, the first ones with all named columns; if a column is missing, tags only."""
+    """Rows of a table for the scan: the first TABLE_ROWS with all configured columns, further ones with the tag alone. If the table lacks a
+    configured column, tags only; without a tag, one unread row stands for all."""
     tag = scan.data.tag
     wanted = list(dict.fromkeys(column.name for column in scan.wanted))
     for index, shard in enumerate(shards):

@@ -44,9 +44,10 @@ class MicroBatchOutputs:
 @dataclass(frozen=True)
 class Multiples:
     tokens: int = 1
-    """Divides a micro-batch's tokens, for sequence parallelism."""
+    """A micro-batch's tokens are padded to a multiple of this, for sequence and context parallelism."""
     count: int = 1
-    """Divides a pass's micro-batches: interleaved pipeline stages take turns over groups of them."""
+    """A pass's number of micro-batches is rounded up to a multiple of this: interleaved pipeline stages switch between their parts after
+    groups of that many."""
 
 
 class MicroBatchPlanner(Protocol):
@@ -72,14 +73,14 @@ class RowsAtATime:
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """Fewest micro-batches within `tokens`, of about equal cost: pipeline stages and ranks do not wait for each other. A longer row gets
-    its own. The longest row comes first, and equal lengths are neighbours."""
+    """Few micro-batches of at most `tokens` tokens and about equal cost, so that pipeline stages and ranks do not wait for each other. A
+    longer row gets its own. In a micro-batch the longest row comes first, so that equal lengths are neighbours."""
 
     tokens: int
     rows: int | None = None
     attention_par: float = inf
     with_padding: bool = False
-    """Padding counts as tokens: where losses hold more than a few numbers per token."""
+    """Count padding as tokens: for padded outputs of more than a few numbers per token, such as distributions."""
 
     def cut(self, lengths: torch.Tensor, parts: int = 1) -> list[np.ndarray]:
         tokens = lengths.numpy()
@@ -163,7 +164,8 @@ class MicroBatchPlan:
         return joined if self._order is None else joined.take(self._order)
 
     def collect_tokens(self, outputs: Sequence[torch.Tensor], batch: DataProto) -> Ragged:
-        """Join outputs [tokens, ...], rows one after another with padding at the end, to a column."""
+        """Join outputs to a column in the batch's row order. Each output is [tokens, ...]: the rows of a micro-batch one after another,
+        then padding, which is dropped."""
         with_rows = self._with_rows(outputs)
         if not with_rows:
             return Ragged.from_rows([], outputs[0].dtype)

@@ -42,7 +42,7 @@ class PromptSet:
         self.parts: list[int] = []
         self._names: list[tuple[str, ...]] = []
         self._numbers: dict[tuple[str, ...], int] = {}
-        """Column names by number; rows store the number."""
+        """Distinct tuples of column names and their numbers; a row stores the number."""
 
     def add(
         self,
@@ -149,7 +149,8 @@ class _Read:
 
 
 class _Loader:
-    """`owners`: for domains with a tag."""
+    """Reads one domain's files into a PromptSet and collects the mistakes found. `owners`: domains of tags; None if the domain has no tag
+    column."""
 
     def __init__(self, domain: str, config: DomainConfig, split: Split, tokenizer: Tokenizer, owners: TagOwners | None) -> None:
         self.prompts = PromptSet(domain)
@@ -285,7 +286,8 @@ class PromptOrder:
         return {"count": self._count, "seed": self._seed, "domain": self._domain, "epoch": self._epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue exactly; other data or another seed are refused."""
+        """Continue exactly. ValueError if number of prompts, seed or domain differ, or if the state is of several files with shares; the
+        prompts themselves are not compared."""
         if "parts" in state:
             raise ValueError(f"domain {self._domain}: the checkpoint's prompts came from several files with shares, this run's do not")
         for name, mine in (("count", self._count), ("seed", self._seed), ("domain", self._domain)):

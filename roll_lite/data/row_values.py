@@ -1,4 +1,4 @@
-"""Values of a row, and its domain; check and run share these rules."""
+"""Values of a data row by column, and the row's domain; `roll-lite check` and runs share these rules."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def text_of(row: Mapping[str, Any], column: str, placeholder: str, setting: str)
 
 
 def messages_of(row: Mapping[str, Any], column: str, system: str | None) -> list[dict[str, str]]:
-    """Chat messages. `system`: the template's first message."""
+    """Chat messages. `system`: the template's system message, put first."""
     prompt = cell(row, column)
     if isinstance(prompt, str):
         messages = [{"role": "user", "content": prompt}]
@@ -113,7 +113,7 @@ class TagOwners:
         self._of_file: dict[Path, dict[str, str]] = {}
 
     def owner(self, tag: str, file: Path) -> str | None:
-        """Domain of this tag in this file; None: the row would be lost."""
+        """Domain of this tag in this file; None if no domain lists it: the row would be lost."""
         return self._owners(file).get(tag)
 
     def why_nobody(self, tag: str, file: Path) -> str:

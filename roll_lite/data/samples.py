@@ -23,7 +23,7 @@ class FinishReason(StrEnum):
 
 
 class SampleOutcome(StrEnum):
-    """End of a sample; exactly one of these."""
+    """How a sample ended; exactly one of these."""
 
     ACCEPTED = "accepted"
     FILTERED = "filtered"
@@ -58,17 +58,17 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class SampleId:
-    """Validation uses epoch -1."""
+    """Identity of a sample; validation uses epoch -1."""
 
     domain: str
     prompt_uid: int
     epoch: int
     group: int
-    """Unique in the run."""
+    """Number of the group, unique in the run."""
     index: int
     """0 to n-1 in the group; n for the greedy baseline."""
     attempt: int = 0
-    """Earlier attempts."""
+    """Number of earlier attempts."""
 
     def request_id(self) -> str:
         return f"{self.domain}/{self.prompt_uid}/{self.epoch}/{self.group}/{self.index}/{self.attempt}"
@@ -127,7 +127,7 @@ class VersionSpan(NamedTuple):
 
 
 def since_token(spans: Sequence[VersionSpan], first: int, end: int) -> tuple[VersionSpan, ...]:
-    """Spans of tokens `first` to `end`, counted from `first`."""
+    """Spans of tokens `first` to `end` (exclusive), counted from `first`."""
     begun = [span for span in spans if span.start <= first][-1:] if first < end else []
     return tuple(VersionSpan(max(0, span.start - first), span.version) for span in [*begun, *(s for s in spans if first < s.start < end)])
 
@@ -172,7 +172,7 @@ class Turn(NamedTuple):
     error: str | None = None
     cached_tokens: int = 0
     tokens: TokenRow | None = None
-    """Context, prompt and response."""
+    """Tokens of context, prompt and response."""
 
 
 class Author(StrEnum):
@@ -219,7 +219,7 @@ class Transcript:
 
     @property
     def versions(self) -> tuple[VersionSpan, ...]:
-        """Counted from the first token after the prompt."""
+        """Spans of all segments, counted from the first token after the prompt."""
         spans: list[VersionSpan] = []
         start = -self.prompt_length
         for segment in self.segments:

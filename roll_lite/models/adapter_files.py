@@ -21,14 +21,14 @@ _PLAIN: dict[str, Any] = {
     "use_dora": False,
     "use_rslora": False,
 }
-"""PEFT settings that change the computation, with our values."""
+"""PEFT settings that would change the computation, with the only supported values."""
 _CHECKED = ("peft_type", "r", "lora_alpha", "init_lora_weights")
 _WITHOUT_EFFECT = (
     *("task_type", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "peft_version", "runtime_config"),
     *("target_modules", "exclude_modules", "layers_pattern", "ensure_weight_tying", "megatron_config", "megatron_core"),
     *("lora_dropout", "eva_config", "loftq_config", "corda_config", "lora_ga_config", "qalora_group_size"),
 )
-"""PEFT settings without effect: the weights file shows the tensors, init_lora_weights their initialization."""
+"""PEFT settings that are ignored: the weights file shows which layers are adapted, init_lora_weights how they were initialized."""
 _BEGUN_BESIDE_THE_BASE = (None, True, False, "gaussian", "orthogonal", "eva", "mica")
 """Values of init_lora_weights that leave the base unchanged; others move part of its weights into the adapters."""
 

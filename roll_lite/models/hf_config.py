@@ -36,7 +36,7 @@ class ModelShape:
     window: int | None
     """Sliding window in tokens; None: whole context."""
     experts: int | None = None
-    """None for a dense model, or if config.json names them in an unknown way."""
+    """Number of experts; None for a dense model, or if config.json names them in an unknown way."""
     expert_feed_forward: int | None = None
 
 
@@ -49,7 +49,7 @@ class ExpertsConfig:
     normalised: bool
     """The weights of a token's experts sum to 1."""
     layers: tuple[bool, ...]
-    """Layers with experts; the others are dense."""
+    """By layer, true if it has experts; the others are dense."""
 
 
 @dataclass(frozen=True)

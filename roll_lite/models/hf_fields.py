@@ -22,7 +22,7 @@ READ_OF_EXPERTS = _names(
     """num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob decoder_sparse_step mlp_only_layers
     router_aux_loss_coef output_router_logits"""
 )
-"""The last two concern earlier training."""
+"""The last two are ignored: they concern the load-balancing loss, which balance_coef sets here."""
 
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "hidden_act": (("silu",), "the MLP here is SwiGLU; engines know its function (SiLU, swish) by this name alone"),
@@ -52,11 +52,11 @@ OF_FILES = _names(
     cross_attention_hidden_size output_attentions output_hidden_states return_dict use_return_dict torchscript tf_legacy_loss
     use_bfloat16 tokenizer_class prefix task_specific_params finetuning_task unsloth_fixed unsloth_version is_llama_config"""
 )
-"""About files, training, and transformers itself."""
+"""Ignored: about files, training, and transformers itself."""
 OF_HEADS = _names("problem_type id2label label2id num_labels classifier_dropout")
-"""About classifiers; reward models are checked elsewhere."""
+"""Ignored: about classifiers; reward models are checked in config/checks/scoring_models.py."""
 OF_LENGTHS = _names("max_sequence_length model_max_length seq_length")
-"""Length limits; engines report requests beyond them."""
+"""Ignored: length limits; engines report requests beyond them themselves."""
 OF_GENERATION = _names(
     """bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id unk_token_id decoder_start_token_id end_token_id max_length
     max_new_tokens min_length min_new_tokens min_p do_sample early_stopping num_beams num_beam_groups diversity_penalty
@@ -66,14 +66,14 @@ OF_GENERATION = _names(
     begin_suppress_tokens assistant_confidence_threshold assistant_lookbehind num_assistant_tokens num_assistant_tokens_schedule
     target_lookbehind"""
 )
-"""Special tokens and sampling; requests carry their own sampling."""
+"""Ignored: special tokens and sampling defaults; requests carry their own sampling."""
 WITH_EXPERTS = ("qwen3_moe",)
 _CLASSES = {"qwen3_moe": "Qwen3Moe"}
 WITHOUT_EFFECT = OF_FILES | OF_HEADS | OF_LENGTHS | OF_GENERATION
 HEADS = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "Model")
 """Suffixes of an architecture's name."""
 POLICY_HEADS = ("ForCausalLM",)
-"""Suffixes of models that generate; engines build other models for the rest."""
+"""Suffixes of models that generate; for others, engines would build models that do not."""
 LLAMA3_FIELDS = frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"})
 _ROPE_FIELDS = {
     "default": frozenset[str](),

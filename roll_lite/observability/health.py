@@ -15,7 +15,7 @@ TRUNCATED_ABOVE = 0.5
 ENTROPY_LEFT = 0.02
 """Share of the first step's entropy that counts as a collapse."""
 GRADIENT_GROWTH = 100.0
-"""Multiple of the median gradient norm of earlier steps."""
+"""Multiple of the median gradient norm of earlier steps that counts as an explosion."""
 GRADIENT_STEPS = 5
 """Fewest earlier steps for that median."""
 REMEMBERED = 50

@@ -28,7 +28,8 @@ class Metric:
     description: str
     by: Literal["domain", "phase", "role", "transport"] | None = None
     count: tuple[str, ...] = ()
-    """Sum metrics that may count a mean of loss sums; the first present is used. Empty: each optimizer step counts 1."""
+    """For means that arrive as sums of a loss: metrics with their counts, of which the first present is used. Empty: each optimizer step
+    counts 1."""
     shown: bool = True
     """False for inputs of derived metrics."""
 

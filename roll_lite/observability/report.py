@@ -22,7 +22,7 @@ PASS_AT = re.compile(r"validation/pass@(\d+)")
 Change = dict[str, dict[str, float | None]]
 """Name -> {"before": number or None, "after": number or None}."""
 Accuracy = Change
-"""Shares of `overall` and of each domain."""
+"""Share of correct samples, of `overall` and of each domain."""
 
 
 def accuracy_change(domains: Sequence[str], before: Mapping[str, float], after: Mapping[str, float]) -> Accuracy:

@@ -17,7 +17,7 @@ from roll_lite.config.schema.run import TrackerConfig
 
 METRICS_FILE = "metrics.jsonl"
 IDS_FILE = "trackers.json"
-"""Ids of this run by tracker: a resumed run continues there."""
+"""Ids of this run at tracking services; a run that resumes this one continues under them."""
 
 
 @dataclass(frozen=True)

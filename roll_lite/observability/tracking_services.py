@@ -20,7 +20,7 @@ MLFLOW_LONGEST = 500
 
 
 class WandbTracker(Tracker):
-    """Steps are a metric of their own, since a resumed run may repeat some."""
+    """Logs steps as a metric: W&B's own step must not decrease, and a resumed run may repeat some."""
 
     def __init__(self, run: TrackedRun, **args: Any) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # read when it is imported

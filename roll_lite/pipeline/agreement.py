@@ -27,11 +27,11 @@ If engines are meant to differ that much, raise rollout.max_mismatch; null allow
 
 
 class DifferentModels(RuntimeError):
-    """Different log-probs of the same tokens."""
+    """Engine and trainer give the same tokens different log-probs."""
 
 
 class Agreement:
-    """Checks the first step with log-probs of both sides; a critic's warm-up with `old_log_probs: rollout` has none of the actor."""
+    """Checks the first step in which both sides give log-probs; in a critic's warm-up with `old_log_probs: rollout` the actor gives none."""
 
     def __init__(self, config: RunConfig) -> None:
         self._bound = config.rollout.max_mismatch if trains(config) else None

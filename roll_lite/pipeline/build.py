@@ -88,7 +88,8 @@ def supervised_rows(config: RunConfig) -> SupervisedRows | None:
 
 
 def initialize(models: Sequence[Model[Any]], live: LiveRollouts | None) -> None:
-    """Initialize in parallel; roles that offload may share devices and take turns."""
+    """Initialize all workers: those that stay loaded in parallel, then those that offload one after the other, since they may share
+    devices."""
     together: list[Pending[Any]] = [model.ranks.start_all(ModelWorker.initialize) for model in models if not model.role.offload]
     if live is not None:
         together += starting(live)
@@ -104,7 +105,7 @@ def initialize(models: Sequence[Model[Any]], live: LiveRollouts | None) -> None:
 
 
 def start_offloaded(live: LiveRollouts) -> None:
-    """Initialize and offload these roles, one after the other."""
+    """Initialize and offload the reward models and engines that offload, one after the other."""
     for ranks in live.reward_models.offloaded:
         ranks.all(RewardModelWorker.initialize)
         ranks.all(RewardModelWorker.offload, tuple(map(StateGroup, WHOLE["reward_models"])))
@@ -176,7 +177,7 @@ class Starter:
         return Engines(start_cluster(self.spec("actor_infer", slots, role.threads), InferWorker, engine, parts), role, turns)
 
     def engine_slots(self, role: InferRoleConfig) -> tuple[list[Slot], list[list[dict[str, Any]]]]:
-        """Slots of replicas, and of their parts on further nodes."""
+        """Slots of replicas, and by replica the actor options of its parts on further nodes."""
         size = model_parallel_size(role)
         if self.config.placement.nodes is None:
             return self.placement.slots("actor_infer", size, role.replicas_per_device), []

@@ -54,8 +54,8 @@ class Checkpoints:
         self._running: Unfinished | None = None
 
     def save(self, clusters: Clusters, source: BatchSource, pipeline: dict[str, Any]) -> Path:
-        """Save a checkpoint. `pipeline`: the driver's state. With checkpoint.asynchronous the folder exists only after `look` or
-        `finish`."""
+        """Save a checkpoint. `pipeline`: the driver's state. With checkpoint.asynchronous the folder exists only after `finish_if_written`
+        or `finish`."""
         self.finish()
         whole = self._run_folder / FOLDER / f"step_{pipeline['steps_done']:06d}"
         folder = whole.with_suffix(".partial")
@@ -90,10 +90,9 @@ class Checkpoints:
 
     @contextmanager
     def finished(self) -> Iterator[None]:
-        """Complete a checkpoint begun before a failure of the block, if possible.
+        """If the block fails, complete a checkpoint in progress, if possible.
 
-        At an interruption only the ranks' report is awaited, and ranks in an update give none in time: a checkpoint counts only if all
-        ranks have written it.
+        At an interruption, only if all ranks report within INTERRUPTED_S that they have written it; ranks in an update cannot.
         """
         try:
             yield
@@ -185,7 +184,8 @@ class Checkpoints:
 
 
 def expect_files(folder: Path, sizes: Mapping[str, int], role: str) -> None:
-    """Wait until this node sees the files that ranks have written; RuntimeError if it does not: they would be lost."""
+    """Wait, at most SEEN_WITHIN_S, until this node sees the files that ranks have written, with exactly these sizes (bytes by name).
+    RuntimeError if it does not, for they would be lost, and for empty `sizes`."""
     deadline = time.monotonic() + SEEN_WITHIN_S
     while wrong := [name for name, size in sizes.items() if _size(folder / name) != size]:
         if time.monotonic() >= deadline:

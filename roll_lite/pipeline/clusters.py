@@ -79,7 +79,7 @@ class Engines:
     replicas: Cluster[InferWorker]
     role: InferRoleConfig
     turns: int = 1
-    """Turns in which engines start: they size themselves by free memory, so those on one GPU take turns."""
+    """Number of turns in which engines start: they size themselves by free memory, so those on one GPU take turns."""
 
     def start_first_ones(self) -> Pending[list[None]]:
         return self.replicas.start_all(InferWorker.initialize, 0, self.turns)

@@ -97,7 +97,7 @@ def take_turns(turns: Sequence[DeviceTurn[R]], parts: Sequence[Any]) -> list[R]:
 
 
 def _stages(turn: DeviceTurn[R], parts: Sequence[Any]) -> Generator[Pending[Any], Any, R]:
-    """Calls of a turn; receives their results."""
+    """Generator of a turn's calls (load, work, offload), which is sent their results."""
     if turn.role.offloads:
         yield turn.role.start_load(parts)
     result: R = yield turn.start()

@@ -17,7 +17,8 @@ from roll_lite.workers.rollout import RolloutWorker
 
 @dataclass(frozen=True)
 class Part:
-    """Finished groups and passes over them, with their own sample numbers."""
+    """Rows of some finished groups and the passes over them, one per model. Its sample numbers are its own; `join` renumbers to the
+    batch's."""
 
     rows: DataProto
     passes: list[Pending[list[Block | None]]]
@@ -77,5 +78,5 @@ class EarlyPasses:
 
 
 def _names(rows: DataProto) -> list[tuple[int, int]]:
-    """(group, index); sample numbers change."""
+    """(group, index) of each row, equal in part and batch, unlike sample numbers."""
     return list(zip(rows.tensor("group").tolist(), rows.tensor("index").tolist(), strict=True))

@@ -287,7 +287,7 @@ class Journal:
                 self._sums.add(f"offload/{name}", number, label=role)
 
     def _counts(self, role: str, update: Update) -> MetricSums:
-        """Counts of any update, also a skipped one."""
+        """Count and learning rate of any update, also a skipped one."""
         sums = MetricSums()
         sums.add(f"{role}/updates", float(not update.result.skipped))
         sums.add(f"{role}/skipped", float(update.result.skipped))
@@ -365,7 +365,7 @@ class Journal:
         self._picture.changed()
 
     def _summarize(self, exit_state: str) -> tuple[Accuracy, Change]:
-        """Returns held-out accuracy by domain, and validation metrics over all domains."""
+        """Write summary.json; returns held-out accuracy by domain, and validation metrics over all domains."""
         validated = [record for _, record in sorted(self.history.records.items()) if "validation/accuracy" in record]
         last = validated[-1] if len(validated) > 1 else {}
         first = validated[0] if validated else {}

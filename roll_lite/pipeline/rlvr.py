@@ -65,7 +65,7 @@ class RLVRPipeline:
         self.critic_columns = CriticWorker.training_reads(self.algorithm)
         self.early = EarlyPasses(self.wanted() if config.rollout.stream_log_probs else [], config.rollout.prompts_per_step, journal)
         self.kl_coefs: dict[str, float] = {}
-        """Coefficients of this step; its measurements update them for the next."""
+        """KL coefficients of this step; its measurements update them for the next."""
         self.steps_done = 0
         self.version = 0
         """Version of the actor's weights: steps that changed them."""
@@ -288,6 +288,6 @@ def training_rows(batch: Batch) -> int:
 
 
 def per_token(parts: Sequence[Mapping[str, float]], name: str, tokens: str) -> float:
-    """Mean over all domains, from sums by domain."""
+    """Mean of a metric over the tokens of all domains, from its sums and the token counts by domain."""
     total, count = (sum(value for part in parts for key, value in part.items() if key.startswith(f"{what}#")) for what in (name, tokens))
     return total / max(count, 1.0)

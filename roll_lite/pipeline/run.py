@@ -114,7 +114,7 @@ class RunEnd:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Record the run's end with the block's."""
+        """Record how the run ended (completed, failed, interrupted) when the block ends."""
         try:
             yield
         except KeyboardInterrupt:

@@ -49,7 +49,7 @@ class Series:
 
 @dataclass
 class SkippedUpdates:
-    """Counts by role, over steps and resumptions."""
+    """Counts skipped updates in a row by role, over steps and resumptions."""
 
     limits: Mapping[str, int]
     """Skipped updates in a row that end the run, by role; 0: no limit."""

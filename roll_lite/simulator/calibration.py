@@ -45,7 +45,8 @@ class MeasuredRun:
 
 
 def calibrated(config: RunConfig, folder: Path) -> RunConfig:
-    """Replace assumptions by the run's measurements, where there are any."""
+    """Replace assumptions by the measurements of the run in `folder`. ValueError unless it has `supply: sync` and a step with metrics and
+    samples."""
     simulation = measured(read_run(folder), config.simulation, list(config.domains))
     return config.model_copy(update={"simulation": simulation})
 
@@ -150,7 +151,7 @@ def passes(lengths: Sequence[int], slots: int) -> int:
 
 
 def fit(rows: Sequence[tuple[float, float]], seconds: Sequence[float]) -> tuple[float, float]:
-    """Least-squares fit with non-negative costs."""
+    """Seconds per pass and per token, non-negative: least-squares fit to `rows` of (passes, tokens)."""
     work, time = np.array(rows, dtype=float), np.array(seconds)
     if len(rows) > 1:
         (pass_s, request_s), _, rank, _ = np.linalg.lstsq(work, time, rcond=1e-6)

@@ -73,7 +73,8 @@ class Span:
 
 @dataclass(eq=False, slots=True)
 class _Run:
-    """Request in the engine. The engine counts tokens for all running requests; `zero` is its count when this one had none."""
+    """Request in the engine. Running requests share one token count, the engine's `_decoded`; `zero` is its value when this request had
+    none."""
 
     asked: Asked
     prompt: int
@@ -94,7 +95,7 @@ class _Run:
 
 
 class SimulatedEngine:
-    """Modelled EngineClient. `length(request)`: length of the uncut response."""
+    """Modelled engine, as the router's EngineClient. `length(request)`: tokens of the whole response if nothing cut it."""
 
     def __init__(
         self,

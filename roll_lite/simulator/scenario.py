@@ -18,7 +18,7 @@ DAY_S = 86_400.0
 @dataclass(frozen=True)
 class TrainerModel:
     overhead_s: float = 0.0
-    """Seconds of a step."""
+    """Fixed seconds of a step."""
     token_s: float = 0.0
     """Seconds per token of the batch, prompts included: log-prob passes and updates."""
     sync_s: float = 0.0

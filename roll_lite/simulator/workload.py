@@ -29,7 +29,7 @@ def uniform(*parts: object) -> float:
 
 class Distribution(Protocol):
     def draw(self, share: float) -> float:
-        """Quantile of `share`."""
+        """Value below which this share of draws lies."""
         ...
 
 

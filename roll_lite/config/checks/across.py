@@ -42,14 +42,15 @@ OVERALL = "overall"
 SEARCHED = 100_000
 LOCAL = ("jsonl", "tensorboard")
 SERVICES = ("wandb", "mlflow", "swanlab")
-"""Names of packages and of our optional dependencies; a test compares them with the trackers."""
+"""Trackers that need a package. The names are those of the package and of our optional dependency; a test compares them with the trackers.
+"""
 
 Check = Callable[[RunConfig], Iterable[Mistake]]
 SectionCheck = Callable[[RunConfig, str, Any], Iterable[Mistake]]
 
 
 def check(config: RunConfig, *, further: Sequence[Check] = (), files: bool = True) -> list[Problem]:
-    """Find all problems beyond the schema. `further`: checks of other packages. `files`: also check files and this machine."""
+    """Find all problems beyond the schema. `further`: checks that other packages add. `files`: also check files and this machine."""
     of_files = (*GPU_CHECKS, *FILE_CHECKS, *LORA_FILE_CHECKS) if files else ()
     found: list[Mistake] = []
     for one in (*RUN_CHECKS, *ALGORITHM_CHECKS, *LAYOUT_CHECKS, *of_files, *further):
@@ -80,7 +81,8 @@ def _role(config: RunConfig, name: str) -> Iterator[Mistake]:
 
 
 def _mini_batches_divide(config: RunConfig) -> Mistakes:
-    """Group sizes may differ between domains, and quotas between steps."""
+    """Check that a step's samples can be cut into equal mini-batches, although domains may differ in group size and, from step to step, in
+    prompts."""
     prompts, parts = config.rollout.prompts_per_step, config.algorithm.mini_batches
     sizes = {name: group_size(config, domain) for name, domain in config.domains.items()}
     first = next(iter(sizes.values()))

@@ -54,7 +54,8 @@ def _by_name(parameters: ast.arguments) -> set[str]:
 
 
 def _definition(name: str, chain: int = LONGEST_CHAIN) -> ast.AST | None:
-    """Definition behind the name; None if unknown, ValueError if missing."""
+    """Syntax tree of what a dotted name is bound to, followed through assignments and imports. None if only running the code could tell (no
+    Python source, bound twice, `import *`). ValueError if the path names no module, its source cannot be read, or it has no such name."""
     module, _, attribute = name.rpartition(".")
     if not module:
         raise ValueError("a function of your own is a dotted path, package.module.function")

@@ -64,8 +64,8 @@ GPU_CHECKS = (_fp8_rollouts, _heads_of_vllm, _adapters_alone)
 
 
 def needs_gpus(config: RunConfig) -> Mistakes:
-    """Check settings that need GPUs here. Other machines report at their start; whether the run's GPUs are shared shows when trainers
-    and engines meet."""
+    """Check, against this machine, the settings that need GPUs. For a run on a cluster nothing is checked: its machines report at their
+    start. Which GPUs trainer and engines share, on which a transport may depend, shows only when they connect."""
     if layout.is_elsewhere(config):
         return
     there, none, transport = layout.gpus_visible(), "none are visible here", config.weight_sync.transport

@@ -178,7 +178,8 @@ def _verified_experts(config: RunConfig) -> Mistakes:
 
 
 def _experts_over_an_update(config: RunConfig) -> Mistakes:
-    """Refuse paused requests with routing replay: SGLang recomputes their tokens with new weights, and reports only those experts."""
+    """Refuse paused requests with routing replay: SGLang recomputes their tokens with new weights, and reports only the experts of that
+    pass."""
     rollout = config.rollout
     pauses = rollout.on_sync == "pause" or (rollout.on_sync is None and rollout.supply == "async")
     if replays_engines(config) and pauses and isinstance(config.actor_infer.strategy, SglangStrategyConfig):
@@ -209,7 +210,8 @@ def devices_are_there(config: RunConfig) -> Mistakes:
 
 
 def sharing_notes(config: RunConfig) -> list[str]:
-    """Notes on roles that stay on the same GPUs, and on engines that stay where others take turns."""
+    """Notes on roles that share GPUs and both stay loaded, and on engines that stay loaded where another role comes in: memory may not
+    suffice."""
     if not gpus_visible():
         return []
     by_role = roles(config)

@@ -26,7 +26,7 @@ def mode_notes(config: RunConfig) -> list[str]:
 
 
 def without_formula(config: RunConfig) -> list[str]:
-    """Settings whose training examples/recompute.py cannot compute."""
+    """Settings of this run whose training examples/recompute.py cannot recompute."""
     lora = config.actor_train.lora
     feeds_forward = lora is not None and not set(FEED_FORWARD).isdisjoint(lora.targets)
     found = {
@@ -44,7 +44,7 @@ def batch_notes(config: RunConfig) -> list[str]:
 
 
 def notes_on(config: RunConfig, *further: Callable[[RunConfig], list[str]]) -> list[str]:
-    """`further`: notes of other packages."""
+    """Collect all notes. `further`: notes that other packages add."""
     notes_of_parts = (
         mode_notes,
         gpu_notes,

@@ -1,4 +1,5 @@
-"""Checks for secrets in a configuration, which is logged and saved: addresses must have none, others are left out."""
+"""Checks for secrets in a configuration, which is logged and saved: an address must hold none, other secrets are left out of what is
+written."""
 
 from __future__ import annotations
 

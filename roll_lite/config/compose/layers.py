@@ -89,7 +89,7 @@ class _Composer:
         self.broken.add(broken)
 
     def _entries(self, defaults: Any, place: str) -> list[tuple[str | None, str]]:
-        """File names with their places; None is `_self_`."""
+        """Names in a `defaults:` list with their places in the text; None is the file itself (`_self_`)."""
         items = [defaults] if isinstance(defaults, str) else defaults
         if not isinstance(items, list):
             self.refuse(place, "has to be a file's name or a list of them", defaults)
@@ -135,13 +135,13 @@ def searched(folder: FilePath) -> str:
 
 
 def suggestion(name: str, folder: FilePath) -> str:
-    """Suggest close names of either folder; else list the user's own."""
+    """Suggest close names of the user's or shipped files; else list the user's own, or the shipped ones if there are none."""
     own, shipped = ([path.stem for path in one.glob("*.yaml")] for one in (folder, CONFIGS))
     return did_you_mean(name, [*own, *shipped] if close_names(name, [*own, *shipped]) or not own else own)
 
 
 def compose(name: str, folder: FilePath, overrides: Sequence[str], *, may_be_left_out: bool = False) -> Composed:
-    """Merge a file, its defaults and the overrides, and resolve `${...}`. `may_be_left_out`: keep `???`."""
+    """Merge a file, its defaults and the overrides, and resolve `${...}`. `may_be_left_out`: keep `???` instead of reporting it."""
     composer = _Composer(folder, may_be_left_out)
     parsed = [parse_override(text) for text in overrides]
     composer.problems += [one for one in parsed if isinstance(one, Problem)]
@@ -176,7 +176,7 @@ def _environment(key: str, *default: Any) -> Any:
 
 
 def _resolve(node: DictConfig | ListConfig, path: Path, composer: _Composer) -> Any:
-    """Plain data with interpolations replaced; unresolvable ones are problems with broken paths."""
+    """Plain data with interpolations replaced; an unresolvable one is reported, and its path marked as broken."""
     keys: list[Any] = list(range(len(node))) if isinstance(node, ListConfig) else list(node.keys())
     result: dict[str, Any] = {}
     for key in keys:

@@ -16,7 +16,7 @@ from roll_lite.config.validation import is_removed_by_null, sections_at
 
 
 def spell_out(data: Any, path: Path, lines: dict[Path, int]) -> Any:
-    """Expand words at `path` and below into sections. `lines` gets the lines of their names."""
+    """Expand words at `path` and below into sections, `sglang` into `{name: sglang}`; `lines` gets the lines of these names."""
     if isinstance(data, dict):
         return {key: spell_out(value, (*path, key), lines) for key, value in data.items()}
     if isinstance(data, list):
@@ -28,7 +28,7 @@ def spell_out(data: Any, path: Path, lines: dict[Path, int]) -> Any:
 
 
 def is_short_form(value: Any, path: Path) -> bool:
-    """The value is a word for a section; an interpolation is not, since it may give a whole section."""
+    """True if the value is a word that stands for a section. An interpolation does not, since it may give a whole section."""
     is_word = isinstance(value, str) and "${" not in value and value != "???"
     return is_word and any("name" in cls.model_fields for cls in sections_at(path))
 

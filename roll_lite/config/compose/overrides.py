@@ -34,7 +34,8 @@ class Override:
 
 
 def parse_override(text: str) -> Override | Problem:
-    """Values are YAML."""
+    """Parse `key=value`, `+key=value` or `~key`; a Problem if invalid. Values are YAML, but texts may hold braces and colons without
+    quotes."""
     delete = text.startswith("~")
     key, separator, raw = text.lstrip("~+").partition("=") if not delete else (text[1:], "", "")
     if delete and "=" in key:
@@ -55,7 +56,7 @@ def parse_override(text: str) -> Override | Problem:
 
 
 def names_first(overrides: Sequence[Override]) -> list[Override]:
-    """Move choices of a section's name, which drop earlier settings, before these settings."""
+    """Move the choice of a section's name before other settings of that section, which it would otherwise drop."""
     ordered: list[Override] = []
     for one in overrides:
         named = isinstance(one.value, dict) and "name" in one.value
@@ -148,8 +149,8 @@ def apply_override(tree: dict[str, Any], override: Override) -> list[Problem]:
 
 
 def _holder(tree: dict[str, Any], override: Override) -> tuple[dict[str, Any] | list[Any], int]:
-    """Innermost section or list on the override's path, and the number of keys to it. LookupError with a message if it cannot hold the
-    next key."""
+    """Innermost existing section or list on the override's path, and the number of keys to it. LookupError with a message if it cannot hold
+    the next key."""
     container: Any = tree
     for depth, key in enumerate(override.path):
         here, below = dotted(override.path[:depth]), override.path[depth + 1 :]

@@ -44,7 +44,7 @@ class YamlSource:
 
 
 def parse_yaml(text: str, place: str, root: Path = ()) -> YamlSource:
-    """`place`: name of the text in messages; `root`: path of its data."""
+    """`place`: how messages name the text; `root`: path of its data in the configuration."""
     source = YamlSource()
     try:
         loader = _Loader(text)

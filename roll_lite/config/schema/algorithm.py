@@ -31,8 +31,8 @@ class AdaptiveKlConfig(Section):
 
     name: Literal["adaptive"] = "adaptive"
     target: PositiveFloat
-    """Target KL(policy || reference), in nats per token; measured with the estimator, but with k3 for `abs` and for kl_in_loss unless it
-    is `full`."""
+    """Target KL(policy || reference), in nats per token. It is measured with the term's estimator, except that k3 replaces `abs` and, in
+    kl_in_loss, all but `full`."""
     horizon: PositiveFloat = 10000.0
     """Samples over which the coefficient changes by at most about a fifth; a larger batch counts as this many."""
 
@@ -71,8 +71,8 @@ class KlInLossConfig(KlInRewardConfig):
 
 class RewardNormalizationConfig(Section):
     over: Literal["batch", "group", "running"]
-    """Samples behind mean and standard deviation. batch: the step's that train; group: all of the prompt; running: all that trained so
-    far."""
+    """Samples behind mean and standard deviation. batch: those of the step that train; group: all of the prompt; running: all that have
+    trained in the run so far."""
     mean: bool = True
     """Subtract the mean."""
     std: bool = True
@@ -109,7 +109,7 @@ class RewardShapingConfig(Section):
     overlong: OverlongConfig | None = None
     """Penalty near max_tokens."""
     scale: PositiveFloat = 1.0
-    """Factor."""
+    """Factor of the reward."""
     clip: PositiveFloat | None = None
     """Limit to [-clip, clip]."""
     normalize: RewardNormalizationConfig | None = None
@@ -179,7 +179,8 @@ class AlgorithmConfig(Section):
     value_loss: ValueLossConfig = Field(default_factory=ValueLossConfig)
     """Loss of the critic."""
     aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] = "token_mean"
-    """Aggregation of token losses; counts are those of the global mini-batch."""
+    """How token losses become one number: the mean over tokens; the mean over sequences of each one's token mean or sum; or of its sum
+    divided by a constant. Tokens and sequences are counted over the global mini-batch."""
     aggregation_constant: PositiveInt | None = None
     """Tokens that divide a sequence's sum under `aggregation: constant`; absent: the domains' longest max_tokens."""
     kl_in_reward: KlInRewardConfig = Field(default_factory=KlInRewardConfig)
@@ -201,7 +202,8 @@ class AlgorithmConfig(Section):
     mini_batches: PositiveInt = 1
     """Optimizer steps per pass."""
     early_stop_kl: PositiveFloat | None = None
-    """Limit of KL(old || new), in nats per token: an update above it ends the step's actor updates."""
+    """Limit of KL(old || new), in nats per token, the mean over an update's tokens. An update above it, or with NaN, is applied, but ends
+    the step's actor updates; skipped updates do not count."""
     critic_warmup_steps: Annotated[int, Field(ge=0)] = 0
     """First steps that train only the critic."""
 

@@ -39,13 +39,13 @@ class DataConfig(Section):
     tag: str | None = None
     """Column with a row's domain, for shared files."""
     tags: list[str] = Field(default_factory=list)
-    """Tags of this domain's rows; one that no domain of its file has is an error."""
+    """Tags of this domain's rows. A tag in the file that no domain lists is an error."""
     filter: DataFilterConfig = Field(default_factory=DataFilterConfig)
     """Rows to drop."""
     prompt: str = "prompt"
     """Column with the prompt (a string or chat messages)."""
     answer: str | None = "answer"
-    """Column with the reference answer."""
+    """Column with the reference answer, in every row; null: prompts have none."""
     weight: str | None = None
     """Column with the weight of a prompt's samples in the loss; absent: 1."""
     epochs: PositiveInt | None = None
@@ -83,7 +83,7 @@ TemplateConfig = Annotated[PlainTemplateConfig | ChatTemplateConfig, Field(discr
 
 
 LEAST_TEMPERATURE, GREATEST_TEMPERATURE = 0.01, 2.0
-"""vLLM raises lower temperatures to this limit, and refuses higher ones."""
+"""vLLM raises lower temperatures to the first, and refuses those above the second."""
 
 
 class SamplingConfig(Section):
@@ -230,13 +230,13 @@ class GroupFilterConfig(Section):
     """accuracy (share of correct samples), mean or std (of scores), or dotted path to a function `SampleGroup -> bool`, true if the
     group trains."""
     above: float | None = None
-    """Groups train above this measure; absent: 0 for accuracy and std."""
+    """Only groups whose measure is greater than this train; absent: 0 for accuracy and std, no bound for mean."""
     below: float | None = None
-    """Groups train below this measure; absent: 1 for accuracy."""
+    """Only groups whose measure is smaller than this train; absent: 1 for accuracy, no bound for mean and std."""
     tries: PositiveInt = 10
     """Most prompts tried per place in the batch, averaged over a domain's batch."""
     when_short: Literal["fail", "continue"] = "fail"
-    """If that is not enough, fail: end the run; continue: train on the groups that passed."""
+    """When `tries` are used up, fail: end the run; continue: train on the groups that passed."""
 
     @rule
     def _known(self) -> Mistakes:
@@ -254,7 +254,7 @@ class GroupFilterConfig(Section):
 
     @property
     def bounds(self) -> tuple[float | None, float | None]:
-        """Range of a built-in measure."""
+        """Bounds `above` and `below` of a built-in measure, its defaults where absent."""
         above, below = GROUP_MEASURES[self.name]
         return above if self.above is None else self.above, below if self.below is None else self.below
 
@@ -278,7 +278,8 @@ class RolloutConfig(Section):
     """Running responses at a weight update. drain: they finish first. pause: their engines continue them after recomputing the KV cache.
     abort: any engine continues them. Absent: abort if engines offload, else drain for one_step_off, pause for others."""
     oversample: Annotated[float, Field(ge=1, le=16)] = 1.0
-    """Factor of the prompts started for a batch, if some are filtered or slow. Only with `supply: sync`; others generate ahead anyway."""
+    """Prompts started for a batch, as a multiple of prompts_per_step: spare ones, if some are filtered or slow. Only with `supply: sync`;
+    others generate ahead anyway."""
     filter: GroupFilterConfig | None = None
     """Filter of groups; absent: all train."""
     max_tokens_per_engine: PositiveInt | None = None

@@ -235,10 +235,10 @@ class CorrectionFilterConfig(Section):
     """Removes the loss of tokens or sequences on which trainer and engine differ too much."""
 
     level: Literal["token", "sequence_sum", "sequence_mean", "sequence_min", "sequence_max"] = "token"
-    """token: by the token's number. Others: by sum, mean, minimum or maximum over the sequence."""
+    """token: by each token's value. Others: by the sum, mean, minimum or maximum of the values over the sequence."""
     estimator: Literal["ratio", "k1", "k2", "k3", "abs", "difference"] = "ratio"
-    """Number of a token. ratio: trainer's / engine's probability (sum over a sequence: the product; mean: the geometric mean). k1, k2,
-    k3, abs: KL(engine || trainer) as for kl_in_reward, in nats. difference: trainer's probability - engine's."""
+    """Value of a token. ratio: trainer's / engine's probability (sum over a sequence: the product; mean: the geometric mean). k1, k2, k3,
+    abs: KL(engine || trainer) as for kl_in_reward, in nats. difference: trainer's probability - engine's."""
     low: float | None = None
     """Lower limit; null: unlimited."""
     high: float | None = None
@@ -274,4 +274,4 @@ class MismatchCorrectionConfig(Section):
 
 class ValueLossConfig(Section):
     clip: PositiveFloat | None = 0.2
-    """Largest change of a value; null: no clipping."""
+    """Largest change of a value from the critic's prediction before the update; null: no clipping."""

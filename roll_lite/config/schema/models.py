@@ -294,7 +294,7 @@ class ActorRoleConfig(TrainRoleConfig):
 
 
 class RefreshConfig(Section):
-    """Updates the reference, through a run folder that all nodes share."""
+    """Replaces the reference's weights by the actor's; needs a run folder that all nodes share."""
 
     every: PositiveInt
     """Steps between updates."""

@@ -129,7 +129,8 @@ class LimitsConfig(Section):
     other: TimeLimit = 3600.0
     """Calls outside these phases: loading a role onto its devices, resuming."""
     silence: TimeLimit = 300.0
-    """Silence of a process, busy or idle: it is stopped, or never releases Python's lock. Counts once all are ready."""
+    """Silence of a process, busy or idle, after which it counts as hung: it is stopped, or never releases Python's lock. Counts once all
+    processes are ready."""
     engine_silence: TimeLimit = 7.0
     """Silence of an engine: its worker does not answer, or one of its processes is stopped. The run continues with other engines, if
     any. Slow work, such as a long prompt, is not silence."""

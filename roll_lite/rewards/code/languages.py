@@ -22,7 +22,7 @@ class Language(ArgumentSection):
     compile: Annotated[list[str], Field(min_length=1)] | None = None
     artifact: str = "main"
     address_space: bool = True
-    """False for interpreters that reserve far more memory than they use."""
+    """Limit the address space; false for interpreters that reserve far more memory than they use."""
 
 
 LANGUAGES: dict[str, Language] = {

@@ -1,4 +1,4 @@
-"""Names that a sample's asserts use of the program, and whether calls with plain values are enough (`why_inside`).
+"""Names of the program that a sample's asserts use, and whether calls with plain values are enough for them (`why_inside`).
 
 Read from the tests alone: otherwise a program could claim `abs`, or choose the process in which it is tested.
 """
@@ -49,7 +49,7 @@ NEED_INSIDE = frozenset(
 class Names:
     program: tuple[str, ...]
     modules: dict[str, str]
-    """Modules that the tests use without importing them, such as math in `math.pi`."""
+    """Modules that the tests use without importing them: name in the test to module, such as np to numpy."""
     imports: tuple[str, ...] = ()
     inside: str = ""
     """Why the test must run in the program's process, or empty."""
