@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from config_project import Project
 
 from roll_lite.config.schema.run import RunConfig
@@ -35,32 +34,6 @@ def test_a_loss_may_ask_the_run_for_columns(project: Project) -> None:
     assert message == "'mine.parts.other' needs entropie; of itself the run gives rollout_log_probs, ref_log_probs, entropy"
     [(path, message)] = problems("loss", "reference: {}")
     assert path == "reference" and "nothing uses the reference" in message
-
-
-def test_full_kl_is_refused_where_whole_distributions_do_not_fit(project: Project) -> None:
-    settings = "reference: {}\nalgorithm: {kl_in_loss: {coef: 0.1, estimator: full}}"
-    many = "rollout.prompts_per_step=1000"
-    assert project.problems_of(settings, many) == []
-    (problem,) = project.problems_of(settings, many, "ray.object_store_mb=80")
-    assert problem.path == "algorithm.kl_in_loss.estimator" and "MB a step" in problem.message
-
-
-@pytest.mark.parametrize(
-    "advantage", ["{name: rloo}", "{name: opo}", "{name: gpg}", "{name: grpo}", "{name: reinforce_plus_plus, baseline: group}"]
-)
-def test_comparing_a_group_of_one_is_refused(project: Project, advantage: str) -> None:
-    (problem,) = project.problems_of(f"algorithm: {{advantage: {advantage}}}", "rollout.samples_per_prompt=1")
-    assert problem.path == "rollout.samples_per_prompt"
-
-
-@pytest.mark.parametrize("advantage", ["{name: reinforce}", "{name: reinforce_plus_plus}", "{name: remax}"])
-def test_others_need_no_group(project: Project, advantage: str) -> None:
-    assert project.problems_of(f"algorithm: {{advantage: {advantage}}}", "rollout.samples_per_prompt=1") == []
-
-
-def test_a_pattern_that_is_none(project: Project) -> None:
-    (problem,) = project.problems_of("domains: {add: {reward: {format: {pattern: '('}}}}")
-    assert problem.path == "domains.add.reward.format.pattern"
 
 
 def test_the_keep_mask_makes_truncated_rollout_log_probs_complete(project: Project) -> None:

@@ -27,19 +27,6 @@ def test_a_mistake_is_named(project: Project, settings: str, path: str, says: st
     assert says in problems[0].message
 
 
-def test_a_stage_without_layers_has_no_adapters(project: Project) -> None:
-    """Interleaved stages have a part with layers beside the one without."""
-    stages = "actor_train: {devices: 2, lora: {}, strategy: {pipeline_parallel: 2, "
-    (problem,) = project.problems_of(stages + "pipeline_layers: [0, 6]}}")
-    assert problem.path == "actor_train.strategy.pipeline_layers" and "has no adapters to train" in problem.message
-    assert project.problems_of(stages + "virtual_pipeline_parallel: 2, pipeline_layers: [0, 3, 3, 0]}}") == []
-
-
-def test_the_critic_has_none(project: Project) -> None:
-    yaml = "critic: {lora: {rank: 8}}\nalgorithm: {advantage: {name: gae}}"
-    assert [problem.path for problem in project.problems_of(yaml)] == ["critic.lora"]
-
-
 def test_adapters_of_peft_are_begun_with(project: Project) -> None:
     project.write("adapters/adapter_config.json", json.dumps(ADAPTERS | {"bias": "none", "use_dora": False, "modules_to_save": None}))
     project.write("adapters/adapter_model.safetensors", "")
@@ -96,12 +83,6 @@ def test_what_the_kl_is_measured_against_is_told(project: Project) -> None:
         notes = [note for note in notes_on(project.load(name="changed")) if "adapters" in note]
         assert len(notes) == (told is not None) and all(str(told) in note for note in notes)
     assert [problem.path for problem in project.problems_of(lora + "reference: {}")] == ["reference"]
-
-
-def test_the_actors_pass_as_reference_can_be_early(project: Project) -> None:
-    yaml = "rollout: {stream_log_probs: true}\nactor_train: {devices: [1], lora: {}}\n"
-    assert [problem.path for problem in project.problems_of(yaml + "algorithm: {old_log_probs: current}")] == ["rollout.stream_log_probs"]
-    assert project.problems_of(yaml + "algorithm: {old_log_probs: current, kl_in_loss: {coef: 0.1}}") == []
 
 
 def test_adapters_alone_to_engines(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,10 +56,6 @@ def test_what_is_right_passes_and_has_its_place_in_the_plan(helpful: Project, se
     assert "reward_models.helpful" in render(derive(config))
 
 
-def test_a_run_without_reward_models_may_say_so(project: Project) -> None:
-    assert project.problems_of("reward_models: {}") == []
-
-
 def test_none_leaves_its_devices_while_others_generate(helpful: Project) -> None:
     assert found(helpful, "offload: true") == {}
     (problem,) = helpful.problems_of(SECTION % ("offload: true", "") + "rollout: {supply: one_step_off}\n")

@@ -1,4 +1,4 @@
-"""Every check: one wrong YAML laid over a right one gives one problem, at exactly this path, that says this (cases/mistakes.jsonl)."""
+"""Checks of the whole configuration: mistakes (a problem at exactly this path, that says this) and settings that go together, in cases/."""
 
 from __future__ import annotations
 
@@ -31,6 +31,11 @@ def test_one_mistake_is_one_problem_at_its_path(project: Project, yaml: str, pat
     assert problem.path == path and says in problem.message
 
 
+@pytest.mark.parametrize("yaml", cases("config/right"))
+def test_settings_that_go_together(project: Project, yaml: str) -> None:
+    assert project.problems_of(yaml) == []
+
+
 @pytest.mark.parametrize(("yaml", "path", "says"), cases("config/rewards"))
 def test_rewards_are_looked_up_without_importing_them(project: Project, yaml: str, path: str, says: str) -> None:
     project.write("mine/__init__.py", "raise RuntimeError('imported')")
@@ -45,16 +50,6 @@ def test_a_users_own_reward_is_accepted(project: Project) -> None:
     project.write("mine/rules.py", "import math\nasync def score(sample, exact, *, bonus=0): return 1\nalias = score\n")
     assert project.problems_of("domains: {add: {reward: {name: mine.rules.score, args: {exact: true}}}}") == []
     assert project.problems_of("domains: {add: {reward: {name: mine.rules.alias, args: {exact: true}}}}") == []
-
-
-@pytest.mark.parametrize("option", ["top_p: 0.9", "top_k: 5", "min_p: 0.1", "min_tokens: 2"])
-def test_log_probs_of_a_truncated_distribution_are_refused(project: Project, option: str) -> None:
-    name = option.split(":")[0]
-    yaml = f"domains: {{copy: {{sampling: {{{option}}}}}}}\nalgorithm: {{old_log_probs: %s}}"
-    problems = project.problems_of(yaml % "rollout")
-    assert [problem.path for problem in problems] == [f"domains.copy.sampling.{name}"]
-    assert "old_log_probs: recompute" in problems[0].message
-    assert project.problems_of(yaml % "recompute") == []
 
 
 def test_model_files(project: Project) -> None:
@@ -377,22 +372,6 @@ def test_gpus_can_be_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check_layout.gpus_visible()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert not check_layout.gpus_visible()
-
-
-def test_combinations_that_are_right(project: Project) -> None:
-    assert project.problems() == []
-    assert project.problems_of("reference: {}\n" + CRITIC, "algorithm.kl_in_reward.coef=0.1", "rollout.samples_per_prompt=1") == []
-    assert project.problems_of("algorithm: {mini_batches: 4, ppo_epochs: 2}\ndomains: {add: {samples_per_prompt: 8}}") == []
-    assert project.problems_of("actor_train: {devices: 8, strategy: {tensor_parallel: 8}}") == []
-    sizes = "devices: 8, strategy: {tensor_parallel: 2, pipeline_parallel: 2, sequence_parallel: true}"
-    assert project.problems_of(f"actor_train: {{{sizes}}}\nactor_infer: {{devices: 8, strategy: {{tensor_parallel: 8}}}}") == []
-
-
-PTX = "algorithm: {ptx: {data: {train: train.jsonl}, coef: 0.1, samples: 4"
-
-
-def test_supervised_rows(project: Project) -> None:
-    assert project.problems_of(PTX + ", max_tokens: 64}}") == []
 
 
 def test_layers_that_do_not_divide_by_the_stages(project: Project) -> None:
