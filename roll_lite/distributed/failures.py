@@ -30,7 +30,7 @@ class RankFailed(RuntimeError):
 
 
 class MemberLost(Exception):
-    """A member's work or start failed for this cause: the member is lost."""
+    """A fleet's member (an engine, a reward worker) is lost for this cause."""
 
     def __init__(self, cause: str) -> None:
         super().__init__(cause)
@@ -38,7 +38,7 @@ class MemberLost(Exception):
 
 
 class FleetDown(RuntimeError):
-    """No member and no restart is left."""
+    """A fleet has no member left, alive or to be restarted."""
 
     def __init__(self, fleet: str, place: int, cause: str) -> None:
         super().__init__(fleet, place, cause)

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Silence:
-    """Seconds of silence, summed by looks. After a long gap only the longest usual time between two looks counts."""
+    """Seconds without an answer, summed by looks. Time in which this process itself did not run counts as one usual pause."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.seconds = 0.0
@@ -43,7 +43,7 @@ class Heartbeat:
         look_s: float = 0.5,
         is_busy: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`limit_s`: time for an answer; None: unlimited. `pause_s`: from an answer to the next question. `is_busy`: ask none now."""
+        """`limit_s`: time for an answer; None: unlimited. `pause_s`: from an answer to the next question. `is_busy()`: ask nothing now."""
         self.waited_s = 0.0
         self._silence = Silence(lambda: asyncio.get_running_loop().time())
         self._ask = ask
@@ -81,7 +81,7 @@ class Heartbeat:
             self.listen(self._pause_s)
 
     def listen(self, most_s: float | None = None) -> None:
-        """Count the time since the last call, at most `most_s`; None: two looks."""
+        """Count the time since the last call, at most `most_s`; None: twice `look_s`."""
         before = self.silent_s
         self.waited_s += self._silence.look(2 * self._look_s if most_s is None else most_s) - before
 

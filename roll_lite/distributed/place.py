@@ -1,4 +1,4 @@
-"""Places of actors' processes: their state as seen from outside, and the end of stopped ones."""
+"""Places (node and pid) of actors' processes: their state as seen from outside, and killing stopped ones."""
 
 from __future__ import annotations
 

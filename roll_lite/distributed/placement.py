@@ -61,7 +61,7 @@ class Placement:
         self.devices = dict(zip(numbers, _in_node_order(self.group, len(numbers), gpus, order), strict=True))
 
     def slots(self, role: str, devices_per_worker: int = 1, workers_per_device: int = 1) -> list[Slot]:
-        """Slots of the role's workers, in rank order. A worker gets consecutive devices; workers that share one are neighbours."""
+        """Slots of the role's workers, in rank order. A worker gets consecutive devices; workers that share one have consecutive ranks."""
         slots = self.slots_by_node(role, devices_per_worker, workers_per_device)
         for worker, own in enumerate(slots):
             if len(own) > 1:
@@ -195,7 +195,8 @@ def _nodes_of_the_run(wanted: _Wanted, layout: PlacementConfig, counts: Mapping[
 
 
 def _assign(room: Sequence[tuple[Node, float]], wanted: Mapping[int, int]) -> dict[int, Node] | None:
-    """First node for each number with enough room that leaves room for the others; None if there is no assignment."""
+    """For each number of a configured node, the first node with enough room that leaves enough for the others; None if there is no
+    assignment."""
     found: dict[int, Node] = {}
     left = list(room)
     for number in sorted(wanted):

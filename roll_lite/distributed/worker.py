@@ -39,9 +39,8 @@ class Address:
 class Worker:
     """Synchronous worker. The cluster sets RANK, WORLD_SIZE, LOCAL_RANK before the process starts.
 
-    Methods run one after another on one thread, which is not the main thread: the watch call needs a second. A worker that needs the main
-    thread sets `watched = False`; its death is then noticed at the next call.
-    """
+    Methods run one after another on one thread, not the main thread, since the watch call needs another. A worker that needs the main
+    thread sets `watched = False`; its death is then noticed at the next call."""
 
     watched: ClassVar[bool] = True
     lives_alone: ClassVar[bool] = False

@@ -119,7 +119,7 @@ class Admission:
     # ------------------------------------------------------------ rewards that lag
 
     def _room_in_rewards(self) -> dict[str, float]:
-        """Samples of each domain that may start for later batches, so that rewards keep up.
+        """Samples of each domain that may start for later batches.
 
         At most one batch of samples may wait for scores, beyond those being scored: more would grow stale while engines could serve other
         domains. Prompts of batches already asked for always start, so every batch completes. Supplies of whole batches need no bound."""

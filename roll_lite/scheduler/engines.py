@@ -70,7 +70,7 @@ class Collected:
     """New tokens of unfinished responses since the last part of each, after a dummy token (PART_PREFIX)."""
 
     def lying_in(self, blocks: Sequence[Any]) -> Collected:
-        """Let turns refer to token blocks themselves instead of their numbers."""
+        """Replace block numbers by the blocks."""
         return replace(self, turns=_lying_in(self.turns, blocks), parts=_lying_in(self.parts, blocks))
 
 

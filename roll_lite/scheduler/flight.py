@@ -15,7 +15,7 @@ from roll_lite.scheduler.choice import EngineChoice, EngineLoad
 from roll_lite.scheduler.engines import Asked, EngineLost
 
 PRIOR_RESPONSES = 8
-"""Responses of max_tokens that the estimate starts with: short ones finish first and would bias it."""
+"""Responses of max_tokens assumed at the start, since short ones finish first."""
 RESPONSES_REMEMBERED = 512
 """Lengths remembered; they drift during training."""
 REFRESH = 16
@@ -69,7 +69,7 @@ def joined(before: Turn | None, turn: Turn) -> Turn:
 
 
 class EngineClock:
-    """Clock that stops while engines are paused: the event loop's time without their pauses."""
+    """The event loop's clock, stopped while engines are paused."""
 
     def __init__(self) -> None:
         self._stood_s = 0.0

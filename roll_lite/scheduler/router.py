@@ -107,8 +107,7 @@ class Router:
             self._go_on_from(flight, turn)
 
     def _go_on_from(self, flight: Flight, turn: Turn) -> None:
-        """Let an aborted request continue if it made progress or requests are held anyway; otherwise count the abort, which may fail it
-        (FRUITLESS)."""
+        """Let an aborted request continue if it made progress or requests are held anyway; otherwise count the abort."""
         if turn.length and turn.tokens is not None:
             flight.interrupted(turn)
             flight.fruitless = 0
@@ -132,7 +131,6 @@ class Router:
         return self._waiting + will_wait < max(1, int(running * READY_SHARE))
 
     def takes(self, tokens: float) -> float:
-        """Number of requests with this many tokens that all engines together take."""
         return inf if self._most is None else self._choice.takes(tokens)
 
     def expected_tokens(self, domain: str, most: int) -> float:
@@ -162,7 +160,6 @@ class Router:
             self.on_room()
 
     def weights_changed(self) -> None:
-        """Forget all prefixes: the engines' caches are cleared."""
         self._choice.forget()
 
     # ------------------------------------------------------------ engines come and go

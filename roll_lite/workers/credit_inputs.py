@@ -24,7 +24,7 @@ class RowTable:
     policy_tokens: torch.Tensor
     """int64."""
     trains: torch.Tensor
-    """bool: its train_weight is above 0."""
+    """bool: train_weight > 0."""
     local: slice
     """Rows of this rank: everyone.rewards[everyone.local] belongs to the rows of the inputs."""
 

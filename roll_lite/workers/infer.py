@@ -66,7 +66,7 @@ class InferWorker(AsyncWorker):
         self._pump = CompletionPump(self._strategy, fetch_block, columns=spec.columns)
 
     async def initialize(self, turn: int = 0, turns: int = 1) -> None:
-        """Start the engine, only in this replica's turn."""
+        """Start the engine if it is this replica's turn (rank % turns)."""
         if self.rank % turns != turn:
             return
         if self._parts is None:
@@ -79,7 +79,7 @@ class InferWorker(AsyncWorker):
         self._ready.set()
 
     async def until_ready(self) -> None:
-        """Wait until the engine has started; before, this process may be too busy to answer."""
+        """Wait until the engine has started; before that, this process may be too busy to answer."""
         await self._ready.wait()
 
     async def _watch(self) -> None:
@@ -103,7 +103,6 @@ class InferWorker(AsyncWorker):
     # ------------------------------------------------------------ rollouts
 
     async def submit(self, requests: list[GenerationRequest], frozen: bool = False) -> None:
-        """Submit requests. `frozen`: the engine starts when it has all of them."""
         await self._pump.submit(requests, frozen)
 
     async def collect(self, most_blocks: int = 1, max_wait_s: float = POLL_SECONDS) -> tuple[Collected | DataProto | None, ...]:
@@ -123,7 +122,7 @@ class InferWorker(AsyncWorker):
         return await self._transferred(self._strategy.connect_weights(first_member, membership))
 
     async def update_weights(self, routes: Sequence[Route], version: int) -> Transferred:
-        """Update the weights. An update that breaks off must be repeated, see InferenceStrategy."""
+        """An update that breaks off must be repeated, see InferenceStrategy."""
         return await self._transferred(self._strategy.update_weights(routes, version))
 
     async def weight_checksums(self, names: Collection[str]) -> dict[str, str]:

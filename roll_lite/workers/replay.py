@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class ReplayWorker(Worker):
-    """Serves the dumped batches: puts a step's tokens into the object store, and reads the next step meanwhile."""
+    """Puts a step's dumped tokens into the object store; reads the next step meanwhile."""
 
     def __init__(self, dumps: Mapping[int, Path], steps: int) -> None:
         super().__init__()

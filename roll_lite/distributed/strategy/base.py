@@ -82,7 +82,7 @@ class ModelSpec:
     balance_coef: float = 0.0
     """Weight of the load-balancing loss."""
     value_init: ValueInit | None = None
-    """Source of a value head in place of the language model's."""
+    """Source of a value head, which replaces the language model's."""
     lora: LoraConfig | None = None
     """Adapters to train in place of the weights."""
     ema_decay: float | None = None
@@ -172,11 +172,10 @@ class ForwardStrategy(ABC):
     @abstractmethod
     def forward(self, batch: DataProto, outputs: Sequence[str], plan: MicroBatchPlan) -> DataProto | None:
         """Forward pass without gradients; returns the columns `outputs` on head ranks, None elsewhere. `outputs`: of log_probs, entropy,
-        distribution; values, final_value with a value head; experts with experts.
+        distribution; values, final_value with a value head; experts (their ids) in a model with experts.
 
         Here and in train_step the softmax is of logits / temperature, a column of the batch, over the column kept_ids if it has one (and
-        the target). A model with experts replays the column old_experts or rollout_experts if the batch has one.
-        """
+        the target). A model with experts replays the column old_experts or rollout_experts if the batch has one."""
 
     @abstractmethod
     def load(self, groups: Iterable[StateGroup]) -> None:

@@ -90,7 +90,7 @@ def build_part(spec: EngineSpec) -> EnginePart:
 
 
 QUANTIZATION = dict.fromkeys(("quantization", "quantization_config", "modelopt_quant"), "quantization")
-"""Engine arguments with a key of their own where weights are replaced; a judge may use any."""
+"""Engine argument -> key to use instead for rollout engines, whose weights are replaced; a judge may use any."""
 
 
 def engine_arguments_fit(config: RunConfig) -> Iterator[Problem]:

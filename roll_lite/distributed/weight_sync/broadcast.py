@@ -44,9 +44,9 @@ class Wire:
     """Backend of a broadcast."""
 
     connect: Callable[[TransferGroup, str, int, int], Any]
-    """Process group from transfer group, key prefix at the rendezvous, rank and size."""
+    """Makes a process group from transfer group, key prefix at the rendezvous, rank and size."""
     make: Callable[[int, int], BucketSegment]
-    """Send buffer from bytes and number of readers."""
+    """Makes a send buffer from bytes and number of readers."""
     device: str
     polled: bool = False
     """True if the end must be polled: NCCL only queues a broadcast on the GPU."""
@@ -64,7 +64,7 @@ def _poll_of(is_done: Callable[[], bool]) -> Callable[[float], bool]:
 
 
 class _Addresses(Store):
-    """Rendezvous as gloo looks up addresses in it; waits end when members break off."""
+    """Store in which gloo looks up addresses: the rendezvous, but waits end when members break off."""
 
     def __init__(self, group: TransferGroup, prefix: str) -> None:
         super().__init__()

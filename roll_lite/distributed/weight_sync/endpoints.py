@@ -162,7 +162,7 @@ class WeightSender:
         self._store: Any = None
         self._half: TransportSender | None = None
         self._lent: list[Lent] = []
-        """Memory lent in earlier epochs."""
+        """Memory lent in earlier epochs, see `memory.take_back`."""
         self._export: ExportPlan | None = None
         self.seconds: defaultdict[str, float] = defaultdict(float)
         """Seconds of the last update by phase: `gather`, and the transport's own."""

@@ -91,7 +91,7 @@ class Transferred:
     nbytes: Mapping[str, int] = field(default_factory=dict)
     """Bytes that a trainer sent, by transport."""
     by_transport: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of sending without gathering."""
+    """Seconds of sending, without gathering, by transport."""
     stale: bool = False
     """Broke off because others had."""
 

@@ -25,7 +25,7 @@ Export = tuple[Callable[..., torch.Tensor], Sequence[Any]]
 
 
 class Lent(NamedTuple):
-    """Export that its reader must give back once opened."""
+    """Export whose memory stays allocated until its reader, once it has opened it, gives it back."""
 
     to: Home
     export: Export

@@ -32,6 +32,8 @@ Await = Callable[[], Mapping[int, set[str]]]
 
 
 class Lane:
+    """Buffers of one channel, used in turn."""
+
     def __init__(self, make: Callable[[int, int], BucketSegment], readers: int, usual_nbytes: int) -> None:
         self._make = make
         self._usual_nbytes = usual_nbytes
@@ -232,7 +234,7 @@ class FetchReceiver(TransportReceiver):
         gives_back: bool = False,
         otherwise: str = "weight_sync.transport: gloo does without",
     ) -> None:
-        """`gives_back`: note which exports are opened. `otherwise`: remedy if memory cannot be opened."""
+        """`gives_back`: note which exports are opened. `otherwise`: remedy to name if memory cannot be opened."""
         super().__init__(group)
         self._open = open_segment
         self._gives_back = gives_back

@@ -21,10 +21,10 @@ NAME = "actor_train"
 
 
 class IncomingAdapters:
-    """Adapters that a worker receives during an update. The engine's computation changes with the last step only."""
+    """Adapters that a worker receives during an update. The engine computes with the old ones until `put_in_place`."""
 
     def __init__(self, shapes: Mapping[str, Sequence[int]], rank: int, put: Callable[[int, dict[str, torch.Tensor]], None]) -> None:
-        """`shapes`: all adapters by PEFT's names. `put`: installs those of this rank. They begin as zeros."""
+        """`shapes`: all adapter tensors by PEFT's names; they begin as zeros. `put(rank, tensors)`: installs them, with their LoRA rank."""
         self.rank = rank
         self._shapes = shapes
         self._put = put

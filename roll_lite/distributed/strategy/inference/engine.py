@@ -36,7 +36,7 @@ DIED = "the engine's process died"
 
 
 class EngineStrategy(InferenceStrategy):
-    """Engine of any make; keeps the promises that all makes share."""
+    """Engine of any make (vLLM, SGLang), with all that does not depend on the make."""
 
     def __init__(self, make: EngineMake, spec: EngineSpec) -> None:
         assert isinstance(spec.strategy, EngineStrategyConfig)
@@ -150,7 +150,7 @@ class EngineStrategy(InferenceStrategy):
             await self.make.abort(known)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Pause generation. If an update or offloaded memory already holds the engine up, WAIT freezes as KEEP does."""
+        """Pause generation. If an update or offloaded memory already stops the engine, WAIT freezes as KEEP does."""
         self._require(EngineEvent.PAUSE)
         if mode is PauseMode.ABORT:
             await self.abort()  # which also ends an earlier WAIT
@@ -163,7 +163,7 @@ class EngineStrategy(InferenceStrategy):
             self.life.pause()
 
     async def resume(self) -> None:
-        """Undo `pause`. An engine that an update or offloaded memory holds up resumes after that."""
+        """Undo `pause`. If an update or offloaded memory still stops the engine, it generates again only after that."""
         async with self._turn(EngineEvent.RESUME):
             self.life.resume()
             await self._settle()
@@ -299,7 +299,7 @@ class EngineStrategy(InferenceStrategy):
         return await self._at_length(self.make.call_workers(method, **arguments))
 
     async def _at_length(self, call: Awaitable[T]) -> T:
-        """Run a call during which the engine takes no steps and may be waiting for others."""
+        """Run a call without the step watch: the engine takes no steps meanwhile, and may wait for others."""
         with self._steps.suspended():
             return await self._answer(call)
 

@@ -22,8 +22,8 @@ EXPERT = ("gate_proj", "up_proj", "down_proj")
 
 Gather = Callable[[torch.Tensor, int], torch.Tensor]
 ReadExperts = Callable[[Any], tuple[int, torch.Tensor, torch.Tensor]]
-"""Reads a layer: its number of experts, then this worker's part of them. [experts, 2 x rows, columns]: gate_proj above up_proj.
-[experts, columns, rows]: down_proj."""
+"""Reads an expert layer: its number of experts, then this worker's part of gate_proj above up_proj [experts, 2 x rows, columns] and of
+down_proj [experts, columns, rows]."""
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ _MEANWHILE = {
 
 
 class EngineLife:
-    """State of an engine, and what it remembers beside it: the caller's last word, offloaded parts, the update."""
+    """State of an engine, and what else decides it: a requested pause, offloaded parts, an announced update."""
 
     def __init__(self, make: str) -> None:
         self.state = EngineState.STARTING
@@ -104,7 +104,7 @@ class EngineLife:
 
     @property
     def held_up(self) -> bool:
-        """True if it could not generate even without a requested pause."""
+        """True if it could not generate even if `pause` had not been called."""
         return self.state not in (EngineState.SERVING, EngineState.PAUSED)
 
     async def until_dead(self) -> str:

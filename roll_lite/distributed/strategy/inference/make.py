@@ -33,11 +33,11 @@ class EnginePart(Protocol):
 
 
 class EngineMake(EnginePart, Protocol):
-    r"""Engine in separate processes. Calls come in an allowed order; a dead engine may leave them unanswered.
+    r"""Engine in separate processes. EngineStrategy makes the calls, in an allowed order; those that the engine's death leaves unanswered
+    raise EngineDead.
 
     Its workers' methods `roll_lite_connect`, `roll_lite_load_bucket`, `roll_lite_put_in_place`, `roll_lite_weights_touched` and
-    `roll_lite_checksums` move weights, or adapters alone after `roll_lite_take_adapters`.
-    """
+    `roll_lite_checksums` move weights, or adapters alone after `roll_lite_take_adapters`."""
 
     @property
     def notes(self) -> Sequence[str]:

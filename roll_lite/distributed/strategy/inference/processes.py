@@ -54,7 +54,7 @@ class EngineProcesses:
         return any(not own.isdisjoint(_ancestors(compiler)) for compiler in compilers)
 
     async def end(self, ask: Callable[[], None]) -> None:
-        """Ask them to leave, which must be quick, and make sure that they did."""
+        """Ask them to leave by `ask`, which must be quick, and kill those that remain."""
         await asyncio.wait({asyncio.create_task(asyncio.to_thread(ask))}, timeout=_PATIENCE_S)
         self.kill()
         await asyncio.to_thread(psutil.wait_procs, self.all, _PATIENCE_S)

@@ -83,7 +83,7 @@ class ProgressReports:
 
 
 def seam_tokens(request: GenerationRequest) -> int:
-    """Number of the prompt's last tokens, part of the response, that may hold the beginning of a stop string."""
+    """Number of the prompt's last tokens that belong to a resumed response and may hold the beginning of a stop string."""
     longest = max(map(len, request.sampling.stop), default=0)
     return min(request.resumed, longest * TOKENS_PER_CHARACTER + WITHOUT_TEXT) if longest else 0
 

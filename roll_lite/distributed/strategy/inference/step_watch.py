@@ -19,16 +19,17 @@ from roll_lite.distributed.liveness import Heartbeat
 
 AUTO_S = 7.0
 AUTO_CPU_S = 300.0
-"""Limit on a CPU, where steps may be slow and vLLM never splits a prompt."""
+"""Seconds of `auto` on a CPU, where steps may be slow and vLLM never splits a prompt."""
 ASK_S = 1.0
 """Seconds between an answer and the next question."""
 LISTEN_S = 0.25
 LATE = 0.5
-"""Share of the limit after which to look for a compiler; compilation inside the engine's process is shorter."""
+"""Share of the limit after which to look for compilers, while which run the time does not count. Compilation inside the engine's process is
+not seen, but shorter."""
 SLOWER = 4.0
-"""Factor over the longest step since the first response."""
+"""Least limit, as a multiple of the longest step since the first response."""
 FIRST_STEPS = 40.0
-"""Factor for steps before the first response has ended, in which kernels are compiled."""
+"""Factor of the limit until the first response has ended, since kernels are compiled in those steps."""
 
 
 def step_limit(setting: float | str | None) -> float | None:

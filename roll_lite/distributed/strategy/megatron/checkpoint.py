@@ -240,9 +240,8 @@ def _keep_padding(chunks: Sequence[Any]) -> None:
     """Work around Megatron-Core 0.16, whose distributed optimizer drops the padding between buckets when saving, but looks parameters up
     with it.
 
-    Behind padding it would store the neighbours' values. Tied embeddings under pipeline parallelism and `overlap_grad_reduce` make several
-    buckets.
-    """
+    For parameters behind padding it would store their neighbours' values. Tied embeddings under pipeline parallelism and
+    `overlap_grad_reduce` make several buckets."""
     for chunk in chunks:
         for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
             buffer.numel_unpadded = buffer.numel
@@ -251,7 +250,7 @@ def _keep_padding(chunks: Sequence[Any]) -> None:
 
 
 def _stored_places(state: Any, stored: Collection[str]) -> list[tuple[Any, Any]]:
-    """Places of stored tensors in nested lists and dictionaries: (container, key)."""
+    """Places (container, key) of the tensors in a nested state that are stored; the others are removed from it."""
     places = []
     for key, value in list(_items(state)):
         if isinstance(value, LocalNonpersistentObject):

@@ -56,10 +56,11 @@ class SaveJob:
     later: list[tuple[Path, int]]
     """Further files to write; descriptors of the memory with their contents."""
     others: list[Path]
+    """Existing files to record."""
 
 
 class StagedWriter(FileSystemWriter):
-    """torch's writer up to the point of writing: contents are copied."""
+    """torch's writer up to the point of writing: contents are copied to memory, for another process to write."""
 
     memory: io.FileIO
     plan: SavePlan

@@ -146,8 +146,8 @@ class ExpertRouter(TopKRouter):
 
 
 class Experts(MoELayer):
-    """Expert layer that reports to the router again which rows it recomputes: pipeline stages run micro-batches ahead of their
-    gradients."""
+    """Expert layer that gives the router its rows again when the backward pass recomputes it. Otherwise the router would use rows of later
+    micro-batches, which pipeline stages run ahead."""
 
     router: ExpertRouter
 

@@ -25,7 +25,7 @@ from roll_lite.models.hf_fields import architecture
 
 Read = Callable[[torch.nn.Parameter], torch.Tensor]
 Change = Callable[[torch.Tensor], torch.Tensor]
-"""Change of a rank's cut, keeping shape and dtype. Leaves the original as it is."""
+"""Changes a rank's cut before export, as by merging an adapter: not in place, keeping shape and dtype."""
 Write = Callable[[Path, bytes], None]
 OF_TORCH = {"format": "pt"}
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
@@ -40,9 +40,9 @@ def weights(parameter: torch.nn.Parameter) -> torch.Tensor:
 class _Source:
     group: dist.ProcessGroup
     ranks: Sequence[int]
-    """Ranks; the first receives the full tensor."""
+    """Ranks of the tensor-parallel group; the first receives full tensors."""
     takes_part: bool
-    """False for groups that hold copies."""
+    """False for groups that hold copies of another's tensors."""
 
     @staticmethod
     def of_layers() -> _Source:
@@ -111,7 +111,7 @@ class HfExporter:
         return ExportPlan(tuple(ExportedTensor(*tensor, number) for number, bucket in buckets for tensor in bucket))  # type: ignore[call-arg]
 
     def bucket(self, tensors: Sequence[ExportedTensor], read: Read = weights) -> dict[str, torch.Tensor] | None:
-        """Full tensors on the owner, None elsewhere. They may share the model's memory: valid until training continues."""
+        """Full tensors on the owner, None elsewhere. See TrainStrategy.export_bucket."""
         if tensors[0].name not in self._places:
             return None
         source = self._sources[self._places[tensors[0].name][0].entry.of_experts]
@@ -135,7 +135,7 @@ class HfExporter:
         return cuts
 
     def _cuts(self, entry: Entry, group: torch.Tensor) -> list[torch.Tensor]:
-        """Cut of each Hugging Face tensor on this rank: its group's cut, or a share of it."""
+        """This rank's cut of each Hugging Face tensor in a Megatron tensor. `group`: joined over ranks that share a key/value head."""
         sharing = ranks_of_a_group(entry, self._hf, self._tensor_group.size())
         return [cut.chunk(sharing)[self._tensor_group.rank() % sharing] for cut in take_apart(entry, group, self._hf)]
 

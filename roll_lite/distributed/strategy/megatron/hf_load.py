@@ -20,7 +20,7 @@ from roll_lite.models.model_files import HEAD, head_beside_tied_embeddings, misf
 
 class HfCheckpoint:
     def __init__(self, folder: Path, key: str, single: str = "model.safetensors") -> None:
-        """`key`: YAML path of the folder. `single`: name of an only file."""
+        """`key`: YAML path of the folder. `single`: name of the file if there is only one."""
         self.folder = folder
         self.named = f"{key}: {folder}"
         index = folder / "model.safetensors.index.json"
@@ -105,7 +105,7 @@ def _whole_shape(binding: Binding) -> list[int]:
 
 
 def _read(checkpoint: HfCheckpoint, name: str, entry: Entry, sharing: int = 1) -> torch.Tensor:
-    """Read this rank's cut of a tensor, or that of `sharing` ranks."""
+    """Read this rank's cut of a tensor, or the joint cut of `sharing` ranks."""
     group = cut_group(entry.of_experts)
     tensor_rank, tensor_size = group.rank() // sharing, group.size() // sharing
     view = checkpoint.slice(name)

@@ -47,7 +47,7 @@ class Entry:
         return EXPERT in self.megatron
 
     def megatron_name(self, layer: int, expert: int | None, among: Container[str]) -> str:
-        """Name, of those in `among`; layer and expert number are local to this rank."""
+        """Name in Megatron, the one in `among`; layer and expert number are local to this rank."""
         names = [f"decoder.layers.{layer}.{name}".replace(EXPERT, str(expert)) for name in (self.megatron, self.fused) if name]
         found = next((name for name in names if name in among), None)
         assert found is not None, f"the Megatron model has no {' or '.join(names)}"
@@ -129,7 +129,7 @@ class Binding:
     hf: tuple[str, ...]
     parameter: torch.nn.Parameter
     exported: bool = True
-    """False for copies."""
+    """False for copies of another parameter."""
 
 
 def bind(chunks: Sequence[Any], hf: HfConfig) -> list[Binding]:
@@ -155,10 +155,9 @@ def bind(chunks: Sequence[Any], hf: HfConfig) -> list[Binding]:
 
 
 def ranks_of_a_group(entry: Entry, hf: HfConfig, tensor_ranks: int) -> int:
-    """Consecutive tensor ranks that share a key/value head, where ranks outnumber heads.
+    """Number of consecutive tensor ranks that share a key/value head: more than 1 where ranks outnumber heads.
 
-    Megatron cuts a group's rows (queries, key, value) evenly over them and gathers their outputs in every layer.
-    """
+    Megatron cuts a group's rows (queries, key, value) evenly over them and gathers their outputs in every layer."""
     return max(tensor_ranks // hf.key_value_heads, 1) if entry.layout is Layout.GROUPED else 1
 
 

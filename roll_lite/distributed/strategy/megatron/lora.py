@@ -63,7 +63,7 @@ class Adapter(torch.nn.Module):
     def __init__(
         self, config: Any, entry: Entry, rows: Sequence[int], projections: dict[int, tuple[str, Projection]], hf: HfConfig
     ) -> None:
-        """`rows`: of this rank's cut of each projection; `projections`: by index."""
+        """`rows`: number in this rank's cut of each projection of the layer; `projections`: adapted ones, with names, by index."""
         super().__init__()
         self.active = True
         self._entry, self._hf, self._rows = entry, hf, rows
@@ -161,7 +161,6 @@ class Adapters:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Switch the adapters off inside the block."""
         for adapter in self._all:
             adapter.active = False
         try:

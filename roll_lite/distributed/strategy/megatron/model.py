@@ -167,9 +167,9 @@ def _mark_weights(bindings: Sequence[Binding]) -> None:
 
     Without the mark the gradient norm counts a weight on tensor rank 0 alone, and clipping is wrong.
 
-    Expert weights have ranks of their own (allreduce False), which Megatron says only under expert parallelism. Without it, gradients would
-    miss other tensor ranks' tokens where expert_tensor_parallel is smaller, and checkpoints would not load under another expert_parallel.
-    """
+    Expert weights are reduced over other ranks (allreduce False), which Megatron says only under expert parallelism. Without it, gradients
+    would miss other tensor ranks' tokens where expert_tensor_parallel is smaller, and checkpoints would not load under another
+    expert_parallel."""
     for binding in bindings:
         weight: Any = binding.parameter
         if binding.entry.cut is not None and not hasattr(weight, "tensor_model_parallel"):

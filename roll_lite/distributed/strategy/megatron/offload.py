@@ -1,11 +1,10 @@
 """Move state out of device memory and back by emptying the storages that Megatron's buffers and views share.
 
-A refilled storage keeps its identity: all views (parameters, main_grad, optimizer shards) become valid again. Its host copy (pinned
-beside a GPU) stays current until somebody writes to the state: a reference is copied once per run.
+A refilled storage keeps its identity: all views (parameters, main_grad, optimizer shards) become valid again. Its host copy (pinned beside
+a GPU) stays current until the state is written to: a reference model is copied once per run.
 
 Copies use a stream of their own. `load` only starts them; `require` makes the computation wait for the groups it names, so that the
-optimizer's state arrives while the first micro-batches run. On a CPU copies are immediate.
-"""
+optimizer's state arrives while the first micro-batches run. On a CPU copies are immediate."""
 
 from __future__ import annotations
 
@@ -82,7 +81,7 @@ class StateMover:
         self.moved += Moved(in_bytes=copied, in_seconds=time.perf_counter() - start)
 
     def require(self, *groups: StateGroup) -> None:
-        """Make this device's later work wait for the groups."""
+        """Make this device's later work wait until the groups have arrived."""
         missing = [group for group in groups if group in self._away]
         assert not missing, f"{', '.join(missing)} are offloaded: load them first"
         for group in groups:

@@ -122,7 +122,8 @@ class Optimizer:
         return StepResult(grad_norm, lr, skipped=False)
 
     def _grad_norm(self, is_finite: bool) -> tuple[float, bool]:
-        """Gradient norm of the whole model, shared gradients counted once, and whether all ranks are finite."""
+        """Gradient norm of the whole model, shared gradients counted once, and whether all ranks' losses are finite (`is_finite`: this
+        rank's)."""
         sums = torch.zeros(2, dtype=torch.float64, device=current_device())
         for part in self.parts:
             squares = squared_norm(part.get_main_grads_for_grad_norm(), current_device())

@@ -21,15 +21,14 @@ class PackedRows:
 
     runs: tuple[tuple[int, int, int], ...]
     """(pieces, tokens per piece, tokens that a piece sees) of adjacent equal pieces. A piece is a row or, if ranks share the tokens,
-    consecutive tokens of one. Its last token sees all of that, the one before it one less.
-    """
+    consecutive tokens of one. Its last token sees all of these, the one before it one less."""
     places: torch.Tensor
     """[tokens] int64: position in the row, from 0."""
     starts: torch.Tensor
     """[pieces + 1] int32: start of each piece, and the end of the last."""
     longest: int
     row_of: torch.Tensor
-    """[tokens] int64; padding is a row after the last."""
+    """[tokens] int64 number of the row; padding is a row after the last."""
     lengths: torch.Tensor
     """[rows] int64, of whole rows."""
     seen: torch.Tensor | None = None

@@ -37,7 +37,7 @@ class Owned:
 
 class ShardReader:
     def __init__(self, state_folder: str, weights: Any) -> None:
-        """`weights`: places in the whole model (sharded_state_dict)."""
+        """`weights`: sharded_state_dict of the model, with each weight's place in the whole."""
         self._reader = FileSystemReader(state_folder)
         self._stored = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._stored, is_coordinator=True)

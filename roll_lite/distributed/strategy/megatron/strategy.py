@@ -61,7 +61,7 @@ SAVE_BUCKET_BYTES = 4 << 30
 AVERAGE_FOLDER = "ema"
 """Folder in a checkpoint for the average of the weights, as a float32 model."""
 LOSS = ""
-"""Name of the loss among the metrics."""
+"""Key of the loss while metrics are summed; empty, as no metric's name is."""
 
 
 class MegatronStrategy(TrainStrategy):
@@ -287,7 +287,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Restart from the current weights."""
+        """Set the average to the current weights."""
         for weight, mean in self._means.items():
             mean.copy_(weight)
 

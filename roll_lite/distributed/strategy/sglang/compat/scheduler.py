@@ -66,7 +66,7 @@ class RolloutScheduler(Scheduler):
     """SGLang's scheduler with methods that its RPC calls by name on every worker."""
 
     roll_lite_adapters: IncomingAdapters | None = None
-    """None while whole models arrive."""
+    """None if updates bring whole models."""
 
     @cached_property
     def _receiver(self) -> WeightReceiver:
@@ -76,7 +76,7 @@ class RolloutScheduler(Scheduler):
 
     @_by_all
     def roll_lite_take_adapters(self, shapes: dict[str, list[int]], rank: int) -> None:
-        """Receive adapters alone from now on, and run requests with them."""
+        """Receive adapters of this LoRA rank, and no weights, from now on; requests run with them."""
         self.roll_lite_adapters = IncomingAdapters(shapes, rank, partial(put_adapters, self.tp_worker.model_runner))
 
     @_by_all
@@ -140,7 +140,7 @@ class RolloutScheduler(Scheduler):
         super().handle_generate_request(recv_req, **options)
 
     def abort_request(self, recv_req: AbortReq) -> None:
-        """Abort a request. For one that ran before a pause put it back, SGLang would report only what it had forwarded."""
+        """Abort requests. One that a pause put back into the queue is ended here: SGLang would report only what it had forwarded."""
         begun = [r for r in self.waiting_queue if r.output_ids and (recv_req.abort_all or r.rid.startswith(recv_req.rid))]
         for request in begun:
             self.waiting_queue.remove(request)
@@ -199,8 +199,8 @@ def _with_seeds(make: Any) -> Any:
 
 
 class MinTokens(penaltylib.BatchedMinNewTokensPenalizer):
-    """Count of min_tokens over prefills. SGLang restarts at zero when a pause or a full cache puts a request back, and would forbid the
-    end again."""
+    """Count of generated tokens for min_tokens, over all prefills. SGLang restarts at zero when a pause or a full cache puts a request
+    back, and would forbid the end again."""
 
     def _prepare(self) -> None:
         super()._prepare()

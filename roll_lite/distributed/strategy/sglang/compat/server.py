@@ -287,7 +287,7 @@ class EngineServer:
         return json.loads(answer.read_text(encoding="utf-8"))
 
     async def _flush(self) -> None:
-        """Clear the cache. SGLang refuses while a request runs; a release then kills the engine."""
+        """Clear the cache. SGLang refuses while a request runs, and to release memory then kills the engine."""
         deadline = asyncio.get_running_loop().time() + _FLUSH_TIMEOUT_S
         while not (await self._manager.flush_cache()).success:
             if asyncio.get_running_loop().time() > deadline:

@@ -71,14 +71,14 @@ SETTINGS = {
     "disable_cuda_graph": "enforce_eager",
     "ep_size": "expert_parallel",
 }
-"""Engine arguments that have a key of their own beside engine_args."""
+"""Engine argument -> key of the strategy's configuration to use instead."""
 FIELDS = (("srt/arg_groups/fields/[a-z]*.py", None),)
 """Files of the package that declare SGLang's arguments, and the class in them (None: all)."""
 
 CPU_MODELS = "roll_lite.distributed.strategy.sglang.compat.models"
 _ERRORS = "errors"
 _INPUT_MARGIN = 8
-"""Tokens of the context that SGLang reserves from prompts."""
+"""Tokens of the context that SGLang allows no prompt to use."""
 
 
 def check_version() -> str:

@@ -67,7 +67,7 @@ SETTINGS = {
     "enforce_eager": "enforce_eager",
     "enable_expert_parallel": "expert_parallel",
 }
-"""Engine arguments that have a key of their own beside engine_args."""
+"""Engine argument -> key of the strategy's configuration to use instead."""
 FIELDS = (("engine/arg_utils.py", "EngineArgs"), ("engine/arg_utils.py", "AsyncEngineArgs"))
 """Files and classes of the package that declare vLLM's engine arguments."""
 SERVER_FIELDS = (*FIELDS, ("entrypoints/launchers/cli_args.py", "BaseFrontendArgs"), ("entrypoints/launchers/cli_args.py", "FrontendArgs"))

@@ -57,7 +57,7 @@ class WorkerExtension:
     model_runner: Any
     roll_lite_dropped: list[tuple[torch.UntypedStorage, int]]
     roll_lite_adapters: IncomingAdapters | None = None
-    """None while whole models arrive."""
+    """None if updates bring whole models."""
 
     @cached_property
     def roll_lite_receiver(self) -> WeightReceiver:
@@ -65,7 +65,7 @@ class WorkerExtension:
 
     @answering
     def roll_lite_take_adapters(self, shapes: dict[str, list[int]], rank: int) -> None:
-        """Receive adapters alone from now on."""
+        """Receive adapters of this LoRA rank, and no weights, from now on."""
         self.roll_lite_adapters = IncomingAdapters(shapes, rank, partial(put_adapters, self.model_runner))
 
     @answering
@@ -159,7 +159,8 @@ def _experts_of_this_worker_alone() -> None:
 
 
 def _experts_without_adapters() -> None:
-    """Use the expert kernel without adapters. If any layer has adapters, vLLM takes its Triton kernel for experts with adapters."""
+    """Keep vLLM's expert kernel without adapters: if any layer of a model has some, it takes its Triton kernel for experts with
+    adapters."""
     select = unquantized_fused_moe_method.select_unquantized_moe_backend
 
     def without(moe_config: Any) -> Any:
