@@ -28,8 +28,6 @@ STACK_SECONDS = 3.0
 
 
 class Call:
-    """Call of a method on one rank."""
-
     def __init__(self, group: RankGroup, rank: int, phase: str, ref: ray.ObjectRef, may_be_lost: bool = False) -> None:
         self.group = group
         self.rank = rank

@@ -195,8 +195,7 @@ def _nodes_of_the_run(wanted: _Wanted, layout: PlacementConfig, counts: Mapping[
 
 
 def _assign(room: Sequence[tuple[Node, float]], wanted: Mapping[int, int]) -> dict[int, Node] | None:
-    """For each number of a configured node, the first node with enough room that leaves enough for the others; None if there is no
-    assignment."""
+    """For each number the first node with enough room that leaves enough for the others; None if there is no assignment."""
     found: dict[int, Node] = {}
     left = list(room)
     for number in sorted(wanted):

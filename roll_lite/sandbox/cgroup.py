@@ -69,7 +69,7 @@ class Group:
 
 
 def die_first() -> None:
-    """Make this process, a program, the kernel's first victim when its group is out of memory, ahead of the zygote."""
+    """Make this process, a program, the kernel's first victim in its group, ahead of the zygote."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as stream:  # noqa: PTH123
         stream.write("1000")
 

@@ -55,7 +55,7 @@ WORK = "/sandbox"
 
 
 def readable_paths(more: Iterable[str] = ()) -> list[str]:
-    """Paths shown besides SYSTEM: the interpreter's and `more`. A path below another is left out, unless it is hidden there."""
+    """Paths shown besides SYSTEM: the interpreter and `more`, without those below another unless hidden there."""
     hidden, kept = hidden_paths(more), list[str]()
     for path in sorted({*_interpreter(), *more}):
         if _below(path, hidden) or not _below(path, (*SYSTEM, *kept)):
@@ -260,7 +260,7 @@ def _exists(name: str, folder: int) -> bool:
 
 
 def claim(folder: str) -> int:
-    """Mark a folder as in use (a lock) until the returned file is closed."""
+    """Lock a folder as in use while the returned file stays open."""
     held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
     return held

@@ -181,7 +181,7 @@ def _all_reached(failed: list[str], reached: set[int], line: int) -> None:
 
 
 def _guard_unittest(failed: list[str]) -> None:
-    """Guard unittest's assert methods: a program's operator must not decide on one value only, the other being plain."""
+    """Guard unittest's assert methods: both values must be plain, or both the program's."""
     import unittest
 
     def guard(method: Callable[..., Any]) -> Callable[..., Any]:

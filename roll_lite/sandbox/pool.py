@@ -147,7 +147,7 @@ class Sandbox:
     """A warm interpreter behind walls; runs one program at a time."""
 
     def __init__(self, walls: str = "namespaces", readable: Sequence[str] = (), python_path: Sequence[str] = ()) -> None:
-        """`walls`: strongest kind to try, see Walls. `readable`: further folders that programs may read; `python_path`: and import from."""
+        """`walls`: strongest kind to try. `readable`: further folders that programs may read; `python_path`: and import from."""
         self._settings: dict[str, Any] = {"walls": walls, "readable": [*readable, *python_path], "python_path": list(python_path)}
         self._settings |= {"root": ROOT, "control_group": True}
         self._process: subprocess.Popen[bytes] | None = None

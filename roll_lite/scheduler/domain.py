@@ -23,7 +23,7 @@ LONGER, MOST_LOST = 4, 7 / 8
 
 
 class DomainFailed(RuntimeError):
-    """A domain yields no groups that train: too many are lost or filtered."""
+    """Too many groups of a domain are lost or filtered."""
 
 
 class DataExhausted(RuntimeError):
@@ -331,7 +331,7 @@ def is_cancelled(samples: asyncio.Future[list[Sample]]) -> bool:
 
 
 def ended(group: SampleGroup, outcome: SampleOutcome, cause: str) -> SampleGroup:
-    """Copy of a group in which accepted samples have this outcome, with the cause as `failure`; failed ones and the baseline stay."""
+    """Copy of a group in which accepted samples, but not the baseline, have this outcome, with the cause as `failure`."""
     samples = [replace(one, outcome=outcome, failure=cause) if one.outcome is SampleOutcome.ACCEPTED else one for one in group.samples]
     return replace(group, samples=tuple(samples))
 

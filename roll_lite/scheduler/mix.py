@@ -17,9 +17,7 @@ class DomainMix:
     """Apportions places by Tijdeman's rule: after any number of places, cut into batches in any way, every domain's count differs from
     share * places by less than one.
 
-    Largest remainders with carry-over cannot promise that: a carry can grow past one, because a batch cannot give a domain fewer than no
-    places.
-    """
+    Largest remainders with carry-over cannot promise that, because a batch cannot give a domain fewer than no places."""
 
     def __init__(self, shares: Mapping[str, float]) -> None:
         # Through the decimal text, so that 0.1 means one tenth.
@@ -88,8 +86,8 @@ class _Batch:
 class BatchPlan:
     """Plan of the coming batches: how many groups of each domain they hold, and which domain admits the next prompt.
 
-    A place is charged when its prompt is admitted, possibly long before the batch is asked for. `least`: minimum of a domain's groups in
-    each batch; others give up places where its share is too small."""
+    A place is charged when its prompt is admitted. `least`: minimum of a domain's groups in each batch; others give up places where its
+    share is too small."""
 
     def __init__(self, shares: Mapping[str, float], least: Mapping[str, int] | None = None) -> None:
         self._mix = DomainMix(shares)

@@ -68,7 +68,7 @@ class Router:
         self._waiting = 0
         self._in_flight: dict[str, int] = {}
         self._at_engines: dict[str, EngineLoad] = {}
-        """Engine of each request in flight, by the id the engine knows (a continued request gets a new one)."""
+        """Engine of each request in flight, by its id there (new after an interruption)."""
         self._held = False
         self._idle = asyncio.Event()
         self._expected: dict[str, ExpectedLength] = {}

@@ -87,9 +87,8 @@ class RolloutStats:
 
 
 class RunTotals:
-    """Sums over the run by domain, from which each domain's shares are computed.
-
-    Scored samples and generated tokens are counted before filters; delivered groups, samples and tokens are those in batches."""
+    """Sums over the run by domain, for the domains' shares: scored samples and generated tokens before filters; groups, samples and tokens
+    as delivered in batches."""
 
     TOTALS: ClassVar = (
         ("scored_samples", "scored", "scored_share"),

@@ -1,4 +1,4 @@
-"""Reward models as the rollout service uses them: copies of a model, their restart after a death, and the samples they score."""
+"""Reward models as the rollout service uses them: copies, their restart after a death, and the samples they score."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class RolloutSpec:
     engine_silence_s: float | None = None
     """Time in which an engine's process must answer; None: unlimited."""
     trains_embeddings: bool = False
-    """The embeddings train, which `zero_embeddings` then checks."""
+    """Updates change the embeddings of tokens in prompts."""
     columns: tuple[str, ...] = ()
     """Extra columns of token blocks, as in EngineSpec."""
 

@@ -233,7 +233,7 @@ class EngineStrategy(InferenceStrategy):
         self.life.begin_update(WeightUpdate(tensors))
 
     async def receive_bucket(self, routes: Sequence[Route], following: Sequence[Route] = ()) -> None:
-        """Receive a bucket. From the first one the engine is frozen until an update is finished."""
+        """From the first bucket on the engine is frozen until an update is finished."""
         self._require_update()
         async with self._order:
             tensors = tensors_of(routes)
@@ -280,12 +280,10 @@ class EngineStrategy(InferenceStrategy):
         return largest(answers)
 
     async def weight_checksums(self, names: Collection[str] | None = None) -> dict[str, str]:
-        r"""Checksums of the tensors that updates bring, as the workers hold them and compute with them: fused and sharded parameters are
-        taken apart and reassembled (see `held_weights`, `adapters`).
+        r"""Checksums of the tensors that updates bring, as the workers compute with them (see `held_weights`, `adapters`).
 
         Taken in the dtype of the last update (before the first, the engine's): if the engine keeps fewer bits than it was sent, the
-        checksums differ.
-        """
+        checksums differ."""
         async with self._turn(EngineEvent.READ_WEIGHTS):
             shapes = {name: list(shape) for name, shape in self._shapes.items()}
             asked = None if names is None else sorted(names)

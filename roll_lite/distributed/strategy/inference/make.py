@@ -17,9 +17,7 @@ class EnginePart(Protocol):
     """Processes of an engine on one node."""
 
     @property
-    def name(self) -> str:
-        """Name for messages."""
-        ...
+    def name(self) -> str: ...
 
     def check_version(self) -> object:
         """RuntimeError if the engine is not installed or its version is not supported."""
@@ -40,9 +38,7 @@ class EngineMake(EnginePart, Protocol):
     `roll_lite_checksums` move weights, or adapters alone after `roll_lite_take_adapters`."""
 
     @property
-    def notes(self) -> Sequence[str]:
-        """See InferenceStrategy."""
-        ...
+    def notes(self) -> Sequence[str]: ...
 
     # ------------------------------------------------------------ life
 

@@ -94,9 +94,7 @@ def _clear_if_abandoned(folder: Path) -> None:
 def name_semaphores() -> None:
     r"""Name the semaphores of this process and its children after the folder, so that removing it removes them.
 
-    For an engine's first process if the host's `inherited` does not do it. Python's resource tracker also removes them, unless it is
-    killed too.
-    """
+    For an engine's first process if the host's `inherited` does not do it."""
     _call_semaphores(_semaphores_of(os.environ[SCRATCH]))
 
 

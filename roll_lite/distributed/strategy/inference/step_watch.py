@@ -24,7 +24,7 @@ ASK_S = 1.0
 """Seconds between an answer and the next question."""
 LISTEN_S = 0.25
 LATE = 0.5
-"""Share of the limit after which to look for compilers, while which run the time does not count. Compilation inside the engine's process is
+"""Share of the limit after which to look for compilers; while one runs, the time does not count. Compilation inside the engine's process is
 not seen, but shorter."""
 SLOWER = 4.0
 """Least limit, as a multiple of the longest step since the first response."""
@@ -41,8 +41,6 @@ def step_limit(setting: float | str | None) -> float | None:
 
 
 class StepWatch(Heartbeat):
-    """Watch over one engine's steps."""
-
     def __init__(
         self, answer: Callable[[], Awaitable[object]], limit_s: float | None, is_compiling: Callable[[], bool] = lambda: False
     ) -> None:

@@ -250,7 +250,7 @@ def _keep_padding(chunks: Sequence[Any]) -> None:
 
 
 def _stored_places(state: Any, stored: Collection[str]) -> list[tuple[Any, Any]]:
-    """Places (container, key) of the tensors in a nested state that are stored; the others are removed from it."""
+    """Places (container, key) of a nested state's tensors that are stored; the others are removed from it."""
     places = []
     for key, value in list(_items(state)):
         if isinstance(value, LocalNonpersistentObject):

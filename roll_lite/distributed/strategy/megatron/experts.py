@@ -146,8 +146,8 @@ class ExpertRouter(TopKRouter):
 
 
 class Experts(MoELayer):
-    """Expert layer that gives the router its rows again when the backward pass recomputes it. Otherwise the router would use rows of later
-    micro-batches, which pipeline stages run ahead."""
+    """Expert layer that gives the router its rows again when the backward pass recomputes it: pipeline stages have by then run later
+    micro-batches."""
 
     router: ExpertRouter
 

@@ -43,7 +43,7 @@ class StateMover:
         self.moved = Moved()
 
     def offload(self, groups: Iterable[StateGroup]) -> None:
-        """Offload; the memory is free when this returns."""
+        """The memory is free when this returns."""
         start = time.perf_counter()
         leaving = [group for group in dict.fromkeys(groups) if group not in self._away]
         copied = freed = 0

@@ -15,9 +15,8 @@ from roll_lite.distributed.strategy.megatron.routing import Routes
 class PackedRows:
     """Tokens of a rank: which others each sees, and its position in its row.
 
-    Replaces Megatron's PackedSeqParams, in the format whose rotary embeddings come ready for every token. With `thd` they would be cut and
-    joined row by row in every layer, waiting for the device each time.
-    """
+    Replaces Megatron's PackedSeqParams, in the format whose rotary embeddings come ready for every token; `thd` would cut and join them row
+    by row in every layer, waiting for the device each time."""
 
     runs: tuple[tuple[int, int, int], ...]
     """(pieces, tokens per piece, tokens that a piece sees) of adjacent equal pieces. A piece is a row or, if ranks share the tokens,

@@ -34,8 +34,6 @@ SERVER = "roll_lite.distributed.strategy.sglang.compat.server"
 
 
 class SglangEngine:
-    """Client of `server.py`, which runs SGLang."""
-
     name = "SGLang"
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -148,7 +146,7 @@ class SglangEngine:
         await self._call("new_weights", str(version))
 
     async def offload(self, parts: Collection[EngineMemory], cache_stays: bool) -> None:
-        """Offload; a CPU engine only records it."""
+        """A CPU engine only records it."""
         await self._call("offload", list(parts))
 
     async def load(self, parts: Collection[EngineMemory]) -> None:

@@ -76,8 +76,6 @@ def launch(start: Start) -> Any:
 
 @dataclass
 class _Running:
-    """Request in progress."""
-
     number: int
     request: GenerationRequest
     aborted: bool = False

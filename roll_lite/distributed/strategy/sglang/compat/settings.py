@@ -86,7 +86,6 @@ def check_version() -> str:
 
 
 def engine_environment(threads: int, cuda: bool, workers: int = 1, node: EngineNode | None = None) -> Environment:
-    """Environment of the engine's process."""
     follows = {} if node is None or node.number == 0 else {"SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0"}  # or its start never returns
     preset = {
         "HF_HUB_OFFLINE": "1",

@@ -8,7 +8,7 @@ from typing import Any
 _CONTEXT = 8
 """Prompt tokens that are decoded together with the response's first ones."""
 _INCOMPLETE = "\ufffd"
-"""Text of a part of a character."""
+"""Text to which an incomplete character decodes."""
 
 
 class StopText:
