@@ -199,7 +199,7 @@ def model_parallel_size(role: Role) -> int:
 
 
 def count_multiple(strategy: MegatronStrategyConfig) -> int:
-    """Number that has to divide a pass's micro-batches: interleaved pipeline stages switch between their parts after groups of that many."""
+    """Number that has to divide a pass's micro-batches: interleaved pipeline stages switch parts after groups of that many."""
     return strategy.pipeline_parallel if strategy.virtual_pipeline_parallel > 1 else 1
 
 

@@ -31,7 +31,7 @@ class DifferentModels(RuntimeError):
 
 
 class Agreement:
-    """Checks the first step in which both sides give log-probs; in a critic's warm-up with `old_log_probs: rollout` the actor gives none."""
+    """Checks the first step where both sides give log-probs; in a critic's warm-up with `old_log_probs: rollout` the actor gives none."""
 
     def __init__(self, config: RunConfig) -> None:
         self._bound = config.rollout.max_mismatch if trains(config) else None

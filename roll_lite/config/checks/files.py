@@ -91,7 +91,7 @@ def _critic(config: RunConfig) -> Iterator[Problem]:
 def _readable(
     path: str, folder: Path, architectures: Sequence[str] = HEADS
 ) -> Generator[Problem, None, tuple[ModelShape | None, HfConfig | None]]:
-    """Read a model folder and yield its problem, if any. Returns (None, None) if it is unreadable, HfConfig None if it cannot be trained."""
+    """Read a model folder and yield its problem, if any. Returns (None, None) if unreadable, HfConfig None if it cannot be trained."""
     shape = None
     try:
         shape = read_model_shape(folder)
