@@ -81,12 +81,9 @@ class _Seat(Generic[M]):
 
 
 class Fleet(Generic[M]):
-    """Starts, watches and replaces members.
-
-    `serve(member)` runs from each start to the next loss, which cancels it; an error it raises makes the member lost. `lost(member,
-    cause)` is called at each loss, before a restart: requests in flight are the caller's again. `down(end)` is called once, when no
-    member is left. An error in the callbacks ends the fleet.
-    """
+    """`serve(member)` runs from each start to the next loss, which cancels it; an error it raises makes the member lost. `lost(member,
+    cause)` is called at each loss, before a restart: requests in flight are the caller's again. `down(end)` is called once, when no member
+    is left. An error in the callbacks ends the fleet."""
 
     def __init__(
         self,

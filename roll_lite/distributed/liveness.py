@@ -1,7 +1,4 @@
-"""Liveness of processes: silence, stopped time, and state.
-
-Time in which the watching process itself did not run never counts as silence.
-"""
+"""Liveness of processes: silence, stopped time, and state."""
 
 from __future__ import annotations
 

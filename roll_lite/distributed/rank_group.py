@@ -1,5 +1,4 @@
-"""RankGroup: the ranks of one cluster. They die together unless `live_alone` (engines). WATCH: all groups of this process; every wait asks
-it for deaths and silence."""
+"""RankGroup: the ranks of one cluster. WATCH: all groups of this process; every wait asks it for deaths and silence."""
 
 from __future__ import annotations
 

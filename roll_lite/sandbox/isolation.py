@@ -25,7 +25,7 @@ SHARED_BYTES = 16 << 20
 ROOM = 2
 """Ratio of the address space limit to the memory limit, since programs reserve more than they use."""
 NEIGHBOURS = 512
-"""Allowance for the same user's processes that start elsewhere meanwhile."""
+"""Room in RLIMIT_NPROC for the same user's processes that start elsewhere meanwhile."""
 OTHERS = kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | kernel.CLONE_NEWCGROUP
 BEHIND_OTHER_WALLS = 47
 """Exit status of the trial process if its walls cannot be built."""

@@ -38,7 +38,7 @@ array bisect collections copy datetime decimal fractions functools heapq itertoo
 string threading traceback typing linecache ast types enum io time atexit inspect dataclasses abc numbers cmath textwrap
 """
 FIRST_LOOK_S, LOOK_S = 0.02, 0.05
-"""Seconds before the first sample, and on average between later ones: random, so that a program cannot idle on time."""
+"""Seconds before the first sample, and on average between later ones: random, so that a program cannot time its pauses."""
 DISK_LOOK_S = 0.005
 """Seconds between checks of free disk space between two samples."""
 LONGEST_LIMITS = 4096

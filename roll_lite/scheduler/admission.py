@@ -149,7 +149,7 @@ class Admission:
         return {"mix": self.plan.state_dict(), "batches": self.handed_out}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the mix, after the domains. Domains that had left it are not part of the state."""
+        """Restore the mix; the domains come before. Domains that had left it are not part of the state."""
         for name, scheduler in self._schedulers.items():
             if scheduler.exhausted and name not in state["mix"]["weights"]:
                 self.plan.drop(name)

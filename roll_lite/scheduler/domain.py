@@ -19,7 +19,7 @@ from roll_lite.scheduler.stats import SURPLUS, UNFINISHED, Recorder, commonest, 
 LEAST_LOSSES = 8
 """Prompts lost in a row that end a run, or three per place of the domain in a batch if that is more."""
 LONGER, MOST_LOST = 4, 7 / 8
-"""A run also ends if MOST_LOST of the last prompts are lost, counted over LONGER times as many."""
+"""A run also ends if MOST_LOST of the last prompts are lost, over LONGER times as many."""
 
 
 class DomainFailed(RuntimeError):

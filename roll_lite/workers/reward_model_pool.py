@@ -141,7 +141,7 @@ class Ranks:
             raise MemberLost(f"{self.name}: it hangs: no scores within {HANG_SECONDS:g} s") from None
 
     async def move(self, to_devices: bool) -> None:
-        """Load or offload the model. When offloading, a dead rank is left to the next sample."""
+        """Load or offload the model. A rank found dead when offloading is no error: the next sample notices."""
         async with self._moving:
             if self._is_resident == to_devices:
                 return

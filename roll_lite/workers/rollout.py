@@ -232,8 +232,8 @@ class RolloutWorker(AsyncWorker):
         return RolloutBatch(rows, [self._tokens_of(trainable)], result.stats, replaced, silences)
 
     async def finished(self, known: Collection[int], least: int) -> tuple[DataProto, Block]:
-        """Rows and tokens of finished groups that will surely be in the current batch, except `known` numbers; empty if fewer than
-        `least`. Sample numbers differ from those in the complete batch."""
+        """Rows and tokens of finished groups that will surely be in the current batch, without those whose numbers are `known`; empty if
+        fewer than `least`. Sample numbers differ from those in the complete batch."""
         groups = [group for group in self._service.finished() if group.group not in known]
         trainable = accepted(groups if len(groups) >= least else [])
         return rows_of(trainable, self._temperatures), self._tokens_of(trainable)

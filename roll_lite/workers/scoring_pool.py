@@ -88,7 +88,7 @@ class ScoringPool(ABC, Generic[M, Item, Result]):
             self._idle -= 1
 
     def _next(self, most: int, joins: bool = False) -> list[ScoringJob[Item, Result]]:
-        """Up to `most` waiting samples. One that must run alone comes alone, and `joins` no others."""
+        """Up to `most` waiting samples. One that must run alone comes alone, and not to a busy worker (`joins`)."""
         batch: list[ScoringJob[Item, Result]] = []
         while self._queue and len(batch) < most and not (self._queue[0].alone and (batch or joins)):
             job = self._queue.popleft()

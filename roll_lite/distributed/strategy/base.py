@@ -325,7 +325,7 @@ class InferenceStrategy(ABC):
 
     @property
     def notes(self) -> Sequence[str]:
-        """Messages for the start: settings that the engine does not get."""
+        """Messages at the start: settings of the user that the engine overrides."""
         return ()
 
     @abstractmethod
@@ -350,8 +350,8 @@ class InferenceStrategy(ABC):
 
     @abstractmethod
     async def connect_weights(self, first_member: int, membership: Membership) -> None:
-        """Join an epoch of the transfer group and leave the last one. Collective with the trainers. `first_member`: number of the engine's
-        first worker."""
+        """Join an epoch of the transfer group and leave the last one. Collective with the trainers. `first_member`: member number of the
+        engine's first worker."""
 
     @abstractmethod
     async def begin_weight_update(self, tensors: Sequence[ExportedTensor]) -> None:

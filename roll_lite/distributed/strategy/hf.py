@@ -61,7 +61,7 @@ class HfRewardStrategy(ForwardStrategy):
         return DataProto({"final_value": plan.collect_rows(scores)})
 
     def _scores(self, input_ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """[B, T] padded on the right to [B]."""
+        """[B, T] token ids, padded on the right, to [B] scores."""
         batch, width = input_ids.shape
         mask = (torch.arange(width) < lengths[:, None]).to(self.device)
         inputs = {"input_ids": input_ids.to(self.device), "attention_mask": mask.long()}

@@ -19,7 +19,7 @@ from roll_lite.distributed.liveness import Heartbeat
 
 AUTO_S = 7.0
 AUTO_CPU_S = 300.0
-"""Seconds of `auto` on a CPU, where steps may be slow and vLLM never splits a prompt."""
+"""Limit of `auto` on a CPU, where steps may be slow and vLLM never splits a prompt."""
 ASK_S = 1.0
 """Seconds between an answer and the next question."""
 LISTEN_S = 0.25

@@ -200,7 +200,7 @@ def _kept_of(chunk: Any, state: dict[str, Any], optimizer: Optimizer | None) -> 
 
 
 def _is_extra(name: str) -> bool:
-    """True for Transformer Engine's fp8 scaling factors, unused here; without them a checkpoint moves between both kinds of layers."""
+    """True for Transformer Engine's fp8 scaling factors, unused here; without them a checkpoint moves between its layers and torch's."""
     return name.rpartition(".")[2].startswith("_extra_state")
 
 

@@ -112,7 +112,7 @@ class StateMover:
         return event
 
     def _copies_of(self, group: StateGroup) -> dict[int, HostCopy]:
-        """Copies of the group's current storages: loading a checkpoint replaces some."""
+        """Copies of the group's storages, listed anew, since loading a checkpoint replaces some."""
         known, frozen = self._copies[group], group is StateGroup.WEIGHTS
         training = self._keyed(weight for chunk in self._chunks for weight in chunk.parameters() if weight.requires_grad)
         return {
@@ -122,7 +122,7 @@ class StateMover:
         }
 
     def _storages(self, group: StateGroup) -> list[torch.UntypedStorage]:
-        """Storages of a group, each once, in the first of weights, gradients, optimizer that has it."""
+        """Storages of a group. One that several groups use belongs to the first of weights, gradients, optimizer."""
         order = list(StateGroup)
         earlier = {key for other in order[: order.index(group)] for key in self._keyed(self._tensors(other))}
         return [storage for key, storage in self._keyed(self._tensors(group)).items() if key not in earlier]

@@ -19,16 +19,15 @@ REPLAYED = ("old_experts", "rollout_experts")
 class Routes:
     """Routes of a rank's tokens in a micro-batch.
 
-    They travel through the layers with the rows, for recomputed layers and for pipeline stages ahead of their gradients; Megatron's
-    RouterReplay keeps a list that passes must consume in order.
-    """
+    They travel through the layers with the rows, since layers are recomputed and pipeline stages run ahead of their gradients; Megatron's
+    RouterReplay keeps a list that passes must consume in order."""
 
     places: torch.Tensor
     """[tokens] int64: index among all ranks' tokens."""
     all_tokens: int
-    """Includes padding."""
+    """Number of all ranks' tokens, with padding."""
     given: torch.Tensor | None = None
-    """[tokens, expert layers, experts per token] int16 to replay; -1 leaves a choice to the router, None all."""
+    """[tokens, expert layers, experts per token] int16 to replay. -1, or None for all, leaves the choice to the router."""
     taken: dict[int, torch.Tensor] | None = None
     """Recorded routes, [tokens, experts per token] int16 by expert layer from 0, or None."""
 

@@ -64,7 +64,7 @@ def adapted_layers(runner: Any) -> Iterator[AdaptedLayer]:
 
 
 class _Unpinned:
-    """torch for modules that compute in pinned memory, which needs a GPU."""
+    """Stand-in for torch in modules that ask for pinned memory, which needs a GPU."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)

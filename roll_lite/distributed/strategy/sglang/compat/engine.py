@@ -174,7 +174,6 @@ class SglangEngine:
         self._channel.send(message)
 
     async def _listen(self) -> None:
-        """Handle messages until the server is gone."""
         assert self._channel is not None
         with contextlib.suppress(Closed):
             while True:

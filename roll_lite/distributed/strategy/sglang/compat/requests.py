@@ -71,8 +71,8 @@ def reports_survivors(request: GenerationRequest) -> bool:
 
 
 def new_tokens(request: GenerationRequest, state: Any, first: int, version: int) -> Completion | None:
-    """Tokens that SGLang has reported (every 50) after a request's first ones and without the newest; None if none. `version`: of all of
-    them."""
+    """Tokens that SGLang has reported (every 50) after the `first` ones, without the newest; None if none. `version`: of the weights, for
+    all."""
     end = min(len(state.output_ids), len(state.output_token_logprobs_val)) - 1
     kept: tuple[tuple[int, ...], ...] | None = None
     if request.sampling.keep_mask:
@@ -90,7 +90,7 @@ def new_tokens(request: GenerationRequest, state: Any, first: int, version: int)
 def completion(
     request: GenerationRequest, output: Mapping[str, Any], tokenizer: Any, aborted: bool, experts: ExpertsConfig | None = None
 ) -> Completion:
-    """Final output of a request. `aborted`: by request. `experts`: the model's, if expert choices are reported."""
+    """Final output of a request. `aborted`: we asked for its abort. `experts`: the model's, if expert choices are reported."""
     meta = output["meta_info"]
     finish = meta["finish_reason"] or {"type": "none"}
     if finish["type"] not in {reason.value for reason in FinishReason} or (finish["type"] == FinishReason.ABORT and not aborted):

@@ -110,7 +110,7 @@ class RolloutScheduler(Scheduler):
 
     @_by_all
     def roll_lite_checksums(self, dtypes: dict[str, str], shapes: dict[str, list[int]], names: list[str] | None) -> dict[str, str]:
-        """Checksums of the model's tensors, named or all (None), in the dtypes given. Collective; the first worker answers."""
+        """Checksums of the named tensors (None: all), in the dtypes given. Collective; the first worker answers."""
         sums = {}
         for name, tensor in self._held(names, shapes):
             if get_parallel().tp_rank == 0:
@@ -187,7 +187,7 @@ def truncate_(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min
 
 
 def _with_seeds(make: Any) -> Any:
-    """Use requests' seeds outside of SGLang's deterministic mode, whose kernels are for GPUs; sampling by seed needs none."""
+    """Use requests' seeds without SGLang's deterministic mode, whose kernels are for GPUs."""
 
     def from_schedule_batch(cls: type[SamplingBatchInfo], batch: Any, vocab_size: int) -> SamplingBatchInfo:
         info: SamplingBatchInfo = make.__func__(cls, batch, vocab_size)
@@ -272,7 +272,6 @@ def _pageable(dims: tuple[int, ...], dtype: torch.dtype, **_: Any) -> torch.Tens
 
 
 def run_scheduler(*args: Any, **kwargs: Any) -> None:
-    """Run the scheduler process from start to end."""
     scheduler_module.Scheduler = RolloutScheduler
     model_runner.create_sampler = RolloutSampler
     SamplingBatchInfo.from_schedule_batch = _with_seeds(SamplingBatchInfo.__dict__["from_schedule_batch"])

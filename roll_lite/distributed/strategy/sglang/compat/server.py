@@ -103,7 +103,7 @@ class EngineServer:
         self._seeds = random.Random(start.spec.seed)
         self._running: dict[str, _Running] = {}
         self._held: list[_Running] | None = None
-        """Requests that arrived while the engine is being emptied."""
+        """Requests that arrived while the engine is being emptied; None otherwise."""
         self._empty = asyncio.Condition()
         self._paused = False
         self._order = asyncio.Lock()

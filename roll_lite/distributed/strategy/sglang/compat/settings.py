@@ -197,7 +197,7 @@ def keep_files_in(folder: Path) -> None:
 
 
 def logged_error(folder: Path) -> str | None:
-    """End of the first error that the engine's processes logged; the others follow from it."""
+    """Exception of the first error that the engine's processes logged; the others follow from it."""
     try:
         text = (folder / _ERRORS).read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -124,7 +124,7 @@ class WorkerExtension:
 
     @answering
     def roll_lite_checksums(self, dtypes: dict[str, str], shapes: dict[str, list[int]], names: list[str] | None) -> dict[str, str]:
-        """Checksums of the model's tensors, named or all (None), in the dtypes given. Collective; the first worker answers."""
+        """Checksums of the named tensors (None: all), in the dtypes given. Collective; the first worker answers."""
         sums = {}
         for name, tensor in _held(self, names, shapes):
             if self.rank == 0:
@@ -186,7 +186,7 @@ def _make_expert_kernels_anew(model: torch.nn.Module) -> None:
 
 
 _DIGIT = 128
-"""Base of the digits below, so that numbers are exact in every dtype."""
+"""Base of the digits in `_unpacked`, exact in every dtype."""
 
 
 def _read_experts(module: Any) -> tuple[int, torch.Tensor, torch.Tensor]:
