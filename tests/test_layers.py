@@ -1,4 +1,4 @@
-"""Imports point downwards: the order of DESIGN.md, read from the source without importing it."""
+"""Imports point downwards, read from the source without importing it; docs/architecture.md has that order, and names files that exist."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from roll_lite.config.schema.models import RewardModelStrategyConfig, TrainStrat
 from roll_lite.distributed.strategy.build import STRATEGIES
 
 PACKAGE = Path(__file__).resolve().parents[1] / "roll_lite"
+PAGE = (PACKAGE.parent / "docs/architecture.md").read_text(encoding="utf-8")
 
 LAYERS = (
     ("cli",),
-    ("observability.viewer",),
     ("pipeline",),
     ("workers",),
     ("simulator",),
@@ -32,7 +32,7 @@ LAYERS = (
     ("algorithms",),
 )
 """Top to bottom. Packages of one layer may use each other. Metrics, timers, trackers and the report know nothing of what they
-measure, so they stand low; a viewer reads finished runs and stands high. The maths stands at the very bottom: it takes tensors and
+measure, so they stand low. The maths stands at the very bottom: it takes tensors and
 numbers, and knows neither settings nor batches."""
 
 
@@ -130,16 +130,38 @@ def test_frameworks_that_hold_models_are_behind_the_strategies() -> None:
     assert outside == {(f"{own}.build", f"{own}.megatron.strategy"), (f"{own}.build", f"{own}.hf")}
 
 
-def test_the_walks_name_files_that_exist() -> None:
-    """And those of a checkpoint and a weight stay short."""
-    text = (PACKAGE.parent / "docs/architecture.md").read_text(encoding="utf-8")
-    walks = text.partition("\n## Walks\n")[2].partition("\n## ")[0]
-    named = re.findall(r"`([\w/.]+/[\w.]+\.py|[\w]+\.py)`", walks)
-    inner = {path.name for path in PACKAGE.rglob("*.py")}
-    assert named and [one for one in named if not (PACKAGE / one).is_file() and ("/" in one or one not in inner)] == []
-    for what, most in (("A checkpoint, ", 15), ("A weight, ", 18)):
-        walk = walks.partition(what)[2].partition("\n\n")[2].partition("\n\n")[0]
-        assert 1 < walk.count("\n- ") + 1 <= most, what
+def test_the_page_has_the_layers_in_this_order() -> None:
+    """The guards below hold LAYERS; readers see the page."""
+    assert f"\n## Layers\n\n{'; '.join(', '.join(packages) for packages in LAYERS)}. An import goes only downwards" in PAGE
+
+
+WALKS = {"From the YAML to the gradient, ": 62, "A checkpoint, ": 17, "A weight, ": 22}
+"""Beginning of each walk on the page, and its number of files. A way grows longer only on purpose, and the page says how long it is."""
+
+
+def walk(beginning: str, page: str = PAGE) -> tuple[str, list[str]]:
+    """First paragraph of a walk, and its files from the repository's root: those that begin a table's rows or a list's points."""
+    text, _, rest = page.partition(f"\n{beginning}")[2].partition("\n\n")
+    files = re.findall(r"^(?:\| |- )`([\w/.]+)`", rest.partition("\n\n")[0], re.MULTILINE)
+    return text, [file if rest.startswith("|") else f"roll_lite/{file}" for file in files]
+
+
+@pytest.mark.parametrize("beginning", WALKS)
+def test_a_walk_names_each_file_once_and_says_how_many(beginning: str) -> None:
+    text, files = walk(beginning)
+    assert [file for file in files if not (PACKAGE.parent / file).is_file()] == []
+    assert len(set(files)) == len(files) == WALKS[beginning]
+    assert f"{len(files)} files" in text
+
+
+def test_every_file_that_the_page_names_exists() -> None:
+    """A name is a path's end: from the root, the package, a folder below it, or the file's alone."""
+    named = set(re.findall(r"`([\w/.]+\.(?:py|md|yaml))`", PAGE))
+    root = PACKAGE.parent
+    files = [
+        path.relative_to(root) for folder in ("roll_lite", "tests", "bench", "docs", "examples") for path in (root / folder).rglob("*.*")
+    ]
+    assert named and sorted(one for one in named if not any(f"/{file}".endswith(f"/{one}") for file in files)) == []
 
 
 def test_every_strategy_of_the_configuration_is_registered() -> None:

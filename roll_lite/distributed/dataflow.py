@@ -1,7 +1,8 @@
 """Data flow of a batch: numbers per row pass through the driver, token columns from worker to worker through Ray's object store.
 
-A worker stores its columns as one block. The driver, which never fetches one, sends shards, which say where each row's columns lie;
-workers fetch them. A block lives as long as a Batch or a shard refers to it.
+A worker stores its columns as one block. The driver sends shards, which say where each row's columns lie; workers fetch them. It fetches
+one itself only to write batches for ranks that do not share the run's folder (pipeline/batch_files.py). A block lives as long as a Batch or
+a shard refers to it.
 """
 
 from __future__ import annotations
