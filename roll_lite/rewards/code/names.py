@@ -118,66 +118,57 @@ def names_of(sources: Sequence[str], entry_point: str | None = None) -> list[Nam
     A builtin belongs to the program if it is the entry point, or if every assert calls it and the tests use no other name of the
     program. ValueError if no name belongs to the program, or if that is ambiguous.
     """
-    trees = [ast.parse(source) for source in sources]
-    named = _used_and_defined(ast.parse(entry_point))[0] if entry_point else set[str]()
-    own, modules = zip(*(_own_and_modules(tree) for tree in trees), strict=True)
-    unnamed = [tree for tree, found in zip(trees, own, strict=True) if not found | named]
+    tests = [_Test(source) for source in sources]
+    named = _Test(entry_point).used if entry_point else set[str]()
+    unnamed = [test.tree for test in tests if not test.own | named]
     hidden = _called_everywhere(unnamed) if unnamed else set()
     if unnamed and len(hidden) != 1:
         problem = f"{' or '.join(sorted(hidden))}: which is the program's?" if hidden else "the tests use no function of the program's;"
         raise ValueError(f"{problem} entry_point can name it")
-    return [_names(tree, found | named or hidden, needed, named) for tree, found, needed in zip(trees, own, modules, strict=True)]
+    return [test.names(test.own | named or hidden, named) for test in tests]
 
 
-def _names(tree: ast.Module, program: set[str], needed: dict[str, str], named: set[str]) -> Names:
-    imports, bound = set[str](), set[str]()
-    for node in ast.walk(tree):
-        match node:
-            case ast.Import(names=aliases):
-                imports |= {f"import {alias.name}" for alias in aliases if alias.name != FROM_PROGRAM}
-                bound |= {(alias.asname or alias.name).partition(".")[0] for alias in aliases}
-            case ast.ImportFrom(module=str(module), names=aliases) if module != FROM_PROGRAM:
-                imports |= {f"from {module} import {alias.name}" for alias in aliases}
-                bound |= {alias.asname or alias.name for alias in aliases}
-    modules = {name: path for name, path in needed.items() if name not in named}
-    inside = why_inside(tree, program, bound | modules.keys() | {FROM_PROGRAM})
-    return Names(tuple(sorted(program)), modules, tuple(sorted(imports)), inside)
+class _Test:
+    """A test's source and the names in it."""
 
+    def __init__(self, source: str) -> None:
+        self.tree = ast.parse(source)
+        self.used, self.imports, self.bound = set[str](), set[str](), set[str]()
+        from_program, alone, bases = set[str](), set[str](), set[int]()
+        defined = {"__name__", "__file__", "RUN_TEST_CLASSES"}
+        for node in ast.walk(self.tree):
+            match node:
+                case ast.Attribute(value=base, attr=attribute):  # comes before its base
+                    bases.add(id(base))
+                    if isinstance(base, ast.Name) and base.id == FROM_PROGRAM:
+                        from_program.add(attribute)
+                case ast.Name(id=name, ctx=context):
+                    (self.used if isinstance(context, ast.Load) else defined).add(name)
+                    if id(node) not in bases:
+                        alone.add(name)
+                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
+                    defined.add(name)
+                case ast.ExceptHandler(name=str(name)) | ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
+                    defined.add(name)
+                case ast.Import(names=aliases):
+                    self.bound |= {(alias.asname or alias.name).partition(".")[0] for alias in aliases}
+                    self.imports |= {f"import {alias.name}" for alias in aliases if alias.name != FROM_PROGRAM}
+                case ast.ImportFrom(module=module, names=aliases):
+                    names = {alias.asname or alias.name for alias in aliases}
+                    defined |= names
+                    if module == FROM_PROGRAM:  # as some data sets have it
+                        from_program |= {alias.name for alias in aliases if alias.name != "*"}
+                    elif module:
+                        self.bound |= names
+                        self.imports |= {f"from {module} import {alias.name}" for alias in aliases}
+        free = self.used - defined - self.bound - PYTHONS_OWN
+        self.modules = {name: USUAL_NAMES.get(name, name) for name in free - alone if name in sys.stdlib_module_names | USUAL_NAMES.keys()}
+        self.own = (free - self.modules.keys()) | from_program
 
-def _own_and_modules(tree: ast.Module) -> tuple[set[str], dict[str, str]]:
-    used, defined = _used_and_defined(tree)
-    free = used - defined - PYTHONS_OWN
-    bare = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    alone = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and id(node) not in bare}
-    known = {name: USUAL_NAMES.get(name, name) for name in free - alone if name in sys.stdlib_module_names or name in USUAL_NAMES}
-    return (free - known.keys()) | _imported_from_program(tree), known
-
-
-def _used_and_defined(tree: ast.Module) -> tuple[set[str], set[str]]:
-    used, defined = set[str](), {"__name__", "__file__", "RUN_TEST_CLASSES"}
-    for node in ast.walk(tree):
-        match node:
-            case ast.Name(id=name, ctx=ast.Load()):
-                used.add(name)
-            case ast.Name(id=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-                defined.add(name)
-            case ast.arg(arg=name) | ast.ExceptHandler(name=str(name)) | ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
-                defined.add(name)
-            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
-                defined |= {(alias.asname or alias.name).partition(".")[0] for alias in aliases}
-    return used, defined
-
-
-def _imported_from_program(tree: ast.Module) -> set[str]:
-    """Names in `from solution import f`, as in some data sets, or `solution.f`."""
-    found = set[str]()
-    for node in ast.walk(tree):
-        match node:
-            case ast.ImportFrom(module=module, names=aliases) if module == FROM_PROGRAM:
-                found |= {alias.name for alias in aliases if alias.name != "*"}
-            case ast.Attribute(value=ast.Name(id=name), attr=attribute) if name == FROM_PROGRAM:
-                found.add(attribute)
-    return found
+    def names(self, program: set[str], named: set[str]) -> Names:
+        modules = {name: path for name, path in self.modules.items() if name not in named}
+        inside = why_inside(self.tree, program, self.bound | modules.keys() | {FROM_PROGRAM})
+        return Names(tuple(sorted(program)), modules, tuple(sorted(self.imports)), inside)
 
 
 def _called_everywhere(trees: Sequence[ast.Module]) -> set[str]:
