@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 import yaml
 
 from roll_lite.config.validation import sections
+from roll_lite.distributed.strategy.base import InferenceStrategy
 from roll_lite.rewards.registry import REWARDS, reward_type, typed_reward
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -81,3 +83,10 @@ def test_the_table_of_rewards_has_types_and_defaults_in_words() -> None:
     assert not re.search(r"<class|typing\.|object at 0x|functools", text)
     for link in re.findall(r"\]\(([\w./]+\.md)", text):
         assert (ROOT / "docs" / link).is_file(), link
+
+
+def test_the_interface_of_an_engine_is_described_as_it_is() -> None:
+    table = (ROOT / "docs/add_a_strategy.md").read_text(encoding="utf-8").partition("## The interface\n")[2].partition("\n\nBesides")[0]
+    described = dict(re.findall(r"`(\w+)\(([\w, ]*)\)`", "".join(row.split("|")[1] for row in table.splitlines() if row.startswith("| `"))))
+    methods = {name: getattr(InferenceStrategy, name) for name in InferenceStrategy.__abstractmethods__}
+    assert described == {name: ", ".join(list(inspect.signature(method).parameters)[1:]) for name, method in methods.items()}
