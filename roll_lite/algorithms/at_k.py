@@ -58,9 +58,9 @@ class SampledPrompts:
         return self.scores[np.lexsort((self.scores, self.prompt))]
 
     def majority(self, k: int) -> np.ndarray:
-        """[P] share of a prompt's votes (k consecutive samples each) whose most frequent answer is correct. If several answers are equally
-        frequent, the vote counts as the mean of their correctness. Samples without an answer are ignored; a vote of none but these is
-        wrong. NaN for n < k, or if the reward extracts no answers."""
+        """[P] share of a prompt's votes (k consecutive samples each) whose most frequent answer is correct; several such answers count as
+        the mean of their correctness. Samples without an answer do not vote; a vote without answers is wrong. NaN for n < k, or if the
+        reward extracts no answers."""
         votes = self.samples // k
         first_vote = np.cumsum(votes) - votes
         vote = first_vote[self.prompt] + self.place // k

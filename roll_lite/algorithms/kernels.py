@@ -31,7 +31,7 @@ def compiled(function: Callable[..., None]) -> Any:
 
 
 Whitening = Callable[[torch.Tensor], tuple[float, float]]
-"""From the `row_moments` of these rows to (shift, scale) for all tokens of the global batch."""
+"""(Shift, scale) for all tokens of the global batch, from the `row_moments` of these rows."""
 
 
 def recurrence(
@@ -77,8 +77,7 @@ def gae(
     returns: Any,
     moments: Any,
 ) -> None:
-    """Write moments or, if `moments` has no rows, advantages (lam) and returns (lam_critic). at_end is added to the reward of the last
-    policy token; bootstrap is the value after it."""
+    """Write moments or, if `moments` has no rows, advantages (lam) and returns (lam_critic); at_end and bootstrap as in advantages.gae."""
     paid, measured = rewards.size > 0, moments.size > 0
     for row in range(first, stop):
         following, advantage, critic, reward = bootstrap[row], 0.0, 0.0, at_end[row]

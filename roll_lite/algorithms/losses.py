@@ -17,7 +17,7 @@ import torch
 from roll_lite.algorithms.kl import LOG_RATIO_LIMIT, KlEstimator, clamped, clamped_log_ratio, kl_estimate
 
 ROUNDING = 1e-4
-"""Relative rounding error of float32: a weight that differs by less from its ratio does not count as limited."""
+"""Rounding of float32, relative: a weight that differs by less from its ratio is not limited."""
 
 # ---------------------------------------------------------------- what a policy loss is made from and made into
 

@@ -1,8 +1,8 @@
 """Model parts on the devices in each phase; runs follow this table, `roll-lite check` draws it.
 
-Parts are those of `StateGroup` and `EngineMemory`. A role with `offload: true` loads them for a phase and offloads them afterwards; others
-stay loaded. From weight sync to generation: engines load weights beside the trainer's, the trainer sends and offloads, engines allocate the
-KV cache, generate, and offload both.
+Parts are those of `StateGroup` and `EngineMemory`. A role with `offload: true` is loaded for a phase and offloaded afterwards; others stay
+loaded. From weight sync to generation: engines load weights beside the trainer's, the trainer sends and offloads, engines allocate the KV
+cache, generate, and offload both.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Phase(StrEnum):
 @dataclass(frozen=True)
 class Presence:
     parts: Mapping[str, tuple[str, ...]]
-    """Loaded parts by role, in the order of turns. A role whose devices are free starts before an earlier one that waits. `reward_models`
-    stands for all reward models, `judges` for all judges."""
+    """Loaded parts by role, in the order of turns; a role whose devices are free starts before an earlier one that waits. `reward_models`
+    and `judges` mean all of them."""
     in_turns: bool = False
     """Roles with `offload` that share a device are loaded one after the other."""
     of_step: bool = True
@@ -61,7 +61,7 @@ WHOLE: Mapping[str, tuple[str, ...]] = {
 
 
 def startable(waiting: Sequence[T], present: Sequence[T], exclude: Callable[[T, T], bool]) -> list[T]:
-    """Roles that can start now: each waiting one, in order, that no present or already chosen one excludes."""
+    """Roles that can start now: waiting ones, in order, that no present or already chosen one excludes."""
     starting: list[T] = []
     for one in waiting:
         if not any(exclude(one, other) for other in (*present, *starting)):

@@ -1,5 +1,5 @@
-"""Keep masks: which tokens survived truncated sampling. Engines report the log-probs of the likeliest tokens, enough to include all
-survivors; they are minus infinity for tokens that did not survive."""
+"""Keep masks: which tokens survived truncated sampling. Engines report log-probs of the likeliest tokens, enough to include all survivors;
+minus infinity marks the rest."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import Protocol
 KEEP_LIMIT = 1024
 """Most log-probs that an engine reports for a token."""
 TIE_ROOM = 8
-"""Tokens reported beyond top_k. Engines keep all ties of the k-th token, which are common in bfloat16; more ties than this are missing
-in the mask."""
+"""Tokens reported beyond top_k, since engines keep all ties of the k-th token, common in bfloat16. More ties are missing in the mask."""
 
 
 class Truncation(Protocol):
-    """Sampling settings that truncate, which SamplingConfig and Sampling both have."""
+    """Truncating settings of SamplingConfig and Sampling."""
 
     @property
     def top_p(self) -> float: ...

@@ -23,8 +23,7 @@ GROUPS: Mapping[str, Sequence[Sequence[str]]] = {
     "pairs": (("actor_train", "reference"), ("critic", "reward_models"), ("actor_infer",)),
     "apart": (),
 }
-"""Roles that share devices, by preset; a role in no group is separate. by_role has no groups: under it every role's count begins at device
-0."""
+"""Roles that share devices, by preset; others are separate. Under by_role, which has no groups, every count begins at device 0."""
 
 
 def placed(config: RunConfig) -> tuple[RunConfig, list[Problem]]:
@@ -41,7 +40,7 @@ def placed(config: RunConfig) -> tuple[RunConfig, list[Problem]]:
 
 
 def describe(nodes: Sequence[tuple[str, int]], what: str = "devices") -> str:
-    """Describe nodes and their devices; the words are the same before and after the cluster starts."""
+    """Describe nodes and devices in the same words before and after the cluster starts."""
     if len(nodes) > 4 and len({number for _, number in nodes}) == 1:
         return f"{len(nodes)} nodes ({nodes[0][0]} to {nodes[-1][0]}) with {nodes[0][1]} {what} each"
     each = ", ".join(f"{name} has {number}" for name, number in nodes)
@@ -89,8 +88,8 @@ def _groups(placement: PlacementConfig, names: Sequence[str]) -> list[list[str]]
 
 
 def _counts(placement: PlacementConfig, group: Mapping[str, Role], is_alone: bool) -> dict[str, int]:
-    """Number of devices by role. By default the most that a role of its group asks for; if none asks, all devices for a group that is
-    alone, else 1. Judges never get all."""
+    """Number of devices by role. Default: the most that a role of its group asks for; else all for a group that is alone, without judges;
+    else 1."""
     given = {name: role.devices for name, role in group.items() if "devices" in role.model_fields_set and isinstance(role.devices, int)}
     is_judge = any(isinstance(role, JudgeServerConfig) for role in group.values())
     default = max(given.values()) if given else placement.devices if is_alone and placement.devices and not is_judge else 1

@@ -17,7 +17,7 @@ DEEPEST = 50
 
 
 ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*:/+)[^/?#\s\"@]*@", re.IGNORECASE)
-"""Address with a login or token; a conversion to a path drops a slash."""
+"""Address with a login or token; perhaps with one slash, as conversion to a path drops one."""
 LOGIN = re.compile(r"(?<![\w.:-])[\w.-]+:[^\s/@:\"']+@(?=\w)")
 """Login before a host, without a scheme."""
 KEY = re.compile(
@@ -78,7 +78,7 @@ class Missing(Problem):
 
 
 class ConfigError(ValueError):
-    """All mistakes of a configuration. `partial`: its valid part, where reading a refused field raises Refused."""
+    """All mistakes of a configuration. `partial`: its valid part, where refused fields raise Refused."""
 
     def __init__(self, name: str, problems: Sequence[Problem], partial: Any = None) -> None:
         self.name = name
@@ -93,7 +93,7 @@ def dotted(path: Path) -> str:
 
 
 def is_secret(path: str) -> bool:
-    """True if the name of the setting, or of the list that it is in, marks a secret."""
+    """True if the setting's name, or its list's, marks a secret."""
     return SECRET.search(re.sub(r"(?:\.[0-9]+)+$", "", path)) is not None
 
 

@@ -1,6 +1,6 @@
 """Validation of plain data against the schema: all mistakes are collected, the valid part is built.
 
-Sections are walked here, not by pydantic: its error locations name members of unions, not YAML paths, and one wrong leaf leaves nothing for
+Sections are walked here, not by pydantic: its error locations name union members, not YAML paths, and one wrong leaf leaves nothing for
 cross-checks. pydantic validates leaves, strictly: the text "3" is no number.
 """
 
@@ -33,7 +33,7 @@ OTHERS_NAMES = {
 
 
 class _Invalid:
-    """Type of _INVALID, which stands for a refused value; its problem is noted."""
+    """Type of _INVALID: a refused value, whose problem is noted."""
 
 
 _INVALID = _Invalid()
@@ -106,8 +106,8 @@ class _Walker:
         return built if isinstance(value, dict) else list(built.values())
 
     def _item(self, cls: type[Section], data: Any, path: Path) -> Section:
-        """Build an item of a mapping or list. A refused one stays as an object without attributes, so that checks do not take the other
-        items for all."""
+        """Build an item of a mapping or list. A refused one stays as an object without attributes: otherwise checks would take the others
+        for all."""
         built = _INVALID if path in self.broken else self.section(cls, data, path)
         if isinstance(built, Section):
             return built
@@ -150,7 +150,7 @@ class _Walker:
 
     def _unknown_key(self, cls: type[Section], key: str, data: dict[str, Any], path: Path) -> list[str]:
         """Report an unknown key and suggest the same name within the section, a close one here, or one elsewhere. Returns close names that
-        are not set: one of them was probably meant, so it must not be reported as missing."""
+        are not set: probably meant, they must not be reported as missing."""
         value = data[key]
         if key in FORMER_NAMES and "name" in cls.model_fields:
             self._refuse((*path, key), value, "is called name here, as in every section that is chosen by a word")
@@ -188,8 +188,8 @@ def value_at(section: Any, path: str) -> Any:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a field holds. No variant: a leaf; one: a section; several: a union keyed on `name`. `container`: type of a mapping or list of
-    them."""
+    """Kind of a field. No variant: a leaf; one: a section; several: a union keyed on `name`. `container`: many of them in a mapping or
+    list."""
 
     variants: list[type[Section]]
     container: type[dict[Any, Any]] | type[list[Any]] | None = None
@@ -264,8 +264,8 @@ def words_at(path: Path) -> str:
 
 
 def is_removed_by_null(path: Path, inherited: bool) -> bool:
-    """True if null removes the key, so that its default applies: an inherited entry of a mapping; or a setting with a default that cannot
-    be null, if it is inherited or a section."""
+    """True if null removes the key: an inherited entry of a mapping; or a setting that has a default and cannot be null, if it is inherited
+    or a section."""
     fields = _fields_at(path)
     if not inherited and (len(sections_at(path)) != 1 or not fields):
         return False

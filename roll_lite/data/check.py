@@ -32,8 +32,8 @@ from roll_lite.files import is_folder, read_text
 from roll_lite.models.model_files import chat_templates
 
 SCANNED_ROWS, TABLE_ROWS = 200_000, 1000
-"""Most rows checked per file: SCANNED_ROWS JSON lines or tags of a table, TABLE_ROWS of a table's other columns. That takes one to two
-seconds; a run reads all rows at its start."""
+"""Most rows checked per file: SCANNED_ROWS of JSON lines and of tags in tables, TABLE_ROWS of a table's other columns; one to two seconds.
+A run reads all rows at its start."""
 NAMED_LINES = 5
 
 
@@ -133,7 +133,7 @@ class _Scan:
     """First unusable value and reason, by setting."""
     mistakes: list[str] = field(default_factory=list)
     strays: dict[tuple[str, Path], tuple[str, str]] = field(default_factory=dict)
-    """Tags that no domain lists: place of the first such row and reason, by tag and file."""
+    """Place of the first row without a domain, and reason, by tag and file."""
 
     def check_row(self, row: Row, where: str) -> None:
         content = row.content
@@ -198,7 +198,7 @@ def columns_missing(data: DataConfig, wanted: Collection[str]) -> Iterator[tuple
 
 
 _NOT_READ = object()
-"""Stands for a table's value that was not read, and so is not checked."""
+"""Stands for a table's unread value, which is not checked."""
 
 
 def _lines(shards: list[Shard]) -> Iterator[Row]:
@@ -207,8 +207,8 @@ def _lines(shards: list[Shard]) -> Iterator[Row]:
 
 
 def _table_rows(shards: list[Shard], scan: _Scan) -> Iterator[Row]:
-    """Rows of a table for the scan: the first TABLE_ROWS with all configured columns, further ones with the tag alone. If the table lacks a
-    configured column, tags only; without a tag, one unread row stands for all."""
+    """Rows of a table: the first TABLE_ROWS with all configured columns, further ones with the tag alone. If a configured column is
+    missing: tags only, or one unread row without them."""
     tag = scan.data.tag
     wanted = list(dict.fromkeys(column.name for column in scan.wanted))
     for index, shard in enumerate(shards):

@@ -1,5 +1,5 @@
-"""Columns of a batch as a Parquet file (zstd): a row per sample, lists of tokens and transitions. Transition columns are one entry
-shorter than `input_ids`: entry t belongs to token t + 1."""
+"""Columns of a batch as a Parquet file (zstd): a row per sample, lists of tokens and transitions. Entry t of a transition column belongs to
+token t + 1."""
 
 from __future__ import annotations
 

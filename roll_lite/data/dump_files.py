@@ -29,7 +29,7 @@ FORMAT = "roll_lite.dump"
 SCHEMA_VERSION = 1
 METADATA = "roll_lite"
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "min_tokens")
-"""Sampling settings that change the distribution of samples."""
+"""Sampling settings that dump and run must share: they change the samples' distribution."""
 NAMED = 5
 
 
@@ -45,7 +45,6 @@ class DumpHeader:
     """Figures by domain, over samples that train: `samples`, and `longest_prompt` and `longest_response` in tokens."""
     baselines: bool
     stats: dict[str, Any]
-    """Statistics of the batch."""
 
 
 def dump_file(folder: Path, step: int) -> Path:

@@ -30,7 +30,7 @@ ROW_GROUP_TOKENS = 2**21
 """Tokens written and read at a time: 30 MB."""
 
 Fetch = Callable[[Sequence[Any]], Sequence[DataProto | None]]
-"""Function from references to their token blocks (workers/token_blocks.py); None for a block that is gone."""
+"""Token blocks (workers/token_blocks.py) of references; None for one that is gone."""
 
 DESCRIPTION = {
     "sample": pa.int64(),
@@ -62,11 +62,11 @@ DESCRIPTION = {
     "scored_at": pa.float64(),
     "columns": pa.string(),
 }
-"""Columns of every dump, made from the samples; the batch's other row columns are added."""
+"""Columns of every dump, from the samples; the batch's other row columns are added."""
 TOKENS = {"input_ids": pa.int64(), "response_mask": pa.bool_(), "rollout_log_probs": pa.float32()}
 KEPT_IDS = "kept_ids"
 LONGEST_COLUMN = 1000
-"""Most characters kept of a value in a data column."""
+"""Most characters kept of a data column's value."""
 UNKNOWN = {"format_ok": False}
 """Values of training columns where the dump has null."""
 
@@ -194,7 +194,7 @@ def _text(text: str | None) -> str | None:
 
 
 def _row_groups(entries: Sequence[_Entry]) -> Iterator[list[_Entry]]:
-    """Cut entries into Parquet row groups of about ROW_GROUP_TOKENS tokens; at least one group, since the first fixes the column types."""
+    """Row groups of about ROW_GROUP_TOKENS tokens; at least one, since the first fixes the column types."""
     part: list[_Entry] = []
     tokens = 0
     for entry in entries:
@@ -208,8 +208,8 @@ def _row_groups(entries: Sequence[_Entry]) -> Iterator[list[_Entry]]:
 
 
 def _token_columns(entries: Sequence[_Entry], fetch: Fetch, schema: pa.Schema) -> dict[str, pa.Array]:
-    """Token columns of the entries. Null for a sample without tokens, or one that does not train and whose token block is gone;
-    RuntimeError if that of one that trains is gone."""
+    """Token columns; null for a sample without tokens, or one that does not train and whose token block is gone (one that trains:
+    RuntimeError)."""
     names = [name for name in (*TOKENS, KEPT_IDS) if name in schema.names]
     blocks = _blocks(entries, fetch)
     members: dict[Any, list[int]] = {}
@@ -264,7 +264,7 @@ def load_dump(path: Path | str) -> DataProto:
 
 
 def dump_parts(path: Path) -> Iterator[DataProto]:
-    """Parts of `load_dump`, one per row group, for readers that cannot hold a batch twice while joining it."""
+    """Parts of `load_dump`: joining them holds a batch twice."""
     read_header(path)
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:

@@ -44,16 +44,15 @@ class MicroBatchOutputs:
 @dataclass(frozen=True)
 class Multiples:
     tokens: int = 1
-    """A micro-batch's tokens are padded to a multiple of this, for sequence and context parallelism."""
+    """Divides a micro-batch's padded tokens, for sequence and context parallelism."""
     count: int = 1
-    """A pass's number of micro-batches is rounded up to a multiple of this: interleaved pipeline stages switch between their parts after
-    groups of that many."""
+    """Divides a pass's number of micro-batches: interleaved pipeline stages switch between their parts after so many."""
 
 
 class MicroBatchPlanner(Protocol):
     def cut(self, lengths: torch.Tensor, parts: int = 1) -> list[np.ndarray]:
-        """Row numbers of each micro-batch, every row in exactly one. `lengths` [rows]: tokens. `parts`: micro-batches that run anyway,
-        since other ranks have as many; rows may be spread over them."""
+        """Row numbers of each micro-batch, every row in exactly one. `lengths` [rows]: tokens. `parts`: micro-batches that run anyway, as
+        many as other ranks have; rows may be spread over them."""
 
 
 @dataclass(frozen=True)
@@ -73,14 +72,14 @@ class RowsAtATime:
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """Few micro-batches of at most `tokens` tokens and about equal cost, so that pipeline stages and ranks do not wait for each other. A
-    longer row gets its own. In a micro-batch the longest row comes first, so that equal lengths are neighbours."""
+    """Fewest micro-batches within `tokens`, of about equal cost, so that pipeline stages and ranks do not wait for each other. A longer row
+    gets its own. In each the longest row comes first, and equal lengths are neighbours."""
 
     tokens: int
     rows: int | None = None
     attention_par: float = inf
     with_padding: bool = False
-    """Count padding as tokens: for padded outputs of more than a few numbers per token, such as distributions."""
+    """Count padding as tokens: for padded outputs of more than a few numbers per token."""
 
     def cut(self, lengths: torch.Tensor, parts: int = 1) -> list[np.ndarray]:
         tokens = lengths.numpy()
@@ -164,8 +163,8 @@ class MicroBatchPlan:
         return joined if self._order is None else joined.take(self._order)
 
     def collect_tokens(self, outputs: Sequence[torch.Tensor], batch: DataProto) -> Ragged:
-        """Join outputs to a column in the batch's row order. Each output is [tokens, ...]: the rows of a micro-batch one after another,
-        then padding, which is dropped."""
+        """Join outputs to a column in the batch's order. Each output is [tokens, ...]: a micro-batch's rows one after another, then
+        padding, which is dropped."""
         with_rows = self._with_rows(outputs)
         if not with_rows:
             return Ragged.from_rows([], outputs[0].dtype)

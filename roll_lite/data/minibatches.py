@@ -1,5 +1,5 @@
-"""Rows of optimizer steps, and their distribution over data-parallel ranks. The global batch is cut before it is spread, so that a
-mini-batch's rows and token weights never depend on the layout."""
+"""Rows of optimizer steps, and their distribution over data-parallel ranks. The global batch is cut before it is spread: a mini-batch's
+rows and token weights never depend on the layout."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def row_costs(tokens: np.ndarray, attention_par: float) -> np.ndarray:
 
 
 def spread(mini_batches: list[MiniBatch], costs: dict[int, float], ranks: int) -> list[list[MiniBatch]]:
-    """Split each mini-batch over the ranks, by about equal cost; returns each rank's shares. `costs`: by sample number."""
+    """Split each mini-batch over the ranks by about equal cost; returns the shares by rank. `costs`: by sample number."""
     shares: list[list[MiniBatch]] = [[] for _ in range(ranks)]
     for mini_batch in mini_batches:
         for rank, rows in enumerate(balanced_partition([costs[int(sample)] for sample in mini_batch.samples], ranks)):

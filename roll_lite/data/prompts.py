@@ -28,8 +28,8 @@ ROWS_AT_ONCE = 1024
 
 
 class PromptSet:
-    """Prompts by row number, which is their uid. Token ids lie in one array, rows pickled in one buffer: Python objects would take
-    several times the memory."""
+    """Prompts by row number, their uid. Token ids lie in one array, rows pickled in one buffer: Python objects would take several times the
+    memory."""
 
     def __init__(self, domain: str) -> None:
         self.domain = domain
@@ -42,7 +42,7 @@ class PromptSet:
         self.parts: list[int] = []
         self._names: list[tuple[str, ...]] = []
         self._numbers: dict[tuple[str, ...], int] = {}
-        """Distinct tuples of column names and their numbers; a row stores the number."""
+        """Numbers of distinct tuples of column names; rows store the number."""
 
     def add(
         self,
@@ -104,9 +104,9 @@ def load_prompts(
     domains: Mapping[str, DomainConfig] | None = None,
     limit: int | None = None,
 ) -> PromptSet:
-    """Read a domain's files; up to ten mistakes are reported in one ValueError.
+    """Read a domain's files; one ValueError reports up to ten mistakes.
 
-    `domains`: all domains, for shared data; rows of other domains are left out. `limit`: stop after this many prompts.
+    `domains`: all domains, for shared files; rows of others are left out. `limit`: most prompts.
     """
     setting = f"domains.{domain}.data.{split}"
     files = config.data.train if split == "train" else config.data.validation
@@ -149,8 +149,7 @@ class _Read:
 
 
 class _Loader:
-    """Reads one domain's files into a PromptSet and collects the mistakes found. `owners`: domains of tags; None if the domain has no tag
-    column."""
+    """Reads one domain's files into a PromptSet and collects mistakes. `owners`: domains of tags; None without a tag column."""
 
     def __init__(self, domain: str, config: DomainConfig, split: Split, tokenizer: Tokenizer, owners: TagOwners | None) -> None:
         self.prompts = PromptSet(domain)
@@ -286,8 +285,8 @@ class PromptOrder:
         return {"count": self._count, "seed": self._seed, "domain": self._domain, "epoch": self._epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue exactly. ValueError if number of prompts, seed or domain differ, or if the state is of several files with shares; the
-        prompts themselves are not compared."""
+        """Continue exactly. ValueError if number of prompts, seed or domain differ, or if several files had shares; prompts are not
+        compared."""
         if "parts" in state:
             raise ValueError(f"domain {self._domain}: the checkpoint's prompts came from several files with shares, this run's do not")
         for name, mine in (("count", self._count), ("seed", self._seed), ("domain", self._domain)):

@@ -30,7 +30,7 @@ VECTORS = {
     "ref_distribution": 0,
     "old_distribution": 0,
 }
-"""Columns whose entries are vectors [k], with the value that pads them to the largest k in `concat`."""
+"""Columns of vectors [k], with the value that pads them to the largest k in `concat`."""
 
 
 def object_column(items: Iterable[object]) -> np.ndarray:
@@ -162,7 +162,7 @@ class DataProto:
 
     @staticmethod
     def concat(parts: Sequence[DataProto]) -> DataProto:
-        """Rows of all parts, in order; all parts need the same columns."""
+        """Rows of all parts, in order; all have the same columns."""
         if not parts:
             raise ValueError("concat: no batches given")
         for number, part in enumerate(parts):

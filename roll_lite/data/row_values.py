@@ -1,4 +1,4 @@
-"""Values of a data row by column, and the row's domain; `roll-lite check` and runs share these rules."""
+"""Values of a data row, and its domain; `roll-lite check` and runs share these rules."""
 
 from __future__ import annotations
 

@@ -15,8 +15,6 @@ TURN = "/turn"
 
 
 class FinishReason(StrEnum):
-    """Why an engine stopped generating."""
-
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
@@ -110,7 +108,7 @@ class GenerationRequest(Packed):
     resumed: int = 0
     """Tokens at the end of the context that belong to the response, which an earlier request began.
 
-    The returned text is the whole response, and stop strings may span both parts; all else counts new tokens only.
+    The returned text is the whole response, and stop strings may span both parts; all else counts new tokens.
     """
 
     @property

@@ -12,7 +12,7 @@ def stable_hash(*parts: object) -> int:
 
 
 def derived_seed(run_seed: int, purpose: str, *parts: object) -> int:
-    """Seed for one use of random numbers. Sums such as `seed + step` would give step 2 of run 1 the numbers of step 1 of run 2.
+    """Seed for one use of random numbers. With sums such as `seed + step`, step 2 of run 1 would get the numbers of step 1 of run 2.
 
     31 bits: valid for numpy, torch, engines, and Megatron-Core, which adds a rank.
     """

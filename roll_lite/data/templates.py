@@ -28,7 +28,7 @@ def load_tokenizer(path: Path | str, setting: str = "model.path") -> Tokenizer:
 
 
 class Template:
-    """Renders rows as text and tokenizes them. `setting`: configuration path, for messages."""
+    """Renders and tokenizes rows. `setting`: configuration path, for messages."""
 
     def __init__(self, config: TemplateConfig, prompt_column: str, tokenizer: Tokenizer, setting: str) -> None:
         self._config = config

@@ -28,7 +28,7 @@ _WITHOUT_EFFECT = (
     *("target_modules", "exclude_modules", "layers_pattern", "ensure_weight_tying", "megatron_config", "megatron_core"),
     *("lora_dropout", "eva_config", "loftq_config", "corda_config", "lora_ga_config", "qalora_group_size"),
 )
-"""PEFT settings that are ignored: the weights file shows which layers are adapted, init_lora_weights how they were initialized."""
+"""Ignored PEFT settings: the weights file shows the adapted layers, init_lora_weights their initialization."""
 _BEGUN_BESIDE_THE_BASE = (None, True, False, "gaussian", "orthogonal", "eva", "mica")
 """Values of init_lora_weights that leave the base unchanged; others move part of its weights into the adapters."""
 

@@ -97,8 +97,8 @@ class HfConfig:
 
     @property
     def attention_par(self) -> float:
-        """Row length at which attention costs as many operations as the matrices. A token is multiplied with the matrices once, and with
-        half of the row's tokens twice: scores and values."""
+        """Row length at which attention costs as many operations as the matrices: a token is multiplied with them once, with half of the
+        row's tokens twice (scores, values)."""
         widths = [self._used_feed_forward(layer) for layer in range(self.layers)]
         matrices = (2 * self.heads + 2 * self.key_value_heads) * self.head_dim + 3 * sum(widths) / len(widths)
         return self.hidden * matrices / (self.heads * self.head_dim)

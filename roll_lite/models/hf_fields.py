@@ -1,7 +1,7 @@
 """Known fields of a config.json; others might change the numbers and are refused by name.
 
-Fields of transformers' Qwen2Config, Qwen3Config, Qwen3MoeConfig, LlamaConfig and MistralConfig, and of published models. Engines read more
-fields than transformers (vLLM: is_causal, layer_types): a field has no effect only if no reader uses it.
+From transformers' Qwen2Config, Qwen3Config, Qwen3MoeConfig, LlamaConfig, MistralConfig, and published models. Engines read more fields
+(vLLM: is_causal, layer_types): one has no effect only if no reader uses it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ READ_OF_EXPERTS = _names(
     """num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob decoder_sparse_step mlp_only_layers
     router_aux_loss_coef output_router_logits"""
 )
-"""The last two are ignored: they concern the load-balancing loss, which balance_coef sets here."""
+"""The last two are ignored: balance_coef sets the load-balancing loss."""
 
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "hidden_act": (("silu",), "the MLP here is SwiGLU; engines know its function (SiLU, swish) by this name alone"),
@@ -73,7 +73,7 @@ WITHOUT_EFFECT = OF_FILES | OF_HEADS | OF_LENGTHS | OF_GENERATION
 HEADS = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "Model")
 """Suffixes of an architecture's name."""
 POLICY_HEADS = ("ForCausalLM",)
-"""Suffixes of models that generate; for others, engines would build models that do not."""
+"""Suffixes of models that generate; for the rest, engines build other models."""
 LLAMA3_FIELDS = frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"})
 _ROPE_FIELDS = {
     "default": frozenset[str](),

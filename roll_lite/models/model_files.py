@@ -17,7 +17,7 @@ from roll_lite.models.hf_config import HfConfig
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 EMBEDDING, HEAD, VALUE_HEAD = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
 READ_AS_WEIGHTS = ("F32", "BF16", "F16")
-"""Types read as weights; integers and 8-bit floats would need their quantization's scales."""
+"""Types of weights; integers and 8-bit floats would need their quantization's scales."""
 _LARGEST_HEADER = 100 << 20
 _BLOCK = 16 << 20
 _SAMPLE = 4096
@@ -25,7 +25,7 @@ _MOST_SAMPLED = 500
 _EXPONENTS = {"F32": (0x7F800000, 4), "BF16": (0x7F80, 2), "F16": (0x7C00, 2)}
 """Exponent bits, all set in NaN and infinity; bytes per number."""
 _HARMLESS = ("rotary_emb.inv_freq",)
-"""Computed tensors that old checkpoints store."""
+"""Ignored: computed tensors that old checkpoints store."""
 
 
 @dataclass(frozen=True)
@@ -261,7 +261,7 @@ def tokenizer_checksum(folder: Path) -> str:
 
 
 def largest_token_id(folder: Path) -> int | None:
-    """Largest token id in files readable without the tokenizer's code; None if there are none, ValueError if unreadable."""
+    """Largest token id in files readable without the tokenizer's code; None without any, ValueError if unreadable."""
     vocabulary, added = _vocabulary(folder) or ({}, [])
     ids = [*(vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))), *(number for number, _ in added)]
     for name in ("vocab.json", "added_tokens.json"):

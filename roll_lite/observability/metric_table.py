@@ -28,8 +28,7 @@ class Metric:
     description: str
     by: Literal["domain", "phase", "role", "transport"] | None = None
     count: tuple[str, ...] = ()
-    """For means that arrive as sums of a loss: metrics with their counts, of which the first present is used. Empty: each optimizer step
-    counts 1."""
+    """For means that arrive as sums of a loss: metrics that hold the count, the first present one. Empty: each optimizer step counts 1."""
     shown: bool = True
     """False for inputs of derived metrics."""
 

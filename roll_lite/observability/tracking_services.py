@@ -1,5 +1,5 @@
-"""Weights & Biases, MLflow and SwanLab. They get metrics and settings only: no command line, environment, source code or console output.
-Their own modes (`mode: offline`, `tracking_uri: sqlite:///...`) decide whether data leaves the machine."""
+"""Weights & Biases, MLflow and SwanLab get metrics and settings only: no command line, environment, source code or output. Their own modes
+(`mode: offline`, `tracking_uri: sqlite:///...`) decide whether data leaves the machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MLFLOW_LONGEST = 500
 
 
 class WandbTracker(Tracker):
-    """Logs steps as a metric: W&B's own step must not decrease, and a resumed run may repeat some."""
+    """Logs steps as a metric, since a resumed run may repeat some, and W&B's own must not decrease."""
 
     def __init__(self, run: TrackedRun, **args: Any) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # read when it is imported

@@ -88,8 +88,7 @@ def supervised_rows(config: RunConfig) -> SupervisedRows | None:
 
 
 def initialize(models: Sequence[Model[Any]], live: LiveRollouts | None) -> None:
-    """Initialize all workers: those that stay loaded in parallel, then those that offload one after the other, since they may share
-    devices."""
+    """Initialize all workers: in parallel those that stay loaded, then one after the other those that offload and may share devices."""
     together: list[Pending[Any]] = [model.ranks.start_all(ModelWorker.initialize) for model in models if not model.role.offload]
     if live is not None:
         together += starting(live)

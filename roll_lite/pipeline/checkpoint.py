@@ -184,8 +184,8 @@ class Checkpoints:
 
 
 def expect_files(folder: Path, sizes: Mapping[str, int], role: str) -> None:
-    """Wait, at most SEEN_WITHIN_S, until this node sees the files that ranks have written, with exactly these sizes (bytes by name).
-    RuntimeError if it does not, for they would be lost, and for empty `sizes`."""
+    """Wait, at most SEEN_WITHIN_S, until this node sees the files that ranks have written, with exactly these sizes in bytes. RuntimeError
+    if not: they would be lost; also for empty `sizes`."""
     deadline = time.monotonic() + SEEN_WITHIN_S
     while wrong := [name for name, size in sizes.items() if _size(folder / name) != size]:
         if time.monotonic() >= deadline:

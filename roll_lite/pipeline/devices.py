@@ -1,7 +1,5 @@
-"""Turns on devices. A role with `offload: true` is loaded only while it works; the table is in `config/device_phases.py`.
-
-Roles that share a device work one after the other, others in parallel. Reward models are loaded by the rollout service.
-"""
+"""Turns on devices, by the table in `config/device_phases.py`: roles with `offload: true` are loaded only while they work, one after the
+other on a shared device, else in parallel. The rollout service loads reward models."""
 
 from __future__ import annotations
 

@@ -17,8 +17,7 @@ from roll_lite.workers.rollout import RolloutWorker
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of some finished groups and the passes over them, one per model. Its sample numbers are its own; `join` renumbers to the
-    batch's."""
+    """Rows of some finished groups, with the part's own sample numbers, and the passes over them, one per model."""
 
     rows: DataProto
     passes: list[Pending[list[Block | None]]]

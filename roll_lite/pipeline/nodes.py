@@ -22,7 +22,7 @@ from roll_lite.pipeline.checkpoint_files import follows_actor, resumption, saved
 
 RESUME, CODE = "checkpoint.resume", "roll_lite"
 MODEL_SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja")
-"""Configuration, weights, tokenizer, chat template."""
+"""Files that must be equal on all nodes: configuration, weights, tokenizer, chat template."""
 READ_WHOLE, SAMPLES, SAMPLE_BYTES = 16 << 20, 64, 4096
 """Files up to READ_WHOLE bytes are hashed whole; of larger ones SAMPLES evenly spread samples."""
 TOLD_FILES = 3
@@ -115,8 +115,7 @@ def written_by_ranks(config: RunConfig) -> dict[str, str]:
 
 
 def looked_at(run_folder: Path, read: list[Reader], driver: str, others: set[str], addresses: Mapping[str, str]) -> dict[str, View]:
-    """View of each node, including the driver's. Each node leaves a file beside one of the driver's, which shows that they share the
-    folder."""
+    """View of each node, including the driver's. Each leaves a file beside one of the driver's, if they share the folder."""
     probe = run_folder / f".probe-{uuid.uuid4().hex}"
     probe.touch()
     task = ray.remote(view_of)

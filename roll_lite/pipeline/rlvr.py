@@ -288,6 +288,6 @@ def training_rows(batch: Batch) -> int:
 
 
 def per_token(parts: Sequence[Mapping[str, float]], name: str, tokens: str) -> float:
-    """Mean of a metric over the tokens of all domains, from its sums and the token counts by domain."""
+    """Mean over all domains' tokens, from sums and token counts by domain."""
     total, count = (sum(value for part in parts for key, value in part.items() if key.startswith(f"{what}#")) for what in (name, tokens))
     return total / max(count, 1.0)

@@ -24,7 +24,7 @@ from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.rollout import RolloutWorker
 
 LOSS_SECONDS = 5.0
-"""Time to look for a lost engine after another failed, which may have read from it."""
+"""Time to look for a lost engine after another failed, perhaps by reading from it."""
 
 
 @dataclass(frozen=True)

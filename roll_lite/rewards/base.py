@@ -24,7 +24,7 @@ from roll_lite.rewards.reward_type import RewardType
 SCORE_KEYS = ("value", "correct", "details", "answer")
 HARMLESS_RESPONSE = "I do not know."
 BY_INPUT = (RecursionError, ValueError, ArithmeticError, LookupError)
-"""Exceptions of built-in types that their input causes; others (OSError, MemoryError) may be the machine's."""
+"""Exceptions of built-in types that make the response suspected; others (OSError, MemoryError) may be the machine's."""
 LARGEST_SCORE = (2 - 2**-23) * 2.0**127
 """Largest float32, the type used in training."""
 
@@ -53,13 +53,13 @@ class RewardFunction:
         self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
         self.is_batched = is_batched(function)
         self.at_once = function.at_once() if isinstance(function, RewardType) else None
-        """Most samples per list call, if the time limit of a call is meant for samples that run side by side."""
+        """Most samples of a list call, scored side by side within one time limit; None: any number."""
         self._function = function
         self._args = dict(args)
         self._runner: asyncio.Runner | None = None
 
     def __call__(self, item: RewardInput) -> Score:
-        """Score without an event loop. An async function keeps its own, with its connections."""
+        """Score outside an event loop; an async function keeps its own loop, with its connections."""
         if self.is_async:
             self._runner = self._runner or asyncio.Runner()
             return self._runner.run(self.score(item))

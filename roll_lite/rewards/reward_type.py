@@ -62,7 +62,7 @@ class RewardType(ArgumentSection):
         return {}
 
     def no_response(self) -> str | None:
-        """Description of the reference answers, if they are no responses."""
+        """What the reference answers are, in words, if they are no responses; else None."""
         return None
 
     def response_for(self, answer: Any) -> str | None:
@@ -71,8 +71,7 @@ class RewardType(ArgumentSection):
 
 
 def too_slow(place: str, argument: str, value: float, seconds: float, timeout_s: float) -> Iterator[Problem]:
-    """Problem if a limit inside the scoring of a sample is not below the sample's time-out: reaching that is a failure, so the sample is
-    retried and left out."""
+    """Problem if a limit inside the scoring of a sample is not below its time-out, which is a failure: retried and left out."""
     if seconds >= timeout_s:
         message = f"allows {seconds:g} s by the clock; the whole sample has {timeout_s:g} (the reward's timeout_s): use less, or raise that"
         yield Problem(f"{place}.args.{argument}", message, value)

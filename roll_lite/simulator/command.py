@@ -69,7 +69,7 @@ def answer(config: RunConfig, question: Question) -> int:
 
 
 def refuse_unwritable(picture: Path) -> None:
-    """ValueError if the picture cannot be written: before minutes of simulation."""
+    """ValueError before minutes of simulation."""
     if is_folder(picture):
         raise ValueError(f"--picture: {picture} is a folder; name a file in it")
     try:

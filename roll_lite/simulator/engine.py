@@ -73,8 +73,7 @@ class Span:
 
 @dataclass(eq=False, slots=True)
 class _Run:
-    """Request in the engine. Running requests share one token count, the engine's `_decoded`; `zero` is its value when this request had
-    none."""
+    """Request in the engine. Running requests share a token count, `_decoded`; `zero` is its value when this one had no tokens."""
 
     asked: Asked
     prompt: int
@@ -95,7 +94,7 @@ class _Run:
 
 
 class SimulatedEngine:
-    """Modelled engine, as the router's EngineClient. `length(request)`: tokens of the whole response if nothing cut it."""
+    """Modelled EngineClient of the router. `length(request)`: tokens of the whole response, uncut."""
 
     def __init__(
         self,

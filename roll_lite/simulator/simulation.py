@@ -149,7 +149,7 @@ class _Simulation:
         self.gone: list[SimulatedEngine] = []
         self.slots = scenario.mean_slots
         self.early: dict[int, int] = {}
-        """Tokens of the groups that early passes have taken, by group number."""
+        """Tokens of groups in early passes, by group number."""
         self.passing_until = 0.0
         self.given_up = asyncio.Event()
 

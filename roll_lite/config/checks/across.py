@@ -1,7 +1,6 @@
 """Checks across fields; they yield problems and change nothing.
 
-Reading a field that the schema has refused raises Refused, which ends that check only: a mistake neither hides others nor causes false
-ones.
+Reading a field that the schema has refused raises Refused, which ends that check only: one mistake neither hides nor causes others.
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ OVERALL = "overall"
 SEARCHED = 100_000
 LOCAL = ("jsonl", "tensorboard")
 SERVICES = ("wandb", "mlflow", "swanlab")
-"""Trackers that need a package. The names are those of the package and of our optional dependency; a test compares them with the trackers.
-"""
+"""Trackers that need a package; package and optional dependency have the same name. A test compares them with the trackers."""
 
 Check = Callable[[RunConfig], Iterable[Mistake]]
 SectionCheck = Callable[[RunConfig, str, Any], Iterable[Mistake]]
@@ -81,8 +79,7 @@ def _role(config: RunConfig, name: str) -> Iterator[Mistake]:
 
 
 def _mini_batches_divide(config: RunConfig) -> Mistakes:
-    """Check that a step's samples can be cut into equal mini-batches, although domains may differ in group size and, from step to step, in
-    prompts."""
+    """Check that every step's samples can be cut into equal mini-batches: domains may differ in group size, steps in their mix."""
     prompts, parts = config.rollout.prompts_per_step, config.algorithm.mini_batches
     sizes = {name: group_size(config, domain) for name, domain in config.domains.items()}
     first = next(iter(sizes.values()))

@@ -16,11 +16,11 @@ from roll_lite.config.schema.run import RunConfig
 
 COMPARES_GROUPS = ("grpo", "rloo", "opo", "gpg")
 TRUNCATION = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "min_tokens": 0}
-"""Values at which these settings remove no token."""
+"""Values that remove no token."""
 
 
 def compares_groups(config: RunConfig) -> bool:
-    """True if advantages compare the samples of a prompt; in a group of one they are then 0."""
+    """True if advantages compare the samples of a prompt."""
     advantage = config.algorithm.advantage
     return advantage.name in COMPARES_GROUPS or (isinstance(advantage, ReinforcePlusPlusAdvantageConfig) and advantage.baseline == "group")
 
@@ -54,7 +54,7 @@ def _own_functions(config: RunConfig) -> Iterator[Problem]:
 
 
 def _full_kl(config: RunConfig) -> Mistakes:
-    """Check that the object store has room for a step's distributions: `full` keeps one over the vocabulary for each token."""
+    """Check that the object store has room for a step's distributions: `full` keeps one over the vocabulary per token."""
     full = [name for name, term in kl_terms(config).items() if term.estimator == "full"]
     shape = known_shape(config.model.path)
     if not full or shape is None:

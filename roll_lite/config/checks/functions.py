@@ -1,7 +1,7 @@
 """Checks that a dotted path leads to a user's function that takes its arguments.
 
-Nothing is imported, since a user's module may import torch or start a client: modules are located and read with ast. Results of decorators
-and calls, and names created at run time, are left to the start of the run.
+Modules are located and read with ast, not imported: they may import torch or start a client. Results of decorators and calls, and names
+created at run time, are left to the start of the run.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def _by_name(parameters: ast.arguments) -> set[str]:
 
 
 def _definition(name: str, chain: int = LONGEST_CHAIN) -> ast.AST | None:
-    """Syntax tree of what a dotted name is bound to, followed through assignments and imports. None if only running the code could tell (no
-    Python source, bound twice, `import *`). ValueError if the path names no module, its source cannot be read, or it has no such name."""
+    """Syntax tree of what a dotted name is bound to, through assignments and imports. None if only running the code could tell (no Python
+    source, bound twice, `import *`). ValueError if module or name is missing, or the source unreadable."""
     module, _, attribute = name.rpartition(".")
     if not module:
         raise ValueError("a function of your own is a dotted path, package.module.function")

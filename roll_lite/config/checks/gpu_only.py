@@ -1,5 +1,5 @@
-"""Checks of settings that need GPUs: fp8 engines, Transformer Engine, weight transfer between GPUs. `needs_gpus` is for runs only: a
-merely checked configuration may be meant for another machine."""
+"""Checks of settings that need GPUs: fp8 engines, Transformer Engine, weight transfer between GPUs. `needs_gpus` is for runs only: `check`
+may be for another machine."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ GPU_CHECKS = (_fp8_rollouts, _heads_of_vllm, _adapters_alone)
 
 
 def needs_gpus(config: RunConfig) -> Mistakes:
-    """Check, against this machine, the settings that need GPUs. For a run on a cluster nothing is checked: its machines report at their
-    start. Which GPUs trainer and engines share, on which a transport may depend, shows only when they connect."""
+    """Check, against this machine, the settings that need GPUs. On a cluster nothing is checked: its machines report at their start. Which
+    GPUs trainer and engines share, on which a transport depends, shows when they connect."""
     if layout.is_elsewhere(config):
         return
     there, none, transport = layout.gpus_visible(), "none are visible here", config.weight_sync.transport

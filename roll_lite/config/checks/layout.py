@@ -149,8 +149,8 @@ def _model_is_long_enough(config: RunConfig) -> Mistakes:
 
 
 def _engine_knows_the_model(config: RunConfig) -> Mistakes:
-    """Refuse models that SGLang computes differently: it knows no sliding window in Llama's kind, and gives all layers experts if any
-    has some."""
+    """Refuse models that SGLang computes unlike the trainer: it has no sliding window in Llama's family, and takes every layer for one with
+    experts if any is."""
     shape = known_shape(config.model.path)
     if shape is None or not generates(config) or not isinstance(config.actor_infer.strategy, SglangStrategyConfig):
         return
@@ -210,8 +210,7 @@ def devices_are_there(config: RunConfig) -> Mistakes:
 
 
 def sharing_notes(config: RunConfig) -> list[str]:
-    """Notes on roles that share GPUs and both stay loaded, and on engines that stay loaded where another role comes in: memory may not
-    suffice."""
+    """Notes on roles that share GPUs and both stay loaded, and on engines that stay loaded beside roles that come in."""
     if not gpus_visible():
         return []
     by_role = roles(config)

@@ -1,5 +1,4 @@
-"""Checks for secrets in a configuration, which is logged and saved: an address must hold none, other secrets are left out of what is
-written."""
+"""Checks for secrets in a configuration, which is logged and saved: addresses must hold none, others are not written."""
 
 from __future__ import annotations
 

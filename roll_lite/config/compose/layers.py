@@ -1,6 +1,6 @@
 """Merging of configuration files: `defaults:` lists and overrides as in Hydra, `${...}` by OmegaConf.
 
-Hydra itself stops at the first mistake, and refuses schema keys that no file sets; here all mistakes are collected.
+Hydra stops at the first mistake and refuses keys that no file sets; here all mistakes are collected.
 """
 
 from __future__ import annotations
@@ -84,12 +84,12 @@ class _Composer:
         return path
 
     def refuse(self, place: str, message: str, value: Any = NO_VALUE, broken: Path = ()) -> None:
-        """Report a problem and mark a path as broken; the root for an unreadable file, so that its settings do not count as missing."""
+        """Report a problem and mark its path as broken: the root for an unreadable file, whose settings do not count as missing."""
         self.problems.append(Problem(place, message, value))
         self.broken.add(broken)
 
     def _entries(self, defaults: Any, place: str) -> list[tuple[str | None, str]]:
-        """Names in a `defaults:` list with their places in the text; None is the file itself (`_self_`)."""
+        """Names in a `defaults:` list with their places; None is the file itself (`_self_`)."""
         items = [defaults] if isinstance(defaults, str) else defaults
         if not isinstance(items, list):
             self.refuse(place, "has to be a file's name or a list of them", defaults)
@@ -135,13 +135,13 @@ def searched(folder: FilePath) -> str:
 
 
 def suggestion(name: str, folder: FilePath) -> str:
-    """Suggest close names of the user's or shipped files; else list the user's own, or the shipped ones if there are none."""
+    """Suggest close names of both folders; else list the user's, or the shipped if there are none."""
     own, shipped = ([path.stem for path in one.glob("*.yaml")] for one in (folder, CONFIGS))
     return did_you_mean(name, [*own, *shipped] if close_names(name, [*own, *shipped]) or not own else own)
 
 
 def compose(name: str, folder: FilePath, overrides: Sequence[str], *, may_be_left_out: bool = False) -> Composed:
-    """Merge a file, its defaults and the overrides, and resolve `${...}`. `may_be_left_out`: keep `???` instead of reporting it."""
+    """Merge a file, its defaults and the overrides; resolve `${...}`. `may_be_left_out`: keep `???`, do not report it."""
     composer = _Composer(folder, may_be_left_out)
     parsed = [parse_override(text) for text in overrides]
     composer.problems += [one for one in parsed if isinstance(one, Problem)]

@@ -16,7 +16,7 @@ from roll_lite.config.validation import is_removed_by_null, sections_at
 
 
 def spell_out(data: Any, path: Path, lines: dict[Path, int]) -> Any:
-    """Expand words at `path` and below into sections, `sglang` into `{name: sglang}`; `lines` gets the lines of these names."""
+    """Expand words at `path` and below, `sglang` to `{name: sglang}`; `lines` gets the lines of the names."""
     if isinstance(data, dict):
         return {key: spell_out(value, (*path, key), lines) for key, value in data.items()}
     if isinstance(data, list):
@@ -28,7 +28,7 @@ def spell_out(data: Any, path: Path, lines: dict[Path, int]) -> Any:
 
 
 def is_short_form(value: Any, path: Path) -> bool:
-    """True if the value is a word that stands for a section. An interpolation does not, since it may give a whole section."""
+    """True for a word that stands for a section; false for an interpolation, which may give a whole section."""
     is_word = isinstance(value, str) and "${" not in value and value != "???"
     return is_word and any("name" in cls.model_fields for cls in sections_at(path))
 
@@ -48,8 +48,8 @@ def merge(tree: dict[str, Any], layer: Mapping[str, Any], path: Path = ()) -> No
 
 
 def _ended(tree: Mapping[str, Any], layer: Mapping[str, Any], path: Path) -> list[str]:
-    """Keys to drop because the layer changes the section's name: fields that the new choice lacks or reads differently, and arguments.
-    An interpolated or open name is unknown, so nothing is dropped."""
+    """Keys to drop because the layer changes the section's name: arguments, and fields that the new choice lacks or reads differently. None
+    if a name is interpolated or open."""
     former, chosen = (None if "${" in str(one.get("name")) or one.get("name") == "???" else one.get("name") for one in (tree, layer))
     classes = sections_at(path)
     if chosen is None or former == chosen or not any("name" in cls.model_fields for cls in classes):

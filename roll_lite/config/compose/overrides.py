@@ -34,8 +34,7 @@ class Override:
 
 
 def parse_override(text: str) -> Override | Problem:
-    """Parse `key=value`, `+key=value` or `~key`; a Problem if invalid. Values are YAML, but texts may hold braces and colons without
-    quotes."""
+    """Parse `key=value`, `+key=value` or `~key`. Values are YAML; braces and colons in texts need no quotes."""
     delete = text.startswith("~")
     key, separator, raw = text.lstrip("~+").partition("=") if not delete else (text[1:], "", "")
     if delete and "=" in key:
@@ -56,7 +55,7 @@ def parse_override(text: str) -> Override | Problem:
 
 
 def names_first(overrides: Sequence[Override]) -> list[Override]:
-    """Move the choice of a section's name before other settings of that section, which it would otherwise drop."""
+    """Move the choice of a section's name before other settings of that section: it would drop them."""
     ordered: list[Override] = []
     for one in overrides:
         named = isinstance(one.value, dict) and "name" in one.value
@@ -72,8 +71,8 @@ def names_first(overrides: Sequence[Override]) -> list[Override]:
 
 
 def alternatives(text: str) -> list[str]:
-    """Expand a sweep: `key=a,b` and `key=choice(a,b)` give `key=a` and `key=b`, `key=range(1,3)` gives `key=1` and `key=2`. Commas in
-    quotes and brackets do not separate. ValueError for an invalid sweep."""
+    """Expand a sweep: `key=a,b` or `key=choice(a,b)` to `key=a` and `key=b`, `key=range(1,3)` to `key=1` and `key=2`. Commas in quotes and
+    brackets do not separate. ValueError if invalid."""
     key, separator, raw = text.partition("=")
     if (called := _CALL.fullmatch(raw)) is None:
         values = _parts(raw) if separator else []

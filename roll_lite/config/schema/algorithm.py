@@ -71,8 +71,8 @@ class KlInLossConfig(KlInRewardConfig):
 
 class RewardNormalizationConfig(Section):
     over: Literal["batch", "group", "running"]
-    """Samples behind mean and standard deviation. batch: those of the step that train; group: all of the prompt; running: all that have
-    trained in the run so far."""
+    """Samples behind mean and standard deviation. batch: those of the step that train; group: all of the prompt; running: all that trained
+    so far in the run."""
     mean: bool = True
     """Subtract the mean."""
     std: bool = True
@@ -179,8 +179,8 @@ class AlgorithmConfig(Section):
     value_loss: ValueLossConfig = Field(default_factory=ValueLossConfig)
     """Loss of the critic."""
     aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] = "token_mean"
-    """How token losses become one number: the mean over tokens; the mean over sequences of each one's token mean or sum; or of its sum
-    divided by a constant. Tokens and sequences are counted over the global mini-batch."""
+    """How token losses become one loss: mean over tokens; mean over sequences of their token mean or sum; or of the sum divided by a
+    constant. Counts are the global mini-batch's."""
     aggregation_constant: PositiveInt | None = None
     """Tokens that divide a sequence's sum under `aggregation: constant`; absent: the domains' longest max_tokens."""
     kl_in_reward: KlInRewardConfig = Field(default_factory=KlInRewardConfig)
@@ -202,8 +202,8 @@ class AlgorithmConfig(Section):
     mini_batches: PositiveInt = 1
     """Optimizer steps per pass."""
     early_stop_kl: PositiveFloat | None = None
-    """Limit of KL(old || new), in nats per token, the mean over an update's tokens. An update above it, or with NaN, is applied, but ends
-    the step's actor updates; skipped updates do not count."""
+    """Limit of KL(old || new), in nats, averaged over an update's tokens. An update above it, or with NaN, is applied but ends the step's
+    actor updates; skipped updates do not count."""
     critic_warmup_steps: Annotated[int, Field(ge=0)] = 0
     """First steps that train only the critic."""
 

@@ -45,7 +45,7 @@ class DataConfig(Section):
     prompt: str = "prompt"
     """Column with the prompt (a string or chat messages)."""
     answer: str | None = "answer"
-    """Column with the reference answer, in every row; null: prompts have none."""
+    """Column with the reference answer of every row; null: none."""
     weight: str | None = None
     """Column with the weight of a prompt's samples in the loss; absent: 1."""
     epochs: PositiveInt | None = None
@@ -230,9 +230,9 @@ class GroupFilterConfig(Section):
     """accuracy (share of correct samples), mean or std (of scores), or dotted path to a function `SampleGroup -> bool`, true if the
     group trains."""
     above: float | None = None
-    """Only groups whose measure is greater than this train; absent: 0 for accuracy and std, no bound for mean."""
+    """Only groups above this measure train; absent: 0 for accuracy and std, no bound for mean."""
     below: float | None = None
-    """Only groups whose measure is smaller than this train; absent: 1 for accuracy, no bound for mean and std."""
+    """Only groups below this measure train; absent: 1 for accuracy, no bound for mean and std."""
     tries: PositiveInt = 10
     """Most prompts tried per place in the batch, averaged over a domain's batch."""
     when_short: Literal["fail", "continue"] = "fail"
@@ -254,7 +254,7 @@ class GroupFilterConfig(Section):
 
     @property
     def bounds(self) -> tuple[float | None, float | None]:
-        """Bounds `above` and `below` of a built-in measure, its defaults where absent."""
+        """(above, below), with the measure's defaults."""
         above, below = GROUP_MEASURES[self.name]
         return above if self.above is None else self.above, below if self.below is None else self.below
 
@@ -278,8 +278,8 @@ class RolloutConfig(Section):
     """Running responses at a weight update. drain: they finish first. pause: their engines continue them after recomputing the KV cache.
     abort: any engine continues them. Absent: abort if engines offload, else drain for one_step_off, pause for others."""
     oversample: Annotated[float, Field(ge=1, le=16)] = 1.0
-    """Prompts started for a batch, as a multiple of prompts_per_step: spare ones, if some are filtered or slow. Only with `supply: sync`;
-    others generate ahead anyway."""
+    """Prompts started for a batch, as a multiple of its size, if some are filtered or slow. Only with `supply: sync`; others generate ahead
+    anyway."""
     filter: GroupFilterConfig | None = None
     """Filter of groups; absent: all train."""
     max_tokens_per_engine: PositiveInt | None = None

@@ -274,4 +274,4 @@ class MismatchCorrectionConfig(Section):
 
 class ValueLossConfig(Section):
     clip: PositiveFloat | None = 0.2
-    """Largest change of a value from the critic's prediction before the update; null: no clipping."""
+    """Largest change of a value in the step's updates; null: no clipping."""

@@ -111,11 +111,11 @@ class LimitsConfig(Section):
     answer, and where it was. 0 or null: unlimited. Raise the limit if work is only slow."""
 
     start: TimeLimit = 3600.0
-    """Start of models and engines; Ray has ray.start_timeout_s."""
+    """Start of models and engines; Ray's limit is ray.start_timeout_s."""
     sync_weights: TimeLimit = 3600.0
-    """Weight update of all engines; a transfer has weight_sync.timeout_s."""
+    """Weight update of all engines; a transfer's limit is weight_sync.timeout_s."""
     generate: TimeLimit = 14400.0
-    """Generation of a step; a request has rollout.request_timeout_s."""
+    """Generation of a step; a request's limit is rollout.request_timeout_s."""
     log_probs: TimeLimit = 7200.0
     """Log-probs and values of a step."""
     advantages: TimeLimit = 3600.0
@@ -129,8 +129,7 @@ class LimitsConfig(Section):
     other: TimeLimit = 3600.0
     """Calls outside these phases: loading a role onto its devices, resuming."""
     silence: TimeLimit = 300.0
-    """Silence of a process, busy or idle, after which it counts as hung: it is stopped, or never releases Python's lock. Counts once all
-    processes are ready."""
+    """Silence of a process, busy or idle: it is stopped, or never releases Python's lock. Counts once all processes are ready."""
     engine_silence: TimeLimit = 7.0
     """Silence of an engine: its worker does not answer, or one of its processes is stopped. The run continues with other engines, if
     any. Slow work, such as a long prompt, is not silence."""

@@ -1,7 +1,7 @@
 """Backends that run programs: sandboxes on this machine, or a SandboxFusion server.
 
-SandboxFusion (`POST .../run_code`) gets each job as a Python program, `sandbox/guest.py` in a zip file, which leaves the outcome in a
-file. So calls, asserts and all languages mean the same as in our own sandboxes.
+SandboxFusion (`POST .../run_code`) gets a job as a Python program, `sandbox/guest.py` in a zip file, which writes the outcome to a file:
+calls, asserts and languages mean the same as in our sandboxes.
 """
 
 from __future__ import annotations

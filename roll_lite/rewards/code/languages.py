@@ -15,7 +15,7 @@ Extract = Literal["auto", "fenced", "whole"]
 
 
 class Language(ArgumentSection):
-    """Command `run`, with the program in `file`. `compile` writes its result to file number 3; `run` finds it as `artifact`."""
+    """Command `run`, with the program in `file`. `compile` writes its result to file descriptor 3; `run` finds it as `artifact`."""
 
     file: str
     run: Annotated[list[str], Field(min_length=1)]

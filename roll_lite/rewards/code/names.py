@@ -42,14 +42,14 @@ NEED_INSIDE = frozenset(
     {"asyncio", "Mock", "MagicMock", "patch", "redirect_stdout", "stdout", "stdin", "stderr", "builtins", "capsys", "inspect", "signature"}
     | {"GeneratorType", "islice", "takewhile", "next", "SystemExit", "KeyboardInterrupt", "GeneratorExit", "gc", "weakref", "deepcopy"}
 )
-"""Names that need what plain calls do not show: output, input, laziness, identity, the end of the interpreter."""
+"""Names whose use needs the program's process: output, input, laziness, identity, the end of the interpreter."""
 
 
 @dataclass(frozen=True)
 class Names:
     program: tuple[str, ...]
     modules: dict[str, str]
-    """Modules that the tests use without importing them: name in the test to module, such as np to numpy."""
+    """Modules used without an import, by their name in the tests: np to numpy."""
     imports: tuple[str, ...] = ()
     inside: str = ""
     """Why the test must run in the program's process, or empty."""

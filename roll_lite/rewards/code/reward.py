@@ -1,4 +1,4 @@
-"""Reward `code`: the response's program passes the sample's tests."""
+"""Reward `code`."""
 
 from __future__ import annotations
 

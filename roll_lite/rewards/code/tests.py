@@ -28,7 +28,7 @@ class Test:
     names: tuple[str, ...] = ()
     """Names of the program that the asserts use."""
     modules: dict[str, str] = field(default_factory=dict)
-    """Modules that the asserts use without an import: name in the test to module."""
+    """Modules used without an import, by their name in the asserts."""
     imports: tuple[str, ...] = ()
     inside: str = ""
     """Why the asserts must run in the program's process, or empty."""

@@ -29,7 +29,8 @@ SHOWN_CHARACTERS, SHORTEST_SECRET = 200, 8
 PASSING = (408, 429, *range(500, 600))
 """Status codes worth a retry."""
 ABOUT_THE_CONTENT = (400, 413, 422, 500)
-"""Status codes of services that reject a request's content: too long, malformed, forbidden, or it made them raise."""
+"""Status codes of services that reject a request's content (too long, malformed, forbidden, or it made them raise): the response is
+suspected."""
 
 
 def _is_set(variable: str) -> str:
@@ -86,7 +87,6 @@ class AskingReward(RewardType, HttpSettings):
         return self._of_loop[loop]
 
     def warm(self) -> None:
-        """Import the HTTP library."""
         import httpx2  # noqa: F401
 
     def in_run(self, config: RunConfig, place: str, timeout_s: float) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""Reward `judge`: a language model behind an OpenAI-compatible endpoint reads the response and gives a verdict."""
+"""Reward `judge`."""
 
 from __future__ import annotations
 

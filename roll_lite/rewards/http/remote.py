@@ -1,4 +1,4 @@
-"""Reward `remote`: a reward model behind HTTP, with the protocol of OpenRLHF's remote reward models."""
+"""Reward `remote`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class RemoteReward(AskingReward):
     """
 
     url: Addresses
-    """Address, or several: each request goes to the one with the fewest in flight."""
+    """Address, or several."""
     batch_size: PositiveInt = 32
     """Samples per request."""
     batch_wait_ms: NonNegativeFloat = 5.0

@@ -12,7 +12,7 @@ from roll_lite.rewards.answer_extraction import without_thinking
 
 NUMBER = r"[-+]?\d+(?:\.\d+)?"
 KEYS = ("verdict", "score", "rating", "grade", "judgment", "judgement", "answer")
-"""Of an object with several the first here counts: its `answer` may repeat the response's."""
+"""Keys of a JSON verdict; of several the first here counts, since `answer` may repeat the response's."""
 NAMES = rf"(?:{'|'.join(KEYS)})"
 OBJECT = r"(?:\A|\n)[ \t]*(?:```\w*\s*)?(?P<value>\{.*\})\s*(?:```)?\Z"
 LINE = (
@@ -32,8 +32,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class VerdictParser:
-    """Reads a judge's own verdict, not a quoted one: the last line, such as "Verdict: yes" or "yes", or a final JSON object such as
-    {"verdict": "yes"}.
+    """Reads a judge's own verdict, not a quoted one: the last line ("Verdict: yes", "yes"), or a final JSON object ({"verdict": "yes"}).
 
     With `pattern`: the first group of its last match, or the whole match. The verdict is looked up in `choices`, or is a number; `scale`
     maps it to 0..1.

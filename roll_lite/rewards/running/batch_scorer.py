@@ -1,4 +1,4 @@
-"""Scores many samples with one reward in one process: one by one, in lists, or concurrently, as its functions allow.
+"""Scores samples with one reward in one process: one by one, in lists, or concurrently, as its functions allow.
 
 Async calls stay in flight between calls of the scorer, so that a slow sample delays no other.
 """

@@ -25,8 +25,8 @@ class _Interruption(BaseException):
 def limited(seconds: float, call: Callable[[], T], *, waiting: bool = False) -> T:
     """Run call(), and interrupt it after this much CPU time (user and system): a busy machine changes no outcome. Main thread only.
 
-    With `waiting` the limit is wall-clock time; code that sets its own alarms replaces this one. A CPU limit inside a waiting one pauses
-    the outer clock, which on a busy machine would end a computation that is within its limit.
+    With `waiting` the limit is wall-clock time; code that sets its own alarms replaces it. A CPU limit inside a waiting one pauses the
+    outer clock, which on a busy machine would end a computation within its limit.
     """
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("a computation can be stopped in the main thread of a process only: run it in a process of its own")

@@ -1,4 +1,4 @@
-"""Reward `exact`: the response equals the answer, character by character."""
+"""Reward `exact`."""
 
 from __future__ import annotations
 

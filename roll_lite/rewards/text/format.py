@@ -1,4 +1,4 @@
-"""Format of a response by a pattern: the reward `format`, a term, and the `format` of a domain, checked besides its reward."""
+"""Format of a response by a pattern: the reward `format`, a term, and a domain's own `format`."""
 
 from __future__ import annotations
 

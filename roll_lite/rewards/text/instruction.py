@@ -1,4 +1,4 @@
-"""Reward `instruction`: the response follows instructions that a program can check (IFEval, RLVR-IFEval, IF-RLVR, IFBench)."""
+"""Reward `instruction`."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class InstructionReward(RewardType):
     arguments: str = "kwargs"
     """Column with each instruction's arguments."""
     cpu_limit_s: Annotated[float, Field(gt=0)] = 5.0
-    """CPU time limit of one check, less than `timeout_s`; an instruction whose check takes longer counts as not followed."""
+    """CPU time limit of one check, less than `timeout_s`."""
 
     def __call__(self, sample: RewardInput) -> Score:
         asked = asked_of(sample, self.ids, self.arguments)
