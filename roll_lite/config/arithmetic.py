@@ -43,8 +43,8 @@ class ClusterArithmetic:
 
 @dataclass(frozen=True)
 class PassArithmetic:
-    """Micro-batches of a role's forward or training pass. Ranks get about equal work, and each runs as many micro-batches as the rank with
-    most. That number depends on the rows' lengths; here all rows have the maximal one."""
+    """Micro-batches of a role's forward or training pass. Ranks get about equal work, and each runs as many as the rank with most. That
+    depends on the rows' lengths; here all are maximal."""
 
     role: str
     what: Literal["forward", "training"]
@@ -116,7 +116,7 @@ class BatchArithmetic:
 
 
 def device_numbers(devices: Devices) -> tuple[int, ...]:
-    """Device numbers of a placed role; a count n means 0 to n-1. Raises Refused for devices that the placement could not resolve."""
+    """Device numbers; a count n means 0 to n-1. Refused if placement could not resolve them."""
     if isinstance(devices, int):
         return tuple(range(devices))
     if any(isinstance(one, str) for one in devices):
@@ -125,7 +125,7 @@ def device_numbers(devices: Devices) -> tuple[int, ...]:
 
 
 def max_model_len(config: RunConfig) -> int:
-    """Engines' limit of prompt plus response in tokens: the setting, else the longest request of a domain."""
+    """Engines' limit of prompt plus response in tokens: the setting, else the longest request."""
     return config.actor_infer.strategy.max_model_len or max(one.tokens for one in requests(config))
 
 
@@ -169,7 +169,7 @@ def group_size(config: RunConfig, domain: DomainConfig) -> int:
 
 
 def aggregation_constant(config: RunConfig) -> int | None:
-    """Tokens by which `aggregation: constant` divides a sequence's loss; None under other aggregations."""
+    """Tokens that divide a sequence's loss under `aggregation: constant`; else None."""
     if config.algorithm.aggregation != "constant":
         return None
     return config.algorithm.aggregation_constant or max(domain.sampling.max_tokens for domain in config.domains.values())
@@ -186,7 +186,7 @@ def infer_dtype(config: RunConfig) -> Literal["float32", "bfloat16"]:
 
 
 def adapters_of_engines(config: RunConfig) -> LoraConfig | None:
-    """The actor's LoRA settings if weight updates send engines the adapters alone; None if they send whole weights."""
+    """LoRA settings if engines get the adapters alone; None if they get whole weights."""
     lora = config.actor_train.lora
     return lora if lora is not None and lora.engines == "adapter" and config.mode == "full" else None
 
@@ -199,12 +199,12 @@ def model_parallel_size(role: Role) -> int:
 
 
 def count_multiple(strategy: MegatronStrategyConfig) -> int:
-    """Number that has to divide a pass's micro-batches: interleaved pipeline stages switch parts after groups of that many."""
+    """Divisor of a pass's number of micro-batches: interleaved pipeline stages switch parts after so many."""
     return strategy.pipeline_parallel if strategy.virtual_pipeline_parallel > 1 else 1
 
 
 def layers_of_parts(strategy: MegatronStrategyConfig, layers: int) -> list[int]:
-    """Layers of each pipeline part, in model order; part i is on stage i modulo pipeline_parallel."""
+    """Layers by part; part i is on stage i modulo pipeline_parallel."""
     parts = strategy.pipeline_parallel * strategy.virtual_pipeline_parallel
     return strategy.pipeline_layers or [layers // parts + (number < layers % parts) for number in range(parts)]
 
@@ -223,16 +223,15 @@ def pipeline_problem(strategy: MegatronStrategyConfig, layers: int) -> tuple[str
 
 
 def tensor_parallel_fits(size: int, heads: int, key_value_heads: int, head_dim: int | None) -> bool:
-    """Check that ranks have equal numbers of attention and key/value heads, or that groups of ranks share a key/value head. `head_dim`:
-    for trainers, whose ranks split a shared head; None for engines, whose ranks hold it whole."""
+    """Check that ranks have equal numbers of attention and key/value heads, or that groups of ranks share a key/value head, which trainers
+    split by `head_dim`; None for engines, which hold it whole."""
     if heads % size or (key_value_heads % size and size % key_value_heads):
         return False
     return head_dim is None or size <= key_value_heads or head_dim % (size // key_value_heads) == 0
 
 
 def token_multiple(strategy: MegatronStrategyConfig) -> int:
-    """Number that has to divide a micro-batch's tokens: each context-parallel rank has two parts, which sequence parallelism splits
-    further."""
+    """Divisor of a micro-batch's number of tokens: each context-parallel rank has two parts, which sequence parallelism splits further."""
     parts = 2 * strategy.context_parallel if strategy.context_parallel > 1 else 1
     return parts * (strategy.tensor_parallel if strategy.sequence_parallel else 1)
 
@@ -283,7 +282,7 @@ def actor_gives_log_probs(config: RunConfig) -> bool:
 
 
 def replays_engines(config: RunConfig) -> bool:
-    """True if the actor's passes send tokens to the experts that the engines chose."""
+    """True if the actor's passes use the engines' choice of experts."""
     return trains(config) and config.algorithm.routing_replay == "rollout"
 
 
@@ -382,7 +381,7 @@ def _passes(config: RunConfig, by_role: Mapping[str, Role], domains: Sequence[Do
 
 def _largest_batch(domains: Sequence[DomainArithmetic]) -> int:
     """Most samples of a step. Over any number of steps a domain's prompts differ from its share by less than one, so in a single step by
-    less than two; if its share of a step is whole, not at all."""
+    less than two; not at all if its share of a step is whole."""
     prompts = int(sum(one.prompts_per_step for one in domains))
     spare = {one.name: 0 if one.prompts_per_step.denominator == 1 else 2 for one in domains}
     least = {one.name: max(ceil(one.prompts_per_step) - spare[one.name], 0) for one in domains}
@@ -397,5 +396,5 @@ def _largest_batch(domains: Sequence[DomainArithmetic]) -> int:
 
 
 def _fullest_rank(rows: int, ranks: int) -> tuple[int, int]:
-    """Rows of the fullest rank: if all rows are equally long, and at most (each other rank has one)."""
+    """Rows of the fullest rank: if all are equally long, and at most (each other rank has one)."""
     return ceil(rows / ranks), max(rows - (ranks - 1), 1)
