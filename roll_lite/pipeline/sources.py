@@ -113,9 +113,8 @@ class LiveRollouts:
         self.engines.replicas.each(InferWorker.shutdown)
 
     def notes(self) -> list[str]:
-        left_out = [line for line in self.rollouts.one(RolloutWorker.data_counts) if "left out" in line]
         of_engines = dict.fromkeys(note for notes in self.engines.replicas.all(InferWorker.notes) for note in notes)
-        return [*left_out, *self.rollouts.one(RolloutWorker.notes), *(f"actor_infer: {note}" for note in of_engines)]
+        return [*self.rollouts.one(RolloutWorker.notes), *(f"actor_infer: {note}" for note in of_engines)]
 
 
 @dataclass(frozen=True)

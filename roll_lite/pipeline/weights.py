@@ -58,7 +58,6 @@ class WeightSync:
     ) -> None:
         """`dtype`, `expert_parallel`: the engines'."""
         self._model = actor
-        self._actor = actor.ranks
         self._engines = engines
         self._rollouts = rollouts
         self._config = config
@@ -92,10 +91,6 @@ class WeightSync:
         """Model that `push` needs on the devices; None if nothing is to be sent."""
         return self._model if version != self._version else None
 
-    def engines_changed(self) -> None:
-        """Make all engines connect before the next update: one has left, joined or been replaced."""
-        self._plan = self._version = None
-
     def _update(self, version: int) -> Pushed | None:
         """Run an update. None if an engine was lost: the others may have old weights, new ones, or both."""
         if self._plan is not None and list(self._plan.engines) != self._engines.left:
@@ -106,7 +101,7 @@ class WeightSync:
         self._rollouts.one(RolloutWorker.hold)
         started = time.monotonic()
         engines = self._engines.start_each_own(InferWorker.update_weights, dict.fromkeys(plan.engines, plan.routes), version)
-        said = self._await_both("update_weights", engines, self._actor.start_all(ActorWorker.send_weights))
+        said = self._await_both("update_weights", engines, self._model.ranks.start_all(ActorWorker.send_weights))
         if said is None:
             self._plan = None
             return None
@@ -120,9 +115,9 @@ class WeightSync:
     def _connect(self) -> TransferPlan | None:
         """Join a new epoch of the transfer group; None if an engine was lost."""
         timeout_s = self._config.timeout_s
-        export = self._export = self._export or self._actor.all(ActorWorker.export_plan, self._config.bucket_mb << 20)[0]
+        export = self._export = self._export or self._model.ranks.all(ActorWorker.export_plan, self._config.bucket_mb << 20)[0]
         if self._rendezvous is None:
-            self._rendezvous = self._actor.one(ActorWorker.host_weight_transfer, timeout_s)
+            self._rendezvous = self._model.ranks.one(ActorWorker.host_weight_transfer, timeout_s)
             self._interrupts = rendezvous_client(*self._rendezvous)  # its host is up by now
         self._epoch += 1
         engines_left = dict.fromkeys(self._engines.left, self._workers_per_engine)
@@ -130,7 +125,7 @@ class WeightSync:
         membership = plan.membership(self._epoch, self._config.transport, *self._rendezvous, timeout_s)
         first_members = {engine: plan.first_member(engine) for engine in plan.engines}
         engines = self._engines.start_each_own(InferWorker.connect_weights, first_members, membership)
-        joined = self._await_both("connect_weights", engines, self._actor.start_all(ActorWorker.connect_weights, plan, membership))
+        joined = self._await_both("connect_weights", engines, self._model.ranks.start_all(ActorWorker.connect_weights, plan, membership))
         return plan if joined is not None else None
 
     def _await_both(
@@ -176,7 +171,7 @@ class WeightSync:
         if self._config.verify == "sampled":
             names = sample(names, version)
         sent: dict[str, str] = {}
-        for owned in self._actor.all(ActorWorker.weight_checksums, names):
+        for owned in self._model.ranks.all(ActorWorker.weight_checksums, names):
             sent |= owned
         for engine, held in self._engines.each(InferWorker.weight_checksums, names).items():
             require_equal(sent, held, engine, version)

@@ -27,7 +27,6 @@ class EngineLoad:
     """Requests started and not finished."""
     last_sign: float = 0.0
     """Time of the last start or end of a request."""
-    served: int = 0
     dead: str | None = None
     """Cause of its loss; None while it lives."""
     serves: bool = True

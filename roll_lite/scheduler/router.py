@@ -100,7 +100,6 @@ class Router:
                 raise RequestFailed(turn.error)
             if turn.finish_reason is not FinishReason.ABORT:
                 turn = joined(flight.so_far, turn)
-                flight.engine.served += 1
                 self._choice.remember(flight.sample, flight.engine)
                 expected.observe(turn.length)
                 return turn

@@ -100,9 +100,9 @@ class ActorWorker(ModelWorker):
 
     def train(self, share: TrainShare, kl_coef: float) -> list[Update]:
         """Train on every mini-batch of every epoch, or until an update has moved the policy too far. `kl_coef`: of the KL in the loss."""
-        loss = self.loss.with_kl_coef(kl_coef)
+        loss = replace(self.loss, kl_coef=kl_coef)
         updates: list[Update] = []
-        for update in self._train(share, loss, loss.outputs):
+        for update in self._train(share, loss):
             result, peaks = update.result, loss.peaks.collect()
             if updates or compared_before_training(self.algorithm):
                 result, peaks = replace(result, metrics=without_mismatch(result.metrics)), without_mismatch(peaks)
@@ -140,15 +140,15 @@ class AdaptedActorWorker(ActorWorker):
 
     computes: ClassVar[Mapping[str, str]] = {**ReferenceWorker.computes, **ActorWorker.computes}
 
-    def pass_over(self, batch: DataProto, columns: Sequence[str]) -> dict[str, Column] | None:
+    def forward_pass(self, batch: DataProto, columns: Sequence[str]) -> dict[str, Column] | None:
         of_reference = [name for name in columns if name in ReferenceWorker.computes]
         own = [name for name in columns if name not in ReferenceWorker.computes]
         found: dict[str, Column] | None = {}
         if of_reference:
             with self.strategy.adapters_off():  # the reference's own router chooses experts
-                found = super().pass_over(batch.select(name for name in batch.columns if name != "rollout_experts"), of_reference)
+                found = super().forward_pass(batch.select(name for name in batch.columns if name != "rollout_experts"), of_reference)
         if own:
-            policy = super().pass_over(batch, own)
+            policy = super().forward_pass(batch, own)
             found = None if found is None or policy is None else found | policy
         return found
 

@@ -135,16 +135,16 @@ class ModelWorker(Worker):
     def compute(self, shard: BatchShard, columns: Sequence[str]) -> Block | None:
         """Compute columns of this rank's rows; None except on head ranks (RankLayout)."""
         batch = shard.materialize()
-        found = self.pass_over(batch, columns)
+        found = self.forward_pass(batch, columns)
         return None if found is None else put_block(DataProto({"sample": batch.tensor("sample"), **found}))
 
-    def pass_over(self, batch: DataProto, columns: Sequence[str]) -> dict[str, Column] | None:
+    def forward_pass(self, batch: DataProto, columns: Sequence[str]) -> dict[str, Column] | None:
         wanted = [self.computes[name] for name in columns]
         plan = self.strategy.plan(batch.lengths, self._forward_budget(wanted))
         outputs = self.strategy.forward(batch, wanted, plan)
         return None if outputs is None else {name: outputs[self.computes[name]] for name in columns}
 
-    def _train(self, share: TrainShare, loss_fn: ActorLoss | CriticLoss, outputs: Sequence[str]) -> Iterator[Update]:
+    def _train(self, share: TrainShare, loss_fn: ActorLoss | CriticLoss) -> Iterator[Update]:
         assert isinstance(self.spec.config, TrainRoleConfig)
         batch = share.shard.materialize()
         was_skipped = False
@@ -153,22 +153,22 @@ class ModelWorker(Worker):
             rows = batch.take(np.array([place[int(sample)] for sample in mini_batch.samples], dtype=np.int64))
             rows = rows.with_columns(loss_weight=from_numpy(mini_batch.weights))
             whole = beside(rows, share.supervised[number]) if share.supervised else rows
-            plan = self.strategy.plan(whole.lengths, self._budget(*self.spec.config.in_training, outputs))
-            result = self.strategy.train_step(whole, loss_fn, outputs, plan)
-            explained = self._row_losses(whole, loss_fn, outputs) if result.skipped and not was_skipped else {}
+            plan = self.strategy.plan(whole.lengths, self._budget(*self.spec.config.in_training, loss_fn.outputs))
+            result = self.strategy.train_step(whole, loss_fn, loss_fn.outputs, plan)
+            explained = self._row_losses(whole, loss_fn) if result.skipped and not was_skipped else {}
             was_skipped = result.skipped
             yield Update(mini_batch.epoch, result, row_losses=explained)
 
-    def _row_losses(self, rows: DataProto, loss_fn: ActorLoss | CriticLoss, outputs: Sequence[str]) -> dict[int, float]:
+    def _row_losses(self, rows: DataProto, loss_fn: ActorLoss | CriticLoss) -> dict[int, float]:
         """Loss of each row of an update whose loss was not finite, from another forward pass; empty except on head ranks."""
-        plan = self.strategy.plan(rows.lengths, self._forward_budget(outputs))
-        found = self.strategy.forward(rows, outputs, plan)
+        plan = self.strategy.plan(rows.lengths, self._forward_budget(loss_fn.outputs))
+        found = self.strategy.forward(rows, loss_fn.outputs, plan)
         if found is None:
             return {}
         apart = replace(loss_fn)  # a copy, since the original recorded ratios and peaks in training
         losses: dict[int, float] = {}
         for number, sample in enumerate(rows.tensor("sample").tolist()):
-            of_row = MicroBatchOutputs(**{name: found.ragged(name).row(number)[None] for name in outputs})
+            of_row = MicroBatchOutputs(**{name: found.ragged(name).row(number)[None] for name in loss_fn.outputs})
             losses[sample] = float(apart(of_row, padded(rows.slice(number, number + 1)))[0])
         return losses
 
@@ -208,4 +208,4 @@ class CriticWorker(ModelWorker):
         return training_columns(CriticLoss.columns)
 
     def train(self, share: TrainShare) -> list[Update]:
-        return list(self._train(share, self.loss, self.loss.outputs))
+        return list(self._train(share, self.loss))

@@ -7,7 +7,6 @@ domain's sum. Masked entries never contribute, not even NaN: columns are filled 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from inspect import signature
@@ -37,7 +36,7 @@ OLD_COLUMN: dict[OldLogProbs, str | None] = {"recompute": "old_log_probs", "curr
 """Column with the old log-probs of the policy ratio; None: those of the training forward itself, detached."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class ActorLoss:
     """Policy loss with its mismatch correction, KL to the reference and entropy bonus; cross-entropy for supervised rows, those with a
     ptx_weight.
@@ -66,15 +65,9 @@ class ActorLoss:
     """Receives the tokens' log-ratios of new and old policy."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "given", given_to(self.policy_loss))
-        object.__setattr__(self, "peaks", Peaks(self.domains))
-        object.__setattr__(self, "ratios", RatioHistogram(self.domains))
-
-    def with_kl_coef(self, coef: float) -> ActorLoss:
-        """Copy with another KL coefficient; it shares peaks and ratios with the original."""
-        changed = copy.copy(self)
-        object.__setattr__(changed, "kl_coef", coef)
-        return changed
+        self.given = given_to(self.policy_loss)
+        self.peaks = Peaks(self.domains)
+        self.ratios = RatioHistogram(self.domains)
 
     @property
     def outputs(self) -> tuple[str, ...]:

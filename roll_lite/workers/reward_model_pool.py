@@ -173,7 +173,7 @@ async def _reached(actor: Any) -> None:
             return
 
 
-class RewardModelClient(ScoringPool[Ranks, ScoredText, float]):
+class RewardModelPool(ScoringPool[Ranks, ScoredText, float]):
     """Client of one reward model, which batches the samples of all domains.
 
     A copy that loses a process fails its samples with the cause and is started again; others serve meanwhile. If no other is left, waiting
@@ -253,10 +253,10 @@ class RewardModelClient(ScoringPool[Ranks, ScoredText, float]):
             self._resolve(job, ResponseSuspected(f"reward model {self.name}: {result}") if isinstance(result, str) else result)
 
 
-class RewardModelPool:
+class RewardModelClient:
     """RewardClient of one domain: a reward model gives the score, reward workers the domain's further terms."""
 
-    def __init__(self, domain: str, config: RewardConfig, client: RewardModelClient) -> None:
+    def __init__(self, domain: str, config: RewardConfig, client: RewardModelPool) -> None:
         self._config = config
         self._client = client
         self._path = f"domains.{domain}.reward"

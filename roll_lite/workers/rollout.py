@@ -93,10 +93,9 @@ class RolloutWorker(AsyncWorker):
         super().__init__()
         self._spec = spec
         self._temperatures = {name: domain.sampling.temperature for name, domain in spec.domains.items()}
-        self._pools: dict[str, RewardPool | RewardModelPool] = {}
-        self._reward_models: dict[str, RewardModelClient] = {}
-        self._data_counts: list[str] = []
-        self._embedding_notes: list[str] = []
+        self._pools: dict[str, RewardPool | RewardModelClient] = {}
+        self._reward_models: dict[str, RewardModelPool] = {}
+        self._data_notes: list[str] = []
         self._silences: list[float] = []
         self._writing: asyncio.Task[None] | None = None
         self._one_writes = asyncio.Lock()
@@ -122,7 +121,7 @@ class RolloutWorker(AsyncWorker):
         self._engines = Fleet("actor_infer", clients, ENGINE_POLICY, lost=lost, down=self.tell_end)
         self._engines.tend()
         ranks = reward_models or {}
-        self._reward_models = {name: RewardModelClient(name, ranks[name], config) for name, config in spec.reward_models.items()}
+        self._reward_models = {name: RewardModelPool(name, ranks[name], config) for name, config in spec.reward_models.items()}
         self._pools = {name: self._pool(name, domain, judges or {}) for name, domain in spec.domains.items()}
         starting = asyncio.gather(*(pool.start() for pool in self._pools.values()))
         domains = await asyncio.to_thread(self._load_domains)
@@ -172,11 +171,11 @@ class RolloutWorker(AsyncWorker):
         waiting = {name for name, reward in rewards.items() if reward.name == MODEL_REWARD or with_addresses(reward, judges) != reward}
         await asyncio.gather(*(attempt(domain) for domain in domains if domain.name not in waiting))
 
-    def _pool(self, name: str, domain: DomainConfig, judges: Mapping[str, JudgeAddress]) -> RewardPool | RewardModelPool:
+    def _pool(self, name: str, domain: DomainConfig, judges: Mapping[str, JudgeAddress]) -> RewardPool | RewardModelClient:
         reward = with_addresses(domain.reward, judges)
         if reward.name != MODEL_REWARD:
             return RewardPool(name, reward)
-        return RewardModelPool(name, reward, self._reward_models[reward.args["model"]])
+        return RewardModelClient(name, reward, self._reward_models[reward.args["model"]])
 
     def _load_domains(self) -> list[Domain]:
         tokenizer = load_tokenizer(self._spec.model.path)
@@ -185,7 +184,7 @@ class RolloutWorker(AsyncWorker):
     def _load_domain(self, name: str, config: DomainConfig, tokenizer: Any) -> Domain:
         prompts = self._load_prompts(name, config, "train", tokenizer)
         if self._spec.trains_embeddings:
-            self._embedding_notes += zero_embeddings(name, prompts, self._spec.model.path, tokenizer)
+            self._data_notes += zero_embeddings(name, prompts, self._spec.model.path, tokenizer)
         files, seed = config.data.train, self._spec.seed
         shares = list(files.values()) if isinstance(files, dict) else []
         return Domain(
@@ -206,15 +205,13 @@ class RolloutWorker(AsyncWorker):
 
     def _load_prompts(self, name: str, config: DomainConfig, split: Split, tokenizer: Any) -> PromptSet:
         prompts = load_prompts(name, config, split, tokenizer, self._spec.domains)
-        self._data_counts.append(f"domains.{name}.data.{split}: {prompts.counts()}")
+        if prompts.left_out:
+            self._data_notes.append(f"domains.{name}.data.{split}: {prompts.counts()}")
         return prompts
 
     async def notes(self) -> list[str]:
         pools = {name: pool for name, pool in self._pools.items() if isinstance(pool, RewardPool)}
-        return [*self._embedding_notes, *(f"domains.{name}.reward: {pool.note}" for name, pool in pools.items() if pool.note)]
-
-    async def data_counts(self) -> list[str]:
-        return self._data_counts
+        return [*self._data_notes, *(f"domains.{name}.reward: {pool.note}" for name, pool in pools.items() if pool.note)]
 
     async def next_batch(self, prompts: int, step: int) -> RolloutBatch:
         """Accepted samples of exactly `prompts` prompts, with references to the engines' token blocks."""

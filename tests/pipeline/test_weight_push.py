@@ -96,15 +96,6 @@ def test_an_engine_with_other_weights_is_noticed_before_anything_is_sampled(sync
     assert "set_version" not in made.rollouts.calls
 
 
-def test_engines_that_have_changed_connect_again_and_get_the_weights_that_the_others_have(sync: Any) -> None:
-    made = sync("1")
-    made.sync.push(3)
-    made.sync.engines_changed()
-    assert made.sync.push(3).version == 3
-    assert made.actor.calls.count("connect_weights") == 2 and made.actor.calls.count("export_plan") == 1
-    assert [membership.epoch for membership in made.actor.memberships] == [1, 2]
-
-
 def test_an_update_that_breaks_off_although_nobody_is_lost_is_a_failure(sync: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made = sync("1")
     monkeypatch.setattr(module, "interrupt", lambda *_: None)

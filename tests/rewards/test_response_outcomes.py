@@ -144,16 +144,16 @@ async def test_whatever_a_response_is_a_reward_model_has_a_score_for_it(tmp_path
             found = [tokens.of(text) for text in texts]
             return [ids if isinstance(ids, str) else float(len(ids)) for ids in found]
 
-    client = RewardModelClient("toy", [Rank(ranks(1)[0].own)], config)
+    client = RewardModelPool("toy", [Rank(ranks(1)[0].own)], config)
     with closing(client):
-        pool = RewardModelPool("toy", RewardConfig(name="model", args={"model": "toy", "template": "{question}{response}"}), client)
+        pool = RewardModelClient("toy", RewardConfig(name="model", args={"model": "toy", "template": "{question}{response}"}), client)
         for kind, response in NASTY.items():
             assert isinstance(await pool.score(sample(response)), Score), kind
         long = await pool.score(sample("word " * 1000))
         assert long.value == 0.0 and "max_length" in str(long.details["verdict"])
         with pytest.raises(RewardFailed, match="reads at most 500"):  # a question that is too long is no response's fault
             await pool.score(RewardInput("toy", "", "2", "2", {}, "stop", "word " * 1000))
-        bare = RewardModelPool("toy", RewardConfig(name="model", args={"model": "toy", "template": "{response}"}), client)
+        bare = RewardModelClient("toy", RewardConfig(name="model", args={"model": "toy", "template": "{response}"}), client)
         assert (await bare.score(sample(""))).value == 0.0
 
 
@@ -210,9 +210,9 @@ async def test_a_response_for_which_a_reward_model_has_no_number_scores_0(tmp_pa
             return [math.nan if "attack" in text or "broken" in text else 1.0 for text in texts]
 
     config = RewardModelConfig(path=tmp_path)
-    client = RewardModelClient("toy", [Rank(ranks(1)[0].own)], config)
+    client = RewardModelPool("toy", [Rank(ranks(1)[0].own)], config)
     with closing(client):
-        pool = RewardModelPool("toy", RewardConfig(name="model", args={"model": "toy", "template": "{question}{response}"}), client)
+        pool = RewardModelClient("toy", RewardConfig(name="model", args={"model": "toy", "template": "{question}{response}"}), client)
         assert (await pool.score(sample("attack"))).value == 0.0
         with pytest.raises(RewardFailed, match="not finite"):  # a model that has none for this question at all
             await pool.score(RewardInput("toy", "", "2", "2", {}, "stop", "broken"))

@@ -48,7 +48,7 @@ def test_the_rest_of_the_updates_is_left_out_once_the_policy_has_moved_too_far()
     results = [TrainResult(sums((kl, 10.0)), 0.0, 1.0, 1e-3, skipped=math.isnan(kl)) for kl in (math.nan, 0.1, 3.0, 0.1)]
     made: list[int] = []
 
-    def train(share: Any, loss: Any, outputs: Any) -> Any:
+    def train(share: Any, loss: Any) -> Any:
         for number, result in enumerate(results):
             made.append(number)
             yield Update(0, result)
@@ -121,7 +121,7 @@ def test_engine_and_trainer_are_compared_once_before_anything_is_learnt(old: Any
     """Where the old log-probs are recomputed, credit has compared them before the first update."""
     loss = ActorLoss(old_log_probs=old)
 
-    def train(share: Any, loss: ActorLoss, outputs: Any) -> Any:
+    def train(share: Any, loss: ActorLoss) -> Any:
         for _ in range(3):
             loss.peaks.record("mismatch/max", torch.ones(1, 1), torch.ones(1, 1, dtype=torch.bool), torch.zeros(1, dtype=torch.int64))
             yield Update(0, TrainResult({**sums((0.1, 10.0)), "mismatch/mean#0": 1.0}, 0.0, 1.0, 1e-3))

@@ -121,8 +121,8 @@ def kill(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def client(actors: Any, **settings: Any) -> AsyncIterator[RewardModelClient]:
-    one = RewardModelClient("toy", actors, RewardModelConfig(path=Path("model"), **settings))
+async def client(actors: Any, **settings: Any) -> AsyncIterator[RewardModelPool]:
+    one = RewardModelPool("toy", actors, RewardModelConfig(path=Path("model"), **settings))
     try:
         yield one
     finally:
@@ -136,7 +136,7 @@ async def outcome(score: Awaitable[Any]) -> Any:
         return failure.cause
 
 
-async def until_restarted(model: RewardModelClient) -> None:
+async def until_restarted(model: RewardModelPool) -> None:
     while model.replaced == 0:  # noqa: ASYNC110 (nobody else waits for that)
         await asyncio.sleep(0.01)
 
@@ -207,7 +207,7 @@ async def test_whoever_waits_for_the_last_copy_hears_of_its_death_and_may_ask_ag
     (actor,) = ranks(1)
     actor.error = ActorDiedError()
     async with client([actor], micro_batch_size=2) as model:
-        pool = RewardModelPool("toy", RewardConfig(name="model", args={"model": "toy"}), model)
+        pool = RewardModelClient("toy", RewardConfig(name="model", args={"model": "toy"}), model)
         results = await asyncio.gather(*(outcome(pool.score(item())) for _ in range(6)))
         assert all("its process died" in result for result in results)
         assert await asyncio.gather(*(pool.score(item()) for _ in range(6)))
@@ -236,7 +236,7 @@ async def test_every_sample_that_waits_ends_within_its_own_time() -> None:
     (actor,) = ranks(1)
     actor.hangs = True
     async with client([actor]) as model:
-        pool = RewardModelPool("toy", RewardConfig(name="model", args={"model": "toy"}, timeout_s=0.2), model)
+        pool = RewardModelClient("toy", RewardConfig(name="model", args={"model": "toy"}, timeout_s=0.2), model)
         results = await asyncio.gather(*(outcome(pool.score(item(text))) for text in "abc"))
     assert set(results) == {"reward model toy: time-out: no score within 0.2 s"}
 
@@ -349,7 +349,7 @@ async def test_connected_ranks_are_all_started_again_when_one_of_them_fails() ->
 async def test_terms_and_forms_are_added_to_the_models_output() -> None:
     reward = RewardConfig(name="model", args={"model": "toy", "template": "{response}"}, format=FormatConfig(pattern="^a"))
     async with client(ranks(1)) as model:
-        pool = RewardModelPool("toy", reward, model)
+        pool = RewardModelClient("toy", reward, model)
         await pool.start()
         scores = await asyncio.gather(*(pool.score(item(text)) for text in ("abc", "bc")))
         pool.close()
@@ -361,7 +361,7 @@ async def test_terms_and_forms_are_added_to_the_models_output() -> None:
 async def test_further_terms_of_a_models_reward() -> None:
     terms = [RewardTermConfig(name=f"{USER}.length", weight=-0.5)]
     async with client(ranks(1)) as model:
-        pool = RewardModelPool("toy", RewardConfig(name="model", args={"model": "toy"}, terms=terms), model)
+        pool = RewardModelClient("toy", RewardConfig(name="model", args={"model": "toy"}, terms=terms), model)
         await pool.start()
         score = await pool.score(item("abc"))
         pool.close()
@@ -371,7 +371,7 @@ async def test_further_terms_of_a_models_reward() -> None:
 async def test_a_mistake_in_the_arguments_is_a_value_error_at_the_start() -> None:
     async with client(ranks(1)) as model:
         with pytest.raises(ValueError, match=r"domains\.toy\.reward\.args\.scale = .log.: expected one of none, sigmoid"):
-            await RewardModelPool("toy", RewardConfig(name="model", args={"model": "toy", "scale": "log"}), model).start()
+            await RewardModelClient("toy", RewardConfig(name="model", args={"model": "toy", "scale": "log"}), model).start()
 
 
 @contextmanager
@@ -388,8 +388,8 @@ def cluster(path: Path, world_size: int, **settings: Any) -> Iterator[tuple[Clus
 
 
 async def scored(actors: list[Any], config: RewardModelConfig) -> list[Score]:
-    model = RewardModelClient("toy", actors, config)
-    pools = [RewardModelPool(name, RewardConfig(name="model", args={"model": "toy"}), model) for name in ("one", "two")]
+    model = RewardModelPool("toy", actors, config)
+    pools = [RewardModelClient(name, RewardConfig(name="model", args={"model": "toy"}), model) for name in ("one", "two")]
     try:
         return await asyncio.gather(*(pools[i % 2].score(item("x" * i)) for i in range(20)))
     finally:
@@ -423,8 +423,8 @@ def test_a_killed_process_is_replaced_and_scores_as_before(tmp_path: Path, layou
     world_size, settings = LAYOUTS[layout]
 
     async def through_a_kill(actors: list[Any], config: RewardModelConfig) -> tuple[float, list[Any], int]:
-        model = RewardModelClient("toy", actors, config)
-        pool = RewardModelPool("toy", RewardConfig(name="model", args={"model": "toy"}), model)
+        model = RewardModelPool("toy", actors, config)
+        pool = RewardModelClient("toy", RewardConfig(name="model", args={"model": "toy"}), model)
         try:
             before = (await pool.score(item())).value
             os.kill(await actors[0].process_id.remote(), signal.SIGKILL)

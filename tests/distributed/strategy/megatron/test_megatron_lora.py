@@ -460,9 +460,9 @@ def two_in_one(path: Path, adapters: Path, layout: dict[str, Any], expected: Exp
     worker.spec = SimpleNamespace(config=ActorRoleConfig(micro_batch_tokens=20))  # type: ignore[assignment]
     batch = shard(batch_of().select(["input_ids", "temperature", "sample"]), worker.strategy)
     columns = ["ref_log_probs", "old_log_probs", "old_entropy"]
-    found = worker.pass_over(batch, columns)
+    found = worker.forward_pass(batch, columns)
     apart = forward(started(path, **layout), batch, ["log_probs"], TokenBudget(20))
-    alone = worker.pass_over(batch, columns[:1])
+    alone = worker.forward_pass(batch, columns[:1])
     assert (found is None) == (apart is None) == (alone is None) == (not worker.strategy.layout.is_head)
     if found is None or apart is None or alone is None:
         return
