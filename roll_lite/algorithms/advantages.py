@@ -154,7 +154,7 @@ def grpo(rewards: torch.Tensor, groups: torch.Tensor, normalize_std: bool, befor
 
 
 def minus_group_mean(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """REINFORCE++ with the group as baseline."""
+    """Baseline of REINFORCE++ with `baseline: group`."""
     return grpo(rewards, groups, normalize_std=False)
 
 

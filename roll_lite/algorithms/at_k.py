@@ -32,7 +32,7 @@ class SampledPrompts:
         self.samples = np.bincount(self.prompt)
         """[P] samples of each prompt."""
         self.first = order[np.cumsum(self.samples) - self.samples]
-        """[P] index of one sample each in the given arrays."""
+        """[P] index, in the given arrays, of one sample of each prompt."""
         self.place = np.arange(len(order)) - (np.cumsum(self.samples) - self.samples)[self.prompt]
 
     def passed(self, k: int) -> np.ndarray:

@@ -51,7 +51,7 @@ class PassArithmetic:
     rows: int
     """Rows of the fullest rank, if all rows are equally long."""
     most_rows: int
-    """Most rows that a rank can get: so short ones that each other rank has only one."""
+    """Most rows that a rank can get: if they are so short that each other rank has one."""
     longest: int
     """Most tokens of a row."""
     budget: int
@@ -204,7 +204,7 @@ def count_multiple(strategy: MegatronStrategyConfig) -> int:
 
 
 def layers_of_parts(strategy: MegatronStrategyConfig, layers: int) -> list[int]:
-    """Layers by part; part i is on stage i modulo pipeline_parallel."""
+    """Number of layers by part; part i is on stage i modulo pipeline_parallel."""
     parts = strategy.pipeline_parallel * strategy.virtual_pipeline_parallel
     return strategy.pipeline_layers or [layers // parts + (number < layers % parts) for number in range(parts)]
 
@@ -223,8 +223,8 @@ def pipeline_problem(strategy: MegatronStrategyConfig, layers: int) -> tuple[str
 
 
 def tensor_parallel_fits(size: int, heads: int, key_value_heads: int, head_dim: int | None) -> bool:
-    """Check that ranks have equal numbers of attention and key/value heads, or that groups of ranks share a key/value head, which trainers
-    split by `head_dim`; None for engines, which hold it whole."""
+    """Check that ranks have equal numbers of attention and key/value heads, or that groups of ranks share a key/value head. `head_dim`: for
+    trainers, which split a shared head; None for engines, which hold it whole."""
     if heads % size or (key_value_heads % size and size % key_value_heads):
         return False
     return head_dim is None or size <= key_value_heads or head_dim % (size // key_value_heads) == 0
@@ -302,7 +302,7 @@ def roles(config: RunConfig) -> dict[str, Role]:
 
 
 def derive(config: RunConfig) -> BatchArithmetic:
-    """Derive all values; the configuration has no mistakes."""
+    """Derive all values; the configuration must have no mistakes."""
     shares = {name: Fraction(str(domain.share)) for name, domain in config.domains.items()}
     prompts, algorithm, by_role = config.rollout.prompts_per_step, config.algorithm, roles(config)
     domains = tuple(

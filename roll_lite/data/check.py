@@ -32,13 +32,13 @@ from roll_lite.files import is_folder, read_text
 from roll_lite.models.model_files import chat_templates
 
 SCANNED_ROWS, TABLE_ROWS = 200_000, 1000
-"""Most rows checked per file: SCANNED_ROWS of JSON lines and of tags in tables, TABLE_ROWS of a table's other columns; one to two seconds.
-A run reads all rows at its start."""
+"""Most rows checked per file: SCANNED_ROWS of JSON lines and of tags in tables, TABLE_ROWS of a table's other columns; one to two
+seconds."""
 NAMED_LINES = 5
 
 
 def check_data(config: RunConfig) -> Iterator[Problem]:
-    """Check all data that the run reads; a replay reads none of the domains'."""
+    """Check all data that the run reads: the domains', unless it replays dumps, and that of algorithm.ptx."""
     if vars(config).get("mode") != "train_only":
         for name, domain in config.domains.items():
             yield from _domain(config, f"domains.{name}", domain)
@@ -76,7 +76,7 @@ def _data_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[
 
 
 def _held_out_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
-    """Refuse held-out files that a folder brings into training; a path named by both splits is intended."""
+    """Refuse a training folder that holds held-out files; a path given for both splits is intended."""
     held_out = paths_of(domain.data.validation) if domain.data.validation is not None else []
     for folder in [one for one in paths_of(domain.data.train) if is_folder(one) and one not in held_out]:
         if shared := sorted(map(str, files_read(folder) & files_read(held_out))):

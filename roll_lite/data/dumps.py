@@ -264,7 +264,7 @@ def load_dump(path: Path | str) -> DataProto:
 
 
 def dump_parts(path: Path) -> Iterator[DataProto]:
-    """Parts of `load_dump`: joining them holds a batch twice."""
+    """`load_dump` in parts, one per row group: joining them holds a batch twice."""
     read_header(path)
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:

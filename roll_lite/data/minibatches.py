@@ -69,8 +69,8 @@ def spread(mini_batches: list[MiniBatch], costs: dict[int, float], ranks: int) -
 def balanced_partition(costs: Sequence[float] | np.ndarray | torch.Tensor, parts: int, most_rows: int | None = None) -> list[np.ndarray]:
     """Ascending row numbers of parts of about equal cost, with at most `most_rows` rows.
 
-    Rows go, costliest first, to the lightest part; ties go to fewer rows, then to the lower number: costs alone decide, and no part is
-    empty if there are enough rows.
+    Rows go, costliest first, to the lightest part; ties go to fewer rows, then to the lower number. No part is empty if there are enough
+    rows.
     """
     if parts < 1:
         raise ValueError(f"balanced_partition: {parts} is no number of parts")

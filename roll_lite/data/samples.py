@@ -113,7 +113,7 @@ class GenerationRequest(Packed):
 
     @property
     def resumed_ids(self) -> tuple[int, ...]:
-        """Resumed tokens of a request with its whole prompt."""
+        """Resumed tokens, the last of prompt_ids if these are the whole prompt."""
         return self.prompt_ids[len(self.prompt_ids) - self.resumed :]
 
 

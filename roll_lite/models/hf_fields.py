@@ -73,7 +73,7 @@ WITHOUT_EFFECT = OF_FILES | OF_HEADS | OF_LENGTHS | OF_GENERATION
 HEADS = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "Model")
 """Suffixes of an architecture's name."""
 POLICY_HEADS = ("ForCausalLM",)
-"""Suffixes of models that generate; for the rest, engines build other models."""
+"""Suffixes of models that generate; for others, engines build models that do not."""
 LLAMA3_FIELDS = frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"})
 _ROPE_FIELDS = {
     "default": frozenset[str](),

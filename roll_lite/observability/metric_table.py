@@ -28,7 +28,7 @@ class Metric:
     description: str
     by: Literal["domain", "phase", "role", "transport"] | None = None
     count: tuple[str, ...] = ()
-    """For means that arrive as sums of a loss: metrics that hold the count, the first present one. Empty: each optimizer step counts 1."""
+    """Metrics with the count of a mean that losses report as a sum; the first present one is used. Empty: each optimizer step counts 1."""
     shown: bool = True
     """False for inputs of derived metrics."""
 

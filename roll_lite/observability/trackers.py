@@ -42,7 +42,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def close(self, exit_state: str = "completed") -> None:
-        """Close, also twice. `exit_state`: completed, interrupted, or failed: <cause>."""
+        """Close; may be called twice. `exit_state`: completed, interrupted, or failed: <cause>."""
 
 
 class JsonlTracker(Tracker):

@@ -132,7 +132,7 @@ def _files_of(model: Path) -> dict[str, FileRecord]:
 
 
 def _as_table(mini_batches: Sequence[MiniBatch], first: int = 1) -> pa.Table:
-    """Table by sample and optimizer step, counted from `first`."""
+    """Table with a row per sample and optimizer step; steps count from `first`."""
     sizes = [len(mini_batch.samples) for mini_batch in mini_batches]
     return pa.table(
         {

@@ -92,7 +92,7 @@ class Checkpoints:
     def finished(self) -> Iterator[None]:
         """If the block fails, complete a checkpoint in progress, if possible.
 
-        At an interruption, only if all ranks report within INTERRUPTED_S that they have written it; ranks in an update cannot.
+        At an interruption, only if all ranks report within INTERRUPTED_S that they have written it.
         """
         try:
             yield

@@ -121,7 +121,7 @@ def _should_have_list(checkpoint: Path) -> bool:
 
 
 def write_list(checkpoint: Path, records: Mapping[str, FileRecord]) -> None:
-    """Write the list of files, after all others."""
+    """Write files.json, after all other files."""
     text = json.dumps({name: asdict(records[name]) for name in sorted(records)}, indent=2) + "\n"
     (checkpoint / LIST_FILE).write_text(text, encoding="utf-8")
 

@@ -346,7 +346,7 @@ class Journal:
         self.console.validation(step, metrics)
 
     def close(self, exit_state: str) -> None:
-        """Write summary, picture and table; close trackers. Called once."""
+        """Write summary, picture and table; close trackers."""
         accuracy, held_out = self._summarize(exit_state)
         self._picture.close()
         self._draw()

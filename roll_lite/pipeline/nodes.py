@@ -101,7 +101,7 @@ def readers(config: RunConfig) -> list[Reader]:
 
 
 def written_by_ranks(config: RunConfig) -> dict[str, str]:
-    """Files that ranks write into the run's folder, with the setting that turns each off. The driver can write batches instead."""
+    """Files that ranks write into the run's folder, with the setting that turns each off; without batches, which the driver can write."""
     return {
         what: setting
         for what, setting, is_written in (

@@ -75,8 +75,8 @@ def phase_limit(config: RunConfig, phase: str) -> AbstractContextManager[None]:
 
 
 class Interruption:
-    """Lets SIGTERM, and SIGHUP of a closed terminal, end a run like Ctrl-C; under nohup SIGHUP has no effect. Until the end is recorded
-    only the first signal counts: terminals send several, and users press Ctrl-C again."""
+    """Lets SIGTERM, and SIGHUP of a closed terminal, end a run like Ctrl-C; nohup stays in force. Until the end is recorded only the first
+    signal counts, since closing terminals send several."""
 
     def __init__(self) -> None:
         self._is_deaf = False

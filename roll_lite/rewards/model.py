@@ -42,8 +42,7 @@ class ModelReward(RewardType):
     A response that makes the text longer than the model's max_length scores 0. With `scale: none` that may be more than bad responses
     get: use sigmoid where outputs may be negative. If a process of a reward model dies, it (with `hf`), or all of the model's processes
     (Megatron), are restarted. The samples that it was scoring fail with the cause and are retried (`retries`); other copies keep
-    serving. Without any copy, samples wait until the model is back, and their `timeout_s` is paused. `reward/workers_replaced` counts
-    the replaced processes.
+    serving. Without any copy, samples wait until the model is back, and their `timeout_s` is paused.
 
     ```yaml
     reward_models:

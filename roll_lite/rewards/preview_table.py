@@ -36,7 +36,7 @@ class References:
     unreadable: dict[int, str]
     """Cause of failure by prompt."""
     read: int
-    """Less than all if the time ran out."""
+    """Number of references read; less than all if the time ran out."""
 
     def summary(self) -> str:
         of_all = "" if self.read == self.total else f" looked at, spread over all {self.total} (--limit 0 looks at every one)"

@@ -1,4 +1,4 @@
-"""Terms of a reward, `length` and `repetition` among them, and their sum with the reward of the domain's type."""
+"""Terms of a reward, with `length` and `repetition`, and their sum with the base."""
 
 from __future__ import annotations
 

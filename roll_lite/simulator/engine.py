@@ -77,7 +77,7 @@ class _Run:
 
     asked: Asked
     prompt: int
-    """Prompt tokens, including continued ones."""
+    """Prompt tokens, with the context of a continued request."""
     tokens: int
     reason: FinishReason
     generated: float = 0.0

@@ -65,7 +65,7 @@ class SimulatedRun:
     filtered: int = 0
     lost: int = 0
     behind_s: float = 0.0
-    """Seconds without starts for later batches because rewards lagged."""
+    """Seconds without starts for later batches, because rewards lagged."""
     early: int = 0
     exhausted: bool = False
 

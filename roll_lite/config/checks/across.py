@@ -41,7 +41,7 @@ OVERALL = "overall"
 SEARCHED = 100_000
 LOCAL = ("jsonl", "tensorboard")
 SERVICES = ("wandb", "mlflow", "swanlab")
-"""Trackers that need a package; package and optional dependency have the same name. A test compares them with the trackers."""
+"""Trackers that need a package; package and optional dependency have the same name."""
 
 Check = Callable[[RunConfig], Iterable[Mistake]]
 SectionCheck = Callable[[RunConfig, str, Any], Iterable[Mistake]]

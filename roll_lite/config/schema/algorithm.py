@@ -242,6 +242,6 @@ class AlgorithmConfig(Section):
 
     @property
     def weighs_by_rollout(self) -> bool:
-        """The loss is weighted by the ratio to the policy that sampled."""
+        """True if the loss is weighted by the ratio to the policy that sampled."""
         correction = self.mismatch_correction
         return self.old_log_probs == "rollout" or (correction is not None and correction.weight is not None)

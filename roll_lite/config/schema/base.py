@@ -56,7 +56,7 @@ class Refused(Exception):
 
 
 def readable(found: Iterable[T]) -> list[T]:
-    """Items found before a refused field is read, which ends the search."""
+    """Items found before a refused field is read."""
     mistakes: list[T] = []
     with suppress(Refused):
         mistakes.extend(found)  # keeps those before the exception

@@ -20,7 +20,7 @@ from roll_lite.rewards.terms import Reward
 from roll_lite.rewards.text.format import FormatCheck, format_check
 
 WAIT_SECONDS = 0.1
-"""Longest wait of a call for async functions in flight: new samples may join them."""
+"""Longest wait of a call of the scorer for async functions in flight; new samples can join them afterwards."""
 LINGER_SECONDS = 0.005
 """Wait for further results after the first; a call of the scorer costs about as much."""
 LEAST_SECONDS = 0.01
@@ -87,8 +87,8 @@ class BatchScorer:
         return cls(reward, config.timeout_s, format_check(config, path)), reward
 
     def __call__(self, items: Mapping[int, RewardInput], slice_s: float) -> Scored:
-        """Score `items`, numbered by the caller. Those not begun within the slice get no result; those in flight are left to the next
-        call, with or without items."""
+        """Score `items`, numbered by the caller. Those not begun within `slice_s` get no result; those in flight are left to the next call,
+        with or without items."""
         started = time.monotonic()
         entries = [_Entry(number, item) for number, item in items.items()]
         scored = Scored(dict.fromkeys(items))

@@ -23,7 +23,7 @@ class _Interruption(BaseException):
 
 
 def limited(seconds: float, call: Callable[[], T], *, waiting: bool = False) -> T:
-    """Run call(), and interrupt it after this much CPU time (user and system): a busy machine changes no outcome. Main thread only.
+    """Run call(), and interrupt it after this much CPU time: a busy machine changes no outcome. Main thread only.
 
     With `waiting` the limit is wall-clock time; code that sets its own alarms replaces it. A CPU limit inside a waiting one pauses the
     outer clock, which on a busy machine would end a computation within its limit.

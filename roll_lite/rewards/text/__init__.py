@@ -1,1 +1,1 @@
-"""Rewards that read the response's text: the option chosen, the text itself, instructions followed, its format."""
+"""Rewards that read the response's text."""

@@ -48,7 +48,7 @@ class InstructionReward(RewardType):
     in one of the layouts above or a list of them, as values, JSON or Python literals. Arguments have the names of the data; null ones are
     ignored.
 
-    The rules are our own and need no downloads. They agree with the references on the references' test cases, with these differences:
+    The rules are our own and need no downloads. They agree with the references on their test cases, with these differences:
 
     - **Vacuous truth.** An empty response follows no instruction; invisible characters, such as zero-width ones, are removed first. A rule
       about each sentence, word or line needs at least one, and a rule about neighbours at least two: no single sentence for
