@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from support_cases import cases
 
 from roll_lite.config.schema.domains import RewardConfig
 from roll_lite.data.samples import RewardInput
@@ -69,28 +70,7 @@ def test_unfinished_ones_take_no_time(piece: str) -> None:
     limited(20.0, lambda: (without_thinking(text), last_tagged(text), last_boxes(text)))
 
 
-@pytest.mark.parametrize(
-    ("response", "counts"),
-    [
-        ("The answer is 12", ""),
-        ("The answer is 12.", ""),
-        ("The answer is 12. And furtherm", "The answer is 12."),
-        ("The answer is 12\nso", "The answer is 12\n"),
-        ("(Done.) The ans", "(Done.)"),
-        ("答案是13。因", "答案是13。"),
-        (r"so \boxed{12} which i", r"so \boxed{12}"),
-        (r"so \fbox{12} wh", r"so \boxed{12}"),
-        (r"so \boxed 12", ""),
-        (r"First. So \boxed{12}, \boxed{1", r"First. So \boxed{12}"),
-        ("<answer>12</answer> whi", "<answer>12</answer>"),
-        ("<answer>12", ""),
-        ("It is 5. Now $$x^2\n+ 3", "It is 5. Now "),
-        ("It is 5. Now\n\\[\nx = 5\n", "It is 5. Now\n"),
-        ("$$x$$ \\[y\\]\nand", "$$x$$ \\[y\\]\n"),
-        ("<think>1. 2\n", ""),
-        ("<think>1</think>2\n3", "2\n"),
-    ],
-)
+@pytest.mark.parametrize(("response", "counts"), cases("rewards/cut_responses"))
 def test_of_a_response_that_was_cut_counts_what_the_cut_cannot_have_shortened(response: str, counts: str) -> None:
     assert finished(sample_of(response, "length")) == counts
     assert complete(sample_of(response, "length")) == ""
@@ -106,25 +86,7 @@ ANSWERS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("type_", "response", "cut", "ended"),
-    [
-        ("math", "The answer is 12", 0, 1),
-        ("math", "The answer is 12 + 1", 0, 0),
-        ("math", r"So \boxed{12} a", 1, 1),
-        ("math", "The answer is 12. And furtherm", 1, 1),
-        ("math", "The answer is $$12\n+ 3", 0, 0),
-        ("choice", "The answer is C", 0, 1),
-        ("choice", r"\boxed{C}, si", 1, 1),
-        ("choice", "The answer is C.\nBeca", 1, 1),
-        ("exact", "so it is 12", 0, 1),
-        ("exact", "so it is 12\nan", 1, 1),
-        ("code", "12", 0, 1),
-        ("code", "```python\n12", 0, 1),
-        ("code", "```python\n12\n```", 1, 1),
-        ("code", "```python\n12\n```\nor\n```python\n13", 1, 0),
-    ],
-)
+@pytest.mark.parametrize(("type_", "response", "cut", "ended"), cases("rewards/cut_answers"))
 def test_every_type_has_the_same_rule(type_: str, response: str, cut: int, ended: int) -> None:
     answer, args, columns = ANSWERS[type_]
     with closing(build_reward(RewardConfig(name=type_, args=args))) as reward:

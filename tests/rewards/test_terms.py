@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support_cases import cases
 
 from roll_lite.config.schema.domains import RewardConfig, RewardTermConfig
 from roll_lite.data.samples import RewardInput
@@ -59,26 +60,7 @@ def test_repetition(response: str, args: dict[str, Any], value: float) -> None:
     assert RepetitionReward(**args)(item(response)).value == pytest.approx(value)
 
 
-@pytest.mark.parametrize(
-    ("preset", "response", "value"),
-    [
-        ("think_answer", "<think>a\nb</think>\n<answer>3</answer>\n", 1),
-        ("think_answer", "<think></think><answer></answer>", 1),
-        ("think_answer", "<think>a</think> so <answer>3</answer>", 0),
-        ("think_answer", "<think>a</think><answer>3</answer> done", 0),
-        ("think_answer", "<think>a<answer>3</answer></think>", 0),
-        ("think_answer", "<think>a</think><think>b</think><answer>3</answer>", 0),
-        ("think_answer", "<think>a</think><answer>3</answer><answer>4</answer>", 0),
-        ("think_answer", "<answer>3</answer><think>a</think>", 0),
-        ("think", "<think>a</think> 3", 1),
-        ("think", "well <think>a</think> 3", 0),
-        ("think", "<think>a</think> 3 <think>", 0),
-        ("answer", "so <answer>3</answer>.", 1),
-        ("answer", "<answer>3</answer><answer>4</answer>", 0),
-        ("boxed", r"so \boxed{\frac{1}{2}}", 1),
-        ("boxed", r"so \boxed{3", 0),
-    ],
-)
+@pytest.mark.parametrize(("preset", "response", "value"), cases("rewards/format_presets"))
 def test_presets(preset: Any, response: str, value: int) -> None:
     assert FormatReward(preset=preset)(item(response)).value == value
 

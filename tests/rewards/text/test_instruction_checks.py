@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rewards.text.ifbench_custom import CUSTOM
-from support_cases import records
+from support_cases import cases, records
 
 from roll_lite.data.samples import RewardInput
 from roll_lite.rewards.base import RewardFailed
@@ -163,30 +163,10 @@ def test_values_of_a_table_may_be_floats_and_arrays() -> None:
     assert InstructionReward()(item("1 2", {"instruction_id": ["count:numbers"], "kwargs": [{"N": 2.0, "word": None}]})).value == 1
 
 
-@pytest.mark.parametrize(
-    ("answer", "problem"),
-    [
-        ("The capital is Paris", "the reference answer 'The capital is Paris' is no JSON"),
-        ("[]", "the reference answer holds no instruction"),
-        ("{}", "has neither 'func_name' nor 'instruction_id'"),
-        (3, "has neither 'func_name' nor 'instruction_id'"),
-        ({"instruction_id": ["punctuation:no_comma"], "kwargs": []}, "1 ids in 'instruction_id', 0 arguments in 'kwargs'"),
-        ({"func_name": "verify_keyword", "keyword_list": ["a"]}, "no instruction 'verify_keyword'; the nearest are verify_keywords, "),
-        ({"instruction_id": ["count:numbrs"], "kwargs": [None]}, "no instruction 'count:numbrs'; the nearest are count:numbers, "),
-        ({"func_name": "verify_keywords"}, "verify_keywords: arguments {}: .*keyword_list"),
-        ({"func_name": "validate_word_constraint", "N": 3, "quantifier": "exactly"}, "validate_word_constraint: .*must be 'at least', "),
-        ({"func_name": "validate_paragraphs", "N": 2, "i": 3, "first_word": "a"}, "validate_paragraphs: .*there is no paragraph 3 of 2"),
-        (
-            {"instruction_id": ["copy:repeat_phrase"], "kwargs": [{"phrase": "two words", "small_n": 1}]},
-            "copy:repeat_phrase: .*three words",
-        ),
-        ({"instruction_id": ["ratio:stop_words"], "kwargs": [{"percentage": 101}]}, "ratio:stop_words: .*from 0 to 100"),
-        ({"instruction_id": ["count:words_japanese"], "kwargs": [{"N": 0}]}, "count:words_japanese: .*at least 1"),
-    ],
-)
-def test_bad_rows_are_failures(answer: Any, problem: str) -> None:
+@pytest.mark.parametrize(("answer", "columns", "problem"), cases("rewards/instruction_refused"))
+def test_bad_rows_are_failures(answer: Any, columns: dict[str, Any], problem: str) -> None:
     with pytest.raises(RewardFailed, match=problem):
-        InstructionReward()(item("some text", answer))
+        InstructionReward()(item("some text", answer, **columns))
 
 
 @pytest.mark.parametrize(
