@@ -52,7 +52,8 @@ class RewardFunction:
         self.name = name
         self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
         self.is_batched = is_batched(function)
-        self.at_once = function.at_once() if isinstance(function, RewardType) else None
+        self._type = function if isinstance(function, RewardType) else RewardType()
+        self.at_once = self._type.at_once()
         """Most samples of a list call, scored side by side within one time limit; None: any number."""
         self._function = function
         self._args = dict(args)
@@ -99,12 +100,11 @@ class RewardFunction:
 
     def warm(self) -> None:
         """Do the work of a first call (imports, tables) before a time limit runs."""
-        if isinstance(self._function, RewardType):
-            self._function.warm()
+        self._type.warm()
 
     def describe(self) -> str:
         """Describe, for the user, how it runs on this machine."""
-        return self._function.describe() if isinstance(self._function, RewardType) else ""
+        return self._type.describe()
 
     def close(self) -> None:
         if self._runner is not None:
@@ -122,8 +122,7 @@ class RewardFunction:
         return self._one(result)
 
     def _lowest(self, failure: RewardFailed) -> Score:
-        value = self._function.lowest() if isinstance(self._function, RewardType) else 0.0
-        return Score(value, False, {"verdict": failure.cause}, answer=None)
+        return Score(self._type.lowest(), False, {"verdict": failure.cause}, answer=None)
 
     def _one(self, result: Any) -> Score:
         score = self._many(result, 1)[0] if self.is_batched else to_score(result, self.name)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
@@ -77,8 +76,6 @@ def too_slow(place: str, argument: str, value: float, seconds: float, timeout_s:
         yield Problem(f"{place}.args.{argument}", message, value)
 
 
-NEUTRAL = {"+": "+0", "-": "-0", "*": "*1"}
-"""Suffixes that add a required operator to an expression without changing a number's value."""
 WRAPPED = {"boxed": r"\boxed{{{}}}", "tagged": "<answer>{}</answer>"}
 
 
@@ -88,27 +85,3 @@ def written(answer: Any, extract: str = "") -> str | None:
     if isinstance(first, bool) or not isinstance(first, str | int | float):
         return None
     return WRAPPED.get(extract, "{}").format(first)
-
-
-def no_expression(must_contain: Sequence[str], forbid: Sequence[str]) -> str | None:
-    """Description of the answers, if no expression with these pieces can be made from them."""
-    if not forbid and all(piece in NEUTRAL for piece in must_contain):
-        return None
-    marks = [*(f"with {piece!r}" for piece in must_contain), *(f"without {piece!r}" for piece in forbid)]
-    return f"values, and a response is an expression {' and '.join(marks)} that is worth one"
-
-
-def expression_worth(answer: Any, pieces: Sequence[str] = ()) -> str | None:
-    """Python expression for a value; a text that is a literal stays. To a number, `pieces` (operators) are added."""
-    written = repr(answer) if answer is not None else None
-    value = answer
-    try:
-        if isinstance(answer, str):
-            value = ast.literal_eval(answer.strip())
-            written = answer
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        pass
-    if not pieces or written is None:
-        return written
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return written.strip() + "".join(NEUTRAL[piece] for piece in pieces) if is_number else None

@@ -20,9 +20,11 @@ from roll_lite.rewards.code.compare import Compare
 from roll_lite.rewards.code.languages import Extract, Language, extract_code, known_languages
 from roll_lite.rewards.code.rounds import CLOCK, LONGEST_CODE, Attempt, Rounds
 from roll_lite.rewards.code.tests import Test, tests_of
-from roll_lite.rewards.reward_type import RewardType, expression_worth, no_expression, too_slow
+from roll_lite.rewards.reward_type import RewardType, too_slow
 from roll_lite.sandbox.pool import Limits, SandboxPool
 
+NEUTRAL = {"+": "+0", "-": "-0", "*": "*1"}
+"""Suffixes that add a required operator to an expression without changing a number's value."""
 OF_THE_POOL = ("parallel", "allow_unprotected", "readable", "python_path")
 
 
@@ -161,10 +163,21 @@ class CodeReward(RewardType):
         return {"column": (self.column,)} if self.column is not None and self.mode == "tests" else {}
 
     def no_response(self) -> str | None:
-        return no_expression(self.must_contain, self.forbid) if self.mode == "expression" else "tests"
+        if self.mode == "tests":
+            return "tests"
+        if not self.forbid and all(piece in NEUTRAL for piece in self.must_contain):
+            return None
+        marks = [*(f"with {piece!r}" for piece in self.must_contain), *(f"without {piece!r}" for piece in self.forbid)]
+        return f"values, and a response is an expression {' and '.join(marks)} that is worth one"
 
     def response_for(self, answer: Any) -> str | None:
-        return expression_worth(answer, self.must_contain)
+        """Python expression for the answer; a text that is a literal stays. The operators in `must_contain` are added to a number."""
+        value = _value(answer)
+        written = None if answer is None else repr(answer) if value is answer else str(answer)
+        if written is None or not self.must_contain:
+            return written
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return written.strip() + "".join(NEUTRAL[piece] for piece in self.must_contain) if is_number else None
 
     def _backend(self) -> Backend:
         return backend_of(self.backend, *(getattr(self, name) for name in OF_THE_POOL))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Literal, Self
 
 from pydantic import field_validator, model_validator
@@ -62,7 +61,7 @@ class FormatReward(RewardType):
         return self
 
     def __call__(self, sample: RewardInput) -> Score:
-        compiled = _compiled(PRESETS[self.preset] if self.preset is not None else self.pattern or "")
+        compiled = compile_format(PRESETS[self.preset] if self.preset is not None else self.pattern or "")
         found = _found(compiled, sample.response, FORMAT_SECONDS)
         return Score(float(bool(found)), bool(found), {"verdict": TOO_LONG} if found is None else {})
 
@@ -91,8 +90,3 @@ def _found(pattern: re.Pattern[str], response: str, seconds: float) -> bool | No
         return limited(seconds, lambda: pattern.search(response)) is not None
     except TimeLimitExceeded:
         return None
-
-
-@lru_cache(maxsize=64)
-def _compiled(pattern: str) -> re.Pattern[str]:
-    return compile_format(pattern)
