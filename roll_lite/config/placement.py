@@ -97,8 +97,8 @@ def _counts(placement: PlacementConfig, group: Mapping[str, Role], is_alone: boo
 
 
 def _free(placement: PlacementConfig, taken: set[int], wanted: int, together: int) -> list[int]:
-    """Next `wanted` free devices. `together` (tensor-parallel ranks) of them are on one node if possible, else equally many on the fewest
-    nodes. Leftovers of nodes come last, then numbers beyond the last device, which are reported later."""
+    """Next `wanted` free devices. Each `together` of them (tensor-parallel ranks) are on one node if possible, else equally many on the
+    fewest nodes. Leftovers of nodes come last, then numbers beyond the last device, reported later."""
     of_node = placement.devices_per_node
     if placement.nodes is None or (placement.name == "by_role" and placement.fill == "pack"):
         return list(islice((number for number in count() if number not in taken), wanted))

@@ -49,7 +49,7 @@ NEED_INSIDE = frozenset(
 class Names:
     program: tuple[str, ...]
     modules: dict[str, str]
-    """Modules used without an import, by their name in the tests: np to numpy."""
+    """Modules used without an import, by their name in the tests: np for numpy."""
     imports: tuple[str, ...] = ()
     inside: str = ""
     """Why the test must run in the program's process, or empty."""
