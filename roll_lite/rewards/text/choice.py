@@ -82,12 +82,12 @@ def _options(column: Any, name: str) -> tuple[dict[str, str], dict[str, str]]:
             f"or a dict of the lists text and label, got {column!r:.80}"
         )
     if labels is None:
-        return {letter: str(text) for letter, text in zip(ALPHABET, texts, strict=False)}, {}
+        return dict(zip(ALPHABET, map(str, texts), strict=False)), {}
     if len(labels) != len(texts):
         raise RewardFailed(f"reward choice: column {name!r} has {len(texts)} texts and {len(labels)} labels: {column!r:.80}")
     plain = [str(label).strip().upper() for label in labels]
-    letters = plain if all(len(label) == 1 and label in ALPHABET for label in plain) else list(ALPHABET[: len(plain)])
-    return {letter: str(text) for letter, text in zip(letters, texts, strict=True)}, dict(zip(plain, letters, strict=True))
+    letters = plain if set(plain) <= set(ALPHABET) else ALPHABET[: len(plain)]
+    return dict(zip(letters, map(str, texts), strict=True)), dict(zip(plain, letters, strict=True))
 
 
 def _reference(answer: Any, options: dict[str, str], labels: dict[str, str]) -> str:
