@@ -263,7 +263,7 @@ class ScriptedEngine(InferenceStrategy):
             await self.abort(list(self._running))
 
     async def health(self) -> EngineHealth:
-        return EngineHealth(self.life.failure is None, self.life.version, len(self._running), len(self._waiting))
+        return EngineHealth(self.life.failure is None, len(self._running), len(self._waiting))
 
     async def shutdown(self) -> None:
         self.kill("shut down")

@@ -149,12 +149,12 @@ def test_a_response_over_an_update_has_a_span_for_each_version() -> None:
 
         finished, _ = await asyncio.gather(finish(scripted, request("a")), update_frozen())
         after = await finish(scripted, request("a"))
-        return [*finished, *after], await scripted.health()
+        return [*finished, *after], scripted.life.version, await scripted.health()
 
-    finished, health = run_virtual(main())
+    finished, version, health = run_virtual(main())
     assert [completion.versions for _, completion in finished] == [(VersionSpan(0, 0), VersionSpan(2, 7)), (VersionSpan(0, 7),)]
     assert finished[0][0] == 106
-    assert (health.alive, health.version, health.running, health.waiting) == (True, 7, 0, 0)
+    assert (health.alive, version, health.running, health.waiting) == (True, 7, 0, 0)
 
 
 async def test_names_and_shapes_are_checked_before_anything_is_touched() -> None:
@@ -164,7 +164,7 @@ async def test_names_and_shapes_are_checked_before_anything_is_touched() -> None
     with pytest.raises(ValueError, match=r"w \(3, 2\) instead of \(2, 3\)"):
         await scripted.begin_weight_update([tensor("w", 3, 2), tensor("b", 3)])
     await update(scripted, 1, tensor("w", 2, 3), tensor("b", 3))
-    assert (await scripted.health()).version == 1
+    assert scripted.life.version == 1
 
 
 async def test_an_update_must_be_whole_and_in_order() -> None:
@@ -182,7 +182,7 @@ async def test_an_update_must_be_whole_and_in_order() -> None:
         await scripted.receive_bucket([way(tensor("w", 1))])
     with pytest.raises(RuntimeError, match="1 tensors have not arrived, among them b"):
         await scripted.finish_weight_update(1)
-    assert (await scripted.health()).version == 0
+    assert scripted.life.version == 0
 
 
 async def test_a_configured_engine_fails_as_often_as_it_says() -> None:

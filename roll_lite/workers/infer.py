@@ -158,10 +158,9 @@ class InferWorker(AsyncWorker):
         try:
             return await work
         except Exception as error:
-            health = await self._strategy.health()
-            if health.alive:
+            if (await self._strategy.health()).alive:
                 raise
-            raise MemberLost(str(health.details.get("failure", error))) from error
+            raise MemberLost(self._strategy.life.failure or str(error)) from error
 
 
 class RemoteEngine(BatchedEngine):

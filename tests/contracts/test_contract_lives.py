@@ -111,7 +111,7 @@ async def test_two_engines_live_and_die_alone_and_a_third_takes_the_place_of_the
     third.version = first.version - 1
     try:
         await third.update(seed=31)
-        assert (await third.strategy.health()).version == first.version
+        assert third.strategy.life.version == first.version
         assert await third.strategy.weight_checksums() == held
         completion = await third.one(24)
         assert (completion.token_ids, completion.versions) == (lost.token_ids, lost.versions)
@@ -134,7 +134,7 @@ async def outlives_an_update_that_breaks_off(engine: Harness) -> None:
     with pytest.raises(TransferError, match=r"trainer rank 0 did not take part in bucket 1"):
         await engine.strategy.receive_bucket(engine.plan.routes[1:2])
     health = await engine.strategy.health()
-    assert health.alive and health.details["state"] == "half updated" and not waiting.done()
+    assert health.alive and engine.strategy.life.state == "half updated" and not waiting.done()
     with pytest.raises(RuntimeError, match="broke off half-way"):
         await engine.strategy.weight_checksums()
     engine.sender, engine.plan = None, None
@@ -184,7 +184,7 @@ async def dies_noticed(engine: Harness, victim: psutil.Process) -> None:
     assert len(completions) == 20
     assert {completion.error for completion in completions} == {"the engine's process died"}
     health = await engine.strategy.health()
-    assert not health.alive and health.running == health.waiting == 0 and "died" in health.details["failure"]
+    assert not health.alive and health.running == health.waiting == 0 and "died" in str(engine.strategy.life.failure)
     assert (await engine.one(4)).error == "the engine's process died"
     with pytest.raises(EngineDead, match="process died"):
         await engine.strategy.resume()

@@ -317,14 +317,14 @@ async def test_requests_wait_until_every_part_is_back(engine: Harness, parts: tu
     await engine.strategy.resume()  # which is not loading
     await asyncio.sleep(0.1)
     health = await engine.strategy.health()
-    assert (health.running, health.waiting, health.details["offloaded"]) == (0, 1, [first])
+    assert (health.running, health.waiting, engine.strategy.life.away) == (0, 1, {first})
     await engine.strategy.offload([second])
     await engine.strategy.load([first])
     await asyncio.sleep(0.1)
     assert not late.done()
     await engine.strategy.load()
     assert (await late).token_ids == before.token_ids
-    assert "offloaded" not in (await engine.strategy.health()).details
+    assert not engine.strategy.life.away
 
 
 async def test_a_paused_engine_is_still_paused_when_it_is_loaded(engine: Harness) -> None:

@@ -39,7 +39,7 @@ async def test_generates_what_the_new_weights_say(engine: Harness) -> None:
     sampled = await engine.one(48, temperature=0.7, seed=3)
     assert_log_probs(sampled, engine.hf_logits(sampled.token_ids) / 0.7)
     assert (await engine.one(32)).token_ids != before.token_ids
-    assert (await engine.strategy.health()).version == engine.version
+    assert engine.strategy.life.version == engine.version
 
 
 async def test_checksums_are_of_what_the_engine_holds(engine: Harness) -> None:

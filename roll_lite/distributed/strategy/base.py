@@ -11,11 +11,11 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass
 from enum import StrEnum
 from math import inf
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 
@@ -263,10 +263,8 @@ class PauseMode(StrEnum):
 @dataclass(frozen=True)
 class EngineHealth:
     alive: bool
-    version: int
     running: int
     waiting: int
-    details: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

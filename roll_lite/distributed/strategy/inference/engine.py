@@ -185,13 +185,10 @@ class EngineStrategy(InferenceStrategy):
         self.life.halted = True
 
     async def health(self) -> EngineHealth:
-        failure = self._check()
+        alive = self._check() is None
         count = sum(flight.entered and not task.done() for flight, task in self._reports.flights.items())
         running = 0 if self.life.halted else min(count, self.options.max_running_requests)
-        details: dict[str, Any] = {"state": str(self.life.state)} | ({"failure": failure} if failure else {})
-        if self.life.away:
-            details["offloaded"] = sorted(self.life.away)
-        return EngineHealth(failure is None, self.life.version, running, count - running, details)
+        return EngineHealth(alive, running, count - running)
 
     # ------------------------------------------------------------ memory
 
