@@ -58,9 +58,9 @@ class SampledPrompts:
         return self.scores[np.lexsort((self.scores, self.prompt))]
 
     def majority(self, k: int) -> np.ndarray:
-        """[P] share of a prompt's votes (k consecutive samples each) whose most frequent answer is correct; several such answers count as
-        the mean of their correctness. Samples without an answer do not vote; a vote without answers is wrong. NaN for n < k, or if the
-        reward extracts no answers."""
+        """[P] maj@k. A prompt's samples are cut into groups of k in a row, and each group elects its most frequent answer; this is the
+        share of groups that elect a correct one. At a tie a group counts as the mean correctness of the tied answers. Samples without an
+        answer are ignored; a group without any answer is wrong. NaN for n < k, or if the reward extracts no answers."""
         votes = self.samples // k
         first_vote = np.cumsum(votes) - votes
         vote = first_vote[self.prompt] + self.place // k

@@ -51,11 +51,11 @@ class PassArithmetic:
     rows: int
     """Rows of the fullest rank, if all rows are equally long."""
     most_rows: int
-    """Most rows that a rank can get: if they are so short that each other rank has one."""
+    """Maximum number of rows that a rank can get: if they are so short that each other rank has one."""
     longest: int
-    """Most tokens of a row."""
+    """Maximum number of tokens of a row."""
     budget: int
-    """Most tokens of a micro-batch of several rows; a longer row runs alone."""
+    """Maximum number of tokens of a micro-batch of several rows; a longer row runs alone."""
     row_limit: int | None = None
     token_multiple: int = 1
     count_multiple: int = 1
@@ -67,7 +67,7 @@ class PassArithmetic:
 
     @property
     def tokens(self) -> int:
-        """Most tokens of a micro-batch, padding to `token_multiple` included."""
+        """Maximum number of tokens of a micro-batch, padding to `token_multiple` included."""
         rows = min(self.most_rows, self.row_limit or self.most_rows)
         most = max(self.longest, min(self.budget, rows * self.longest))
         return ceil(most / self.token_multiple) * self.token_multiple
@@ -130,7 +130,7 @@ def max_model_len(config: RunConfig) -> int:
 
 
 def longest_sequence(config: RunConfig) -> int:
-    """Most tokens of prompt plus response in training."""
+    """Maximum number of tokens of prompt plus response in training."""
     return max(domain.sampling.max_prompt_tokens + domain.sampling.max_tokens for domain in config.domains.values())
 
 
@@ -380,8 +380,8 @@ def _passes(config: RunConfig, by_role: Mapping[str, Role], domains: Sequence[Do
 
 
 def _largest_batch(domains: Sequence[DomainArithmetic]) -> int:
-    """Most samples of a step. Over any number of steps a domain's prompts differ from its share by less than one, so in a single step by
-    less than two; not at all if its share of a step is whole."""
+    """Maximum number of samples of a step. Over any number of steps a domain's prompts differ from its share by less than one, so in a
+    single step by less than two; not at all if its share of a step is whole."""
     prompts = int(sum(one.prompts_per_step for one in domains))
     spare = {one.name: 0 if one.prompts_per_step.denominator == 1 else 2 for one in domains}
     least = {one.name: max(ceil(one.prompts_per_step) - spare[one.name], 0) for one in domains}

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Protocol
 
 KEEP_LIMIT = 1024
-"""Most log-probs that an engine reports for a token."""
+"""Maximum number of log-probs that an engine reports for a token."""
 TIE_ROOM = 8
 """Tokens reported beyond top_k, since engines keep all ties of the k-th token, common in bfloat16. More ties are missing in the mask."""
 

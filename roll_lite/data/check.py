@@ -32,8 +32,8 @@ from roll_lite.files import is_folder, read_text
 from roll_lite.models.model_files import chat_templates
 
 SCANNED_ROWS, TABLE_ROWS = 200_000, 1000
-"""Most rows checked per file: SCANNED_ROWS of JSON lines and of tags in tables, TABLE_ROWS of a table's other columns; one to two
-seconds."""
+"""Maximum number of rows checked per file: SCANNED_ROWS of JSON lines and of tags in tables, TABLE_ROWS of a table's other columns; one
+to two seconds."""
 NAMED_LINES = 5
 
 

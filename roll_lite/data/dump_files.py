@@ -188,7 +188,8 @@ def _fits_model(config: RunConfig, header: DumpHeader) -> Iterator[Problem]:
 
 
 def _behaviour(config: RunConfig, headers: Sequence[DumpHeader]) -> Iterator[Problem]:
-    """Check that this run repeats the dumped one: `current` and `recompute` assume that the step's policy is the one that sampled."""
+    """Check that settings which change the policy of later steps equal those of the dumped run. old_log_probs `current` and `recompute`
+    take this run's policy of a step for the one that sampled its dump, which holds only then."""
     algorithm = config.algorithm
     if algorithm.weighs_by_rollout:
         return

@@ -66,7 +66,7 @@ DESCRIPTION = {
 TOKENS = {"input_ids": pa.int64(), "response_mask": pa.bool_(), "rollout_log_probs": pa.float32()}
 KEPT_IDS = "kept_ids"
 LONGEST_COLUMN = 1000
-"""Most characters kept of a data column's value."""
+"""Maximum number of characters kept of a data column's value."""
 UNKNOWN = {"format_ok": False}
 """Values of training columns where the dump has null."""
 

@@ -104,7 +104,8 @@ def files_read(*given: DataFiles | None) -> set[Path]:
 
 
 class TagOwners:
-    """Domain of a row in shared files: the one that lists its tag, among those that read the file with this tag column."""
+    """Finds the domain that a row belongs to, in files that several domains read: of the domains with this file and this tag column, the
+    one that lists the row's tag."""
 
     def __init__(self, domains: Mapping[str, DomainConfig], column: str) -> None:
         tagged = {name: domain.data for name, domain in domains.items() if domain.data.tag == column}

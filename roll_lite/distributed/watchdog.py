@@ -1,7 +1,8 @@
 """Watchdog against hangs: time limits of the phases, and a thread in case the driver itself is stuck.
 
-Waits (pending.py) notice a passed limit or a lost Ray session, and can name the late rank. But a call into Ray may never return, and Ray
-ends drivers that have lost its head node. Then the thread records the run's end and ends the process.
+Normally the driver notices a passed limit or a lost Ray session while it waits for results (pending.py), and can name the late rank. In
+two cases it cannot: a call into Ray may never return, and Ray ends a driver that has lost the head node. For these the thread records
+the run's end and ends the process.
 """
 
 from __future__ import annotations

@@ -95,7 +95,8 @@ def take_turns(turns: Sequence[DeviceTurn[R]], parts: Sequence[Any]) -> list[R]:
 
 
 def _stages(turn: DeviceTurn[R], parts: Sequence[Any]) -> Generator[Pending[Any], Any, R]:
-    """Generator of a turn's calls (load, work, offload), which is sent their results."""
+    """Start a turn's calls one after another: load, work, offload. Yields each pending call, and is sent its result. Returns the work's
+    result."""
     if turn.role.offloads:
         yield turn.role.start_load(parts)
     result: R = yield turn.start()

@@ -71,7 +71,7 @@ class Journal:
         self._new_losses = 0
         """Engines lost since the last batch."""
         self._told: dict[tuple[str, str], tuple[int, str]] = {}
-        """Count and first text of messages, by place and text without numbers."""
+        """(times reported, first full text), by place and by text without its numbers: texts that differ only in numbers count as one."""
         self._picture = LivePicture(self._draw)
         self._current = 0
         self._shaped: DataProto | None = None

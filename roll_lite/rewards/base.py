@@ -54,7 +54,8 @@ class RewardFunction:
         self.is_batched = is_batched(function)
         self._type = function if isinstance(function, RewardType) else RewardType()
         self.at_once = self._type.at_once()
-        """Most samples of a list call, scored side by side within one time limit; None: any number."""
+        """Maximum number of samples in one call with a list; None: any number. They are scored side by side, so each may take the whole
+        time limit of a sample."""
         self._function = function
         self._args = dict(args)
         self._runner: asyncio.Runner | None = None

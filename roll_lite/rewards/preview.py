@@ -43,7 +43,7 @@ class Look:
     domain: str | None
     split: Split = "train"
     limit: int | None = 20
-    """Most responses; None: all."""
+    """Maximum number of responses; None: all."""
     responses: Path | None = None
     """Lines with `response` and `prompt_uid` or `prompt`, such as the samples of a run."""
     column: str | None = None

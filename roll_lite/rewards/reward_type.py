@@ -42,7 +42,7 @@ class RewardType(ArgumentSection):
         """Do the work of a first call (imports, tables) before a time limit runs; ValueError if something is missing."""
 
     def at_once(self) -> int | None:
-        """Most samples of a list scored side by side, each of which may take the whole time limit; None: any number."""
+        """Maximum number of samples of a list scored side by side, each of which may take the whole time limit; None: any number."""
         return None
 
     def describe(self) -> str:

@@ -24,7 +24,7 @@ from roll_lite.sandbox.kernel import limit_cpu
 from roll_lite.sandbox.values import FROM_PROGRAM, decode, encode
 
 LONGEST = 8 << 20
-"""Most bytes of an answer."""
+"""Maximum number of bytes of an answer."""
 CHANGING = (list, dict, set, bytearray)
 """Types of arguments that a function can change in place."""
 CONTROL = (StopIteration, StopAsyncIteration)

@@ -41,12 +41,12 @@ PACKAGES = ("site-packages", "dist-packages")
 """Installed packages, hidden from programs: a data set may be among them, with its answers."""
 SETTINGS = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime", "/etc/ssl/openssl.cnf")
 DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
-"""Devices without /dev/zero: mapped, it is memory that no process is charged for."""
+"""Devices that programs may use. /dev/zero is left out: mapped, it would be memory that no process is charged for."""
 CLAIM_S = 60.0
 REMOVED = "removed-"
 DEEPEST = 256
 DEEPEST_OPEN = 100
-"""Most folders open at once while a tree is removed."""
+"""Maximum number of folders open at once while a tree is removed."""
 BLOCK = 512
 """Bytes per unit of `st_blocks`."""
 SHARED = "/dev/shm"

@@ -66,7 +66,8 @@ class Loaded:
         return self
 
     def put_back(self) -> set[str]:
-        """Undo changes, but not of state such as sys.stdout; returns names of replaced functions and modules."""
+        """Undo what the program changed in the loaded modules, their classes and functions, except state such as sys.stdout. Returns names
+        of the functions, classes and modules that it had replaced."""
         replaced = {name for name, module in self.modules.items() if sys.modules.get(name) is not module}
         sys.modules.update(self.modules)
         for function, code, defaults, named in self._code.values():

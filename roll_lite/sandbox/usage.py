@@ -106,7 +106,7 @@ class Usage:
         return stat[STACK] == self._own_stack if stat[STACK] != b"0" else bool(int(stat[6]) & FORKED_AND_NO_MORE)
 
     def _in_sockets(self) -> int:
-        """Most bytes in socket buffers, which no process is charged for; 0 without namespaces, where other programs' would count."""
+        """Maximum of bytes in socket buffers, which no process is charged for; 0 without namespaces, where other programs' would count."""
         if not self._namespaces:
             return 0
         with open("/proc/net/sockstat", encoding="ascii") as stream:  # noqa: PTH123

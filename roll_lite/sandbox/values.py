@@ -34,9 +34,9 @@ MADE_OF = {"bytearray": bytes, "frozenset": list, "deque": list, "Counter": dict
 MADE_OF_PARTS = {"range": int, "Fraction": int, "date": int, "Decimal": str, "timedelta": int}
 """Required type of every argument: Fraction("1e99999999"), for one, would be computed when decoded."""
 LONGEST_NUMBER = 10_000
-"""Most digits of such an argument: large parts of a Fraction take long to reduce."""
+"""Maximum number of digits of such an argument: large parts of a Fraction take long to reduce."""
 SAME_HASH = 100
-"""Most items of a decoded set or dict with the same hash: each lookup would compare with all of them."""
+"""Maximum number of items of a decoded set or dict with the same hash: each lookup would compare with all of them."""
 HELD: dict[type, Callable[[Any], Any]] = {
     bool: lambda value: value,
     list: lambda value: list(list.__iter__(value)),
@@ -53,7 +53,7 @@ HELD: dict[type, Callable[[Any], Any]] = {
 }
 """Reads plain data by the base type's methods: a subclass may override them."""
 MOST_ITEMS = 100_000
-"""Most items read from an iterator, which may be endless."""
+"""Maximum number of items read from an iterator, which may be endless."""
 VIEWS: dict[str, Callable[[Any], Any]] = {
     "Iterator": iter,
     "KeysView": lambda items: dict.fromkeys(_spread(items)).keys(),

@@ -24,7 +24,7 @@ class OnSync(StrEnum):
 class Supply(Protocol):
     @property
     def max_staleness(self) -> int:
-        """Most batches between a group's admission and its training."""
+        """Maximum number of batches between a group's admission and its training."""
         ...
 
     @property
@@ -104,5 +104,5 @@ LEAST_SHARE = 4
 
 
 def least_early(prompts_per_step: int) -> int:
-    """Least groups of an early pass (rollout.stream_log_probs)."""
+    """Minimum number of groups of an early pass (rollout.stream_log_probs)."""
     return -(-prompts_per_step // LEAST_SHARE)

@@ -1,4 +1,4 @@
-"""`roll-lite simulate`: compare numbers of engines, supplies and staleness."""
+"""`roll-lite simulate`: compare how a run would do with other supplies, staleness and numbers of engines."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class EngineRates:
 @dataclass(frozen=True)
 class EngineLimits:
     slots: int
-    """Most running requests."""
+    """Maximum number of running requests."""
     cached_tokens: int | None = None
     """Size of the KV cache; None: unlimited. Requests that do not fit wait, or are put back and prefilled again."""
     reserve: float = 0.01

@@ -19,7 +19,7 @@ VERSION_COLORS = ("#3b6fb6", "#e07b39", "#3f9b62", "#b5497f", "#8a6bbf", "#c9a22
 PHASE_COLORS = {"train": "#444444", "hold": "#f0b4b4", "sync": "#d62728", "move": "#bbbbbb"}
 """Training, waiting for drained engines, weight updates, moves of engines."""
 MOST_ROWS = 96
-"""Most slots drawn one by one; above, a row is an engine, paler if fewer requests run."""
+"""Maximum number of slots drawn one by one; above, a row is an engine, paler if fewer requests run."""
 COLUMNS = 1400
 
 

@@ -69,7 +69,8 @@ class CompletionPump:
             await self._strategy.resume()
 
     async def _whole_prompt(self, request: GenerationRequest) -> GenerationRequest | None:
-        """Request with its context's tokens in the prompt. None, and the request fails, if they are lost with their process."""
+        """The request with the tokens of its earlier turns (`context`) put before its prompt. If the process that held them has died, the
+        request is answered as failed, and None is returned."""
         if request.context is None:
             return request
         try:

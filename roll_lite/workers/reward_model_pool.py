@@ -63,10 +63,8 @@ def is_gone(error: BaseException) -> bool:
 
 
 class Ranks:
-    """Ranks that start together, a member of the model's fleet: all ranks of a Megatron model, or a single one with hf.
-
-    The driver owns the processes, and Ray restarts dead ones; `start` loads the model into them.
-    """
+    """One member of a reward model's fleet: ranks that start together. With Megatron these are all ranks of the model, with hf each rank is
+    a member of its own. The driver owns the processes and Ray restarts dead ones; `start` then loads the model into them."""
 
     def __init__(self, model: str, actors: Sequence[Any], config: RewardModelConfig) -> None:
         self.name = f"reward model {model}"

@@ -51,7 +51,7 @@ class RolloutSpec:
     seed: int
     deterministic: bool
     engine_slots: int | None = None
-    """Most running requests per engine; None: unlimited."""
+    """Maximum number of running requests per engine; None: unlimited."""
     samples_folder: Path | None = None
     dumps: DumpSpec | None = None
     greedy_baseline: bool = False

@@ -50,7 +50,7 @@ class ScoringPool(ABC, Generic[M, Item, Result]):
 
     @abstractmethod
     def _most(self, member: M) -> int:
-        """Most samples in the member's next batch."""
+        """Maximum number of samples in the member's next batch."""
 
     def newly_replaced(self) -> int:
         return self._fleet.newly_replaced()

@@ -64,8 +64,8 @@ GPU_CHECKS = (_fp8_rollouts, _heads_of_vllm, _adapters_alone)
 
 
 def needs_gpus(config: RunConfig) -> Mistakes:
-    """Check, against this machine, the settings that need GPUs. On a cluster nothing is checked: its machines report at their start. Which
-    GPUs trainer and engines share, on which a transport depends, shows when they connect."""
+    """Check that this machine has what settings for GPUs need. On a cluster nothing is checked here: its machines report when they start.
+    Whether a transport suits the GPUs that trainer and engines share is known only when they connect."""
     if layout.is_elsewhere(config):
         return
     there, none, transport = layout.gpus_visible(), "none are visible here", config.weight_sync.transport

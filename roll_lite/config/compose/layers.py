@@ -135,7 +135,8 @@ def searched(folder: FilePath) -> str:
 
 
 def suggestion(name: str, folder: FilePath) -> str:
-    """Suggest close names of both folders; else list the user's, or the shipped if there are none."""
+    """Suggest names close to `name`, of the user's `folder` and of the shipped files. If none is close, list the user's; if there are none,
+    the shipped ones."""
     own, shipped = ([path.stem for path in one.glob("*.yaml")] for one in (folder, CONFIGS))
     return did_you_mean(name, [*own, *shipped] if close_names(name, [*own, *shipped]) or not own else own)
 

@@ -14,7 +14,7 @@ from roll_lite.config.problems import NO_VALUE, Path, Problem, dotted, show, spa
 from roll_lite.files import first_line
 
 MOST_VALUES = 100_000
-"""Most values in a text, aliases expanded."""
+"""Maximum number of values in a text, aliases expanded."""
 
 
 class _Loader(yaml.SafeLoader):

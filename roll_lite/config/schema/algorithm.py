@@ -153,7 +153,7 @@ class PtxConfig(Section):
     samples: PositiveInt
     """Rows per optimizer step, packed into micro-batches with the policy's."""
     max_tokens: Annotated[int, Field(ge=2)] = 4096
-    """Most tokens of prompt and answer; longer rows are cut at the end."""
+    """Maximum number of tokens of prompt and answer; longer rows are cut at the end."""
 
     @property
     def as_domain(self) -> DomainConfig:

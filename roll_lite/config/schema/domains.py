@@ -234,7 +234,7 @@ class GroupFilterConfig(Section):
     below: float | None = None
     """Only groups below this measure train; absent: 1 for accuracy, no bound for mean and std."""
     tries: PositiveInt = 10
-    """Most prompts tried per place in the batch, averaged over a domain's batch."""
+    """Maximum number of prompts tried per place in the batch, averaged over a domain's batch."""
     when_short: Literal["fail", "continue"] = "fail"
     """When `tries` are used up, fail: end the run; continue: train on the groups that passed."""
 

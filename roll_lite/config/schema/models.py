@@ -166,9 +166,9 @@ class EngineStrategyConfig(Section):
     max_model_len: PositiveInt | None = None
     """Longest prompt plus response in tokens; absent: by the domains."""
     max_running_requests: PositiveInt = 256
-    """Most requests that an engine decodes at a time."""
+    """Maximum number of requests that an engine decodes at a time."""
     max_batched_tokens: PositiveInt = 8192
-    """Most tokens in a forward pass. vLLM on a CPU needs at least max_model_len, and raises it with a message."""
+    """Maximum number of tokens in a forward pass. vLLM on a CPU needs at least max_model_len, and raises it with a message."""
     kv_cache_mb: PositiveInt | None = None
     """KV cache in MB; absent: by gpu_memory_utilization on GPUs, 256 on a CPU."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
@@ -230,9 +230,9 @@ class ForwardRoleConfig(Section):
     strategy: TrainStrategyConfig = Field(default_factory=MegatronStrategyConfig)
     """Parallel layout."""
     micro_batch_tokens: PositiveInt = 16384
-    """Most tokens in a rank's forward pass. Samples are packed, not padded; a longer one runs alone."""
+    """Maximum number of tokens in a rank's forward pass. Samples are packed, not padded; a longer one runs alone."""
     micro_batch_size: PositiveInt | None = None
-    """Most samples in a rank's forward pass; absent: unlimited."""
+    """Maximum number of samples in a rank's forward pass; absent: unlimited."""
     offload: bool = False
     """Free this role's memory while it is idle."""
     threads: PositiveInt = 1
@@ -247,13 +247,13 @@ class TrainRoleConfig(ForwardRoleConfig):
     equally; its mean over a mini-batch is added per layer. The default 0 ignores config.json's router_aux_loss_coef, which would pull
     the policy away from the rewards."""
     train_micro_batch_tokens: PositiveInt | None = None
-    """Most tokens in a rank's forward and backward pass; absent: micro_batch_tokens."""
+    """Maximum number of tokens in a rank's forward and backward pass; absent: micro_batch_tokens."""
     train_micro_batch_size: PositiveInt | None = None
-    """Most samples in a rank's forward and backward pass; absent: micro_batch_size."""
+    """Maximum number of samples in a rank's forward and backward pass; absent: micro_batch_size."""
 
     @property
     def in_training(self) -> tuple[int, int | None]:
-        """Most tokens and samples of a forward and backward pass."""
+        """Maximum number of tokens and samples of a forward and backward pass."""
         return self.train_micro_batch_tokens or self.micro_batch_tokens, self.train_micro_batch_size or self.micro_batch_size
 
 
@@ -342,9 +342,9 @@ class RewardModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Precision: float32 on CPUs, bfloat16 on GPUs."""
     micro_batch_tokens: PositiveInt = 16384
-    """Most tokens in a rank's forward pass; hf pads to the longest, and padding counts. A longer sample runs alone."""
+    """Maximum number of tokens in a rank's forward pass; hf pads to the longest, and padding counts. A longer sample runs alone."""
     micro_batch_size: PositiveInt = 8
-    """Most samples in a rank's forward pass, and per call to a copy."""
+    """Maximum number of samples in a rank's forward pass, and per call to a copy."""
     max_length: PositiveInt | None = None
     """Longest text in tokens; absent: max_position_embeddings. A longer one fails, it is never cut."""
     offload: bool = False

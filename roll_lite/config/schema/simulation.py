@@ -19,7 +19,7 @@ class SimulatedEngineConfig(Section):
     request_us: NonNegativeFloat = 25.0
     """Further time per running request, in µs."""
     cached_token_ns: NonNegativeFloat = 17.0
-    """Further time per token in the KV cache, which every pass reads, in ns."""
+    """Time added to a pass for each token in the KV cache, in ns: every pass reads the whole cache."""
     prefill_tokens_per_s: PositiveFloat | None = 40_000.0
     """Prompt tokens per second; decoding stops meanwhile. null: prompts take no time."""
     cached_tokens: PositiveInt | None = 800_000

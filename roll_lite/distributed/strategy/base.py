@@ -289,7 +289,7 @@ class EngineSpec:
     silence_s: float | None = None
     """Seconds that a process may stay stopped; None: no limit."""
     step_s: float | Literal["auto"] | None = None
-    """Least limit for one engine step in seconds; None: no limit."""
+    """Minimum limit for one engine step in seconds; None: no limit."""
     columns: tuple[str, ...] = ()
     """Further columns of token blocks, of workers/token_blocks.EXTRA_COLUMNS."""
     node: EngineNode | None = None

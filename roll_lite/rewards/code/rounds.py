@@ -20,7 +20,7 @@ COMPILE = Limits(cpu_s=20.0, wall_s=60.0, memory_mb=2048, output_kb=16 * 1024, f
 CLOCK = 3.0
 """Ratio of wall-clock to CPU limit, since other processes compute as well."""
 MOST_CALLS = 20
-"""Most calls that share one run of the program."""
+"""Maximum number of calls that share one run of the program."""
 SHOWN = 160
 LONGEST_CODE = 4000
 

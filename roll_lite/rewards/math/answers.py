@@ -40,11 +40,11 @@ DENIED = re.compile(
     re.IGNORECASE,
 )
 CHANGES = re.compile(
-    r"\s*(?:\(\s*\\?p?mod\b|(?:over|plus|minus|times|divided|out\s+of|thirds?|fifths?|squared|cubed|factorial|to\s+the\b[^.]*\bpower|and\s+an?\s+half"
+    r"\s*(?:[百千万亿]|\(\s*\\?p?mod\b|(?:over|plus|minus|times|divided|out\s+of|thirds?|fifths?|squared|cubed|factorial|to\s+the\b[^.]*\bpower|and\s+an?\s+half"
     r"|(?:in|for|per|each|every)\s+(?:every\s+)?\d+\W*\Z|(?:less|more|fewer|greater|smaller|higher|lower)\s+than\s+(?=[$\\(\d+-]|[b-hj-z]\b))\b)[^\n.]*",
     re.IGNORECASE,
 )
-"""Words behind a number that make another one of it: 5 less than 12, and not 5 less."""
+"""Words behind a number that make another one of it: 5 less than 12, and not 5 less; 3万, which is 30,000."""
 UNIT_WORD = re.compile(r"\s*(/|[A-Za-z]+|\$|€|£|°)(?:\^\d)?")
 
 

@@ -42,7 +42,8 @@ BEFORE = re.compile(
 )
 """Text before the answer in columns with whole solutions."""
 PARTS = re.compile(r"(?:\A|\s)\(?[a1i]\)\s*\S.*[\s,;]\(?(?:b|2|ii)\)\s*\S|\A\s*\(?[a-z]\)[\s\\]+\$?\d", re.DOTALL | re.IGNORECASE)
-"""The answers of (a) and (b), or (B) 12, which would be read as a product."""
+"""Matches reference answers to refuse: answers of several parts, (a) ... (b) ..., or one behind a label, as in (B) 12, which would be read
+as the product B * 12."""
 SHORT_WORDS = re.compile(r"(?:\A|\s)(?:it|is|to|of|at|by|we|[ap]m|ft)(?=\s|\Z)", re.IGNORECASE)
 """Words that would be read as letters of a product: 3 to 5, 2:30 pm."""
 AROUND, PROSE, MOST_WORDS = re.compile(r"\\[,;:!()\[\] ]|[$*`\"“”~]"), re.compile(r"[A-Za-z][A-Za-z'’.,\s-]*"), 8

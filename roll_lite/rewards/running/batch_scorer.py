@@ -24,7 +24,7 @@ WAIT_SECONDS = 0.1
 LINGER_SECONDS = 0.005
 """Wait for further results after the first; a call of the scorer costs about as much."""
 LEAST_SECONDS = 0.01
-"""Least time of a part if earlier ones have used up the limit."""
+"""Minimum time of a part if earlier ones have used up the limit."""
 BUSY = 3
 """Multiple of its time limit after which a process is killed from outside. Limits of CPU time, which take longer on a busy machine, must
 end first."""
@@ -87,8 +87,8 @@ class BatchScorer:
         return cls(reward, config.timeout_s, format_check(config, path)), reward
 
     def __call__(self, items: Mapping[int, RewardInput], slice_s: float) -> Scored:
-        """Score `items`, numbered by the caller. Those not begun within `slice_s` get no result; those in flight are left to the next call,
-        with or without items."""
+        """Score `items`, by numbers of the caller's. Items not begun within `slice_s` come back without a result. Async items still in
+        flight are missing; a later call returns them, and may have no new items."""
         started = time.monotonic()
         entries = [_Entry(number, item) for number, item in items.items()]
         scored = Scored(dict.fromkeys(items))

@@ -277,10 +277,9 @@ class EngineStrategy(InferenceStrategy):
         return largest(answers)
 
     async def weight_checksums(self, names: Collection[str] | None = None) -> dict[str, str]:
-        r"""Checksums of the tensors that updates bring, as the workers compute with them (see `held_weights`, `adapters`).
-
-        Taken in the dtype of the last update (before the first, the engine's): if the engine keeps fewer bits than it was sent, the
-        checksums differ."""
+        """Checksums of the tensors that weight updates replace, read from the weights that the workers use (see `held_weights`,
+        `adapters`). Each tensor is first converted to the dtype in which the last update sent it (before any: the engine's dtype), so that
+        an engine which keeps fewer bits than it was sent shows another checksum than the sender."""
         async with self._turn(EngineEvent.READ_WEIGHTS):
             shapes = {name: list(shape) for name, shape in self._shapes.items()}
             asked = None if names is None else sorted(names)

@@ -27,7 +27,8 @@ LATE = 0.5
 """Share of the limit after which to look for compilers; while one runs, the time does not count. Compilation inside the engine's process is
 not seen, but shorter."""
 SLOWER = 4.0
-"""Least limit, as a multiple of the longest step since the first response."""
+"""The limit is never below this many times the longest step seen; steps before the end of the first response no longer count once it has
+ended."""
 FIRST_STEPS = 40.0
 """Factor of the limit until the first response has ended, since kernels are compiled in those steps."""
 

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from roll_lite.distributed.strategy.megatron.vocabulary import DROPPED, HeadGradients, SoftmaxSums, Vocabulary
 
 KEPT_LOGITS = 1 << 24
-"""Most logits kept for the backward pass (64 MiB in float32); more are computed again."""
+"""Maximum number of logits kept for the backward pass (64 MiB in float32); more are computed again."""
 
 
 def log_probs_and_entropy(

@@ -269,9 +269,8 @@ class MegatronStrategy(TrainStrategy):
 
 
 class WeightAverage:
-    """Exponential moving average of the weights that a rank exports (so that each has one owner), on the host in float32: in bfloat16 a
-    slow average would never move.
-    """
+    """Exponential moving average of the weights that this rank exports, on the host in float32: in bfloat16 the small steps of a slow
+    average would round to nothing. Only ranks that hold the first copy of a weight export it, so no average is kept twice."""
 
     def __init__(self, bindings: Sequence[Binding], decay: float) -> None:
         self._decay = decay

@@ -47,11 +47,9 @@ def generate_input(
 
 
 def _choice(request: GenerationRequest, vocabulary: int) -> dict[str, Any]:
-    r"""Sampling parameters. Greedy decoding is top_k 1, and only that.
-
-    A top_k of 1 under a temperature becomes a min_p of 1, which keeps the likeliest token as well but reports its log-prob as 0, not
-    that of the whole distribution (see the sampler). To report the kept tokens, a top_k is required.
-    """
+    """Sampling parameters for SGLang, where top_k 1 means greedy decoding and nothing else does. A request with top_k 1 and a temperature
+    is sent as min_p 1, which also keeps only the likeliest token, but reports its log-prob as 0 instead of that of the whole distribution
+    (see the sampler). SGLang reports kept tokens only with a top_k: a request that wants them without one gets the vocabulary's size."""
     sampling = request.sampling
     if sampling.temperature == 0:
         return {"temperature": 1.0, "top_k": 1}

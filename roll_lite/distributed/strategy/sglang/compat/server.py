@@ -227,7 +227,8 @@ class EngineServer:
             self._start(self._generate(running))
 
     async def _drain(self, abort: bool) -> None:
-        """End running requests; hold those that arrive meanwhile."""
+        """Wait until the requests running now have ended: aborted if `abort`, else by themselves (a paused scheduler goes on for that).
+        Requests that arrive meanwhile are held."""
         self._held = []
         if self._paused and not abort:
             await self._continue_scheduler()
