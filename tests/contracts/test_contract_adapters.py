@@ -102,7 +102,7 @@ async def test_an_update_that_breaks_off_half_way_changes_nothing(engine: Harnes
     await assert_serves(engine)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.nightly), 2])
 async def test_an_engine_follows_a_trainer(make: Make, workers: int, ranks: RankPool, tmp_path: Path) -> None:
     engine = await Harness.start(tmp_path / "model", "qwen3", make=make, shape=WIDE, lora=ALL, tensor_parallel=workers)
     try:
