@@ -3,7 +3,7 @@
 Tokens are written by the workers beside the engines and read by training ranks; service and driver see numbers, texts and references, so
 that their cost does not depend on a response's length. Scripted engines answer at once, with a text of the same length for every
 response; everything between them and the ranks is the real thing: Ray, router, reward workers, sample dumps, shards for two ranks.
-`ratio` is 300 microseconds of the service's CPU per sample, the aim, over the worst case's. `with_dumps_us` is the worst case's with
+`ratio` is 200 microseconds of the service's CPU per sample, the aim, over the worst case's. `with_dumps_us` is the worst case's with
 `rollout.dump: true`, whose thread works beside the training, `dump_bytes` what a sample then leaves on the disk (scripted engines say the
 same all the time, so that bench/dumps.py has the truer size).
 
@@ -27,7 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))  # support_scripted; ray_session hands the path on to its workers
 TINY = ROOT / "examples" / "models" / "tiny"
-AIM_US = 300
+AIM_US = 200
 GROUP, ENGINES, RUNNING, RANKS = 8, 2, 256, 2
 COLUMNS = ("input_ids", "response_mask", "rollout_log_probs", "reward")
 
