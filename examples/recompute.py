@@ -82,6 +82,9 @@ class Run:
         return (self.config["steps"] - warmup) * self.algorithm["ppo_epochs"] * self.algorithm["mini_batches"]
 
 
+LOSSES = ("ppo", "gspo", "cispo", "topr", "policy_gradient", "raft")
+
+
 def without_formula(config: dict[str, Any]) -> Iterator[str]:
     """What of the configuration this script cannot compute."""
     algorithm, model = (config.get(name) or {} for name in ("algorithm", "model"))
@@ -89,6 +92,12 @@ def without_formula(config: dict[str, Any]) -> Iterator[str]:
         yield f"computed in {model['dtype']} (model.dtype): beside its rounding no difference would say anything"
     if algorithm.get("routing_replay", "none") != "none":
         yield f"replayed expert choices (algorithm.routing_replay: {algorithm['routing_replay']}), for which there is no formula here"
+    if (loss := (algorithm.get("policy_loss") or {}).get("name", "ppo")) not in LOSSES:
+        yield f"another policy loss than {', '.join(LOSSES)} (algorithm.policy_loss.name: {loss})"
+    for name in ("kl_in_reward", "kl_in_loss"):
+        kl = algorithm.get(name) or {}
+        if kl.get("coef", 0) > 0 and kl["estimator"] == "full":
+            yield f"KL over the whole vocabulary (algorithm.{name}.estimator: full), for which there is no formula here"
 
 
 def sampled_by_the_policy_of_the_step(config: dict[str, Any]) -> bool:
@@ -377,9 +386,8 @@ def policy_loss(
         return -torch.where(advantages > 0, of_row.clamp(*settings["positive"]), of_row.clamp(*settings["negative"])) * advantages * new
     if name == "policy_gradient":
         return -advantages * new
-    if name == "raft":
-        return -new * (advantages > 0)
-    raise NotRecomputable(f"algorithm.policy_loss.name: {name} has no formula here")
+    assert name == "raft", name
+    return -new * (advantages > 0)
 
 
 def correction(settings: dict[str, Any], trained: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -460,8 +468,6 @@ def kl_paid(run: Run, step: Step, row: Row) -> torch.Tensor:
     coef, estimator = step.facts["kl_coefs"]["kl_in_reward"], run.algorithm["kl_in_reward"]["estimator"]
     if coef == 0:
         return torch.zeros(len(row.mask), dtype=F64)
-    if estimator == "full":
-        raise NotRecomputable("algorithm.kl_in_reward.estimator: full has no formula here")
     old = row["rollout_log_probs" if run.algorithm["old_log_probs"] == "rollout" else "old_log_probs"]
     return coef * kl_value(old - row["ref_log_probs"], estimator) * row.mask
 
@@ -582,8 +588,6 @@ class Recomputation:
         if (critic := self.run.config["critic"]) is not None:
             self.critic = ValueModel(self.run.start_folder("critic"), critic["init"])
             self.critic_adam = Adam(self.critic, critic["optimizer"], self.run.total_updates("critic"))
-        if self.run.algorithm["kl_in_loss"]["coef"] > 0 and self.run.algorithm["kl_in_loss"]["estimator"] == "full":
-            raise NotRecomputable("algorithm.kl_in_loss.estimator: full has no formula here")
 
     def compare(self, what: str, ours: torch.Tensor | float, theirs: torch.Tensor | float, where: str) -> None:
         self.differences.setdefault(what, Difference()).see(ours, theirs, where)

@@ -373,6 +373,9 @@ def test_what_is_known_of_an_incomplete_configuration_is_shown(
     assert "megatron: TP 2 x DP 4" in said and "samples per step              1024" in said and "weights + KV cache" in said
     assert "actor_train, actor_infer have 8 + 8 devices and no GPUs are visible here" in said
     assert said.count("has to be given") == 3 == said.count("  - ")
+    float32 = ["model.dtype=float32", "actor_infer.strategy.quantization=none"]
+    assert main(["check", "-cn", name, *float32]) == 2
+    assert "have 8 + 8 devices and no GPUs are visible here" in capsys.readouterr().err, "more than the cores of a laptop"
     assert main(["check", "-cn", name, "algorithm.mini_batches=3"]) == 2
     assert "has to be given" in (said := capsys.readouterr().err) and "megatron: TP 2" not in said, "other mistakes come first"
 

@@ -80,6 +80,14 @@ def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal
     return RLVRPipeline(config, models, source, journal, Checkpoints(config, folder), batch_files, supervised_rows(config))
 
 
+def trained_embeddings(config: RunConfig) -> dict[str, Path]:
+    """Models whose embeddings are trained, by the setting that names them. Adapters alone train none."""
+    found = {"model.path": config.model.path} if config.actor_train.lora is None else {}
+    if (critic := config.critic) is not None:
+        found |= {"model.path": config.model.path} if critic.path is None else {"critic.path": critic.path}
+    return found if trains(config) else {}
+
+
 def supervised_rows(config: RunConfig) -> SupervisedRows | None:
     ptx = config.algorithm.ptx
     if ptx is None or not trains(config):
@@ -204,7 +212,7 @@ class Starter:
             steps=config.steps,
             engines_rest=config.actor_infer.offload,
             engine_silence_s=config.limits.engine_silence or None,
-            trains_embeddings=trains(config) and config.actor_train.lora is None,
+            trained_embeddings=trained_embeddings(config),
             columns=extra_token_columns(config),
         )
         return start_cluster(self.spec("rollouts", [beside_driver()]), RolloutWorker, service)

@@ -62,8 +62,8 @@ class RolloutSpec:
     engines_rest: bool = False
     engine_silence_s: float | None = None
     """Time in which an engine's process must answer; None: unlimited."""
-    trains_embeddings: bool = False
-    """Updates change the embeddings of tokens in prompts."""
+    trained_embeddings: dict[str, Path] = field(default_factory=dict)
+    """Models whose embeddings of tokens in prompts are trained, by the setting that names them."""
     columns: tuple[str, ...] = ()
     """Extra columns of token blocks, as in EngineSpec."""
 
@@ -183,8 +183,8 @@ class RolloutWorker(AsyncWorker):
 
     def _load_domain(self, name: str, config: DomainConfig, tokenizer: Any) -> Domain:
         prompts = self._load_prompts(name, config, "train", tokenizer)
-        if self._spec.trains_embeddings:
-            self._data_notes += zero_embeddings(name, prompts, self._spec.model.path, tokenizer)
+        for setting, path in self._spec.trained_embeddings.items():
+            self._data_notes += zero_embeddings(name, prompts, setting, path, tokenizer)
         files, seed = config.data.train, self._spec.seed
         shares = list(files.values()) if isinstance(files, dict) else []
         return Domain(
@@ -314,7 +314,7 @@ def sampling_of(config: SamplingConfig, keep_mask: bool = False) -> Sampling:
     )
 
 
-def zero_embeddings(domain: str, prompts: PromptSet, model: Path, tokenizer: Tokenizer) -> list[str]:
+def zero_embeddings(domain: str, prompts: PromptSet, setting: str, model: Path, tokenizer: Tokenizer) -> list[str]:
     """Warn of tokens in the prompts whose embeddings are zero: a norm multiplies their gradient by up to a thousand."""
     try:
         embedding = stored_tensors(model).get(EMBEDDING)
@@ -325,7 +325,7 @@ def zero_embeddings(domain: str, prompts: PromptSet, model: Path, tokenizer: Tok
     shown = ", ".join(f"{token} ({tokenizer.decode([token])!r})" for token in zero[:ZERO_ROWS_SHOWN])
     more = f" and {len(zero) - ZERO_ROWS_SHOWN} more" if len(zero) > ZERO_ROWS_SHOWN else ""
     return [
-        f"warning: model.path: {model}: the embeddings of tokens {shown}{more} are all zeros, and prompts of domain {domain} contain them. "
+        f"warning: {setting}: {model}: the embeddings of tokens {shown}{more} are all zeros, and prompts of domain {domain} contain them. "
         "Their first gradient can be hundreds of times that of all other weights, and clipping then wastes the step. Give these rows small "
         "random values, or use a template without these tokens"
     ]

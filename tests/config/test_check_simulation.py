@@ -16,12 +16,14 @@ def problems(*overrides: str) -> str:
 
 
 def test_domains_of_the_simulation_are_domains_of_the_run() -> None:
-    assert "simulation.domains.ad: no such domain; did you mean 'add'?" in problems("simulation.domains.ad.median=5")
+    told = problems("simulation.domains.ad.median=5", "~simulation.domains.add")
+    assert "simulation.domains.ad: no such domain; did you mean 'add'?" in told
 
 
 def test_a_run_reads_no_domains_of_the_simulation() -> None:
     config = load_config("tiny_grpo", CONFIGS, ["~domains.make"])
     assert "make" in config.simulation.domains and "make" not in config.domains
+    assert load_config("tiny_grpo", CONFIGS, ["~domains.make"], further=[simulated_domains]) == config, "nor does a simulation"
 
 
 @pytest.mark.parametrize(("settings", "expected"), cases("config/distributions"))

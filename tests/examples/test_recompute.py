@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,6 +19,11 @@ import torch
 import yaml
 from support_models import make_tiny_model
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from roll_lite.config.checks.notes import RECOMPUTED_LOSSES, without_formula
+from roll_lite.config.loading import load_config
+from roll_lite.config.schema.losses import PolicyLossConfig
+from roll_lite.pipeline.batch_files import batches_are_written
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["rollout.prompts_per_step=6", "rollout.samples_per_prompt=4", "validation.enabled=false"]
@@ -158,6 +163,26 @@ def test_log_probs_of_another_policy_or_precision_are_not_compared(monkeypatch: 
     for supply, dtype, mode, compared in (*settings, ("sync", "bfloat16", "full", False), ("sync", None, "train_only", False)):
         config = {"mode": mode, "rollout": {"supply": supply}, "actor_infer": {"dtype": dtype}, "model": {"dtype": "float32"}}
         assert script.sampled_by_the_policy_of_the_step(config) is compared, config
+
+
+def test_the_check_knows_what_the_script_has_formulas_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    script: Any = importlib.import_module("recompute")
+    assert script.LOSSES == RECOMPUTED_LOSSES
+    numbers, mask = torch.zeros(1, 3, dtype=torch.float64), torch.ones(1, 3, dtype=torch.float64)
+    losses = {one.model_fields["name"].default: one for one in get_args(get_args(PolicyLossConfig)[0])}
+    assert set(script.LOSSES) < set(losses)
+    for name in script.LOSSES:
+        assert script.policy_loss(losses[name]().model_dump(), numbers, numbers, numbers + 1, mask).shape == (1, 3)
+    for settings, told in (
+        ("algorithm.policy_loss={name: gmpo}", "algorithm.policy_loss.name: gmpo"),
+        ("algorithm.kl_in_reward={coef: 0.1, estimator: full}", "algorithm.kl_in_reward.estimator: full"),
+        ("algorithm.kl_in_loss={coef: 0.1, estimator: full}", "algorithm.kl_in_loss.estimator: full"),
+    ):
+        overrides = [settings, "algorithm.old_log_probs=recompute", *(["reference={}"] if "kl_" in settings else [])]
+        config = load_config("tiny_grpo", ROOT / "examples/configs", overrides, files=False)
+        assert without_formula(config) == [told] and not batches_are_written(config)
+        assert [what for what in script.without_formula(config.model_dump(mode="json")) if told in what]
 
 
 def test_what_cannot_be_recomputed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

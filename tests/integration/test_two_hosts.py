@@ -43,8 +43,9 @@ def files_below(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_checkpoint_that_ranks_would_write_to_another_disk_is_refused_at_the_start(hosts: TwoHosts) -> None:
-    code, output, folder = run(hosts, hosts.apart / "runs", ON_BOTH, "checkpoint.every=1")
+@pytest.mark.parametrize("trainer", [ON_BOTH, ON_THE_OTHER])
+def test_a_checkpoint_that_ranks_would_write_to_another_disk_is_refused_at_the_start(hosts: TwoHosts, trainer: str) -> None:
+    code, output, folder = run(hosts, hosts.apart / "runs", trainer, "checkpoint.every=1")
     assert code == 1
     here, there = hosts.addresses
     assert f"run_dir: {folder} is not one folder on all nodes: on {there}, where actor_train runs, it is not there." in output

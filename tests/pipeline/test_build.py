@@ -11,7 +11,7 @@ import pytest
 from roll_lite.config.loading import load_config
 from roll_lite.config.schema.models import OptimizerConfig
 from roll_lite.pipeline import build
-from roll_lite.pipeline.build import QUIET, Starter
+from roll_lite.pipeline.build import QUIET, Starter, trained_embeddings
 from roll_lite.workers.model import ModelRole
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,3 +46,19 @@ def test_the_critics_optimizer_and_its_number_of_updates_are_its_own(monkeypatch
     assert reference.optimizer is None
     assert actor.optimizer == config.actor_train.optimizer and actor.total_updates == 8
     assert critic.optimizer == OptimizerConfig() and critic.total_updates == 12
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ([], {"model.path"}),
+        (["critic.path=examples/models/tiny"], {"model.path", "critic.path"}),
+        (["critic.path=examples/models/tiny", "actor_train.lora={}"], {"critic.path"}),
+        (["actor_train.lora={}"], {"model.path"}),
+        (["mode=rollout_only"], set()),
+    ],
+)
+def test_embeddings_are_trained_by_whole_models(settings: list[str], expected: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    config = load_config("tiny_ppo", ROOT / "examples/configs", settings, files=False)
+    assert set(trained_embeddings(config)) == expected

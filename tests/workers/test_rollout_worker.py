@@ -92,11 +92,12 @@ def test_zero_embeddings_of_tokens_in_prompts_are_told(tmp_path: Path) -> None:
     prompts.add("5", [5, 0, 9])
     prompts.add("6", [6])
     tokenizer = load_tokenizer(path)
-    assert zero_embeddings("math", prompts, path, tokenizer) == []
+    assert zero_embeddings("math", prompts, "critic.path", path, tokenizer) == []
     weights = load_file(path / "model.safetensors")
     weights["model.embed_tokens.weight"][[0, 3]] = 0.0
     save_file(weights, path / "model.safetensors")
-    (told,) = zero_embeddings("math", prompts, path, tokenizer)
+    (told,) = zero_embeddings("math", prompts, "critic.path", path, tokenizer)
+    assert told.startswith(f"warning: critic.path: {path}: ")
     assert f"the embeddings of tokens 0 ({tokenizer.decode([0])!r}) are all zeros, and prompts of domain math contain them" in told
 
 

@@ -30,7 +30,7 @@ from roll_lite.config.checks.lora import LORA_CHECKS, LORA_FILE_CHECKS
 from roll_lite.config.checks.rollout import ROLLOUT_CHECKS
 from roll_lite.config.checks.scoring_models import JUDGE_CHECKS, NAME, REWARD_MODEL_CHECKS
 from roll_lite.config.checks.secrets import addresses_without_secrets
-from roll_lite.config.problems import Mistake, Problem, did_you_mean
+from roll_lite.config.problems import Mistake, Problem, close_names, did_you_mean
 from roll_lite.config.schema.base import Mistakes, readable
 from roll_lite.config.schema.domains import DomainConfig
 from roll_lite.config.schema.models import ForwardRoleConfig, InferRoleConfig, OptimizerConfig
@@ -224,7 +224,7 @@ def _decay(path: str, optimizer: OptimizerConfig, total: int) -> Mistakes:
 
 
 def simulated_domains(config: RunConfig) -> Mistakes:
-    """Check that the domains of `simulation` exist, for `roll-lite simulate`."""
-    for name in config.simulation.domains:
-        if name not in config.domains:
+    """Check the names of `simulation.domains`, for `roll-lite simulate`. Of a domain that the run has dropped nothing is read."""
+    for name in config.simulation.domains.keys() - config.domains.keys():
+        if close_names(name, config.domains.keys() - config.simulation.domains.keys()):
             yield f"simulation.domains.{name}", f"no such domain; {did_you_mean(name, config.domains)}"

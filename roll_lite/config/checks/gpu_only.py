@@ -3,6 +3,7 @@ may be for another machine."""
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 
 from roll_lite.config.arithmetic import adapters_of_engines, device_numbers, generates, infer_dtype, replays_engines, roles, trains
@@ -85,11 +86,18 @@ def needs_gpus(config: RunConfig) -> Mistakes:
         yield "algorithm.routing_replay", message
 
 
+SMALL_RUN = 8
+"""Processes that any machine may be meant to start on its cores."""
+
+
 def gpu_notes(config: RunConfig) -> list[str]:
-    """Note that a bfloat16 model would run on CPU slots, without visible GPUs."""
-    if layout.gpus_visible() or layout.is_elsewhere(config) or config.model.dtype != "bfloat16":
+    """Note that a run meant for GPUs would start on CPU slots: no GPU is visible, and the model is in bfloat16 or has more devices than
+    this machine has cores."""
+    if layout.gpus_visible() or layout.is_elsewhere(config):
         return []
     counts = {name: len(device_numbers(role.devices)) for name, role in roles(config).items()}
+    if config.model.dtype != "bfloat16" and sum(counts.values()) <= max(SMALL_RUN, os.cpu_count() or 1):
+        return []
     processes = " + ".join(map(str, counts.values()))
     what = f"{', '.join(counts)} have {processes} devices and no GPUs are visible here: a run would start them on CPU slots"
     return [f"{what}; name the cluster (ray.address, or placement.nodes for one that is not there yet)"]

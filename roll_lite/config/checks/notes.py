@@ -25,13 +25,22 @@ def mode_notes(config: RunConfig) -> list[str]:
     return []
 
 
+RECOMPUTED_LOSSES = ("ppo", "gspo", "cispo", "topr", "policy_gradient", "raft")
+"""Policy losses that examples/recompute.py has formulas for."""
+
+
 def without_formula(config: RunConfig) -> list[str]:
     """Settings of this run whose training examples/recompute.py cannot recompute."""
-    lora = config.actor_train.lora
+    lora, algorithm = config.actor_train.lora, config.algorithm
     feeds_forward = lora is not None and not set(FEED_FORWARD).isdisjoint(lora.targets)
     found = {
         f"model.dtype: {config.model.dtype}": config.model.dtype != "float32",
-        f"algorithm.routing_replay: {config.algorithm.routing_replay}": config.algorithm.routing_replay != "none",
+        f"algorithm.routing_replay: {algorithm.routing_replay}": algorithm.routing_replay != "none",
+        f"algorithm.policy_loss.name: {algorithm.policy_loss.name}": algorithm.policy_loss.name not in RECOMPUTED_LOSSES,
+        **{
+            f"algorithm.{name}.estimator: full": kl.coef > 0 and kl.estimator == "full"
+            for name, kl in (("kl_in_reward", algorithm.kl_in_reward), ("kl_in_loss", algorithm.kl_in_loss))
+        },
         "actor_train.lora.targets: adapters of experts": feeds_forward and bool(read_model_shape(config.model.path).experts),
     }
     return [setting for setting, is_missing in found.items() if is_missing]
