@@ -36,9 +36,9 @@ main("harness.zip")
 
 
 class RemoteBackend(HttpSettings):
-    """`backend: {kind: sandbox_fusion, url: http://host:port/run_code}`."""
+    """`backend: {name: sandbox_fusion, url: http://host:port/run_code}`."""
 
-    kind: Literal["sandbox_fusion"] = "sandbox_fusion"
+    name: Literal["sandbox_fusion"] = "sandbox_fusion"
     """The service's protocol."""
     url: Addresses
     """Address, or several: the least busy is asked."""

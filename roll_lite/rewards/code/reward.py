@@ -96,7 +96,7 @@ class CodeReward(RewardType):
     python_path: tuple[str, ...] = ()
     """Folders that Python programs may import from."""
     backend: RemoteBackend | None = None
-    """A SandboxFusion server: {kind: sandbox_fusion, url, api_key_env, concurrency, timeout_s, retries}."""
+    """A SandboxFusion server: {name: sandbox_fusion, url, api_key_env, concurrency, timeout_s, retries}."""
     allow_unprotected: bool = False
     """Run programs even if they cannot be isolated."""
 

@@ -63,7 +63,7 @@ class Fusion(BaseHTTPRequestHandler):
 def backend() -> Iterator[RemoteBackend]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Fusion)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield RemoteBackend(kind="sandbox_fusion", url=f"http://127.0.0.1:{server.server_port}/run_code", retries=0)
+    yield RemoteBackend(name="sandbox_fusion", url=f"http://127.0.0.1:{server.server_port}/run_code", retries=0)
     server.shutdown()
     server.server_close()
     code_backends._OF_PROCESS.clear()
