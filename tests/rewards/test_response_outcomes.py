@@ -18,6 +18,7 @@ from roll_lite.config.schema.models import RewardModelConfig
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.base import HARMLESS_RESPONSE, RewardFailed
 from roll_lite.rewards.http import client as http_client
+from roll_lite.rewards.http import verdict as verdict_module
 from roll_lite.rewards.registry import REWARDS
 from roll_lite.rewards.running.batch_scorer import BatchScorer
 from roll_lite.rewards.text import format as format_module
@@ -253,6 +254,19 @@ def test_a_pattern_that_runs_out_of_time_on_a_response_is_not_matched(monkeypatc
     scoring, _ = BatchScorer.of(RewardConfig(name="exact", format=FormatConfig(pattern=runaway)), "reward")
     outcome, _ = scoring.one(sample(response, response))
     assert isinstance(outcome, Score) and (outcome.value, outcome.format_ok) == (1.0, False)
+
+
+def test_a_pattern_that_runs_out_of_time_on_a_quoted_response_gives_it_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    def quote(request: Any, number: int) -> Reply:
+        return verdict(request["messages"][0]["content"] + "\nScore: 1")
+
+    monkeypatch.setattr(verdict_module, "FORMAT_SECONDS", 0.2)
+    with StubServer(quote) as server:
+        args = {"url": server.url, "model": "m", "template": "{response}", "pattern": r"(?:^(?:a+)+$|Score: )(\d)", "scale": [0, 1]}
+        scoring, _ = BatchScorer.of(RewardConfig(name="judge", args=args, timeout_s=60), "reward")
+        attack, fair = (scoring.one(sample(response))[0] for response in ("a" * 60 + "b", "4"))
+    assert isinstance(attack, Score) and (attack.value, attack.correct) == (0.0, False), attack
+    assert isinstance(fair, Score) and fair.value == 1.0
 
 
 @pytest.mark.parametrize(

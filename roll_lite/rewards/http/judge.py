@@ -69,7 +69,7 @@ class JudgeReward(AskingReward):
     Its address is `url` and `model`, or `server`: a judge that the run starts itself. Without `pattern`, `choices` and `scale` the verdict
     is yes or no. It is read from the last line of the judge's text, such as "Verdict: yes" or "7/10", or from a final JSON object such as
     {"verdict": "yes"}, the output of guided decoding (`extra_body`). Other verdicts in the text are ignored, since the judge may quote them
-    from the response.
+    from the response; so is a last line behind an unfinished sentence ("The response ends with").
 
     A verdict that is unreadable or was cut at `max_tokens` is asked for again, `asks` times in all. A response that gets none, or that the
     endpoint refuses, has the lowest verdict (0, or a choice below 0), unless a harmless response gets none either: then the sample fails.
@@ -100,7 +100,8 @@ class JudgeReward(AskingReward):
     system: str | None = None
     """System message."""
     pattern: Annotated[str, AfterValidator(lambda pattern: compiled(pattern).pattern)] | None = None
-    """Regular expression of the verdict in the judge's text: the first group of its last match, or the whole match."""
+    r"""Regular expression of the verdict in the judge's text: the first group of its last match, or the whole match. Quotations match
+    too: anchor it to the end of the text (`\Z`) if the judge may quote verdicts."""
     choices: dict[str, float] | None = None
     """Verdicts in words, with their values."""
     scale: tuple[float, float] | None = None

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from roll_lite.rewards.answer_extraction import without_thinking
+from roll_lite.rewards.running.time_limit import TimeLimitExceeded, limited
+from roll_lite.rewards.text.format import FORMAT_SECONDS
 
 NUMBER = r"[-+]?\d+(?:\.\d+)?"
 KEYS = ("verdict", "score", "rating", "grade", "judgment", "judgement", "answer")
@@ -21,6 +23,12 @@ LINE = (
 )
 INTRODUCTION = re.compile(rf"(?:\A|\n)\W*(?:here(?:['’]s| is) )?(?:(?:the|my|final|overall) )*{NAMES}\W*\Z", re.IGNORECASE)
 """Line that announces the judge's own verdict. Any other line that ends with a colon announces a quotation."""
+UNFINISHED = re.compile(r"[^\W\d_\u0e00-\u0eff]\Z|[,;、，；—–(\[{]\Z")
+"""End of a line that no sentence ends with: what follows it may be quoted. Thai and Lao have no full stop."""
+PIECE = re.compile(r"\s*(?:#|[-+*•]\s|(?:\d+|\w)[.)]\s|\*\*(?!.*\*\*))")
+"""Heading or list item, which needs no full stop; a heading in bold type lacks its last asterisks."""
+QUOTE, QUOTE_END = re.compile(r"‘|(?<![^\s(\[{])'"), re.compile(r"(?<=\S)['’](?!\w)")
+"""Single quotes, told from apostrophes."""
 YES_OR_NO = {"yes": 1.0, "no": 0.0}
 
 
@@ -33,9 +41,10 @@ class Verdict:
 @dataclass(frozen=True)
 class VerdictParser:
     """Reads a judge's own verdict, not a quoted one: the last line ("Verdict: yes", "yes"), or a final JSON object ({"verdict": "yes"}).
+    A last line behind an unfinished sentence counts as quoted.
 
     With `pattern`: the first group of its last match, or the whole match. The verdict is looked up in `choices`, or is a number; `scale`
-    maps it to 0..1.
+    maps it to 0..1. A text that takes too long to search, which a quoted response may bring about, has no verdict.
     """
 
     pattern: str | None = None
@@ -47,13 +56,10 @@ class VerdictParser:
         text = without_thinking(text).strip()
         choices = YES_OR_NO if (self.choices, self.pattern, self.scale) == (None, None, None) else self.choices
         known = None if choices is None else {choice.strip().casefold(): float(value) for choice, value in choices.items()}
-        if self.pattern is not None:
-            last = next(reversed(list(compiled(self.pattern).finditer(text))), None)
-            found = last and next((group for group in last.groups() if group is not None), last[0])
-        else:
-            text = re.sub(r'\A"([^"]*)"\Z', r"\1", text)
-            match = re.search(self._line(known), text, re.IGNORECASE) or re.search(OBJECT, text, re.DOTALL)
-            found = None if match is None or _opens_quotation(text[: match.start()]) else _of_object(match["value"])
+        try:
+            found = limited(FORMAT_SECONDS, lambda: self._found(text, known))
+        except TimeLimitExceeded:
+            return None
         try:
             value = None if found is None else known.get(found.strip().casefold()) if known is not None else float(found)
         except ValueError:
@@ -63,6 +69,14 @@ class VerdictParser:
             return None
         return Verdict((value - low) / (high - low) if self.scale is not None else value, found.strip())
 
+    def _found(self, text: str, known: Mapping[str, float] | None) -> str | None:
+        if self.pattern is not None:
+            last = next(reversed(list(compiled(self.pattern).finditer(text))), None)
+            return last and next((group for group in last.groups() if group is not None), last[0])
+        text = re.sub(r'\A"([^"]*)"\Z', r"\1", text)
+        match = re.search(self._line(known), text, re.IGNORECASE) or re.search(OBJECT, text, re.DOTALL)
+        return None if match is None or _opens_quotation(text[: match.start()]) else _of_object(match["value"])
+
     def _line(self, known: Mapping[str, float] | None) -> str:
         """Regular expression of the last line."""
         out_of = rf"(?:[*_\s]*(?:/|(?:out )?of)[*_\s]*{re.escape(f'{self.scale[1]:g}')})?" if self.scale else ""
@@ -71,10 +85,14 @@ class VerdictParser:
 
 
 def _opens_quotation(text: str) -> bool:
-    """True if a quotation follows this text: it is announced, or opened and not closed."""
-    announces = text.rstrip("\"“'‘`*_ \n").endswith((":", "：")) and INTRODUCTION.search(text) is None
+    """True if a quotation follows this text: it is announced, opened and not closed, or may go on with an unfinished sentence."""
+    line = text.rstrip(" \t\n*_=~-").rpartition("\n")[2]
+    unfinished = UNFINISHED.search(line) is not None and PIECE.match(line) is None
+    announces = text.rstrip("\"“'‘`*_ \n").endswith((":", "："))
     begun = any(text.count(left) > text.count(right) for left, right in ("“”", "«»", "「」", "『』", "《》"))
-    return announces or begun or any(text.count(mark) % 2 for mark in '"`')
+    opened, closed = (max((found.end() for found in quote.finditer(text)), default=0) for quote in (QUOTE, QUOTE_END))
+    begun = begun or opened > closed or any(text.count(mark) % 2 for mark in '"`')
+    return begun or ((unfinished or announces) and INTRODUCTION.search(text) is None)
 
 
 def _of_object(found: str) -> str | None:
