@@ -85,16 +85,18 @@ class RewardFunction:
             return self._lowest(failure)
 
     def scores(self, items: Sequence[RewardInput]) -> list[Score | RewardFailed]:
-        """Scores from a sync function for lists, in one call. RewardFailed if the whole call failed."""
+        """Scores from a sync function for lists, in one call. RewardFailed if the whole call failed, ResponseSuspected if each sample is to
+        be scored alone: a suspected response that is alone has a score."""
+        if len(items) == 1:
+            return [self(items[0])]
         with self._failures():
             results = self._function(list(items), **self._args)
         return self._many(results, len(items))
 
     async def scores_async(self, items: Sequence[RewardInput]) -> list[Score | RewardFailed]:
-        """Scores from an async function; one that takes no list gets a single sample."""
-        if not self.is_batched:
-            [item] = items
-            return [await self.score(item)]
+        """Scores from an async function, as of a sync one; one that takes no list gets a single sample."""
+        if len(items) == 1:
+            return [await self.score(items[0])]
         with self._failures():
             results = await self._function(list(items), **self._args)
         return self._many(results, len(items))
@@ -137,6 +139,8 @@ class RewardFunction:
         found = list(results)
         if len(found) != expected:
             raise RewardFailed(f"reward {self.name}: returned {len(found)} scores for {expected} samples")
+        if suspected := next((one for one in found if isinstance(one, ResponseSuspected)), None):
+            raise suspected
         return [self._score_or_failure(one) for one in found]
 
     def _score_or_failure(self, result: Any) -> Score | RewardFailed:

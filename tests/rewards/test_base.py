@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from roll_lite.data.samples import RewardInput, Score
-from roll_lite.rewards.base import RewardFailed, RewardFunction, to_score
+from roll_lite.rewards.base import ResponseSuspected, RewardFailed, RewardFunction, to_score
+from roll_lite.rewards.reward_type import RewardType
+from roll_lite.rewards.running.batch_scorer import BatchScorer
 from roll_lite.rewards.terms import Reward, Term
 
 HUGE = 10**400
@@ -47,3 +49,37 @@ def test_a_reward_may_say_which_answer_it_has_read() -> None:
     score = whole(RewardInput("maths", "prompt", "response", "answer", {}, "stop"))
     assert (score.value, score.correct, score.answer) == (0.5, True, "B")
     assert score.terms == {"base": 1.0, "short": -0.5}, "what each adds"
+
+
+class Fragile(RewardType):
+    """Fails as a whole on an attack, and on every response to a prompt that is broken."""
+
+    says: bool = False
+    """Name the sample that it fails on."""
+
+    def __call__(self, samples: list[RewardInput]) -> list[float | RewardFailed]:
+        bad = ["attack" in one.response or "broken" in one.prompt for one in samples]
+        if any(bad) and not self.says:
+            raise RecursionError("too deep")
+        return [ResponseSuspected("too deep") if is_bad else 1.0 for is_bad in bad]
+
+
+class FragileAsync(Fragile):
+    async def __call__(self, samples: list[RewardInput]) -> list[float | RewardFailed]:  # type: ignore[override]
+        return super().__call__(samples)
+
+
+@pytest.mark.parametrize("says", [False, True])
+@pytest.mark.parametrize("kind", [Fragile, FragileAsync])
+def test_a_response_on_which_a_function_for_lists_fails_scores_lowest_and_others_theirs(kind: type[Fragile], says: bool) -> None:
+    scoring = BatchScorer(Reward(RewardFunction("fragile", kind(says=says), {})), 60.0)
+    samples = [RewardInput("toy", prompt, response, None, {}, "stop") for prompt in ("fine", "broken") for response in ("4", "attack")]
+    results: dict[int, Any] = {}
+    scored = scoring(dict(enumerate(samples)), 1.0)
+    while len(results) < len(samples):
+        results |= scored.results
+        scored = scoring({}, 1.0)
+    assert results[0].value == 1.0
+    assert isinstance(results[1], Score) and (results[1].value, results[1].correct) == (0.0, False)
+    assert "too deep" in str(results[1].details["verdict"])
+    assert all(isinstance(results[n], str) and "too deep" in results[n] for n in (2, 3)), "the prompt's fault"
