@@ -19,7 +19,7 @@ import types
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from roll_lite.sandbox.inside import LOADED, Loaded, guarded, replaced_by
+from roll_lite.sandbox.inside import LOADED, Loaded, Operators, guarded, replaced_by
 from roll_lite.sandbox.kernel import limit_cpu
 from roll_lite.sandbox.values import FROM_PROGRAM, decode, encode
 
@@ -218,14 +218,15 @@ def run_test(test: dict[str, Any], names: dict[str, Any], inside: bool = False) 
     known = module.__dict__
     known |= {**import_modules(test), **names, "RUN_TEST_CLASSES": lambda: run_test_classes(known)}
     failed: list[str] = []
-    wrong, loaded = "", None
+    wrong, loaded, operators = "", None, None
     try:
         tree = guarded(test["source"], known, failed) if inside else test["source"]
         if "unittest" in test["source"]:
             unittest = importlib.import_module("unittest")
             unittest.__dict__["main"] = lambda *args, **kwargs: run_test_classes(known)
             unittest.case.__dict__["_ShouldStop"] = ()  # it would catch this exception, which a program may raise, and count a pass
-        loaded = Loaded().add(LOADED.modules) if inside else None
+        if inside:
+            loaded, operators = Loaded().add(LOADED.modules), Operators(known, failed)
         exec(compile(tree, "tests.py", "exec", dont_inherit=True), known)
     except SystemExit as end:
         if inside and not _is_left_by(known, end):
@@ -234,8 +235,8 @@ def run_test(test: dict[str, Any], names: dict[str, Any], inside: bool = False) 
             wrong = f"SystemExit: {end.code}"
     except BaseException as error:
         wrong = _what_failed(error, test["source"])
-    if loaded and (replaced := loaded.put_back() - replaced_by(test["source"])):
-        failed.append(f"the program replaced {', '.join(sorted(replaced))} of a module")
+    if loaded and operators and (replaced := (loaded.put_back() | operators.end()) - replaced_by(test["source"])):
+        failed.append(f"the program replaced {', '.join(sorted(replaced))} of a module or class")
     return wrong or (failed[0] if failed else "")
 
 

@@ -13,8 +13,9 @@ import itertools
 import operator
 import sys
 import types
+import warnings
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from roll_lite.sandbox.values import FROM_PROGRAM, encode, plain_copy
 
@@ -29,11 +30,14 @@ COMPARES: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
     "Is": (operator.is_, ()),
     "IsNot": (operator.is_not, ()),
 }
-SPECIAL = {"Mult": "mul", "MatMult": "matmul", "Div": "truediv", "BitOr": "or_", "BitXor": "xor", "BitAnd": "and_"}
-"""Operators that `operator` names otherwise than `ast`."""
-COMPARING = ("__eq__", "__ne__", "__lt__", "__gt__", "__le__", "__ge__", "__sub__", "__rsub__")
+RICH = ("__eq__", "__ne__", "__lt__", "__gt__", "__le__", "__ge__")
+COMPARING = (*RICH, "__sub__", "__rsub__")
+ARITHMETIC = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow", "lshift", "rshift", "and", "or", "xor")
+OPERATORS = {*RICH, *(f"__{kind}{name}__" for name in ARITHMETIC for kind in ("", "r", "i"))}
+SEES_PLAIN = "an operator of the program's class would see the plain value that is expected of it"
 OF_CLASS = type.__dict__
 MRO, HELD_BY, FLAGS = (OF_CLASS[name].__get__ for name in ("__mro__", "__dict__", "__flags__"))
+DERIVED = OF_CLASS["__subclasses__"]
 """Attributes of a class as Python reads them; a metaclass could override them."""
 MADE_IN_PYTHON = 1 << 9
 """Flag of classes created at run time (Py_TPFLAGS_HEAPTYPE)."""
@@ -49,6 +53,9 @@ class Loaded:
 
     def __init__(self) -> None:
         self.modules: dict[str, types.ModuleType] = {}
+        self.names: dict[int, dict[str, Any]] = {}
+        self.classes: dict[int, type] = {}
+        """Names of the modules, and all classes there were, by id: these are not the program's."""
         self._held: dict[int, tuple[Any, dict[str, Any]]] = {}
         self._code: dict[int, tuple[Any, ...]] = {}
 
@@ -57,6 +64,8 @@ class Loaded:
         known = {"__main__", *self.modules}
         new = {name: one for name, one in modules.items() if isinstance(one, types.ModuleType) and name not in known}
         self.modules |= new
+        self.names |= {id(vars(module)): vars(module) for module in new.values()}
+        self.classes |= every_class() if modules is sys.modules else {}
         places: list[Any] = list(new.values())
         places += {one for module in places for one in vars(module).values() if isinstance(one, type) and FLAGS(one) & MADE_IN_PYTHON}
         for place in places:
@@ -90,6 +99,16 @@ class Loaded:
         return replaced
 
 
+def every_class() -> dict[int, type]:
+    found: dict[int, type] = {id(object): object}
+    kinds: list[type] = [object]
+    for kind in kinds:
+        new = {id(one): one for one in DERIVED(kind) if id(one) not in found}
+        found |= new
+        kinds += new.values()
+    return found
+
+
 LOADED = Loaded()
 
 
@@ -103,7 +122,7 @@ def replaced_by(source: str) -> set[str]:
 def guarded(source: str, names: dict[str, Any], failed: list[str]) -> ast.Module:
     """The tests' syntax tree with calls of guards, which are added to `names`; failed asserts go to `failed`, even if the program catches
     them."""
-    names |= {"__builtins__": BUILTINS, "__compare__": compare, "__operate__": operate}
+    names |= {"__builtins__": BUILTINS, "__compare__": compare, "__seen__": seen, "__true__": lambda one: one is not NotImplemented and one}
     names |= {"__failed__": lambda line, *why: failed.append(f"AssertionError{f': {why[0]}' if why else ''} at {line}"[:300])}
     names |= {f"__{name}__": one for name, one in CALLING.items()}
     names |= {"__reached__": set(), "__all_reached__": functools.partial(_all_reached, failed)}
@@ -122,15 +141,17 @@ class _Guards(ast.NodeTransformer):
         kinds = ast.List([ast.Constant(type(one).__name__) for one in node.ops], ast.Load())
         return _call(node, "__compare__", kinds, node.left, *node.comparators)
 
-    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         self.generic_visit(node)
-        return _call(node, "__operate__", ast.Constant(type(node.op).__name__), node.left, node.right)
+        return _call(node, "__seen__", node) if isinstance(node.ctx, ast.Load) else node
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
+        function = node.func
         self.generic_visit(node)
-        if isinstance(node.func, ast.Name) and node.func.id in CALLING and node.func.id not in self._names:
-            node.func = ast.copy_location(ast.Name(f"__{node.func.id}__", ast.Load()), node.func)
-        return node
+        node.func = function  # an attribute that is called needs no look
+        if isinstance(function, ast.Name) and function.id in CALLING and function.id not in self._names:
+            node.func = ast.copy_location(ast.Name(f"__{function.id}__", ast.Load()), function)
+        return _call(node, "__seen__", node)
 
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
         """Record a failure as well as raise it: the program may catch it."""
@@ -138,7 +159,7 @@ class _Guards(ast.NodeTransformer):
         line = ast.Constant(self._lines[node.lineno - 1].strip())
         note = ast.copy_location(ast.Expr(_call(node, "__failed__", line, *([node.msg] if node.msg else []))), node)
         raised = ast.copy_location(ast.Assert(ast.Constant(False), copy.deepcopy(node.msg)), node)
-        return ast.copy_location(ast.If(ast.UnaryOp(ast.Not(), node.test), [note, raised], []), node)
+        return ast.copy_location(ast.If(ast.UnaryOp(ast.Not(), _call(node, "__true__", node.test)), [note, raised], []), node)
 
     def visit_With(self, node: ast.With) -> Any:
         """Check that a context manager swallows at most a final call or `raise` of its block."""
@@ -190,7 +211,7 @@ def _guard_unittest(failed: list[str]) -> None:
             try:
                 own = [_decides(one, COMPARING) for one in args[:2]]
                 if len(own) == 2 and own[0] != own[1]:
-                    raise AssertionError("an operator of the program's class would see the plain value that is expected of it")
+                    raise AssertionError(SEES_PLAIN)
                 if all(own) and method.__name__ == "assertEqual" and _state(args[0]) != _state(args[1]):
                     raise AssertionError("objects of the program that do not hold the same")
                 return method(self, *args, **kwargs)
@@ -221,7 +242,7 @@ def _compared(kind: str, one: Any, other: Any) -> Any:
         if any(_decides(value, dunders) for value in (one, other)):
             if kind in ("Eq", "NotEq"):
                 return kind == "NotEq"
-            raise AssertionError("an operator of the program's class would see the plain value that is expected of it")
+            raise AssertionError(SEES_PLAIN)
     result = operation(one, other)
     if all(own) and type(result) is not bool:
         raise AssertionError(f"a comparison of the program's gave a {type(result).__name__}")
@@ -236,27 +257,112 @@ def _holds(container: Any, item: Any) -> bool:
     return bool(item in container)
 
 
-def operate(kind: str, one: Any, other: Any) -> Any:
-    """Apply an operator; AssertionError if it is the program's own, sees a plain value (perhaps the expected one) and returns one."""
-    operation = getattr(operator, SPECIAL.get(kind, kind.lower()))
-    name = operation.__name__.strip("_")
-    own = [_defines(value, (f"__{name}__", f"__r{name}__")) for value in (one, other)]
-    result = operation(one, other)
-    sees_plain = (own[0] and not _is_own(type(other))) or (own[1] and not _is_own(type(one)))
-    if sees_plain and not _is_own(type(result)) and not (kind == "Mod" and type(one) is str):
-        raise AssertionError("an operator of the program's class would see the plain value that is expected of it")
-    return result
+class Operators:
+    """Guards on the operators of the program's classes: an operator that the test applies, also by a function of Python's, decides nothing
+    about a plain value. They stay, without effect, between tests."""
+
+    tests: Any = None
+    """Names of the running test."""
+    failed: ClassVar[list[str]] = []
+
+    def __init__(self, tests: dict[str, Any], failed: list[str]) -> None:
+        Operators.tests, Operators.failed = tests, failed
+        for module in ("__main__", "unittest"):
+            warnings.filterwarnings("error", "NotImplemented", DeprecationWarning, module)  # it would be taken for True
+        self._guards: list[tuple[type, str, Any]] = []
+        for one, kind in every_class().items():
+            if one not in LOADED.classes:
+                guard_class(kind)
+                self._guards += [(kind, name, held) for name, held in HELD_BY(kind).items() if _is_guard(held)]
+
+    def end(self) -> set[str]:
+        """Names of operators that the program has put in the place of guarded ones."""
+        Operators.tests = None
+        return {name for kind, name, guard in self._guards if HELD_BY(kind).get(name) is not guard}
+
+
+def seen(value: Any) -> Any:
+    """Guard the class of a value that reaches the test, and of its items: the program may have just made it."""
+    if id(type(value)) in LOADED.classes and type(value) not in PLAIN_CONTAINERS and not isinstance(value, type):
+        return value
+    items = {id(kind): kind for kind in map(type, value)}.values() if type(value) in PLAIN_CONTAINERS else (type(value),)
+    for kind in (*items, *([value] if type in MRO(type(value)) else [])):
+        for one in MRO(kind):
+            if id(one) not in LOADED.classes:
+                guard_class(one)
+    return value
+
+
+def guard_class(kind: type) -> None:
+    held = HELD_BY(kind)
+    for name in [name for name in held if name in OPERATORS]:
+        one = held[name]
+        if one is not None and not _is_guard(one) and type(one) not in OF_C and (_is_own(kind) or _is_odd(one)):
+            type.__setattr__(kind, name, _guard(name, one))
+
+
+def _guard(name: str, original: Any) -> Any:
+    own = original.__globals__ if type(original) is types.FunctionType and _is_programs(original.__globals__) else None
+
+    def guard(one: Any, *others: Any, **named: Any) -> Any:
+        if sys._getframe(1).f_globals is own:  # quickly
+            return original(one, *others, **named)
+        call = original.__get__(one, type(one)) if hasattr(type(original), "__get__") else original
+        if not others or _is_of_objects(others[0]) or not _is_by_test(sys._getframe(1)):
+            return call(*others, **named)
+        if name in RICH:
+            data = plain_copy(one)
+            return NotImplemented if data is one else getattr(type(data), name)(data, *others)
+        result = call(*others, **named)
+        if result is NotImplemented or _is_of_objects(result) or (name == "__rmod__" and type(others[0]) is str):
+            return result
+        Operators.failed.append(f"AssertionError: {SEES_PLAIN}")
+        raise AssertionError(SEES_PLAIN)
+
+    return functools.update_wrapper(guard, original) if type(original) is types.FunctionType else guard
+
+
+GUARD = _guard("", None).__code__
+
+
+def _is_guard(held: Any) -> bool:
+    return type(held) is types.FunctionType and held.__code__ is GUARD
+
+
+def _is_of_objects(value: Any) -> bool:
+    """True for an object of the program, or several."""
+    if type(value) in PLAIN_CONTAINERS:
+        return bool(value) and all(map(_is_of_objects, value))
+    return any(map(_is_own, MRO(type(value))))
+
+
+def _is_by_test(frame: types.FrameType | None) -> bool:
+    """True if the test rather than the program applies an operator, perhaps by way of Python's modules."""
+    while frame is not None and Operators.tests is not None:
+        if frame.f_globals is Operators.tests:
+            return True
+        if frame.f_globals is not OURS and _is_programs(frame.f_globals):
+            return False
+        frame = frame.f_back
+    return False
+
+
+OURS = globals()
 
 
 def _is_own(kind: type) -> bool:
     """True if the program created the class: by its `__module__`, which can be forged, or its functions' globals, which cannot be."""
-    if not FLAGS(kind) & MADE_IN_PYTHON:
+    if not FLAGS(kind) & MADE_IN_PYTHON or id(kind) in LOADED.classes:
         return False
-    return kind.__module__ == FROM_PROGRAM or any(type(one) is types.FunctionType and _is_of_program(one) for one in HELD_BY(kind).values())
+    return kind.__module__ == FROM_PROGRAM or any(
+        type(one) is types.FunctionType and (one.__code__ is GUARD or _is_programs(one.__globals__)) for one in HELD_BY(kind).values()
+    )
 
 
-def _is_of_program(function: types.FunctionType) -> bool:
-    known = function.__globals__
+def _is_programs(known: dict[str, Any]) -> bool:
+    """True for global names of the program."""
+    if id(known) in LOADED.names:
+        return False
     name = str(known.get("__name__"))
     return name == FROM_PROGRAM or name not in sys.modules or vars(sys.modules[name]) is not known
 
@@ -266,9 +372,13 @@ def _defines(value: Any, dunders: tuple[str, ...]) -> bool:
     for kind in MRO(type(value)):
         held = HELD_BY(kind)
         operators = [held[name] for name in dunders if name in held] if FLAGS(kind) & MADE_IN_PYTHON else []
-        if operators and (_is_own(kind) or any(type(one) not in (types.FunctionType, *OF_C) for one in operators)):
+        if operators and (_is_own(kind) or any(map(_is_odd, operators))):
             return True
     return False
+
+
+def _is_odd(held: Any) -> bool:
+    return type(held) not in (types.FunctionType, *OF_C)
 
 
 def _decides(value: Any, dunders: tuple[str, ...], depth: int = 0) -> bool:

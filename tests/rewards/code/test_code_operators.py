@@ -1,0 +1,208 @@
+"""Operators of the program's classes in tests inside its process: they decide no comparison with a plain value, and work otherwise."""
+
+from __future__ import annotations
+
+import pytest
+
+from roll_lite.data.samples import RewardInput, Score
+from roll_lite.rewards.code.reward import CodeReward
+
+
+def verdict(program: str, tests: str) -> str:
+    [score] = CodeReward()([RewardInput("code", "", program, tests, {}, "stop")])
+    assert isinstance(score, Score) and score.details.get("inside"), score
+    return str(score.details["verdict"])
+
+
+LIAR = """
+class {name}:
+    def __init__(self, *r, **named): self.r = r
+    def __sub__(self, other): return 0.0
+    def __eq__(self, other): return True
+    def __lt__(self, other): return True
+    def __hash__(self): return hash(28.274)
+    def __pow__(self, *others): return 0.0
+    def __divmod__(self, other): return 0, 0.0
+    def __abs__(self): return self
+    __rsub__ = __isub__ = __add__ = __radd__ = __mod__ = __truediv__ = __sub__
+    __le__ = __gt__ = __ge__ = __lt__
+"""
+AREA = LIAR.format(name="Area")
+LIES = [
+    "x = Area(3)\nx -= 28.274\nassert abs(x) < 1e-3",
+    "d = 28.274\nd -= Area(3)\nassert abs(d) < 1e-3",
+    "assert divmod(Area(3), 28.274) == (0, 0.0)",
+    "assert pow(Area(3), 2) == 0.0",
+    "import operator\nassert operator.sub(Area(3), 28.274) == 0.0",
+    "import operator\nassert operator.eq(Area(3), 28.274)",
+    "import operator as o, functools\nassert functools.partial(o.isub, Area(3))(28.274) == 0.0",
+    "assert Area(3).__eq__(28.274)",
+    "assert Area.__eq__(Area(3), 28.274)",
+    "assert not Area(3).__sub__(28.274)",
+    "import unittest\nunittest.TestCase().assertTrue(Area(3).__eq__(28.274))",
+    "assert [28.274].count(Area(3)) == 1",
+    "assert [28.274].index(Area(3)) == 0",
+    "x = [28.274]\nx.remove(Area(3))\nassert x == []",
+    "assert {28.274: 1}[Area(3)] == 1",
+    "assert {28.274: 1}.get(Area(3)) == 1",
+    "assert {Area(3)} - {28.274} == set()",
+    "assert {Area(3)}.issubset({28.274})",
+    "assert len({Area(3), 28.274}) == 1",
+    "from collections import Counter\nassert Counter([Area(3)]) == Counter([28.274])",
+    "from collections import deque\nassert deque([Area(3)]) == deque([28.274])",
+    "from collections import UserList\nassert UserList([Area(3)]) == UserList([28.274])",
+    "match Area(3):\n    case 28.274: pass\n    case _: assert False",
+    "assert any(map((28.274).__eq__, [Area(3)])) or any(map(Area(3).__eq__, [28.274]))",
+    "assert max(Area(3), 5) == 5 and sorted([6, Area(3)])[1] == 6",
+    "import statistics\nassert statistics.mean([Area(3), 28.274]) == 0",
+    "import weakref\na = Area(3)\nassert weakref.proxy(a).__eq__(28.274) is True",
+    "class B(Area): pass\nassert [28.274].count(B(3)) == 1",
+]
+
+
+@pytest.mark.parametrize("tests", LIES)
+def test_no_operator_of_a_program_decides_about_a_plain_value(tests: str) -> None:
+    said = verdict(AREA, f"{tests}\nArea(3)")
+    assert said.startswith("test 1: failed: "), said
+
+
+HIDDEN = {
+    "its module": f"{LIAR.format(name='E')}    __module__ = 'builtins'",
+    "its operators, by its metaclass": "class M(type):\n    __mro__ = __dict__ = __flags__ = property(lambda c: ())\n"
+    "    __subclasses__ = lambda c: []\n    __setattr__ = lambda c, n, v: None\n"
+    f"    __getattribute__ = lambda c, n: ()\n    __hash__ = lambda c: 1 / 0\n{LIAR.format(name='E(metaclass=M)')}",
+    "its class": f"{LIAR.format(name='E')}    __class__ = property(lambda s: float)",
+    "what it is asked for": f"{LIAR.format(name='E')}    __getattribute__ = lambda s, n: 0.0",
+    "a class made during the test": f"def E():\n    {LIAR.format(name='E').strip().replace(chr(10), chr(10) + '    ')}\n    return E()",
+    "a class made without a statement": "def E():\n    lies = lambda *others: True\n"
+    "    return type('E', (), {'__eq__': lies, '__sub__': lambda *o: 0.0, '__hash__': lambda s: hash(28.274)})()",
+    "operators added later": "class K: pass\ndef E():\n    K.__eq__ = lambda *others: True\n    K.__sub__ = lambda *o: 0.0\n"
+    "    K.__hash__ = lambda s: hash(28.274)\n    return K()",
+    "a builtin for an operator": "class E:\n    __module__ = 'builtins'\n    __eq__ = bool\n    __sub__ = int\n    __hash__ = None",
+    "a partial function for an operator": "import functools\nclass E:\n    __eq__ = functools.partialmethod(lambda *o: True)\n"
+    "    __sub__ = functools.partialmethod(lambda *o: 0.0)\n    __hash__ = None",
+    "a static function for an operator": "class E:\n    __eq__ = staticmethod(lambda o: True)\n    __sub__ = staticmethod(lambda o: 0.0)",
+    "a base of its class": f"{LIAR.format(name='D')}class E(D): pass",
+    "the class of its class": f"class M(type):\n    {LIAR.format(name='M').partition(chr(10))[2].partition(chr(10))[2].strip()}\n"
+    "class K(metaclass=M): pass\ndef E(): return K",
+    "a plain class": f"{LIAR.format(name='E(float)')}",
+}
+
+
+@pytest.mark.parametrize("how", HIDDEN)
+@pytest.mark.parametrize(
+    "tests", ["assert [28.274].count(E()) == 1", "x = E()\nx -= 28.274\nassert x == 0", "e = P().x\nassert [28.274].count(e)"]
+)
+def test_a_liar_cannot_hide(how: str, tests: str) -> None:
+    program = f"{HIDDEN[how]}\nclass P:\n    x = property(lambda s: E())\n"
+    said = verdict(program, f"{tests}\nP()")
+    assert said.startswith("test 1: failed: "), said
+
+
+def test_a_guard_that_a_program_takes_off_fails_the_test() -> None:
+    program = f"{AREA}true = Area.__eq__\nclass P:\n    def x(self):\n        Area.__eq__ = true\n        return 5\n"
+    assert "the program replaced __eq__" in verdict(program, "assert P().x() == 5")
+    assert verdict(program, "Area.__eq__ = lambda *others: True\nassert P().x() == 5") == "passed"
+
+
+VECTOR = """
+import collections, dataclasses, functools, heapq
+class Vector:
+    def __init__(self, x, y): self.x, self.y = x, y
+    def __add__(self, o): return Vector(self.x + o.x, self.y + o.y)
+    def __radd__(self, o): return self if o == 0 else NotImplemented
+    def __sub__(self, o): return Vector(self.x - o.x, self.y - o.y)
+    def __mul__(self, o): return self.x * o.x + self.y * o.y if isinstance(o, Vector) else Vector(self.x * o, self.y * o)
+    def __divmod__(self, n): return Vector(self.x // n, self.y // n), Vector(self.x % n, self.y % n)
+    def __pow__(self, n): return Vector(self.x ** n, self.y ** n)
+    def __imul__(self, n):
+        self.x *= n
+        self.y *= n
+        return self
+    def __eq__(self, o): return (self.x, self.y) == (o.x, o.y) if isinstance(o, Vector) else NotImplemented
+    def __hash__(self): return hash((self.x, self.y))
+    def __abs__(self): return (self.x ** 2 + self.y ** 2) ** 0.5
+@functools.total_ordering
+class Money:
+    def __init__(self, n): self.n = n
+    def __eq__(self, o): return self.n == (o.n if isinstance(o, Money) else o)
+    def __lt__(self, o): return self.n < (o.n if isinstance(o, Money) else o)
+    def __add__(self, o): return Money(self.n + (o.n if isinstance(o, Money) else o))
+    def __float__(self): return float(self.n)
+    __radd__ = __add__
+    __hash__ = None
+    def is_worth(self, n): return self == n and [n].count(self) == 1 and n in [self] and not self < n
+    def less(self, n): return (self + n).n - n
+@dataclasses.dataclass(order=True)
+class Card:
+    rank: int
+    suit: str = 'x'
+class Stack(list):
+    def __eq__(self, o): return list.__eq__(self, o)
+    def __iadd__(self, o):
+        self.extend(o)
+        return self
+    def __lt__(self, o): return len(self) < len(o)
+    __hash__ = None
+class Grid:
+    def __init__(self, *rows): self.rows = rows
+    def __matmul__(self, o): return Grid(*[[sum(a * b for a, b in zip(r, c)) for c in zip(*o.rows)] for r in self.rows])
+    def __eq__(self, o): return self.rows == o.rows
+    def __contains__(self, n): return any(n in r for r in self.rows)
+    def __len__(self): return len(self.rows)
+    def __getitem__(self, k): return self.rows[k]
+def shortest(n):
+    @dataclasses.dataclass(order=True)
+    class Node:
+        cost: int
+    class Other:
+        def __init__(self, k): self.k = k
+        def __lt__(self, o): return self.k < (o.k if isinstance(o, Other) else o)
+    heap = [Node(k) for k in range(n, 0, -1)]
+    heapq.heapify(heap)
+    return heapq.heappop(heap).cost + sum(Other(k) < 2 for k in range(3))
+def record(name, *fields):
+    def equal(self, o): return type(self) is type(o) and vars(self) == vars(o)
+    def init(self, *values): self.__dict__.update(zip(fields, values))
+    return type(name, (), {'__init__': init, '__eq__': equal, '__hash__': lambda s: 1})
+def comparable(kind):
+    kind.__eq__ = lambda s, o: s.n == o.n
+    kind.__lt__ = lambda s, o: s.n < o.n
+    return kind
+"""
+RIGHT = [
+    "assert Vector(1, 2) * 3 == Vector(3, 6) and Vector(1, 2) * Vector(3, 4) == 11 and abs(Vector(3, 4)) == 5",
+    "assert sum([Vector(1, 2), Vector(3, 4)]) == Vector(4, 6) and divmod(Vector(5, 7), 2) == (Vector(2, 3), Vector(1, 1))",
+    "v = Vector(1, 2)\nv *= 3\nv += Vector(1, 1)\nv -= Vector(1, 1)\nassert v == Vector(3, 6) and v ** 2 == Vector(9, 36)",
+    "import operator\nassert operator.add(Vector(1, 2), Vector(1, 2)) == operator.mul(Vector(1, 2), 2)",
+    "assert Vector(1, 2) != 5 and Vector(1, 2) != None and Vector(1, 2) not in [1, 'a'] and Vector(1, 2).__eq__(5) is NotImplemented",
+    "assert [Vector(1, 2), 5].index(5) == 1 and [5, Vector(1, 2)].count(Vector(1, 2)) == 1 and len({Vector(1, 2), Vector(1, 2), 5}) == 2",
+    "assert {Vector(1, 2): 1, 'a': 2}[Vector(1, 2)] == 1 and {Vector(1, 2)} == {Vector(1, 2)} and not {Vector(1, 2)} & {5}",
+    "assert Money(5).is_worth(5) and Money(5).less(3) == 5 and sorted([Money(2), Money(1)])[0].n == 1 and max(Money(1), Money(2)).n == 2",
+    "import math, operator\nassert Money(2) + 3 == Money(5) and math.isclose(Money(2), 2.0) and operator.ge(Money(2), Money(1))",
+    "total = 0\nfor m in (Money(2), Money(3)): total += m\nassert total == Money(5) and sum([Money(1), Money(2)]).n == 3",
+    "from collections import Counter, deque\nassert deque([Money(1), 5]) == deque([Money(1), 5])\nassert Counter([Vector(1, 2)] * 2) == "
+    "Counter({Vector(1, 2): 2})",
+    "assert Card(1) < Card(2) and Card(1) == Card(1, 'x') and min(Card(3), Card(2)).rank == 2 and [Card(1), Card(2)].index(Card(2)) == 1",
+    "s = Stack([1])\ns += [2]\nassert s == [1, 2] and [[1, 2]].count(s) == 1 and len(s) == 2 and Stack() < Stack([1])",
+    "assert Grid([1, 2]) @ Grid([3], [4]) == Grid([11]) and 3 in Grid([3]) and len(Grid([1])) == 1 and Grid([1, 2])[0] == [1, 2]",
+    "match Vector(1, 2):\n    case Vector(x=1, y=y): assert y == 2\n    case _: assert False\nmatch Vector(1, 2):\n"
+    "    case 5: assert False",
+    "assert shortest(4) == 3 and Card(1).rank == 1",
+    "Point = record('Point', 'x', 'y')\nassert Point(1, 2) == Point(1, 2) and Point(1, 2) != Point(1, 3) and Point(1, 2).x == 1",
+    "@comparable\nclass A:\n    def __init__(self, n): self.n = n\nassert A(1) == A(1) and A(1) < A(2) and sorted([A(2), A(1)])[0].n == 1\n"
+    "Vector",
+    "class W(Vector): pass\nassert W(1, 2) == Vector(1, 2) or True\nassert W(1, 2) + W(1, 2) == Vector(2, 4)",
+    "class Own:\n    def __eq__(self, o): return o.x == 1\nassert Own() == Vector(1, 2) or [Own()].count(Vector(1, 2))",
+    "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n"
+    "        self.assertEqual(Vector(1, 2) + Vector(1, 1), Vector(2, 3))\n"
+    "        self.assertNotEqual(Vector(1, 2), Vector(1, 3))\n        self.assertLess(Money(1), Money(2))\n"
+    "        with self.assertRaises(AttributeError): Vector(1, 2) + 5\n        self.assertIn(Card(1), [Card(1)])",
+    "from unittest.mock import Mock\nm = Mock()\nm(Vector(1, 2))\nm.assert_called_once_with(Vector(1, 2))\nassert m.call_count == 1",
+    "assert Money(1) <= Money(1) and 'a %s' % Vector != 5",
+]
+
+
+@pytest.mark.parametrize("tests", RIGHT)
+def test_operators_between_a_programs_objects_and_in_its_own_code_work(tests: str) -> None:
+    assert verdict(VECTOR, tests) == "passed"
