@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -165,6 +166,7 @@ async def test_whatever_a_response_is_a_reward_model_has_a_score_for_it(tmp_path
         verdict(None, "content_filter"),
         verdict("Verdict: yes", "length"),
         Reply({"error": "maximum context length"}, 400),
+        Reply({"error": "moderated"}, 403),
         Reply({"error": "too large"}, 413),
         Reply({"error": "forbidden content"}, 422),
         Reply({"error": "forbidden content"}),
@@ -221,22 +223,60 @@ async def test_a_response_for_which_a_reward_model_has_no_number_scores_0(tmp_pa
 
 @pytest.mark.parametrize("status", [401, 403, 404, 429, 502, 503])
 def test_a_service_that_fails_is_never_a_score(status: int) -> None:
-    """Also if it answers again by the time the harmless response is scored."""
+    """Also if it answers again by the time the harmless response is scored. 403 may be about the content: then all are refused."""
     for name, content in (("judge", verdict("Verdict: no").content), ("remote", {"rewards": [0.0]})):
-        with StubServer(lambda request, number: Reply("no", status) if number == 0 else Reply(content)) as server:  # noqa: B023
+        with StubServer(lambda request, number: Reply("no", status) if number == 0 or status == 403 else Reply(content)) as server:  # noqa: B023
             args = {"url": server.url, "retries": 0, **({"model": "m"} if name == "judge" else {})}
             outcome, _ = BatchScorer.of(RewardConfig(name=name, args=args, timeout_s=60), "reward")[0].one(sample("4", "42"))
             assert isinstance(outcome, str) and str(status) in outcome
 
 
-def test_a_service_that_recovers_in_between_gives_the_score() -> None:
+@pytest.mark.parametrize("first", [Reply("out of memory", 500), Reply("moderated", 403), Reply(delay_s=2.0)])
+def test_a_service_that_recovers_in_between_gives_the_score(first: Reply) -> None:
     def answer(request: Any, number: int) -> Reply:
-        return Reply("out of memory", 500) if number == 0 else Reply({"rewards": [0.75]})
+        return first if number == 0 else Reply({"rewards": [0.75]})
 
     with StubServer(answer) as server:
-        config = RewardConfig(name="remote", args={"url": server.url, "retries": 0}, timeout_s=60)
+        config = RewardConfig(name="remote", args={"url": server.url, "retries": 0, "timeout_s": 1.0}, timeout_s=60)
         outcome, _ = BatchScorer.of(config, "reward")[0].one(sample("4"))
     assert isinstance(outcome, Score) and outcome.value == 0.75
+
+
+@pytest.mark.parametrize("name", ["judge", "remote"])
+def test_a_service_that_only_a_response_keeps_too_long_gives_it_0(name: str) -> None:
+    slow: list[str] = ["attack"]
+
+    def answer(request: Any, number: int) -> Reply:
+        text = json.dumps(request)
+        content = verdict("Verdict: yes").content if name == "judge" else {"rewards": [1.0] * len(request["query"])}
+        return Reply(content, delay_s=2.0 if any(one in text for one in slow) else 0.0)
+
+    with StubServer(answer) as server:
+        args = {"url": server.url, "timeout_s": 1.0, **({"model": "m"} if name == "judge" else {})}
+        scoring, reward = BatchScorer.of(RewardConfig(name=name, args=args, timeout_s=60), "reward")
+        with closing(reward):
+            attack, fair = (scoring.one(sample(response, "42"))[0] for response in ("attack", "4"))
+            slow.append("")  # from now on everything takes too long: an answer to the harmless response from before proves nothing
+            late, _ = scoring.one(sample("5", "42"))
+    assert isinstance(attack, Score) and (attack.value, attack.correct) == (0.0, False), attack
+    assert isinstance(fair, Score) and fair.value == 1.0
+    assert isinstance(late, str) and "gave no answer within 1 s" in late
+
+
+def test_samples_that_share_a_request_with_a_slow_response_are_no_zeros() -> None:
+    def answer(request: Any, number: int) -> Reply:
+        return Reply({"rewards": [1.0] * len(request["query"])}, delay_s=2.0 if "attack" in "".join(request["query"]) else 0.0)
+
+    with StubServer(answer) as server:
+        config = RewardConfig(name="remote", args={"url": server.url, "batch_wait_ms": 50, "timeout_s": 1.0}, timeout_s=60)
+        scoring, reward = BatchScorer.of(config, "reward")
+        with closing(reward):
+            results: dict[int, Any] = {}
+            scored = scoring({n: sample("attack" if n == 2 else "4") for n in range(4)}, 1.0)
+            while len(results) < 4:
+                results |= scored.results
+                scored = scoring({}, 1.0)
+    assert all(isinstance(one, str) for one in results.values()), results
 
 
 def test_a_service_that_is_down_is_a_failure() -> None:

@@ -25,7 +25,7 @@ from roll_lite.data.samples import RewardInput, Score
 from roll_lite.files import is_folder
 from roll_lite.models.model_files import chat_templates
 from roll_lite.rewards.answer_extraction import CUT, finished, is_cut
-from roll_lite.rewards.base import ResponseSuspected, RewardFailed
+from roll_lite.rewards.base import HARMLESS_RESPONSE, ResponseSuspected, RewardFailed
 from roll_lite.rewards.http.client import Addresses, AskingReward, HttpClient, several
 from roll_lite.rewards.http.verdict import Verdict, VerdictParser, compiled
 from roll_lite.rewards.placeholders import checked_template, columns_in, filled
@@ -71,9 +71,9 @@ class JudgeReward(AskingReward):
     {"verdict": "yes"}, the output of guided decoding (`extra_body`). Other verdicts in the text are ignored, since the judge may quote them
     from the response; so is a last line behind an unfinished sentence ("The response ends with").
 
-    A verdict that is unreadable or was cut at `max_tokens` is asked for again, `asks` times in all. A response that gets none, or that the
-    endpoint refuses, has the lowest verdict (0, or a choice below 0), unless a harmless response gets none either: then the sample fails.
-    Readable answers to greedy questions are kept in memory.
+    A verdict that is unreadable or was cut at `max_tokens` is asked for again, `asks` times in all. A response that gets none, that the
+    endpoint refuses, or that it takes longer than `timeout_s` to answer, has the lowest verdict (0, or a choice below 0), unless a harmless
+    response gets none either: then the sample fails. Readable answers to greedy questions are kept in memory.
 
     ```yaml
     reward:
@@ -147,7 +147,11 @@ class JudgeReward(AskingReward):
         request: dict[str, Any] = {"model": self.model, "temperature": self.temperature, **self._asked(self.question_about(sample))}
         request |= {"max_tokens": self.max_tokens} if self.max_tokens is not None else {}
         request |= {"stop": list(self.stop)} if self.stop else {}
-        verdict, said = await self._verdict(self.of_loop(lambda: Questions(self)), request | (self.extra_body or {}))
+        request |= self.extra_body or {}
+        questions: Questions = self.of_loop(lambda: Questions(self))
+        if sample.response == HARMLESS_RESPONSE:  # perhaps asked to learn whether the judge answers now
+            questions.forget(request)
+        verdict, said = await self._verdict(questions, request)
         return Score(verdict.value, None, {"extracted": verdict.extracted, "verdict": said[:KEPT_CHARACTERS]})
 
     def _asked(self, text: str) -> dict[str, Any]:
@@ -232,8 +236,10 @@ class Questions:
         return await asyncio.shield(self._greedy[key])
 
     def forget(self, request: Mapping[str, Any]) -> None:
-        """Ask this greedy question anew the next time."""
-        self._greedy.pop(_key(request), None)
+        """Ask this greedy question anew the next time, unless it is being asked."""
+        key = _key(request)
+        if key in self._greedy and self._greedy[key].done():
+            del self._greedy[key]
 
     async def _send(self, request: Mapping[str, Any]) -> str:
         answer, url = await self._client.post(request)
