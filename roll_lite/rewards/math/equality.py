@@ -48,6 +48,7 @@ OPERATIONS = (
     r"\\(?:gcd|lcm|max|min|sup|inf|det|arg|Re|Im|dim|operatorname|[pb]?mod|deg|cap)(?![A-Za-z])",
     r"\\l?floor|\\l?ceil",
     r"\\end\s*\{\w*(?:matrix|array)\}(?:\s*\\right\s*\W)?\s*[\^']",
+    r"\\begin\s*\{[vV]matrix|(?:\||\\[lr]?[vV]ert)\s*\\begin\s*\{\w*(?:matrix|array)",
 )
 """Operations left to compute: an answer may contain one only if the reference does."""
 SIGNS = {"×": "times", "·": "cdot", "⋅": "cdot", "÷": "div", "π": "pi", "∞": "infty", "≤": "le", "≥": "ge", "≠": "ne", "≈": "approx"}
@@ -204,24 +205,27 @@ def _is_as_simple(gold: Any, found: Any) -> bool:
 
     if is_too_large(found) or sum(1 for _ in sympy.preorder_traversal(found)) > 4 * sum(1 for _ in sympy.preorder_traversal(gold)) + 40:
         return False
+    steps = (sympy.Derivative, sympy.Integral, sympy.Limit, sympy.Sum, sympy.Product)
+    if not set(map(type, found.atoms(*steps))) <= set(map(type, gold.atoms(*steps))):
+        return False
     asked, given = (one.atoms(sympy.core.relational.Relational) for one in (gold, found))
     if not isinstance(gold, sympy.Expr) and all(map(_is_solved, asked)) and not all(map(_is_solved, given)):
         return False
     wanted, work, is_decimal = _work(gold), _work(found), isinstance(gold, sympy.Float)
-    return is_decimal or (work[0] <= wanted[0] and work[2] <= wanted[2] and (work[1] == 0 or wanted[1] > 0))
+    return is_decimal or (work[0] <= wanted[0] and (work[1] == 0 or wanted[1] > 0) and work[2] <= wanted[2] and work[3] <= wanted[3])
 
 
 def _is_solved(relation: Any) -> bool:
     return any(one.is_Symbol and not other.free_symbols for one, other in (relation.args, relation.args[::-1]))
 
 
-def _work(expression: Any) -> tuple[int, int, int]:
-    """Count additions, additions below fraction bars, and products to be carried out: of numbers, like powers, sums, matrices, and joinable
-    intervals."""
+def _work(expression: Any) -> tuple[int, int, int, int]:
+    """Count additions, additions below fraction bars, products to be carried out (of numbers, like powers, sums, matrices, and joinable
+    intervals), and powers to be joined: of powers, or of the same number."""
     import sympy
 
     parts = [_work(part) for part in (expression.flat() if isinstance(expression, sympy.MatrixBase) else expression.args)]
-    above, below, products = (sum(part[place] for part in parts) for place in range(3))
+    above, below, products, powers = (sum(part[place] for part in parts) for place in range(4))
     if isinstance(expression, sympy.Add | sympy.MatAdd):
         above += len(parts) - 1
     elif isinstance(expression, sympy.Eq) and 0 not in expression.args and not _is_solved(expression):
@@ -235,7 +239,8 @@ def _work(expression: Any) -> tuple[int, int, int]:
         above, below, products = 0, above + below, 0
     elif isinstance(expression, sympy.Mul | sympy.Pow):
         products += _repeated_factors(expression) - sum(map(_repeated_factors, expression.args))
-    return above, below, products
+        powers += _joinable(expression) - sum(map(_joinable, expression.args))
+    return above, below, products, powers
 
 
 def _factors(product: Any) -> list[Any]:
@@ -253,6 +258,17 @@ def _repeated_factors(product: Any) -> int:
         if abs(factor) != 1:
             kinds += ["number" if base.is_Number and exponent.is_Integer else "sum" if base.is_Add else base] * times
     return len(kinds) - len(set(kinds))
+
+
+def _joinable(expression: Any) -> int:
+    """Number of powers of a power, or of the same number in a product; roots and fractions are none."""
+    if not expression.is_Mul:
+        exponents: list[Any] = [expression.exp, expression.base.as_base_exp()[1]] if expression.is_Pow else [1]
+        return int(all(one != 1 and (not one.is_number or (one.is_Integer and one > 0)) for one in exponents))
+    powers = [factor.as_base_exp() for factor in _factors(expression)]
+    bases = [base for base, exponent in powers if base.is_Number and exponent.is_Integer and exponent > 0]
+    raised = {base for base, exponent in powers if exponent != 1}
+    return sum(1 for base in bases if base in raised) - len(raised.intersection(bases))
 
 
 def is_too_large(expression: Any) -> bool:

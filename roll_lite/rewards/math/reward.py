@@ -5,6 +5,7 @@ from __future__ import annotations
 import math as floats
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Annotated, Any, Literal
@@ -23,6 +24,7 @@ from roll_lite.rewards.math.equality import (
     NAME,
     SET,
     Parsed,
+    as_latex,
     as_parsed,
     library,
     list_of,
@@ -30,7 +32,7 @@ from roll_lite.rewards.math.equality import (
     sides,
     written_form,
 )
-from roll_lite.rewards.math.quantities import NO_UNIT, TEXT, Quantity, Unit, quantity, ratio, split_unit, tidy, unwrapped
+from roll_lite.rewards.math.quantities import NO_UNIT, TEXT, Quantity, Unit, is_unit, quantity, ratio, split_unit, tidy, unwrapped
 from roll_lite.rewards.reward_type import RewardType, too_slow, written
 from roll_lite.rewards.running.time_limit import TimeLimitExceeded, limited
 
@@ -41,12 +43,17 @@ BEFORE = re.compile(
     re.DOTALL | re.IGNORECASE,
 )
 """Text before the answer in columns with whole solutions."""
-PARTS = re.compile(r"(?:\A|\s)\(?[a1i]\)\s*\S.*[\s,;]\(?(?:b|2|ii)\)\s*\S|\A\s*\(?[a-z]\)[\s\\]+\$?\d", re.DOTALL | re.IGNORECASE)
+PARTS = re.compile(
+    r"(?:\A|\s)\(?[a1i]\)\s*\S.*[\s,;]\(?(?:b|2|ii)\)\s*\S|\A\s*\(?[a-z]\)[\s\\]+\$?\d|(?:\A|[,;])\s*[a-z]:\s+[$\\-]*\d[^<>=:,;]*(?:\Z|[,;])",
+    re.DOTALL | re.IGNORECASE,
+)
 """Matches reference answers to refuse: answers of several parts, (a) ... (b) ..., or one behind a label, as in (B) 12, which would be read
 as the product B * 12."""
 SHORT_WORDS = re.compile(r"(?:\A|\s)(?:it|is|to|of|at|by|we|[ap]m|ft)(?=\s|\Z)", re.IGNORECASE)
 """Words that would be read as letters of a product: 3 to 5, 2:30 pm."""
 AROUND, PROSE, MOST_WORDS = re.compile(r"\\[,;:!()\[\] ]|[$*`\"“”~]"), re.compile(r"[A-Za-z][A-Za-z'’.,\s-]*"), 8
+IMPLIES = re.compile(r"\\(?:[Ll]ong)?(?:[Rr]ight|[Ll]eftright)arrow(?![A-Za-z])|\\(?:implies|iff|therefore)(?![A-Za-z])|[⇒⇔→∴]")
+RELATION = re.compile(r"[<>=]|\\(?:not|neq?|[lg](?:eq?|eqslant|t))(?![A-Za-z])")
 VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
 
 EQUAL, DIFFERENT, NOTHING = "equal", "different", "no answer found"
@@ -82,13 +89,14 @@ class MathReward(RewardType):
     unit; for a decimal an irrational constant such as `\sqrt{2}/2` as well; or an equation that holds, with the number on its right side,
     45+25=70. A unit may be missing on either side; units of measurement and currencies that both have must fit: 12 m is 1200 cm, not 12 cm.
     50% is 0.5, and 50 as well. Several formulas in a reference are a list: all of them, as often as there, in any order. Numerals such as
-    `1001_2` and 0x2F are equal to themselves only; 2:3 is 4:6, not 2/3. Of an equation the last side counts; `≈` leads to an answer only if
-    the reference is a decimal. An answer that leaves something to compute is wrong: integrals, sums, functions and other operations that
-    the reference has not, more additions or products than it has (`(x-1)(x+1)` for `x^2-1`, `x^2+2x+1` for `(x+1)^2`, `x^2x^8` for
-    `x^{10}`, `[1,2]\cup[2,3]` for `[1,3]`), an inequality that is not solved. A response without an answer, or one that takes longer than
-    `cpu_limit_s`, is wrong. A reference answer that cannot be read, a sentence with formulas or the answers of several parts, is a failure.
-    Of a reference with "####", as GSM8K has them, what is behind it counts; one in words, such as no solution, is compared as text, without
-    regard to case. `extracted` in the details is what was compared.
+    `1001_2` and 0x2F are equal to themselves only; 2:3 is 4:6, not 2/3. Of an equation the last side counts, and where the reference is
+    `x=5`, its first side must be x or all its sides numbers: not `x^2-20=5`. `≈` leads to an answer only if the reference is a decimal. An
+    answer that leaves something to compute is wrong: integrals, sums, functions and other operations that the reference has not, more
+    additions, products or powers than it has (`(x-1)(x+1)` for `x^2-1`, `x^2+2x+1` for `(x+1)^2`, `x^2x^8` or `(x^2)^5` for `x^{10}`,
+    `[1,2]\cup[2,3]` for `[1,3]`), an inequality that is not solved. A response without an answer, or one that takes longer than
+    `cpu_limit_s`, is wrong. A reference answer that cannot be read, a sentence with formulas, the answers of several parts, or numbers of
+    several things (3 red, 5 blue), is a failure. Of a reference with "####", as GSM8K has them, what is behind it counts; one in words,
+    such as no solution, is compared as text, without regard to case. `extracted` in the details is what was compared.
 
     ```yaml
     reward:
@@ -105,7 +113,7 @@ class MathReward(RewardType):
     number. boxed: in a `\boxed{}`. tagged: in the last
     `<answer></answer>`. number: the last number."""
     profile: Profile = "default"
-    """math_verify: that library alone decides, which takes 45+25 for 70; of the other arguments only cpu_limit_s counts."""
+    """math_verify: that library alone compares, which takes 45+25 for 70; of the other arguments only cpu_limit_s counts."""
     cpu_limit_s: Annotated[float, Field(gt=0)] = 5.0
     """Computing time for reading and comparing one answer, less than `timeout_s`; a response that takes longer is wrong."""
 
@@ -118,15 +126,19 @@ class MathReward(RewardType):
         ):
             raise RewardFailed(f"reward math: the reference answer must be a number or a string, got {answer!r:.200}")
         gold = _reference(str(answer), self.profile == "math_verify", self.cpu_limit_s)
-        found = ""
+        found = vote = ""
 
         def decide() -> str:
-            nonlocal found
+            nonlocal found, vote
             if self.profile == "math_verify":
                 parsed = library().parse(finished(sample), parsing_timeout=None)
-                found = str(parsed[0]) if parsed else ""
+                found = vote = str(parsed[0]) if parsed else ""
+                with suppress(Exception):
+                    vote = without_form(found)
                 return EQUAL if library().verify(gold.parsed, parsed, timeout_seconds=None) else DIFFERENT
-            found = (find_words if gold.words else find_answer)(tidy(finished(sample)), self.extract)
+            found = vote = (find_words if gold.words else find_answer)(tidy(finished(sample)), self.extract)
+            with suppress(Exception):  # of an odd answer: it votes with its text
+                vote = without_form(found)
             return self._verdict(gold, found)
 
         try:
@@ -141,8 +153,8 @@ class MathReward(RewardType):
                 limited(self.cpu_limit_s, lambda: equality.same_expression(gold.parsed, gold.parsed))
             except Exception as error:  # the reference alone raises too
                 raise RewardFailed(f"reward math: the reference answer {gold.text!r:.200} cannot be compared: {error!r:.200}") from error
-        vote = gold.text if verdict == EQUAL else without_form(found)
-        return Score(float(verdict == EQUAL), verdict == EQUAL, {"extracted": found[:LONGEST_SHOWN], "verdict": verdict}, answer=vote)
+        details: dict[str, float | str] = {"extracted": found[:LONGEST_SHOWN], "verdict": verdict}
+        return Score(float(verdict == EQUAL), verdict == EQUAL, details, answer=gold.text if verdict == EQUAL else vote)
 
     def warm(self) -> None:
         """Import sympy and the parser and fill their tables: most of a second that the first samples would pay."""
@@ -172,7 +184,7 @@ class MathReward(RewardType):
                 left.remove(equal)
             return DIFFERENT if left else EQUAL
         parts = sides(answer)
-        if gold.name and len(parts) > 1 and NAME.fullmatch(parts[0]) and "".join(parts[0].split()) not in ("", gold.name):
+        if gold.name and not _says_of(gold.name, answer):
             return DIFFERENT
         wanted, given = written_form(gold.text), written_form(parts[-1])
         if wanted or given:
@@ -208,6 +220,24 @@ class MathReward(RewardType):
         return EQUAL if equality.same_expression(gold.parsed, parsed) else DIFFERENT
 
 
+def _says_of(name: str, answer: str) -> bool:
+    """False for an equation of something else: x^2 = 1 where x = 1 is asked. Sides that are numbers are of nothing."""
+    *before, last = sides(IMPLIES.split(answer)[-1])
+    before = [TEXT.sub(lambda one: " " if re.search("[a-z]{2}", one[1]) else one[1], side) for side in before]
+    if any(RELATION.search(as_latex(side)) for side in before):
+        return False
+    if not before or (first := re.sub(r"[\s{}]", "", before[0])) in ("", name):
+        return True
+    return not NAME.fullmatch(first) and all(_variables(side, last) <= _variables(last) for side in before)
+
+
+def _variables(side: str, last: str = "") -> set[str]:
+    """Variables in a side of an equation, letters of units among them; without the unit at its end if the last side has one."""
+    number = quantity(last)
+    parsed = parse(_without_unit(side)[0] if number and number.unit != NO_UNIT else side)
+    return {str(one) for part in parsed for one in part.free_symbols} if parsed else set(VARIABLE.findall(side))
+
+
 def _without_unit(text: str) -> tuple[str, Unit]:
     r"""Split the unit off a formula. After variables a bare letter is one more variable: x+3m has no unit, x+3\text{ m} has."""
     text = unwrapped(text)
@@ -232,22 +262,49 @@ def _reference(text: str, by_library: bool, cpu_limit_s: float) -> Reference:
 
 
 def _read_by_library(text: str) -> Reference:
+    _refuse_text(_inner(text))
     parsed = library().parse(f"${text}$", parsing_timeout=None) or library().parse(text, parsing_timeout=None)
     if not parsed:
         raise ValueError("math-verify finds nothing in it")
     return Reference(text, parsed=parsed)
 
 
-def _read_reference(text: str) -> Reference:
+def _inner(text: str) -> str:
     plain = plain_boxes(BEFORE.sub("", tidy(text.strip())))
-    inner = unwrapped(", ".join(box.strip() for box in last_boxes(plain)) or plain)
-    if said := _in_words(inner):
-        return Reference(inner, words=said)
+    return unwrapped(", ".join(box.strip() for box in last_boxes(plain)) or plain)
+
+
+def _refuse_text(inner: str) -> None:
+    """Raise for answers of several parts or of several things, and for sentences with formulas; not for a few words alone."""
+    if _in_words(inner):
+        return
     if PARTS.search(TEXT.sub(r" \1 ", re.sub(r"\\(?:left|right)(?![A-Za-z])", "", inner))):
         raise ValueError("it has a label, such as (a) or (B), or the answers of several parts")
+    items, parts = list_of(inner), sides(inner)
+    if quantity(inner) or (len(parts) == 2 and NAME.fullmatch(parts[0]) and quantity(parts[1])):
+        return
+    if (len(items) > 1 or SET.fullmatch(inner)) and all(map(is_formula, items)):
+        counted = [item for item in items if (number := quantity(item)) and not number.percent]
+        if len({tuple(word.rstrip("s") for word in words(_shown(item), 2) if not is_unit(word)) for item in counted}) > 1:
+            raise ValueError("it is of several things, no list of numbers")
+        return
+    shown = _shown(_without_unit(inner)[0])
+    if not written_form(inner) and (words(shown) or SHORT_WORDS.search(shown)):
+        raise ValueError("it is a text, not one formula")
+
+
+def _shown(text: str) -> str:
+    return TEXT.sub(r" \1 ", text)
+
+
+def _read_reference(text: str) -> Reference:
+    inner = _inner(text)
+    if said := _in_words(inner):
+        return Reference(inner, words=said)
+    _refuse_text(inner)
     number, parts = quantity(inner), sides(inner)
     if number is None and len(parts) == 2 and NAME.fullmatch(parts[0]) and (last := quantity(parts[1])):
-        return Reference(parts[1], number=last, name="".join(parts[0].split()), unit=last.unit, parsed=as_parsed(last))
+        return Reference(parts[1], number=last, name=re.sub(r"[\s{}]", "", parts[0]), unit=last.unit, parsed=as_parsed(last))
     if number is not None:
         return Reference(inner, number=number, unit=number.unit, parsed=as_parsed(number))
     items = list_of(inner)
@@ -256,9 +313,6 @@ def _read_reference(text: str) -> Reference:
     if written_form(inner):
         return Reference(inner)
     body, unit = _without_unit(inner)
-    shown = TEXT.sub(r" \1 ", body)
-    if words(shown) or SHORT_WORDS.search(shown):
-        raise ValueError("it is a text, not one formula")
     parsed = parse(body)
     if not parsed:
         raise ValueError("math-verify cannot read it as mathematics")

@@ -48,7 +48,7 @@ def test_cases(case: list[Any]) -> None:
     reference, response, equal, *args = case
     if equal is None:
         with pytest.raises(RewardFailed, match="reward math: the reference answer"):
-            MathReward()(item(reference, response))
+            MathReward(**(args[0] if args else {}))(item(reference, response))
     else:
         assert (verdict_of(reference, response, **(args[0] if args else {})) == "equal") is equal
 
@@ -105,13 +105,23 @@ def questions(count: int) -> list[tuple[str, str]]:
                 (rf"\pi\cdot{a}\cdot{b}", rf"{a * b}\pi"),
                 (rf"[0,{a}]\cup[{a},{a + b}]", f"[0,{a + b}]"),
                 (f"{a}" + sympy.latex(one, mat_str="pmatrix", mat_delim=""), sympy.latex(a * one, mat_str="pmatrix", mat_delim="")),
-            )[number % 16]
+                (rf"\frac{{\mathrm{{d}}}}{{\mathrm{{d}}x}}\left({latex}\right)", sympy.latex(sympy.diff(polynomial, x))),
+                (rf"\frac{{{{\rm d}}}}{{{{\rm d}}x}}x^{a}", rf"{a}x^{{{a - 1}}}"),
+                (rf"\int {latex} \, \mathrm{{d}}x", sympy.latex(sympy.integrate(polynomial, x))),
+                (rf"\begin{{vmatrix}}x&{a}\\{b}&x\end{{vmatrix}}", rf"x^2-{a * b}"),
+                (rf"(x^{a})^{b}", rf"x^{{{a * b}}}"),
+                (rf"(e^x)^{a}", rf"e^{{{a}x}}"),
+                (rf"({a}^{{60}})^{{{b}}}", rf"{a}^{{{60 * b}}}"),
+                (rf"{a}^{{50}} {a}^{{{b}}}", rf"{a}^{{{50 + b}}}"),
+                (rf"x^2-{a * a - a}={a}", f"x={a}"),
+                (rf"x+{b}={a}", f"x={a}"),
+            )[number % 26]
         )
     return made
 
 
 def test_no_question_is_its_own_answer() -> None:
-    for question, answer in questions(64):
+    for question, answer in questions(104):
         for extract, written in (("boxed", r"\boxed{{{}}}"), ("auto", "The answer is ${}$.")):
             assert verdict_of(answer, written.format(question), extract=extract) != "equal", question
         assert verdict_of(answer, rf"\boxed{{{answer}}}") == "equal", answer
@@ -302,6 +312,21 @@ def test_what_the_library_alone_says(reference: str, response: str, equal: bool)
 
     assert verify(parse(f"${reference}$"), parse(response)) is equal
     assert MathReward(profile="math_verify")(item(reference, response)).correct is equal
+
+
+@pytest.mark.parametrize("args", [{}, {"profile": "math_verify"}])
+def test_a_vote_that_cannot_be_computed_is_the_text(monkeypatch: pytest.MonkeyPatch, args: dict[str, Any]) -> None:
+    def too_large(text: str) -> str:
+        raise MemoryError
+
+    def endless(text: str) -> str:
+        while True:
+            pass
+
+    for vote in (too_large, endless):
+        monkeypatch.setattr("roll_lite.rewards.math.reward.without_form", vote)
+        score = MathReward(cpu_limit_s=0.3, **args)(item("5", r"\boxed{7}"))
+        assert (score.value, score.answer) == (0, "7")
 
 
 @pytest.mark.parametrize(
