@@ -21,8 +21,8 @@ from typing import Any, Literal, Protocol
 from pydantic import PositiveFloat, PositiveInt
 
 from roll_lite import sandbox
-from roll_lite.rewards.base import RewardFailed
-from roll_lite.rewards.http.client import Addresses, HttpClient, HttpSettings, ServiceRefused, several
+from roll_lite.rewards.base import ResponseSuspected, RewardFailed
+from roll_lite.rewards.http.client import Addresses, HttpClient, HttpSettings, several
 from roll_lite.sandbox.pool import HARMLESS, Ended, Outcome, Pair, Program, SandboxPool, SandboxTrouble, ended_its_sandbox
 
 LATE_S = 15.0
@@ -76,8 +76,7 @@ class RemoteSandbox:
         try:
             answer, url = await self._client.post(request_of(job))
         except RewardFailed as failure:
-            # A program's time is limited there: the service itself is slow, and a second wait would end this process instead.
-            return SandboxTrouble(failure.cause, isinstance(failure, ServiceRefused))
+            return SandboxTrouble(failure.cause, isinstance(failure, ResponseSuspected))
         try:
             found = (answer.get("files") or {}).get("outcome.json")
             if found:

@@ -101,11 +101,9 @@ class ServiceRefused(ResponseSuspected):
 class _Passing(Exception):
     """Raised by an attempt that may be retried, at other URLs only if the service was too slow."""
 
-    def __init__(
-        self, cause: str, kind: type[RewardFailed] = RewardFailed, wait_s: float | None = None, elsewhere_only: bool = False
-    ) -> None:
+    def __init__(self, cause: str, is_refusal: bool = False, wait_s: float | None = None, elsewhere_only: bool = False) -> None:
         super().__init__(cause)
-        self.kind, self.wait_s, self.elsewhere_only = kind, wait_s, elsewhere_only
+        self.is_refusal, self.wait_s, self.elsewhere_only = is_refusal, wait_s, elsewhere_only
 
 
 @dataclass
@@ -133,7 +131,7 @@ class HttpClient:
 
     async def post(self, payload: Any, retries: int | None = None) -> tuple[Any, str]:
         """Returns the answer's JSON and the URL that gave it, in a form that may be shown. After the retries: ServiceRefused if the service
-        rejects the request, ResponseSuspected if it accepts it and takes too long, RewardFailed if there is no answer."""
+        rejects the request, RewardFailed if there is no answer."""
         attempts, causes = 1 + (self._settings.retries if retries is None else retries), dict[str, str]()
         try:
             body = json.dumps(payload).encode()
@@ -161,7 +159,7 @@ class HttpClient:
                     backoff = min(BACKOFF_S * 2**attempt, LONGEST_BACKOFF_S) * random.uniform(0.5, 1.0)
                     await asyncio.sleep(max(trouble.wait_s or 0.0, backoff))
         said = f"no answer after {attempt + 1} attempt{'s' if attempt else ''}: {'; '.join(map(' '.join, causes.items()))}"
-        raise trouble.kind(f"{self._reward}: {said}")
+        raise (ServiceRefused if trouble.is_refusal else RewardFailed)(f"{self._reward}: {said}")
 
     async def _attempt(self, url: _Url, body: bytes) -> Any:
         import httpx2
@@ -178,23 +176,23 @@ class HttpClient:
         except httpx2.ConnectTimeout:
             raise _Passing(f"cannot be reached: no connection within {min(CONNECT_S, seconds):g} s", elsewhere_only=True) from None
         except (TimeoutError, httpx2.TimeoutException):
-            raise _Passing(f"gave no answer within {seconds:g} s", ResponseSuspected, elsewhere_only=True) from None
+            raise _Passing(f"gave no answer within {seconds:g} s", elsewhere_only=True) from None
         except (httpx2.HTTPError, OSError) as error:
             raise _Passing(f"cannot be reached: {_without(key, _innermost(error))}") from None
         said = _without(key, response.text).strip().partition("\n")[0][:SHOWN_CHARACTERS].strip()
         said = f": {said}" if said else ""
         answered = f"answered {response.status_code} {_without(key, response.reason_phrase)}".strip() + said
-        kind = ServiceRefused if response.status_code in ABOUT_THE_CONTENT else RewardFailed
+        is_refusal = response.status_code in ABOUT_THE_CONTENT
         if response.status_code in PASSING:
             asked = re.fullmatch(r"\d+(?:\.\d+)?", response.headers.get("Retry-After", ""))
-            raise _Passing(answered, kind, min(float(asked[0]), LONGEST_BACKOFF_S) if asked else None)
+            raise _Passing(answered, is_refusal, min(float(asked[0]), LONGEST_BACKOFF_S) if asked else None)
         url.failures = 0
         if not response.is_success:
-            raise kind(f"{self._reward}: {shown(url.url)} {answered}")
+            raise (ServiceRefused if is_refusal else RewardFailed)(f"{self._reward}: {shown(url.url)} {answered}")
         try:  # a key of a few letters is no secret, and part of most words
             return json.loads(_without(key if key and len(key) >= SHORTEST_SECRET else None, response.text))
         except (ValueError, RecursionError) as error:
-            raise _Passing(f"answered with malformed JSON ({error}){said}", ServiceRefused) from None
+            raise _Passing(f"answered with malformed JSON ({error}){said}", is_refusal=True) from None
 
     def _key(self) -> str | None:
         if (variable := self._settings.api_key_env) is None:

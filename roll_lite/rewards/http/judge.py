@@ -71,9 +71,9 @@ class JudgeReward(AskingReward):
     {"verdict": "yes"}, the output of guided decoding (`extra_body`). Other verdicts in the text are ignored, since the judge may quote them
     from the response; so is a last line behind an unfinished sentence ("The response ends with").
 
-    A verdict that is unreadable or was cut at `max_tokens` is asked for again, `asks` times in all. A response that gets none, that the
-    endpoint refuses, or that it takes longer than `timeout_s` to answer, has the lowest verdict (0, or a choice below 0), unless a harmless
-    response gets none either: then the sample fails. Readable answers to greedy questions are kept in memory.
+    A verdict that is unreadable or was cut at `max_tokens` is asked for again, `asks` times in all. A response that gets none, or that the
+    endpoint refuses, has the lowest verdict (0, or a choice below 0), unless a harmless response gets none either: then the sample fails.
+    Readable answers to greedy questions are kept in memory.
 
     ```yaml
     reward:

@@ -107,8 +107,8 @@ class Batcher:
                 await asyncio.gather(self._finish(batch[:middle], retries=0), self._finish(batch[middle:], retries=0))
                 return
             results = [refusal]
-        except RewardFailed as failure:  # a time-out may be another's doing, and halves would add to the load
-            results = [failure if len(batch) == 1 else RewardFailed(failure.cause)] * len(batch)
+        except RewardFailed as failure:
+            results = [failure] * len(batch)
         except Exception as error:  # otherwise the samples would never end
             results = [RewardFailed(f"reward remote: {type(error).__name__}: {error}")] * len(batch)
         for waiting, result in zip(batch, results, strict=True):
