@@ -226,7 +226,7 @@ def run_test(test: dict[str, Any], names: dict[str, Any], inside: bool = False) 
             unittest.__dict__["main"] = lambda *args, **kwargs: run_test_classes(known)
             unittest.case.__dict__["_ShouldStop"] = ()  # it would catch this exception, which a program may raise, and count a pass
         if inside:
-            loaded, operators = Loaded().add(LOADED.modules), Operators(known, failed)
+            loaded, operators = Loaded().add(LOADED.modules), Operators(known, failed, test["source"])
         exec(compile(tree, "tests.py", "exec", dont_inherit=True), known)
     except SystemExit as end:
         if inside and not _is_left_by(known, end):
@@ -235,7 +235,7 @@ def run_test(test: dict[str, Any], names: dict[str, Any], inside: bool = False) 
             wrong = f"SystemExit: {end.code}"
     except BaseException as error:
         wrong = _what_failed(error, test["source"])
-    if loaded and operators and (replaced := (loaded.put_back() | operators.end()) - replaced_by(test["source"])):
+    if loaded and operators and (replaced := (operators.end() | loaded.put_back()) - replaced_by(test["source"])):
         failed.append(f"the program replaced {', '.join(sorted(replaced))} of a module or class")
     return wrong or (failed[0] if failed else "")
 

@@ -265,12 +265,17 @@ class Operators:
     """Names of the running test."""
     failed: ClassVar[list[str]] = []
 
-    def __init__(self, tests: dict[str, Any], failed: list[str]) -> None:
+    def __init__(self, tests: dict[str, Any], failed: list[str], source: str) -> None:
         Operators.tests, Operators.failed = tests, failed
         for module in ("__main__", "unittest"):
             warnings.filterwarnings("error", "NotImplemented", DeprecationWarning, module)  # it would be taken for True
         self._guards: list[tuple[type, str, Any]] = []
+        self._silent: list[tuple[type, str, Any]] = []
         for one, kind in every_class().items():
+            if HELD_BY(kind).get("__module__") == "unittest.mock" and kind.__name__ == "_ANY" and "ANY" not in source:
+                for name in ("__eq__", "__ne__"):
+                    self._silent.append((kind, name, HELD_BY(kind)[name]))
+                    type.__setattr__(kind, name, _silent(HELD_BY(kind)[name]))
             if one not in LOADED.classes:
                 guard_class(kind)
                 self._guards += [(kind, name, held) for name, held in HELD_BY(kind).items() if _is_guard(held)]
@@ -278,6 +283,8 @@ class Operators:
     def end(self) -> set[str]:
         """Names of operators that the program has put in the place of guarded ones."""
         Operators.tests = None
+        for kind, name, original in self._silent:
+            type.__setattr__(kind, name, original)
         return {name for kind, name, guard in self._guards if HELD_BY(kind).get(name) is not guard}
 
 
@@ -320,6 +327,10 @@ def _guard(name: str, original: Any) -> Any:
         raise AssertionError(SEES_PLAIN)
 
     return functools.update_wrapper(guard, original) if type(original) is types.FunctionType else guard
+
+
+def _silent(original: Any) -> Any:
+    return lambda one, other: NotImplemented if _is_by_test(sys._getframe(1)) else original(one, other)
 
 
 GUARD = _guard("", None).__code__

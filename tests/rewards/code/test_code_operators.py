@@ -206,3 +206,11 @@ RIGHT = [
 @pytest.mark.parametrize("tests", RIGHT)
 def test_operators_between_a_programs_objects_and_in_its_own_code_work(tests: str) -> None:
     assert verdict(VECTOR, tests) == "passed"
+
+
+def test_what_equals_everything_does_so_only_if_the_tests_name_it() -> None:
+    program = "from unittest.mock import ANY, Mock\nclass K: pass\nclass P:\n    x = ANY\n    def ok(self): return self.x == 5\n"
+    for tests in ("assert P().x == 5", "assert P().x == K()", "assert [5].count(P().x)", "assert not P().x != 5"):
+        assert verdict(program, tests).startswith("test 1: failed: AssertionError"), tests
+    mocked = "from unittest.mock import ANY\nassert P().x == ANY == 5 and [5].count(ANY)"
+    assert verdict(program, mocked) == verdict(program, "assert P().ok() and P().x is P().x and P().x == P().x") == "passed"
