@@ -55,7 +55,8 @@ class Loaded:
         self.modules: dict[str, types.ModuleType] = {}
         self.names: dict[int, dict[str, Any]] = {}
         self.classes: dict[int, type] = {}
-        """Names of the modules, and all classes there were, by id: these are not the program's."""
+        self.codes: set[int] = set()
+        """Names of the modules, all classes there were, and ids of their functions' code: these are not the program's."""
         self._held: dict[int, tuple[Any, dict[str, Any]]] = {}
         self._code: dict[int, tuple[Any, ...]] = {}
 
@@ -72,6 +73,10 @@ class Loaded:
             held = self._held.setdefault(id(place), (place, dict(vars(place))))[1]
             functions = [one for one in held.values() if type(one) is types.FunctionType]
             self._code |= {id(one): (one, one.__code__, one.__defaults__, one.__kwdefaults__) for one in functions}
+            codes = [one.__code__ for one in functions]
+            for code in codes:
+                codes += [one for one in code.co_consts if type(one) is types.CodeType]
+            self.codes.update(map(id, codes))
         return self
 
     def put_back(self) -> set[str]:
@@ -352,7 +357,7 @@ def _is_by_test(frame: types.FrameType | None) -> bool:
     while frame is not None and Operators.tests is not None:
         if frame.f_globals is Operators.tests:
             return True
-        if frame.f_globals is not OURS and _is_programs(frame.f_globals):
+        if _is_programs(frame.f_globals):
             return False
         frame = frame.f_back
     return False
@@ -362,20 +367,21 @@ OURS = globals()
 
 
 def _is_own(kind: type) -> bool:
-    """True if the program created the class: by its `__module__`, which can be forged, or its functions' globals, which cannot be."""
+    """True if the program created the class: by its `__module__` and functions, whatever `__module__` says."""
     if not FLAGS(kind) & MADE_IN_PYTHON or id(kind) in LOADED.classes:
         return False
-    return kind.__module__ == FROM_PROGRAM or any(
-        type(one) is types.FunctionType and (one.__code__ is GUARD or _is_programs(one.__globals__)) for one in HELD_BY(kind).values()
-    )
+    return kind.__module__ == FROM_PROGRAM or any(type(one) is types.FunctionType and _made(one) for one in HELD_BY(kind).values())
+
+
+def _made(function: types.FunctionType) -> bool:
+    """True if the program made the function: by its global names and its code, since `FunctionType` gives code any global names."""
+    code, known = function.__code__, function.__globals__
+    return code is GUARD or _is_programs(known) or (known is not Operators.tests and id(code) not in LOADED.codes)
 
 
 def _is_programs(known: dict[str, Any]) -> bool:
-    """True for global names of the program."""
-    if id(known) in LOADED.names:
-        return False
-    name = str(known.get("__name__"))
-    return name == FROM_PROGRAM or name not in sys.modules or vars(sys.modules[name]) is not known
+    """True for global names of the program, or of a module that was loaded after it began."""
+    return id(known) not in LOADED.names and known is not Operators.tests and known is not OURS
 
 
 def _defines(value: Any, dunders: tuple[str, ...]) -> bool:

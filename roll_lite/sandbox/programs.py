@@ -3,6 +3,7 @@ judged outside."""
 
 from __future__ import annotations
 
+import ast
 import atexit
 import builtins
 import contextlib
@@ -205,10 +206,23 @@ def _expression(order: dict[str, Any]) -> None:
 
 
 def _serve(order: dict[str, Any]) -> None:
+    """Answer calls and run tests. What the tests and the program import is loaded before the program runs, and trusted: of modules loaded
+    later, the program may have written any."""
     with contextlib.suppress(Exception):  # the tests' process says what cannot be imported
         import_modules(order)
+    for statement in _imports(f"{order.get('prelude', '')}\n{order['source']}"):
+        with contextlib.suppress(Exception, SystemExit):  # the program runs into it itself
+            exec(statement, {})
     LOADED.add()
     serve(_module(order, FROM_PROGRAM), order["names"], PEER, order["test_s"])
+
+
+def _imports(source: str) -> list[str]:
+    try:
+        nodes = list(ast.walk(ast.parse(source)))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+    return [ast.unparse(node) for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
 def _tests(order: dict[str, Any]) -> None:

@@ -85,6 +85,15 @@ HIDDEN = {
     "a base of its class": f"{LIAR.format(name='D')}class E(D): pass",
     "the class of its class": f"class M(type):\n    {LIAR.format(name='M').partition(chr(10))[2].partition(chr(10))[2].strip()}\n"
     "class K(metaclass=M): pass\ndef E(): return K",
+    "a module that it writes": f"open('helper.py', 'w').write({LIAR.format(name='E')!r})\n"
+    "import sys\nsys.path.insert(0, '.')\nfrom helper import E",
+    "a module that it names like one of Python's": f"open('fractions.py', 'w').write({LIAR.format(name='E')!r})\n"
+    "import sys\nsys.path.insert(0, '.')\nsys.modules.pop('fractions', None)\nimport importlib\nE = importlib.import_module('fractions').E",
+    "a module that it makes": "import sys, types\nhelper = sys.modules['helper'] = types.ModuleType('helper')\n"
+    f"exec({LIAR.format(name='E')!r}, vars(helper))\nfrom helper import E",
+    "global names of one of Python's modules": "import types, operator\nown = lambda f: types.FunctionType(f.__code__, vars(operator))\n"
+    "E = type('E', (), {'__eq__': own(lambda *o: True), '__sub__': own(lambda *o: 0.0), '__hash__': own(lambda s: -1)})\n"
+    "E.__module__ = 'operator'",
     "a plain class": f"{LIAR.format(name='E(float)')}",
 }
 
@@ -214,3 +223,10 @@ def test_what_equals_everything_does_so_only_if_the_tests_name_it() -> None:
         assert verdict(program, tests).startswith("test 1: failed: AssertionError"), tests
     mocked = "from unittest.mock import ANY\nassert P().x == ANY == 5 and [5].count(ANY)"
     assert verdict(program, mocked) == verdict(program, "assert P().ok() and P().x is P().x and P().x == P().x") == "passed"
+
+
+def test_classes_of_modules_that_only_the_program_imports_keep_their_operators() -> None:
+    program = "class P:\n    def number(self):\n        from _pydecimal import Decimal\n        return Decimal(5)\n"
+    program += "    def spread(self):\n        import statistics as s\n        return s.NormalDist(1, 2)\n"
+    assert verdict(program, "assert P().number() == 5 and P().number() - 5 == 0 and [5].count(P().number())") == "passed"
+    assert verdict(program, "assert P().spread() + 1 == P().spread() + 1 and (P().spread() * 2).mean == 2") == "passed"
