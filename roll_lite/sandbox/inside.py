@@ -272,6 +272,7 @@ class Operators:
 
     def __init__(self, tests: dict[str, Any], failed: list[str], source: str) -> None:
         Operators.tests, Operators.failed = tests, failed
+        self._known = {name: one for name, one in tests.items() if name.startswith("__")}
         for module in ("__main__", "unittest"):
             warnings.filterwarnings("error", "NotImplemented", DeprecationWarning, module)  # it would be taken for True
         self._guards: list[tuple[type, str, Any]] = []
@@ -286,11 +287,12 @@ class Operators:
                 self._guards += [(kind, name, held) for name, held in HELD_BY(kind).items() if _is_guard(held)]
 
     def end(self) -> set[str]:
-        """Names of operators that the program has put in the place of guarded ones."""
+        """Names of operators that the program has put in the place of guarded ones, and of guards that it took from the tests."""
+        taken = {name for name, one in self._known.items() if Operators.tests.get(name) is not one}
         Operators.tests = None
         for kind, name, original in self._silent:
             type.__setattr__(kind, name, original)
-        return {name for kind, name, guard in self._guards if HELD_BY(kind).get(name) is not guard}
+        return taken | {name for kind, name, guard in self._guards if HELD_BY(kind).get(name) is not guard}
 
 
 def seen(value: Any) -> Any:

@@ -114,6 +114,14 @@ def test_a_guard_that_a_program_takes_off_fails_the_test() -> None:
     assert verdict(program, "Area.__eq__ = lambda *others: True\nassert P().x() == 5") == "passed"
 
 
+@pytest.mark.parametrize("guard", ["__compare__", "__true__", "__failed__"])
+def test_a_program_that_takes_a_guard_from_the_tests_fails_them(guard: str) -> None:
+    program = (
+        f"class P:\n    def x(self):\n        import __main__\n        vars(__main__)[{guard!r}] = lambda *others: True\n        return 5\n"
+    )
+    assert verdict(program, "p = P()\nassert p.x() == 5\nassert p.x() == 5").endswith(f"replaced {guard} of a module or class")
+
+
 VECTOR = """
 import collections, dataclasses, functools, heapq
 class Vector:
