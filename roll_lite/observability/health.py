@@ -11,6 +11,8 @@ Metrics = Mapping[str, float]
 
 IN_A_ROW = 3
 """Consecutive steps with a sign before it is reported."""
+GROUPS = 12
+"""Fewest sample groups of a domain in these steps: three equal scores of one small group are chance."""
 TRUNCATED_ABOVE = 0.5
 ENTROPY_LEFT = 0.02
 """Share of the first step's entropy that counts as a collapse."""
@@ -25,6 +27,7 @@ REMEMBERED = 50
 @dataclass
 class Finding:
     sign: str
+    """Name, behind the domain if it shows in one domain only: `math/truncated`."""
     message: str
     first_step: int
     steps: int = 1
@@ -37,35 +40,51 @@ class Sign:
     holds: Callable[[Metrics, Sequence[Metrics]], bool]
     """Takes the step's metrics and earlier ones: the first with an entropy, and the latest."""
     says: Callable[[Metrics], str]
+    by_domain: bool = False
 
 
 class RunHealth:
     """Checks each step; a sign is reported once, later steps that show it are counted."""
 
-    def __init__(self, compares_groups: bool) -> None:
-        """`compares_groups`: advantages compare the samples of a prompt, so that equal scores teach nothing."""
+    def __init__(self, compares_groups: bool, domains: Sequence[str] = ()) -> None:
+        """`compares_groups`: advantages compare the samples of a prompt, so that equal scores teach nothing. `domains`: looked at one by
+        one for signs that a batch of several hides."""
         self.findings: dict[str, Finding] = {}
-        self._signs = [sign for sign in SIGNS if compares_groups or sign.name != "flat_groups"]
-        self._seen = dict.fromkeys((sign.name for sign in self._signs), 0)
+        signs = [sign for sign in SIGNS if compares_groups or sign.name != "flat_groups"]
+        each = [(domain, sign) for sign in signs if sign.by_domain for domain in domains if len(domains) > 1]
+        self._signs = [*(("", sign) for sign in signs), *each]
+        self._seen = dict.fromkeys(self._signs, (0, 0.0))
+        """Steps in a row that show the sign, and their sample groups."""
         self._earlier: list[Metrics] = []
 
     def new_signs(self, step: int, metrics: Metrics) -> list[str]:
         """Messages of newly found signs."""
         told = []
-        for sign in self._signs:
-            holds = sign.holds(metrics, self._earlier)
-            self._seen[sign.name] = self._seen[sign.name] + 1 if holds else 0
-            if self._seen[sign.name] < sign.in_a_row:
+        for domain, sign in self._signs:
+            of_place = metrics if not domain else _of_domain(metrics, domain)
+            if domain and (sign.name in self.findings or not of_place.get("rollout/groups")):
+                continue  # told of the whole batch, or no sample of the domain in this one
+            steps, groups = self._seen[domain, sign]
+            holds = sign.holds(of_place, self._earlier)
+            steps, groups = (steps + 1, groups + of_place.get("rollout/groups", 0.0)) if holds else (0, 0.0)
+            self._seen[domain, sign] = steps, groups
+            if steps < sign.in_a_row or (domain and groups < GROUPS):
                 continue
-            if (finding := self.findings.get(sign.name)) is not None:
+            name = f"{domain}/{sign.name}" if domain else sign.name
+            if (finding := self.findings.get(name)) is not None:
                 finding.steps += 1
             else:
-                first = step - sign.in_a_row + 1
-                self.findings[sign.name] = Finding(sign.name, sign.says(metrics), first, sign.in_a_row)
-                told.append(f"warning, step {step}: {self.findings[sign.name].message}")
+                said = f"domain {domain}: {sign.says(of_place)}" if domain else sign.says(of_place)
+                self.findings[name] = Finding(name, said, step - steps + 1, steps)
+                told.append(f"warning, step {step}: {said}")
         old, recent = self._earlier[:-REMEMBERED], self._earlier[-REMEMBERED:]
         self._earlier = [*[one for one in old if not math.isnan(_entropy(one))][:1], *recent, metrics]
         return told
+
+
+def _of_domain(metrics: Metrics, domain: str) -> Metrics:
+    start = f"domain/{domain}/"
+    return {name.removeprefix(start): value for name, value in metrics.items() if name.startswith(start)}
 
 
 def _entropy(metrics: Metrics) -> float:
@@ -92,6 +111,7 @@ SIGNS = (
             f"{metrics.get('reward/mean', math.nan):.2f}): nothing can be learned from them. The prompts may be too hard or too easy, "
             "or the reward may misread the responses (roll-lite reward --responses shows)"
         ),
+        by_domain=True,
     ),
     Sign(
         "nothing_trains",
@@ -110,6 +130,7 @@ SIGNS = (
             f"{metrics['rollout/truncated']:.0%} of the responses were cut at max_tokens; raise domains.*.sampling.max_tokens, "
             "or see whether the model ever ends a response (its eos token, its chat template)"
         ),
+        by_domain=True,
     ),
     Sign(
         "entropy",

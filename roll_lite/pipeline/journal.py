@@ -60,7 +60,7 @@ class Journal:
         self.timers = StepTimers()
         self.history = HistoryTracker()
         self.console = RunConsole(list(config.domains), config.steps)
-        self.health = RunHealth(compares_groups(config))
+        self.health = RunHealth(compares_groups(config), list(config.domains))
         self._config = config
         self._trackers = Trackers([self.history])
         self._sums = MetricSums()

@@ -75,3 +75,28 @@ def test_findings_count_the_steps_that_show_them() -> None:
         health.new_signs(step, GOOD | ({"rollout/truncated": 0.9} if step > 4 else {}))
     (finding,) = health.findings.values()
     assert (finding.sign, finding.first_step, finding.steps) == ("truncated", 5, 6)
+
+
+@pytest.mark.parametrize(
+    ("sign", "says"),
+    [
+        ({"reward/flat_groups": 1.0, "reward/mean": 0.0}, "domain code: in every group all samples have the same reward"),
+        ({"rollout/truncated": 0.93}, "domain code: 93% of the responses were cut"),
+    ],
+)
+def test_a_sign_in_one_domain_is_told_where_the_others_hide_it(sign: dict[str, float], says: str) -> None:
+    def told_of(groups: float, domains: tuple[str, ...], whole: dict[str, float] | None = None, steps: int = 6) -> list[str]:
+        health = RunHealth(True, domains)
+        in_code = {f"domain/code/{name}": value for name, value in (GOOD | sign | {"rollout/groups": groups}).items()}
+        metrics = (
+            GOOD | (whole or {}) | in_code | {f"domain/math/{name}": value for name, value in (GOOD | {"rollout/groups": 30.0}).items()}
+        )
+        return [line for step in range(1, steps + 1) for line in health.new_signs(step, metrics if step % 2 else GOOD | (whole or {}))]
+
+    assert [line.startswith(f"warning, step 5: {says}") for line in told_of(4.0, ("math", "code"))] == [True], (
+        "steps without it do not count"
+    )
+    assert told_of(3.0, ("math", "code")) == [], "9 groups may be alike by chance"
+    assert len(told_of(3.0, ("math", "code"), steps=8)) == 1
+    assert told_of(4.0, ("code",)) == [], "the only domain is the batch"
+    assert ["domain code" in line for line in told_of(4.0, ("math", "code"), sign)] == [False], "told of the whole batch"
