@@ -32,8 +32,8 @@ from roll_lite.files import is_folder, read_text
 from roll_lite.models.model_files import chat_templates
 
 SCANNED_ROWS, TABLE_ROWS = 200_000, 1000
-"""Maximum number of rows checked per file: SCANNED_ROWS of JSON lines and of tags in tables, TABLE_ROWS of a table's other columns; one
-to two seconds."""
+"""Maximum numbers of rows to check in a file, for about two seconds: SCANNED_ROWS of JSON lines and of a table's tags, TABLE_ROWS of its
+other columns."""
 NAMED_LINES = 5
 
 
@@ -52,7 +52,7 @@ def _domain(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Prob
 
 
 def _data_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
-    """Check columns and values of the scanned rows, except what only the tokenizer can tell."""
+    """Check columns and values of the first rows, except what only the tokenizer can tell."""
     data = domain.data
     owners = TagOwners(config.domains, data.tag) if data.tag is not None else None
     given = {"train": data.train} | ({"validation": data.validation} if data.validation is not None else {})
@@ -76,7 +76,7 @@ def _data_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[
 
 
 def _held_out_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
-    """Refuse a training folder that holds held-out files; a path given for both splits is intended."""
+    """Refuse a training folder that holds held-out files. The same path for both splits is allowed."""
     held_out = paths_of(domain.data.validation) if domain.data.validation is not None else []
     for folder in [one for one in paths_of(domain.data.train) if is_folder(one) and one not in held_out]:
         if shared := sorted(map(str, files_read(folder) & files_read(held_out))):
@@ -133,7 +133,7 @@ class _Scan:
     """First unusable value and reason, by setting."""
     mistakes: list[str] = field(default_factory=list)
     strays: dict[tuple[str, Path], tuple[str, str]] = field(default_factory=dict)
-    """Place of the first row without a domain, and reason, by tag and file."""
+    """Place of the first row without a domain, and the reason, by tag and file."""
 
     def check_row(self, row: Row, where: str) -> None:
         content = row.content
@@ -198,7 +198,7 @@ def columns_missing(data: DataConfig, wanted: Collection[str]) -> Iterator[tuple
 
 
 _NOT_READ = object()
-"""Stands for a table's unread value, which is not checked."""
+"""Marks a table's unread value, which is not checked."""
 
 
 def _lines(shards: list[Shard]) -> Iterator[Row]:
@@ -207,8 +207,8 @@ def _lines(shards: list[Shard]) -> Iterator[Row]:
 
 
 def _table_rows(shards: list[Shard], scan: _Scan) -> Iterator[Row]:
-    """Rows of a table: the first TABLE_ROWS with all configured columns, further ones with the tag alone. If a configured column is
-    missing: tags only, or one unread row without them."""
+    """Rows of a table: the first TABLE_ROWS with all configured columns, further ones with only the tag. If a configured column is missing:
+    only tags, or one row without values."""
     tag = scan.data.tag
     wanted = list(dict.fromkeys(column.name for column in scan.wanted))
     for index, shard in enumerate(shards):

@@ -23,7 +23,6 @@ from roll_lite.models.model_files import tokenizer_checksum
 from roll_lite.observability.run_folder import resumed_from
 
 FOLDER = "dumps"
-"""Folder in a run's folder."""
 NAME = re.compile(r"step_(\d+)\.parquet")
 FORMAT = "roll_lite.dump"
 SCHEMA_VERSION = 1
@@ -39,7 +38,7 @@ class DumpHeader:
     step: int
     config: dict[str, Any]
     tokenizer: str
-    """See `tokenizer_checksum`."""
+    """Checksum of the tokenizer (`tokenizer_checksum`)."""
     largest_token: int
     domains: dict[str, dict[str, int]]
     """Figures by domain, over samples that train: `samples`, and `longest_prompt` and `longest_response` in tokens."""
@@ -52,8 +51,8 @@ def dump_file(folder: Path, step: int) -> Path:
 
 
 def found_dumps(path: Path) -> dict[int, Path]:
-    """Dumps by step; ValueError if there are none. `path`: folder of the dumps or the run; a resumed run's earlier dumps come from the
-    run before."""
+    """Dumps by step; ValueError if there are none. `path`: folder of the dumps or the run. Dumps of steps before a resumption are looked up
+    in the earlier run."""
     if (kind := kind_of(path)) != "folder":
         raise ValueError(
             f"{path} is a file; name a run's folder, or that of its dumps" if kind else f"no such folder: {path}{elsewhere(path)}"
@@ -188,8 +187,8 @@ def _fits_model(config: RunConfig, header: DumpHeader) -> Iterator[Problem]:
 
 
 def _behaviour(config: RunConfig, headers: Sequence[DumpHeader]) -> Iterator[Problem]:
-    """Check that settings which change the policy of later steps equal those of the dumped run. old_log_probs `current` and `recompute`
-    take this run's policy of a step for the one that sampled its dump, which holds only then."""
+    """Check that settings which shape the policy equal those of the dumped run. Only then is this run's policy at a step the one that
+    sampled its dump, as old_log_probs `current` and `recompute` assume."""
     algorithm = config.algorithm
     if algorithm.weighs_by_rollout:
         return
@@ -232,7 +231,7 @@ def _learning(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _complete(section: type[Section], values: Any) -> Any:
-    """Add defaults of fields newer than the dump; unchanged if the dump has fields that are gone."""
+    """Add defaults of fields that are newer than the dump, unless the dump has fields that no longer exist."""
     try:
         return values if values is None else section.model_validate(values).model_dump(mode="json")
     except ValidationError:
@@ -246,7 +245,7 @@ def _adapters(lora: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _plain(config: RunConfig) -> dict[str, Any]:
-    """Configuration as in a dump's header; Refused if the schema refused a field that matters here."""
+    """Configuration as in a dump's header. Raises Refused if the schema has refused a field that matters here."""
     for name in ("seed", "model", "steps", "algorithm", "actor_train", "reference", "critic", "domains"):
         _read_all(getattr(config, name))
     return config.model_dump(mode="json")

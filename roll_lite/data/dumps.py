@@ -1,7 +1,6 @@
 """Dumps of rollouts: the samples of a step in a Parquet file (zstd); docs/replay.md lists the columns.
 
-`load_dump` returns the samples that trained; a Parquet reader sees all: failed, filtered, and greedy baselines. Null is a missing value: a
-failed sample's score, the tokens of one that never got any.
+`load_dump` returns the samples that trained; a Parquet reader sees all: failed, filtered, and greedy baselines. Missing values are null.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ ROW_GROUP_TOKENS = 2**21
 """Tokens written and read at a time: 30 MB."""
 
 Fetch = Callable[[Sequence[Any]], Sequence[DataProto | None]]
-"""Token blocks (workers/token_blocks.py) of references; None for one that is gone."""
+"""Gets references; returns their token blocks (workers/token_blocks.py), None for one that is gone."""
 
 DESCRIPTION = {
     "sample": pa.int64(),
@@ -62,13 +61,13 @@ DESCRIPTION = {
     "scored_at": pa.float64(),
     "columns": pa.string(),
 }
-"""Columns of every dump, from the samples; the batch's other row columns are added."""
+"""Columns of every dump, from the samples. The batch's other row columns are added."""
 TOKENS = {"input_ids": pa.int64(), "response_mask": pa.bool_(), "rollout_log_probs": pa.float32()}
 KEPT_IDS = "kept_ids"
 LONGEST_COLUMN = 1000
-"""Maximum number of characters kept of a data column's value."""
+"""Characters kept of a data column's value."""
 UNKNOWN = {"format_ok": False}
-"""Values of training columns where the dump has null."""
+"""Values to train with where the dump has null, by column."""
 
 
 # ---------------------------------------------------------------- writing
@@ -124,7 +123,7 @@ def write_dump(
 
 
 def _entries(groups: Sequence[SampleGroup], rows: DataProto) -> list[_Entry]:
-    """Samples by group, baselines last."""
+    """Samples group by group; a group's baseline comes last in it."""
     row_of = {place: row for row, place in enumerate(zip(rows.tensor("group").tolist(), rows.tensor("index").tolist(), strict=True))}
     entries: list[_Entry] = []
     for group in groups:
@@ -208,8 +207,8 @@ def _row_groups(entries: Sequence[_Entry]) -> Iterator[list[_Entry]]:
 
 
 def _token_columns(entries: Sequence[_Entry], fetch: Fetch, schema: pa.Schema) -> dict[str, pa.Array]:
-    """Token columns; null for a sample without tokens, or one that does not train and whose token block is gone (one that trains:
-    RuntimeError)."""
+    """Token columns, null for a sample without tokens. If a token block is gone: null for samples that do not train, RuntimeError for one
+    that does."""
     names = [name for name in (*TOKENS, KEPT_IDS) if name in schema.names]
     blocks = _blocks(entries, fetch)
     members: dict[Any, list[int]] = {}
@@ -264,7 +263,7 @@ def load_dump(path: Path | str) -> DataProto:
 
 
 def dump_parts(path: Path) -> Iterator[DataProto]:
-    """`load_dump` in parts, one per row group: joining them holds a batch twice."""
+    """`load_dump` in parts, one row group each: joining them takes twice the memory."""
     read_header(path)
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:

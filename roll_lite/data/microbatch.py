@@ -1,4 +1,4 @@
-"""Micro-batches: rows that pass through the model together, padded here."""
+"""Micro-batches: rows that pass through the model together. Losses see them padded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class MicroBatch:
 
     columns: Mapping[str, torch.Tensor]
     mask: torch.Tensor
-    """[B, T-1] bool: response_mask shifted, transitions that count."""
+    """[B, T-1] bool: transitions that count, by default response_mask shifted by one."""
 
 
 @dataclass(frozen=True)
@@ -44,15 +44,15 @@ class MicroBatchOutputs:
 @dataclass(frozen=True)
 class Multiples:
     tokens: int = 1
-    """Divides a micro-batch's padded tokens, for sequence and context parallelism."""
+    """Micro-batches are padded to a multiple of this many tokens, for sequence and context parallelism."""
     count: int = 1
-    """Divides a pass's number of micro-batches: interleaved pipeline stages switch between their parts after so many."""
+    """A pass has a multiple of this many micro-batches: interleaved pipeline stages switch model chunks after as many."""
 
 
 class MicroBatchPlanner(Protocol):
     def cut(self, lengths: torch.Tensor, parts: int = 1) -> list[np.ndarray]:
-        """Row numbers of each micro-batch, every row in exactly one. `lengths` [rows]: tokens. `parts`: micro-batches that run anyway, as
-        many as other ranks have; rows may be spread over them."""
+        """Row numbers of each micro-batch; every row is in exactly one. `lengths` [rows]: tokens. `parts`: micro-batches that run anyway,
+        because other ranks run as many; rows may be spread over them."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class RowsAtATime:
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """Fewest micro-batches within `tokens`, of about equal cost, so that pipeline stages and ranks do not wait for each other. A longer row
-    gets its own. In each the longest row comes first, and equal lengths are neighbours."""
+    """Fewest micro-batches of at most `tokens` tokens, of about equal cost, so that pipeline stages and ranks do not wait for each other. A
+    longer row gets its own. Rows are sorted, longest first."""
 
     tokens: int
     rows: int | None = None
@@ -119,7 +119,7 @@ class MicroBatchPlan:
 
     parts: tuple[np.ndarray, ...]
     count: int
-    """Micro-batches that this rank runs, at least 1; those beyond `parts` are empty, to keep step with other ranks."""
+    """Micro-batches that this rank runs, at least 1; those beyond `parts` are empty, because other ranks run as many."""
     token_multiple: int = 1
     """Tokens of a micro-batch are padded to a multiple of this."""
 
@@ -130,7 +130,7 @@ class MicroBatchPlan:
         multiples: Multiples = Multiples(),
         agree: Callable[[int], int] | None = None,
     ) -> MicroBatchPlan:
-        """`agree`: collective, from this rank's number of micro-batches to the largest among ranks that must run equally many."""
+        """`agree`: collective that returns the largest number of micro-batches among ranks that must run equally many."""
         parts = planner.cut(lengths)
         most = max(agree(len(parts)) if agree else len(parts), 1)
         count = -(-most // multiples.count) * multiples.count
@@ -187,7 +187,7 @@ class MicroBatchPlan:
 
     @property
     def _order(self) -> torch.Tensor | None:
-        """Row order from micro-batches back to the batch; None if equal."""
+        """Index that brings rows of micro-batches into the batch's order; None if they have it."""
         planned = torch.from_numpy(np.concatenate([np.empty(0, dtype=np.int64), *self.parts]))
         return None if bool((planned[1:] > planned[:-1]).all()) else torch.argsort(planned)
 
@@ -196,8 +196,8 @@ class MicroBatchPlan:
 
 
 def padded(rows: DataProto) -> MicroBatch:
-    """Rows padded to the longest: kept_ids with -1, all else with 0; OBJECT columns are dropped. Without a response_mask every real
-    transition counts. Without rows the width is one transition, for losses."""
+    """Rows padded to the longest, by VECTORS or with 0. OBJECT columns are dropped. Without a response_mask every real transition counts.
+    Without rows the width is one transition, for losses."""
     lengths = rows.lengths
     width = int(lengths.max()) if len(rows) else 2
     columns: dict[str, torch.Tensor] = {}

@@ -28,7 +28,7 @@ ROWS_AT_ONCE = 1024
 
 
 class PromptSet:
-    """Prompts by row number, their uid. Token ids lie in one array, rows pickled in one buffer: Python objects would take several times the
+    """Prompts by uid, their row number. Token ids lie in one array, rows pickled in one buffer: Python objects would take several times the
     memory."""
 
     def __init__(self, domain: str) -> None:
@@ -106,7 +106,7 @@ def load_prompts(
 ) -> PromptSet:
     """Read a domain's files; one ValueError reports up to ten mistakes.
 
-    `domains`: all domains, for shared files; rows of others are left out. `limit`: most prompts.
+    `domains`: all domains, for shared files; rows of others are left out. `limit`: maximum number of prompts.
     """
     setting = f"domains.{domain}.data.{split}"
     files = config.data.train if split == "train" else config.data.validation
@@ -149,7 +149,7 @@ class _Read:
 
 
 class _Loader:
-    """Reads one domain's files into a PromptSet and collects mistakes. `owners`: domains of tags; None without a tag column."""
+    """Reads one domain's files into a PromptSet and collects mistakes. `owners`: None without a tag column."""
 
     def __init__(self, domain: str, config: DomainConfig, split: Split, tokenizer: Tokenizer, owners: TagOwners | None) -> None:
         self.prompts = PromptSet(domain)
@@ -250,7 +250,7 @@ def _too_long(domain: str, config: DomainConfig, loader: _Loader) -> str:
 
 
 class PromptOrder:
-    """Endless order: every prompt once per epoch, reshuffled; depends on seed, domain and epoch only."""
+    """Endless order of prompts: each once per epoch, reshuffled. It depends only on seed, domain and epoch."""
 
     def __init__(self, count: int, seed: int, domain: str) -> None:
         if count < 1:
@@ -285,8 +285,8 @@ class PromptOrder:
         return {"count": self._count, "seed": self._seed, "domain": self._domain, "epoch": self._epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue exactly. ValueError if number of prompts, seed or domain differ, or if several files had shares; prompts are not
-        compared."""
+        """Continue where the state was saved. ValueError if number of prompts, seed or domain differ, or if the state is of several files
+        with shares. Prompts are not compared."""
         if "parts" in state:
             raise ValueError(f"domain {self._domain}: the checkpoint's prompts came from several files with shares, this run's do not")
         for name, mine in (("count", self._count), ("seed", self._seed), ("domain", self._domain)):

@@ -1,4 +1,4 @@
-"""DataProto: named columns of a batch's rows, declared in keys.py; never changed, only derived from."""
+"""DataProto: named columns of a batch's rows, declared in keys.py. Immutable."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ VECTORS = {
     "ref_distribution": 0,
     "old_distribution": 0,
 }
-"""Columns of vectors [k], with the value that pads them to the largest k in `concat`."""
+"""Columns whose entries are vectors [k], with the value by which `concat` pads them to the largest k."""
 
 
 def object_column(items: Iterable[object]) -> np.ndarray:
@@ -44,8 +44,8 @@ def object_column(items: Iterable[object]) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class DataProto:
-    """Columns of equal length: ROW are tensors [rows], TOKENS and TRANSITIONS ragged, OBJECT numpy object arrays. They may lie in Ray's
-    object store: never write to them."""
+    """Columns with equally many rows: ROW are tensors [rows], TOKENS and TRANSITIONS ragged, OBJECT numpy object arrays. They may lie in
+    Ray's object store: never write to them."""
 
     columns: Mapping[str, Column]
 
@@ -135,7 +135,7 @@ class DataProto:
     # ------------------------------------------------------------ rows
 
     def take(self, index: Index) -> DataProto:
-        """Rows in the order of `index`, also repeated."""
+        """Rows in the order of `index`, which may name a row twice."""
         rows = as_index(index, len(self))
         numbers = rows.numpy()
         taken = {

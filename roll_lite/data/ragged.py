@@ -75,7 +75,7 @@ class Ragged:
         return list(torch.split(self.values, self.lengths.tolist()))
 
     def take(self, index: Index) -> Ragged:
-        """Rows in the order of `index`, also repeated."""
+        """Rows in the order of `index`, which may name a row twice."""
         rows = as_index(index, len(self))
         lengths = self.lengths[rows]
         offsets = _offsets(lengths)
@@ -91,7 +91,7 @@ class Ragged:
 
     @staticmethod
     def concat(parts: Sequence[Ragged], fill: float | int | None = None) -> Ragged:
-        """Join; `fill` pads vectors of different lengths, which are refused without it."""
+        """Join rows. `fill` pads vectors [k] to the largest k; without it different k are refused."""
         if not parts:
             raise ValueError("ragged: nothing to concatenate")
         values = [part.values for part in parts]
@@ -119,17 +119,17 @@ class Ragged:
         return _rebuild, (to_numpy(self.values), to_numpy(self.offsets))
 
 
-# Ray 2.60 pickles CPU tensors in-band and copies them on both sides; numpy arrays travel out of band and are mapped. So columns are pickled
-# as numpy arrays.
+# # Ray 2.60 pickles CPU tensors in-band and copies them on both sides. numpy arrays travel out of band and are mapped, so columns are
+# pickled as numpy arrays.
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """Contiguous array: a pickle holds these entries only, not the tensor they were sliced from."""
+    """Contiguous array: its pickle does not hold the tensor that it is a slice of."""
     return tensor.detach().contiguous().numpy()
 
 
 class _Writable:
-    """Presents memory as writable and keeps it alive: torch warns about read-only memory, the normal case here."""
+    """Presents read-only memory, the normal case here, as writable, since torch would warn; keeps it alive."""
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
@@ -137,7 +137,7 @@ class _Writable:
 
 
 def from_numpy(array: np.ndarray) -> torch.Tensor:
-    """View of an array, even a read-only one; never write to it."""
+    """View of an array, which may be read-only: never write to it."""
     if array.flags.writeable:
         return torch.from_numpy(array)
     return torch.from_numpy(np.asarray(_Writable(array)) if array.size else array.copy())
@@ -151,7 +151,7 @@ def same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def as_index(index: Index, rows: int | None = None) -> torch.Tensor:
-    """[n] int64. Masks are refused: they would pass for rows 0 and 1."""
+    """Row numbers as [n] int64. Boolean masks are refused: they would be taken for rows 0 and 1."""
     found = index if isinstance(index, torch.Tensor) else np.asarray(index)
     if len(found) == 0:
         return torch.empty(0, dtype=torch.int64)

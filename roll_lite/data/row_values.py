@@ -1,4 +1,4 @@
-"""Values of a data row, and its domain; `roll-lite check` and runs share these rules."""
+"""Values of a data row, and its domain. `roll-lite check` and runs share these rules."""
 
 from __future__ import annotations
 
@@ -104,8 +104,7 @@ def files_read(*given: DataFiles | None) -> set[Path]:
 
 
 class TagOwners:
-    """Finds the domain that a row belongs to, in files that several domains read: of the domains with this file and this tag column, the
-    one that lists the row's tag."""
+    """Finds a row's domain in files that several domains read: the one with this file and tag column that lists the row's tag."""
 
     def __init__(self, domains: Mapping[str, DomainConfig], column: str) -> None:
         tagged = {name: domain.data for name, domain in domains.items() if domain.data.tag == column}

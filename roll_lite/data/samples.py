@@ -21,8 +21,6 @@ class FinishReason(StrEnum):
 
 
 class SampleOutcome(StrEnum):
-    """How a sample ended; exactly one of these."""
-
     ACCEPTED = "accepted"
     FILTERED = "filtered"
     FAILED = "failed"
@@ -104,16 +102,16 @@ class GenerationRequest(Packed):
     prompt_ids: tuple[int, ...]
     sampling: Sampling
     context: TokenRow | None = None
-    """Tokens before prompt_ids, of an earlier request. The engine's worker fetches them: engines get whole prompts."""
+    """Tokens of an earlier request, before prompt_ids. The worker beside the engine puts them in front: engines take whole prompts."""
     resumed: int = 0
-    """Tokens at the end of the context that belong to the response, which an earlier request began.
+    """Tokens at the end of the context that belong to this response, from an earlier request.
 
-    The returned text is the whole response, and stop strings may span both parts; all else counts new tokens.
+    The returned text includes them, and stop strings may begin in them; all else counts new tokens.
     """
 
     @property
     def resumed_ids(self) -> tuple[int, ...]:
-        """Resumed tokens, the last of prompt_ids if these are the whole prompt."""
+        """Resumed tokens, the last of prompt_ids once these include the context."""
         return self.prompt_ids[len(self.prompt_ids) - self.resumed :]
 
 
@@ -137,7 +135,7 @@ def merged(*spans: VersionSpan) -> tuple[VersionSpan, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """Engine's answer to a request. With `error` the request failed, and the rest is meaningless."""
+    """Engine's answer to a request. If `error` is set, the request failed and the rest is meaningless."""
 
     request_id: str
     token_ids: tuple[int, ...] = ()
@@ -188,7 +186,7 @@ class Segment:
     author: Author
     length: int
     versions: tuple[VersionSpan, ...] = ()
-    """Counted from the segment's first token."""
+    """Spans, counted from the segment's first token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,8 +226,6 @@ class Transcript:
 
 @dataclass(frozen=True, slots=True)
 class RewardInput(Packed):
-    """Input of a reward function."""
-
     domain: str
     prompt: str
     """Model input, with template."""
@@ -257,7 +253,7 @@ class Score(Packed):
     """Counts for accuracy; None: correct if value >= 1 - 1e-6."""
     details: dict[str, float | str] = field(default_factory=dict)
     format_ok: bool | None = None
-    """The domain's format pattern matches; None without a pattern."""
+    """True if the domain's format pattern matches; None if it has none."""
     answer: str | None = None
     """The response's answer, for majority votes; empty: none found; None: this reward extracts no answers."""
     terms: dict[str, float] = field(default_factory=dict)
@@ -298,5 +294,5 @@ class SampleGroup:
 
     @property
     def timed_out(self) -> bool:
-        """A sample timed out, most likely a long one: the others are biased to short responses."""
+        """True if a sample timed out: it was probably long, so the others are biased to short responses."""
         return any(sample.timed_out for sample in self.samples)

@@ -15,7 +15,6 @@ Kind = Literal["jsonl", "parquet", "arrow"]
 
 KINDS: dict[str, Kind] = {".jsonl": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
 ROWS_AT_ONCE = 1024
-"""Rows of a table read at once."""
 SPLITS = {
     "train": "train training",
     "validation": "validation valid val dev",
@@ -58,8 +57,8 @@ def paths_of(files: DataFiles) -> list[Path]:
 
 
 def shards_of(path: Path) -> list[Shard]:
-    """A file, or the ordered files of a folder: a data set saved by Hugging Face `datasets`, or shards of one kind and split. Otherwise
-    ValueError."""
+    """The file, or a folder's files in order: a data set saved by Hugging Face `datasets`, or shards of one kind and split. ValueError for
+    anything else."""
     found = kind_of(path)
     if found is None:
         raise ValueError(f"no such file: {path}{elsewhere(path)}")
@@ -147,7 +146,7 @@ def shard_rows(shard: Shard, index: int = 0, columns: Sequence[str] | None = Non
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """Parse lines. Bytes, because text mode splits at characters that JSON allows in strings. Blank lines are skipped."""
+    """Parse lines, read as bytes: text mode splits at characters that JSON allows in strings. Blank lines are skipped."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             raw = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line

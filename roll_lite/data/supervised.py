@@ -1,4 +1,4 @@
-"""Rows of `algorithm.ptx`, in a seeded, resumable order."""
+"""Supervised rows of `algorithm.ptx`, in a seeded, resumable order."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class SupervisedRows:
         self._order = PromptOrder(len(self._prompts), seed, "ptx")
 
     def draw(self) -> DataProto:
-        """Rows of an optimizer step. Learned tokens weigh coef / their number: the loss is coef times the mean cross-entropy."""
+        """Rows of one optimizer step. Learned tokens weigh coef / their number: the loss is coef times the mean cross-entropy."""
         rows = [self._row(self._order.next()[1]) for _ in range(self._config.samples)]
         targets = sum(int(counts[1:].sum()) for _, counts in rows)
         return DataProto(
             {
-                "sample": torch.arange(-len(rows), 0),  # none of the batch's own
+                "sample": torch.arange(-len(rows), 0),  # # negative: no number of a policy row
                 "input_ids": Ragged.from_rows([ids for ids, _ in rows]),
                 "response_mask": Ragged.from_rows([counts for _, counts in rows]),
                 "temperature": torch.ones(len(rows)),
@@ -73,7 +73,7 @@ class SupervisedRows:
 
 
 def beside(own: DataProto, supervised: DataProto) -> DataProto:
-    """Join policy rows and supervised rows; missing columns are empty or zero."""
+    """Join policy and supervised rows. Columns that the latter lack are filled with padding."""
     lengths = supervised.lengths
     missing = {name: _nothing(name, column, lengths) for name, column in own.columns.items() if name not in supervised}
     return DataProto.concat([own.with_columns(ptx_weight=torch.zeros(len(own))), supervised.with_columns(**missing)])

@@ -36,7 +36,7 @@ class Template:
         self._tokenizer = tokenizer
         self._setting = setting
         self._chat_template: str | None = None
-        """None: the tokenizer's."""
+        """Chat template from a file; None: the tokenizer's."""
         self._placeholders: list[str] = []
         if isinstance(config, PlainTemplateConfig):
             self._placeholders = _placeholders(config.text, f"{setting}.text")

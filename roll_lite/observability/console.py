@@ -50,10 +50,10 @@ class Cell:
 
 
 class _LastingConsole(Console):
-    """Console that falls silent when its reader is gone (`| head`, a closed terminal); the run continues."""
+    """Console that prints nothing more once its reader is gone (`| head`, a closed terminal); the run continues."""
 
     _shown = False
-    """A replaceable line stands in the terminal."""
+    """True while the terminal shows a line that the next one replaces."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         self.take_back()
@@ -63,7 +63,7 @@ class _LastingConsole(Console):
             self.on_broken_pipe()
 
     def show(self, line: str) -> None:
-        """Replace the line shown last, in a terminal."""
+        """Show a line in a terminal, in place of the one shown before."""
         self._shown = True
         self._write(f"{START_OF_LINE}{line}")
 
@@ -87,14 +87,14 @@ class _LastingConsole(Console):
         self.quiet = True
         with suppress(OSError):
             nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.file.fileno())  # buffered output would fail at exit
+            os.dup2(nowhere, self.file.fileno())  # # otherwise flushing buffered output would fail at exit
             os.close(nowhere)
             sys.stderr.write("nobody reads the output any more; the run goes on\n")
 
 
 class RunConsole:
     def __init__(self, domains: Sequence[str], total_steps: int, stream: TextIO | None = None, width: int | None = None) -> None:
-        """`width`: the terminal's by default, 100 without a terminal."""
+        """`width`: by default the terminal's, or 100 without one."""
         self._console = _LastingConsole(file=stream, highlight=False, emoji=False, markup=False)
         if width or not self._console.is_terminal:
             self._console.width = width or PLAIN_WIDTH
@@ -120,7 +120,8 @@ class RunConsole:
             self._console.take_back()
 
     def progress(self, label: str, domains: Mapping[str, tuple[int, int, int]]) -> None:
-        """Show (generated, scored, wanted) samples by domain: a line that is replaced; outside a terminal, a line every 10 s."""
+        """Show (generated, scored, wanted) samples by domain, in a line that is replaced; outside of a terminal, in a new line every 10
+        s."""
         parts = [f"{name} {generated}/{wanted} ({scored} scored)" for name, (generated, scored, wanted) in domains.items()]
         line = f"{label}: {', '.join(parts)}"
         if self._console.is_terminal:
@@ -207,7 +208,7 @@ class RunConsole:
         return cells
 
     def _line(self, label: str, scores: Sequence[Cell], times: Sequence[Cell], style: str = "") -> None:
-        """Write one line if everything fits; otherwise scores above, times below."""
+        """Write scores and times in one line if they fit, otherwise times below scores."""
         first = max(8, 2 * len(str(self._total)) + 1)
         room = self._console.width - first
         together = [*scores, *times]

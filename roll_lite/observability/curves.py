@@ -18,7 +18,7 @@ PHASE_COLORS = ("#4c78a8", "#f2a65a", "#72b7a1", "#c66b6b", "#9d86b8", "#d9c36a"
 OTHER_COLOR = "#c9c9c9"
 WARNING_COLOR = "#b3541e"
 SMOOTHING_STEPS = 30
-"""Longer runs show a running mean over a tenth of their steps in front of the single steps."""
+"""Longer runs show a running mean over a tenth of their steps, with single steps behind it."""
 
 FEW_POINTS = 4
 """Shorter curves are drawn with dots: a line through one point is invisible."""
@@ -115,7 +115,7 @@ def _divergence(axes: Any, records: Records, _: Sequence[str]) -> None:
     )
     drawn: list[float] = []
     for metric, label, color in curves:
-        # Zeros (one update per batch: nothing moved yet) have no place on a logarithmic axis.
+        # # A logarithmic axis has no place for zeros (with one update per batch the policy has not moved yet).
         points = [(step, value) for step, value in zip(*_points(records, metric), strict=True) if value > 0]
         if points:
             _curve(axes, [step for step, _ in points], [value for _, value in points], color, label=label)
@@ -137,13 +137,13 @@ def _time(axes: Any, records: Records, _: Sequence[str]) -> None:
     for phase, color in colors.items():
         top = [below + _finite(records[step].get(f"time/{phase}")) for below, step in zip(base, steps, strict=True)]
         if steps:
-            # Half a step on either side: a run of one step is visible too.
+            # # Half a step on either side, so that a run of one step is visible.
             edges = [steps[0] - 0.5, *steps, steps[-1] + 0.5]
             low, high = ([line[0], *line, line[-1]] for line in (base, top))
             axes.fill_between(edges, low, high, step="mid", color=color, label=phase.replace("_", " "), linewidth=0)
         base = top
     if base:
-        # The first steps warm up: without a limit they would squeeze all others.
+        # # The first steps include warm-up: without a limit they would squeeze all others.
         usual = sorted(base)[math.ceil(0.9 * len(base)) - 1]
         axes.set_ylim(0, min(max(base), 1.6 * usual) * 1.3 or 1)
     _legend(axes, ncols=3, loc="upper center")
@@ -153,7 +153,7 @@ def _time(axes: Any, records: Records, _: Sequence[str]) -> None:
 
 
 def _series(domains: Sequence[str]) -> list[tuple[str, str, str]]:
-    """(label, metric prefix, colour); a single domain has no overall curve."""
+    """(label, metric prefix, colour) of each curve; with a single domain there is no overall curve."""
     own = [(domain, f"domain/{domain}/", DOMAIN_COLORS[number % len(DOMAIN_COLORS)]) for number, domain in enumerate(domains)]
     return own if len(own) == 1 else [*own, ("all", "", OVERALL_COLOR)]
 

@@ -10,24 +10,24 @@ from dataclasses import dataclass
 Metrics = Mapping[str, float]
 
 IN_A_ROW = 3
-"""Consecutive steps with a sign before it is reported."""
+"""Number of consecutive steps with a sign after which it is reported."""
 GROUPS = 12
-"""Fewest sample groups of a domain in these steps: three equal scores of one small group are chance."""
+"""Minimum number of a domain's groups in these steps: equal scores in a few small groups may be chance."""
 TRUNCATED_ABOVE = 0.5
 ENTROPY_LEFT = 0.02
 """Share of the first step's entropy that counts as a collapse."""
 GRADIENT_GROWTH = 100.0
 """Multiple of the median gradient norm of earlier steps that counts as an explosion."""
 GRADIENT_STEPS = 5
-"""Fewest earlier steps for that median."""
+"""Minimum number of earlier steps for that median."""
 REMEMBERED = 50
-"""Earlier steps kept for the median."""
+"""Number of earlier steps kept for the median."""
 
 
 @dataclass
 class Finding:
     sign: str
-    """Name, behind the domain if it shows in one domain only: `math/truncated`."""
+    """Name of the sign, behind its domain if only that shows it: `math/truncated`."""
     message: str
     first_step: int
     steps: int = 1
@@ -38,23 +38,23 @@ class Sign:
     name: str
     in_a_row: int
     holds: Callable[[Metrics, Sequence[Metrics]], bool]
-    """Takes the step's metrics and earlier ones: the first with an entropy, and the latest."""
+    """Gets the step's metrics and earlier ones: the first step with an entropy, and the latest."""
     says: Callable[[Metrics], str]
     by_domain: bool = False
 
 
 class RunHealth:
-    """Checks each step; a sign is reported once, later steps that show it are counted."""
+    """Looks for signs in each step. A sign is reported once; further steps with it are counted."""
 
     def __init__(self, compares_groups: bool, domains: Sequence[str] = ()) -> None:
-        """`compares_groups`: advantages compare the samples of a prompt, so that equal scores teach nothing. `domains`: looked at one by
-        one for signs that a batch of several hides."""
+        """`compares_groups`: advantages compare a prompt's samples, so that equal scores teach nothing. `domains`: also checked one by
+        one."""
         self.findings: dict[str, Finding] = {}
         signs = [sign for sign in SIGNS if compares_groups or sign.name != "flat_groups"]
         each = [(domain, sign) for sign in signs if sign.by_domain for domain in domains if len(domains) > 1]
         self._signs = [*(("", sign) for sign in signs), *each]
         self._seen = dict.fromkeys(self._signs, (0, 0.0))
-        """Steps in a row that show the sign, and their sample groups."""
+        """Number of consecutive steps with the sign, and of sample groups in them."""
         self._earlier: list[Metrics] = []
 
     def new_signs(self, step: int, metrics: Metrics) -> list[str]:
@@ -63,7 +63,7 @@ class RunHealth:
         for domain, sign in self._signs:
             of_place = metrics if not domain else _of_domain(metrics, domain)
             if domain and (sign.name in self.findings or not of_place.get("rollout/groups")):
-                continue  # told of the whole batch, or no sample of the domain in this one
+                continue  # # reported for the whole batch, or the domain has no sample in this step
             steps, groups = self._seen[domain, sign]
             holds = sign.holds(of_place, self._earlier)
             steps, groups = (steps + 1, groups + of_place.get("rollout/groups", 0.0)) if holds else (0, 0.0)

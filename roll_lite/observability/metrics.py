@@ -37,15 +37,15 @@ def flat_name(series: Series) -> str:
 
 @dataclass
 class MetricSums:
-    """Accumulated metrics: (sum, count) of means, one number of others. Picklable."""
+    """Accumulated metrics: (sum, count) for means, one number for others. Picklable."""
 
     entries: dict[Series, tuple[float, float]] = field(default_factory=dict)
 
     def add(self, name: str, value: float, count: float = 1.0, *, label: str | None = None, part: str = "") -> None:
         """Add a value; for means, the sum over `count` items.
 
-        `label`: domain, phase or role, as the metric's `by` demands; NO_DOMAIN for a value over all domains that does not follow from
-        theirs. `part`: part of the domain; the whole domain's value is added separately.
+        `label`: domain, phase or role, as the metric's `by` demands; NO_DOMAIN: a value over all domains that does not add up from theirs.
+        `part`: part of the domain, whose whole is added separately.
         """
         metric = metric_of(name)
         if label == NO_DOMAIN and metric.by == "domain":
@@ -62,9 +62,9 @@ class MetricSums:
             self._put((name, None), value, count)
 
     def add_sums(self, sums: Mapping[str, float], domains: Sequence[str] = ()) -> None:
-        """Add the metric sums of a loss function after one optimizer step; each mean finds its count among them.
+        """Add the metric sums of a loss function after one optimizer step, the counts of means among them.
 
-        `<name>#<number>` is the sum over the rows of that domain of `domains`; a domain without rows is left out.
+        `<name>#<number>` is the sum over the rows of domain `domains[number]`; a domain without rows is left out.
         """
         for key, value in sums.items():
             name, mark, number = key.partition("#")
@@ -87,7 +87,7 @@ class MetricSums:
         elif metric.reduction is Reduction.LAST:
             self.entries[series] = (value, count)
         else:
-            # NaN wins: a maximum that hides a broken rank would be a lie.
+            # # NaN wins: otherwise the maximum would hide a broken rank.
             pick = max if metric.reduction is Reduction.MAX else min
             self.entries[series] = (math.nan if math.isnan(old[0]) or math.isnan(value) else pick(old[0], value), count)
 
@@ -104,7 +104,7 @@ class MetricSums:
         return total
 
     def values(self) -> dict[str, float]:
-        """Values by flat name, derived metrics included; means of nothing are left out."""
+        """Values by flat name, with derived metrics and without means of nothing."""
         read: dict[Series, float] = {}
         for series, (value, count) in self.entries.items():
             if metric_of(series[0]).reduction is not Reduction.MEAN:

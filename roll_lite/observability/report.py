@@ -22,11 +22,11 @@ PASS_AT = re.compile(r"validation/pass@(\d+)")
 Change = dict[str, dict[str, float | None]]
 """Name -> {"before": number or None, "after": number or None}."""
 Accuracy = Change
-"""Share of correct samples, of `overall` and of each domain."""
+"""Share of correct samples: `overall`, and by domain."""
 
 
 def accuracy_change(domains: Sequence[str], before: Mapping[str, float], after: Mapping[str, float]) -> Accuracy:
-    """Accuracy of the first and last validation; None if not measured."""
+    """Accuracy in the first and last validation; None if not measured."""
 
     def read(name: str) -> dict[str, float | None]:
         return {"before": before.get(name), "after": after.get(name)}
@@ -36,11 +36,11 @@ def accuracy_change(domains: Sequence[str], before: Mapping[str, float], after: 
 
 
 Measures = dict[str, Change]
-"""Metrics of `overall`, each domain, and each reported part of a domain (`math/level:5`)."""
+"""Metrics `overall`, by domain, and by reported part of a domain (`math/level:5`)."""
 
 
 def held_out_change(before: Mapping[str, float], after: Mapping[str, float]) -> Measures:
-    """Validation metrics of the first and last validation."""
+    """Metrics of the first and last validation."""
     change: Measures = {}
     for name in {**before, **after}:
         if (known := HELD_OUT.fullmatch(name)) is not None:
@@ -114,7 +114,7 @@ class LivePicture:
     def _run(self) -> None:
         while self._changed.wait() and not self._over.is_set():
             self._changed.clear()
-            with suppress(OSError):  # what stands in the way shows at the end of the run
+            with suppress(OSError):  # # the last drawing, at the end of the run, raises the error
                 self._draw()
             self._over.wait(self._every_s)
 

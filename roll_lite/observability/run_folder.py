@@ -20,7 +20,7 @@ LATEST = "latest"
 
 
 def create_run_folder(run_dir: Path, experiment: str, now: datetime | None = None) -> Path:
-    """Make an empty folder for this run alone, also if two start in the same second."""
+    """Make a new, empty folder for this run, even if two runs start in the same second."""
     parts = Path(experiment).parts
     if not parts or parts[0] == LATEST or ".." in parts or Path(experiment).is_absolute():
         raise ValueError(f"experiment: {experiment!r} names no folder of its own under {run_dir}; a plain name such as `my_run` does")
@@ -49,7 +49,7 @@ def point_latest(run_dir: Path, folder: Path) -> None:
 
 
 def check_run_dir(config: RunConfig) -> Iterator[Problem]:
-    """Check that the existing part of run_dir is a writable folder; runs create the rest."""
+    """Check that run_dir, or its nearest existing parent, is a writable folder."""
     existing = next(folder for folder in (config.run_dir, *config.run_dir.parents) if kind_of(folder))
     if kind_of(existing) != "folder":
         yield Problem("run_dir", f"{existing} is a file; name a folder", str(config.run_dir))

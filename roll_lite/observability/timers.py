@@ -1,7 +1,7 @@
 """Times of a step's phases. Used by one thread.
 
-`@phase("generate")` times a method of an object with `timers`. A phase inside a phase is kept as `outer/inner` and not added again to the
-step's sum; time outside all phases is `other`.
+`@phase("generate")` times a method of an object with `timers`. A phase inside another is kept as `outer/inner` and not added to the step's
+sum again; time outside all phases is `other`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class StepTimes:
 
     total: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
-    """Outermost phases, by their first start."""
+    """Outermost phases, in the order of their first start."""
     inner: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -41,7 +41,7 @@ class StepTimes:
 class StepTimers:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.around: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
-        """Context manager around every phase: its time limit."""
+        """Context manager to put around every phase, for its time limit."""
         self._clock = clock
         self._open: list[str] = []
         self._running: dict[str, float] | None = None
@@ -51,7 +51,7 @@ class StepTimers:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Time a step; a failed one keeps its times so far."""
+        """Time a step. A step that fails keeps its times so far."""
         assert self._running is None and not self._open, "a step inside a step or a phase"
         self._running = {}
         start = self._clock()
@@ -86,13 +86,13 @@ class StepTimers:
                 self._totals[name] = self._totals.get(name, 0.0) + seconds
 
     def part(self, name: str, seconds: float) -> None:
-        """Add the time of a part of the open phase; parts may overlap."""
+        """Add the time of a part of the current phase; parts may overlap."""
         if self._running is not None:
             path = "/".join([*self._open, name])
             self._running[path] = self._running.get(path, 0.0) + seconds
 
     def wall(self) -> dict[str, float]:
-        """Seconds of the run so far: `total` and each outermost phase, also outside of steps."""
+        """Seconds of the run so far: `total`, and by outermost phase, inside and outside of steps."""
         return {"total": self._clock() - self._started, **self._totals}
 
 
@@ -104,7 +104,7 @@ T = TypeVar("T", bound=HasTimers)
 
 
 def phase(name: str) -> Callable[[Callable[Concatenate[T, P], R]], Callable[Concatenate[T, P], R]]:
-    """Decorate a method of an object with `timers`: the call is the phase."""
+    """Decorate a method of an object with `timers`: each call is timed as this phase."""
 
     def decorate(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P], R]:
         @functools.wraps(method)

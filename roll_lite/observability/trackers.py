@@ -17,7 +17,7 @@ from roll_lite.config.schema.run import TrackerConfig
 
 METRICS_FILE = "metrics.jsonl"
 IDS_FILE = "trackers.json"
-"""Ids of this run at tracking services; a run that resumes this one continues under them."""
+"""Ids of this run at tracking services. A run that resumes this one continues under them."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class TrackedRun:
 
 
 class Tracker(ABC):
-    """Base class; a user's own is made with a `TrackedRun` and the `args` of its entry."""
+    """Base class. A user's own tracker is called with a `TrackedRun` and the `args` of its entry."""
 
     run_id: str | None = None
     """Id under which a later run can continue."""
 
     @abstractmethod
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log metrics; called repeatedly for a step, with different names."""
+        """Log metrics of a step. Further calls for the same step bring other names."""
 
     @abstractmethod
     def close(self, exit_state: str = "completed") -> None:
@@ -46,7 +46,7 @@ class Tracker(ABC):
 
 
 class JsonlTracker(Tracker):
-    """`metrics.jsonl`: one object per call, on disk when it returns. NaN and infinities become null."""
+    """Writes `metrics.jsonl`: one object per call, flushed before it returns. NaN and infinities become null."""
 
     def __init__(self, run: TrackedRun) -> None:
         self._file = (run.folder / METRICS_FILE).open("a", encoding="utf-8")
@@ -76,7 +76,7 @@ class TensorBoardTracker(Tracker):
 
 
 class HistoryTracker(Tracker):
-    """Metrics in memory, one record per step. Records are replaced, never changed: a thread may be reading."""
+    """Metrics in memory, one record per step. A record is never changed but replaced, since another thread may be reading it."""
 
     def __init__(self) -> None:
         self.records: dict[int, dict[str, float]] = {}
@@ -89,7 +89,7 @@ class HistoryTracker(Tracker):
 
 
 class Trackers(Tracker):
-    """Several trackers as one; one that fails is dropped, and the run continues."""
+    """Several trackers as one. A tracker that fails is dropped, and the run continues."""
 
     def __init__(self, trackers: Sequence[Tracker], tell: Callable[[str], None] = lambda _: None) -> None:
         self._trackers = list(trackers)
@@ -105,7 +105,7 @@ class Trackers(Tracker):
         for tracker in list(self._trackers):
             try:
                 call(tracker)
-            except Exception as error:  # a process edge: a service or a user's code, any of whose failures is told
+            except Exception as error:  # # a process edge: a service or a user's code may fail in any way; the failure is reported
                 self._trackers.remove(tracker)
                 self._tell(f"{type(tracker).__name__} failed and gets nothing more: {type(error).__name__}: {error}")
 
@@ -116,7 +116,7 @@ SERVICES = {
     "mlflow": "roll_lite.observability.tracking_services.MlflowTracker",
     "swanlab": "roll_lite.observability.tracking_services.SwanLabTracker",
 }
-"""Imported only if used."""
+"""Classes by name, imported only if used."""
 
 
 SECRET_VARIABLE = re.compile("key|token|secret|password|credential", re.IGNORECASE)
@@ -124,7 +124,7 @@ SHORTEST_SECRET = 6
 
 
 def for_trackers(settings: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Settings without secrets (settings and values of environment variables with such names) and without the section `trackers`."""
+    """Settings without the section `trackers` and without secrets, also those held by environment variables with such names."""
     secrets = {value: name for name, value in environment.items() if SECRET_VARIABLE.search(name) and len(value) >= SHORTEST_SECRET}
 
     def shown(value: Any) -> Any:
@@ -155,7 +155,7 @@ def _built(config: TrackerConfig, run: TrackedRun, path: str) -> Tracker:
     module, _, name = SERVICES.get(config.name, config.name).rpartition(".")
     try:
         tracker = getattr(import_module(module), name)(run, **config.args)
-    except Exception as error:  # a process edge: as above
+    except Exception as error:  # # a process edge: see Trackers
         raise ValueError(f"{path}: {config.name}: {type(error).__name__}: {error}") from error
     if not isinstance(tracker, Tracker):
         raise ValueError(f"{path}.name: {config.name} is {type(tracker).__name__}, no {Tracker.__module__}.{Tracker.__name__}")
@@ -165,5 +165,5 @@ def _built(config: TrackerConfig, run: TrackedRun, path: str) -> Tracker:
 def _ids(folder: Path) -> dict[str, str]:
     try:
         return dict(json.loads((folder / IDS_FILE).read_text(encoding="utf-8")))
-    except (OSError, ValueError):  # another folder than a run's, or a run without any
+    except (OSError, ValueError):  # # not a run's folder, or a run without ids
         return {}

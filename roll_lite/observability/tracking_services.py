@@ -15,15 +15,15 @@ from roll_lite.observability.trackers import TrackedRun, Tracker
 
 STEP = "step"
 MLFLOW_BATCH = 100
-"""MLflow's limit of parameters per call; ten times as many metrics."""
+"""MLflow's limit of parameters per call. Its limit of metrics is ten times as large."""
 MLFLOW_LONGEST = 500
 
 
 class WandbTracker(Tracker):
-    """Logs steps as a metric, since a resumed run may repeat some, and W&B's own must not decrease."""
+    """Logs the step as a metric: a resumed run may repeat steps, and W&B's own step must not decrease."""
 
     def __init__(self, run: TrackedRun, **args: Any) -> None:
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # read when it is imported
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # # wandb reads it when it is imported
         import wandb
 
         self.run_id = run.id or str(args.pop("id", None) or uuid4().hex[:12])

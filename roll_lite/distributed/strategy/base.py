@@ -39,8 +39,8 @@ from roll_lite.files import FileRecord, record
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Place of a rank. Head ranks (tensor rank 0, context rank 0, last pipeline stage), one per data-parallel rank, return results; a
-    model's output layer and value head are something else."""
+    """Place of a rank among the parallel groups. Head ranks (tensor rank 0, context rank 0, last pipeline stage), one per data-parallel
+    rank, return results; a model's output layer is something else."""
 
     rank: int
     world_size: int
@@ -55,7 +55,7 @@ class RankLayout:
 
 
 def take_local_device() -> torch.device:
-    """Make the GPU that LOCAL_RANK names the current device; the CPU without one."""
+    """Make GPU number LOCAL_RANK the current device; without GPUs, the CPU."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     return current_device()
@@ -66,8 +66,8 @@ def current_device() -> torch.device:
 
 
 ValueInit = Literal["actor", "reward_model", "path"]
-"""Source of a value model's weights (CriticRoleConfig.init): a base model with a zero head, so that values start at 0, or a checkpoint with
-a head."""
+"""Source of a value model's weights (CriticRoleConfig.init): the actor's model with a new head of zeros (values start at 0), or a
+checkpoint with a head."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class ModelSpec:
     balance_coef: float = 0.0
     """Weight of the load-balancing loss."""
     value_init: ValueInit | None = None
-    """Source of a value head, which replaces the language model's."""
+    """Source of a value head in place of the language model's head."""
     lora: LoraConfig | None = None
     """Adapters to train in place of the weights."""
     ema_decay: float | None = None
@@ -103,7 +103,7 @@ class StateGroup(StrEnum):
 
 @dataclass(frozen=True)
 class Moved:
-    """State that a rank moved out of device memory and back."""
+    """State that a rank moved out of device memory and back, in bytes and seconds."""
 
     freed_bytes: int = 0
     out_bytes: int = 0
@@ -111,14 +111,14 @@ class Moved:
     in_bytes: int = 0
     out_seconds: float = 0.0
     in_seconds: float = 0.0
-    """Seconds until the rank could continue; copies beside its computation do not count."""
+    """Seconds until the rank could continue; copies that overlap its computation do not count."""
 
     def __add__(self, other: Moved) -> Moved:
         return Moved(*(own + new for own, new in zip(astuple(self), astuple(other), strict=True)))
 
 
 LossFn = Callable[[MicroBatchOutputs, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""Micro-batch's share of the loss, sum(weight * token loss) with weights from global counts, and metric sums; both add up over
+"""Returns the micro-batch's share of the loss, sum(weight * token loss) with weights from global counts, and metric sums. Both add up over
 micro-batches and ranks."""
 
 
@@ -144,7 +144,7 @@ class TrainResult:
     grad_norm: float
     lr: float
     skipped: bool = False
-    """Loss or gradient was not finite: weights, moments and schedule are unchanged."""
+    """True if loss or gradient was not finite; weights, moments and schedule are unchanged."""
     experts: ExpertUse | None = None
 
 
@@ -152,55 +152,55 @@ class ForwardStrategy(ABC):
     """Model spread over the ranks of one cluster, for forward passes. Every method is called on every rank, in the same order."""
 
     needs_process_group: ClassVar[bool] = True
-    """Ranks need a process group before `initialize`."""
+    """True if ranks need a process group before `initialize`."""
     pads_rows: ClassVar[bool] = False
     """True if each row of a micro-batch costs as much as the longest; otherwise rows are packed."""
     layout: RankLayout
 
     @abstractmethod
     def initialize(self) -> None:
-        """Build this rank's part of the model, load its weights."""
+        """Build this rank's part of the model and load its weights."""
 
     @abstractmethod
     def plan(self, lengths: torch.Tensor, planner: MicroBatchPlanner, together: bool = True) -> MicroBatchPlan:
         """Plan one pass over this rank's rows, of `lengths` tokens.
 
-        `together`: all data-parallel ranks plan the pass now and run equally many micro-batches; otherwise this copy of the model runs its
-        own.
+        `together`: all data-parallel ranks make this call and run equally many micro-batches; otherwise each copy of the model plans alone.
         """
 
     @abstractmethod
     def forward(self, batch: DataProto, outputs: Sequence[str], plan: MicroBatchPlan) -> DataProto | None:
-        """Forward pass without gradients; returns the columns `outputs` on head ranks, None elsewhere. `outputs`: of log_probs, entropy,
-        distribution; values, final_value with a value head; experts (their ids) in a model with experts.
+        """Forward pass without gradients. Head ranks return the columns `outputs`, others None. There are log_probs, entropy, distribution;
+        with a value head values, final_value; with experts `experts`, the chosen ids.
 
-        Here and in train_step the softmax is of logits / temperature, a column of the batch, over the column kept_ids if it has one (and
-        the target). A model with experts replays the column old_experts or rollout_experts if the batch has one."""
+        Here and in train_step the softmax is of logits / temperature, a column of the batch; with a column kept_ids it is over these tokens
+        and the target only. A model with experts replays the column old_experts or rollout_experts, if there is one.
+        """
 
     @abstractmethod
     def load(self, groups: Iterable[StateGroup]) -> None:
-        """Bring state groups back to the device, if away."""
+        """Bring offloaded state groups back to the device."""
 
     @abstractmethod
     def offload(self, groups: Iterable[StateGroup]) -> None:
-        """Free the device memory of state groups; contents stay in host memory (gradients are dropped)."""
+        """Free the device memory of state groups. Their contents stay in host memory; gradients are dropped."""
 
 
 @dataclass
 class CheckpointWrite:
-    """Part of a checkpoint that this rank writes. Here it is written already; a subclass may write it beside the next steps."""
+    """Part of a checkpoint that this rank writes. This class has written it; a subclass may write beside the next steps."""
 
     folder: Path
     files: Sequence[Path] = ()
 
     @property
     def is_done(self) -> bool:
-        """Written or failed: `finish` does not wait."""
+        """True if written or failed, so that `finish` does not wait."""
         return True
 
     def finish(self) -> dict[str, FileRecord]:
-        """Wait for the write, on every rank in the same order as all else; returns records of files by path, each from one rank.
-        RuntimeError if this part failed."""
+        """Wait for the write, on every rank. Returns records of this rank's files by path; each file has one rank. RuntimeError if this
+        part failed."""
         return {str(file.relative_to(self.folder)): record(file) for file in self.files}
 
 
@@ -212,7 +212,7 @@ class TrainStrategy(ForwardStrategy):
 
     @abstractmethod
     def adapters_off(self) -> AbstractContextManager[None]:
-        """Switch the adapters off inside the block."""
+        """Switch LoRA adapters off inside the block."""
 
     @abstractmethod
     def export_plan(self, bucket_bytes: int) -> ExportPlan:
@@ -221,11 +221,12 @@ class TrainStrategy(ForwardStrategy):
 
     @abstractmethod
     def export_bucket(self, plan: ExportPlan, bucket: int) -> dict[str, torch.Tensor] | None:
-        """Gather one bucket: this rank's tensors, or None. They may share the model's memory: valid until training continues."""
+        """Gather one bucket. Returns what this rank sends, or None. Tensors may share the model's memory: valid until training
+        continues."""
 
     @abstractmethod
     def take_moved(self) -> Moved:
-        """Return the moves since the last call."""
+        """Return what was moved since the last call."""
 
     @abstractmethod
     def save_checkpoint(self, folder: Path, asynchronous: bool = False) -> CheckpointWrite:
@@ -245,7 +246,7 @@ class TrainStrategy(ForwardStrategy):
 
     @abstractmethod
     def load_hf(self, folder: Path) -> None:
-        """Load other weights of the same model that save_hf wrote. Only for a model that does not train."""
+        """Load weights that save_hf wrote for the same model. Only for a model that does not train."""
 
 
 # ---------------------------------------------------------------- inference
@@ -269,7 +270,7 @@ class EngineHealth:
 
 @dataclass(frozen=True)
 class EngineNode:
-    """Node of an engine that spans several. Node 0 takes requests and calls all workers; the others only run workers."""
+    """One node of an engine that spans several. Node 0 takes requests and calls all workers; the others only run workers."""
 
     nodes: int
     number: int
@@ -289,18 +290,18 @@ class EngineSpec:
     silence_s: float | None = None
     """Seconds that a process may stay stopped; None: no limit."""
     step_s: float | Literal["auto"] | None = None
-    """Minimum limit for one engine step in seconds; None: no limit."""
+    """Minimum limit for one engine step in seconds; None: no limit. "auto": by device."""
     columns: tuple[str, ...] = ()
-    """Further columns of token blocks, of workers/token_blocks.EXTRA_COLUMNS."""
+    """Additional columns of token blocks (EXTRA_COLUMNS in workers/token_blocks.py)."""
     node: EngineNode | None = None
     sharers: int = 1
     """Replicas that share its device; their ranks are consecutive."""
     lora: LoraConfig | None = None
-    """Updates bring these adapters; None: all weights."""
+    """Adapters that updates bring; None: all weights."""
 
     @property
     def reports_experts(self) -> bool:
-        """Completions have expert choices (Completion.experts)."""
+        """True if completions carry expert choices (Completion.experts)."""
         return "rollout_experts" in self.columns
 
 
@@ -311,7 +312,7 @@ class RequestProgress:
     part: Completion | None = None
     """Tokens since the last part, without text and finish reason.
 
-    The newest token is left out: it may end the response, and a continuation must not run past its end.
+    The newest token is left out: it may end the response, and a continuation must not go beyond that.
     """
 
 
@@ -323,7 +324,7 @@ class InferenceStrategy(ABC):
 
     @property
     def notes(self) -> Sequence[str]:
-        """Messages at the start: settings of the user that the engine overrides."""
+        """Messages at the start about settings of the user that the engine overrides."""
         return ()
 
     @abstractmethod
@@ -348,7 +349,7 @@ class InferenceStrategy(ABC):
 
     @abstractmethod
     async def connect_weights(self, first_member: int, membership: Membership) -> None:
-        """Join an epoch of the transfer group and leave the last one. Collective with the trainers. `first_member`: member number of the
+        """Join an epoch of the transfer group and leave the previous one, together with the trainers. `first_member`: number of the
         engine's first worker."""
 
     @abstractmethod
@@ -364,8 +365,8 @@ class InferenceStrategy(ABC):
         """Use the new weights from now on; clear prefix caches. Returns seconds by phase, of the slowest worker."""
 
     async def update_weights(self, routes: Sequence[Route], version: int) -> dict[str, float]:
-        """Run a whole update, beside the trainers' `WeightSender.send`. After a TransferError the engine continues with the old weights or,
-        if it has some new ones, generates nothing until another update."""
+        """Run a whole update while the trainers run `WeightSender.send`. After a TransferError the engine continues with the old weights
+        or, if it has some new ones, generates nothing until another update."""
         await self.begin_weight_update(tensors_of(routes))
         buckets = by_bucket(routes)
         for bucket, following in zip(buckets, [*buckets[1:], []], strict=True):
@@ -378,7 +379,7 @@ class InferenceStrategy(ABC):
 
     @abstractmethod
     async def load(self, parts: Iterable[EngineMemory] = tuple(EngineMemory)) -> None:
-        """Bring parts back, if away. The weights alone are enough to receive an update."""
+        """Bring offloaded parts back. The weights alone are enough to receive an update."""
 
     @abstractmethod
     async def offload(self, parts: Iterable[EngineMemory] = tuple(EngineMemory)) -> None:
@@ -392,5 +393,5 @@ class InferenceStrategy(ABC):
     async def shutdown(self) -> None: ...
 
     def fail(self, why: str) -> None:
-        """Declare the engine dead: something outside of this process that it needs is gone."""
+        """Declare the engine dead: something that it needs outside of this process is gone."""
         raise NotImplementedError(f"{type(self).__name__} needs nothing outside of its process")

@@ -1,4 +1,4 @@
-"""Strategies by name, and the engines' reserved arguments. Imports a framework or an engine, and torch, only to build one."""
+"""Strategies by name, and checks of engine arguments. torch, frameworks and engines are imported only to build one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _hf(spec: ModelSpec) -> ForwardStrategy:
 class ModelStrategy:
     build: Callable[[ModelSpec], ForwardStrategy]
     connects_ranks: bool
-    """A process group spans all ranks: none can be replaced alone."""
+    """True if a process group spans all ranks, so that none can be replaced alone."""
 
 
 STRATEGIES: Mapping[str, ModelStrategy] = {"megatron": ModelStrategy(_megatron, True), "hf": ModelStrategy(_hf, False)}
@@ -54,7 +54,7 @@ def build_model(spec: ModelSpec) -> ForwardStrategy:
 
 
 def build_engine(spec: EngineSpec) -> InferenceStrategy:
-    """Build an engine, the one place where its make is chosen; engines exclude each other's installation."""
+    """Build an engine. Its make is chosen only here, because makes cannot be installed together."""
     match spec.strategy:
         case VllmStrategyConfig():
             from roll_lite.distributed.strategy.inference.engine import EngineStrategy
@@ -69,8 +69,8 @@ def build_engine(spec: EngineSpec) -> InferenceStrategy:
 
 
 def share_of_device(strategy: InferStrategyConfig, place: int, sharers: int) -> InferStrategyConfig:
-    """Settings of one of several engines on a GPU, each with an equal share. `place`: engines already there. vLLM's setting is a share of
-    the GPU, SGLang's of its free memory."""
+    """Settings of one of several engines that share a GPU equally. `place`: engines already on it. vLLM's memory setting is a share of the
+    GPU, SGLang's of its free memory."""
     part = strategy.gpu_memory_utilization / sharers
     taken = place * part if isinstance(strategy, SglangStrategyConfig) else 0.0
     return strategy.model_copy(update={"gpu_memory_utilization": part / (1 - taken)})
@@ -90,7 +90,7 @@ def build_part(spec: EngineSpec) -> EnginePart:
 
 
 QUANTIZATION = dict.fromkeys(("quantization", "quantization_config", "modelopt_quant"), "quantization")
-"""Engine argument -> key to use instead for rollout engines, whose weights are replaced; a judge may use any."""
+"""Engine argument -> key to use instead, for rollout engines, whose weights are replaced; a judge may use any."""
 
 
 def engine_arguments_fit(config: RunConfig) -> Iterator[Problem]:
@@ -112,7 +112,7 @@ def engine_arguments_fit(config: RunConfig) -> Iterator[Problem]:
 def _problems(
     role: str, given: Mapping[str, Any], own: tuple[str, ...], settings: Mapping[str, str], known: Collection[str]
 ) -> Iterator[Problem]:
-    """`known`: empty if the engine is not installed: then unknown arguments are not checked."""
+    """`known`: names of the engine's arguments; empty if it is not installed, and then unknown arguments are not checked."""
     for argument, value in sorted(given.items()):
         place = f"{role}.strategy.engine_args.{argument}"
         if argument in own:
@@ -124,8 +124,8 @@ def _problems(
 
 
 def declared_fields(package: str, places: Sequence[tuple[str, str | None]]) -> frozenset[str]:
-    """Fields of an installed package's classes, read from source because importing takes seconds. Empty if not found; the engine then
-    complains at its start."""
+    """Fields of an installed package's classes, read from source because importing takes seconds. Empty if not found; then the engine
+    itself complains at its start."""
     spec = find_spec(package)
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec is not None else []
     names: set[str] = set()

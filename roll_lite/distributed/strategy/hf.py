@@ -50,7 +50,7 @@ class HfRewardStrategy(ForwardStrategy):
         return MicroBatchPlan.of(lengths, planner)
 
     def forward(self, batch: DataProto, outputs: Sequence[str], plan: MicroBatchPlan) -> DataProto | None:
-        """`outputs` is final_value, the model's output after each row's last token."""
+        """Score rows. The only output is final_value, the score after each row's last token."""
         if list(outputs) != OUTPUTS:
             raise ValueError(f"outputs {list(outputs)}: a reward model has {', '.join(OUTPUTS)}")
         tokens = batch.select(["input_ids"])
@@ -65,9 +65,9 @@ class HfRewardStrategy(ForwardStrategy):
         batch, width = input_ids.shape
         mask = (torch.arange(width) < lengths[:, None]).to(self.device)
         inputs = {"input_ids": input_ids.to(self.device), "attention_mask": mask.long()}
-        if not hasattr(self._model, "score"):  # an encoder, which pools in its own way
+        if not hasattr(self._model, "score"):  # # an encoder, with pooling of its own
             return self._model(**inputs).logits.squeeze(-1)
-        # The models' own pooling looks for the last token that is no padding, and refuses batches where no padding token is declared.
+        # # The models' own pooling takes the last token that is no padding, and refuses batches if no padding token is declared.
         hidden = self._model.base_model(**inputs, **self._no_cache()).last_hidden_state
         ends = hidden[torch.arange(batch, device=self.device), (lengths - 1).to(self.device)]
         return self._head(ends).squeeze(-1)

@@ -1,7 +1,7 @@
-r"""Adapter-only weight updates: the engine keeps the weights it loaded, and A and B stand beside its layers.
+r"""Adapter-only weight updates: the engine keeps the weights it loaded, with A and B beside its layers.
 
-B arrives multiplied by alpha / rank. Engines fuse projections; projections of a fused layer that have no adapter get zeros, because an
-engine may track adapters by layer.
+B arrives multiplied by alpha / rank. Engines fuse projections; those of a fused layer that have no adapter get zeros, because an engine may
+track adapters by layer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class IncomingAdapters:
     """Adapters that a worker receives during an update. The engine computes with the old ones until `put_in_place`."""
 
     def __init__(self, shapes: Mapping[str, Sequence[int]], rank: int, put: Callable[[int, dict[str, torch.Tensor]], None]) -> None:
-        """`shapes`: all adapter tensors by PEFT's names; they begin as zeros. `put(rank, tensors)`: installs them, with their LoRA rank."""
+        """`shapes`: of all adapter tensors, by PEFT's names; they start as zeros. `put(rank, tensors)` installs tensors of this LoRA
+        rank."""
         self.rank = rank
         self._shapes = shapes
         self._put = put

@@ -1,4 +1,4 @@
-r"""Inference engine in separate processes: its requests, refusals, the order of a weight update, and its death.
+r"""Inference engine in separate processes: requests, refusals, order of a weight update, death.
 
 Its state is kept in `life.py`; a make of engine implements `make.py`.
 """
@@ -150,7 +150,7 @@ class EngineStrategy(InferenceStrategy):
             await self.make.abort(known)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Pause generation. If an update or offloaded memory already stops the engine, WAIT freezes as KEEP does."""
+        """Pause generation. If an update or offloaded memory stops the engine anyway, WAIT only freezes, like KEEP."""
         self._require(EngineEvent.PAUSE)
         if mode is PauseMode.ABORT:
             await self.abort()  # which also ends an earlier WAIT
@@ -170,7 +170,7 @@ class EngineStrategy(InferenceStrategy):
 
     async def _settle(self) -> None:
         """Pause or resume the engine as its state demands."""
-        self._require(EngineEvent.RESUME)  # which only an engine that does not run refuses
+        self._require(EngineEvent.RESUME)  # # refused only before the start and after the death
         halt = self.life.state is not EngineState.SERVING
         if halt and not self.life.halted:
             await self._halt(PauseMode.KEEP)
@@ -230,7 +230,7 @@ class EngineStrategy(InferenceStrategy):
         self.life.begin_update(WeightUpdate(tensors))
 
     async def receive_bucket(self, routes: Sequence[Route], following: Sequence[Route] = ()) -> None:
-        """From the first bucket on the engine is frozen until an update is finished."""
+        """Load a bucket. The first one freezes the engine until an update is finished."""
         self._require_update()
         async with self._order:
             tensors = tensors_of(routes)
@@ -251,7 +251,7 @@ class EngineStrategy(InferenceStrategy):
             update.arrived.update(tensor.name for tensor in tensors)
 
     async def _broke_off(self) -> None:
-        """Keep the engine frozen between two sets of weights until another update, after the transfer group has reconnected."""
+        """Handle a failed bucket: an engine with some new weights stays frozen until another update, any other continues with the old."""
         try:
             touched = any(await self._call_workers("roll_lite_weights_touched"))
         except Exception as unknown:  # an engine whose state is unknown must not continue
@@ -277,9 +277,8 @@ class EngineStrategy(InferenceStrategy):
         return largest(answers)
 
     async def weight_checksums(self, names: Collection[str] | None = None) -> dict[str, str]:
-        """Checksums of the tensors that weight updates replace, read from the weights that the workers use (see `held_weights`,
-        `adapters`). Each tensor is first converted to the dtype in which the last update sent it (before any: the engine's dtype), so that
-        an engine which keeps fewer bits than it was sent shows another checksum than the sender."""
+        """Checksums of the tensors that updates replace, as the workers hold them (held_weights.py, adapters.py). They are first converted
+        to the dtype in which the last update, if any, sent them: an engine that keeps fewer bits shows another checksum than the sender."""
         async with self._turn(EngineEvent.READ_WEIGHTS):
             shapes = {name: list(shape) for name, shape in self._shapes.items()}
             asked = None if names is None else sorted(names)
@@ -293,12 +292,12 @@ class EngineStrategy(InferenceStrategy):
         return await self._at_length(self.make.call_workers(method, **arguments))
 
     async def _at_length(self, call: Awaitable[T]) -> T:
-        """Run a call without the step watch: the engine takes no steps meanwhile, and may wait for others."""
+        """Wait for a long call; the step watch is suspended, because the engine takes no steps meanwhile."""
         with self._steps.suspended():
             return await self._answer(call)
 
     async def _answer(self, call: Awaitable[T]) -> T:
-        """Answer of the engine; EngineDead if it dies meanwhile, for a dead one may never answer."""
+        """Wait for the engine's answer; EngineDead if the engine dies first, since the answer may never come."""
         return await first_of(call, self.life.until_refused())
 
     # ------------------------------------------------------------ liveness
@@ -310,7 +309,7 @@ class EngineStrategy(InferenceStrategy):
         return self.life.failure
 
     async def _watch(self) -> None:
-        """Watch the processes. Engines notice late, or never, that one of theirs was killed or stopped."""
+        """Watch the processes. An engine notices late, or never, that one of its processes was killed or stopped."""
         stopped = StoppedTime(LIVENESS_POLL_S)
         failure: str | None = None
         while failure is None:
@@ -329,7 +328,7 @@ class EngineStrategy(InferenceStrategy):
 
     @asynccontextmanager
     async def _turn(self, event: EngineEvent) -> AsyncIterator[None]:
-        """Wait for the turn of a call that changes or reads the state; refuse it before and after the wait."""
+        """Take the lock for a call that changes or reads the state. A forbidden event is refused before the wait and after it."""
         self._require(event)
         async with self._order:
             self._require(event)
@@ -340,10 +339,10 @@ class EngineStrategy(InferenceStrategy):
         return self.life.require_update()
 
     def _give_up(self, why: str) -> None:
-        """Stop serving; running requests return as failed."""
+        """Stop serving. Running requests return as failed."""
         self.life.die(why)
         for flight, task in self._reports.flights.items():
-            if flight.entered:  # others will see the failure
+            if flight.entered:  # # those that have not entered yet see the failure themselves
                 task.cancel()
 
     def fail(self, why: str) -> None:

@@ -1,8 +1,8 @@
 r"""Read an engine's weights back as Hugging Face tensors: what it computes with, not what it was sent.
 
-vLLM and SGLang share the design of their layers. Both fuse projections and shard them over workers; vLLM on a CPU also packs matrices
-into an opaque layout and drops the original. A packed matrix is read by multiplying the identity with it, through the same kernel as
-inference. Each output is one product with 1 plus zeros, which is exact except for the sign of zero and, on some CPUs, subnormal numbers.
+vLLM and SGLang share the design of their layers: both fuse projections and shard them over workers. vLLM on a CPU also packs matrices into
+an opaque layout and drops the original. A packed matrix is read by multiplying the identity with it, through inference's kernel. That is
+exact except for the sign of zero and, on some CPUs, subnormal numbers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ down_proj [experts, columns, rows]."""
 
 @dataclass(frozen=True)
 class Layers:
-    """Layer classes of an engine, and the function that joins a sharded tensor: `gather(part, dim)`."""
+    """Layer classes of an engine, and how to join shards: `gather(part, dim)`."""
 
     linear: type[Any]
     column_parallel: type[Any]
@@ -62,7 +62,7 @@ class Layers:
         )
 
     def whole(self, part: torch.Tensor, dim: int, copies: int = 1) -> torch.Tensor:
-        """Join a sharded tensor. `copies`: number of workers that repeat each part."""
+        """Join a sharded tensor. `copies`: number of workers that hold the same part."""
         if self.workers == 1:
             return part
         gathered = self.gather(part.contiguous(), dim)
@@ -79,7 +79,7 @@ def held_weights(model: nn.Module, layers: Layers, names: Collection[str] | None
 
 
 def _of_module(path: str, module: nn.Module, model: nn.Module, layers: Layers) -> tuple[list[str], Iterator[tuple[str, torch.Tensor]]]:
-    """Checkpoint layers of a module, with functions that read their tensors."""
+    """Names of the checkpoint layers that a module holds, and an iterator over their tensors."""
     if isinstance(module, layers.linear):
         held = held_layers(path, model)
         return held, _linear(held, module, layers)
@@ -94,7 +94,7 @@ def _of_module(path: str, module: nn.Module, model: nn.Module, layers: Layers) -
 
 
 def held_layers(path: str, model: nn.Module) -> list[str]:
-    """Checkpoint's linear layers behind one of the engine's layers."""
+    """Names of the checkpoint's linear layers that one engine layer holds."""
     packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", FUSED)
     prefix, _, leaf = path.rpartition(".")
     return [f"{prefix}.{part}" if prefix else part for part in packed.get(leaf, [leaf])]
@@ -132,7 +132,7 @@ def _columns(module: Any) -> int:
 
 
 def shares(module: Any, rows: int, layers: Layers) -> tuple[list[int], list[int]]:
-    """Rows of each fused matrix on this worker, and the number of workers that repeat each."""
+    """Rows of each fused matrix on this worker, and the number of workers that hold the same ones."""
     if isinstance(module, layers.qkv):
         keys = module.num_kv_heads * module.head_size
         values = module.num_kv_heads * int(getattr(module, "v_head_size", module.head_size))
@@ -155,7 +155,7 @@ def _embedding(path: str, module: Any, model: nn.Module, layers: Layers) -> Iter
 
 
 def _matrix(module: Any, columns: int) -> torch.Tensor:
-    """[rows, columns] of a layer's weight on this worker."""
+    """This worker's weight of a layer, [rows, columns]."""
     multiply = getattr(module, "cpu_linear", None)
     weight: torch.Tensor = module.weight.detach()
     if multiply is None:

@@ -13,7 +13,7 @@ NOT_STARTED = "not started"
 
 
 class EngineDead(RuntimeError):
-    """Engine that cannot serve any more and has to be replaced."""
+    """The engine cannot serve any more."""
 
 
 class EngineMemory(StrEnum):
@@ -83,12 +83,12 @@ _MEANWHILE = {
 
 
 class EngineLife:
-    """State of an engine, and what else decides it: a requested pause, offloaded parts, an announced update."""
+    """State of an engine, and what decides it: a requested pause, offloaded parts, an announced update."""
 
     def __init__(self, make: str) -> None:
         self.state = EngineState.STARTING
         self.failure: str | None = NOT_STARTED
-        """Reason why it cannot serve."""
+        """Reason why it cannot serve; None if it can."""
         self.paused = False
         """True after `pause` until `resume`."""
         self.away: set[EngineMemory] = set()
@@ -104,7 +104,7 @@ class EngineLife:
 
     @property
     def held_up(self) -> bool:
-        """True if it could not generate even if `pause` had not been called."""
+        """True if it cannot generate, whether or not `pause` was called."""
         return self.state not in (EngineState.SERVING, EngineState.PAUSED)
 
     async def until_dead(self) -> str:
@@ -135,7 +135,7 @@ class EngineLife:
         raise RuntimeError("no weight update is under way")
 
     def require_update(self) -> WeightUpdate:
-        """Announced update, in a state that accepts its buckets."""
+        """Return the announced update; raises if none is, or the state accepts no buckets."""
         self.require(EngineEvent.RECEIVE)
         if self.update is None:
             raise RuntimeError("no weight update has begun: begin_weight_update comes first")
@@ -192,18 +192,18 @@ class EngineLife:
         self._follow()
 
     def die(self, why: str) -> None:
-        """Note the death; the first cause stays."""
+        """Enter the state DEAD. Of several causes the first is kept."""
         if self.state is not EngineState.DEAD:
             self.state, self.failure = EngineState.DEAD, why
             self._died.set()
 
     def _follow(self) -> None:
-        """Enter the state that a pause or offloaded parts demand, unless an update comes first."""
+        """Enter the state that a pause or offloaded parts demand, unless an update is under way or broke off."""
         if self.state not in (EngineState.UPDATING, EngineState.HALF_UPDATED):
             self._enter_whole()
 
     def _enter_whole(self) -> None:
-        """Enter the state of an engine with one set of weights."""
+        """Enter the state of an engine whose weights are all of one version."""
         if self.away:
             self.state = EngineState.WEIGHTS_OFFLOADED if EngineMemory.WEIGHTS in self.away else EngineState.CACHE_OFFLOADED
         else:

@@ -31,11 +31,11 @@ class EnginePart(Protocol):
 
 
 class EngineMake(EnginePart, Protocol):
-    r"""Engine in separate processes. EngineStrategy makes the calls, in an allowed order; those that the engine's death leaves unanswered
-    raise EngineDead.
+    r"""Engine in separate processes. EngineStrategy calls it in allowed states only, and raises EngineDead if it dies during a call.
 
     Its workers' methods `roll_lite_connect`, `roll_lite_load_bucket`, `roll_lite_put_in_place`, `roll_lite_weights_touched` and
-    `roll_lite_checksums` move weights, or adapters alone after `roll_lite_take_adapters`."""
+    `roll_lite_checksums` move weights, or adapters alone after `roll_lite_take_adapters`.
+    """
 
     @property
     def notes(self) -> Sequence[str]: ...
@@ -45,10 +45,10 @@ class EngineMake(EnginePart, Protocol):
     def is_dead(self) -> bool: ...
 
     async def prepare(self, config: HfConfig) -> None:
-        """Finish the start of an engine that runs and is watched."""
+        """Finish the start, once the processes are watched."""
 
     async def answered(self) -> object:
-        """Return when the engine's step loop has answered between two steps, also while paused."""
+        """Ask the engine's step loop, which answers between two steps, also while paused."""
         ...
 
     # ------------------------------------------------------------ requests
@@ -58,7 +58,7 @@ class EngineMake(EnginePart, Protocol):
         ...
 
     async def progress(self, flights: Sequence[InFlight], parts: bool) -> Sequence[RequestProgress | None]:
-        """See requests.Look."""
+        """Progress of the requests; see `Look` in requests.py."""
         ...
 
     async def abort(self, flights: Sequence[InFlight]) -> None: ...
@@ -70,7 +70,7 @@ class EngineMake(EnginePart, Protocol):
     # ------------------------------------------------------------ weights, memory
 
     async def call_workers(self, method: str, **arguments: Any) -> list[Any]:
-        """Call a method on all workers, in order. TransferError if a transfer broke off."""
+        """Call a method on all workers; returns their answers in order. TransferError if a transfer broke off."""
         ...
 
     async def renew(self, version: int) -> None:

@@ -17,7 +17,7 @@ from roll_lite.distributed.session_guard import SHARED, remove_folder
 from roll_lite.distributed.strategy.inference.scratch import SCRATCH
 
 HOST_PID = "ROLL_LITE_ENGINE_HOST_PID"
-"""Variable with the process whose end must also end the engine's processes."""
+"""Variable with the id of the hosting process, whose end must end the engine's processes too."""
 _PATIENCE_S = 3.5
 _HOST_CHECK_S = 1.0
 
@@ -27,8 +27,6 @@ COMPILERS = frozenset({"ninja", "nvcc", "cudafe++", "cicc", "ptxas", "ptxas-blac
 
 
 class EngineProcesses:
-    """Engine process and its workers."""
-
     def __init__(self) -> None:
         self.all: list[psutil.Process] = []
         self._shared: set[Path] = set()
@@ -44,17 +42,17 @@ class EngineProcesses:
         return bool(self.all)
 
     def running(self) -> bool:
-        """True while all run: an engine may notice the loss of a worker late."""
+        """True while all processes run; an engine may notice a loss late."""
         return all(is_running(process) for process in self.all)
 
     def are_compiling(self) -> bool:
-        """True if one of them has started a kernel compiler."""
+        """True if one of the processes has started a kernel compiler."""
         own = {process.pid for process in self.all}
         compilers = [process for process in psutil.process_iter() if name_of(process) in COMPILERS]
         return any(not own.isdisjoint(_ancestors(compiler)) for compiler in compilers)
 
     async def end(self, ask: Callable[[], None]) -> None:
-        """Ask them to leave by `ask`, which must be quick, and kill those that remain."""
+        """Ask the processes to end by `ask`, which must be quick, and kill those that remain."""
         await asyncio.wait({asyncio.create_task(asyncio.to_thread(ask))}, timeout=_PATIENCE_S)
         self.kill()
         await asyncio.to_thread(psutil.wait_procs, self.all, _PATIENCE_S)
@@ -92,7 +90,7 @@ def shared_memory(pid: int) -> set[Path]:
 
 
 def _left_behind(processes: Iterable[psutil.Process]) -> set[Path]:
-    """Shared-memory files to remove. Semaphores are excluded: they may be the host's, and the resource tracker removes them."""
+    """Shared-memory files to remove, except semaphores: they may be the host's, and the resource tracker removes them."""
     return {path for process in processes for path in shared_memory(process.pid) if not path.name.startswith("sem.")}
 
 
@@ -102,13 +100,13 @@ def remove(files: Iterable[Path]) -> None:
 
 
 def when_host_is_gone(act: Callable[[], None]) -> None:
-    """Call `act` in an engine's process when its host is gone, however it ended."""
+    """Call `act` in an engine's process when the hosting process is gone, however it ended."""
     if HOST_PID in os.environ:
         _when_gone(int(os.environ[HOST_PID]), act)
 
 
 def end_group_with_host_or_leader() -> None:
-    """Kill the process group when the host or the group's leader is gone; the leader may die before its children watch it."""
+    """Kill this process group when the host or the group's leader is gone, even before its children watch it."""
     leader = os.getpgid(0)
 
     def end() -> None:
@@ -120,7 +118,7 @@ def end_group_with_host_or_leader() -> None:
 
 
 def _when_gone(pid: int, act: Callable[[], None]) -> None:
-    """Call `act` on a thread when a process is gone; removes the scratch folder if the host is gone."""
+    """Call `act` on a thread when a process is gone. If the host is gone, first remove the scratch folder."""
     watched, host = _process(pid), _process(int(os.environ.get(HOST_PID, os.getpid())))
 
     def watch() -> None:
@@ -141,7 +139,7 @@ def _process(pid: int) -> psutil.Process | None:
 
 
 def kill_all(processes: Sequence[psutil.Process]) -> None:
-    """Kill all but cleaning processes, this process last, and remove their shared memory."""
+    """Kill the processes, this one last, except resource trackers, and remove their shared memory."""
     remove(_left_behind(processes))
     killed = [process for process in processes if not cleans_up(process)]
     for process in sorted(killed, key=lambda process: process.pid == os.getpid()):

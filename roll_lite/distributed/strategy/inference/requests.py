@@ -1,4 +1,4 @@
-"""What engines share of requests: the record of one in flight, reports of its progress, stop strings at a resume point, expert choices."""
+"""Request handling that engines share: record of a request in flight, progress reports, stop strings at a resume point, expert choices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WITHOUT_TEXT = 32
 """Allowance for special tokens and for tokens whose text appears only with the next one."""
 BEGUN_POLL_S = 1.0
 PARTS_EVERY = 5
-"""Polls from one report of tokens to the next; a dying process loses the tokens after the last one."""
+"""Polls between two reports of new tokens; a dying process loses those since the last."""
 
 
 @dataclass(eq=False)
@@ -33,21 +33,21 @@ class InFlight:
     version: int = 0
     """Weight version at its start."""
     entered: bool = False
-    """True once the engine has it."""
+    """True once it was given to the engine."""
     aborted: bool = False
     begun: bool = False
     reported: int = 0
     """Number of tokens in the parts reported so far."""
     number: int = -1
-    """Number that the make gave it, if it numbers requests."""
+    """SGLang's number of the request."""
 
 
 Look = Callable[[Sequence[InFlight], bool], Awaitable[Sequence[RequestProgress | None]]]
-"""Gets requests, and whether to return their new tokens as parts; returns the progress of each, None if it has not begun."""
+"""Gets requests, and whether to return their new tokens as parts. Returns the progress of each, None if it has not begun."""
 
 
 class ProgressReports:
-    """Requests in flight, whose progress is reported until none is left."""
+    """Requests in flight, and the task that reports their progress."""
 
     def __init__(self, look: Look) -> None:
         self.flights: dict[InFlight, asyncio.Future[Any]] = {}

@@ -82,7 +82,7 @@ def _locked(path: str) -> int | None:
 
 
 def _clear_if_abandoned(folder: Path) -> None:
-    with suppress(OSError):  # somebody else's, already gone, or held
+    with suppress(OSError):  # # another user's, already gone, or locked by a host that lives
         lock = os.open(folder / _LOCK, os.O_RDWR)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -94,7 +94,8 @@ def _clear_if_abandoned(folder: Path) -> None:
 def name_semaphores() -> None:
     r"""Name the semaphores of this process and its children after the folder, so that removing it removes them.
 
-    For an engine's first process if the host's `inherited` does not do it."""
+    For an engine's first process, if multiprocessing did not start it inside `inherited`.
+    """
     _call_semaphores(_semaphores_of(os.environ[SCRATCH]))
 
 

@@ -25,7 +25,8 @@ Range = tuple[str, str]
 
 
 def check_version(distributions: Sequence[str], supported: Range, remedy: str) -> str:
-    """Version of the first installed distribution. RuntimeError with the `remedy` if none is installed, or with the supported range."""
+    """Version of the first installed distribution. RuntimeError if none is installed (with the `remedy`) or its version is not
+    supported."""
     low, high = supported
     for name in distributions:
         try:
@@ -40,8 +41,6 @@ def check_version(distributions: Sequence[str], supported: Range, remedy: str) -
 
 @dataclass(frozen=True)
 class Environment:
-    """Environment variables of an engine's processes."""
-
     preset: Mapping[str, str]
     """Defaults, unless the user sets them."""
     required: Mapping[str, str] = field(default_factory=dict)
@@ -63,12 +62,12 @@ class Environment:
 
 
 def kv_cache_mb(given: int | None, cuda: bool) -> int | None:
-    """Size of the KV cache; None to use the rest of the GPU."""
+    """Size of the KV cache; None: the rest of the GPU."""
     return given if given is not None or cuda else CPU_KV_CACHE_MB
 
 
 def is_fp8(strategy: EngineStrategyConfig, cuda: bool) -> bool:
-    """True for fp8; ValueError without a GPU that supports it."""
+    """True if the strategy asks for fp8. ValueError if no GPU supports it."""
     if strategy.quantization != "fp8":
         return False
     if not cuda:
@@ -82,7 +81,7 @@ def is_fp8(strategy: EngineStrategyConfig, cuda: bool) -> bool:
 
 
 def with_fused(targets: Collection[str]) -> list[str]:
-    """Linear layers with adapters, and those that engines fuse with them."""
+    """Names of the linear layers with adapters, and of those that engines fuse with them."""
     together = {part for parts in FUSED.values() if not set(parts).isdisjoint(targets) for part in parts}
     return sorted({*targets, *together})
 

@@ -1,8 +1,8 @@
-r"""Watch whether an engine still steps although its processes live and answer: a hung kernel and a deadlocked loop stop nothing else.
+r"""Detect an engine that takes no steps although its processes live: a hung kernel or a deadlocked loop has no other sign.
 
-The engine's loop answers a question between two steps only, whatever it generates. A step is bounded, because prompts are prefilled in
-chunks of at most `max_batched_tokens`; an answer much later than any step so far will not come. Tokens would be a worse sign: a long
-prompt yields none for many steps, an idle engine none at all.
+The engine's loop answers a question only between two steps. Steps are bounded, because prompts are prefilled in chunks of at most
+`max_batched_tokens`: an engine that answers much later than after any step so far is stuck. Tokens would be a worse sign: a long prompt
+yields none for many steps.
 
 On GPUs a step may wait for a kernel to be compiled: long at the start, with CUDA graphs and tuning, and sometimes later. Compilers are
 separate processes and can be seen.
@@ -24,13 +24,12 @@ ASK_S = 1.0
 """Seconds between an answer and the next question."""
 LISTEN_S = 0.25
 LATE = 0.5
-"""Share of the limit after which to look for compilers; while one runs, the time does not count. Compilation inside the engine's process is
-not seen, but shorter."""
+"""Share of the limit after which to look for compilers; while one runs, time does not count. Compilation in the engine's own process is not
+seen, but shorter."""
 SLOWER = 4.0
-"""The limit is never below this many times the longest step seen; steps before the end of the first response no longer count once it has
-ended."""
+"""The limit is at least this many times the longest step since the first response ended."""
 FIRST_STEPS = 40.0
-"""Factor of the limit until the first response has ended, since kernels are compiled in those steps."""
+"""Factor on the limit until the first response has ended: kernels are compiled until then."""
 
 
 def step_limit(setting: float | str | None) -> float | None:
@@ -45,7 +44,7 @@ class StepWatch(Heartbeat):
     def __init__(
         self, answer: Callable[[], Awaitable[object]], limit_s: float | None, is_compiling: Callable[[], bool] = lambda: False
     ) -> None:
-        """`answer` returns when the engine's loop has answered between two steps. `is_compiling` is asked only when an answer is late."""
+        """`answer` returns once the engine's loop has answered between two steps. `is_compiling` is called only when an answer is late."""
         super().__init__(self._step, limit_s, ASK_S, LISTEN_S)
         self._answer = answer
         self._is_compiling = is_compiling
@@ -54,7 +53,7 @@ class StepWatch(Heartbeat):
         self._suspended = 0
 
     def responded(self) -> None:
-        """Note that a response has ended: every kind of step has run, and the first ones' times no longer count."""
+        """Note that a response has ended. The first one resets the longest step: compilation is over."""
         if not self._has_responded:
             self._has_responded, self._longest_s = True, 0.0
 

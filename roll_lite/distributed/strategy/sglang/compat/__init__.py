@@ -1,5 +1,5 @@
 r"""Everything that depends on SGLang's version.
 
-`engine.py` is the hosting process's half; it talks to `server.py`, which runs SGLang in a separate process and imports it there.
-SGLang's scheduler processes import `scheduler.py`; `cpu_stubs.py` and `models/` serve engines on a CPU.
+`engine.py` runs in the hosting process; it talks to `server.py`, which runs SGLang in a separate process. SGLang's scheduler processes
+import `scheduler.py`; `cpu_stubs.py` and `models/` serve engines on a CPU.
 """

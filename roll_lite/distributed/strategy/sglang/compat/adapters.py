@@ -1,4 +1,4 @@
-"""Adapters in SGLang's scheduler processes, in the slots that SGLang has for adapters from files."""
+"""LoRA adapters in SGLang's scheduler processes, in the slots that SGLang has for adapters from files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def put_adapters(runner: Any, rank: int, tensors: dict[str, torch.Tensor]) -> No
 
 
 def _padded(name: str, tensor: torch.Tensor, config: Any) -> torch.Tensor:
-    """Pad a tensor: on a CPU, SGLang's model ends with heads and feed-forward rows of zeros where sizes do not divide."""
+    """Pad a tensor with zeros, as SGLang on a CPU pads heads and feed-forward rows of models that do not divide evenly."""
     *_, target, matrix, _ = name.split(".")
     head = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
     queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
@@ -44,7 +44,7 @@ def _padded(name: str, tensor: torch.Tensor, config: Any) -> torch.Tensor:
 
 
 def adapters_leave_with_weights() -> None:
-    """Move SGLang's adapter buffers where an offload of the weights reaches them."""
+    """Allocate SGLang's adapter buffers where offloading the weights frees them too."""
     init = model_runner.ModelRunner.init_lora_manager
 
     def init_lora_manager(runner: Any) -> None:
@@ -64,7 +64,7 @@ def adapted_layers(runner: Any) -> Iterator[AdaptedLayer]:
 
 
 class _Unpinned:
-    """Stand-in for torch in modules that ask for pinned memory, which needs a GPU."""
+    """Stand-in for torch that ignores requests for pinned memory, which needs a GPU."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)

@@ -1,4 +1,4 @@
-"""Pickled messages between the hosting process and the server over a socket pair, whose end reveals the other's death."""
+"""Pickled messages between the hosting process and the server, over a socket pair. Each end sees when the other has died."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LENGTH = struct.Struct("!Q")
 
 @dataclass(frozen=True)
 class Start:
-    """First message of the hosting process."""
+    """First message, from the hosting process to the server."""
 
     spec: EngineSpec
     cuda: bool
@@ -29,7 +29,7 @@ class Closed(ConnectionError):
 
 
 class PickleChannel:
-    """End of the channel, on this process's event loop. One task receives; any may send."""
+    """One end of the channel, on this process's event loop. One task receives; any may send."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -40,7 +40,7 @@ class PickleChannel:
         return cls(*await asyncio.open_connection(sock=end))
 
     def send(self, message: Any) -> None:
-        """Send, buffered. A message to a dead peer is lost, as `receive` reports."""
+        """Send through a buffer. A message to a dead peer is lost; `receive` then raises Closed."""
         if not self._writer.is_closing():
             data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
             self._writer.write(_LENGTH.pack(len(data)) + data)

@@ -1,7 +1,7 @@
 r"""Stand-ins for packages that SGLang imports but never calls on a CPU: Triton, its CUDA kernels, torchvision, IPython.
 
-SGLang's wheel is built for GPUs. With these it imports without one and takes its native torch paths. They exist in the engine's own
-processes only (`server.py` installs them), and never with CUDA. One operator is real: the hash behind seeds.
+SGLang's wheel is built for GPUs. With stand-ins it imports without one and takes its native torch paths. They exist only in the engine's
+own processes (`server.py` installs them), and never with CUDA. One operator is real: the hash of seeds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LOW = 0xFFFFFFFF
 
 
 class _Anything:
-    """Class that can be instantiated and derived from."""
+    """Dummy class that can be instantiated and derived from."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -92,7 +92,7 @@ def install() -> None:
         raise RuntimeError("SGLang's CPU stand-ins must not be installed where CUDA is")
     if _library is not None:
         return
-    is_torchvision_available()  # cached: transformers then works without it, and does not mistake the stand-in for the real one
+    is_torchvision_available()  # # cached here, before the stand-in exists: transformers would take it for the real torchvision
     sys.meta_path.insert(0, _Finder())
     _library = torch.library.Library("sgl_kernel", "FRAGMENT")
     _library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor columns) -> Tensor")

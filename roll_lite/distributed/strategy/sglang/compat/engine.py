@@ -29,7 +29,7 @@ from roll_lite.distributed.strategy.sglang.compat.channel import Closed, PickleC
 from roll_lite.distributed.strategy.sglang.compat.settings import logged_error
 from roll_lite.models.hf_config import HfConfig
 
-_LAST_S = 3.0  # for the server to end what it has started
+_LAST_S = 3.0  # # seconds that the server gets for a clean shutdown
 SERVER = "roll_lite.distributed.strategy.sglang.compat.server"
 
 
@@ -45,7 +45,7 @@ class SglangEngine:
         self.notes = environment.notes()
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
-        """Answers to requests and other calls, by number."""
+        """Expected answers, by number of the call."""
         self._scratch: Scratch | None = None
         self._channel: PickleChannel | None = None
         self._server: subprocess.Popen[bytes] | None = None
@@ -105,7 +105,7 @@ class SglangEngine:
                 self._server.wait(_LAST_S)
 
     def _kill_server(self) -> None:
-        """Kill the server and all it started, some of which may outlive it. Once only: the group's id may be reused afterwards."""
+        """Kill the server and its process group, in which children may outlive it. Only once: the group's id may be reused."""
         server, self._server = self._server, None
         if server is not None:
             processes = group(server.pid)
@@ -146,7 +146,7 @@ class SglangEngine:
         await self._call("new_weights", str(version))
 
     async def offload(self, parts: Collection[EngineMemory], cache_stays: bool) -> None:
-        """A CPU engine only records it."""
+        """On a CPU nothing is freed; SGLang only records the call."""
         await self._call("offload", list(parts))
 
     async def load(self, parts: Collection[EngineMemory]) -> None:

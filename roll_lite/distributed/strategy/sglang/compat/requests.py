@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def generate_input(
     request: GenerationRequest, rid: str, seed: int, max_model_len: int, vocabulary: int, experts: bool = False
 ) -> GenerateReqInput:
-    """`seed`: for requests without their own. `rid` must be no prefix of another: SGLang aborts by prefix. `experts`: report expert
-    choices."""
+    """`seed`: for requests without their own. `rid` must not be a prefix of another one, because SGLang aborts by prefix. `experts`: report
+    expert choices."""
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     sampling = request.sampling
@@ -47,9 +47,9 @@ def generate_input(
 
 
 def _choice(request: GenerationRequest, vocabulary: int) -> dict[str, Any]:
-    """Sampling parameters for SGLang, where top_k 1 means greedy decoding and nothing else does. A request with top_k 1 and a temperature
-    is sent as min_p 1, which also keeps only the likeliest token, but reports its log-prob as 0 instead of that of the whole distribution
-    (see the sampler). SGLang reports kept tokens only with a top_k: a request that wants them without one gets the vocabulary's size."""
+    """Sampling parameters for SGLang, which decodes greedily exactly if top_k is 1. A request with top_k 1 and a temperature is sent as
+    min_p 1: that also keeps only the likeliest token, but reports its log-prob as 0 (greedy: under the whole distribution, see
+    RolloutSampler). SGLang reports kept tokens only with a top_k; without one, the vocabulary's size is sent."""
     sampling = request.sampling
     if sampling.temperature == 0:
         return {"temperature": 1.0, "top_k": 1}
@@ -64,13 +64,13 @@ def _choice(request: GenerationRequest, vocabulary: int) -> dict[str, Any]:
 
 
 def reports_survivors(request: GenerationRequest) -> bool:
-    """True to report the tokens that truncation kept; greedy decoding has no truncation."""
+    """True to have kept tokens reported; greedy decoding truncates nothing."""
     return request.sampling.keep_mask and request.sampling.temperature > 0 and is_truncated(request.sampling)
 
 
 def new_tokens(request: GenerationRequest, state: Any, first: int, version: int) -> Completion | None:
-    """Tokens that SGLang has reported (every 50) after the `first` ones, without the newest; None if none. `version`: of the weights, for
-    all."""
+    """Tokens that SGLang has reported (every 50) after the `first` ones, without the newest; None if there are none. `version`: their
+    weight version."""
     end = min(len(state.output_ids), len(state.output_token_logprobs_val)) - 1
     kept: tuple[tuple[int, ...], ...] | None = None
     if request.sampling.keep_mask:
@@ -88,7 +88,7 @@ def new_tokens(request: GenerationRequest, state: Any, first: int, version: int)
 def completion(
     request: GenerationRequest, output: Mapping[str, Any], tokenizer: Any, aborted: bool, experts: ExpertsConfig | None = None
 ) -> Completion:
-    """Final output of a request. `aborted`: we asked for its abort. `experts`: the model's, if expert choices are reported."""
+    """Make a completion of a request's final output. `aborted`: an abort was asked for. `experts`: to report expert choices."""
     meta = output["meta_info"]
     finish = meta["finish_reason"] or {"type": "none"}
     if finish["type"] not in {reason.value for reason in FinishReason} or (finish["type"] == FinishReason.ABORT and not aborted):
@@ -115,7 +115,7 @@ def completion(
 
 
 def _experts(meta: Mapping[str, Any], experts: ExpertsConfig) -> np.ndarray | None:
-    """Expert choices; none if the request ended before it began."""
+    """Expert choices; None if the request ended before it began."""
     if (told := meta.get("routed_experts")) is None:
         return None
     flat = np.frombuffer(base64.b64decode(told), dtype=np.int32)

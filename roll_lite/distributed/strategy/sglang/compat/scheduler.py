@@ -1,6 +1,6 @@
-r"""Code inside SGLang's scheduler processes: receiving and loading weights, reading the model back, sampling.
+r"""Code inside SGLang's scheduler processes: receives and loads weights, reads the model back, samples.
 
-The half in the engine's first process is `server.py`.
+The engine's first process runs `server.py`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _GREEDY_TOP_K = 1
 
 
 def _by_all(method: Callable[..., Any]) -> Callable[..., None]:
-    """Decorate a method that all workers run together. The first one writes all answers to the file `answer`."""
+    """Decorate a method that all workers run together. The first worker writes the answers of all to the file `answer`."""
     answering_method = answering(method)
 
     @wraps(method)
@@ -125,7 +125,7 @@ class RolloutScheduler(Scheduler):
         return held_adapters(adapted_layers(runner), runner.model, _layers(), expected if names is None else names)
 
     def get_init_info(self) -> dict[str, Any]:
-        """Facts that the engine's first process learns about its scheduler."""
+        """Facts about the scheduler for the engine's first process."""
         return {**super().get_init_info(), "page_size": self.page_size}
 
     def get_internal_state(self, recv_req: GetInternalStateReq) -> GetInternalStateReqOutput:
@@ -140,7 +140,7 @@ class RolloutScheduler(Scheduler):
         super().handle_generate_request(recv_req, **options)
 
     def abort_request(self, recv_req: AbortReq) -> None:
-        """Abort requests. One that a pause put back into the queue is ended here: SGLang would report only what it had forwarded."""
+        """Abort requests. Those that a pause has put back into the queue end here: SGLang would report only what it had forwarded."""
         begun = [r for r in self.waiting_queue if r.output_ids and (recv_req.abort_all or r.rid.startswith(recv_req.rid))]
         for request in begun:
             self.waiting_queue.remove(request)
@@ -157,24 +157,23 @@ class RolloutScheduler(Scheduler):
 
 
 class RolloutSampler(Sampler):
-    """Sampler on torch for every device, with vLLM's definition of truncation for both engines, which reports log-probs of the
-    distribution it sampled from."""
+    """Sampler in torch for every device. It truncates as vLLM does and reports log-probs of the distribution it sampled from."""
 
     def _sample_from_probs(self, probs: torch.Tensor, sampling_info: Any, positions: torch.Tensor, simple_sampling_case: bool) -> Any:
-        """Sample; SGLang reads log-probs and kept tokens from `probs` afterwards."""
+        """Sample, and leave the truncated distribution in `probs`, from which SGLang reads log-probs and kept tokens."""
         if simple_sampling_case:
             return super()._sample_from_probs(probs, sampling_info, positions, True)
         greedy = sampling_info.top_ks == _GREEDY_TOP_K
         whole = probs[greedy]
         truncate_(probs, sampling_info.top_ks, sampling_info.top_ps, sampling_info.min_ps)
         sampled = super()._sample_from_probs(probs, sampling_info, positions, True)
-        probs[greedy] = whole  # a greedy request in a mixed batch: as if it were alone
+        probs[greedy] = whole  # # a greedy request keeps the whole distribution, as in a batch of greedy requests only
         return sampled
 
 
 def truncate_(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> None:
-    """Set tokens that min_p, then top_k, then top_p drop to probability 0 and renormalise the others, ties with the last of top_k
-    included. [rows, vocabulary], in place."""
+    """Truncate by min_p, then top_k, then top_p: dropped tokens get probability 0, the others are renormalised. Ties with the last of top_k
+    stay. In place, [rows, vocabulary]."""
     columns = probs.shape[-1]
     probs.masked_fill_(probs < probs.amax(-1, keepdim=True) * min_p[:, None], 0.0)
     ordered, order = probs.sort(-1, descending=True)
@@ -182,12 +181,12 @@ def truncate_(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min
     ordered = ordered.masked_fill(ordered < last, 0.0)
     before = ordered.cumsum(-1) - ordered
     beyond = before >= top_p[:, None] * ordered.sum(-1, keepdim=True)
-    ordered = ordered.masked_fill(beyond & (top_p[:, None] < 1), 0.0)  # sums are rounded: at 1 the last tokens might seem to lie beyond
+    ordered = ordered.masked_fill(beyond & (top_p[:, None] < 1), 0.0)  # # not at top_p 1, where rounded sums might drop the last tokens
     probs.zero_().scatter_(1, order, ordered / ordered.sum(-1, keepdim=True))
 
 
 def _with_seeds(make: Any) -> Any:
-    """Use requests' seeds without SGLang's deterministic mode, whose kernels are for GPUs."""
+    """Make SGLang use requests' seeds without its deterministic mode, whose kernels are for GPUs."""
 
     def from_schedule_batch(cls: type[SamplingBatchInfo], batch: Any, vocab_size: int) -> SamplingBatchInfo:
         info: SamplingBatchInfo = make.__func__(cls, batch, vocab_size)
@@ -199,8 +198,8 @@ def _with_seeds(make: Any) -> Any:
 
 
 class MinTokens(penaltylib.BatchedMinNewTokensPenalizer):
-    """Count of generated tokens for min_tokens, over all prefills. SGLang restarts at zero when a pause or a full cache puts a request
-    back, and would forbid the end again."""
+    """Count of generated tokens for min_tokens, over all prefills. SGLang's own restarts at 0 when a pause or a full cache puts a request
+    back, and would forbid the end token again."""
 
     def _prepare(self) -> None:
         super()._prepare()
@@ -209,8 +208,8 @@ class MinTokens(penaltylib.BatchedMinNewTokensPenalizer):
 
 
 def ends_with_stop_text(request: Req, _: int = 1) -> bool:
-    r"""Replace SGLang's stop check, which ignores min_tokens, takes the text of special tokens for text, and looks back only as many
-    tokens as the stop string encodes to.
+    r"""Replace SGLang's stop check, which ignores min_tokens, searches the text of special tokens too, and looks back only as many tokens
+    as the stop string encodes to.
 
     The state is kept on the request and survives another prefill.
     """
@@ -231,7 +230,7 @@ def ends_with_stop_text(request: Req, _: int = 1) -> bool:
 
 
 def _without_padding(name: str, tensor: torch.Tensor, shape: list[int]) -> torch.Tensor:
-    """Remove the heads of zeros that SGLang adds on a CPU with more workers than key/value heads."""
+    """Remove the heads of zeros that SGLang adds on a CPU if there are more workers than key/value heads."""
     whole = tensor[tuple(slice(size) for size in shape)]
     if whole.numel() != tensor.numel() and tensor.count_nonzero() != whole.count_nonzero():
         raise RuntimeError(f"{name}: what SGLang has added to it is not zero")
@@ -244,14 +243,14 @@ def _layers() -> Layers:
 
 
 def _read_experts(module: Any) -> tuple[int, torch.Tensor, torch.Tensor]:
-    if module.w13_weight.device.type != "cpu":  # kernels' layouts on GPUs are not known here
+    if module.w13_weight.device.type != "cpu":  # # layouts of GPU kernels are not supported
         raise RuntimeError("weight_sync.verify: experts cannot be read back from SGLang on a GPU; use none")
     return module.num_experts, module.w13_weight.detach(), module.w2_weight.detach()
 
 
 def _of_this_worker_alone(multiply: Any) -> Any:
-    """Restrict SGLang's native path to this worker's experts: it marks others by -1 for GPU kernels, which the native path would take as
-    an index."""
+    """Restrict SGLang's native path to this worker's experts. Others are marked by -1 for GPU kernels; the native path would take -1 for an
+    index."""
 
     def moe_forward_native(layer: Any, x: torch.Tensor, chosen: Any, config: Any) -> torch.Tensor:
         if layer.num_local_experts == layer.num_experts:
@@ -280,6 +279,6 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     adapters_leave_with_weights()
     if not torch.cuda.is_available():
         fused_moe_native.moe_forward_native = _of_this_worker_alone(fused_moe_native.moe_forward_native)
-        ALLOC_MEMORY_FUNCS["cpu"] = _pageable  # routed experts lie in pinned memory, which needs a GPU
+        ALLOC_MEMORY_FUNCS["cpu"] = _pageable  # # buffer of the routed experts, by default in pinned memory, which needs a GPU
         do_without_pinned_memory()
     run_scheduler_process(*args, **kwargs)

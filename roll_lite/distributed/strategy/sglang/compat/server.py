@@ -1,5 +1,5 @@
-r"""SGLang engine as a separate program. An exception in SGLang's scheduler kills all processes above it; that must end here and not in
-the process that hosts the strategy.
+r"""SGLang engine as a separate program: an exception in SGLang's scheduler kills all processes above it, and must not kill the hosting
+process.
 
 Started as `python -m roll_lite.distributed.strategy.sglang.compat.server FD` in its own session; FD is its end of a channel.
 """
@@ -48,7 +48,7 @@ _TAGS = {EngineMemory.WEIGHTS: "weights", EngineMemory.KV_CACHE: "kv_cache"}
 
 
 def launch(start: Start) -> Any:
-    """Launch an engine, or this node's part of one: only the first part has a tokenizer manager."""
+    """Launch an engine, or this node's part of one. Only the first node's part has a tokenizer manager."""
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.server_args import ServerArgs
 
@@ -80,7 +80,7 @@ class _Running:
     request: GenerationRequest
     aborted: bool = False
     had_other_weights: bool = False
-    """True once it runs under a second set of weights. Versions of its tokens are then known only at its end."""
+    """True once the weights have changed during the request; versions of its tokens are then known only at its end."""
     dispatched: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when SGLang's scheduler has the request, or it has ended."""
 
@@ -90,7 +90,7 @@ class _Running:
 
 
 class EngineServer:
-    """Executor of the hosting process's commands on one engine, whose tokenizer manager handles every call."""
+    """Runs the hosting process's commands; SGLang's tokenizer manager handles every call."""
 
     def __init__(self, engine: Any, start: Start, channel: PickleChannel) -> None:
         self._engine, self._manager = engine, engine.tokenizer_manager
@@ -103,7 +103,7 @@ class EngineServer:
         self._seeds = random.Random(start.spec.seed)
         self._running: dict[str, _Running] = {}
         self._held: list[_Running] | None = None
-        """Requests that arrived while the engine is being emptied; None otherwise."""
+        """Requests that arrived during a `_drain`; None at other times."""
         self._empty = asyncio.Condition()
         self._paused = False
         self._order = asyncio.Lock()
@@ -151,7 +151,7 @@ class EngineServer:
             return await command
 
     async def _ask_scheduler(self) -> None:
-        """Return when the scheduler has answered; it takes messages in every round of its loop."""
+        """Ask the scheduler, which answers in every round of its loop."""
         await self._manager.get_internal_state()
 
     # ------------------------------------------------------------ requests
@@ -182,7 +182,7 @@ class EngineServer:
             self._empty.notify_all()
 
     async def _dispatch(self, tokenized: Any) -> None:
-        """Hand a request to SGLang's scheduler; later messages to the scheduler find it there."""
+        """Hand a request to SGLang's scheduler; messages sent from now on find it there."""
         await self._send_to_scheduler(tokenized)
         if tokenized.rid in self._running:
             self._running[tokenized.rid].dispatched.set()
@@ -194,8 +194,8 @@ class EngineServer:
                 await running.dispatched.wait()
 
     def _progress(self, since: dict[int, int], parts: bool) -> dict[int, RequestProgress]:
-        """Progress of begun requests by number. `since`: tokens of earlier parts. No parts of requests that have run under two sets of
-        weights."""
+        """Progress of begun requests, by number. `since`: tokens in earlier parts. Requests that have run under two sets of weights report
+        no parts."""
         found = {}
         for running in self._running.values():
             # A request that is not streamed is reported at its first token and every 50 tokens.
@@ -227,7 +227,7 @@ class EngineServer:
             self._start(self._generate(running))
 
     async def _drain(self, abort: bool) -> None:
-        """Wait until the requests running now have ended: aborted if `abort`, else by themselves (a paused scheduler goes on for that).
+        """Wait until the requests running now have ended, with `abort` by aborting them; otherwise a paused scheduler continues until then.
         Requests that arrive meanwhile are held."""
         self._held = []
         if self._paused and not abort:
@@ -243,13 +243,13 @@ class EngineServer:
             await self._continue_scheduler()
 
     async def _stop_scheduler(self) -> None:
-        """Stop the scheduler. SGLang's own pause would hold later requests outside, and admit them in no fixed order."""
+        """Stop the scheduler. SGLang's own pause would hold back later requests and admit them in no fixed order."""
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         await self._all_dispatched()
-        # `retract` puts running requests back into the queue: they are recomputed from their tokens on resume.
+        # # `retract` puts running requests back into the queue; on resume they are recomputed from their tokens.
         await self._manager._async_dispatch_to_scheduler(PauseGenerationReqInput(mode="retract"))
-        # The scheduler handles messages in order, and answers this one, which changes nothing.
+        # # The scheduler answers messages in order: once it has answered this one, which changes nothing, it has stopped.
         await self._set_version(self._version)
         self._paused = True
 
@@ -276,7 +276,7 @@ class EngineServer:
         self._version = version
 
     async def call_workers(self, method: str, arguments: dict[str, Any]) -> Any:
-        """Call a method of RolloutScheduler on all workers and collect the answers, in a thread because it may wait for a trainer."""
+        """Call a method of RolloutScheduler on all workers and collect the answers; in a thread, because it may wait for a trainer."""
         answer = self._answer
         answer.unlink(missing_ok=True)
         try:
@@ -286,7 +286,7 @@ class EngineServer:
         return json.loads(answer.read_text(encoding="utf-8"))
 
     async def _flush(self) -> None:
-        """Clear the cache. SGLang refuses while a request runs, and to release memory then kills the engine."""
+        """Clear the KV cache. SGLang refuses while a request runs; to release memory would then kill the engine."""
         deadline = asyncio.get_running_loop().time() + _FLUSH_TIMEOUT_S
         while not (await self._manager.flush_cache()).success:
             if asyncio.get_running_loop().time() > deadline:
@@ -306,7 +306,8 @@ class EngineServer:
 
 
 def end(engine: Any) -> None:
-    """End the engine. SGLang's own way also kills the process that clears shared memory, which its watchdog takes for a crash."""
+    """End the engine's processes. SGLang's own shutdown also kills the process that clears shared memory, which its watchdog reports as a
+    crash."""
     atexit.unregister(engine.shutdown)
     if engine.tokenizer_manager is not None:
         engine.tokenizer_manager._subprocess_watchdog.stop()
@@ -314,7 +315,7 @@ def end(engine: Any) -> None:
 
 
 def _stop(engine: Any, scratch: str) -> NoReturn:
-    """Stop the engine; the host may be gone and cannot do its part."""
+    """Stop the engine and remove its folder, in case the host is gone."""
     end(engine)
     remove_folder(Path(scratch))
     os._exit(0)  # without waiting for sockets on which nobody listens
@@ -324,9 +325,9 @@ async def _serve(channel: PickleChannel, start: Start, engine: Any) -> None:
     pids = list(engine.get_all_child_pids())
     if start.spec.node is not None and start.spec.node.number > 0:  # the first node calls the schedulers of this one
         channel.send(("ready", pids))
-        await channel.receive()  # no messages come but the host's end
+        await channel.receive()  # # nothing is sent to this node; raises Closed when the host ends
         raise Closed
-    # Imported objects: SGLang runs the garbage collector whenever it clears its cache, so at every update.
+    # # Frozen: imported objects. SGLang collects garbage whenever it clears its cache, so at every update.
     await engine.tokenizer_manager.freeze_gc()
     channel.send(("ready", pids))
     await EngineServer(engine, start, channel).serve()
@@ -354,7 +355,7 @@ def main() -> None:
 
 
 if __name__ in ("__main__", "__mp_main__"):
-    # In SGLang's own processes too, which spawn imports this module into.
+    # # Also runs in SGLang's own processes, into which spawn imports this module.
     end_group_with_host_or_leader()
     name_semaphores()
     if not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Start-up settings of SGLang: supported versions, environment, arguments, and a folder for its files."""
+"""Start-up settings of SGLang: supported versions, environment, arguments, files."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ SETTINGS = {
 }
 """Engine argument -> key of the strategy's configuration to use instead."""
 FIELDS = (("srt/arg_groups/fields/[a-z]*.py", None),)
-"""Files of the package that declare SGLang's arguments, and the class in them (None: all)."""
+"""Files that declare SGLang's arguments, and the class in them (None: all)."""
 
 CPU_MODELS = "roll_lite.distributed.strategy.sglang.compat.models"
 _ERRORS = "errors"
 _INPUT_MARGIN = 8
-"""Tokens of the context that SGLang allows no prompt to use."""
+"""Tokens of the context that no prompt may use in SGLang."""
 
 
 def check_version() -> str:
@@ -86,7 +86,7 @@ def check_version() -> str:
 
 
 def engine_environment(threads: int, cuda: bool, workers: int = 1, node: EngineNode | None = None) -> Environment:
-    follows = {} if node is None or node.number == 0 else {"SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0"}  # or its start never returns
+    follows = {} if node is None or node.number == 0 else {"SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0"}  # # otherwise the start never returns
     preset = {
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -97,7 +97,7 @@ def engine_environment(threads: int, cuda: bool, workers: int = 1, node: EngineN
     if cuda:
         return Environment(preset, required, follows)
     preset |= {
-        # By default SGLang wants a NUMA node per worker. Its native path binds nothing, whatever this says.
+        # # By default SGLang wants a NUMA node per worker. Its native path binds nothing, whatever the value.
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * workers),
         # Some sampling paths are compiled at their first call, which takes half a minute.
         "TORCHDYNAMO_DISABLE": "1",
@@ -127,7 +127,7 @@ def engine_arguments(
         "grammar_backend": "none",
         "log_level": "error",
         "enable_memory_saver": cuda,
-        "enable_weights_cpu_backup": cuda,  # or offloaded weights return as noise
+        "enable_weights_cpu_backup": cuda,  # # otherwise offloaded weights return as noise
         "disable_cuda_graph": strategy.enforce_eager or not cuda,
     }
     if cuda:
@@ -135,11 +135,12 @@ def engine_arguments(
     else:
         arguments |= {"attention_backend": "torch_native", "disable_overlap_schedule": True, "sleep_on_idle": True}
     if lora is not None:
-        # Two: without adapters SGLang warms up.
+        # # Two, because SGLang's warm-up runs without adapters.
         arguments |= {"enable_lora": True, "max_loras_per_batch": 2, "max_lora_rank": lora.rank, "lora_strict_loading": True}
         arguments |= {"lora_target_modules": with_fused(lora.targets)} | ({} if cuda else {"lora_backend": "torch_native"})
     if is_fp8(strategy, cuda):
-        # A model quantised as plain `fp8` cannot be loaded again: its loaders lose their data with the first weights. This one keeps it.
+        # # With the plain `fp8` format the weights cannot be loaded a second time: the first load deletes what loaders need. flash_rl keeps
+        # it.
         arguments |= {"quantization": "fp8", "load_format": "flash_rl"}
     megabytes = kv_cache_mb(strategy.kv_cache_mb, cuda)
     if megabytes is not None:
@@ -158,9 +159,9 @@ def node_arguments(node: EngineNode | None) -> dict[str, Any]:
 def check_cache(
     model: ModelConfig, strategy: SglangStrategyConfig, max_model_len: int, cuda: bool, cache_tokens: int, page_size: int
 ) -> None:
-    r"""ValueError if the longest request does not fit into the cache: SGLang would silently cut its response.
+    r"""ValueError if the longest request does not fit into the KV cache: SGLang would silently cut its response.
 
-    `cache_tokens`: room that SGLang has made; it leaves a page and one token of it empty when it admits a request.
+    `cache_tokens`: size of SGLang's cache. To admit a request, it wants a page and a token to spare.
     """
     needed = max_model_len + 2 * page_size
     if cache_tokens >= needed:
@@ -178,7 +179,7 @@ def check_cache(
 
 
 def _token_bytes(model: ModelConfig, strategy: SglangStrategyConfig) -> int:
-    """Bytes of a token's keys and values on each device."""
+    """Bytes that a token's keys and values take on each device."""
     shape = read_hf_config(model.path)
     heads = -(-shape.key_value_heads // strategy.tensor_parallel)
     return 2 * shape.layers * heads * shape.head_dim * (4 if model.dtype == "float32" else 2)
@@ -192,7 +193,7 @@ def keep_files_in(folder: Path) -> None:
     load_snapshot.shm_path_for = lambda _: str(folder / "loads.shm")
     errors = logging.FileHandler(folder / _ERRORS)
     errors.setLevel(logging.ERROR)
-    # Not on the root logger, whose handlers SGLang removes: its own handler stays, and writes to the host's log.
+    # # Not on the root logger, whose handlers SGLang removes. SGLang's own handler stays too and writes to the host's log.
     logging.getLogger("sglang").addHandler(errors)
 
 
@@ -203,6 +204,6 @@ def logged_error(folder: Path) -> str | None:
     except OSError:
         return None
     _, _, failed = text.partition("Traceback (most recent call last):")
-    # An exception's own lines are the first without indentation.
+    # # The exception's line is the first without indentation.
     lines = (line for line in failed.splitlines() if line and not line.startswith(" "))
     return next(lines, None) or next((line for line in text.splitlines() if line), None)

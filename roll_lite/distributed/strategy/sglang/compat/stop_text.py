@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 _CONTEXT = 8
-"""Prompt tokens that are decoded together with the response's first ones."""
+"""Prompt tokens to decode together with the response's first ones."""
 _INCOMPLETE = "\ufffd"
-"""Text to which an incomplete character decodes."""
+"""Text that an incomplete character is decoded to."""
 
 
 class StopText:
-    """Text of a response, token by token. Special tokens have none; a character of several tokens appears with the last."""
+    """Text of a response, token by token. Special tokens have none; a character of several tokens appears with the last one."""
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], stops: Sequence[str], seam: int = 0) -> None:
         """`seam`: number of tokens at the prompt's end that belong to the response."""
@@ -20,14 +20,14 @@ class StopText:
         self._tokenizer = tokenizer
         self._stops = stops
         self._pending = list(prompt_ids[max(0, begin - _CONTEXT) : begin])
-        """Tokens to decode together with the next one: alone it may read differently."""
+        """Tokens to decode together with the next one, whose text may depend on them."""
         self._shown = len(self._pending)
-        """Number of them whose text is in `_text` or belongs to the prompt."""
+        """Number of `_pending` tokens whose text is already in `_text` or the prompt's."""
         self._before = self._decoded().rstrip(_INCOMPLETE)
         self._text = ""
         self._longest = max(map(len, stops))
         self.tokens = -seam
-        """Response tokens that the engine has generated so far."""
+        """Number of tokens generated so far; negative while the seam is read."""
         for token in prompt_ids[begin:]:
             self.next(token)
 

@@ -1,4 +1,5 @@
 r"""Everything that depends on vLLM's version.
 
-vLLM reads environment variables when it is imported: the hosting process imports it inside functions, after setting them. vLLM loads
-`worker.py` and `adapters.py` in its own processes; `judge_server.py` is a program."""
+vLLM reads environment variables when imported: the hosting process sets them first and imports vLLM inside functions. `worker.py` and
+`adapters.py` run in vLLM's own processes; `judge_server.py` is a program.
+"""

@@ -1,4 +1,4 @@
-"""Adapters in vLLM's workers, in the slots that vLLM has for adapters from files."""
+"""LoRA adapters in vLLM's workers, in the slots that vLLM has for adapters from files."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def put_adapters(runner: Any, rank: int, tensors: dict[str, torch.Tensor]) -> No
     if astray := adapters.loras.keys() - known.modules.keys():  # vLLM would continue without them
         raise RuntimeError(f"vLLM has no layers for adapters of {', '.join(sorted(astray)[:5])}")
     known.activate_adapter(ADAPTERS)
-    adapters.loras.clear()  # copies of them stand beside the layers
+    adapters.loras.clear()  # # the layers hold copies
 
 
 def multiply_plainly() -> None:
-    """Multiply with the one adapter by a plain product. vLLM on a CPU gathers A and B for every token, in case tokens differ in their
-    adapters."""
+    """Make vLLM on a CPU multiply by the only adapter in plain matrix products. It would gather A and B for every token, since each may
+    have another adapter."""
 
     def add_lora_linear(
         self: PunicaWrapperCPU,

@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-_LAST_S = 3.0  # for the engine to end what it has started
+_LAST_S = 3.0  # # seconds that vLLM gets for a clean shutdown
 
 
 def engine_args(spec: EngineSpec, cuda: bool) -> AsyncEngineArgs:
-    """Engine arguments, the same for all parts of an engine except for their number."""
+    """Engine arguments. The parts of an engine differ only in their node's number."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     assert isinstance(spec.strategy, VllmStrategyConfig)
@@ -48,7 +48,7 @@ def engine_args(spec: EngineSpec, cuda: bool) -> AsyncEngineArgs:
 
 
 class VllmEngine:
-    """vLLM engine. Of AsyncLLM's calls only `generate` and `abort` return when the engine's process dies."""
+    """vLLM engine. If its process dies, only AsyncLLM's `generate` and `abort` return; other calls hang."""
 
     name = "vLLM"
 
@@ -69,7 +69,7 @@ class VllmEngine:
         return settings.check_version()
 
     async def start(self) -> list[int]:
-        """Start; blocks the event loop, because the engine's processes belong to the thread that starts them."""
+        """Start the engine; blocks the event loop, because the engine's processes belong to the thread that starts them."""
         os.environ.update(self._variables | {HOST_PID: str(os.getpid())})
         self._scratch = Scratch("rl-vllm-", settings.SOCKETS)
         with self._scratch.inherited():
@@ -90,7 +90,7 @@ class VllmEngine:
     async def prepare(self, config: HfConfig) -> None:
         read = (self._vocabulary, self._tied)
         if read != (config.vocab_size, config.tied_embeddings):
-            # Such as an override in engine_args.
+            # # For example by an override in engine_args.
             raise ValueError(
                 f"vLLM has another model than {self._spec.model.path / 'config.json'}: vocabulary and tied embeddings are {read}"
             )
@@ -103,7 +103,7 @@ class VllmEngine:
         return self._running is not None and bool(self._running.errored)
 
     async def answered(self) -> object:
-        """Return when the engine core has answered; it handles calls in every round of its loop."""
+        """Ask the engine core, which answers in every round of its loop."""
         return await self._llm.get_weight_version()
 
     async def stop(self, processes: EngineProcesses) -> None:
@@ -135,7 +135,8 @@ class VllmEngine:
         return Completion(request.request_id, error="vLLM ended the request without an output")
 
     def _alternatives(self, request: GenerationRequest) -> int | None:
-        """Number of tokens whose log-probs show what truncation kept; None if not asked for. Greedy decoding has no truncation."""
+        """Number of likeliest tokens whose log-probs show what truncation kept; 0 for greedy decoding, which truncates nothing; None
+        without keep_mask."""
         sampling = request.sampling
         if not sampling.keep_mask:
             return None
@@ -181,8 +182,8 @@ class VllmEngine:
     async def offload(self, parts: Collection[EngineMemory], cache_stays: bool) -> None:
         r"""Offload through the workers' own methods, because vLLM's `wake_up` would resume a paused engine.
 
-        vLLM can offload the cache alone, but the weights only with it. On a CPU only the cache is freed: weights are in host memory
-        already.
+        vLLM offloads the KV cache alone or with the weights, never the weights alone. On a CPU only the cache is freed: weights are in host
+        memory already.
         """
         if not self._cuda:
             if EngineMemory.KV_CACHE in parts:
@@ -208,7 +209,7 @@ class VllmEngine:
 
 
 class VllmPart:
-    """Part of an engine on a node other than the first: workers that the first node calls, as `vllm serve --headless` runs them."""
+    """Workers of an engine on a node other than the first, which calls them (`vllm serve --headless`)."""
 
     name = "vLLM"
 
@@ -223,7 +224,7 @@ class VllmPart:
         return settings.check_version()
 
     async def start(self) -> list[int]:
-        """Start; blocks the event loop until the workers of all nodes have met, because they belong to the starting thread."""
+        """Start the workers; blocks the event loop until those of all nodes have met, because they belong to the starting thread."""
         os.environ.update(self._variables | {HOST_PID: str(os.getpid())})
         self._scratch = Scratch("rl-vllm-", settings.SOCKETS)
         with self._scratch.inherited():

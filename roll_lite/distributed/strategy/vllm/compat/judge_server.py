@@ -57,7 +57,7 @@ def server_arguments(config: JudgeServerConfig, cuda: bool) -> dict[str, Any]:
 
 
 def _longest(config: JudgeServerConfig, cuda: bool) -> int | None:
-    """Longest prompt and response together; None to let vLLM find out."""
+    """Maximum length of prompt and response together; None lets vLLM find out."""
     if config.strategy.max_model_len is not None or cuda:
         return config.strategy.max_model_len
     try:
@@ -76,12 +76,11 @@ def _words(key: str, value: Any) -> list[str]:
 
 
 def _stand_in_for_sagemaker() -> None:
-    """Stand in for SageMaker's two routes, which vLLM always adds and for which its CPU build would need five more packages."""
+    """Replace SageMaker's package, for whose two routes vLLM's CPU build would need five more packages, by a dummy."""
     if find_spec(SAGEMAKER) is not None:
         return
 
     def unchanged(first: Any = None, *_: Any, **__: Any) -> Any:
-        """Decorator that changes nothing, usable with or without arguments."""
         return first if callable(first) else unchanged
 
     package, module = ModuleType(SAGEMAKER), ModuleType(f"{SAGEMAKER}.sagemaker")
@@ -99,7 +98,7 @@ def main() -> None:
 
 
 if __name__ in ("__main__", "__mp_main__"):
-    # In the engine's own processes too, which spawn imports this module into: the server may be killed before them.
+    # # Also runs in the engine's own processes, into which spawn imports this module: they may outlive a killed server.
     end_group_with_host_or_leader()
 if __name__ == "__main__":
     main()

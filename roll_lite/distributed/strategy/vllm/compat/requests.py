@@ -26,7 +26,7 @@ ADAPTERS = 1
 
 
 def adapters_request() -> LoRARequest:
-    """LoRA request. vLLM reads the path only if no adapter is loaded."""
+    """LoRA request with the only adapter. vLLM reads the path only if no adapter is loaded."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(lora_name=NAME, lora_int_id=ADAPTERS, lora_path=NAME)
@@ -58,7 +58,7 @@ def sampling_params(request: GenerationRequest, alternatives: int = 0) -> Sampli
 
 
 def prompt_input(token_ids: tuple[int, ...]) -> Any:
-    """Tokenized prompt in the form that vLLM takes at once; others pass through a thread and may overtake each other."""
+    """Tokenized prompt in the one form that vLLM accepts without a thread; in other forms requests may overtake each other."""
     from vllm.inputs.engine import tokens_input
 
     return tokens_input(list(token_ids))
@@ -72,8 +72,8 @@ def completion(
     alternatives: int | None = None,
     experts: ExpertsConfig | None = None,
 ) -> Completion:
-    """Final output of a request. `version`: the engine's, for outputs without one. `alternatives`: as requested; those that sampling
-    could have chosen are reported, and None reports nothing. `experts`: the model's, if expert choices are reported."""
+    """Make a completion of a request's final output. `version`: for outputs that name none. `alternatives`: log-probs requested per token,
+    for kept_ids (None: no kept_ids). `experts`: to report expert choices."""
     response = output.outputs[0]
     if response.finish_reason not in {reason.value for reason in FinishReason}:
         return Completion(output.request_id, error=f"vLLM ended the request with {response.finish_reason!r}")
@@ -96,7 +96,7 @@ def completion(
 
 
 def new_tokens(flight: InFlight, state: RequestState, alternatives: int | None) -> Completion | None:
-    """Output of a request since its last part and without the newest token; None if there is none."""
+    """Tokens generated since the request's last part, without the newest one; None if there are none."""
     assert state.detokenizer is not None and state.logprobs_processor is not None
     first = flight.reported
     found = state.logprobs_processor.logprobs
@@ -115,14 +115,14 @@ def new_tokens(flight: InFlight, state: RequestState, alternatives: int | None) 
 
 
 def _kept_ids(found: FlatLogprobs, alternatives: int) -> tuple[tuple[int, ...], ...]:
-    r"""Tokens with a probability at each position of the response; empty, which stands for all, if no alternatives were requested.
+    r"""Tokens that truncation kept, by position; all empty, which stands for all tokens, if `alternatives` is 0.
 
     vLLM's own `return_sampling_mask` is for GPUs and refuses requests without top_k.
     """
     if alternatives == 0:
         return ((),) * len(found)
     pairs = list(zip(found.token_ids, found.logprobs, strict=True))
-    # The sampled token comes first, and once more if it is among the likeliest.
+    # # The sampled token comes first, and a second time if it is among the likeliest.
     return tuple(
         tuple(dict.fromkeys(token for token, log_prob in pairs[start:end] if log_prob > -math.inf))
         for start, end in zip(found.start_indices, found.end_indices, strict=True)
@@ -130,9 +130,9 @@ def _kept_ids(found: FlatLogprobs, alternatives: int) -> tuple[tuple[int, ...], 
 
 
 def look_across_seams(processor: OutputProcessor) -> None:
-    """Find stop strings that begin before a resume point: vLLM searches only what it has generated itself.
+    """Find stop strings that begin before a resume point; vLLM searches only what it generates.
 
-    Start requests that carry a SEAM with the text of that many last prompt tokens. Nothing else reads that text.
+    The detokenizer of a request with SEAM = n starts with the text of the last n prompt tokens, which nothing else reads.
     """
     add = processor.add_request
 
@@ -157,7 +157,7 @@ def detokenizer_across(tokenizer: Any, request: EngineCoreRequest, seam: int) ->
     for token in request.prompt_token_ids[-seam:]:
         detokenizer.token_ids.append(token)
         detokenizer.output_text += detokenizer.decode_next(token)
-    # They are not among the generated tokens.
+    # # The seam's tokens must not count as generated.
     if isinstance(detokenizer, SlowIncrementalDetokenizer):
         detokenizer.prompt_len += seam
     else:

@@ -1,7 +1,5 @@
-r"""Code inside vLLM's worker processes: receiving and loading weights, reading the model back, ending with the host.
-
-The hosting process's half is `engine.py`.
-"""
+r"""Code inside vLLM's worker processes: receives and loads weights, reads the model back, ends with the hosting process, which runs
+`engine.py`."""
 
 from __future__ import annotations
 
@@ -47,7 +45,8 @@ def _all_say(mine: bool) -> bool:
 
 
 class WorkerExtension:
-    """Methods that vLLM adds to its worker class. collective_rpc calls them by name, and none may raise through it."""
+    """Methods that vLLM adds to its worker class, called by name through collective_rpc. None may raise: `answering` returns exceptions as
+    values."""
 
     rank: int
     device: torch.device
@@ -108,8 +107,7 @@ class WorkerExtension:
 
     @answering
     def roll_lite_drop_cache(self) -> None:
-        """Drop the cache; vLLM frees nothing on a CPU. An emptied storage keeps its identity: once refilled, all views of it are valid
-        again."""
+        """Empty the KV cache's storages, since vLLM frees nothing on a CPU. Views of them are valid again once they are refilled."""
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in self.model_runner.kv_caches}
         self.roll_lite_dropped = [(storage, storage.nbytes()) for storage in storages.values()]
         for storage in storages.values():
@@ -120,7 +118,7 @@ class WorkerExtension:
         dropped, self.roll_lite_dropped = self.roll_lite_dropped, []
         for storage, size in dropped:
             storage.resize_(size)
-            torch.empty(0, dtype=torch.uint8).set_(storage).zero_()  # masked places are multiplied and must hold numbers
+            torch.empty(0, dtype=torch.uint8).set_(storage).zero_()  # # attention multiplies masked entries by 0, so they must be finite
 
     @answering
     def roll_lite_checksums(self, dtypes: dict[str, str], shapes: dict[str, list[int]], names: list[str] | None) -> dict[str, str]:
@@ -141,7 +139,7 @@ def _held(worker: WorkerExtension, names: Collection[str] | None, expected: Coll
 
 
 def _experts_of_this_worker_alone() -> None:
-    """Restrict vLLM's CPU kernel to this worker's experts: it ignores the map from all experts and would read beyond its own."""
+    """Apply the expert map, which vLLM's CPU kernel ignores: it would read beyond this worker's experts."""
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
     apply = CPUUnquantizedExperts.apply
@@ -159,8 +157,7 @@ def _experts_of_this_worker_alone() -> None:
 
 
 def _experts_without_adapters() -> None:
-    """Keep vLLM's expert kernel without adapters: if any layer of a model has some, it takes its Triton kernel for experts with
-    adapters."""
+    """Keep vLLM's usual expert kernel: if any layer has adapters, it would take its Triton kernel for experts with adapters."""
     select = unquantized_fused_moe_method.select_unquantized_moe_backend
 
     def without(moe_config: Any) -> Any:
@@ -171,14 +168,14 @@ def _experts_without_adapters() -> None:
 
 
 def _pack_lm_head_again(model: torch.nn.Module) -> None:
-    """Pack a tied LM head again: it has no weights of its own, so the reload leaves the CPU's packed copy of the old embedding."""
+    """Pack a tied LM head again. The reload skips it, since it has no weights of its own, and leaves the old packed copy."""
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
 
 
 def _make_expert_kernels_anew(model: torch.nn.Module) -> None:
-    """Rebuild the expert kernels, which pack the weights for the CPU only when first built."""
+    """Drop the expert kernels, so that the reload builds new ones: they pack weights only when built."""
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if isinstance(method, unquantized_fused_moe_method.UnquantizedFusedMoEMethod):
@@ -186,11 +183,11 @@ def _make_expert_kernels_anew(model: torch.nn.Module) -> None:
 
 
 _DIGIT = 128
-"""Base of the digits in `_unpacked`, exact in every dtype."""
+"""Base of the digits in `_unpacked`; digits below it are exact in every dtype."""
 
 
 def _read_experts(module: Any) -> tuple[int, torch.Tensor, torch.Tensor]:
-    """Expert weights before vLLM padded and packed them for the CPU. Other kernels' layouts are not known here."""
+    """Number of experts, and this worker's weights without the CPU's packing and padding. GPU layouts are not supported."""
     if module.w13_weight.device.type != "cpu":
         raise RuntimeError("weight_sync.verify: experts cannot be read back from vLLM on a GPU; use none")
     rows, isa = module.moe_config.intermediate_size_per_partition_unpadded, module.quant_method.experts_cls.isa
@@ -200,7 +197,7 @@ def _read_experts(module: Any) -> tuple[int, torch.Tensor, torch.Tensor]:
 
 
 def _unpacked(packed: torch.Tensor, isa: str) -> torch.Tensor:
-    """Undo packing, which moves numbers within an expert: packing row and column numbers, digit by digit, shows where each came from."""
+    """Undo packing, which permutes an expert's elements: packing row and column numbers, digit by digit, reveals the permutation."""
     from vllm._custom_ops import cpu_prepack_moe_weight
 
     _, rows, columns = packed.shape
@@ -215,7 +212,7 @@ def _unpacked(packed: torch.Tensor, isa: str) -> torch.Tensor:
 
 
 def _die_without_host(parent: psutil.Process | None) -> None:
-    """End with the host. vLLM's engine process, which stands between, does not notice that the host was killed."""
+    """Kill this worker and its parent, vLLM's engine process, which does not notice that the host was killed."""
     engine = [parent] if parent is not None and parent.pid != int(os.environ[HOST_PID]) and is_running(parent) else []
     kill_all([*engine, psutil.Process()])
 

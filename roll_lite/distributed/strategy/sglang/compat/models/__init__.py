@@ -1,1 +1,1 @@
-"""Architectures that roll_lite trains, as SGLang's "external" models: with them it skips importing two hundred others."""
+"""Architectures that roll_lite trains, as SGLang's "external" models, so that SGLang does not import two hundred others."""
