@@ -119,7 +119,7 @@ class Ragged:
         return _rebuild, (to_numpy(self.values), to_numpy(self.offsets))
 
 
-# # Ray 2.60 pickles CPU tensors in-band and copies them on both sides. numpy arrays travel out of band and are mapped, so columns are
+# Ray 2.60 pickles CPU tensors in-band and copies them on both sides. numpy arrays travel out of band and are mapped, so columns are
 # pickled as numpy arrays.
 
 

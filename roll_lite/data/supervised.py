@@ -32,7 +32,7 @@ class SupervisedRows:
         targets = sum(int(counts[1:].sum()) for _, counts in rows)
         return DataProto(
             {
-                "sample": torch.arange(-len(rows), 0),  # # negative: no number of a policy row
+                "sample": torch.arange(-len(rows), 0),  # negative: no number of a policy row
                 "input_ids": Ragged.from_rows([ids for ids, _ in rows]),
                 "response_mask": Ragged.from_rows([counts for _, counts in rows]),
                 "temperature": torch.ones(len(rows)),

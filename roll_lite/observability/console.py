@@ -87,7 +87,7 @@ class _LastingConsole(Console):
         self.quiet = True
         with suppress(OSError):
             nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.file.fileno())  # # otherwise flushing buffered output would fail at exit
+            os.dup2(nowhere, self.file.fileno())  # otherwise flushing buffered output would fail at exit
             os.close(nowhere)
             sys.stderr.write("nobody reads the output any more; the run goes on\n")
 

@@ -115,7 +115,7 @@ def _divergence(axes: Any, records: Records, _: Sequence[str]) -> None:
     )
     drawn: list[float] = []
     for metric, label, color in curves:
-        # # A logarithmic axis has no place for zeros (with one update per batch the policy has not moved yet).
+        # A logarithmic axis has no place for zeros (with one update per batch the policy has not moved yet).
         points = [(step, value) for step, value in zip(*_points(records, metric), strict=True) if value > 0]
         if points:
             _curve(axes, [step for step, _ in points], [value for _, value in points], color, label=label)
@@ -137,13 +137,13 @@ def _time(axes: Any, records: Records, _: Sequence[str]) -> None:
     for phase, color in colors.items():
         top = [below + _finite(records[step].get(f"time/{phase}")) for below, step in zip(base, steps, strict=True)]
         if steps:
-            # # Half a step on either side, so that a run of one step is visible.
+            # Half a step on either side, so that a run of one step is visible.
             edges = [steps[0] - 0.5, *steps, steps[-1] + 0.5]
             low, high = ([line[0], *line, line[-1]] for line in (base, top))
             axes.fill_between(edges, low, high, step="mid", color=color, label=phase.replace("_", " "), linewidth=0)
         base = top
     if base:
-        # # The first steps include warm-up: without a limit they would squeeze all others.
+        # The first steps include warm-up: without a limit they would squeeze all others.
         usual = sorted(base)[math.ceil(0.9 * len(base)) - 1]
         axes.set_ylim(0, min(max(base), 1.6 * usual) * 1.3 or 1)
     _legend(axes, ncols=3, loc="upper center")

@@ -63,7 +63,7 @@ class RunHealth:
         for domain, sign in self._signs:
             of_place = metrics if not domain else _of_domain(metrics, domain)
             if domain and (sign.name in self.findings or not of_place.get("rollout/groups")):
-                continue  # # reported for the whole batch, or the domain has no sample in this step
+                continue  # reported for the whole batch, or the domain has no sample in this step
             steps, groups = self._seen[domain, sign]
             holds = sign.holds(of_place, self._earlier)
             steps, groups = (steps + 1, groups + of_place.get("rollout/groups", 0.0)) if holds else (0, 0.0)

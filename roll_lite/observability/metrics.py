@@ -87,7 +87,7 @@ class MetricSums:
         elif metric.reduction is Reduction.LAST:
             self.entries[series] = (value, count)
         else:
-            # # NaN wins: otherwise the maximum would hide a broken rank.
+            # NaN wins: otherwise the maximum would hide a broken rank.
             pick = max if metric.reduction is Reduction.MAX else min
             self.entries[series] = (math.nan if math.isnan(old[0]) or math.isnan(value) else pick(old[0], value), count)
 

@@ -114,7 +114,7 @@ class LivePicture:
     def _run(self) -> None:
         while self._changed.wait() and not self._over.is_set():
             self._changed.clear()
-            with suppress(OSError):  # # the last drawing, at the end of the run, raises the error
+            with suppress(OSError):  # the last drawing, at the end of the run, raises the error
                 self._draw()
             self._over.wait(self._every_s)
 

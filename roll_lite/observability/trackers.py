@@ -105,7 +105,7 @@ class Trackers(Tracker):
         for tracker in list(self._trackers):
             try:
                 call(tracker)
-            except Exception as error:  # # a process edge: a service or a user's code may fail in any way; the failure is reported
+            except Exception as error:  # a process edge: a service or a user's code may fail in any way; the failure is reported
                 self._trackers.remove(tracker)
                 self._tell(f"{type(tracker).__name__} failed and gets nothing more: {type(error).__name__}: {error}")
 
@@ -155,7 +155,7 @@ def _built(config: TrackerConfig, run: TrackedRun, path: str) -> Tracker:
     module, _, name = SERVICES.get(config.name, config.name).rpartition(".")
     try:
         tracker = getattr(import_module(module), name)(run, **config.args)
-    except Exception as error:  # # a process edge: see Trackers
+    except Exception as error:  # a process edge: see Trackers
         raise ValueError(f"{path}: {config.name}: {type(error).__name__}: {error}") from error
     if not isinstance(tracker, Tracker):
         raise ValueError(f"{path}.name: {config.name} is {type(tracker).__name__}, no {Tracker.__module__}.{Tracker.__name__}")
@@ -165,5 +165,5 @@ def _built(config: TrackerConfig, run: TrackedRun, path: str) -> Tracker:
 def _ids(folder: Path) -> dict[str, str]:
     try:
         return dict(json.loads((folder / IDS_FILE).read_text(encoding="utf-8")))
-    except (OSError, ValueError):  # # not a run's folder, or a run without ids
+    except (OSError, ValueError):  # not a run's folder, or a run without ids
         return {}

@@ -23,7 +23,7 @@ class WandbTracker(Tracker):
     """Logs the step as a metric: a resumed run may repeat steps, and W&B's own step must not decrease."""
 
     def __init__(self, run: TrackedRun, **args: Any) -> None:
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # # wandb reads it when it is imported
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # wandb reads it when it is imported
         import wandb
 
         self.run_id = run.id or str(args.pop("id", None) or uuid4().hex[:12])

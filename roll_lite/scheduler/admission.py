@@ -26,12 +26,12 @@ class Admission:
         pacing: Pacing,
         batches: int | None,
     ) -> None:
-        """`batches`: number in the run; no prompt is admitted beyond them."""
+        """`batches`: number of the run's batches; no prompt is admitted for later ones."""
         self.plan = BatchPlan({name: one.share for name, one in domains.items()}, {name: one.least for name, one in domains.items()})
         self.size = 0
         self.asked = self.handed_out = self._resumed_at = 0
         self.announced, self._announced_tokens = 0, 0.0
-        """Requests of groups that have just started, unknown to the router."""
+        """Requests of groups that have just started, which the router does not count yet."""
         self._domains, self._schedulers = domains, schedulers
         self._router = router
         self._recorder = recorder
@@ -45,7 +45,7 @@ class Admission:
     def admit(self) -> None:
         """Start prompts while there is room.
 
-        In waves (deterministic runs) replacements wait until no group runs, so that the order of prompts does not depend on timing.
+        In deterministic runs none starts while a group runs, so that their order does not depend on timing.
         """
         if self._router.gate is not None and any(one.running for one in self._schedulers.values()):
             return
@@ -70,7 +70,7 @@ class Admission:
                     room[name] -= self._domains[name].group_size
 
     def _announce(self, name: str) -> None:
-        """Count a new group's requests until the router does, after its tasks have run."""
+        """Count a new group's requests until its tasks have run and the router counts them."""
         domain = self._domains[name]
         requests = domain.group_size
         tokens = requests * self._router.expected_tokens(name, domain.sampling.max_tokens)
@@ -97,13 +97,12 @@ class Admission:
         return self.plan.has_open(domain, self._due_places()) and not self._schedulers[domain].exhausted
 
     def oldest_at_next_turn(self, domain: str) -> int:
-        """Oldest time of admission (in batches asked for) that may still train in the next batch with this domain."""
+        """Earliest admission (in batches asked for) that may still train in the next batch with this domain."""
         most = self._pacing.supply.max_staleness
         return self.asked + self.plan.turns_until(domain, self.size, most) - most
 
     def _has_enough(self, domain: str) -> bool:
-        """True if finished groups fill the next batch and two more: new ones would only grow stale. A reserve of one would run out while
-        the batch waits for another domain's long response."""
+        """True if finished groups fill the next batch and two more, so that new ones would only grow stale."""
         return self._schedulers[domain].finished >= 3 * self._of_a_batch(self._domains[domain])
 
     def _most_places(self) -> int:
@@ -122,7 +121,9 @@ class Admission:
         """Samples of each domain that may start for later batches.
 
         At most one batch of samples may wait for scores, beyond those being scored: more would grow stale while engines could serve other
-        domains. Prompts of batches already asked for always start, so every batch completes. Supplies of whole batches need no bound."""
+        domains. Prompts of batches already asked for always start, so every batch completes. Supplies that make whole batches need no
+        bound.
+        """
         if self._pacing.supply.whole_batches:
             return dict.fromkeys(self._domains, inf)
         groups = {name: self._of_a_batch(one) * one.group_size for name, one in self._domains.items()}
@@ -132,7 +133,7 @@ class Admission:
         return max(1, domain.least, ceil(self.plan.shares.get(domain.name, 0.0) * self.size))
 
     def _note_behind(self, behind: set[str]) -> None:
-        """Add the time since the last call to the domains that lagged in it."""
+        """Add the time since the last call to the domains that have lagged since."""
         if self._behind or behind:
             now = self._loop.time()
             for name in self._behind:
@@ -149,7 +150,7 @@ class Admission:
         return {"mix": self.plan.state_dict(), "batches": self.handed_out}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the mix; the domains come before. Domains that had left it are not part of the state."""
+        """Restore the mix, after the domains. It does not contain domains that were dropped."""
         for name, scheduler in self._schedulers.items():
             if scheduler.exhausted and name not in state["mix"]["weights"]:
                 self.plan.drop(name)

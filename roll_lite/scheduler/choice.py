@@ -18,9 +18,9 @@ PREFIXES_REMEMBERED = 131_072
 class EngineLoad:
     client: EngineClient
     tokens: float = 0.0
-    """Expected response tokens of requests in flight, and prompt tokens that requests do not share."""
+    """Expected response tokens of requests in flight, and their prompt tokens that it has not cached."""
     done: float = 0.0
-    """Tokens reported done; negative if responses outgrow the estimate."""
+    """Part of `tokens` reported done; negative if responses outgrow the estimate."""
     requests: int = 0
     """Requests in flight or about to be sent."""
     generating: int = 0
@@ -42,8 +42,8 @@ class EngineLoad:
 class EngineChoice:
     """Picks engines. `most_requests`, `most_tokens`: limits of what is in flight to one engine; None: no limit.
 
-    A heap keeps the least loaded engine on top; entries with an outdated load are dropped there. Progress reports, which change many
-    loads at once, are applied at the next choice.
+    A heap keeps the least loaded engine on top; an entry with an outdated load is dropped when it gets there. Progress reports, which
+    change many loads at once, are applied at the next choice.
     """
 
     def __init__(self, engines: Iterable[EngineLoad], most_requests: int | None, most_tokens: int | None) -> None:
@@ -91,7 +91,7 @@ class EngineChoice:
         which other requests share."""
         best, cost = self._least(), shared_tokens + own_tokens
         for holder in self._prefixes.get(prefix, ()):
-            # An engine that has the prefix cached wins unless it is busier by more than the prefill elsewhere.
+            # An engine that has the prefix cached wins, unless it is busier by more than what the prefill costs elsewhere.
             if self._has_room(holder) and (best is None or holder.left + own_tokens <= best.left + cost):
                 best, cost = holder, own_tokens
         return None if best is None else (best, cost)

@@ -19,7 +19,7 @@ from roll_lite.scheduler.stats import SURPLUS, UNFINISHED, Recorder, commonest, 
 LEAST_LOSSES = 8
 """Prompts lost in a row that end a run, or three per place of the domain in a batch if that is more."""
 LONGER, MOST_LOST = 4, 7 / 8
-"""A run also ends if MOST_LOST of the last prompts are lost, over LONGER times as many."""
+"""A run also ends if MOST_LOST of LONGER times as many prompts are lost."""
 
 
 class DomainFailed(RuntimeError):
@@ -92,8 +92,8 @@ class _Live:
 class DomainScheduler:
     """Runs the groups of one domain.
 
-    Calls `changed()` when a group has ended or can be taken, `broken(error)` when no more will come, `left_out(group)` for lost and
-    filtered ones.
+    Calls `changed()` when a group has ended or can be taken, `broken(error)` when no more groups will come, `left_out(group)` for lost and
+    filtered groups.
     """
 
     def __init__(
@@ -123,11 +123,11 @@ class DomainScheduler:
         self._ends: deque[str | None] = deque(maxlen=LONGER * LEAST_LOSSES)
         """Causes of loss of the latest groups, None for those not lost; stale groups are not counted."""
         self._given_up = 0
-        """Places of coming batches that stay empty, because their groups were filtered."""
+        """Places of coming batches that stay empty, since their groups were filtered."""
         self._tries_left = 0
         """Groups that may still be filtered and replaced."""
         self._waits_for: int | None = None
-        """Group that the batch must wait for."""
+        """Number of the group that the batch must wait for."""
 
     @property
     def running(self) -> int:
@@ -172,7 +172,7 @@ class DomainScheduler:
         return self._start(clock)
 
     def _start(self, clock: int) -> bool:
-        """Start the next prompt; those put back, or in flight when a resumed run was saved, come first."""
+        """Start the next prompt. Those put back, or in flight when a resumed run was saved, come first."""
         if self.exhausted:
             return False
         row = self._put_back.popleft() if self._put_back else self._domain.order.next()
@@ -202,7 +202,7 @@ class DomainScheduler:
             return
         try:
             self._judge(live, self._group_of(live.number, samples.result()))
-        except Exception as error:  # no sample's failure but the run's: no engine left, a filter that raises
+        except Exception as error:  # the run's failure and no sample's: no engine is left, or a filter raised
             for task in tasks:
                 task.cancel()
             self._broken(error)
@@ -292,11 +292,11 @@ class DomainScheduler:
         return [group for number in oldest if number in self._finished and (group := self._finished[number].group) is not None]
 
     def drop_stale(self, clock: int, max_staleness: int) -> None:
-        """End groups that are too old for the next batch and put their prompts back, before those put back earlier: the oldest train
-        next. `clock`: batches asked for, the next one included."""
+        """End groups that are too old for the next batch, and put their prompts back at the front of the queue. `clock`: batches asked for,
+        the next one included."""
         stale = [live for live in (*self._running.values(), *self._finished.values()) if live.admitted < clock - max_staleness]
         for live in sorted(stale, key=lambda live: live.number, reverse=True):
-            if live.group is not None:  # its place had no replacements reserved any more
+            if live.group is not None:  # a finished group's tries are used up: its replacement gets new ones
                 del self._finished[live.number]
                 self._tries_left += self._further_tries
             else:
@@ -316,7 +316,7 @@ class DomainScheduler:
     # ------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """State for a checkpoint; a resumed run starts undelivered prompts again, in flight or finished."""
+        """State for a checkpoint. A resumed run starts all undelivered prompts again, finished or not."""
         live = sorted([*self._running.values(), *self._finished.values()], key=lambda live: live.number)
         return {"order": self._domain.order.state_dict(), "unfinished": [*(one.row for one in live), *self._put_back]}
 

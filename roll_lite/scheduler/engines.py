@@ -119,8 +119,8 @@ class BatchedEngine(ABC):
         self._outbox = [request for request in self._outbox if request.request_id not in asked]
         for request_id in asked:
             if (one := self._asked.get(request_id)) is not None and one.answer.done():
-                del self._asked[request_id]  # its caller is gone
-        for request in here:  # it would reach the engine after its abort
+                del self._asked[request_id]  # nobody waits for it any more
+        for request in here:  # otherwise it would reach the engine after its abort
             self._answer(Turn(request.request_id, finish_reason=FinishReason.ABORT))
         there = asked.difference(request.request_id for request in here)
         if there and self._dead is None:
@@ -159,7 +159,7 @@ class BatchedEngine(ABC):
                         self._asked[part.request_id].parts.append(part)
                 for turn in collected.turns:
                     if collected.dead is not None and turn.error is not None:
-                        continue  # failed because the engine died: retried elsewhere
+                        continue  # it failed because the engine died, and is retried elsewhere
                     self._answer(turn)
                 if collected.dead is not None:
                     self._die(collected.dead)

@@ -30,7 +30,7 @@ class GroupFilter:
     tries: int = 10
     """Prompts that may be tried for each place of a batch."""
     fill: bool = True
-    """True: the run ends when the tries are used up; False: train on the groups at hand."""
+    """True: the run fails when the tries are used up; False: it trains on the groups at hand."""
 
 
 def kept_between(value: str, above: float | None, below: float | None) -> Cause:

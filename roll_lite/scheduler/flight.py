@@ -1,4 +1,4 @@
-"""Requests in flight: each one's way over its engines, its time and its load."""
+"""Requests in flight: the engines that each goes through, its time limit, its load."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from roll_lite.scheduler.choice import EngineChoice, EngineLoad
 from roll_lite.scheduler.engines import Asked, EngineLost
 
 PRIOR_RESPONSES = 8
-"""Responses of max_tokens assumed at the start, since short ones finish first."""
+"""Responses of max_tokens tokens assumed at the start, because short ones finish first."""
 RESPONSES_REMEMBERED = 512
-"""Lengths remembered; they drift during training."""
+"""Latest lengths, which count; they drift during training."""
 REFRESH = 16
 """Lengths are sorted again when 1/REFRESH of them are new."""
 CLOCK_S = 1e-6
@@ -125,7 +125,7 @@ class Flight(Asked):
     engine: EngineLoad
     cost: float
     place: asyncio.Future[None]
-    """Done when a request that waited has an engine."""
+    """Done when a waiting request has got an engine."""
 
     def __init__(
         self, domain: str, first: GenerationRequest, expected: ExpectedLength, timeout_s: float, choice: EngineChoice, clock: EngineClock
@@ -137,7 +137,7 @@ class Flight(Asked):
         self.timed_out = False
         is_first_turn = first.context is None
         self.prefix = intern("/".join(first.request_id.split("/", 4)[:4])) if is_first_turn else self.sample
-        """Shared prompt beginning: the group's prompt or, in a later turn, the sample's earlier turns."""
+        """Name of the shared beginning: the group's prompt or, in a later turn, the sample's earlier turns."""
         self._timeout_s, self._choice, self._clock = timeout_s, choice, clock
         self._loop = asyncio.get_running_loop()
         self._generating_s = 0.0
@@ -158,9 +158,9 @@ class Flight(Asked):
         return new + (self.so_far.length if self.so_far is not None else 0)
 
     def left(self, generated: int = 0) -> float:
-        """Load at an engine after `generated` tokens there: the tokens still expected.
+        """Load on the engine after `generated` tokens there: the response tokens still expected.
 
-        Before its prefill the prompt counts too; finished tokens cost little in comparison.
+        The prompt counts only before its prefill, in `cost`.
         """
         done = generated + (self.so_far.length if self.so_far is not None else 0)
         return max(1.0, min(self.expected.left(done), self.first.sampling.max_tokens - done))
@@ -185,7 +185,7 @@ class Flight(Asked):
         self._length = self.left()
         self._done = self._grown = 0.0
         self.begun, self._since = False, self._clock.time()
-        """Start of generation, if begun; else time of the departure."""
+        """`_since`: start of generation or, before that, of the departure."""
         self._timer = self._loop.call_later(self._timeout_s, self._look)
         self.engine.client.send(self)
 
@@ -198,7 +198,7 @@ class Flight(Asked):
         self._report(self.cost - left, tokens + left - self._length)
 
     def _report(self, done: float, grown: float) -> None:
-        """`done`: load finished since the departure; `grown`: change of the expected length since then."""
+        """`done`: load finished since the departure to this engine; `grown`: change of the expected length since then."""
         done += grown
         self._choice.report(self.engine, done - self._done, grown - self._grown)
         self._done, self._grown = done, grown
@@ -212,7 +212,7 @@ class Flight(Asked):
             self._look()
 
     def _look(self) -> None:
-        """End a started request that has used up its time, or one that has not started if its engine was idle for a whole time limit."""
+        """Abort a request that has used up its time since its start or, before its start, if its engine was idle for a whole time limit."""
         now = self._clock.time()
         if self.begun:
             used = self._generating_s + now - self._since
@@ -238,5 +238,5 @@ class Flight(Asked):
             self.engine.generating -= 1
             self._generating_s += self.engine.last_sign - self._since
         elif self.answer.done() and not self.answer.cancelled() and not self.timed_out:
-            # An answer after the time-out was provoked by an abort: no sign of life.
+            # An answer after the time-out answers an abort and is no sign of life.
             self.engine.last_sign = self._clock.time()

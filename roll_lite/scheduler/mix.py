@@ -17,7 +17,8 @@ class DomainMix:
     """Apportions places by Tijdeman's rule: after any number of places, cut into batches in any way, every domain's count differs from
     share * places by less than one.
 
-    Largest remainders with carry-over cannot promise that, because a batch cannot give a domain fewer than no places."""
+    Largest remainders with carry-over cannot promise that.
+    """
 
     def __init__(self, shares: Mapping[str, float]) -> None:
         # Through the decimal text, so that 0.1 means one tenth.
@@ -95,7 +96,7 @@ class BatchPlan:
         self._least = {name: count for name, count in (least or {}).items() if count}
         self._handed_out = self._mix.state_dict()
         self._open: dict[str, deque[int]] = {name: deque() for name in shares}
-        """Planned places without an admitted prompt, by domain, counted over all batches."""
+        """Planned places without an admitted prompt, by domain, numbered over all batches."""
         self._places = 0
         self._planned: deque[_Batch] = deque()
         self.charged = 0
@@ -133,13 +134,13 @@ class BatchPlan:
         return {name: given[name] for name in self._names}
 
     def turns_until(self, domain: str, size: int, most: int) -> int:
-        """Batches until this domain's next turn, at most `most` + 1."""
+        """Batches until one with this domain, at most `most` + 1."""
         while len(self._planned) < most and not self.exhausted and not any(domain in batch.places for batch in self._planned):
             self._plan(size)
         return next((turn for turn, batch in enumerate(self._planned, 1) if domain in batch.places), most + 1)
 
     def drop(self, domain: str) -> None:
-        """Remove a domain without prompts. Planned batches get fewer groups; in later ones the others take its share."""
+        """Remove a domain whose prompts are used up. Planned batches get fewer groups; in later ones the other domains take its share."""
         if domain in self._shares:
             del self._shares[domain]
             self._least.pop(domain, None)

@@ -44,9 +44,10 @@ class NoEngineLeft(RuntimeError):
 class Router:
     """Sends each request to the least loaded engine. `deterministic`: by a hash of the request's id, in waves (WaveGate).
 
-    `engine_slots`: most running requests per engine. What is in flight to an engine is limited by it and by `engine_tokens`; the rest waits
-    here. The limit `timeout_s` runs from a request's start in the engine; waiting requests fail only if their engine produces no token for
-    that long. An interrupted or aborted request continues from its tokens."""
+    `engine_slots`: most running requests per engine. It and `engine_tokens` limit what is in flight to an engine; the rest waits here. The
+    limit `timeout_s` runs from a request's start in the engine; a request that has not started fails only if its engine is idle for that
+    long. An interrupted or aborted request continues from its tokens.
+    """
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ class Router:
         flight = Flight(domain, request, expected, self._timeout_s, self._choice, self.clock)
         while True:
             if flight.so_far is not None and flight.so_far.length >= request.sampling.max_tokens:
-                return flight.so_far._replace(finish_reason=FinishReason.LENGTH)  # interrupted at its very end
+                return flight.so_far._replace(finish_reason=FinishReason.LENGTH)  # it was interrupted after its last token
             if self.gate is not None:
                 await self.gate.enter(request.request_id)
             await self._place(flight)
@@ -106,7 +107,7 @@ class Router:
             self._go_on_from(flight, turn)
 
     def _go_on_from(self, flight: Flight, turn: Turn) -> None:
-        """Let an aborted request continue if it made progress or requests are held anyway; otherwise count the abort."""
+        """Let an aborted request continue if it made progress or requests are held; otherwise count the abort as fruitless."""
         if turn.length and turn.tokens is not None:
             flight.interrupted(turn)
             flight.fruitless = 0
@@ -119,8 +120,8 @@ class Router:
     # ------------------------------------------------------------ load
 
     def has_room(self, announced: int = 0, tokens: float = 0.0) -> bool:
-        """True if more prompts may be admitted. `announced`: requests, of `tokens` in all, that were admitted but have not arrived. Few may
-        wait here, since their staleness counts from admission."""
+        """True if more prompts may be admitted. `announced`: requests, of `tokens` in all, that were admitted but have not arrived here.
+        Few may wait, since staleness counts from admission."""
         if self._held or self._slots is None or self.gate is not None:
             return not self._held
         each = tokens / announced if announced else fmean(self._costs.values()) if self._costs else 0.0
@@ -204,7 +205,7 @@ class Router:
         """Choose the engine, waiting for room, and count the request as in flight."""
         if self._waiting or self._held or not self._give(flight):
             await self._queue(flight, has_begun=bool(flight.legs) or flight.first.context is not None)
-            while self._held or not flight.engine.serves:  # changed since the place was found
+            while self._held or not flight.engine.serves:  # this may have changed since the place was found
                 self._free(flight)
                 await self._queue(flight, has_begun=True)
 
@@ -220,7 +221,7 @@ class Router:
             await flight.place
         except asyncio.CancelledError:
             if flight.place.cancelled():
-                self._waiting -= 1  # the queue drops it at its front
+                self._waiting -= 1  # dropped from the queue at its front
             elif flight.place.exception() is None:
                 self._free(flight)
             raise
@@ -244,7 +245,7 @@ class Router:
             self.on_room()
 
     def _send_waiting(self) -> None:
-        """Send waiting requests, of the domain with the fewest in flight first: long responses of one do not hold up others."""
+        """Send waiting requests, first of the domain with the fewest in flight: long responses of one do not hold up others."""
         while not self._held and (waiting := [name for name, queue in self._queues.items() if queue]):
             queue = self._queues[min(waiting, key=lambda name: self._in_flight.get(name, 0))]
             flight = queue[0]
@@ -259,7 +260,7 @@ class Router:
             queue.popleft()
 
     def _choose(self, flight: Flight) -> tuple[EngineLoad, float] | None:
-        """Engine and load for a request; None if all are full. In waves engines have no limit."""
+        """Engine and load for a request; None if all are full. In deterministic runs none is ever full."""
         shared, own = flight.shared_tokens, flight.own_tokens + flight.left()
         if self.gate is None and (found := self._choice.choose(flight.prefix, shared, own)) is not None:
             return found

@@ -1,4 +1,4 @@
-"""The way of one sample from its first request to its score, with retries.
+"""One sample, from its first request to its score, with retries.
 
 An episode generates it: one prompt and one response by default, several turns with an environment.
 """
@@ -175,7 +175,7 @@ class SampleRunner:
                 cause, timed_out = f"generation: {failure.cause}", failure.timed_out
                 partial = conversation.transcript()
                 if failure.final or (timed_out and (failure.began or partial.policy_tokens)):
-                    # A retry after a time-out would succeed only with a shorter response: a bias.
+                    # A retry after a time-out would succeed only with a shorter response, which is a bias.
                     return Sample(sample_id, prompt, partial, SampleOutcome.FAILED, failure=cause, timed_out=timed_out, asked=asked)
                 continue
             generated = clock()

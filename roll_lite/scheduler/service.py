@@ -20,7 +20,7 @@ from roll_lite.scheduler.validation import VALIDATION_EPOCH, Validation
 @dataclass(frozen=True)
 class RolloutResult:
     groups: list[SampleGroup]
-    """Groups by number. They include failed samples for dumps; only accepted samples train."""
+    """Groups by number, with failed samples for dumps; only accepted samples train."""
     stats: RolloutStats
     left_out: list[SampleGroup] = field(default_factory=list)
 
@@ -66,7 +66,7 @@ class RolloutService:
         self._validation: Validation | None = None
         self._next_held_out = 0
         self._draining = False
-        """A weight update waits for running responses; held-out prompts then wait too."""
+        """True while a weight update waits for running responses; held-out prompts then do not start."""
         self._schedulers = {domain.name: self._scheduler(domain) for domain in domains}
         self._admission = Admission(self._domains, self._schedulers, router, self._recorder, pacing, batches)
         self._progress: Callable[[], dict[str, Progress]] = dict
@@ -103,7 +103,7 @@ class RolloutService:
             self._validation.start(self._room_for_validation())
 
     def _room_for_validation(self) -> float:
-        """Held-out samples that may run: the room that training leaves, but at least the part that one more domain would get."""
+        """Number of held-out samples that may run: what training leaves, but at least what one more domain would get."""
         assert self._validation is not None
         longest = self._validation.longest.items()
         capacity = self._router.takes(max((self._router.expected_tokens(_held_out(name), most) for name, most in longest), default=0.0))
@@ -128,7 +128,7 @@ class RolloutService:
     async def next_batch(self, prompts: int) -> RolloutResult:
         """Take groups of `prompts` prompts in exactly the mix's proportions. All batches have the same size."""
         if self._supply.max_staleness == 0:
-            self._recorder.start(self._time())  # other supplies start it when the last batch is handed out
+            self._recorder.start(self._time())  # with other supplies it starts when the previous batch is handed out
         admission = self._admission
         assert admission.size in (0, prompts), f"a batch of {prompts} prompts after batches of {admission.size}"
         admission.asked += 1
@@ -199,8 +199,8 @@ class RolloutService:
     # ------------------------------------------------------------ weights
 
     async def hold(self) -> None:
-        """Prepare for a weight update: running responses end first, are interrupted, or pause, as `on_sync` says."""
-        on_sync = OnSync.ABORT if self._engines_rest else self._pacing.on_sync  # interrupted when the last batch was complete
+        """Prepare for a weight update: as `on_sync` says, running responses end first, are interrupted, or pause."""
+        on_sync = OnSync.ABORT if self._engines_rest else self._pacing.on_sync  # at the end of the last batch
         self._draining = on_sync is OnSync.DRAIN
         if on_sync is OnSync.DRAIN and self._supply.whole_batches:
             while self._error is None and any(scheduler.running for scheduler in self._schedulers.values()):

@@ -131,7 +131,7 @@ class Progress(NamedTuple):
 
 
 class Recorder:
-    """Collects statistics by the batch in which things happen; a sample may span several."""
+    """Collects statistics for the batch in which things happen; a sample's may be spread over several."""
 
     def __init__(self, domains: Iterable[str], now: float) -> None:
         self._names = list(domains)

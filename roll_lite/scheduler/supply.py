@@ -1,5 +1,5 @@
-"""Supplies: how far ahead of training prompts are admitted. Time is counted in batches asked for; when one is, training on the one before
-has ended."""
+"""Supplies: how far ahead of training prompts are admitted. Time is counted in batches asked for; each is asked for when training on the
+one before has ended."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Supply(Protocol):
 
     @property
     def whole_batches(self) -> bool:
-        """Batches are generated one at a time; with OnSync.DRAIN each has one weight version."""
+        """True if batches are generated one at a time; with OnSync.DRAIN each has one weight version."""
         ...
 
     def batches(self, asked: int, handed_out: int) -> int:
@@ -50,7 +50,7 @@ class Synchronous:
 
 @dataclass(frozen=True)
 class OneStepOff:
-    """Generates the next batch during training: its prompts are admitted when the last batch is handed out."""
+    """Generates the next batch during training: its prompts are admitted when a batch is handed out."""
 
     max_staleness: int = 1
     whole_batches: ClassVar[bool] = True
@@ -85,8 +85,8 @@ class Pacing:
     supply: Supply = Synchronous()
     on_sync: OnSync = OnSync.PAUSE
     oversample: float = 1.0
-    """Prompts admitted for a batch, as a multiple of its size. Only for the synchronous supply: others' surplus would be too old at every
-    step."""
+    """Prompts admitted for a batch, as a multiple of its size. Only for the synchronous supply: with others the surplus would be too old at
+    every step."""
 
 
 SYNCHRONOUS = Pacing()

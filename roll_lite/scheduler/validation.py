@@ -16,7 +16,7 @@ VALIDATION_EPOCH = -1
 
 
 class Validation:
-    """Run of all held-out prompts, started in order as engines have room. Failures are reported, not replaced."""
+    """One pass over all held-out prompts, started in order as engines have room. Failed samples are reported, not replaced."""
 
     def __init__(
         self,
@@ -28,8 +28,8 @@ class Validation:
         ended: Callable[[], None],
         first_group: int = 0,
     ) -> None:
-        """`samples`: per prompt. `runners`: of this validation only. Calls `ended()` when a group ends. `first_group`: each validation
-        uses new numbers, since a late answer must not match a new request's id."""
+        """`samples`: per prompt. `runners`: of this validation only. Calls `ended()` when a group ends. `first_group`: its number; none is
+        used twice, since a late answer must not match a new request's id."""
         self._domains = {domain.name: domain for domain in domains if domain.validation is not None}
         self._runners = runners
         self._samples = samples
@@ -67,7 +67,7 @@ class Validation:
 
     @property
     def _with_engines(self) -> float:
-        """Samples at the engines or waiting for busy rewards: both hold back further prompts."""
+        """Samples at the engines or waiting for a reward worker: both hold back further prompts."""
         scored_now = (min(self._runners[name].scoring, domain.rewards.capacity) for name, domain in self._domains.items())
         return self._unfinished - sum(scored_now)
 
@@ -79,7 +79,7 @@ class Validation:
         if is_cancelled(samples):
             return
         error = samples.exception()
-        if error is not None:  # no sample's failure but the run's: no engine is left
+        if error is not None:  # the run's failure and no sample's: no engine is left
             for task in tasks:
                 task.cancel()
             self.break_off(error)
@@ -98,7 +98,7 @@ class Validation:
             self._over.set_exception(error)
 
     async def groups(self) -> list[SampleGroup]:
-        """Wait for all groups, in order. DomainFailed if a domain has no sample at all."""
+        """Wait for all groups; returns them in order. DomainFailed if a domain has no sample at all."""
         try:
             if self._total:
                 await self._over

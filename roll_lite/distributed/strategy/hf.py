@@ -65,9 +65,9 @@ class HfRewardStrategy(ForwardStrategy):
         batch, width = input_ids.shape
         mask = (torch.arange(width) < lengths[:, None]).to(self.device)
         inputs = {"input_ids": input_ids.to(self.device), "attention_mask": mask.long()}
-        if not hasattr(self._model, "score"):  # # an encoder, with pooling of its own
+        if not hasattr(self._model, "score"):  # an encoder, with pooling of its own
             return self._model(**inputs).logits.squeeze(-1)
-        # # The models' own pooling takes the last token that is no padding, and refuses batches if no padding token is declared.
+        # The models' own pooling takes the last token that is no padding, and refuses batches if no padding token is declared.
         hidden = self._model.base_model(**inputs, **self._no_cache()).last_hidden_state
         ends = hidden[torch.arange(batch, device=self.device), (lengths - 1).to(self.device)]
         return self._head(ends).squeeze(-1)

@@ -170,7 +170,7 @@ class EngineStrategy(InferenceStrategy):
 
     async def _settle(self) -> None:
         """Pause or resume the engine as its state demands."""
-        self._require(EngineEvent.RESUME)  # # refused only before the start and after the death
+        self._require(EngineEvent.RESUME)  # refused only before the start and after the death
         halt = self.life.state is not EngineState.SERVING
         if halt and not self.life.halted:
             await self._halt(PauseMode.KEEP)
@@ -342,7 +342,7 @@ class EngineStrategy(InferenceStrategy):
         """Stop serving. Running requests return as failed."""
         self.life.die(why)
         for flight, task in self._reports.flights.items():
-            if flight.entered:  # # those that have not entered yet see the failure themselves
+            if flight.entered:  # those that have not entered yet see the failure themselves
                 task.cancel()
 
     def fail(self, why: str) -> None:

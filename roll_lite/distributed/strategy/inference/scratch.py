@@ -82,7 +82,7 @@ def _locked(path: str) -> int | None:
 
 
 def _clear_if_abandoned(folder: Path) -> None:
-    with suppress(OSError):  # # another user's, already gone, or locked by a host that lives
+    with suppress(OSError):  # another user's, already gone, or locked by a host that lives
         lock = os.open(folder / _LOCK, os.O_RDWR)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

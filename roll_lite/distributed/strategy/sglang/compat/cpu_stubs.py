@@ -92,7 +92,7 @@ def install() -> None:
         raise RuntimeError("SGLang's CPU stand-ins must not be installed where CUDA is")
     if _library is not None:
         return
-    is_torchvision_available()  # # cached here, before the stand-in exists: transformers would take it for the real torchvision
+    is_torchvision_available()  # cached here, before the stand-in exists: transformers would take it for the real torchvision
     sys.meta_path.insert(0, _Finder())
     _library = torch.library.Library("sgl_kernel", "FRAGMENT")
     _library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor columns) -> Tensor")

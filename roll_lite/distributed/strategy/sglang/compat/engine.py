@@ -29,7 +29,7 @@ from roll_lite.distributed.strategy.sglang.compat.channel import Closed, PickleC
 from roll_lite.distributed.strategy.sglang.compat.settings import logged_error
 from roll_lite.models.hf_config import HfConfig
 
-_LAST_S = 3.0  # # seconds that the server gets for a clean shutdown
+_LAST_S = 3.0  # seconds that the server gets for a clean shutdown
 SERVER = "roll_lite.distributed.strategy.sglang.compat.server"
 
 

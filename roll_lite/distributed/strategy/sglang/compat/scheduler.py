@@ -167,7 +167,7 @@ class RolloutSampler(Sampler):
         whole = probs[greedy]
         truncate_(probs, sampling_info.top_ks, sampling_info.top_ps, sampling_info.min_ps)
         sampled = super()._sample_from_probs(probs, sampling_info, positions, True)
-        probs[greedy] = whole  # # a greedy request keeps the whole distribution, as in a batch of greedy requests only
+        probs[greedy] = whole  # a greedy request keeps the whole distribution, as in a batch of greedy requests only
         return sampled
 
 
@@ -181,7 +181,7 @@ def truncate_(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min
     ordered = ordered.masked_fill(ordered < last, 0.0)
     before = ordered.cumsum(-1) - ordered
     beyond = before >= top_p[:, None] * ordered.sum(-1, keepdim=True)
-    ordered = ordered.masked_fill(beyond & (top_p[:, None] < 1), 0.0)  # # not at top_p 1, where rounded sums might drop the last tokens
+    ordered = ordered.masked_fill(beyond & (top_p[:, None] < 1), 0.0)  # not at top_p 1, where rounded sums might drop the last tokens
     probs.zero_().scatter_(1, order, ordered / ordered.sum(-1, keepdim=True))
 
 
@@ -243,7 +243,7 @@ def _layers() -> Layers:
 
 
 def _read_experts(module: Any) -> tuple[int, torch.Tensor, torch.Tensor]:
-    if module.w13_weight.device.type != "cpu":  # # layouts of GPU kernels are not supported
+    if module.w13_weight.device.type != "cpu":  # layouts of GPU kernels are not supported
         raise RuntimeError("weight_sync.verify: experts cannot be read back from SGLang on a GPU; use none")
     return module.num_experts, module.w13_weight.detach(), module.w2_weight.detach()
 
@@ -279,6 +279,6 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     adapters_leave_with_weights()
     if not torch.cuda.is_available():
         fused_moe_native.moe_forward_native = _of_this_worker_alone(fused_moe_native.moe_forward_native)
-        ALLOC_MEMORY_FUNCS["cpu"] = _pageable  # # buffer of the routed experts, by default in pinned memory, which needs a GPU
+        ALLOC_MEMORY_FUNCS["cpu"] = _pageable  # buffer of the routed experts, by default in pinned memory, which needs a GPU
         do_without_pinned_memory()
     run_scheduler_process(*args, **kwargs)

@@ -247,9 +247,9 @@ class EngineServer:
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         await self._all_dispatched()
-        # # `retract` puts running requests back into the queue; on resume they are recomputed from their tokens.
+        # `retract` puts running requests back into the queue; on resume they are recomputed from their tokens.
         await self._manager._async_dispatch_to_scheduler(PauseGenerationReqInput(mode="retract"))
-        # # The scheduler answers messages in order: once it has answered this one, which changes nothing, it has stopped.
+        # The scheduler answers messages in order: once it has answered this one, which changes nothing, it has stopped.
         await self._set_version(self._version)
         self._paused = True
 
@@ -325,9 +325,9 @@ async def _serve(channel: PickleChannel, start: Start, engine: Any) -> None:
     pids = list(engine.get_all_child_pids())
     if start.spec.node is not None and start.spec.node.number > 0:  # the first node calls the schedulers of this one
         channel.send(("ready", pids))
-        await channel.receive()  # # nothing is sent to this node; raises Closed when the host ends
+        await channel.receive()  # nothing is sent to this node; raises Closed when the host ends
         raise Closed
-    # # Frozen: imported objects. SGLang collects garbage whenever it clears its cache, so at every update.
+    # Frozen: imported objects. SGLang collects garbage whenever it clears its cache, so at every update.
     await engine.tokenizer_manager.freeze_gc()
     channel.send(("ready", pids))
     await EngineServer(engine, start, channel).serve()
@@ -355,7 +355,7 @@ def main() -> None:
 
 
 if __name__ in ("__main__", "__mp_main__"):
-    # # Also runs in SGLang's own processes, into which spawn imports this module.
+    # Also runs in SGLang's own processes, into which spawn imports this module.
     end_group_with_host_or_leader()
     name_semaphores()
     if not torch.cuda.is_available():

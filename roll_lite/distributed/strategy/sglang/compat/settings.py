@@ -86,7 +86,7 @@ def check_version() -> str:
 
 
 def engine_environment(threads: int, cuda: bool, workers: int = 1, node: EngineNode | None = None) -> Environment:
-    follows = {} if node is None or node.number == 0 else {"SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0"}  # # otherwise the start never returns
+    follows = {} if node is None or node.number == 0 else {"SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0"}  # otherwise the start never returns
     preset = {
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -97,7 +97,7 @@ def engine_environment(threads: int, cuda: bool, workers: int = 1, node: EngineN
     if cuda:
         return Environment(preset, required, follows)
     preset |= {
-        # # By default SGLang wants a NUMA node per worker. Its native path binds nothing, whatever the value.
+        # By default SGLang wants a NUMA node per worker. Its native path binds nothing, whatever the value.
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * workers),
         # Some sampling paths are compiled at their first call, which takes half a minute.
         "TORCHDYNAMO_DISABLE": "1",
@@ -127,7 +127,7 @@ def engine_arguments(
         "grammar_backend": "none",
         "log_level": "error",
         "enable_memory_saver": cuda,
-        "enable_weights_cpu_backup": cuda,  # # otherwise offloaded weights return as noise
+        "enable_weights_cpu_backup": cuda,  # otherwise offloaded weights return as noise
         "disable_cuda_graph": strategy.enforce_eager or not cuda,
     }
     if cuda:
@@ -135,11 +135,11 @@ def engine_arguments(
     else:
         arguments |= {"attention_backend": "torch_native", "disable_overlap_schedule": True, "sleep_on_idle": True}
     if lora is not None:
-        # # Two, because SGLang's warm-up runs without adapters.
+        # Two, because SGLang's warm-up runs without adapters.
         arguments |= {"enable_lora": True, "max_loras_per_batch": 2, "max_lora_rank": lora.rank, "lora_strict_loading": True}
         arguments |= {"lora_target_modules": with_fused(lora.targets)} | ({} if cuda else {"lora_backend": "torch_native"})
     if is_fp8(strategy, cuda):
-        # # With the plain `fp8` format the weights cannot be loaded a second time: the first load deletes what loaders need. flash_rl keeps
+        # With the plain `fp8` format the weights cannot be loaded a second time: the first load deletes what loaders need. flash_rl keeps
         # it.
         arguments |= {"quantization": "fp8", "load_format": "flash_rl"}
     megabytes = kv_cache_mb(strategy.kv_cache_mb, cuda)
@@ -193,7 +193,7 @@ def keep_files_in(folder: Path) -> None:
     load_snapshot.shm_path_for = lambda _: str(folder / "loads.shm")
     errors = logging.FileHandler(folder / _ERRORS)
     errors.setLevel(logging.ERROR)
-    # # Not on the root logger, whose handlers SGLang removes. SGLang's own handler stays too and writes to the host's log.
+    # Not on the root logger, whose handlers SGLang removes. SGLang's own handler stays too and writes to the host's log.
     logging.getLogger("sglang").addHandler(errors)
 
 
@@ -204,6 +204,6 @@ def logged_error(folder: Path) -> str | None:
     except OSError:
         return None
     _, _, failed = text.partition("Traceback (most recent call last):")
-    # # The exception's line is the first without indentation.
+    # The exception's line is the first without indentation.
     lines = (line for line in failed.splitlines() if line and not line.startswith(" "))
     return next(lines, None) or next((line for line in text.splitlines() if line), None)

@@ -31,7 +31,7 @@ def put_adapters(runner: Any, rank: int, tensors: dict[str, torch.Tensor]) -> No
     if astray := adapters.loras.keys() - known.modules.keys():  # vLLM would continue without them
         raise RuntimeError(f"vLLM has no layers for adapters of {', '.join(sorted(astray)[:5])}")
     known.activate_adapter(ADAPTERS)
-    adapters.loras.clear()  # # the layers hold copies
+    adapters.loras.clear()  # the layers hold copies
 
 
 def multiply_plainly() -> None:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-_LAST_S = 3.0  # # seconds that vLLM gets for a clean shutdown
+_LAST_S = 3.0  # seconds that vLLM gets for a clean shutdown
 
 
 def engine_args(spec: EngineSpec, cuda: bool) -> AsyncEngineArgs:
@@ -90,7 +90,7 @@ class VllmEngine:
     async def prepare(self, config: HfConfig) -> None:
         read = (self._vocabulary, self._tied)
         if read != (config.vocab_size, config.tied_embeddings):
-            # # For example by an override in engine_args.
+            # For example by an override in engine_args.
             raise ValueError(
                 f"vLLM has another model than {self._spec.model.path / 'config.json'}: vocabulary and tied embeddings are {read}"
             )

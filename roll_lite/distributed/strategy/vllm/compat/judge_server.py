@@ -98,7 +98,7 @@ def main() -> None:
 
 
 if __name__ in ("__main__", "__mp_main__"):
-    # # Also runs in the engine's own processes, into which spawn imports this module: they may outlive a killed server.
+    # Also runs in the engine's own processes, into which spawn imports this module: they may outlive a killed server.
     end_group_with_host_or_leader()
 if __name__ == "__main__":
     main()

@@ -122,7 +122,7 @@ def _kept_ids(found: FlatLogprobs, alternatives: int) -> tuple[tuple[int, ...], 
     if alternatives == 0:
         return ((),) * len(found)
     pairs = list(zip(found.token_ids, found.logprobs, strict=True))
-    # # The sampled token comes first, and a second time if it is among the likeliest.
+    # The sampled token comes first, and a second time if it is among the likeliest.
     return tuple(
         tuple(dict.fromkeys(token for token, log_prob in pairs[start:end] if log_prob > -math.inf))
         for start, end in zip(found.start_indices, found.end_indices, strict=True)
@@ -157,7 +157,7 @@ def detokenizer_across(tokenizer: Any, request: EngineCoreRequest, seam: int) ->
     for token in request.prompt_token_ids[-seam:]:
         detokenizer.token_ids.append(token)
         detokenizer.output_text += detokenizer.decode_next(token)
-    # # The seam's tokens must not count as generated.
+    # The seam's tokens must not count as generated.
     if isinstance(detokenizer, SlowIncrementalDetokenizer):
         detokenizer.prompt_len += seam
     else:

@@ -88,7 +88,7 @@ def check_version() -> str:
 
 def engine_environment(threads: int, cuda: bool, node: EngineNode | None = None) -> Environment:
     """Environment to set in the hosting process before it imports vLLM; the engine's processes inherit it."""
-    reachable = {} if node is None else {"VLLM_HOST_IP": node.address}  # # otherwise vLLM takes the address that leads to the internet
+    reachable = {} if node is None else {"VLLM_HOST_IP": node.address}  # otherwise vLLM takes the address that leads to the internet
     preset = {
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -106,7 +106,7 @@ def engine_environment(threads: int, cuda: bool, node: EngineNode | None = None)
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         # Some sampling paths are compiled at their first call, which takes half a minute.
         "TORCHDYNAMO_DISABLE": "1",
-        # # A single worker then runs in the engine's process: a process less per engine.
+        # A single worker then runs in the engine's process: a process less per engine.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
     return Environment(preset, required, {"OMP_NUM_THREADS": str(threads)} | reachable)
@@ -152,7 +152,7 @@ def engine_arguments(
         "enable_log_requests": False,
     }
     if strategy.tensor_parallel > 1:
-        # # Inside a Ray worker vLLM would place its workers by Ray; this engine's devices are this process's own.
+        # Inside a Ray worker vLLM would place its workers by Ray; this engine's devices are this process's own.
         arguments["distributed_executor_backend"] = "mp"
     if cuda:
         arguments["gpu_memory_utilization"] = strategy.gpu_memory_utilization

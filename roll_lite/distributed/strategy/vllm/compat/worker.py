@@ -118,7 +118,7 @@ class WorkerExtension:
         dropped, self.roll_lite_dropped = self.roll_lite_dropped, []
         for storage, size in dropped:
             storage.resize_(size)
-            torch.empty(0, dtype=torch.uint8).set_(storage).zero_()  # # attention multiplies masked entries by 0, so they must be finite
+            torch.empty(0, dtype=torch.uint8).set_(storage).zero_()  # attention multiplies masked entries by 0, so they must be finite
 
     @answering
     def roll_lite_checksums(self, dtypes: dict[str, str], shapes: dict[str, list[int]], names: list[str] | None) -> dict[str, str]:
