@@ -298,7 +298,8 @@ METRICS: dict[str, Metric] = {
         SUM,
         "s",
         "Time of the slowest process in a phase of the update: trainer ranks `gather` tensors, `copy` them into buckets (and cast them) "
-        "and `wait` for a free bucket; engine workers `receive` (and wait) and `load`. Phases overlap.",
+        "and `wait` for a free bucket; engine workers `receive` (and wait) and `load`. These overlap. `verify`: afterwards, both sides' "
+        "checksums.",
         by="phase",
     ),
     # offloads and loads, from the end of the previous step to the end of this one

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -82,7 +82,9 @@ class WeightSync:
             while pushed is None:  # an engine was lost: the others connect again and get everything
                 pushed = self._update(version)
             if self._config.verify != "none":
+                started = time.monotonic()
                 self._verify(version)
+                pushed = replace(pushed, phases={**pushed.phases, "verify": time.monotonic() - started})
         self._rollouts.one(RolloutWorker.set_version, version)
         self._version = version
         return pushed

@@ -82,7 +82,8 @@ def sync(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_version_is_pushed_once_with_the_actor_on_its_devices(sync: Any) -> None:
     made = sync("1")
     pushed = made.sync.push(3)
-    assert (pushed.version, pushed.megabytes, pushed.phases) == (3, 8 / 2**20, {"gather": 1.0, "load": 2.0})
+    assert (pushed.version, pushed.megabytes) == (3, 8 / 2**20)
+    assert {"gather": 1.0, "load": 2.0}.items() <= pushed.phases.items() and pushed.phases.keys() == {"gather", "load", "verify"}
     assert (pushed.by_transport, pushed.transport_seconds) == ({"gloo": 3.0, "nccl": 1.0}, {"gloo": 0.5, "nccl": 0.25})
     assert made.loads == ["in", "out"] and made.actor.calls.count("send_weights") == 1
     assert made.sync.push(3) is None and made.loads == ["in", "out"]
@@ -91,7 +92,9 @@ def test_a_version_is_pushed_once_with_the_actor_on_its_devices(sync: Any) -> No
 
 def test_an_engine_with_other_weights_is_noticed_before_anything_is_sampled(sync: Any) -> None:
     made = sync("2")
-    with pytest.raises(RuntimeError, match="engine 0 does not hold version 3 after its update: 1 of 1 tensors differ, among them a"):
+    with pytest.raises(
+        RuntimeError, match="engine 0 does not hold version 3 after its update: 1 of 1 compared tensors differ, among them a"
+    ):
         made.sync.push(3)
     assert "set_version" not in made.rollouts.calls
 

@@ -31,8 +31,6 @@ def _fp8_rollouts(config: RunConfig) -> Mistakes:
     path, shape = "actor_infer.strategy.quantization", layout.known_shape(config.model.path)
     if (dtype := infer_dtype(config)) != "bfloat16":
         yield path, f"weights are quantised from bfloat16, actor_infer.dtype (where absent, model.dtype) is {dtype}; use bfloat16, or none"
-    if config.weight_sync.verify != "none" and adapters_of_engines(config) is None:
-        yield "weight_sync.verify", "an engine in fp8 does not hold the trainer's weights bit for bit; use none"
     if trains(config) and not config.algorithm.weighs_by_rollout:
         remedy = "set algorithm.mismatch_correction (weight: {level: token, high: 2.0}), or old_log_probs: rollout"
         yield path, f"engines in fp8 sample from another policy than the one that trains; {remedy}"

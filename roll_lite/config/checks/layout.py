@@ -9,6 +9,7 @@ from pathlib import Path
 
 from roll_lite.config.arithmetic import (
     Role,
+    adapters_of_engines,
     device_numbers,
     generates,
     max_model_len,
@@ -170,11 +171,21 @@ def _deterministic_runs_on_cpu(config: RunConfig) -> Mistakes:
         yield "deterministic", "GPU kernels do not repeat bit for bit; use false, or hide the GPUs with CUDA_VISIBLE_DEVICES=''"
 
 
-def _verified_experts(config: RunConfig) -> Mistakes:
-    shape = known_shape(config.model.path)
-    if config.weight_sync.verify != "none" and shape is not None and shape.experts is not None and (gpus_visible() or is_elsewhere(config)):
-        message = "what an engine's kernels make of experts on a GPU is not read back; use none for a model with experts"
-        yield "weight_sync.verify", message
+def _verified_weights(config: RunConfig) -> Mistakes:
+    if config.weight_sync.verify in ("sampled", "full") and (why := unreadable_weights(config)) is not None:
+        yield "weight_sync.verify", f"{why}; use none"
+
+
+def unreadable_weights(config: RunConfig) -> str | None:
+    """Reason why the engines' weights cannot be compared with the trainer's; None if they can."""
+    strategy, shape = config.actor_infer.strategy, known_shape(config.model.path)
+    if config.mode == "rollout_only":
+        return "in mode: rollout_only nothing trains, and no weights are sent that could be compared"
+    if getattr(strategy, "quantization", "none") == "fp8" and adapters_of_engines(config) is None:
+        return "an engine in fp8 does not hold the trainer's weights bit for bit"
+    if shape is not None and shape.experts is not None and (gpus_visible() or is_elsewhere(config)):
+        return "what an engine's kernels make of experts on a GPU is not read back"
+    return None
 
 
 def _experts_over_an_update(config: RunConfig) -> Mistakes:
@@ -188,7 +199,7 @@ def _experts_over_an_update(config: RunConfig) -> Mistakes:
 
 
 LAYOUT_CHECKS = (
-    _verified_experts,
+    _verified_weights,
     _experts_over_an_update,
     _model_is_long_enough,
     _engine_knows_the_model,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -84,7 +85,8 @@ def _listed(what: str, names: Sequence[str]) -> list[str]:
     return [f"{what}: {', '.join(names[:_SHOWN])}{rest}"]
 
 
-_CHUNK = 1 << 24
+_CHUNK = 1 << 22
+_ODD = 0x2545F4914F6CDD1D
 SAMPLED = 16
 """An update compares one tensor in SAMPLED; after SAMPLED updates all have been compared."""
 
@@ -94,18 +96,32 @@ def sample(names: Iterable[str], version: int) -> list[str]:
 
 
 def checksum(tensor: torch.Tensor) -> str:
-    """Digest of dtype, shape and values in row-major order, independent of strides and device.
+    """Digest of dtype, shape and values in row-major order, independent of strides and device; computed where the tensor lies, in a
+    fraction of the time that a copy to the host would take.
 
     Negative zero counts as zero: engines with a packed layout return weights through a multiplication, which loses the sign.
     """
-    digest = hashlib.blake2b(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), digest_size=16)
     flat = tensor.detach().reshape(-1)
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
+    weights = _weights(flat.device)
+    sums = []
     for start in range(0, flat.numel(), _CHUNK):
         chunk = flat[start : start + _CHUNK]
-        if chunk.is_floating_point():
+        if chunk.is_floating_point() and chunk.element_size() > 1:
             chunk = chunk + 0.0
-        digest.update(chunk.cpu().contiguous().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+        values, factors = chunk.view(bits).to(torch.int64), weights[: len(chunk)]
+        sums.append((values * factors).sum() if values.is_cuda else torch.dot(values, factors))  # no dot of integers on GPUs
+    of_chunks = torch.stack(sums).tolist() if sums else []
+    return hashlib.blake2b(f"{tensor.dtype}{tuple(tensor.shape)}{of_chunks}".encode(), digest_size=16).hexdigest()
+
+
+@cache
+def _weights(device: torch.device) -> torch.Tensor:
+    """Pseudo-random odd factor of each place in a chunk, modulo 2^64, so that moved values show as well as changed ones."""
+    factors = torch.arange(1, _CHUNK + 1, device=device) * _ODD
+    for _ in range(2):
+        factors = (factors ^ (factors >> 29)) * _ODD
+    return factors | 1
 
 
 def require_equal(sent: Mapping[str, str], held: Mapping[str, str], engine: int, version: int) -> None:
@@ -114,5 +130,5 @@ def require_equal(sent: Mapping[str, str], held: Mapping[str, str], engine: int,
     if wrong:
         raise RuntimeError(
             f"weight_sync: engine {engine} does not hold version {version} after its update: "
-            f"{len(wrong)} of {len(sent)} tensors differ, among them {', '.join(wrong[:5])}"
+            f"{len(wrong)} of {len(sent)} compared tensors differ, among them {', '.join(wrong[:5])}"
         )

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -34,11 +36,25 @@ def test_negative_zero_counts_as_zero() -> None:
     assert checksum(torch.tensor([0.0, 1.0])) != checksum(torch.tensor([0.0, -1.0]))
 
 
-def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensor = torch.randn(1000)
-    whole = checksum(tensor)
+@pytest.mark.parametrize(("one", "other"), [(5, 69), (5, 6), (999, 0), (63, 64)])
+def test_values_that_change_places_show_within_and_between_chunks(one: int, other: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_CHUNK", 64)
-    assert checksum(tensor) == whole
+    tensor = torch.randn(1000)
+    moved = tensor.clone()
+    moved[[one, other]] = tensor[[other, one]]
+    assert (
+        checksum(moved)
+        != checksum(tensor)
+        == checksum(moved[[*range(1000)]].index_copy(0, torch.tensor([one, other]), tensor[[one, other]]))
+    )
+
+
+def test_rows_that_change_places_in_pairs_show() -> None:
+    """Factors that grew evenly with the place would not see it."""
+    tensor = torch.randn(8, 16)
+    assert checksum(tensor[[1, 0, 3, 2, 5, 4, 7, 6]]) != checksum(tensor) != checksum(tensor[[7, 6, 5, 4, 3, 2, 1, 0]])
+    whole = torch.arange(8)
+    assert len({checksum(whole[list(order)]) for order in itertools.islice(itertools.permutations(range(8)), 5040)}) == 5040
 
 
 def test_scalars_and_empty_tensors() -> None:

@@ -283,10 +283,12 @@ class EngineStrategy(InferenceStrategy):
             shapes = {name: list(shape) for name, shape in self._shapes.items()}
             asked = None if names is None else sorted(names)
             answers = await self._call_workers("roll_lite_checksums", dtypes=self._dtypes, shapes=shapes, names=asked)
-        sums: dict[str, str] = answers[0]
         expected = shapes.keys() if names is None else set(names)
-        assert sums.keys() == expected, f"held and expected differ: {sorted(sums.keys() ^ expected)[:5]}"
-        return sums
+        sums: dict[str, str] = {}
+        for worker, told in enumerate(answers):  # what is not sharded, each worker holds
+            assert told.keys() == expected, f"held and expected differ: {sorted(told.keys() ^ expected)[:5]}"
+            sums |= {name: f"{digest} in worker {worker}" for name, digest in told.items() if digest != answers[0][name]}
+        return {**answers[0], **sums}
 
     async def _call_workers(self, method: str, **arguments: Any) -> list[Any]:
         return await self._at_length(self.make.call_workers(method, **arguments))

@@ -62,11 +62,13 @@ class Layers:
         )
 
     def whole(self, part: torch.Tensor, dim: int, copies: int = 1) -> torch.Tensor:
-        """Join a sharded tensor. `copies`: number of workers that hold the same part."""
+        """Join a sharded tensor. `copies`: number of workers that repeat each part; RuntimeError if they differ."""
         if self.workers == 1:
             return part
-        gathered = self.gather(part.contiguous(), dim)
-        return torch.cat(gathered.chunk(self.workers, dim)[::copies], dim)
+        parts = self.gather(part.contiguous(), dim).chunk(self.workers, dim)
+        if copies > 1 and any(not torch.equal(one, parts[place // copies * copies]) for place, one in enumerate(parts)):
+            raise RuntimeError("weight_sync: workers of an engine that repeat a part of a matrix hold different ones")
+        return torch.cat(parts[::copies], dim)
 
 
 def held_weights(model: nn.Module, layers: Layers, names: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:

@@ -110,13 +110,9 @@ class RolloutScheduler(Scheduler):
 
     @_by_all
     def roll_lite_checksums(self, dtypes: dict[str, str], shapes: dict[str, list[int]], names: list[str] | None) -> dict[str, str]:
-        """Checksums of the named tensors (None: all), in the dtypes given. Collective; the first worker answers."""
-        sums = {}
-        for name, tensor in self._held(names, shapes):
-            if get_parallel().tp_rank == 0:
-                tensor = _without_padding(name, tensor, shapes[name])
-                sums[name] = checksum(tensor.to(getattr(torch, dtypes[name])) if name in dtypes else tensor)
-        return sums
+        """Checksums of the named tensors (None: all), in the dtypes given. Collective."""
+        held = ((name, _without_padding(name, tensor, shapes[name])) for name, tensor in self._held(names, shapes))
+        return {name: checksum(tensor.to(getattr(torch, dtypes[name])) if name in dtypes else tensor) for name, tensor in held}
 
     def _held(self, names: list[str] | None, expected: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
         runner = self.tp_worker.model_runner

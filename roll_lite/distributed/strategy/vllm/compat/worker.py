@@ -122,12 +122,9 @@ class WorkerExtension:
 
     @answering
     def roll_lite_checksums(self, dtypes: dict[str, str], shapes: dict[str, list[int]], names: list[str] | None) -> dict[str, str]:
-        """Checksums of the named tensors (None: all), in the dtypes given. Collective; the first worker answers."""
-        sums = {}
-        for name, tensor in _held(self, names, shapes):
-            if self.rank == 0:
-                sums[name] = checksum(tensor.to(getattr(torch, dtypes[name])) if name in dtypes else tensor)
-        return sums
+        """Checksums of the named tensors (None: all), in the dtypes given. Collective."""
+        held = _held(self, names, shapes)
+        return {name: checksum(tensor.to(getattr(torch, dtypes[name])) if name in dtypes else tensor) for name, tensor in held}
 
 
 def _held(worker: WorkerExtension, names: Collection[str] | None, expected: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
