@@ -1,9 +1,8 @@
 """Checkpoints in Megatron's torch_dist format: weights, optimizer, learning-rate schedule, and every rank's random state.
 
-Tensors are stored with their place in the whole model, so that another layout can load them. Of the optimizer, moments, number of steps
-and, beside bfloat16 weights, float32 weights are stored; the rest follows from the configuration. Random state is restored under the same
-layout only.
-"""
+Tensors are stored with their place in the whole model, so that another layout can load them. Of the optimizer's state, moments and step
+count are stored and, for a bfloat16 model, float32 weights; the rest follows from the configuration. Random state is restored under the
+same layout only."""
 
 from __future__ import annotations
 
@@ -87,7 +86,8 @@ def write_base(folder: Path, model: Path) -> Path:
 
 
 def check_base(folder: Path, model: Path, adapters: bool) -> None:
-    """Raise ValueError if the checkpoint does not go with what trains (adapters or all weights), or its adapters with this model."""
+    """Raise ValueError if the checkpoint holds adapters and all weights train, or the reverse, or if its adapters belong to another
+    model."""
     of_adapters = is_file(folder / BASE_FILE)
     if of_adapters != adapters:
         holds, remedy = ("adapters", "set it") if of_adapters else ("a whole model", "leave it out")
@@ -97,7 +97,7 @@ def check_base(folder: Path, model: Path, adapters: bool) -> None:
 
 
 def _without_optimizer(common: dict[str, Any]) -> dict[str, Any]:
-    """State that Megatron compares between ranks: not the optimizer, whose parts differ."""
+    """Leave the optimizer, whose parts differ, out of the state that Megatron compares between ranks."""
     return {name: value for name, value in common.items() if name != "optimizer"}
 
 
@@ -107,7 +107,7 @@ def load_checkpoint(chunks: Sequence[Any], optimizer: Optimizer | None, layout: 
     wanted = _sharded_state(chunks, optimizer, loading=True)
     own = wanted.pop("optimizer", None)
     weights = [wanted.get(name, {}) for name, _ in _named_chunks(chunks)]
-    with _told(folder / STATE_FOLDER) as state_folder:
+    with _clear_errors(folder / STATE_FOLDER) as state_folder:
         stored = dist_checkpointing.load_tensors_metadata(state_folder)
         reader = ShardReader(state_folder, weights)
         places = _stored_places(own, stored)
@@ -122,7 +122,7 @@ def load_checkpoint(chunks: Sequence[Any], optimizer: Optimizer | None, layout: 
         for number, (parent, key) in enumerate(places):
             parent[key] = state[OPTIMIZER_TENSORS][number]
         _load_optimizer(optimizer, own, _steps_in(state["optimizer"]))
-        with _told(folder / STATE_FOLDER):
+        with _clear_errors(folder / STATE_FOLDER):
             reader.load(optimizer.parts)
         optimizer.scheduler.num_steps = 0
         optimizer.scheduler.step(increment=state["schedule"]["num_steps"])
@@ -133,7 +133,7 @@ def load_checkpoint(chunks: Sequence[Any], optimizer: Optimizer | None, layout: 
 
 
 @contextmanager
-def _told(state_folder: Path) -> Iterator[str]:
+def _clear_errors(state_folder: Path) -> Iterator[str]:
     """Turn Megatron's errors about damaged files into one clear error."""
     try:
         if not dist_checkpointing.check_is_distributed_checkpoint(str(state_folder)):
@@ -144,7 +144,7 @@ def _told(state_folder: Path) -> Iterator[str]:
     except (CheckpointingException, pickle.UnpicklingError, ValueError, FileNotFoundError, EOFError) as error:
         raise _unreadable(state_folder, error) from error
     except RuntimeError as error:
-        if "PytorchStreamReader" not in str(error):  # such as another rank's death
+        if "PytorchStreamReader" not in str(error):  # not about a file, but such as another rank's death
             raise
         raise _unreadable(state_folder, error) from error
 
@@ -172,7 +172,7 @@ def _sharded_state(chunks: Sequence[Any], optimizer: Optimizer | None, loading: 
     metadata = {**_FORMAT, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     metadata["distrib_optim_fully_reshardable_mem_efficient"] = True
     weights = {name: _kept_of(chunk, chunk.sharded_state_dict(metadata=metadata), optimizer) for name, chunk in _named_chunks(chunks)}
-    state: dict[str, Any] = {name: own for name, own in weights.items() if own}  # loading, Megatron drops what is empty
+    state: dict[str, Any] = {name: own for name, own in weights.items() if own}  # when loading, Megatron drops empty entries
     if optimizer is not None:
         _keep_padding(chunks)
         only = weights["model"] if len(chunks) == 1 else weights
@@ -194,18 +194,19 @@ def _state_to_fill(optimizer: Optimizer, weights: Any, metadata: Any) -> Any:
 
 
 def _kept_of(chunk: Any, state: dict[str, Any], optimizer: Optimizer | None) -> dict[str, Any]:
-    """State to store; the adapters alone if only these train."""
+    """Weights to store; only the adapters if only these train."""
     left_out = _frozen_in(chunk, optimizer)
     return {name: value for name, value in state.items() if not _is_extra(name) and name not in left_out}
 
 
 def _is_extra(name: str) -> bool:
-    """True for Transformer Engine's fp8 scaling factors, unused here; without them a checkpoint moves between its layers and torch's."""
+    """True for Transformer Engine's fp8 scaling factors. Unused here, they are not stored: its layers and torch's can load each other's
+    checkpoints."""
     return name.rpartition(".")[2].startswith("_extra_state")
 
 
 def _frozen_in(chunk: Any, optimizer: Optimizer | None) -> set[str]:
-    """Weights that stay in the model's folder. Without an optimizer everything is stored."""
+    """Names of frozen weights, which are not stored; none without an optimizer."""
     return set() if optimizer is None else {name for name, parameter in chunk.named_parameters() if not parameter.requires_grad}
 
 
@@ -237,11 +238,11 @@ class _SaveThrough(TorchDistSaveShardedStrategy):
 
 
 def _keep_padding(chunks: Sequence[Any]) -> None:
-    """Work around Megatron-Core 0.16, whose distributed optimizer drops the padding between buckets when saving, but looks parameters up
-    with it.
+    """Work around Megatron-Core 0.16, whose distributed optimizer drops the padding between buckets when saving, but looks parameters up at
+    offsets with padding.
 
-    For parameters behind padding it would store their neighbours' values. Tied embeddings under pipeline parallelism and
-    `overlap_grad_reduce` make several buckets."""
+    It would store neighbours' values for parameters behind padding. Several buckets come from `overlap_grad_reduce`, and from tied
+    embeddings under pipeline parallelism."""
     for chunk in chunks:
         for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
             buffer.numel_unpadded = buffer.numel
@@ -250,7 +251,7 @@ def _keep_padding(chunks: Sequence[Any]) -> None:
 
 
 def _stored_places(state: Any, stored: Collection[str]) -> list[tuple[Any, Any]]:
-    """Places (container, key) of a nested state's tensors that are stored; the others are removed from it."""
+    """Places (container, key) of those tensors of a nested state that are stored; removes the others from it."""
     places = []
     for key, value in list(_items(state)):
         if isinstance(value, LocalNonpersistentObject):
@@ -278,7 +279,7 @@ def _steps_in(stored: Any) -> float:
 
 
 def _load_optimizer(optimizer: Optimizer, state: dict[Any, Any], steps: float) -> None:
-    """Load the optimizer. `state`: its state dict, filled except for what the reader reads."""
+    """Load the optimizer. `state`: its state dict, without what ShardReader reads."""
     parts = optimizer.parts
     for number, part in enumerate(parts):
         own = state if len(parts) == 1 else state[number]
@@ -286,7 +287,7 @@ def _load_optimizer(optimizer: Optimizer, state: dict[Any, Any], steps: float) -
         if isinstance(part, DistributedOptimizer):
             part._set_main_param_and_optimizer_states = MethodType(_set_states, part)
         if isinstance(part, DistributedOptimizer) or not isinstance(part.optimizer, torch.optim.AdamW):
-            # So do the Adam of Transformer Engine and of Apex.
+            # These keep the step count in parameter groups, as Transformer Engine's and Apex's Adam do.
             for group in inner["param_groups"]:
                 group["step"] = int(steps)
         else:

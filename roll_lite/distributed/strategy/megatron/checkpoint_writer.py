@@ -1,9 +1,8 @@
 """Write a rank's part of a checkpoint in a separate process, beside the next training steps.
 
-A thread would hold up the rank, since torch.save mostly keeps the interpreter's lock; a fork, as in Megatron's asynchronous save, can
-hang beside the threads of Ray, gloo and CUDA. So a fresh interpreter inherits anonymous memory (memfd, not limited by /dev/shm) with the
-copied tensors, the job and its result. Exit codes are useless: Ray reaps child processes.
-"""
+The process is a fresh interpreter: a thread would hold up the rank, since torch.save mostly holds the GIL, and a fork, as in Megatron's
+asynchronous save, can hang beside the threads of Ray, gloo and CUDA. It inherits anonymous memory (memfd, not limited by /dev/shm) with the
+copied tensors, the job and its result. Its exit code is lost: Ray reaps child processes."""
 
 from __future__ import annotations
 
@@ -54,13 +53,13 @@ class SaveJob:
     plan: SavePlan
     contents: dict[Any, TensorPlace | bytes]
     later: list[tuple[Path, int]]
-    """Further files to write; descriptors of the memory with their contents."""
+    """Further files to write, with descriptors of the memory that has their contents."""
     others: list[Path]
-    """Existing files to record."""
+    """Existing files, of which size and checksum are recorded."""
 
 
 class StagedWriter(FileSystemWriter):
-    """torch's writer up to the point of writing: contents are copied to memory, for another process to write."""
+    """Replaces torch's writer: copies contents to memory, for another process to write."""
 
     memory: io.FileIO
     plan: SavePlan
@@ -111,7 +110,7 @@ class StagedWriter(FileSystemWriter):
 
 
 class RunningSave(CheckpointWrite):
-    """Asynchronous save of staged tensors by one process per rank. Collective."""
+    """Asynchronous save: one process per rank writes the staged tensors. Start and finish are collective."""
 
     def __init__(self, folder: Path, layout: RankLayout, writer: StagedWriter) -> None:
         super().__init__(folder)

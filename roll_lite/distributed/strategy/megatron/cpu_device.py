@@ -1,4 +1,4 @@
-"""Stand-in for `torch.cuda` in Megatron-Core code on a machine without CUDA; what the training path does not use raises AttributeError."""
+"""Stand-in for `torch.cuda` in Megatron-Core on a machine without CUDA. It has only the names that the training path uses."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Run Megatron-Core on a machine without CUDA: the one seam that depends on its version.
+"""Make Megatron-Core run on a machine without CUDA.
 
 Megatron-Core 0.16 names CUDA throughout, though little of the training path needs it. `install()` adds an import hook that rewrites the
-source of the listed modules, not files on disk. If a module's number of rewrites is not as listed, upstream changed: its import fails,
-so that somebody reads the change first.
-"""
+source of the modules in EXPECTED while they load. If a module's number of rewrites differs from EXPECTED, upstream has changed: its import
+fails, so that a person reads the change first."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ SUPPORTED = ((0, 16, 1), (0, 17, 0))
 """First supported and first unsupported version of megatron-core."""
 
 _STAND_IN = "_roll_lite_cpu_device"
-"""Name of cpu_device in a rewritten module's namespace; line numbers stay the same."""
+"""Global name of cpu_device in rewritten modules; an import statement would shift line numbers."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class _Rewrite:
 _REWRITES = (
     # optimizer.py, distrib_optimizer.py and clip_grads.py compare type strings of CUDA tensors.
     _Rewrite(re.compile(r"""(['"])torch\.cuda\.(Half|Float|BFloat16)Tensor"""), r"\1torch.\2Tensor"),
-    # tensor_parallel/random.py takes private helpers that wait for the CUDA driver.
+    # tensor_parallel/random.py imports private helpers that wait for the CUDA driver.
     _Rewrite(re.compile(r"from torch\.cuda import"), f"from {cpu_device.__name__} import"),
     # Copies to the device (grad_scaler.py, optimizer.py, ...); .cpu() changes nothing on host tensors.
     _Rewrite(re.compile(r"\.cuda\((?:non_blocking=True|torch\.cuda\.current_device\(\))?\)"), ".cpu()"),
@@ -52,7 +51,7 @@ _REWRITES = (
         re.compile(r"if torch\.is_tensor\(tensor\) and tensor\.is_cuda:"),
         "if torch.is_tensor(tensor := tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor) and tensor.is_cuda:",
     ),
-    # mappings.py: pieces of unequal size.
+    # mappings.py exchanges pieces of unequal size, which gloo cannot.
     _Rewrite(re.compile(r"\btorch\.distributed\.all_gather\(output_tensor_list"), f"{_STAND_IN}.ragged_all_gather(output_tensor_list"),
     _Rewrite(re.compile(r"\btorch\.distributed\.reduce_scatter\(output, "), f"{_STAND_IN}.ragged_reduce_scatter(output, "),
     # jit.py compiles small fusions with torch.compile, which takes minutes on a CPU.

@@ -20,7 +20,7 @@ from roll_lite.distributed.strategy.megatron.routing import ChosenExperts
 from roll_lite.models.hf_config import ExpertsConfig, HfConfig
 
 if not hasattr(moe_utils, "te_general_gemm"):
-    moe_utils.te_general_gemm = None  # Megatron-Core 0.16 asks for it, and does not say that it needs Transformer Engine
+    moe_utils.te_general_gemm = None  # Megatron-Core 0.16 reads this name, but defines it only with Transformer Engine
 
 
 def experts_config(hf: HfConfig) -> dict[str, Any]:
@@ -45,12 +45,11 @@ def experts_spec(experts: ModuleSpec, balance: Balance) -> Any:
 
 
 class Balance:
-    """Balance of the routers' choices over the micro-batches of an optimizer step, and its loss.
+    """Counts the routers' choices over the micro-batches of an optimizer step; computes the balance loss.
 
     A row's loss in a layer is the Switch Transformer's: experts x sum over experts of (share of the row's choices x mean probability), 1
-    for even choices. The objective gets `coef` x its mean over the mini-batch's rows, for every layer. Rows are never split over ranks
-    here, so micro-batches and ranks do not matter.
-    """
+    for even choices. The objective gets `coef` x its mean over the mini-batch's rows, for every layer. Everything is counted by whole rows,
+    so micro-batches and ranks do not matter."""
 
     def __init__(self, coef: float) -> None:
         self.coef = coef
@@ -67,11 +66,11 @@ class Balance:
         self._choices[layer] = self._choices[layer] + choices if layer in self._choices else choices
 
     def replayed(self, counts: torch.Tensor) -> None:
-        """Count rerouted tokens; see ChosenExperts.rerouted."""
+        """Add the counts of ChosenExperts.rerouted."""
         self._rerouted.append(counts)
 
     def weighted(self, loss: torch.Tensor) -> torch.Tensor:
-        """Weighted balance loss of a micro-batch in one layer; `loss`: sum over its rows."""
+        """Record and weight the balance loss of a micro-batch in one layer. `loss`: sum over its rows."""
         self._losses.append(loss.detach())
         return loss * (self.coef / self._rows)
 
@@ -146,14 +145,14 @@ class ExpertRouter(TopKRouter):
 
 
 class Experts(MoELayer):
-    """Expert layer that gives the router its rows again when the backward pass recomputes it: pipeline stages have by then run later
-    micro-batches."""
+    """Expert layer that sets the router's rows again when the backward pass recomputes it: later micro-batches have replaced them by
+    then."""
 
     router: ExpertRouter
 
     def __init__(self, config: Any, **options: Any) -> None:
         super().__init__(config=config, **options)
-        self.moe_layer_recompute = False  # Megatron's layer knows nothing of rows
+        self.moe_layer_recompute = False  # Megatron's own recomputation would not set the rows
         self._recomputed = config.recompute_granularity == "selective" and "moe" in config.recompute_modules
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **options: Any) -> Any:

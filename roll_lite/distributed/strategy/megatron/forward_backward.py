@@ -17,12 +17,12 @@ OnHead = Callable[[torch.Tensor, ModelInput], Any]
 
 
 def sum_gradients(chunks: list[Any], num_tokens: torch.Tensor | None = None, **options: Any) -> None:
-    """Megatron's finalize_model_grads without its division by tokens: loss weights hold the global counts."""
+    """Megatron's finalize_model_grads without its division by tokens: loss weights already contain the global counts."""
     finalize_model_grads(chunks, None, **options)
 
 
 def run_forward(chunks: Sequence[Any], inputs: Sequence[ModelInput], on_head: OnHead) -> list[Any]:
-    """Results of on_head for every micro-batch, without gradients; empty except on the last stage."""
+    """Run without gradients; returns on_head's result for every micro-batch on the last stage, [] elsewhere."""
 
     def step(iterator: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         given = next(iterator)
@@ -35,8 +35,7 @@ def run_forward(chunks: Sequence[Any], inputs: Sequence[ModelInput], on_head: On
 def run_training(chunks: Sequence[Any], inputs: Sequence[ModelInput], on_head: OnHead) -> list[Any]:
     """Forward and backward; gradients are summed over micro-batches and data-parallel ranks.
 
-    on_head returns the loss and the value to hand back. Empty except on the last stage.
-    """
+    on_head returns (loss, value); the values are returned on the last stage, [] elsewhere."""
 
     def step(iterator: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         given = next(iterator)
@@ -59,7 +58,7 @@ def _run(step: Any, chunks: Sequence[Any], inputs: Sequence[ModelInput], **optio
         data_iterator=iterators if several else iterators[0],
         model=list(chunks) if several else [chunks[0]],
         num_microbatches=len(inputs),
-        # Both matter only where all micro-batches have one shape; stages exchange theirs.
+        # Megatron uses both only if all micro-batches have one shape; here stages tell each other the shapes.
         seq_length=inputs[0].input_ids.shape[1],
         micro_batch_size=inputs[0].input_ids.shape[0],
         **options,
@@ -84,7 +83,7 @@ def _over_data_ranks(count: int, reduction: Any) -> int:
 
 
 def reduce_sums(sums: Sequence[dict[str, torch.Tensor]], is_last_stage: bool, device: torch.device) -> dict[str, float]:
-    """Sum over micro-batches and data-parallel ranks, for every rank. Waits for the device once.
+    """Sum over micro-batches and data-parallel ranks; all ranks get the sums. Waits for the device once.
 
     Context-parallel ranks hold equal sums; they take part so that a non-finite value on one shows on all.
     """

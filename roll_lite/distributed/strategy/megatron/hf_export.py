@@ -25,7 +25,7 @@ from roll_lite.models.hf_fields import architecture
 
 Read = Callable[[torch.nn.Parameter], torch.Tensor]
 Change = Callable[[torch.Tensor], torch.Tensor]
-"""Changes a rank's cut before export, as by merging an adapter: not in place, keeping shape and dtype."""
+"""Changes a rank's cut of a tensor before export, such as by merging an adapter. Not in place; keeps shape and dtype."""
 Write = Callable[[Path, bytes], None]
 OF_TORCH = {"format": "pt"}
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
@@ -42,7 +42,7 @@ class _Source:
     ranks: Sequence[int]
     """Ranks of the tensor-parallel group; the first receives full tensors."""
     takes_part: bool
-    """False for groups that hold copies of another's tensors."""
+    """False for data-parallel copies of another group."""
 
     @staticmethod
     def of_layers() -> _Source:
@@ -61,11 +61,11 @@ class _Source:
 
 
 _Described = tuple[str, tuple[int, ...], torch.dtype, int]
-"""Name, shape, dtype and owner."""
+"""Name, shape, dtype and owning rank of a tensor."""
 
 
 def _in_buckets(tensors: Sequence[_Described], bucket_bytes: int) -> list[list[_Described]]:
-    """Cut into buckets of one dtype each: a bucket is gathered as one tensor."""
+    """Divide into buckets of one dtype each, since a bucket is gathered as one tensor."""
     buckets: list[list[_Described]] = []
     filled = bucket_bytes
     for tensor in tensors:
@@ -80,7 +80,7 @@ def _in_buckets(tensors: Sequence[_Described], bucket_bytes: int) -> list[list[_
 
 
 class HfExporter:
-    """Runs an ExportPlan on the ranks with the first copy of each pipeline stage and expert."""
+    """Exports weights from the ranks that hold the first data-parallel copy of a pipeline stage or expert."""
 
     def __init__(self, bindings: Sequence[Binding], hf: HfConfig, changes: Mapping[str, Change] | None = None) -> None:
         self._hf = hf
@@ -96,13 +96,12 @@ class HfExporter:
         return [binding for binding in bindings if self._sources[binding.entry.of_experts].takes_part]
 
     def plan(self, bucket_bytes: int) -> ExportPlan:
-        """Plan the export; collective. Buckets are cut per owner in layer order, experts apart. Owners take turns: others gather and write
-        while the engines load from one.
-        """
+        """Plan the export; collective. Each owner's tensors are divided into buckets in layer order, experts apart. Owners alternate: while
+        engines load one's bucket, others gather and write theirs."""
         mine: dict[bool, list[_Described]] = {False: [], True: []}
         for name, (binding, number) in self._places.items():
             if self._sources[binding.entry.of_experts].owns:
-                cut = self._cuts(binding.entry, self._like_group(binding.entry, binding.parameter))[number]
+                cut = self._cuts(binding.entry, self._like_joined(binding.entry, binding.parameter))[number]
                 mine[binding.entry.of_experts].append((name, self._full_shape(binding.entry, cut), cut.dtype, dist.get_rank()))
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, list(mine.values()))
@@ -128,19 +127,20 @@ class HfExporter:
         for tensor in tensors:
             binding, number = self._places[tensor.name]
             if id(binding) not in parts:
-                parts[id(binding)] = self._cuts(binding.entry, self._group_of(binding.entry, read(binding.parameter)))
+                parts[id(binding)] = self._cuts(binding.entry, self._join_shared(binding.entry, read(binding.parameter)))
             cut = parts[id(binding)][number]
             change = self._changes.get(tensor.name)
             cuts.append(cut if change is None else change(cut))
         return cuts
 
-    def _cuts(self, entry: Entry, group: torch.Tensor) -> list[torch.Tensor]:
-        """This rank's cut of each Hugging Face tensor in a Megatron tensor. `group`: joined over ranks that share a key/value head."""
+    def _cuts(self, entry: Entry, joined: torch.Tensor) -> list[torch.Tensor]:
+        """This rank's cuts of the Hugging Face tensors in a Megatron tensor. `joined`: that tensor, from all ranks that share a key/value
+        head."""
         sharing = ranks_of_a_group(entry, self._hf, self._tensor_group.size())
-        return [cut.chunk(sharing)[self._tensor_group.rank() % sharing] for cut in take_apart(entry, group, self._hf)]
+        return [cut.chunk(sharing)[self._tensor_group.rank() % sharing] for cut in take_apart(entry, joined, self._hf)]
 
-    def _group_of(self, entry: Entry, local: torch.Tensor) -> torch.Tensor:
-        """Gather the rows of ranks that share a key/value head; collective over these."""
+    def _join_shared(self, entry: Entry, local: torch.Tensor) -> torch.Tensor:
+        """Join the rows of ranks that share a key/value head; if any do, collective over the tensor group."""
         sharing = ranks_of_a_group(entry, self._hf, self._tensor_group.size())
         if sharing == 1:
             return local
@@ -149,12 +149,12 @@ class HfExporter:
         first = self._tensor_group.rank() // sharing * sharing
         return torch.cat(pieces[first : first + sharing])
 
-    def _like_group(self, entry: Entry, local: torch.Tensor) -> torch.Tensor:
+    def _like_joined(self, entry: Entry, local: torch.Tensor) -> torch.Tensor:
         sharing = ranks_of_a_group(entry, self._hf, self._tensor_group.size())
         return torch.empty(sharing * len(local), *local.shape[1:], dtype=local.dtype, device="meta")
 
     def _gather(self, tensors: Sequence[ExportedTensor], cuts: Sequence[torch.Tensor], source: _Source) -> dict[str, torch.Tensor] | None:
-        """Gather a bucket in one collective: split tensors travel flat; replicated ones come from the owner."""
+        """Gather a bucket at its owner in one collective: cut tensors travel flat; of replicated ones the owner keeps its own."""
         entries = [self._places[tensor.name][0].entry for tensor in tensors]
         spread = [cut for cut, entry in zip(cuts, entries, strict=True) if entry.cut is not None]
         pieces: list[torch.Tensor] = []

@@ -45,7 +45,7 @@ class HfCheckpoint:
         return self._open[file].get_slice(name)
 
     def check(self, shapes: Mapping[str, Sequence[int]], by: str = "config.json") -> None:
-        """Raise ValueError for a tensor of another shape; `by`: file that gives the expected one."""
+        """Raise ValueError for a tensor of another shape or type. `by`: where the expected shapes come from."""
         for name, shape in shapes.items():
             stored = self.slice(name)
             if message := misfit(name, stored.get_dtype(), stored.get_shape(), shape, by):
@@ -59,7 +59,7 @@ def load_weights(
     value_init: ValueInit | None,
     key: str,
 ) -> None:
-    """Fill every parameter. value_init is None for a language model. ValueError for missing, unknown and misshapen tensors."""
+    """Load every parameter. value_init is None for a language model. ValueError for missing, unknown and misshapen tensors."""
     checkpoint = HfCheckpoint(folder, key)
     fresh = set(VALUE_HEAD.hf) if value_init == "actor" else set()
     missing = sorted({name for binding in bindings for name in binding.hf} - checkpoint.names - fresh)
@@ -85,7 +85,7 @@ def load_weights(
 
 
 def load_adapters(bindings: Sequence[Binding], folder: Path, wanted: Set[str]) -> None:
-    """Load adapters in PEFT's format. `wanted`: names in the whole model. ValueError for missing, unknown and misshapen ones."""
+    """Load adapters in PEFT's format. `wanted`: names of all the model's adapters. ValueError for missing, unknown and misshapen ones."""
     checkpoint = HfCheckpoint(folder, "actor_train.lora.path", ADAPTER_WEIGHTS)
     for names, what in ((wanted - checkpoint.names, "lacks"), (checkpoint.names - wanted, "has")):
         if names:

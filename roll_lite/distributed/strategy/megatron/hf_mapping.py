@@ -43,11 +43,11 @@ class Entry:
 
     @property
     def of_experts(self) -> bool:
-        """True if there is one per expert, cut over expert_tensor_parallel."""
+        """True if each expert has its own tensor, cut over expert_tensor_parallel."""
         return EXPERT in self.megatron
 
     def megatron_name(self, layer: int, expert: int | None, among: Container[str]) -> str:
-        """Name in Megatron, the one in `among`; layer and expert number are local to this rank."""
+        """Find the entry's Megatron name in `among`; layer and expert are this rank's local numbers."""
         names = [f"decoder.layers.{layer}.{name}".replace(EXPERT, str(expert)) for name in (self.megatron, self.fused) if name]
         found = next((name for name in names if name in among), None)
         assert found is not None, f"the Megatron model has no {' or '.join(names)}"
@@ -129,7 +129,7 @@ class Binding:
     hf: tuple[str, ...]
     parameter: torch.nn.Parameter
     exported: bool = True
-    """False for copies of another parameter."""
+    """False for a copy of another stage's parameter."""
 
 
 def bind(chunks: Sequence[Any], hf: HfConfig) -> list[Binding]:
@@ -162,7 +162,7 @@ def ranks_of_a_group(entry: Entry, hf: HfConfig, tensor_ranks: int) -> int:
 
 
 def join(entry: Entry, cuts: Sequence[torch.Tensor], hf: HfConfig, dim: int = 0) -> torch.Tensor:
-    """Megatron tensor from this rank's cuts of checkpoint tensors. `dim`: dimension of their rows."""
+    """Join this rank's cuts of checkpoint tensors into a Megatron tensor. `dim`: dimension of their rows."""
     match entry.layout:
         case Layout.PLAIN:
             return cuts[0]

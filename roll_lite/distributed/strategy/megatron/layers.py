@@ -1,7 +1,7 @@
-"""Decoder layers: norm, attention over packed rows and value head of our own, the rest torch's or Transformer Engine's.
+"""Decoder layers: attention over packed rows and the value head are our own; linear layers, experts and norms come from Megatron and torch,
+or from Transformer Engine.
 
-Transformer Engine fuses a norm into the following product and runs all experts in one call. Attention is ours under both.
-"""
+Transformer Engine fuses a norm into the following linear layer and runs all experts in one call."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from roll_lite.models.hf_config import HfConfig
 
 
 class TorchRMSNorm(torch.nn.RMSNorm):
-    """RMSNorm under sequence parallelism, which Megatron's wrapper of torch's refuses; its fused norm needs Apex."""
+    """RMSNorm for sequence parallelism: Megatron's wrapper of torch's norm refuses it, and its fused norm needs Apex."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=current_device())
@@ -43,8 +43,8 @@ class TorchRMSNorm(torch.nn.RMSNorm):
 class SdpaAttention(MegatronModule):
     """Causal grouped-query attention within packed rows, with the model's sliding window if any.
 
-    Takes [tokens, 1, heads, head_dim] and returns [tokens, 1, heads * head_dim]. Context-parallel ranks gather the keys and values of all.
-    """
+    Takes [tokens, 1, heads, head_dim] and returns [tokens, 1, heads * head_dim]. Context-parallel ranks gather each other's keys and
+    values."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class SdpaAttention(MegatronModule):
         return packed(q, k, v, rows).reshape(len(query), 1, -1)
 
     def _variable_length(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: PackedRows) -> torch.Tensor:
-        """Flash attention; a window of (-1, 0) is causal, and the last token sees everything."""
+        """Run flash attention. A window of (-1, 0) is causal, aligned at a piece's last token."""
         window = (-1 if self.looks_back is None else self.looks_back, 0)
         seen_starts = rows.starts if rows.seen_starts is None else rows.seen_starts
         sizes = rows.most_tokens, rows.most_seen
@@ -98,15 +98,15 @@ class SdpaAttention(MegatronModule):
         outputs = []
         for (count, size, seen), *parts in zip(rows.runs, q.split(cuts[0]), k.split(cuts[1]), v.split(cuts[1]), strict=True):
             query, key, value = (part.view(count, -1, *part.shape[1:]).transpose(1, 2) for part in parts)
-            before = self._before(size, seen, q.device)
+            mask = self._before(size, seen, q.device)
             found = torch.nn.functional.scaled_dot_product_attention(
-                query, key, value, before, is_causal=before is None, scale=self.softmax_scale, enable_gqa=self.queries_per_key > 1
+                query, key, value, mask, is_causal=mask is None, scale=self.softmax_scale, enable_gqa=self.queries_per_key > 1
             )
             outputs.append(found.transpose(1, 2).flatten(0, 1))
         return torch.cat(outputs)
 
     def _before(self, size: int, seen: int, device: torch.device) -> torch.Tensor | None:
-        """Attention mask [size, seen] of a piece; None: each token sees all from the piece's first."""
+        """Attention mask [size, seen] of a piece; None for plain causal attention."""
         windowed = self.looks_back is not None and self.looks_back + 1 < seen
         if size == seen and not windowed:
             return None
@@ -122,11 +122,11 @@ class ValueHead(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=current_device()))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[N, hidden] to [N] in float32, because values are regressed on."""
+        """Map [N, hidden] to [N], in float32 for the regression."""
         return torch.nn.functional.linear(hidden.float(), self.weight.float()).squeeze(-1)
 
 
-# Norms are stored under Transformer Engine's names: either kind of layers finds what the other saved.
+# Norms are stored under Transformer Engine's names, so that either kind of layers loads what the other saved.
 STORED_NAMES = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
 STORED_NAMES_WITHOUT_EXPERTS = {**STORED_NAMES, "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
@@ -151,7 +151,7 @@ TORCH = LayerParts(
 
 
 def chosen_parts(wanted: Literal["auto", "torch", "transformer_engine"], has_adapters: bool) -> LayerParts:
-    """Choose the parts. ValueError if Transformer Engine is asked for and not available."""
+    """Choose torch's or Transformer Engine's parts. ValueError if the latter are asked for but not available."""
     obstacle = _obstacle(has_adapters)
     if wanted == "transformer_engine" and obstacle is not None:
         raise ValueError(f"strategy.layers: transformer_engine {obstacle}; use torch, or auto")

@@ -19,9 +19,8 @@ def log_probs_and_entropy(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probs and entropy of softmax(hidden @ weight.T / temperatures): both [N] float32, differentiable, equal on all ranks.
 
-    hidden [N, H], weight [V/tp, H]. Every rank computes the same loss. The gradient of hidden covers this rank's part of the vocabulary
-    only, and is 0 for tokens that were not kept.
-    """
+    hidden [N, H], weight [V/tp, H]. Every rank computes the same loss. The gradient of hidden covers this rank's words only; words outside
+    the softmax add nothing to it."""
     keep = torch.is_grad_enabled() and len(hidden) * len(weight) <= KEPT_LOGITS
     log_probs, entropies = _LogProbs.apply(hidden, weight, vocabulary, entropy, keep)
     return log_probs, entropies if entropy else None
@@ -56,7 +55,7 @@ class _LogProbs(torch.autograd.Function):
         on_target = torch.zeros_like(scale) if grad_log_probs is None else grad_log_probs * scale
         slope = None if grad_entropy is None else -grad_entropy * scale / exponentials
         constant = -on_target / exponentials if slope is None else -on_target / exponentials - slope * mean
-        kept, ctx.logits = ctx.logits, []  # overwrites them
+        kept, ctx.logits = ctx.logits, []  # the loop overwrites the logits
         for block, logits in kept or vocabulary.logits(hidden, weight):
             z = vocabulary.scaled(logits, largest)
             if slope is None:
@@ -72,9 +71,8 @@ class _LogProbs(torch.autograd.Function):
 def distribution(hidden: torch.Tensor, weight: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
     """log_softmax(hidden @ weight.T / temperatures): [N, vocab_size] float32, differentiable, equal on all ranks.
 
-    Gathers N x V numbers on every rank: for small vocabularies or few rows. Tokens that sampling dropped have the log-prob DROPPED and no
-    gradient. Otherwise as log_probs_and_entropy.
-    """
+    Gathers N x V numbers on every rank: only for small vocabularies or few rows. Tokens outside the softmax have the log-prob DROPPED and
+    no gradient. Arguments as in log_probs_and_entropy."""
     result: torch.Tensor = _Distribution.apply(hidden, weight, vocabulary)
     return result
 

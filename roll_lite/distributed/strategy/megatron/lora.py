@@ -4,9 +4,8 @@ Each Hugging Face projection has its own A [rank, in] and B [out, rank]; a Megat
 where it cuts a layer's rows (q, k, v, gate, up), A where it cuts columns (o, down); the other matrix is replicated. Only the product
 with A crosses ranks.
 
-An expert's adapters live whole beside the expert; gradients are summed over the ranks that hold the same expert. Layouts in which tensor
-ranks share a key/value head, or an expert's matrices, are refused (config/checks/lora.py).
-"""
+An expert's adapters are not cut: each rank that holds the expert has them, and gradients are summed over these ranks. Layouts in which
+tensor ranks share a key/value head, or an expert's matrices, are refused (config/checks/lora.py)."""
 
 from __future__ import annotations
 
@@ -33,10 +32,10 @@ if TYPE_CHECKING:
 
 
 class Projection(torch.nn.Module):
-    """A and B of one projection, or this tensor rank's cuts. B starts at zero, so nothing changes at first."""
+    """A and B of one projection, or this tensor rank's cuts. B starts at zero, so the model is unchanged at first."""
 
     def __init__(self, name: str, base: torch.Tensor, entry: Entry, lora: LoraConfig, seed: int) -> None:
-        """`base`: this rank's cut of the weight. A is the same in every layout."""
+        """`base`: this rank's cut of the weight. A starts the same in every layout."""
         super().__init__()
         rows, columns = base.shape
         group = cut_group(entry.of_experts)
@@ -63,7 +62,7 @@ class Adapter(torch.nn.Module):
     def __init__(
         self, config: Any, entry: Entry, rows: Sequence[int], projections: dict[int, tuple[str, Projection]], hf: HfConfig
     ) -> None:
-        """`rows`: number in this rank's cut of each projection of the layer; `projections`: adapted ones, with names, by index."""
+        """`rows`: number of rows on this rank, by projection of the layer. `projections`: adapted ones with their names, by index."""
         super().__init__()
         self.active = True
         self._entry, self._hf, self._rows = entry, hf, rows
@@ -76,7 +75,8 @@ class Adapter(torch.nn.Module):
                 if entry.of_experts:
                     parameter.allreduce = False  # type: ignore[attr-defined]
                     axis = axis or 0
-                # The gradient norm counts cut weights on every rank, others on tensor rank 0; an expert's adapter has no copy.
+                # The gradient norm counts cut weights on every rank, others on tensor rank 0 only; an expert's adapter counts as cut, since
+                # it has no copy on other tensor ranks.
                 if axis is not None:
                     set_tensor_model_parallel_attributes(parameter, True, axis, 1)
                 else:
@@ -84,7 +84,7 @@ class Adapter(torch.nn.Module):
                     parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """[tokens, 1, in] to [tokens, 1, out]; experts [tokens, in] to [tokens, out]."""
+        """Map [tokens, 1, in] to [tokens, 1, out]; of experts [tokens, in] to [tokens, out]."""
         low = torch.nn.functional.linear(inputs, torch.cat([one.lora_A for one in self._projections.values()]))
         low = self._over_tensor_ranks(low)
         lows = iter(low.chunk(len(self._projections), dim=-1))
@@ -97,7 +97,7 @@ class Adapter(torch.nn.Module):
         return join(self._entry, outputs, self._hf, dim=low.dim() - 1)
 
     def _over_tensor_ranks(self, low: torch.Tensor) -> torch.Tensor:
-        """Communicate the small product with A as the layer does its input or output."""
+        """Exchange the small product with A between tensor ranks, as the layer does with its input or output."""
         if self._entry.of_experts:
             return low
         match self._entry.cut, self._sequence_parallel:
@@ -126,9 +126,9 @@ class Adapters:
         self._all: list[Adapter] = []
         self.bindings: list[Binding] = []
         self.merging: dict[str, Change] = {}
-        """Merges of adapters into weights, by weight name."""
+        """Functions that merge an adapter into a weight, by the weight's name."""
         self.scaling: dict[str, Change] = {}
-        """Scalings of B by alpha / rank, by name."""
+        """Functions that scale B by alpha / rank, by B's name."""
         for chunk in chunks:
             chunk.requires_grad_(False)
             for layer in chunk.decoder.layers:
@@ -175,5 +175,5 @@ def _adaptable(hf: HfConfig, layer: int) -> list[Entry]:
 
 
 def cut_of(matrix: str, entry: Entry) -> int | None:
-    """Dimension of A or B that tensor parallelism cuts."""
+    """Dimension of A or B that tensor parallelism cuts, None if replicated."""
     return entry.cut if matrix.endswith(A if entry.cut == 1 else B) else None

@@ -1,4 +1,4 @@
-"""Megatron-Core's GPT with our norm and attention, and a head that runs only where it counts."""
+"""Megatron-Core's GPT with this project's norm and attention. The head runs only at the positions that a loss needs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from roll_lite.distributed.strategy.megatron.packed_rows import PackedRows
 from roll_lite.models.hf_config import HfConfig, RopeConfig
 
 ROTARY_STEP = 256
-"""Multiple of tokens that rotary embeddings are made for, so that Megatron caches few."""
+"""Rounds the length of rotary embeddings up, so that Megatron caches few of them."""
 
 
 def transformer_config(hf: HfConfig, strategy: MegatronStrategyConfig, dtype: torch.dtype, deterministic: bool) -> Any:
@@ -54,8 +54,8 @@ def transformer_config(hf: HfConfig, strategy: MegatronStrategyConfig, dtype: to
         expert_model_parallel_size=strategy.expert_parallel,
         expert_tensor_parallel_size=strategy.expert_tensor_parallel,
         sequence_parallel=strategy.sequence_parallel,
-        # One exchange at a time: with both directions in one batch, two stages that neighbour each other on both sides would take gradients
-        # for activations.
+        # Interleaved stages do not batch their sends and receives: of two stages, each is the other's predecessor and successor, and would
+        # take gradients for activations.
         overlap_p2p_comm=strategy.virtual_pipeline_parallel > 1,
         batch_p2p_comm=strategy.virtual_pipeline_parallel == 1,
         # Micro-batches differ in tokens, so stages must tell each other the shapes.
@@ -67,7 +67,7 @@ def transformer_config(hf: HfConfig, strategy: MegatronStrategyConfig, dtype: to
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=not on_gpu,
         perform_initialization=False,
-        # Gradients are sums of weighted token losses: never divided by micro-batches, tokens or ranks.
+        # Losses are weighted sums over tokens: gradients are never divided by the number of micro-batches, tokens or ranks.
         calculate_per_token_loss=True,
         gradient_accumulation_fusion=False,
         bias_activation_fusion=False,
@@ -90,16 +90,15 @@ def _pipeline_layout(layers: Sequence[int]) -> list[list[str]]:
 
 
 def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
-    """Rows of the embedding, padded to equal shares. Added rows are never looked up; the softmax masks them."""
+    """Number of embedding rows, padded to equal shares. Padding rows are never looked up; the softmax masks them."""
     return -(-vocab_size // tensor_parallel) * tensor_parallel
 
 
 class RollModel(GPTModel):
-    """Model part: one pipeline stage, or one part of an interleaved stage.
+    """One pipeline stage of the model, or one part of an interleaved stage.
 
-    The last stage's forward returns, for the N requested positions, hidden states [N, hidden] to multiply with output_weight, or [N]
-    values. Prompt tokens and padding never reach the head.
-    """
+    For the N requested positions, the last stage's forward returns hidden states [N, hidden], to be multiplied with output_weight, or
+    values [N]. Prompt tokens and padding never reach the head."""
 
     def __init__(
         self, config: Any, hf: HfConfig, value_head: bool, balance: Balance, part: int | None = None, parts: LayerParts = TORCH
@@ -124,17 +123,17 @@ class RollModel(GPTModel):
         if last and value_head:
             self.output_layer = ValueHead(config)
         for tensor in (*self.parameters(), *self.buffers()):
-            if tensor.device.type != current_device().type:  # expert routers, which Megatron moves in the first pass
+            if tensor.device.type != current_device().type:  # expert routers: Megatron moves them only in the first pass
                 tensor.data = tensor.data.to(current_device())
         _mark_weights(bind([self], hf))
 
     def forward(self, input_ids: torch.Tensor, rows: PackedRows, positions: torch.Tensor) -> torch.Tensor:
-        """input_ids [1, tokens]: packed rows, or this context-parallel rank's part. positions [N]: tokens whose next token counts."""
+        """input_ids [1, tokens]: packed rows, or this context-parallel rank's part. positions [N]: tokens whose prediction is needed."""
         embedded = self.embedding(input_ids=input_ids, position_ids=None) if self.pre_process else None
         if embedded is not None and self.config.recompute_granularity is not None:
             # Recomputed layers get a gradient only if their input requires one, which frozen embeddings do not.
             embedded.requires_grad_()
-        # `packed_seq`: all positions, not those that Megatron would assign to this context-parallel rank.
+        # With `packed_seq` Megatron returns all positions; otherwise it would choose this context-parallel rank's by a split of its own.
         rotary = self.rotary_pos_emb(-(-rows.longest // ROTARY_STEP) * ROTARY_STEP, packed_seq=True).index_select(0, rows.places)
         hidden = self.decoder(hidden_states=embedded, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=rows)
         if not self.post_process:
@@ -145,35 +144,34 @@ class RollModel(GPTModel):
         chosen = hidden.squeeze(1).index_select(0, positions)
         if self.has_value_head:
             return self.output_layer(chosen)
-        # Without a gather to do it, partial gradients are summed over ranks here.
+        # Sums partial gradients over ranks; under sequence parallelism the gather above does so.
         return chosen if self.config.sequence_parallel else tensor_parallel.copy_to_tensor_model_parallel_region(chosen)
 
     @property
     def output_weight(self) -> torch.Tensor:
-        """[V/tp, hidden] on the last stage; a language model only."""
+        """Weight [V/tp, hidden] of a language model's head; on the last stage only."""
         tied = self.share_embeddings_and_output_weights
         weight: torch.Tensor = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         return weight
 
 
 def scale_as_llama3(rotary: Any, rope: RopeConfig) -> None:
-    """Scale the frequencies as config.json says; Megatron-Core passes on the factor alone."""
+    """Scale RoPE's frequencies by all of config.json's fields; Megatron-Core passes on the factor alone."""
     if rope.llama3 is not None:
         rotary.inv_freq = rotary._apply_scaling(rotary.inv_freq, **asdict(rope.llama3))
 
 
 def _mark_weights(bindings: Sequence[Binding]) -> None:
-    """Mark cut weights as Megatron does only where it also initialises them (perform_initialization).
-
-    Without the mark the gradient norm counts a weight on tensor rank 0 alone, and clipping is wrong.
-
-    Expert weights are reduced over other ranks (allreduce False), which Megatron says only under expert parallelism. Without it, gradients
-    would miss other tensor ranks' tokens where expert_tensor_parallel is smaller, and checkpoints would not load under another
-    expert_parallel."""
+    """Set attributes of weights that Megatron sets only in some cases."""
     for binding in bindings:
         weight: Any = binding.parameter
+        # Megatron sets these attributes only where it initialises weights (perform_initialization). Without them the gradient norm counts
+        # a cut weight on tensor rank 0 alone, and clipping is wrong.
         if binding.entry.cut is not None and not hasattr(weight, "tensor_model_parallel"):
             set_tensor_model_parallel_attributes(weight, True, binding.entry.cut, 1)
+        # False: reduced over other ranks than dense weights. Megatron sets it only under expert parallelism. Without it, gradients would
+        # miss other tensor ranks' tokens if expert_tensor_parallel is smaller, and checkpoints would not load under another
+        # expert_parallel.
         if binding.entry.of_experts:
             weight.allreduce = False
 

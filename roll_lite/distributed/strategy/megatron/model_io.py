@@ -20,26 +20,26 @@ from roll_lite.distributed.strategy.megatron.vocabulary import Vocabulary
 from roll_lite.models.hf_config import ExpertsConfig
 
 KEPT, TEMPERATURE = "kept_ids", "temperature"
-"""Columns for the head alone: tokens that a softmax covers, and the temperature."""
+"""Columns that only the head reads: tokens that the softmax covers, and its temperature."""
 
 
 @dataclass(frozen=True)
 class ModelInput:
     input_ids: torch.Tensor
-    """[1, tokens]: packed rows, or this context-parallel rank's part, as in the other fields."""
+    """[1, tokens]: packed rows. Under context parallelism all fields but micro_batch hold this rank's part."""
     rows: PackedRows
     positions: torch.Tensor
-    """[N] tokens whose next token counts; then, if final values are asked for, the last token of each row."""
+    """[N] tokens whose prediction is needed; then, for final values, the last token of each row."""
     slots: torch.Tensor
     """[N] index b * (T - 1) + t of each result in [B, T - 1]."""
     ends: torch.Tensor
-    """Rows whose last token is asked for."""
+    """Numbers of the rows whose last tokens are at the end of `positions`."""
     targets: torch.Tensor
     micro_batch: MicroBatch
-    """Rows for the loss; none if this rank only keeps in step with others."""
+    """Rows for the loss; none if this rank runs only to keep in step with others."""
     kept: torch.Tensor | None = None
     temperatures: torch.Tensor | None = None
-    """[N], by the position's row; None for a value head."""
+    """[N] temperature of the position's row; None for a value head."""
 
 
 def model_inputs(
@@ -51,9 +51,8 @@ def model_inputs(
     experts: ExpertsConfig | None = None,
     record: bool = False,
 ) -> list[ModelInput]:
-    """Micro-batches of the plan. `columns`: for the loss, None: all. `ends`: include the last token of each row. `record`: record routes to
-    experts.
-    """
+    """Build the plan's micro-batches. `columns`: those that the loss reads; None: all. `ends`: include the last token of each row.
+    `record`: record routes to experts."""
     inputs = []
     for rows in plan.cut(batch):
         given, cut = _model_input(rows, plan.token_multiple, device, columns, ends)
@@ -70,7 +69,7 @@ def _routes(batch: DataProto, cut: ContextCut, experts: ExpertsConfig, record: b
     places, given = cut.places(), None
     if replayed is not None:
         values, width = batch.ragged(replayed).values, sum(experts.layers) * experts.per_token
-        values = values.expand(-1, width) if values.dim() == 2 else values.new_full((0, width), -1)  # all one -1: no row knows its experts
+        values = values.expand(-1, width) if values.dim() == 2 else values.new_full((0, width), -1)  # one -1: no row has recorded routes
         whole = torch.nn.functional.pad(values, (0, 0, 0, cut.tokens - len(values)), value=-1)
         given = whole[places].view(len(places), -1, experts.per_token)
     return Routes(places, cut.tokens, given, {} if record else None)
@@ -79,7 +78,7 @@ def _routes(batch: DataProto, cut: ContextCut, experts: ExpertsConfig, record: b
 def _model_input(
     batch: DataProto, token_multiple: int, device: torch.device, columns: Collection[str] | None, ends: bool
 ) -> tuple[ModelInput, ContextCut]:
-    """Compute positions on the host, without waiting for the device."""
+    """Build one micro-batch, with positions computed on the host, without waiting for the device."""
     micro_batch = padded(batch.select(name for name in batch.columns if name not in REPLAYED))
     transitions = micro_batch.mask.shape[1]
     slots = micro_batch.mask.reshape(-1).nonzero().squeeze(1)
@@ -117,7 +116,8 @@ def outputs_of(
     vocab_size: int,
     group: dist.ProcessGroup,
 ) -> MicroBatchOutputs:
-    """Padded columns for the loss, 0 where masked, from the last stage's values, or hidden states and output weight."""
+    """Turn the last stage's result (values, or hidden states to multiply with `weight`) into padded columns for the loss, 0 where
+    masked."""
     shape = given.micro_batch.mask.shape
     if set(outputs) & {"values", "final_value"}:
         values, ends = result.split([len(given.slots), len(result) - len(given.slots)])
@@ -143,7 +143,7 @@ def outputs_of(
 
 
 def to_host(outputs: MicroBatchOutputs) -> MicroBatchOutputs:
-    """Move large outputs to the host before the last micro-batch is done."""
+    """Move the large output to the host after each micro-batch."""
     return outputs if outputs.distribution is None else replace(outputs, distribution=outputs.distribution.cpu())
 
 
@@ -156,9 +156,8 @@ def check_outputs(outputs: Sequence[str], value_head: bool, training: bool = Fal
 
 
 def _scatter(flat: torch.Tensor, slots: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """[N, ...] to [*shape, ...], differentiable, with the other context-parallel ranks' entries: each computes the whole loss and gets the
-    gradient of its own tokens.
-    """
+    """Scatter results [N, ...] into [*shape, ...], with those of other context-parallel ranks. Differentiable: each rank computes the whole
+    loss and gets the gradient of its own tokens."""
     entry = flat.shape[1:]
     scattered = flat.new_zeros(shape.numel(), *entry).index_copy(0, slots, flat).view(*shape, *entry)
     return tensor_parallel.reduce_from_tensor_model_parallel_region(scattered, group=parallel_state.get_context_parallel_group())

@@ -1,7 +1,7 @@
 """Move state out of device memory and back by emptying the storages that Megatron's buffers and views share.
 
-A refilled storage keeps its identity: all views (parameters, main_grad, optimizer shards) become valid again. Its host copy (pinned beside
-a GPU) stays current until the state is written to: a reference model is copied once per run.
+A refilled storage keeps its identity: all views (parameters, main_grad, optimizer shards) become valid again. Its host copy (pinned if
+there is a GPU) stays current until the state changes: a reference model is copied once per run.
 
 Copies use a stream of their own. `load` only starts them; `require` makes the computation wait for the groups it names, so that the
 optimizer's state arrives while the first micro-batches run. On a CPU copies are immediate."""
@@ -25,7 +25,7 @@ class HostCopy:
     storage: torch.UntypedStorage
     size: int
     memory: torch.Tensor | None = None
-    """None for dropped gradients, and for state that never left."""
+    """None for gradients, which are dropped, and for state that was never offloaded."""
     is_current: bool = False
     is_frozen: bool = False
 
@@ -43,7 +43,7 @@ class StateMover:
         self.moved = Moved()
 
     def offload(self, groups: Iterable[StateGroup]) -> None:
-        """The memory is free when this returns."""
+        """Offload groups; their device memory is free on return."""
         start = time.perf_counter()
         leaving = [group for group in dict.fromkeys(groups) if group not in self._away]
         copied = freed = 0
@@ -68,7 +68,7 @@ class StateMover:
         for group in [group for group in dict.fromkeys(groups) if group in self._away]:
             for copy in self._copies[group].values():
                 copy.storage.resize_(copy.size)
-            self._stream.wait_stream(self._device.current_stream())  # whoever had that memory before may still be at work
+            self._stream.wait_stream(self._device.current_stream())  # queued work may still use that memory
             with self._device.stream(self._stream):
                 for copy in self._copies[group].values():
                     if copy.memory is None:
@@ -89,9 +89,8 @@ class StateMover:
                 event.wait(self._device.current_stream())
 
     def require_to_write(self, *groups: StateGroup, trained_only: bool = False) -> None:
-        """Require groups before they change, which outdates their host copies: a write without this call is lost at the next offload.
-        `trained_only`: frozen weights keep their copies.
-        """
+        """Require groups that are about to change: their host copies become outdated. Without this call the change is lost at the next
+        offload. `trained_only`: frozen weights keep their copies."""
         self.require(*groups)
         for group in groups:
             for copy in self._copies[group].values():
@@ -112,7 +111,7 @@ class StateMover:
         return event
 
     def _copies_of(self, group: StateGroup) -> dict[int, HostCopy]:
-        """Copies of the group's storages, listed anew, since loading a checkpoint replaces some."""
+        """Host copies of the group's storages; these are listed anew, since loading a checkpoint replaces some."""
         known, frozen = self._copies[group], group is StateGroup.WEIGHTS
         training = self._keyed(weight for chunk in self._chunks for weight in chunk.parameters() if weight.requires_grad)
         return {
@@ -131,7 +130,7 @@ class StateMover:
         keyed = {}
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            if storage.device.type == self._device_type:  # torch's AdamW counts its steps on the host
+            if storage.device.type == self._device_type:  # torch AdamW's step counters are on the host
                 keyed[storage._cdata] = storage
         return keyed
 
@@ -155,7 +154,7 @@ class StateMover:
 
 
 def _return_free_memory() -> None:
-    """Return freed memory, which both allocators would keep."""
+    """Return freed memory to the system: CUDA's and glibc's allocators would keep it."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     elif trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # of glibc

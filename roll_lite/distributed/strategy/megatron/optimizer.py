@@ -41,8 +41,8 @@ class Optimizer:
         self.on_host = config.on_host
         self._host_steps: list[HostStep] = []
         self._make_states()
-        # The constructor's step(0) also applies the weight-decay multipliers that spare norms and biases.
-        # Megatron's warm-up would spend the first update at init_lr: started one part up, it ends with update warmup_steps.
+        # The constructor's step(0) also applies the weight-decay multipliers that spare norms and biases. Megatron's warm-up would make the
+        # first update with init_lr. It starts one step higher here, and ends with update number warmup_steps.
         rest = max(config.warmup_steps - 1, 0)
         self.scheduler = OptimizerParamScheduler(
             self.megatron,
@@ -66,7 +66,7 @@ class Optimizer:
         return list(self.megatron.chained_optimizers)
 
     def _make_states(self) -> None:
-        """Create the moments before the first step: memory use is known from the start, and a checkpoint has something to load into."""
+        """Create the moments before the first step, so that memory use is known from the start and a checkpoint can be loaded into them."""
         for part in self.parts:
             if self.on_host:
                 self._host_steps.append(HostStep(part.optimizer, current_device()))
@@ -85,13 +85,11 @@ class Optimizer:
         return {"optimizer": {"param_groups": groups}}
 
     def complete_states(self) -> None:
-        """Move moments to the host if they belong there, and give every parameter its own step counter.
-
-        For torch's AdamW, Megatron-Core 0.16 creates no counter, and loads one tensor into all. Every update would advance the shared
-        counter, and Adam's bias correction would be silently wrong.
-        """
+        """Move moments to the host if configured, and give every parameter its own step counter."""
         for step in self._host_steps:
             step.keep_moments()
+        # For torch's AdamW, Megatron-Core 0.16 creates no counters, and loads one tensor into all. Every parameter's update would advance
+        # that shared counter, and Adam's bias correction would be silently wrong.
         for part in self.parts:
             if isinstance(part.optimizer, torch.optim.AdamW):
                 for state in part.optimizer.state.values():
@@ -103,11 +101,9 @@ class Optimizer:
     @torch.no_grad()
     def step(self, loss: float) -> StepResult:
         """Clip, update, advance the schedule. If loss or gradient is not finite on any rank, nothing changes on any. (An infinite advantage
-        under a clipped ratio gives an infinite loss without a gradient.)
-
-        Megatron's own step() checks for infinities only with loss scaling; its norm and clipping, without Apex or Transformer Engine, wait
-        for the device once per parameter.
-        """
+        under a clipped ratio gives an infinite loss without a gradient.)"""
+        # Megatron's own step() checks for infinities only with loss scaling. Its norm and clipping, without Apex or Transformer Engine,
+        # wait for the device once per parameter.
         lr = self.megatron.param_groups[0]["lr"]
         self.megatron.prepare_grads()
         grad_norm, all_finite = self._grad_norm(math.isfinite(loss))
@@ -155,12 +151,10 @@ def _megatron_optimizer(config: OptimizerConfig, chunks: Sequence[Any], distribu
 
 
 def squared_norm(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Sum of squares over all tensors, in float64 on the device, without waiting for it.
-
-    On a CPU torch adds up a float32 tensor in eight running sums: the norm of 10^7 entries is a thousandth too small, of 10^9 almost two
-    hundredths. Sums of short stretches, added in float64, are exact enough and as fast.
-    """
+    """Sum of squares over all tensors, in float64 on the device, without waiting for it."""
     if device.type == "cpu":
+        # torch adds up a float32 tensor in eight running sums on a CPU: the norm of 10^7 entries is 0.1% too small, of 10^9 almost 2%.
+        # Sums of short stretches, added in float64, are exact enough and as fast.
         tensors = [part for tensor in tensors for part in _stretches(tensor)]
         norms = [torch.linalg.vector_norm(part, dim=1) for part in tensors]
     else:
@@ -180,12 +174,12 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 def take_adam_of_torch() -> None:
     """Make this process use torch's Adam; Megatron-Core 0.16 prefers Transformer Engine's or Apex's, which compute on the device."""
     optimizer.USING_PYTORCH_OPTIMIZER = True
-    distrib_optimizer.HAVE_APEX_OR_TE = False  # it keeps the step count as torch does
+    distrib_optimizer.HAVE_APEX_OR_TE = False  # Megatron then keeps the step count as torch's Adam does
 
 
 @dataclass
 class Staged:
-    """A weight in host memory for its update."""
+    """A weight and its gradient in host memory, for the update."""
 
     weight: torch.Tensor
     gradient: torch.Tensor

@@ -13,14 +13,14 @@ from roll_lite.distributed.strategy.megatron.routing import Routes
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Tokens of a rank: which others each sees, and its position in its row.
+    """Layout of a rank's packed tokens: each token's position in its row, and the tokens that it attends to.
 
-    Replaces Megatron's PackedSeqParams, in the format whose rotary embeddings come ready for every token; `thd` would cut and join them row
-    by row in every layer, waiting for the device each time."""
+    Replaces Megatron's PackedSeqParams. In the format sbhd, rotary embeddings are given by token; in `thd`, Megatron would cut and join
+    them row by row in every layer, and wait for the device each time."""
 
     runs: tuple[tuple[int, int, int], ...]
-    """(pieces, tokens per piece, tokens that a piece sees) of adjacent equal pieces. A piece is a row or, if ranks share the tokens,
-    consecutive tokens of one. Its last token sees all of these, the one before it one less."""
+    """(pieces, tokens per piece, tokens that a piece attends to) of adjacent equal pieces. A piece is a row or, under context parallelism,
+    consecutive tokens of one. Its last token attends to all of these, the one before it to one fewer."""
     places: torch.Tensor
     """[tokens] int64: position in the row, from 0."""
     starts: torch.Tensor
@@ -29,9 +29,9 @@ class PackedRows:
     row_of: torch.Tensor
     """[tokens] int64 number of the row; padding is a row after the last."""
     lengths: torch.Tensor
-    """[rows] int64, of whole rows."""
+    """[rows] int64: lengths of whole rows, without padding."""
     seen: torch.Tensor | None = None
-    """[total seen] int64: indices of what each piece sees, among the tokens of all ranks in rank order. None: itself only."""
+    """[total seen] int64: tokens that each piece attends to, as indices into all ranks' concatenated tokens. None: its own only."""
     seen_starts: torch.Tensor | None = None
     """[pieces + 1] int32: start of each piece in `seen`."""
     routes: Routes | None = None
@@ -39,7 +39,7 @@ class PackedRows:
 
     @staticmethod
     def of(lengths: torch.Tensor, padding: bool = False) -> PackedRows:
-        """Rows on the host, the last one of padding if `padding`."""
+        """Layout of whole rows. `lengths`: on the host. `padding`: the last row is padding."""
         starts = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         places = torch.arange(int(starts[-1])) - torch.repeat_interleave(starts[:-1], lengths)
         pieces = [(length, length) for length in lengths.tolist()]
@@ -78,9 +78,8 @@ def _runs(pieces: list[tuple[int, int]]) -> tuple[tuple[int, int, int], ...]:
 
 @dataclass(frozen=True)
 class ContextCut:
-    """Split of `tokens` over `ranks`, into twice as many parts: each rank takes one from the front and its mirror from the back, for equal
-    work.
-    """
+    """Split of `tokens` over context-parallel `ranks`. Of twice as many parts, each rank takes one from the front and its mirror image from
+    the back: equal work in causal attention."""
 
     tokens: int
     rank: int
@@ -99,7 +98,7 @@ class ContextCut:
         return torch.cat([tokens[low:high] for low, high in self.parts])
 
     def among_all(self, positions: torch.Tensor) -> torch.Tensor:
-        """Indices of the tokens once the ranks' parts are concatenated."""
+        """Convert positions to indices into all ranks' concatenated parts."""
         number = positions // self.part
         early = number < self.ranks
         owner = torch.where(early, number, 2 * self.ranks - 1 - number)
@@ -109,7 +108,7 @@ class ContextCut:
         return torch.arange(self.tokens) if self.ranks == 1 else self.own(torch.arange(self.tokens))
 
     def find(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mask [N] of tokens that this rank holds, and their local indices."""
+        """Find positions [N] on this rank: mask [N] of those it holds, and their local indices."""
         if self.ranks == 1:
             return torch.ones_like(positions, dtype=torch.bool), positions
         first = 2 * self.rank * self.part
@@ -121,7 +120,8 @@ class ContextCut:
 def packed(
     ids: torch.Tensor, lengths: torch.Tensor, token_multiple: int, rank: int, ranks: int
 ) -> tuple[torch.Tensor, PackedRows, ContextCut]:
-    """Token ids and rows of this rank, and the split. A padding row fills up to a multiple; the model runs even without rows."""
+    """Pack rows; returns this rank's token ids and layout, and the split. A padding row fills up to a multiple, which is all that a batch
+    without rows has."""
     missing = -len(ids) % token_multiple if len(ids) else token_multiple
     if missing:
         ids, lengths = torch.cat([ids, ids.new_zeros(missing)]), torch.cat([lengths, lengths.new_tensor([missing])])

@@ -21,7 +21,7 @@ def layout_multiples(strategy: MegatronStrategyConfig) -> Multiples:
 
 
 def join_groups(strategy: MegatronStrategyConfig, seed: int) -> RankLayout:
-    """Create the layout's process groups, or share another role's in this process. Collective."""
+    """Create the layout's process groups, or reuse those of another role in this process. Collective."""
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=strategy.tensor_parallel,

@@ -19,17 +19,17 @@ REPLAYED = ("old_experts", "rollout_experts")
 class Routes:
     """Routes of a rank's tokens in a micro-batch.
 
-    They travel through the layers with the rows, since layers are recomputed and pipeline stages run ahead of their gradients; Megatron's
-    RouterReplay keeps a list that passes must consume in order."""
+    Layers get them with the rows, since layers are recomputed and pipeline stages run ahead of their gradients. Megatron's RouterReplay
+    keeps one list, which passes must consume in order."""
 
     places: torch.Tensor
     """[tokens] int64: index among all ranks' tokens."""
     all_tokens: int
     """Number of all ranks' tokens, with padding."""
     given: torch.Tensor | None = None
-    """[tokens, expert layers, experts per token] int16 to replay. -1, or None for all, leaves the choice to the router."""
+    """Routes to replay, [tokens, expert layers, experts per token] int16. -1 leaves a choice to the router; None leaves all."""
     taken: dict[int, torch.Tensor] | None = None
-    """Recorded routes, [tokens, experts per token] int16 by expert layer from 0, or None."""
+    """Recorded routes by expert layer, from 0: [tokens, experts per token] int16. None: nothing is recorded."""
 
     def on_device(self, to: Callable[[torch.Tensor], torch.Tensor]) -> Routes:
         return replace(self, places=to(self.places), given=None if self.given is None else to(self.given))
@@ -49,7 +49,7 @@ class ChosenExperts:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores of the chosen experts, through which the router learns, and the experts; both [tokens, experts per token]."""
+        """Return (scores, experts), both [tokens, experts per token]. The router learns through the scores."""
         assert default_compute_topk is not None
         values, self.own = default_compute_topk(scores, topk, num_groups, group_topk)
         self.chosen = self.own
@@ -59,7 +59,7 @@ class ChosenExperts:
         return values, self.chosen
 
     def rerouted(self) -> torch.Tensor:
-        """Count [2] replayed choices, and those among them that the router would not have made."""
+        """Counts [2]: replayed choices, and those of them that the router would not have made."""
         assert self.given is not None
         replayed = self.given >= 0
         other = (self.chosen[:, :, None] != self.own[:, None, :]).all(2)
@@ -67,9 +67,8 @@ class ChosenExperts:
 
 
 def collect_routes(routes: Sequence[Routes], layers: int, per_token: int, sequence_parallel: bool) -> list[torch.Tensor]:
-    """Recorded routes on the host: [all tokens, layers x per_token] int16 per micro-batch, with padding. Collective over a copy's ranks:
-    each has some tokens and layers.
-    """
+    """Recorded routes on the host: [all tokens, layers x per_token] int16 per micro-batch, with padding. Collective over the ranks of a
+    model copy: each has some tokens and layers."""
     return [_collected(each, layers, per_token, sequence_parallel) for each in routes]
 
 

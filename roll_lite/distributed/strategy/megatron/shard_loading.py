@@ -1,8 +1,7 @@
 """Read from a checkpoint only the part of the distributed optimizer's state that a rank owns.
 
-Megatron-Core 0.16 reads a rank's whole tensor and pipeline part. Here a rank reads only the rows with its entries, a few weights at a time
-and without waiting for others, with at most one more stored tensor in host memory.
-"""
+Megatron-Core 0.16 reads the state of all weights on the rank, though data-parallel ranks share it out. Here a rank reads only rows with
+entries of its own, a few weights at a time and without waiting for others."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ class ShardReader:
         self._places = {place.data: place for place in nested_values(extract_sharded_tensors_and_factories(weights)[0])}
 
     def load(self, parts: Iterable[Any]) -> None:
-        gc.collect()  # torch.load leaves what it has read in reference cycles: the weights until now
+        gc.collect()  # torch.load has left the weights it read in reference cycles
         for part in parts:
             if isinstance(part, DistributedOptimizer):
                 for batch in _batches(part):
@@ -61,7 +60,7 @@ class ShardReader:
             part._set_main_param_and_optimizer_states(owned.weight, whole)
 
     def _tensors(self, owned: Owned, wanted: dict[str, list[ShardedTensor]]) -> dict[str, list[torch.Tensor]]:
-        """Allocate this rank's pieces by Megatron's name, and add those to read to `wanted`."""
+        """Allocate this rank's pieces of a weight, by Megatron's name (param, exp_avg, ...), and add what to read to `wanted`."""
         place = self._places[owned.weight]
         tensors: dict[str, list[torch.Tensor]] = defaultdict(list)
         for piece in place.build() if isinstance(place, ShardedTensorFactory) else [place]:
@@ -78,7 +77,8 @@ class ShardReader:
         return tensors
 
     def _rows(self, key: str, piece: ShardedTensor, start: int, end: int) -> tuple[ShardedTensor, torch.Tensor]:
-        """Rows with entries `start` to `end` of the piece, and those entries; zero where none are stored (vocabulary padding)."""
+        """Memory for the stored rows that have entries `start` to `end` of the piece, and a view of these entries. Zero where nothing is
+        stored (vocabulary padding)."""
         width = math.prod(piece.local_shape[1:])
         first, behind = start // width, -(-end // width)
         axes = piece.prepend_axis_num

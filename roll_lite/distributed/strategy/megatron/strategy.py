@@ -61,11 +61,11 @@ SAVE_BUCKET_BYTES = 4 << 30
 AVERAGE_FOLDER = "ema"
 """Folder in a checkpoint for the average of the weights, as a float32 model."""
 LOSS = ""
-"""Key of the loss while metrics are summed; empty, as no metric's name is."""
+"""Key of the loss among summed metrics; no metric has this name."""
 
 
 class MegatronStrategy(TrainStrategy):
-    """The caller sets RANK and WORLD_SIZE (LOCAL_RANK on GPUs) and calls torch.distributed.init_process_group."""
+    """TrainStrategy on Megatron-Core. The caller sets RANK and WORLD_SIZE (LOCAL_RANK on GPUs) and initialises torch.distributed."""
 
     layout: RankLayout
 
@@ -127,7 +127,7 @@ class MegatronStrategy(TrainStrategy):
             use_distributed_optimizer=self._config.distributed_optimizer,
             check_for_nan_in_grad=False,
         )
-        # Buckets serve the overlap of the first chunk's backward pass; later chunks go in one piece.
+        # As in Megatron, only the first chunk reduces its gradients in buckets; the other chunks' reduction overlaps with computing anyway.
         wrapped = [DistributedDataParallel(config, ddp, chunk, disable_bucketing=number > 0) for number, chunk in enumerate(chunks)]
         config.finalize_model_grads_func = sum_gradients
         if self._config.overlap_grad_reduce:
@@ -183,7 +183,7 @@ class MegatronStrategy(TrainStrategy):
         sums = run_training(self._chunks, inputs, on_head)
         metrics = reduce_sums(sums, self.layout.pipeline_rank == self._config.pipeline_parallel - 1, self.device)
         loss = metrics.pop(LOSS)
-        self._mover.require_to_write(StateGroup.OPTIMIZER)  # its inputs are first needed here and may only just have arrived
+        self._mover.require_to_write(StateGroup.OPTIMIZER)  # first needed here: its copies to the device may still be running
         experts = None if self._hf.experts is None else self._balance.end(self._hf.experts, self.device)
         step = self._optimizer.step(loss)
         if self._average is not None and not step.skipped:
@@ -264,13 +264,13 @@ class MegatronStrategy(TrainStrategy):
         read_checkpoint(self._chunks, self._optimizer, self.layout, self._described, folder)
         if self._average is not None and (folder / AVERAGE_FOLDER).is_dir():
             self._load_weights(self._average.bindings, folder / AVERAGE_FOLDER, "checkpoint.resume")
-        elif self._average is not None:  # the checkpoint is older than this state
+        elif self._average is not None:  # the checkpoint was saved without an average
             self._average.restart()
 
 
 class WeightAverage:
     """Exponential moving average of the weights that this rank exports, on the host in float32: in bfloat16 the small steps of a slow
-    average would round to nothing. Only ranks that hold the first copy of a weight export it, so no average is kept twice."""
+    average would round to 0. One rank exports each weight, so no average is kept twice."""
 
     def __init__(self, bindings: Sequence[Binding], decay: float) -> None:
         self._decay = decay
@@ -291,7 +291,7 @@ class WeightAverage:
             mean.copy_(weight)
 
     def read(self, weight: torch.nn.Parameter) -> torch.Tensor:
-        """Average in place of a weight, for export."""
+        """Average of a weight, which is exported in its place."""
         return self._means[weight].detach().to(weight.device)
 
 

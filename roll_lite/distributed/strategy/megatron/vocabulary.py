@@ -1,4 +1,4 @@
-"""Product of the output layer with a vocabulary, possibly split over tensor-parallel ranks, one block of words at a time.
+"""Output layer over a vocabulary, which tensor-parallel ranks may share, computed one block of words at a time.
 
 The logits [N, V/tp] never exist as a whole: a block is computed, used, dropped, and computed again in the backward pass.
 """
@@ -17,18 +17,16 @@ FEWEST_WORDS = 256
 """Fewest words per block: narrower products are slow."""
 
 DROPPED = -1e4
-"""Log-prob of a token that truncated sampling could not choose. Its exp is exactly 0, in float64 too, so p log p and its gradient are 0;
-differences of two are not NaN, as with -inf.
-"""
+"""Log-prob of a token that truncated sampling could not choose. Its exp is exactly 0, in float64 too, so p log p and its gradient are 0.
+Unlike with -inf, differences are never NaN."""
 
 
 class Vocabulary:
     """This rank's words, a share [V/tp] of the output weight's rows, and the softmax of N positions over them.
 
-    vocab_size: real words over all ranks; the rest makes shares equal. group None: this rank has all. targets [N]; temperatures [N] float32
-    divide the logits. kept [N, K]: tokens in a position's softmax beside its target; -1 pads; None or a row of -1: all. block_words: words
-    per block; None chooses by device.
-    """
+    vocab_size: words of all ranks, without padding. group None: this rank has all. targets [N]. temperatures [N] float32: divisors of the
+    logits. kept [N, K]: tokens of each position's softmax, beside its target, padded with -1; None or a row of -1: all. block_words: words
+    per block; None: by device."""
 
     def __init__(
         self,
@@ -92,9 +90,8 @@ class Vocabulary:
 
 
 class SoftmaxSums:
-    """Running sums [N] for log-probs and entropy: the largest logit z, the target's z, and relative to the largest the sums of exp(z) and
-    exp(z) * z. Blocks are added one by one, ranks at the end.
-    """
+    """Running sums [N] for log-probs and entropy, over blocks, then over ranks: the largest logit, the target's logit, and the sums of
+    exp(z) and exp(z) * z, where z is a logit minus the largest."""
 
     def __init__(self, vocabulary: Vocabulary, entropy: bool) -> None:
         self._vocabulary = vocabulary
@@ -106,7 +103,7 @@ class SoftmaxSums:
         self.exponentials, self.weighted, self.target = self._sums
 
     def add(self, block: slice, logits: torch.Tensor) -> None:
-        """May overwrite the logits."""
+        """Add a block; may overwrite its logits."""
         inverse_temperatures = self._vocabulary.inverse_temperatures
         column, here = self._vocabulary.target_columns(block)
         self.target.add_(logits.gather(1, column).where(here, 0).squeeze(1) * inverse_temperatures)
@@ -132,9 +129,8 @@ class SoftmaxSums:
 
 
 class HeadGradients:
-    """Gradients of hidden states and output weight from blocks of the logits' gradient; None if not needed. That of hidden covers this
-    rank's words only; the model sums over ranks.
-    """
+    """Gradients of hidden states and output weight, summed over blocks of the logits' gradient; None if not needed. The hidden states'
+    covers this rank's words only; the model sums it over ranks."""
 
     def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, needed: tuple[bool, ...]) -> None:
         self._inputs = hidden, weight
