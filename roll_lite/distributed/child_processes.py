@@ -9,7 +9,7 @@ import signal
 
 
 def keep_exit_codes() -> None:
-    """Restore the default handling of SIGCHLD. Call it in the main thread.
+    """Restore the default handling of SIGCHLD.
 
     With its subreaper on, Ray 2.60 ignores SIGCHLD in drivers and workers. The kernel then forgets exit codes, and subprocess reports 0 for
     every child. The price: orphans that a worker adopts stay zombies until the worker ends.

@@ -1,8 +1,8 @@
-"""A role's workers as one object. Calls name the method itself, so that going to its definition works:
-`cluster.scatter(ActorWorker.train, shards)`.
+"""A role's workers as one object. Calls name the method itself, so that going to its definition works: `cluster.scatter(ActorWorker.train,
+shards)`.
 
-`all` calls every rank; `each` every living rank, of ranks that die alone; `one` rank 0; `scatter` sends one shard to every data-parallel
-rank; `heads_scatter` only to the heads, the ranks that return results (one per data-parallel rank). The `start_` twins do not wait.
+`all` calls every rank; `each` every living rank, where ranks die alone; `one` rank 0; `scatter` sends one shard to every data-parallel
+rank; `heads_scatter` only to the heads, which return results, one per data-parallel rank. The `start_` twins do not wait.
 """
 
 from __future__ import annotations
@@ -162,13 +162,13 @@ class Cluster(Generic[W_co]):
         return self.start_each(method, *args, **kwargs).result()
 
     def scatter(self, method: Callable[Concatenate[W_co, S, P], R], shards: Sequence[S], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Send shard i, even if empty, to every rank of data rank i; heads' results in data-rank order."""
+        """Send shard i, even if empty, to every rank of data rank i; returns the heads' results in data-rank order."""
         return self.start_scatter(method, shards, *args, **kwargs).result()
 
     def heads_scatter(
         self, method: Callable[Concatenate[W_co, S, P], R], shards: Sequence[S], *args: P.args, **kwargs: P.kwargs
     ) -> list[R]:
-        """Send shard i to the head of data rank i; results in data-rank order."""
+        """Send shard i to the head of data rank i; returns results in data-rank order."""
         return self.start_heads_scatter(method, shards, *args, **kwargs).result()
 
     # ------------------------------------------------------------ verbs that do not wait

@@ -1,8 +1,8 @@
 """Data flow of a batch: numbers per row pass through the driver, token columns from worker to worker through Ray's object store.
 
-A worker stores its columns as one block. The driver sends shards, which say where each row's columns lie; workers fetch them. It fetches
-one itself only to write batches for ranks that do not share the run's folder (pipeline/batch_files.py). A block lives as long as a Batch or
-a shard refers to it.
+A worker stores its columns as one block. The driver sends shards, which say where each row's columns lie; workers fetch them. The driver
+fetches a shard only to write batches for ranks that do not share the run's folder (pipeline/batch_files.py). A block lives as long as a
+Batch or a shard refers to it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Block:
     samples: np.ndarray
     """[n] int64: sample numbers."""
     objects: np.ndarray
-    """[n] int32: object of each sample."""
+    """[n] int32: index in `refs` of each sample's object."""
     rows: np.ndarray
-    """[n] int32: row in that object, which may hold others."""
+    """[n] int32: row in that object, which may hold other samples."""
 
     def renumbered(self, numbers: Mapping[int, int]) -> Block:
         kept = np.array([place for place, sample in enumerate(self.samples.tolist()) if sample in numbers], dtype=np.int64)
@@ -70,7 +70,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class BatchShard:
-    """Part of a batch for one data-parallel rank; its own size does not depend on the texts' length."""
+    """Part of a batch for one data-parallel rank; it is small, whatever the texts' length."""
 
     rows: DataProto
     keys: tuple[str, ...]

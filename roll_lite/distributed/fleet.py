@@ -1,7 +1,6 @@
 """Fleets of members that die alone: engines, reward workers, reward models, judge servers.
 
-A `Fleet` starts its members, watches them, replaces lost ones, and reports when none is left. It knows neither Ray nor samples, and belongs
-to one event loop. Training ranks, which die together, form a `RankGroup`.
+A fleet knows neither Ray nor samples, and belongs to one event loop. Training ranks, which die together, form a `RankGroup`.
 """
 
 from __future__ import annotations
@@ -81,9 +80,9 @@ class _Seat(Generic[M]):
 
 
 class Fleet(Generic[M]):
-    """`serve(member)` runs from each start to the next loss, which cancels it; an error it raises makes the member lost. `lost(member,
-    cause)` is called at each loss, before a restart: requests in flight are the caller's again. `down(end)` is called once, when no member
-    is left. An error in the callbacks ends the fleet."""
+    """Starts members, watches them, and replaces lost ones. `serve(member)` runs from each start until the member is lost, which cancels
+    it; if it raises, the member is lost. `lost(member, cause)` is called at each loss, before a restart. `down(end)` is called once, when
+    no member is left. An error in the callbacks ends the fleet."""
 
     def __init__(
         self,

@@ -13,7 +13,8 @@ T = TypeVar("T")
 
 
 class Silence:
-    """Seconds without an answer, summed by looks. Time in which this process itself did not run counts as one usual pause."""
+    """Seconds without an answer, added up by looks. Each adds a limited time, so that time in which this process itself did not run hardly
+    counts."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.seconds = 0.0
@@ -30,7 +31,7 @@ class Silence:
 
 
 class Heartbeat:
-    """Asks a process now and then for an answer. One that is stopped, hangs or keeps Python's lock gives none."""
+    """Asks a process for an answer now and then. A process that is stopped, hangs or holds Python's lock gives none."""
 
     def __init__(
         self,
@@ -40,7 +41,8 @@ class Heartbeat:
         look_s: float = 0.5,
         is_busy: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`limit_s`: time for an answer; None: unlimited. `pause_s`: from an answer to the next question. `is_busy()`: ask nothing now."""
+        """`limit_s`: time for an answer; None: unlimited. `pause_s`: from an answer to the next question. `is_busy()`: True to ask nothing
+        now."""
         self.waited_s = 0.0
         self._silence = Silence(lambda: asyncio.get_running_loop().time())
         self._ask = ask

@@ -35,7 +35,7 @@ class Call:
         self.ref: ray.ObjectRef | None = ref
         self.value: Any = None
         self.may_be_lost = may_be_lost
-        """The rank's death is no failure: the call ends without a value."""
+        """True if the rank's death is no failure: the call then ends without a value."""
         self.lost = False
 
     @property
@@ -72,7 +72,7 @@ class Pending(Generic[T]):
         return self._collect([call.value for call in self.calls])
 
     def answer(self) -> T | None:
-        """The result if it is ready, else None. A rank that raised ends its cluster, as in `result`; a death is left to the next wait."""
+        """Result if it is ready; otherwise None. A rank that raised ends its cluster, as in `result`; a death is left to the next wait."""
         waiting = {cast(ray.ObjectRef, call.ref): call for call in self.calls if not call.done}
         ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=0, fetch_local=False) if waiting else ([], [])
         for ref in ready:
@@ -82,7 +82,6 @@ class Pending(Generic[T]):
 
     @property
     def done(self) -> bool:
-        """True if every rank has answered."""
         return all(call.done for call in self.calls)
 
     def settle(self) -> None:
@@ -111,7 +110,7 @@ def first_done(pendings: Sequence[Pending[T]]) -> list[Pending[T]]:
 def nobody_is_left(group: RankGroup) -> NoReturn:
     """Raise the failure of a group whose ranks, which die alone, are all dead.
 
-    A worker that owns these ranks as a fleet knows the cause best, and ends shortly after them: its report comes first.
+    A worker that owns these ranks as a fleet knows the cause best: if it ends in time, its failure is raised instead.
     """
     deaths = WATCH.deaths()
     ready, _ = ray.wait(list(deaths), num_returns=1, timeout=BLAME_SECONDS, fetch_local=False) if deaths else ([], [])
@@ -172,7 +171,7 @@ def _report_deaths(dead: Sequence[tuple[RankGroup, int]]) -> None:
 
 
 def _blame(call: Call, error: Exception, unanswered: Sequence[int]) -> NoReturn:
-    """Raise the failure of the rank that caused it. A broken collective points to a dead or stuck rank elsewhere."""
+    """Raise the failure of the rank that caused the error. A broken collective points to a dead or stuck rank elsewhere."""
     group = call.group
     if not may_be_aftermath(error) or not group.deaths:
         _fail(group, call.rank, call.phase, error)
@@ -193,7 +192,7 @@ def _end(group: RankGroup, failure: RankFailed) -> NoReturn:
 
 
 def _fail_dead(group: RankGroup, rank: int, phase: str) -> NoReturn:
-    """Raise the failure of a dead rank. If its fleet ended it, name the member whose loss ended the fleet."""
+    """Raise the failure of a dead rank or, if it ended because its fleet is down, of the member whose loss ended the fleet."""
     error = _death_of(group, rank)
     down = error.cause if isinstance(error, RayTaskError) else None
     if isinstance(down, FleetDown):

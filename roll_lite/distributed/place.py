@@ -1,4 +1,4 @@
-"""Places (node and pid) of actors' processes: their state as seen from outside, and killing stopped ones."""
+"""Places (node and pid) of actors' processes: describing processes from outside, killing stopped ones."""
 
 from __future__ import annotations
 

@@ -27,9 +27,9 @@ from roll_lite.config.schema.placement import PlacementConfig
 LARGEST_SLOT = 1.0
 SMALLEST_SLOT = 0.01
 CHOOSE_AGAIN_S = 10.0
-"""Wait for devices that seemed free before other nodes are tried."""
+"""Seconds to wait for devices that seemed free before trying other nodes."""
 USABLE_SHARE = 0.9
-"""Share of a node's cores used for devices; services without one use the rest."""
+"""Share of a node's cores used for devices; services without a device use the rest."""
 
 
 class PlacementTimeout(TimeoutError):
@@ -195,7 +195,7 @@ def _nodes_of_the_run(wanted: _Wanted, layout: PlacementConfig, counts: Mapping[
 
 
 def _assign(room: Sequence[tuple[Node, float]], wanted: Mapping[int, int]) -> dict[int, Node] | None:
-    """For each number the first node with enough room that leaves enough for the others; None if there is no assignment."""
+    """For each number, the first node that has enough room and leaves enough for the others; None if there is no assignment."""
     found: dict[int, Node] = {}
     left = list(room)
     for number in sorted(wanted):

@@ -26,7 +26,7 @@ class Pulse:
 
     def __init__(self, ask: Callable[[], ray.ObjectRef]) -> None:
         self.place: Place | None = None
-        """Known after the first call to the cluster."""
+        """None until the first call to the cluster."""
         self._ask = ask
         self._question: ray.ObjectRef | None = None
         self._next = 0.0
@@ -51,8 +51,8 @@ class Pulse:
 
 
 class RankGroup:
-    """The ranks of one cluster, Ray actors. They die together unless `live_alone` (engines). A call that never returns watches each: Ray
-    reports the death of its process at once.
+    """The ranks of one cluster, Ray actors. They die together unless `live_alone` (engines). A call that never returns watches each rank:
+    it fails as soon as the process dies.
 
     `watch`: Ray options of that call, so that it does not block others; None: unwatched.
     """
@@ -71,7 +71,7 @@ class RankGroup:
         self.log_folder = log_folder
         self.timeout_s = timeout_s
         self.live_alone = live_alone
-        """Ranks die alone: a fleet handles deaths, and the group only records them."""
+        """True if ranks die alone: a fleet handles deaths, the group only records them."""
         self._lost: dict[int, str] = {}
         self.phases: list[str] = []
         """Methods in flight, oldest first."""
@@ -144,7 +144,7 @@ class LivenessWatch:
         self.groups.clear()
 
     def deaths(self) -> dict[ray.ObjectRef, tuple[RankGroup, int]]:
-        """References that become ready, with an error, when a rank of a group that dies together has died."""
+        """References that become ready, with an error, when a rank dies whose group dies together."""
         return {ref: (group, rank) for group in self.groups if not group.live_alone for ref, rank in group.deaths.items()}
 
     @contextmanager
@@ -157,7 +157,8 @@ class LivenessWatch:
             self._silence_s = before
 
     def silent(self) -> tuple[RankGroup, int, float] | None:
-        """A rank that exceeded the limit, and the limit. Every wait calls this repeatedly; time between waits does not count."""
+        """A rank that exceeded the limit, and the limit; None if all answer. Every wait calls this repeatedly; time between waits does not
+        count."""
         now = time.monotonic()
         if self._silence_s is None or now - self._listened < LISTEN_SECONDS:
             return None

@@ -265,7 +265,7 @@ def _make_folder() -> Path:
 
 
 def _identity(process: int) -> str:
-    """Unique name: process ids are reused, and every container counts its own."""
+    """Unique name of a process: process ids are reused, and every container counts its own."""
     start_tick = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
     return f"{process} {start_tick} {_process_namespace()}"
 

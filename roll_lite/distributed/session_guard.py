@@ -1,8 +1,8 @@
 """Guard process: ends the processes and the temporary folder that a dead driver's Ray session leaves.
 
-Ray's own processes die with their driver, but not all of their children. When the driver dies or reports its end, the guard, which uses
-only the standard library, kills every process with the session's mark in its environment, which children of Ray inherit, or with open
-files of the session. It has a twin, in case it is killed with the driver; if both are, the next session here cleans up.
+Ray's own processes die with their driver, but not all of their children. When the driver dies or reports its end, the guard kills every
+process that has the session's mark in its environment, which children inherit, or open files of the session. It uses only the standard
+library. It has a twin, in case it is killed with the driver; if both are, the next session here cleans up.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Watchdog against hangs: time limits of the phases, and a thread in case the driver itself is stuck.
 
-Normally the driver notices a passed limit or a lost Ray session while it waits for results (pending.py), and can name the late rank. In
-two cases it cannot: a call into Ray may never return, and Ray ends a driver that has lost the head node. For these the thread records
-the run's end and ends the process.
+Normally the driver notices a passed limit or a lost Ray session in its waits (pending.py), and can name the late rank. It cannot if a call
+into Ray never returns, or if Ray ends a driver that has lost the head node. Then the thread records the run's end and ends the process.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from roll_lite.distributed.liveness import StoppedTime, is_running, name_of
 
 PATROL_SECONDS = 0.5
 STUCK_SECONDS = 15.0
-"""Time for the main thread to act on a passed limit before the thread ends the process."""
+"""Time for the main thread to act on a passed limit before the watchdog's thread ends the process."""
 
 
 @dataclass(frozen=True)

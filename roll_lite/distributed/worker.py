@@ -44,7 +44,7 @@ class Worker:
 
     watched: ClassVar[bool] = True
     lives_alone: ClassVar[bool] = False
-    """Its death does not end its cluster: a `Fleet` handles it."""
+    """True if its death does not end its cluster: a `Fleet` handles it."""
     max_restarts: ClassVar[int] = 0
     """Restarts by Ray, -1: unlimited. For unwatched workers, whose callers initialize them again."""
 
@@ -84,7 +84,7 @@ class Worker:
     # ------------------------------------------------------------ facts
 
     def layout(self) -> RankLayout | None:
-        """None: each rank is a data-parallel rank."""
+        """Layout of the strategy; None: each rank is a data-parallel rank."""
         return getattr(getattr(self, "strategy", None), "layout", None)
 
     def process_id(self) -> int:
@@ -93,7 +93,7 @@ class Worker:
     # ------------------------------------------------------------ watch
 
     def until_death(self) -> None:
-        """Never return: the call fails when this process dies."""
+        """Never return; the call fails when this process dies."""
         threading.Event().wait()
 
     def place(self) -> Place:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 Metrics = Mapping[str, float]
 
 IN_A_ROW = 3
-"""Number of consecutive steps with a sign after which it is reported."""
+"""Consecutive steps with a sign after which it is reported."""
 GROUPS = 12
 """Minimum number of a domain's groups in these steps: equal scores in a few small groups may be chance."""
 TRUNCATED_ABOVE = 0.5
@@ -21,7 +21,7 @@ GRADIENT_GROWTH = 100.0
 GRADIENT_STEPS = 5
 """Minimum number of earlier steps for that median."""
 REMEMBERED = 50
-"""Number of earlier steps kept for the median."""
+"""Earlier steps kept for the median."""
 
 
 @dataclass
@@ -54,7 +54,7 @@ class RunHealth:
         each = [(domain, sign) for sign in signs if sign.by_domain for domain in domains if len(domains) > 1]
         self._signs = [*(("", sign) for sign in signs), *each]
         self._seen = dict.fromkeys(self._signs, (0, 0.0))
-        """Number of consecutive steps with the sign, and of sample groups in them."""
+        """Consecutive steps with the sign, and sample groups in them."""
         self._earlier: list[Metrics] = []
 
     def new_signs(self, step: int, metrics: Metrics) -> list[str]:

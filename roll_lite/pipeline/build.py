@@ -143,7 +143,7 @@ class Starter:
         self.config = config
         self.folder = folder
         self.session = session
-        # A cluster of this run alone gets no room later.
+        # In a cluster of this run alone no room becomes free later.
         patience = min(LOCAL_PATIENCE_S, config.ray.placement_timeout_s) if session.started else config.ray.placement_timeout_s
         self.placement = Placement({name: role.devices for name, role in roles(config).items()}, patience, config.placement)
 

@@ -35,7 +35,7 @@ from roll_lite.workers.model import ModelWorker
 
 EXPORTED = {"actor_train": "model", "critic": "critic"}
 SEEN_WITHIN_S = 60.0
-"""Time for other nodes' files to appear: a network file system may remember for so long that they did not exist."""
+"""Time for other nodes' files to appear: a network file system may cache for so long that they do not exist."""
 INTERRUPTED_S = 3.0
 """Time, at an interruption, for the ranks' report on their part of a checkpoint."""
 

@@ -46,7 +46,7 @@ def finished_checkpoints(run_folder: Path) -> list[Path]:
 
 
 def is_finished(checkpoint: Path) -> bool:
-    """True if complete; a version that wrote no list counts as complete."""
+    """True if complete; a checkpoint of a version that wrote no list counts as complete."""
     if not (checkpoint / STATE_FILE).is_file():
         return False
     return (checkpoint / LIST_FILE).is_file() or not _should_have_list(checkpoint)
@@ -77,7 +77,7 @@ def resumption(folder: Path) -> Resumption:
 
 
 def _no_checkpoints(folder: Path) -> str:
-    """Reason: no run's folder, or the run wrote none, or ended before the first."""
+    """Message: the folder is no run's, or the run wrote no checkpoints, or ended before the first."""
     every = checkpoint_setting(folder, "every")
     if not isinstance(every, int):
         return f"{folder} is no checkpoint (no {STATE_FILE}) and no run with finished checkpoints (no {FOLDER}/step_*)"

@@ -1,5 +1,5 @@
 """Turns on devices, by the table in `config/device_phases.py`: roles with `offload: true` are loaded only while they work, one after the
-other on a shared device, else in parallel. The rollout service loads reward models."""
+other on a shared device, otherwise in parallel. The rollout service loads reward models."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Movable(Protocol):
 
     @property
     def offloads(self) -> bool:
-        """Loaded only while it works (`offload: true`)."""
+        """True if loaded only while it works (`offload: true`)."""
 
     @property
     def devices(self) -> tuple[int, ...]: ...

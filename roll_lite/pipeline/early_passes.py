@@ -35,7 +35,7 @@ class EarlyPasses:
         self._parts: list[Part] = []
 
     def begin(self) -> Callable[[Cluster[RolloutWorker]], None]:
-        """Begin a batch. Call the result about once a second until the batch is complete; it does not wait."""
+        """Begin a batch. Returns a function to call about once a second until the batch is complete; it does not block."""
         self._forget()
         return self._look
 

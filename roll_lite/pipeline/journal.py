@@ -95,7 +95,7 @@ class Journal:
         self._current, self._shaped = number, None
         with self.timers.step():
             yield
-        self._write_credit({})  # where nothing trains
+        self._write_credit({})  # not written yet if nothing trains
         for label, seconds in self.timers.last.labelled().items():
             self._sums.add("time", seconds, label=label)
         metrics = self._sums.values()

@@ -115,7 +115,7 @@ def written_by_ranks(config: RunConfig) -> dict[str, str]:
 
 
 def looked_at(run_folder: Path, read: list[Reader], driver: str, others: set[str], addresses: Mapping[str, str]) -> dict[str, View]:
-    """View of each node, including the driver's. Each leaves a file beside one of the driver's, if they share the folder."""
+    """View of each node, including the driver's. A node that shares the run's folder leaves a file beside the driver's."""
     probe = run_folder / f".probe-{uuid.uuid4().hex}"
     probe.touch()
     task = ray.remote(view_of)

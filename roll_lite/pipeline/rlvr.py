@@ -68,7 +68,7 @@ class RLVRPipeline:
         """KL coefficients of this step; its measurements update them for the next."""
         self.steps_done = 0
         self.version = 0
-        """Version of the actor's weights: steps that changed them."""
+        """Version of the actor's weights: number of steps that changed them."""
 
     def run(self) -> None:
         self.resume()
@@ -82,7 +82,6 @@ class RLVRPipeline:
         self.export_model()
 
     def close(self) -> None:
-        """Write the last samples and clean up."""
         self.source.close()
 
     def step(self) -> None:
@@ -140,7 +139,7 @@ class RLVRPipeline:
         reports = actor.ranks.heads_scatter(ActorWorker.assign_credit, actor.shards(batch, self.credit_columns), kl_coef)
         batch.add(report.block for report in reports)
         self.journal.credit(reports, kl_coef)
-        # `abs` estimates no KL; k3 does, on the same tokens.
+        # The estimator `abs` is no estimate of the KL; k3, on the same tokens, is.
         measured = "credit/kl_ref" if self.algorithm.kl_in_reward.estimator == "abs" else "credit/kl_in_reward"
         self.kl_in_reward.step(per_token([report.sums for report in reports], measured, "credit/tokens"), training_rows(batch))
 

@@ -36,7 +36,7 @@ def run(config: RunConfig) -> int:
     """Start, train, clean up; returns the exit code. The cause of a failure is on standard error and in summary.json."""
     try:
         folder = create_run_folder(config.run_dir, config.experiment)
-        # Before `latest` points here: a later run finds in it what this one resumed from.
+        # Written before `latest` points here: a later run reads in it what this one resumed from.
         (folder / CONFIG_FILE).write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
         point_latest(config.run_dir, folder)
     except (OSError, ValueError) as error:
@@ -147,7 +147,7 @@ class RunEnd:
             console.message("interrupted")
         self._journal.close(exit_state)
         if code != COMPLETED:
-            with suppress(ValueError):  # there is none
+            with suppress(ValueError):  # no checkpoint
                 console.message(f"go on from its last checkpoint with checkpoint.resume={resumption(self._journal.folder).checkpoint}")
 
 

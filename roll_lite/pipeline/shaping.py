@@ -39,7 +39,7 @@ class Shaped:
 
 
 class RewardShaping:
-    """Shapes rewards; keeps running moments if these normalise."""
+    """Shapes rewards; keeps running moments, if rewards are normalised by them."""
 
     def __init__(self, config: RunConfig) -> None:
         self._algorithm = config.algorithm

@@ -54,7 +54,7 @@ class SkippedUpdates:
     limits: Mapping[str, int]
     """Skipped updates in a row that end the run, by role; 0: no limit."""
     with_ptx: bool = False
-    """The actor's updates include rows of algorithm.ptx."""
+    """True if the actor's updates include rows of algorithm.ptx."""
     _series: dict[str, Series] = field(default_factory=dict)
     _too_long: str | None = None
 

@@ -180,8 +180,6 @@ class RunningValidation:
 
 
 class Validations:
-    """Runs validations, one at a time."""
-
     def __init__(self, config: RunConfig, source: BatchSource, journal: Journal) -> None:
         self._config = config
         self._source = source

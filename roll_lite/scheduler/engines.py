@@ -1,7 +1,8 @@
 """Engines as the router sees them: the router gets a future per request, the engine batches of requests.
 
-A call to another process costs about as much as a short sample on a small model. So the requests of one event-loop turn travel together,
-and one call returns everything that finished since the last one."""
+A remote call costs about as much as a short sample on a small model. So the requests of one event-loop turn travel together, and one call
+returns everything that finished since the last one.
+"""
 
 from __future__ import annotations
 

@@ -15,10 +15,7 @@ from roll_lite.data.prompts import PromptOrder
 
 class DomainMix:
     """Apportions places by Tijdeman's rule: after any number of places, cut into batches in any way, every domain's count differs from
-    share * places by less than one.
-
-    Largest remainders with carry-over cannot promise that.
-    """
+    share * places by less than one."""
 
     def __init__(self, shares: Mapping[str, float]) -> None:
         # Through the decimal text, so that 0.1 means one tenth.

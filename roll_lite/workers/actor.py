@@ -72,7 +72,8 @@ class ActorWorker(ModelWorker):
 
     @staticmethod
     def training_reads(algorithm: AlgorithmConfig) -> Columns:
-        """Columns read in training, some only to measure the KL to the reference and, unless done before, the mismatch with the engine."""
+        """Columns read in training. Some serve metrics only: the KL to the reference and, unless measured before, the mismatch with the
+        engine."""
         measured = ["kept_ids", "ref_log_probs", *(() if compared_before_training(algorithm) else ("rollout_log_probs",))]
         replayed = REPLAYED_COLUMN[algorithm.routing_replay]
         needed = ("temperature", *actor_loss(algorithm, 1).columns, *([] if replayed is None else [replayed]))

@@ -57,7 +57,7 @@ class CompletionPump:
         self._changed = asyncio.Event()
 
     async def submit(self, requests: Sequence[GenerationRequest], frozen: bool) -> None:
-        """Give requests to the engine. `frozen`: it starts when it has all of them, so that batches repeat in every run."""
+        """Give requests to the engine. `frozen`: the engine starts when it has all of them, so that batches repeat in every run."""
         self._before |= {request.request_id: [TokenRecord.given(request.prompt_ids)] for request in requests}
         self._entering.update(request.request_id for request in requests)
         prompts = [prompt for request in requests if (prompt := await self._whole_prompt(request)) is not None]

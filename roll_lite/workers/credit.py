@@ -130,7 +130,7 @@ class _Task:
         return formulas.policy_token_counts(self.mask)
 
     def everyone(self, rewards: torch.Tensor) -> RowTable:
-        """Table of all ranks' rows, since a group's may be on several. Group numbers travel as float64, exactly."""
+        """Table of all ranks' rows, since a group's rows may be on several ranks. Group numbers travel as float64, exactly."""
         trains = self.columns["train_weight"] > 0
         mine = torch.stack([rewards, self.groups.double(), self.policy_tokens.double(), trains.double()], dim=1)
         parts = self._gather(mine)

@@ -108,7 +108,7 @@ class InferWorker(AsyncWorker):
     async def collect(self, most_blocks: int = 1, max_wait_s: float = POLL_SECONDS) -> tuple[Collected | DataProto | None, ...]:
         """Everything that finished since the last call, then `most_blocks` token blocks, padded with None.
 
-        Returned objects belong to the caller, so that the tokens outlive this process; objects that it put into the store itself would not.
+        Returned objects belong to the caller and outlive this process; objects that it put into the store itself would not.
         """
         collected, blocks = await self._pump.collect(max_wait_s, most_blocks)
         return collected, *blocks, *[None] * (most_blocks - len(blocks))
@@ -122,7 +122,7 @@ class InferWorker(AsyncWorker):
         return await self._transferred(self._strategy.connect_weights(first_member, membership))
 
     async def update_weights(self, routes: Sequence[Route], version: int) -> Transferred:
-        """An update that breaks off must be repeated, see InferenceStrategy."""
+        """Update the weights. An update that breaks off must be repeated, see InferenceStrategy."""
         return await self._transferred(self._strategy.update_weights(routes, version))
 
     async def weight_checksums(self, names: Collection[str]) -> dict[str, str]:
@@ -188,7 +188,7 @@ class RemoteEngine(BatchedEngine):
             return cause_of(error)
 
     async def _until_silent(self) -> str:
-        """Wait until it leaves a heartbeat unanswered; returns the cause. The worker answers even during long prefills and updates."""
+        """Wait until the worker leaves a heartbeat unanswered; returns the cause. It answers even during long prefills and updates."""
         limit_s = await self._heartbeat.until_silent()
         return f"nothing was heard of its process for {self.silent_s:.1f} s (limits.engine_silence: {limit_s:g} s)"
 
@@ -197,7 +197,7 @@ class RemoteEngine(BatchedEngine):
 
     @property
     def silent_s(self) -> float:
-        """Seconds from its last answer to its loss."""
+        """Seconds from the worker's last answer to its loss."""
         return self._heartbeat.silent_s
 
     def _die(self, cause: str) -> None:

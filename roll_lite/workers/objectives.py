@@ -41,8 +41,8 @@ class ActorLoss:
     """Policy loss with its mismatch correction, KL to the reference and entropy bonus; cross-entropy for supervised rows, those with a
     ptx_weight.
 
-    Reads advantages, loss_weight, and, as the settings ask or to measure, old_log_probs, rollout_log_probs, ref_log_probs (for `full`
-    ref_distribution), domain_number.
+    Reads advantages and loss_weight; if settings or metrics need them also old_log_probs, rollout_log_probs, ref_log_probs (for `full`
+    ref_distribution) and domain_number.
     """
 
     policy_loss: PolicyLossConfig = field(default_factory=PpoLossConfig)
@@ -112,7 +112,7 @@ class ActorLoss:
         terms = PolicyTerms(log_probs, old, _column(micro_batch, "advantages"), mask)
         policy = policy_loss(self.policy_loss, terms, **self._given_columns(outputs, micro_batch))
         tokens = _policy_diagnostics(policy, log_probs.detach(), old, mask)
-        # Under `rollout` the old log-probs are the engine's: only the training forward is left to compare with.
+        # Under `rollout` the old log-probs are the engine's own, so the mismatch is measured with those of the training forward.
         trained = log_probs.detach() if self.old_log_probs == "rollout" else old
         corrected, measured = self._corrected(policy.loss, trained, micro_batch)
         tokens |= measured
@@ -168,7 +168,7 @@ class ActorLoss:
     def _kl(
         self, outputs: MicroBatchOutputs, log_probs: torch.Tensor, old: torch.Tensor, micro_batch: MicroBatch
     ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
-        """KL to the reference for the loss, or None, and as measured."""
+        """KL to the reference: for the loss (or None), and as metrics."""
         masked = ~micro_batch.mask
         if self.kl_coef > 0 and self.kl_estimator == "full":
             assert outputs.distribution is not None
@@ -214,7 +214,7 @@ class CriticLoss:
         value = clipped_value_loss(outputs.values, old, returns, mask, self.clip)
         weighted = _token_weights(micro_batch) * value.loss
         predicted = outputs.values.detach().masked_fill(~mask, 0.0)
-        # The values that the advantages were made from: those of later updates have seen these very returns.
+        # The values that the advantages were made from: values after an update have been trained on these returns.
         errors = returns.double() - old.double()
         tokens = {
             "critic/tokens": mask,

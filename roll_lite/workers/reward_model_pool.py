@@ -77,7 +77,7 @@ class Ranks:
         self._is_resident = not config.offload
         self._moving = asyncio.Lock()
         self._is_initialized = True
-        """The model is loaded: at first by the driver, after a loss by `start`."""
+        """True once the model is loaded: at first by the driver, after a loss by `start`."""
         self._is_gone = False
         self._was_killed = False
 
@@ -175,7 +175,8 @@ class RewardModelPool(ScoringPool[Ranks, ScoredText, float]):
     """Client of one reward model, which batches the samples of all domains.
 
     A copy that loses a process fails its samples with the cause and is started again; others serve meanwhile. If no other is left, waiting
-    samples fail too and may be retried, see `in_service`."""
+    samples fail too and may be retried.
+    """
 
     def __init__(self, name: str, actors: Sequence[Any], config: RewardModelConfig) -> None:
         self.name = name

@@ -63,7 +63,7 @@ class RolloutSpec:
     engine_silence_s: float | None = None
     """Time in which an engine's process must answer; None: unlimited."""
     trained_embeddings: dict[str, Path] = field(default_factory=dict)
-    """Models whose embeddings of tokens in prompts are trained, by the setting that names them."""
+    """Models that train their embeddings, by the setting that names them: checked for zero embeddings of prompt tokens."""
     columns: tuple[str, ...] = ()
     """Extra columns of token blocks, as in EngineSpec."""
 
@@ -143,8 +143,7 @@ class RolloutWorker(AsyncWorker):
     async def _try_rewards(self, domains: Sequence[Domain], judges: Mapping[str, JudgeAddress]) -> None:
         """Score a canned response to three prompts per domain while the engines load: a broken reward ends the run in seconds.
 
-        ValueError names domain and cause if no prompt gets a score; one unreadable reference costs its samples only. Rewards that wait
-        for a model or a judge of this run are left out.
+        ValueError names domain and cause if no prompt gets a score. Rewards that wait for a model or a judge of this run are left out.
         """
 
         async def failure(domain: Domain, place: int) -> str | None:

@@ -174,8 +174,8 @@ class DumpSpec:
     def writing(
         self, step: int, groups: Sequence[SampleGroup], rows: DataProto, stats: RolloutStats, extra: Sequence[str], clock_offset: float
     ) -> Callable[[], None]:
-        """Function that writes a dump, for a thread; captures `stats` now. `rows`: of the samples that train. `extra`: further token
-        columns."""
+        """Return a function that writes a dump, for a thread; it captures `stats` now. `rows`: of the samples that train. `extra`: further
+        token columns."""
         facts = {"step": step, "config": self.config, "tokenizer": self.tokenizer, "stats": json.loads(json.dumps(stats, default=vars))}
         return partial(write_dump, dump_file(self.folder, step), groups, rows, stored_blocks, facts, KEPT_IDS in extra, clock_offset)
 

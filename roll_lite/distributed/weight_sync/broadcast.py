@@ -64,7 +64,7 @@ def _poll_of(is_done: Callable[[], bool]) -> Callable[[float], bool]:
 
 
 class _Addresses(Store):
-    """Store in which gloo looks up addresses: the rendezvous, but waits end when members break off."""
+    """The rendezvous, in which gloo looks up addresses; its waits end when members break off."""
 
     def __init__(self, group: TransferGroup, prefix: str) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ class _Broadcasts:
             raise
         except RuntimeError as error:
             raise TransferError(f"weight transfer: {self._group.name} could not connect to the others: {error}") from error
-        if self._closed:  # while this thread was connecting
+        if self._closed:  # closed while this thread was connecting
             self.close()
             raise TransferError(f"weight transfer: {self._group.name} has left the transfer group")
 
@@ -214,7 +214,7 @@ class BroadcastSender(BufferedSender):
         self._thread = ThreadPoolExecutor(1, "weights")
 
     def _dispatch(self, route: Route, layout: FlatLayout, segment: BucketSegment) -> Await:
-        """Broadcast on the thread; its end means that the receivers have the bucket."""
+        """Broadcast on the thread; when that ends, the receivers have the bucket."""
         sent = self._thread.submit(self.broadcasts.broadcast, route, layout, segment.whole)
         return lambda: sent.result() or {}
 
@@ -244,7 +244,7 @@ class BroadcastReceiver(TransportReceiver):
 
     def _begin(self, route: Route) -> Future[dict[str, torch.Tensor]]:
         layout = flat_layout(route.tensors)
-        # Not on the thread, which has another current GPU and stream.
+        # Allocated here, because the thread has another current GPU and stream.
         buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
         wait_for_device(buffer)
         return self._thread.submit(self._take, route, layout, buffer)

@@ -1,4 +1,4 @@
-"""Ends of a weight update, sender in a training rank and receiver in an engine worker, and choice of their transport."""
+"""Both ends of a weight update, the sender in a training rank and the receiver in an engine worker, and the choice of their transport."""
 
 from __future__ import annotations
 
@@ -275,8 +275,8 @@ class WeightReceiver:
         """Receive a bucket over all routes that lead here and load it, while the following one arrives.
 
         The old weights stay until the first bucket has arrived. Then `begin(again)` is called, once per update; `again`: an earlier update
-        broke off half-way. `all_say(ok)`: all workers of the engine are ok. They load together or not at all, since some layers compute
-        with other workers' parts.
+        broke off half-way. `all_say(ok)` returns whether all workers of the engine are ok. They load together or not at all, since some
+        layers compute with other workers' parts.
         """
         if self._half is None:
             raise RuntimeError("the engine has not joined a transfer group: connect_weights comes first")

@@ -70,7 +70,7 @@ _KEPT_STEPS = 2
 
 
 class TransferError(RuntimeError):
-    """Transfer group unusable: both sides must connect again."""
+    """The transfer group is unusable: both sides must connect again."""
 
 
 class TransferTimeout(TransferError):
@@ -93,7 +93,7 @@ class Transferred:
     by_transport: Mapping[str, float] = field(default_factory=dict)
     """Seconds of sending, without gathering, by transport."""
     stale: bool = False
-    """Broke off because others had."""
+    """True if it broke off because others had."""
 
     @classmethod
     def broke_off(cls, error: TransferError) -> Transferred:
@@ -251,7 +251,7 @@ class TransferGroup:
             self.store.set(_OPENED + name, self.name)
 
     def forget_opened(self, name: str) -> bool:
-        """True if the memory was opened; forgets the note."""
+        """Return whether the memory was opened, and forget it."""
         with self._rendezvous():
             return bool(self.store.check([_OPENED + name])) and bool(self.store.delete_key(_OPENED + name))
 

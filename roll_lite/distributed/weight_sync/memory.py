@@ -58,7 +58,7 @@ class BucketSegment(Watched):
 
     handle = ""
     exports: Sequence[Export] = ()
-    """Exports, one per reader, which gives it back."""
+    """Exports, one for each reader, which must give it back."""
 
     def __init__(self, nbytes: int, readers: int) -> None:
         super().__init__(torch.empty(_roomy(nbytes), dtype=torch.uint8))

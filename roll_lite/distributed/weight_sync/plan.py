@@ -100,7 +100,7 @@ class Membership:
     """Names for messages, by member number."""
     channels: tuple[Channel, ...]
     bucket_nbytes: int = 0
-    """Size of the largest bucket, except buckets of one large tensor."""
+    """Size of the largest bucket, except those of a single tensor."""
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
@@ -116,7 +116,7 @@ class TransferPlan:
     """Members are trainers that own tensors, by rank, then the workers of each engine."""
 
     routes: tuple[Route, ...]
-    """Order in which all members process them."""
+    """Routes, in the order in which all members process them."""
     trainers: tuple[int, ...]
     """Ranks by member number."""
     engines: Mapping[int, int]

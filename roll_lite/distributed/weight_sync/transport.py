@@ -104,8 +104,6 @@ class TransportSender(ABC):
 
 
 class BufferedSender(TransportSender):
-    """Copies buckets into buffers."""
-
     def __init__(self, group: TransferGroup, make: Callable[[int, int], BucketSegment]) -> None:
         super().__init__(group)
         self._make = make
@@ -152,7 +150,7 @@ class TransportReceiver(ABC):
         self.group = group
 
     def expect(self, route: Route) -> None:  # noqa: B027 (where receivers read in the sender's memory, that has the next bucket already)
-        """Announce the next route, so that it may arrive during loading. Returns at once."""
+        """Prepare for the next route's bucket, which may arrive during loading. Returns at once."""
 
     @abstractmethod
     def receive(self, route: Route) -> dict[str, torch.Tensor]:
@@ -261,7 +259,7 @@ class FetchReceiver(TransportReceiver):
                 self.group.opens(name_of_export(handle, place))
             try:
                 opened[handle] = Watched(self._open(handle, place))
-            except (OSError, RuntimeError, ValueError) as error:  # from the system, from CUDA, or a GPU that is not visible here
+            except (OSError, RuntimeError, ValueError) as error:  # an error of the system or of CUDA, or a GPU that is not visible here
                 them = self.group.membership.members[route.sender]
                 cannot = f"{self.group.name} cannot open the memory of {them}: {error}"
                 raise TransferError(f"weight transfer: {cannot}; {self._otherwise}") from error
