@@ -32,7 +32,8 @@ def last_policy_token(mask: torch.Tensor) -> torch.Tensor:
 
 def token_rewards(rewards: torch.Tensor, mask: torch.Tensor, kl_rewards: torch.Tensor | None = None) -> torch.Tensor:
     """Rewards [B], mask and kl_rewards [B, T-1] -> [B, T-1], 0 where masked. The last policy token, not always the row's last column,
-    gets the row's reward. float64: a token's KL may be millions of times smaller."""
+    gets the row's reward."""
+    # float64, since a token's KL may be millions of times smaller than the reward.
     # numpy has huge pages, and zeros that cost nothing until they are read: torch.zeros takes 60 ms at 512 x 32k.
     tokens = torch.from_numpy(np.zeros(mask.shape))
     if kl_rewards is not None:
@@ -43,7 +44,7 @@ def token_rewards(rewards: torch.Tensor, mask: torch.Tensor, kl_rewards: torch.T
     return tokens
 
 
-# ---------------------------------------------------------------- of tokens
+# ---------------------------------------------------------------- advantages of tokens
 
 
 def gae(
@@ -59,9 +60,8 @@ def gae(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Generalised advantage estimation: A_t = delta_t + gamma * lam * A_{t+1}, delta_t = r_t + gamma * V_{t+1} - V_t.
 
-    Returns (advantages with lam, values + advantages with lam_critic or lam), [B, T-1]. lam may be one number per row [B]. at_end [B] is
-    added to the reward of the last policy token, in float64; bootstrap [B] is the value after it.
-    """
+    Returns advantages (with lam) and returns = values + advantages (with lam_critic, by default lam), [B, T-1]. lam may be one number per
+    row [B]. at_end [B] is added to the reward of the last policy token, in float64; bootstrap [B] is the value after it."""
     rows = (at_end, lam, lam if lam_critic is None else lam_critic, bootstrap)
     outputs = (values.dtype, values.dtype)
     advantages, returns = kernels.recurrence(kernels.gae, mask, (token_rewards, values), gamma, rows, outputs, whitening)
@@ -99,10 +99,10 @@ def policy_token_counts(mask: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(np.count_nonzero(mask.numpy(), axis=1).astype(np.int64))
 
 
-# ---------------------------------------------------------------- of samples
+# ---------------------------------------------------------------- advantages of samples
 #
-# Rewards of the global batch, [N] -> [N] float64. Groups are identified by id, wherever their rows are, and may be uneven. A group without
-# spread (also a group of one) has advantage exactly 0: rounding must not be scaled up to a signal.
+# Functions of the global batch's rewards, [N] -> [N] float64. Rows with the same group id are a group, wherever they are; groups may differ
+# in size. A group with equal rewards (also a group of one) has advantage exactly 0: rounding must not be scaled up to a signal.
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class _Groups:
         return cls(exact, member, size, _sum_of_group(exact, member) / size, (highest == lowest)[member])
 
     def advantages(self, estimate: torch.Tensor) -> torch.Tensor:
-        """Estimate, exactly 0 in flat groups."""
+        """Set the estimate to exactly 0 in flat groups."""
         return torch.where(self.flat, 0.0, estimate)
 
 
@@ -138,11 +138,10 @@ def _sum_of_group(x: torch.Tensor, member: torch.Tensor) -> torch.Tensor:
 
 
 def grpo(rewards: torch.Tensor, groups: torch.Tensor, normalize_std: bool, before_kl: torch.Tensor | None = None) -> torch.Tensor:
-    """Reward minus group mean, over the group's standard deviation (ddof 1) if `normalize_std`; else Dr. GRPO.
+    """Reward minus group mean (Dr. GRPO); with `normalize_std` divided by the group's standard deviation (ddof 1).
 
-    before_kl [N]: rewards without KL. A group flat in these gets 0 under `normalize_std`: its deviation would be KL's alone, scaled up to a
-    signal.
-    """
+    before_kl [N]: rewards without KL. With `normalize_std`, a group in which these are equal gets 0: its deviation is KL's alone and would
+    be scaled up to a signal."""
     of = _Groups.of(rewards, groups)
     if normalize_std and before_kl is not None:
         of = replace(of, flat=_Groups.of(before_kl, groups).flat)
@@ -154,7 +153,7 @@ def grpo(rewards: torch.Tensor, groups: torch.Tensor, normalize_std: bool, befor
 
 
 def minus_group_mean(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """Baseline of REINFORCE++ with `baseline: group`."""
+    """Reward minus group mean, for REINFORCE++ with `baseline: group`."""
     return grpo(rewards, groups, normalize_std=False)
 
 
@@ -176,11 +175,10 @@ def opo(rewards: torch.Tensor, groups: torch.Tensor, policy_tokens: torch.Tensor
 def gpg(
     rewards: torch.Tensor, groups: torch.Tensor, before_kl: torch.Tensor | None = None, trains: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """(reward - group mean) * samples / samples of groups with spread: flat groups do not thin out the gradient.
+    """(reward - group mean) * samples / samples of groups with spread, so that flat groups do not dilute the gradient.
 
-    before_kl [N]: rewards without KL, which decide on spread: KL gives nearly every group some. trains [N] bool: samples counted in the
-    factor.
-    """
+    before_kl [N]: rewards without KL, which decide whether a group has spread, since KL gives some to nearly every group. trains [N] bool:
+    samples counted in the factor."""
     of = _Groups.of(rewards, groups)
     spread = ~(of if before_kl is None else _Groups.of(before_kl, groups)).flat
     counted = torch.ones_like(spread) if trains is None else trains
@@ -212,7 +210,7 @@ def mean_and_scale(moments: torch.Tensor) -> tuple[float, float]:
 
 
 def whiten_tokens(advantages: torch.Tensor, mask: torch.Tensor, whitening: Whitening) -> torch.Tensor:
-    """[B, T-1] -> [B, T-1] float32."""
+    """Whiten token advantages. [B, T-1] -> [B, T-1] float32."""
     return kernels.shift_and_scale(advantages, mask, *whitening(kernels.row_moments(advantages, mask)))
 
 

@@ -14,7 +14,7 @@ NO_ANSWER, READS_NONE = -1, -2
 
 
 def every_k(most: int) -> list[int]:
-    """Values of k to report: powers of two up to `most`, and `most`. k = 1 is the mean."""
+    """Values of k to report: powers of two up to `most`, and `most`; without 1, the mean."""
     return sorted({*(2**power for power in range(1, most.bit_length())), most} - {1})
 
 
@@ -22,15 +22,15 @@ class SampledPrompts:
     """Samples of some prompts, sorted by prompt; arrays have one entry per sample."""
 
     def __init__(self, prompts: np.ndarray, correct: np.ndarray, scores: np.ndarray, answers: np.ndarray) -> None:
-        """`prompts`: any ids. `answers`: equal numbers, from 0, are equal answers to a prompt; or a sentinel."""
+        """`prompts`: each sample's prompt, as any id. `answers`: the same number, from 0, for equal answers to a prompt, or a sentinel."""
         _, numbers = np.unique(prompts, return_inverse=True)
         order = np.argsort(numbers, kind="stable")
         self.prompt = numbers[order]
-        """0 to P - 1, ascending."""
+        """Number of each sample's prompt, 0 to P - 1, ascending."""
         self.correct, self.scores = correct[order].astype(np.float64), scores[order].astype(np.float64)
         self.answers = answers[order]
         self.samples = np.bincount(self.prompt)
-        """[P] samples of each prompt."""
+        """[P] number of samples of each prompt."""
         self.first = order[np.cumsum(self.samples) - self.samples]
         """[P] index, in the given arrays, of one sample of each prompt."""
         self.place = np.arange(len(order)) - (np.cumsum(self.samples) - self.samples)[self.prompt]

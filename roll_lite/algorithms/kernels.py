@@ -1,8 +1,7 @@
 """Recurrences and row sums over padded rows, compiled with numba: tensor operations are slow at them.
 
-In host memory: token tensors [B, T-1] of float32 or float64 with a bool mask, row tensors [B]. Sums run in float64; outputs are 0 where
-masked. The split over threads does not change results.
-"""
+Inputs, in host memory, are token tensors [B, T-1] of float32 or float64 with a bool mask, and row tensors [B]. Sums run in float64; outputs
+are 0 where masked. The split over threads does not change results."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ ENTRIES_PER_THREAD = 1 << 17
 """Fewest entries worth a thread."""
 
 PARTS_PER_THREAD = 4
-"""Smaller portions than one per thread: a delayed thread does not delay others."""
+"""Portions of rows per thread: with several, a delayed thread does not hold up others."""
 
 
 def compiled(function: Callable[..., None]) -> Any:
@@ -31,7 +30,7 @@ def compiled(function: Callable[..., None]) -> Any:
 
 
 Whitening = Callable[[torch.Tensor], tuple[float, float]]
-"""(Shift, scale) for all tokens of the global batch, from the `row_moments` of these rows."""
+"""Function from the `row_moments` of this rank's rows to the (shift, scale) of all tokens of the global batch."""
 
 
 def recurrence(
@@ -45,13 +44,13 @@ def recurrence(
 ) -> list[torch.Tensor]:
     """Run the kernel `gae` or `discounted_returns`; returns outputs [B, T-1].
 
-    tokens: [B, T-1], or None for zeros; rows: [B], a number for all, or None for 0. Whitening runs twice, first for the moments: the mean
-    is subtracted before rounding to float32, and no float64 tensor is stored.
-    """
+    tokens: [B, T-1], or None for zeros; rows: [B], a number for all, or None for 0. With whitening the kernel runs twice, first for the
+    moments."""
     inputs = [*(_tokens(x, mask) for x in tokens), _mask(mask), float(gamma), *(_rows(x, mask) for x in rows)]
     results = [empty(mask.shape, dtype) for dtype in outputs]
     arrays = [result.numpy() for result in results]
     moments, shift, scale = empty((len(mask), 3), torch.float64), 0.0, 1.0
+    # So the mean is subtracted before rounding to float32, and no float64 tensor is stored.
     if whitening is not None:
         _over_rows(kernel, mask.shape, *inputs, shift, scale, *arrays, moments.numpy())
         shift, scale = whitening(moments)
@@ -77,7 +76,8 @@ def gae(
     returns: Any,
     moments: Any,
 ) -> None:
-    """Write moments or, if `moments` has no rows, advantages (lam) and returns (lam_critic); at_end and bootstrap as in advantages.gae."""
+    """Write only moments; if `moments` has no rows, write advantages (from lam) and returns (from lam_critic). Arguments as in
+    advantages.gae."""
     paid, measured = rewards.size > 0, moments.size > 0
     for row in range(first, stop):
         following, advantage, critic, reward = bootstrap[row], 0.0, 0.0, at_end[row]
@@ -112,7 +112,7 @@ def gae(
 def discounted_returns(
     first: int, stop: int, rewards: Any, mask: Any, gamma: float, at_end: Any, shift: float, scale: float, out: Any, moments: Any
 ) -> None:
-    """Write moments or, if `moments` has no rows, G_t = r_t + gamma * G of the next policy token. at_end as in gae."""
+    """Write only moments; if `moments` has no rows, write G_t = r_t + gamma * G of the next policy token. at_end as in gae."""
     paid, measured = rewards.size > 0, moments.size > 0
     for row in range(first, stop):
         carried = at_end[row]
@@ -138,17 +138,14 @@ def discounted_returns(
 
 @compiled
 def _put_moments(moments: Any, row: int, count: int, origin: float, total: float, squares: float) -> None:
-    """Store a row's moments, from sums of distances to one entry: a common offset does not hide the spread."""
+    """Store a row's moments from sums relative to one of its entries, `origin`: a common offset does not hide the spread."""
     moments[row, 0] = count
     moments[row, 1] = total + count * origin
     moments[row, 2] = max(0.0, squares - total * total / max(count, 1))
 
 
 def row_moments(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """(count, sum, sum of squared deviations from the row's mean) of unmasked entries. [B, T-1] -> [B, 3] float64.
-
-    Two passes: one pass would lose the spread of large entries close together.
-    """
+    """(count, sum, sum of squared deviations from the row's mean) of unmasked entries. [B, T-1] -> [B, 3] float64."""
     out = torch.empty(mask.shape[0], 3, dtype=torch.float64)
     _over_rows(_row_moments, mask.shape, _tokens(x, mask), _mask(mask), out.numpy())
     return out
@@ -162,7 +159,7 @@ def _row_moments(first: int, stop: int, x: Any, mask: Any, out: Any) -> None:
             if mask[row, t]:
                 count += 1
                 total += x[row, t]
-        mean = total / max(count, 1)
+        mean = total / max(count, 1)  # a single pass would lose the spread of large entries close together to rounding
         for t in range(mask.shape[1]):
             if mask[row, t]:
                 deviation = x[row, t] - mean
@@ -188,12 +185,13 @@ def _shift_and_scale(first: int, stop: int, x: Any, mask: Any, shift: float, sca
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Uninitialised tensor on numpy's huge pages: touching other memory takes longer than any loop here."""
+    """Uninitialised tensor in numpy's memory."""
+    # It has huge pages: first writes to other memory take longer than any loop here.
     return torch.from_numpy(np.empty(shape, dtype=str(dtype).removeprefix("torch.")))
 
 
 def _tokens(x: torch.Tensor | None, mask: torch.Tensor) -> np.ndarray:
-    """Array of checked shape, for compiled code; None becomes an empty one, since zeros would have to be read."""
+    """Convert to an array for compiled code. None becomes an empty one, since zeros would have to be read."""
     if x is None:
         return np.zeros((0, 0), dtype=np.float32)
     assert x.shape == mask.shape, f"a token tensor {list(x.shape)} beside a mask {list(mask.shape)}"

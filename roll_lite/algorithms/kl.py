@@ -29,7 +29,7 @@ def clamped(log_ratio: torch.Tensor) -> torch.Tensor:
 
 
 def kl_estimate(new: torch.Tensor, ref: torch.Tensor, estimator: KlEstimator) -> torch.Tensor:
-    """Estimate by token; its own gradient is meaningless (see `kl_loss`)."""
+    """KL estimate of each token. Its own gradient is not KL's: see `kl_loss`."""
     ratio = clamped_log_ratio(new, ref)
     if estimator == "k1":
         return ratio
@@ -44,12 +44,12 @@ def kl_estimate(new: torch.Tensor, ref: torch.Tensor, estimator: KlEstimator) ->
 def full_kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
     """KL(p || q) = sum over v of p * (log p - log q). [..., V] -> [...], differentiable in log_p.
 
-    Tokens impossible under p add nothing to value or gradient, even if impossible under q (truncated vocabularies). Log-ratios are not
-    clamped, since none is exponentiated; if only q says -inf, LOG_RATIO_LIMIT stands for infinity.
-    """
+    Tokens impossible under p add nothing to value or gradient, even if impossible under q (truncated vocabularies). For tokens impossible
+    under q alone, LOG_RATIO_LIMIT replaces the infinite log-ratio."""
     log_q = log_q.detach()
     impossible = log_p == -torch.inf
     log_ratio = log_p.masked_fill(impossible, 0.0) - log_q.masked_fill(impossible, 0.0)
+    # Other log-ratios are not clamped, since none is exponentiated.
     log_ratio = log_ratio.masked_fill(log_ratio == torch.inf, LOG_RATIO_LIMIT)
     return (log_p.exp() * log_ratio).sum(-1, dtype=torch.float64).to(log_p.dtype)
 
@@ -57,17 +57,15 @@ def full_kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
 def kl_loss(
     new: torch.Tensor, ref: torch.Tensor, estimator: KlEstimator, unbiased_gradient: bool = False, old: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Estimate by token, with a useful gradient to `new` only.
+    """KL estimate of each token, with a useful gradient, to `new` only.
 
-    k1's own gradient, grad log new, has expectation 0. Instead it gets the score-function gradient r * grad log new, unbiased for KL(new ||
-    ref) on tokens sampled by `new`, and equal to k2's own. k3's own, (1 - exp(-r)) * grad log new, belongs to KL(ref || new); GRPO uses it.
-    abs: sign(r) * grad log new.
+    k1: its own gradient, grad log new, has expectation 0. It gets the score-function gradient r * grad log new, unbiased for KL(new || ref)
+    on tokens sampled by `new`. k2: its own, which is the same. k3: its own, (1 - exp(-r)) * grad log new, which belongs to KL(ref || new);
+    GRPO uses it. abs: sign(r) * grad log new.
 
-    unbiased_gradient: any estimate with gradient (new / old) * r * grad log new, that of KL(new || ref) also on tokens sampled by an older
-    policy; without `old` the ratio is 1.
-
-    The clamp bounds r in the gradient but does not cut it off: distant tokens are still pulled, unless k3's exp saturates.
-    """
+    unbiased_gradient: gradient (new / old) * r * grad log new for any estimator, unbiased also on tokens sampled by an older policy;
+    without `old` the ratio is 1."""
+    # The clamp limits r in the gradient, not the gradient to 0: distant tokens are still pulled back, unless k3's exp saturates.
     current = new.detach()
     log_ratio = clamped_log_ratio(current, ref.detach())
     if unbiased_gradient:
@@ -90,8 +88,7 @@ LARGEST_ERROR = 0.2
 class KlController:
     """KL coefficient. With a target, each step multiplies it by 1 + clip(kl / target - 1, +-LARGEST_ERROR) * min(samples / horizon, 1).
 
-    Ziegler et al. (arXiv 1909.08593); the limit of one horizon keeps a large batch from turning the sign.
-    """
+    Ziegler et al. (arXiv 1909.08593); min(..., 1) keeps a large batch from turning the coefficient negative."""
 
     def __init__(self, coef: float, target: float | None = None, horizon: float = math.inf) -> None:
         self.coef = coef
@@ -99,7 +96,7 @@ class KlController:
         self._horizon = horizon
 
     def step(self, kl_per_token: float, samples: int) -> None:
-        """Update once per training step, over all domains; a KL that is not finite is ignored, since its update is skipped."""
+        """Call once per training step, over all domains. A KL that is not finite is ignored, as that step's update is skipped."""
         if self._target is None or samples == 0 or not math.isfinite(kl_per_token):
             return
         error = min(max(kl_per_token / self._target - 1, -LARGEST_ERROR), LARGEST_ERROR)

@@ -1,10 +1,9 @@
 """Token losses [B, T-1], 0 where masked: policy, critic, entropy; correction of the mismatch between engine and trainer; weights of the
 sum.
 
-Policy losses take filled `PolicyTerms`. A loss of sequences puts the sequence's loss on each policy token, so that
-`sequence_mean_token_mean` is the mean over sequences. Tokens without advantage have no gradient (except in Kimi's loss) and never count as
-clipped.
-"""
+Policy losses take `PolicyTerms.filled()`. A loss of sequences puts the sequence's loss on each policy token, so that
+`sequence_mean_token_mean` is the mean over sequences. Tokens with advantage 0 have no gradient (except in Kimi's loss) and never count as
+clipped."""
 
 from __future__ import annotations
 
@@ -17,9 +16,9 @@ import torch
 from roll_lite.algorithms.kl import LOG_RATIO_LIMIT, KlEstimator, clamped, clamped_log_ratio, kl_estimate
 
 ROUNDING = 1e-4
-"""Rounding of float32, relative: a weight that differs by less from its ratio is not limited."""
+"""Relative rounding error of float32: a weight this close to its ratio does not count as limited."""
 
-# ---------------------------------------------------------------- what a policy loss is made from and made into
+# ---------------------------------------------------------------- inputs and result of a policy loss
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,8 @@ class PolicyTerms:
     """bool: tokens that count."""
 
     def filled(self) -> PolicyTerms:
-        """Zero masked entries, so that NaN there reaches neither loss nor gradient; detach what gets no gradient. A token without
-        advantage that is impossible under both policies has no ratio: its log-probs become 0."""
+        """Zero masked entries, so that NaN there reaches neither loss nor gradient; detach what gets no gradient. A token with advantage 0
+        that is impossible under both policies has no ratio: its log-probs become 0."""
         masked, advantages = ~self.mask, self.advantages.detach()
         impossible = (self.log_probs == -torch.inf) & (self.old_log_probs == -torch.inf)
         nothing = masked | (impossible & (advantages == 0))
@@ -53,12 +52,12 @@ class PolicyTerms:
 
     @property
     def beyond_low(self) -> torch.Tensor:
-        """bool: clamped from below, hence without gradient."""
+        """bool: log_ratio is clamped from below, hence without gradient."""
         return self.mask & (self.log_probs.detach() - self.old_log_probs < -LOG_RATIO_LIMIT)
 
     @property
     def beyond_high(self) -> torch.Tensor:
-        """bool: clamped from above, hence without gradient."""
+        """bool: log_ratio is clamped from above, hence without gradient."""
         return self.mask & (self.log_probs.detach() - self.old_log_probs > LOG_RATIO_LIMIT)
 
     @property
@@ -75,14 +74,14 @@ class PolicyLoss:
     ratio: torch.Tensor
     """new / old probability of the token, or of its sequence if the loss judges sequences; 1 where masked."""
     clipped_low: torch.Tensor
-    """bool: no gradient, as the ratio is below its range or the clamp of log-ratios; for losses that limit a weight: raised to its
-    bound."""
+    """bool: no gradient, because the ratio is below the clip range or the clamp of log-ratios. In losses that limit a weight: the weight
+    was raised to its bound."""
     clipped_high: torch.Tensor
-    """bool: likewise above; for losses that limit a weight: lowered to its bound."""
+    """bool: the same above; a limited weight was lowered to its bound."""
 
 
 def row_sum(x: torch.Tensor) -> torch.Tensor:
-    """Row sum in float64, [B, T-1] -> [B, 1] of the same dtype: padding changes nothing."""
+    """Row sum, [B, T-1] -> [B, 1] of the same dtype; in float64, so that padding changes nothing."""
     return x.sum(1, keepdim=True, dtype=torch.float64).to(x.dtype)
 
 
@@ -153,9 +152,9 @@ def cispo(terms: PolicyTerms, clip_low: float | None, clip_high: float) -> Polic
 
 
 def topr(terms: PolicyTerms, positive: tuple[float, float], negative: tuple[float, float]) -> PolicyLoss:
-    """-weight * A * log-prob; weight is the sequence's ratio (product over tokens), detached (arXiv 2503.14286), limited to `positive`
-    for A > 0, else to `negative`; "clipped" means limited. A range of one number replaces the ratio and limits nothing. The paper
-    aggregates with `sequence_mean_token_sum`."""
+    """-weight * A * log-prob (arXiv 2503.14286). The weight is the sequence's detached ratio (product over tokens), limited to the range
+    `positive` for A > 0, else to `negative`; "clipped" means limited. A range of one number replaces the ratio and never counts as clipped.
+    The paper aggregates with `sequence_mean_token_sum`."""
     ratio = torch.exp(clamped(row_sum(terms.log_ratio.detach())))
     above = terms.advantages > 0
     weight = torch.where(above, ratio.clamp(*positive), ratio.clamp(*negative))
@@ -184,10 +183,9 @@ def sapo(terms: PolicyTerms, tau_positive: float, tau_negative: float) -> Policy
 def kimi(terms: PolicyTerms, tau: float) -> PolicyLoss:
     """(A - tau * s)**2 / (2 * tau); s: the row's sum of log-ratios, A: its mean advantage (arXiv 2501.12599).
 
-    The gradient -(A - tau * s) * grad s becomes the sequence's policy gradient as tau goes to 0. Token log-ratios are clamped, s is not:
-    nothing is exponentiated, and a clamp would end the pull towards the old policy where it is needed most.
-    """
+    The gradient -(A - tau * s) * grad s becomes the sequence's policy gradient as tau goes to 0. Token log-ratios are clamped, s is not."""
     advantages = row_mean(terms.advantages, terms.mask)
+    # Nothing is exponentiated, and a clamp of s would end the pull towards the old policy where it is needed most.
     loss = (advantages - tau * row_sum(terms.log_ratio)).square() / (2 * tau)
     return _unlimited(torch.where(terms.mask, loss, 0.0), terms, terms.mask)
 
@@ -197,7 +195,7 @@ def _clipped_surrogate(ratio: torch.Tensor, advantages: torch.Tensor, clip_low: 
 
 
 def _weighted(terms: PolicyTerms, ratio: torch.Tensor, weight: torch.Tensor, limits: torch.Tensor) -> PolicyLoss:
-    """Policy gradient with detached, limited ratios as weights [B, T-1]; `limits` bool: the range is more than one number."""
+    """Policy gradient with detached, limited ratios as weights [B, T-1]; `limits` bool: tokens whose range is more than one number."""
     counted = limits & (terms.advantages != 0)
     low, high = weight > ratio * (1 + ROUNDING), weight < ratio * (1 - ROUNDING)
     return PolicyLoss(-_weighted_log_probs(weight * terms.advantages, terms), ratio, counted & low, counted & high)
@@ -232,7 +230,7 @@ POLICY_LOSSES: dict[str, Callable[..., PolicyLoss]] = {
 """Losses by name in the configuration; other settings are keyword arguments."""
 
 
-# ---------------------------------------------------------------- what engine and trainer see differently
+# ---------------------------------------------------------------- mismatch between engine and trainer
 
 
 #
@@ -249,8 +247,8 @@ def mismatch_weights(
     low: float,
     high: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Importance weights exp(trained - rollout) of tokens, of sequences (their product) or of their geometric mean, in [low, high]; and
-    a bool mask of those outside, which `truncate` limits to the range (TIS) and `mask` sets to 0 (IcePop)."""
+    """Importance weights exp(trained - rollout) of tokens, or of sequences (product or geometric mean over tokens), and a bool mask of
+    those outside [low, high]. `truncate` limits these to the range (TIS), `mask` sets them to 0 (IcePop)."""
     log_weight = _log_ratio(trained, rollout, mask)
     if level == "sequence":
         log_weight = clamped(row_sum(log_weight)).expand_as(log_weight)
@@ -271,11 +269,10 @@ def within(
     low: float | None,
     high: float | None,
 ) -> torch.Tensor:
-    """bool mask of tokens whose estimate, or their sequence's, lies in [low, high]; NaN lies outside.
+    """bool mask of tokens whose estimate, or whose sequence's, lies in [low, high]; NaN lies outside.
 
-    ratio: exp(trained - rollout); for sequences exp of the sum, mean, ... of logarithms. k1, k2, k3, abs: KL(rollout || trained).
-    difference: of probabilities, trained - rollout.
-    """
+    ratio: exp(trained - rollout); for sequences exp of the log-ratios' sum, mean, min or max. k1, k2, k3, abs: KL(rollout || trained).
+    difference: of probabilities, trained - rollout."""
     log_ratio = _log_ratio(trained, rollout, mask)
     if estimator == "ratio":
         found = torch.exp(clamped(_of_sequence(log_ratio, mask, level)))
@@ -292,7 +289,7 @@ def _log_ratio(trained: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor)
 
 
 def _of_sequence(x: torch.Tensor, mask: torch.Tensor, level: str) -> torch.Tensor:
-    """[B, T-1] -> the same for `token`, else [B, 1]; undefined for rows without policy tokens."""
+    """Reduce each row, [B, T-1] -> [B, 1], unless level is `token`. Undefined for rows without policy tokens."""
     if level == "token":
         return x
     if level == "sequence_sum":
@@ -301,7 +298,7 @@ def _of_sequence(x: torch.Tensor, mask: torch.Tensor, level: str) -> torch.Tenso
         return row_mean(x, mask)
     lowest = level == "sequence_min"
     nothing = torch.inf if lowest else -torch.inf
-    column = torch.nn.functional.pad(x.masked_fill(~mask, nothing), (0, 1), value=nothing)  # there may be no token at all
+    column = torch.nn.functional.pad(x.masked_fill(~mask, nothing), (0, 1), value=nothing)  # T - 1 may be 0
     return column.amin(1, keepdim=True) if lowest else column.amax(1, keepdim=True)
 
 
@@ -312,13 +309,13 @@ def _of_sequence(x: torch.Tensor, mask: torch.Tensor, level: str) -> torch.Tenso
 class ValueLoss:
     loss: torch.Tensor
     clipped: torch.Tensor
-    """bool: the new value left its range. It has no gradient where the clipped error is the larger one."""
+    """bool: the new value is outside old +- clip. It has no gradient where the clipped error is the larger one."""
 
 
 def clipped_value_loss(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor, clip: float | None
 ) -> ValueLoss:
-    """0.5 * max((v - R)**2, (clip(v, old - clip, old + clip) - R)**2); without clip only the first."""
+    """0.5 * max((v - R)**2, (clip(v, old - clip, old + clip) - R)**2); if clip is None, 0.5 * (v - R)**2."""
     values = values.masked_fill(~mask, 0.0)
     returns = returns.detach().masked_fill(~mask, 0.0)
     error = (values - returns).square()

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 SPREAD_RESOLUTION = 1e-12
-"""Share of the root mean square; a smaller standard deviation is rounding, not spread."""
+"""Standard deviation, relative to the root mean square, below which it is rounding, not spread."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class RewardRows:
         return len(self.score)
 
 
-# ---------------------------------------------------------------- what is added to a score
+# ---------------------------------------------------------------- terms added to a score
 
 
 def format_rewards(rows: RewardRows, bonus: Sequence[float], penalty: Sequence[float]) -> np.ndarray:
@@ -111,7 +111,7 @@ class RunningMoments:
 
     @property
     def std(self) -> float:
-        """ddof 1; 0 for fewer than two numbers."""
+        """Standard deviation (ddof 1); 0 for fewer than two numbers."""
         return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
 
     def state_dict(self) -> dict[str, Any]:
@@ -130,14 +130,13 @@ def normalized(
     std: bool,
     running: RunningMoments,
 ) -> np.ndarray:
-    """Subtract the mean and divide by the standard deviation (ddof 1), as configured. `running` takes in the rewards first.
+    """Subtract the mean (`mean`), divide by the standard deviation, ddof 1 (`std`). over=running first updates `running`.
 
-    trains [N] bool: samples in the statistics of batch or run; in a group all count. Without spread nothing is divided, and the result is
-    exactly 0. Rewards are compared as float32, like scores: 1 - 0.1 equals a score of 0.9.
-    """
+    trains [N] bool: samples in the statistics of batch or run; in a group all count. Without spread, reward minus mean is exactly 0 and
+    nothing is divided."""
     if len(rewards) == 0:
         return rewards
-    rewards = rewards.astype(np.float32).astype(np.float64)
+    rewards = rewards.astype(np.float32).astype(np.float64)  # as scores are: 1 - 0.1 equals a score of 0.9
     if over == "group":
         places, groups = group_places(group)
         means = group_means(rewards, places, groups)
@@ -174,7 +173,7 @@ def mask_samples(
     response_tokens: tuple[int, int] | None,
     function_weights: np.ndarray | None,
 ) -> Masked:
-    """Multiply the data's and the user's weights; masked samples get 0."""
+    """Weights of samples: the data's times the user function's, 0 for masked ones."""
     weights = as_float64(rows.sample_weight)
     causes: dict[str, np.ndarray] = {}
     if (weights != 1).any():
@@ -182,7 +181,7 @@ def mask_samples(
     if truncated:
         causes["truncated"] = rows.truncated.numpy()
     if group_mean is not None:
-        # In float32, like scores: a group with scores of 0.2 lies in a range that ends with 0.2.
+        # In float32, like scores: a group with scores of 0.2 is inside a range that ends with 0.2.
         places, groups = group_places(rows.group)
         means = group_means(as_float64(rows.score), places, groups).astype(np.float32)[places]
         causes["group_mean"] = _outside(means, *np.array(group_mean, dtype=np.float32))

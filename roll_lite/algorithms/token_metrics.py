@@ -16,7 +16,7 @@ BINS = 801
 """Odd, so that the middle bin is centred at log-ratio 0."""
 
 FINE = 1e-3
-"""Log-ratio where bins turn from even to proportional."""
+"""Log-ratio up to which bins are about equally wide; beyond it, widths grow with the log-ratio."""
 
 _SPAN = math.asinh(LOG_RATIO_LIMIT / FINE)
 
@@ -28,7 +28,7 @@ def sums_by_domain(tokens: dict[str, torch.Tensor], domain_numbers: torch.Tensor
     """Sums by domain: each [B, T-1], 0 where masked -> `<name>#<number>` in float64."""
     rows = torch.stack([x.detach().sum(1, dtype=torch.float64) for x in tokens.values()])
     own = domain_numbers == torch.arange(domains, device=domain_numbers.device)[:, None]
-    sums = torch.where(own, rows[:, None], 0.0).sum(2)  # no product: what is not finite stays in its domain
+    sums = torch.where(own, rows[:, None], 0.0).sum(2)  # not a product with the mask: NaN and infinity stay in their domain
     return {f"{name}#{number}": sums[i, number] for i, name in enumerate(tokens) for number in range(domains)}
 
 
@@ -41,7 +41,7 @@ class Peaks:
     """Peaks [domains] by name and sign; sign -1 is a minimum."""
 
     def record(self, name: str, values: torch.Tensor, mask: torch.Tensor, domain_numbers: torch.Tensor, *, smallest: bool = False) -> None:
-        """Record values with mask [B, T-1] and domain_numbers [B]. NaN is kept: hiding it would be a lie."""
+        """Record values with mask [B, T-1] and domain_numbers [B]. NaN is kept, so that it shows."""
         sign = -1 if smallest else 1
         if values.numel() == 0:
             return
@@ -101,5 +101,5 @@ def ratio_percentiles(counts: np.ndarray, percents: Sequence[int]) -> list[float
 
 
 def mismatch_of_tokens(rollout_log_probs: torch.Tensor, log_probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Absolute difference of engine and trainer, and k3 of KL(rollout || trainer), [B, T-1]; 0 where masked."""
+    """Absolute difference of both log-probs, and the k3 estimate of KL(rollout || trainer): [B, T-1], 0 where inputs are equal."""
     return (rollout_log_probs - log_probs).abs(), kl_estimate(rollout_log_probs, log_probs, "k3")

@@ -10,9 +10,9 @@ from roll_lite.files import is_file, read_object
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 A, B = "lora_A", "lora_B"
-"""Matrices [rank, in] and [out, rank]."""
+"""PEFT's names of the matrices A [rank, in] and B [out, rank]."""
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM reserves memory for; others take as much as the next larger one."""
+"""LoRA ranks that vLLM reserves memory for; another takes as much as the next larger one."""
 _PLAIN: dict[str, Any] = {
     "bias": "none",
     "fan_in_fan_out": False,
@@ -29,7 +29,7 @@ _WITHOUT_EFFECT = (
     *("lora_dropout", "eva_config", "loftq_config", "corda_config", "lora_ga_config", "qalora_group_size"),
 )
 """Ignored PEFT settings: the weights file shows the adapted layers, init_lora_weights their initialization."""
-_BEGUN_BESIDE_THE_BASE = (None, True, False, "gaussian", "orthogonal", "eva", "mica")
+_LEAVES_BASE_UNCHANGED = (None, True, False, "gaussian", "orthogonal", "eva", "mica")
 """Values of init_lora_weights that leave the base unchanged; others move part of its weights into the adapters."""
 
 
@@ -48,7 +48,7 @@ def adapter_config(rank: int, alpha: float, targets: Iterable[str], base: Path) 
 
 
 def adapter_problems(folder: Path, rank: int, alpha: float) -> Iterator[str]:
-    """Reasons why training cannot start from these adapters."""
+    """Reasons why training cannot start from a folder's adapters."""
     missing = [name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if not is_file(folder / name)]
     if missing:
         yield f"has no {' and no '.join(missing)}; expected adapters in PEFT's format"
@@ -68,7 +68,7 @@ def adapter_problems(folder: Path, rank: int, alpha: float) -> Iterator[str]:
         if (stored.get(key) or plain) != plain:
             yield f"{ADAPTER_CONFIG} has {key} {stored[key]!r:.40}, which is not supported"
     begun = stored.get("init_lora_weights")
-    if (begun.lower() if isinstance(begun, str) else begun) not in _BEGUN_BESIDE_THE_BASE:
+    if (begun.lower() if isinstance(begun, str) else begun) not in _LEAVES_BASE_UNCHANGED:
         yield (
             f"{ADAPTER_CONFIG} has init_lora_weights {begun!r:.40}: these adapters belong to weights that were changed beside them, not to "
             "model.path; convert them (path_initial_model_for_weight_conversion of PEFT's save_pretrained), or merge them into a model "
@@ -80,7 +80,7 @@ def adapter_problems(folder: Path, rank: int, alpha: float) -> Iterator[str]:
 
 
 def target_of(weight: str) -> str | None:
-    """Target layer, q_proj for self_attn.q_proj.weight; None for tensors other than weights."""
+    """LoRA target of a weight: q_proj for self_attn.q_proj.weight. None for other tensors."""
     module, _, kind = weight.rpartition(".")
     return module.rpartition(".")[2] if kind == "weight" else None
 

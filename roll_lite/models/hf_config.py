@@ -12,7 +12,7 @@ from roll_lite.files import elsewhere, kind_of, read_object
 from roll_lite.models.hf_fields import HEADS, LLAMA3_FIELDS, refusals, rope_fields
 
 MODEL_FILE = "model.json"
-"""File in a role's checkpoint: the model's `tensor_facts`."""
+"""File in a role's checkpoint that holds the model's `tensor_facts`."""
 NOT_IN_TENSORS = ("max_positions", "norm_eps", "rope", "window")
 """Fields of HfConfig without effect on tensors."""
 SUPPORTED_TYPES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral")
@@ -21,7 +21,7 @@ SUPPORTED_TYPES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral")
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Facts of any model, also of one that cannot be trained."""
+    """Sizes of any model, even one that cannot be trained here."""
 
     model_type: str
     layers: int
@@ -47,7 +47,7 @@ class ExpertsConfig:
     feed_forward: int
     """Size of one expert."""
     normalised: bool
-    """The weights of a token's experts sum to 1."""
+    """True if the weights of a token's experts are made to sum to 1."""
     layers: tuple[bool, ...]
     """By layer, true if it has experts; the others are dense."""
 
@@ -66,7 +66,7 @@ class Llama3Scaling:
 class RopeConfig:
     theta: float
     linear_factor: float | None = None
-    """Divisor of positions."""
+    """Divisor of positions; None: no linear scaling."""
     llama3: Llama3Scaling | None = None
 
 
@@ -97,8 +97,8 @@ class HfConfig:
 
     @property
     def attention_par(self) -> float:
-        """Row length at which attention costs as many operations as the matrices: a token is multiplied with them once, with half of the
-        row's tokens twice (scores, values)."""
+        """Row length at which attention costs as many operations as the weight matrices."""
+        # A token meets each matrix once, and on average half of the row's tokens twice (scores, values).
         widths = [self._used_feed_forward(layer) for layer in range(self.layers)]
         matrices = (2 * self.heads + 2 * self.key_value_heads) * self.head_dim + 3 * sum(widths) / len(widths)
         return self.hidden * matrices / (self.heads * self.head_dim)

@@ -1,8 +1,7 @@
-"""Known fields of a config.json; others might change the numbers and are refused by name.
+"""Known fields of config.json. Other fields are refused by name, since they might change what a model computes.
 
-From transformers' Qwen2Config, Qwen3Config, Qwen3MoeConfig, LlamaConfig, MistralConfig, and published models. Engines read more fields
-(vLLM: is_causal, layer_types): one has no effect only if no reader uses it.
-"""
+Collected from transformers' Qwen2Config, Qwen3Config, Qwen3MoeConfig, LlamaConfig, MistralConfig, and published models. A field is ignored
+only if engines do not use it either; they read more fields than transformers (vLLM: is_causal, layer_types)."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "quantization_config": ((None,), "quantised weights cannot be trained; take the model in bfloat16 or float32"),
     "compression_config": ((None,), "compressed weights cannot be trained; take the model in bfloat16 or float32"),
 }
-"""Fields that change the model: supported values (1 equals 1.0, 0 equals 0.0), and the reason."""
+"""Fields that change the model, with supported values (1 equals 1.0, 0 equals 0.0) and the reason."""
 
 OF_FILES = _names(
     """transformers_version dtype torch_dtype use_cache initializer_range max_window_layers pretraining_tp _name_or_path name_or_path
@@ -73,7 +72,7 @@ WITHOUT_EFFECT = OF_FILES | OF_HEADS | OF_LENGTHS | OF_GENERATION
 HEADS = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "Model")
 """Suffixes of an architecture's name."""
 POLICY_HEADS = ("ForCausalLM",)
-"""Suffixes of models that generate; for others, engines build models that do not."""
+"""Suffixes of models that generate; engines load others as models that cannot."""
 LLAMA3_FIELDS = frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"})
 _ROPE_FIELDS = {
     "default": frozenset[str](),
@@ -103,7 +102,7 @@ def refusals(raw: Mapping[str, Any], heads: Sequence[str] = HEADS) -> Iterator[s
 
 
 def _layer_types(raw: Mapping[str, Any], value: Any) -> Iterator[str]:
-    """Refuse differing layers: vLLM follows this list, transformers not in every family."""
+    """Refuse a list of differing layers: vLLM follows it, transformers only in some families."""
     has_window = raw["model_type"] == "mistral" and raw.get("sliding_window", 0) is not None
     wanted = "sliding_attention" if has_window else "full_attention"
     others = [one for one in value if one != wanted] if isinstance(value, list) else [] if value is None else [value]

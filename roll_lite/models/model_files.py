@@ -123,7 +123,7 @@ def weights_fingerprint(folder: Path) -> str:
 
 
 def wrong_weights(stored: Mapping[str, StoredTensor], hf: HfConfig, head: str) -> str | None:
-    """Message if the files do not fit the model. `head`: name of the last layer."""
+    """Message if the files do not fit the model. `head`: name of the head's tensor."""
     heads = {HEAD: (hf.vocab_size, hf.hidden), VALUE_HEAD: (1, hf.hidden)}
     if hf.tied_embeddings:
         del heads[HEAD]
@@ -141,7 +141,7 @@ def wrong_weights(stored: Mapping[str, StoredTensor], hf: HfConfig, head: str) -
 
 
 def tensors_without_place(names: Iterable[str], hf: HfConfig, head: str) -> str | None:
-    """Message on unused tensors. A value model may have an unused language-model head."""
+    """Message on tensors that the model does not use. An unused language-model head is allowed."""
     known = {*weight_shapes(hf), HEAD, head}
     unknown = sorted(name for name in names if name not in known and not name.endswith(_HARMLESS))
     if not unknown:
@@ -151,7 +151,7 @@ def tensors_without_place(names: Iterable[str], hf: HfConfig, head: str) -> str 
 
 
 def _not_finite(stored: Mapping[str, StoredTensor]) -> str | None:
-    """Message on a tensor with NaN or infinity; looks at the first numbers of the first tensors."""
+    """Message on a tensor with NaN or infinity, among the first numbers of the first tensors."""
     read = ((name, tensor) for name, tensor in stored.items() if tensor.dtype in _EXPONENTS)  # harmless extra tensors may have any type
     for name, tensor in islice(read, _MOST_SAMPLED):
         with tensor.file.open("rb") as file:
@@ -165,7 +165,7 @@ def _not_finite(stored: Mapping[str, StoredTensor]) -> str | None:
 
 
 def misfit(name: str, dtype: str, shape: Sequence[int], wanted: Sequence[int], by: str = "config.json") -> str | None:
-    """Message if a stored tensor is not the weight that `by` describes."""
+    """Message if a stored tensor has another shape or type. `by`: source of the wanted shape."""
     if dtype not in READ_AS_WEIGHTS:
         return f"{name} holds {dtype} in its safetensors; weights are read from {', '.join(READ_AS_WEIGHTS)}: take the unquantised model"
     if list(shape) != list(wanted):
@@ -249,7 +249,7 @@ def _vocabulary(folder: Path) -> tuple[Any, list[tuple[int, str]]] | None:
 
 
 def tokenizer_checksum(folder: Path) -> str:
-    """Checksum of the mapping from ids to text, however tokenizer.json is written; ValueError for a broken tokenizer."""
+    """Checksum of the vocabulary, regardless of tokenizer.json's formatting; ValueError for a broken tokenizer."""
     digest = hashlib.sha256()
     if (found := _vocabulary(folder)) is not None:
         digest.update(json.dumps(found, sort_keys=True).encode())
@@ -261,7 +261,7 @@ def tokenizer_checksum(folder: Path) -> str:
 
 
 def largest_token_id(folder: Path) -> int | None:
-    """Largest token id in files readable without the tokenizer's code; None without any, ValueError if unreadable."""
+    """Largest token id in the tokenizer's JSON files; None without any, ValueError for a broken one."""
     vocabulary, added = _vocabulary(folder) or ({}, [])
     ids = [*(vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))), *(number for number, _ in added)]
     for name in ("vocab.json", "added_tokens.json"):

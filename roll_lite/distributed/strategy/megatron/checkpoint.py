@@ -144,7 +144,7 @@ def _clear_errors(state_folder: Path) -> Iterator[str]:
     except (CheckpointingException, pickle.UnpicklingError, ValueError, FileNotFoundError, EOFError) as error:
         raise _unreadable(state_folder, error) from error
     except RuntimeError as error:
-        if "PytorchStreamReader" not in str(error):  # not about a file, but such as another rank's death
+        if "PytorchStreamReader" not in str(error):  # another failure, such as a rank's death
             raise
         raise _unreadable(state_folder, error) from error
 
