@@ -28,12 +28,12 @@ ROWS_AT_ONCE = 1024
 
 
 class PromptSet:
-    """Prompts by uid, their row number. Token ids lie in one array, rows pickled in one buffer: Python objects would take several times the
-    memory."""
+    """Prompts by uid, their row number."""
 
     def __init__(self, domain: str) -> None:
         self.domain = domain
         self.left_out: Counter[str] = Counter()
+        # Ids in one array and pickled rows in one buffer: Python objects would take several times the memory.
         self._ids = array("i")
         self._id_ends = array("q", [0])
         self._rows = bytearray()

@@ -37,7 +37,7 @@ def answer_of(row: Mapping[str, Any], column: str, setting: str) -> Any:
 
 
 def text_of(row: Mapping[str, Any], column: str, placeholder: str, setting: str) -> str:
-    """Text for a placeholder. `setting`: the template's path."""
+    """Text for a placeholder. `setting`: YAML path of the template."""
     value = cell(row, column, "" if placeholder == "prompt" else f" ({setting}.text has the placeholder {{{placeholder}}})")
     if isinstance(value, list) and value and isinstance(value[0], dict):
         raise RowError(column, f"a list of chat messages needs {setting}.name: chat")

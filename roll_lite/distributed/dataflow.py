@@ -34,7 +34,7 @@ class Block:
     objects: np.ndarray
     """[n] int32: index in `refs` of each sample's object."""
     rows: np.ndarray
-    """[n] int32: row in that object, which may hold other samples."""
+    """[n] int32: row of each sample in its object, which may hold others."""
 
     def renumbered(self, numbers: Mapping[int, int]) -> Block:
         kept = np.array([place for place, sample in enumerate(self.samples.tolist()) if sample in numbers], dtype=np.int64)

@@ -195,7 +195,7 @@ def _nodes_of_the_run(wanted: _Wanted, layout: PlacementConfig, counts: Mapping[
 
 
 def _assign(room: Sequence[tuple[Node, float]], wanted: Mapping[int, int]) -> dict[int, Node] | None:
-    """For each number, the first node that has enough room and leaves enough for the others; None if there is no assignment."""
+    """Assign to each number the first node that has enough room and leaves enough for the others; None if impossible."""
     found: dict[int, Node] = {}
     left = list(room)
     for number in sorted(wanted):

@@ -22,7 +22,7 @@ LISTEN_SECONDS = 1.0
 
 
 class Pulse:
-    """Heartbeat of a watched rank, listened to by the waits of this process."""
+    """Heartbeat of a watched rank, polled by every wait of this process."""
 
     def __init__(self, ask: Callable[[], ray.ObjectRef]) -> None:
         self.place: Place | None = None

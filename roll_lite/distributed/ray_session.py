@@ -122,7 +122,8 @@ def _check_address(address: str) -> str:
 
 
 def _running_cluster() -> str:
-    """Address for `auto`: the cluster that `ray start` recorded, or the only other one on this machine, except other runs' private ones."""
+    """Address for `auto`: of the cluster that `ray start` recorded, or of the only one on this machine, not counting other runs' private
+    ones."""
     running = [match.group(1) for _, command in _raylets() if (match := GCS_ADDRESS.search(command)) and f"/{FOLDER_PREFIX}" not in command]
     noted = ray._private.utils.read_ray_address()
     if noted and (noted in running or not running):

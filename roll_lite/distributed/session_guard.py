@@ -24,8 +24,8 @@ FOLDER_SECONDS = 1.0
 
 
 def session_processes(mark: str, folder: Path) -> list[int]:
-    """Processes of this user with the session's mark in their environment or, if a process title has overwritten it, a title of Ray's
-    and open files of the session."""
+    """Processes of this user that have the session's mark in their environment or, where a process title has overwritten it, a title of
+    Ray's and open files of the session."""
     wanted = f"{MARK}={mark}".encode()
     found = []
     for entry in Path("/proc").iterdir():

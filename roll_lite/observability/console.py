@@ -120,8 +120,7 @@ class RunConsole:
             self._console.take_back()
 
     def progress(self, label: str, domains: Mapping[str, tuple[int, int, int]]) -> None:
-        """Show (generated, scored, wanted) samples by domain, in a line that is replaced; outside of a terminal, in a new line every 10
-        s."""
+        """Show (generated, scored, wanted) samples by domain, in a line that is replaced; outside a terminal, in a new line every 10 s."""
         parts = [f"{name} {generated}/{wanted} ({scored} scored)" for name, (generated, scored, wanted) in domains.items()]
         line = f"{label}: {', '.join(parts)}"
         if self._console.is_terminal:
@@ -145,8 +144,8 @@ class RunConsole:
         self._line(f"{step}/{self._total}", self._scores(metrics, "reward/mean", "reward/accuracy"), [speed, total, *phases])
 
     def validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show held-out results in the columns of a step's line, or as sentences if that line is not the last one; pass@k and maj@k for
-        the largest k."""
+        """Show held-out results: in the columns of a step's line if that is the last line, otherwise as sentences. pass@k and maj@k are
+        shown for the largest k."""
         k = largest_k(metrics)
         measures = {"held-out": ("validation/reward", "validation/accuracy")}
         if k is not None:

@@ -38,7 +38,7 @@ class Sign:
     name: str
     in_a_row: int
     holds: Callable[[Metrics, Sequence[Metrics]], bool]
-    """Gets the step's metrics and earlier ones: the first step with an entropy, and the latest."""
+    """True if a step shows the sign. Gets its metrics and earlier ones: of the first step with an entropy, and of the latest."""
     says: Callable[[Metrics], str]
     by_domain: bool = False
 

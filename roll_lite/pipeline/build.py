@@ -128,7 +128,7 @@ def start_offloaded(live: LiveRollouts) -> None:
 
 
 def starting(live: LiveRollouts) -> list[Pending[Any]]:
-    """Start engines, rewards and the rollout service that stay on their devices."""
+    """Start the rollout service, the judges, and the engines and reward models that stay on their devices."""
     together: list[Pending[Any]] = [ranks.start_all(RewardModelWorker.initialize) for ranks in live.reward_models.resident]
     together += [servers.start_all(JudgeWorker.initialize) for servers in live.judges.values()]
     addresses = {name: JudgeAddress.of(servers.all(JudgeWorker.address)) for name, servers in live.judges.items()}

@@ -185,7 +185,7 @@ class Checkpoints:
 
 def expect_files(folder: Path, sizes: Mapping[str, int], role: str) -> None:
     """Wait, at most SEEN_WITHIN_S, until this node sees the files that ranks have written, with exactly these sizes in bytes. RuntimeError
-    if not: they would be lost; also for empty `sizes`."""
+    if it does not, since the files would be lost, or if `sizes` is empty."""
     deadline = time.monotonic() + SEEN_WITHIN_S
     while wrong := [name for name, size in sizes.items() if _size(folder / name) != size]:
         if time.monotonic() >= deadline:

@@ -53,7 +53,7 @@ def is_finished(checkpoint: Path) -> bool:
 
 
 def resumption(folder: Path) -> Resumption:
-    """Choose a checkpoint; ValueError if there is none. `folder`: a checkpoint, or a run, for its newest finished one; a resumed run
+    """Choose a checkpoint; ValueError if there is none. `folder`: a checkpoint, or a run, whose newest finished one is taken. A resumed run
     without checkpoints leads to the one that it resumed from."""
     if NAME.fullmatch(folder.name) or (folder / STATE_FILE).is_file():
         if is_finished(folder):
@@ -164,7 +164,7 @@ def check_sizes(checkpoint: Path, wanted: Mapping[str, FileRecord]) -> None:
 
 
 def check_sums(checkpoint: Path, wanted: Mapping[str, FileRecord], records: Iterable[tuple[str, FileRecord]]) -> None:
-    """Compare `records` of the present files with the recorded ones."""
+    """Compare `records` of the present files with `wanted`; ValueError if they differ."""
     for name, now in records:
         if now != wanted[name]:
             raise damaged(checkpoint, name, "has changed since it was written: its checksum is another one")

@@ -37,7 +37,7 @@ class Reader:
     roles: tuple[str, ...]
 
     def files(self) -> dict[str, str]:
-        """Fingerprints by name on this node; a checkpoint's checksums are verified when it is loaded."""
+        """Fingerprints of its files on this node, by name. Of a checkpoint only sizes, since loading verifies checksums."""
         if self.setting == RESUME:
             found = (path for path in self.folder.rglob("*") if path.is_file())
             return {str(path.relative_to(self.folder)): f"{path.stat().st_size} bytes" for path in found}

@@ -24,7 +24,7 @@ from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.rollout import RolloutWorker
 
 LOSS_SECONDS = 5.0
-"""Time to look for a lost engine after another failed, perhaps by reading from it."""
+"""Time to look for a lost engine after another one failed, perhaps because it read from the lost one."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Pushed:
     phases: Mapping[str, float]
     """Seconds of the slowest rank or worker; phases overlap."""
     by_transport: Mapping[str, float]
-    """Megabytes sent; a broadcast counts once."""
+    """Megabytes sent, by transport; a broadcast counts once."""
     transport_seconds: Mapping[str, float]
-    """Seconds of the slowest trainer rank."""
+    """Seconds of the slowest trainer rank, by transport."""
 
 
 class WeightSync:
@@ -69,9 +69,9 @@ class WeightSync:
         self._interrupts: TCPStore | None = None
         self._epoch = 0
         self._plan: TransferPlan | None = None
-        """None: engines must connect."""
+        """Plan by which engines are connected; None: they must connect."""
         self._version: int | None = None
-        """Version last sent; None: the next `push` sends any version. Start weights are sent too."""
+        """Version last sent; None before the first `push`, which sends even the start weights."""
 
     def push(self, version: int) -> Pushed | None:
         """Send weights to every living engine; None if they have them."""

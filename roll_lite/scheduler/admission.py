@@ -150,7 +150,7 @@ class Admission:
         return {"mix": self.plan.state_dict(), "batches": self.handed_out}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the mix, after the domains. It does not contain domains that were dropped."""
+        """Restore the mix, after the domains were restored. Dropped domains are not in the saved mix."""
         for name, scheduler in self._schedulers.items():
             if scheduler.exhausted and name not in state["mix"]["weights"]:
                 self.plan.drop(name)

@@ -18,7 +18,7 @@ PREFIXES_REMEMBERED = 131_072
 class EngineLoad:
     client: EngineClient
     tokens: float = 0.0
-    """Expected response tokens of requests in flight, and their prompt tokens that it has not cached."""
+    """Expected response tokens of requests in flight, and their prompt tokens that the engine has not cached."""
     done: float = 0.0
     """Part of `tokens` reported done; negative if responses outgrow the estimate."""
     requests: int = 0
@@ -28,9 +28,9 @@ class EngineLoad:
     last_sign: float = 0.0
     """Time of the last start or end of a request."""
     dead: str | None = None
-    """Cause of its loss; None while it lives."""
+    """Cause of the engine's loss; None while it lives."""
     serves: bool = True
-    """False once it is withdrawn."""
+    """False once it gets no more requests."""
     number: int = 0
 
     @property
@@ -40,15 +40,13 @@ class EngineLoad:
 
 
 class EngineChoice:
-    """Picks engines. `most_requests`, `most_tokens`: limits of what is in flight to one engine; None: no limit.
-
-    A heap keeps the least loaded engine on top; an entry with an outdated load is dropped when it gets there. Progress reports, which
-    change many loads at once, are applied at the next choice.
-    """
+    """Picks engines. `most_requests`, `most_tokens`: limits of what is in flight to one engine; None: no limit."""
 
     def __init__(self, engines: Iterable[EngineLoad], most_requests: int | None, most_tokens: int | None) -> None:
         self._most_requests = most_requests
         self._most_tokens = most_tokens
+        # The least loaded engine is on top; an entry with an outdated load is dropped when it gets there. Progress reports, which change
+        # many loads at once, are applied at the next choice.
         self._heap: list[tuple[float, int, EngineLoad]] = []
         self._reported: set[EngineLoad] = set()
         """Engines with outdated heap entries."""
@@ -123,7 +121,7 @@ class EngineChoice:
         engine.tokens = tokens
 
     def report(self, engine: EngineLoad, done: float, grown: float) -> None:
-        """`done`: tokens finished since a request's last report; `grown`: change of its expected length."""
+        """Note a request's progress. `done`: tokens finished since its last report; `grown`: change of its expected length."""
         engine.done += done
         self._set_tokens(engine, engine.tokens + grown)
         self._reported.add(engine)

@@ -17,9 +17,9 @@ from roll_lite.scheduler.runner import RewardClient, SampleRunner
 from roll_lite.scheduler.stats import SURPLUS, UNFINISHED, Recorder, commonest, loss_of
 
 LEAST_LOSSES = 8
-"""Prompts lost in a row that end a run, or three per place of the domain in a batch if that is more."""
+"""A run ends if this many prompts in a row are lost, or 3 times the domain's places in a batch if that is more."""
 LONGER, MOST_LOST = 4, 7 / 8
-"""A run also ends if MOST_LOST of LONGER times as many prompts are lost."""
+"""A run also ends if the share MOST_LOST of LONGER times as many prompts is lost."""
 
 
 class DomainFailed(RuntimeError):
@@ -63,7 +63,7 @@ class Domain:
 
 @dataclass
 class Counts:
-    """Prompts over the run. Each admitted one is live, or has ended in exactly one of the other ways."""
+    """Numbers of prompts over the run. An admitted one is in flight, or has ended in exactly one of the other ways."""
 
     admitted: int = 0
     delivered: int = 0
@@ -172,7 +172,7 @@ class DomainScheduler:
         return self._start(clock)
 
     def _start(self, clock: int) -> bool:
-        """Start the next prompt. Those put back, or in flight when a resumed run was saved, come first."""
+        """Start the next prompt. Prompts put back, or in flight when the resumed checkpoint was written, come first."""
         if self.exhausted:
             return False
         row = self._put_back.popleft() if self._put_back else self._domain.order.next()

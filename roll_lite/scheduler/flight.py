@@ -15,9 +15,9 @@ from roll_lite.scheduler.choice import EngineChoice, EngineLoad
 from roll_lite.scheduler.engines import Asked, EngineLost
 
 PRIOR_RESPONSES = 8
-"""Responses of max_tokens tokens assumed at the start, because short ones finish first."""
+"""Number of responses of max_tokens tokens assumed at the start, because short ones finish first."""
 RESPONSES_REMEMBERED = 512
-"""Latest lengths, which count; they drift during training."""
+"""Only this many latest lengths count, since they drift during training."""
 REFRESH = 16
 """Lengths are sorted again when 1/REFRESH of them are new."""
 CLOCK_S = 1e-6
@@ -94,8 +94,7 @@ class EngineClock:
 
 
 class Flight(Asked):
-    """A request on its way, over all engines that work on it. Time-outs use callbacks and a timer: a task per request would dominate the
-    cost."""
+    """A request on its way, over all engines that work on it."""
 
     __slots__ = (
         "_choice",
@@ -185,7 +184,8 @@ class Flight(Asked):
         self._length = self.left()
         self._done = self._grown = 0.0
         self.begun, self._since = False, self._clock.time()
-        """`_since`: start of generation or, before that, of the departure."""
+        """`_since`: start of generation or, before that, time of sending."""
+        # A timer and callbacks: a task per request would dominate the cost.
         self._timer = self._loop.call_later(self._timeout_s, self._look)
         self.engine.client.send(self)
 
@@ -198,7 +198,7 @@ class Flight(Asked):
         self._report(self.cost - left, tokens + left - self._length)
 
     def _report(self, done: float, grown: float) -> None:
-        """`done`: load finished since the departure to this engine; `grown`: change of the expected length since then."""
+        """`done`: load finished since the request was sent to this engine; `grown`: change of the expected length since then."""
         done += grown
         self._choice.report(self.engine, done - self._done, grown - self._grown)
         self._done, self._grown = done, grown

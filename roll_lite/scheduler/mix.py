@@ -93,7 +93,7 @@ class BatchPlan:
         self._least = {name: count for name, count in (least or {}).items() if count}
         self._handed_out = self._mix.state_dict()
         self._open: dict[str, deque[int]] = {name: deque() for name in shares}
-        """Planned places without an admitted prompt, by domain, numbered over all batches."""
+        """Numbers, over all batches, of planned places without an admitted prompt, by domain."""
         self._places = 0
         self._planned: deque[_Batch] = deque()
         self.charged = 0

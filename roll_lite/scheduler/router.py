@@ -42,7 +42,7 @@ class NoEngineLeft(RuntimeError):
 
 
 class Router:
-    """Sends each request to the least loaded engine. `deterministic`: by a hash of the request's id, in waves (WaveGate).
+    """Sends each request to the least loaded engine; if `deterministic`, by a hash of the request's id and in waves (WaveGate).
 
     `engine_slots`: most running requests per engine. It and `engine_tokens` limit what is in flight to an engine; the rest waits here. The
     limit `timeout_s` runs from a request's start in the engine; a request that has not started fails only if its engine is idle for that

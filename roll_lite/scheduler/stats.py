@@ -131,7 +131,7 @@ class Progress(NamedTuple):
 
 
 class Recorder:
-    """Collects statistics for the batch in which things happen; a sample's may be spread over several."""
+    """Collects statistics by the batch during which things happen; a sample may count in several."""
 
     def __init__(self, domains: Iterable[str], now: float) -> None:
         self._names = list(domains)
@@ -190,7 +190,7 @@ def commonest(causes: Counter[str]) -> str:
 
 
 def loss_of(group: SampleGroup) -> str | None:
-    """Cause for which a group is lost, or None. A missing baseline is one: a missing score is not a score of 0."""
+    """Cause of a group's loss; None if it is not lost. A failed greedy baseline is such a cause: its missing score is no score of 0."""
     if group.baseline is not None and group.baseline.outcome is SampleOutcome.FAILED:
         return f"greedy baseline: {group.baseline.failure or 'unknown'}"
     if all(sample.outcome is SampleOutcome.FAILED for sample in group.samples):

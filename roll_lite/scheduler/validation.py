@@ -28,8 +28,8 @@ class Validation:
         ended: Callable[[], None],
         first_group: int = 0,
     ) -> None:
-        """`samples`: per prompt. `runners`: of this validation only. Calls `ended()` when a group ends. `first_group`: its number; none is
-        used twice, since a late answer must not match a new request's id."""
+        """`samples`: per prompt. `runners`: of this validation only. Calls `ended()` when a group ends. `first_group`: number of the first
+        group; none is used twice, so that no late answer matches a new request's id."""
         self._domains = {domain.name: domain for domain in domains if domain.validation is not None}
         self._runners = runners
         self._samples = samples

@@ -50,7 +50,7 @@ class CreditInputs:
     train_weight: torch.Tensor
     """[B] float32: 0 does not train."""
     everyone: RowTable
-    """The rows of all ranks, for baselines."""
+    """Rows of all ranks, for baselines."""
 
 
 def users_advantages(inputs: CreditInputs, name: str, args: dict[str, Any], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:

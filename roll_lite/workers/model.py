@@ -123,7 +123,7 @@ class ModelWorker(Worker):
         self.strategy.load_checkpoint(folder)
 
     def file_records(self, folder: Path, names: Sequence[str]) -> dict[str, FileRecord]:
-        """Size and checksum of every world_size-th file, from this rank's number on."""
+        """Sizes and checksums of this rank's share of the files, every world_size-th."""
         return {name: record(folder / name) for name in names[self.rank :: self.world_size]}
 
     def save_hf(self, folder: Path, average: bool = False) -> dict[str, int]:

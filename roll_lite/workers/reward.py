@@ -89,7 +89,8 @@ class RewardPool(ScoringPool[PooledWorker, RewardInput, Score]):
 
     A function that hangs or kills its process fails its own sample and costs a worker, which is replaced; other samples of the call are
     scored again. A hang in Python is interrupted inside the worker; others (a stopped process, a call into C) end with the process, when
-    `_call` times out. Samples of an async function join a busy worker's and leave it one by one."""
+    `_call` times out. A worker with an async function takes further samples while others run.
+    """
 
     def __init__(self, domain: str, config: RewardConfig) -> None:
         self._config = config

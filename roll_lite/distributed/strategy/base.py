@@ -40,7 +40,7 @@ from roll_lite.files import FileRecord, record
 @dataclass(frozen=True)
 class RankLayout:
     """Place of a rank among the parallel groups. Head ranks (tensor rank 0, context rank 0, last pipeline stage), one per data-parallel
-    rank, return results; a model's output layer is something else."""
+    rank, return results; they have nothing to do with a model's LM head."""
 
     rank: int
     world_size: int
@@ -129,7 +129,7 @@ class ExpertUse:
     busiest: float
     """Tokens of the busiest expert relative to the average."""
     balance_loss: float | None
-    """Loss without its coefficient; None if that is 0."""
+    """Loss without its coefficient; None if the coefficient is 0."""
     rerouted: float | None = None
     """Share of replayed choices that the router would now make differently; None if nothing was replayed."""
 
@@ -170,8 +170,8 @@ class ForwardStrategy(ABC):
 
     @abstractmethod
     def forward(self, batch: DataProto, outputs: Sequence[str], plan: MicroBatchPlan) -> DataProto | None:
-        """Forward pass without gradients. Head ranks return the columns `outputs`, others None. There are log_probs, entropy, distribution;
-        with a value head values, final_value; with experts `experts`, the chosen ids.
+        """Forward pass without gradients. Head ranks return the columns `outputs`, others None. Possible outputs: log_probs, entropy,
+        distribution; with a value head values, final_value; with experts `experts`, the chosen ids.
 
         Here and in train_step the softmax is of logits / temperature, a column of the batch; with a column kept_ids it is over these tokens
         and the target only. A model with experts replays the column old_experts or rollout_experts, if there is one.
@@ -199,8 +199,8 @@ class CheckpointWrite:
         return True
 
     def finish(self) -> dict[str, FileRecord]:
-        """Wait for the write, on every rank. Returns records of this rank's files by path; each file has one rank. RuntimeError if this
-        part failed."""
+        """Wait for the write, on every rank. Returns records of this rank's files by path; each file is recorded by one rank. RuntimeError
+        if this part failed."""
         return {str(file.relative_to(self.folder)): record(file) for file in self.files}
 
 
@@ -349,7 +349,7 @@ class InferenceStrategy(ABC):
 
     @abstractmethod
     async def connect_weights(self, first_member: int, membership: Membership) -> None:
-        """Join an epoch of the transfer group and leave the previous one, together with the trainers. `first_member`: number of the
+        """Join an epoch of the transfer group and leave the previous one, together with the trainers. `first_member`: member number of the
         engine's first worker."""
 
     @abstractmethod

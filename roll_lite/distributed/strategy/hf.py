@@ -46,7 +46,6 @@ class HfRewardStrategy(ForwardStrategy):
         self._model = model.eval().requires_grad_(False).to(self.device)
 
     def plan(self, lengths: torch.Tensor, planner: MicroBatchPlanner, together: bool = True) -> MicroBatchPlan:
-        """Plan this rank's micro-batches; no rank waits for another."""
         return MicroBatchPlan.of(lengths, planner)
 
     def forward(self, batch: DataProto, outputs: Sequence[str], plan: MicroBatchPlan) -> DataProto | None:

@@ -57,7 +57,7 @@ def uuid_of(number: int) -> str:
 
 LONGEST_PAUSE_S = 0.01  # between two polls
 _LONGER = 1.2
-"""Growth of the polling pause."""
+"""Factor by which the polling pause grows."""
 
 _CLIENT_S = 30.0
 _EPOCH = "epoch"

@@ -30,7 +30,7 @@ class Lent(NamedTuple):
     to: Home
     export: Export
     name: str
-    """Name under which the reader notes opening it."""
+    """Name under which the reader notes that it opens it."""
 
 
 class Watched:
@@ -139,7 +139,7 @@ _STORAGE = 4
 _DEVICE = 6
 """Index of the sender's device number, which may differ in the receiver."""
 _COUNTER = slice(11, 13)
-"""Indices of the counter's file and offset."""
+"""Indices of the IPC counter's file and offset in an export's arguments."""
 
 GPU = "cuda"
 

@@ -97,7 +97,7 @@ class Membership:
     port: int
     timeout_s: float
     members: tuple[str, ...]
-    """Names for messages, by member number."""
+    """Members' names, for messages, by member number."""
     channels: tuple[Channel, ...]
     bucket_nbytes: int = 0
     """Size of the largest bucket, except those of a single tensor."""

@@ -238,7 +238,7 @@ class FetchReceiver(TransportReceiver):
         self._gives_back = gives_back
         self._otherwise = otherwise
         self._opened: dict[int, dict[str, Watched]] = {}
-        """Segments by sender and handle."""
+        """Open segments, by sender and handle."""
         self._received: list[tuple[Route, int]] = []
 
     def receive(self, route: Route) -> dict[str, torch.Tensor]:

@@ -117,7 +117,7 @@ def checksum(tensor: torch.Tensor) -> str:
 
 @cache
 def _weights(device: torch.device) -> torch.Tensor:
-    """Pseudo-random odd factor of each place in a chunk, modulo 2^64, so that moved values show as well as changed ones."""
+    """[_CHUNK] int64: a pseudo-random odd factor for each place in a chunk, so that moved values change the checksum too."""
     factors = torch.arange(1, _CHUNK + 1, device=device) * _ODD
     for _ in range(2):
         factors = (factors ^ (factors >> 29)) * _ODD

@@ -98,7 +98,7 @@ class EngineLife:
         self.halted: bool | None = False
         """True if the engine itself is paused. None: unknown, because a call is running or was cancelled."""
         self.version = 0
-        """Version of the weights that generate."""
+        """Version of the weights in use."""
         self._make = make
         self._died = asyncio.Event()
 
@@ -114,7 +114,7 @@ class EngineLife:
         return self.failure
 
     async def until_refused(self) -> NoReturn:
-        """Wait for the engine's death, and raise it."""
+        """Wait for the engine's death and raise EngineDead."""
         raise EngineDead(f"{self._make} engine: {await self.until_dead()}")
 
     def require(self, event: EngineEvent) -> None:

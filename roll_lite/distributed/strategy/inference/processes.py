@@ -106,7 +106,7 @@ def when_host_is_gone(act: Callable[[], None]) -> None:
 
 
 def end_group_with_host_or_leader() -> None:
-    """Kill this process group when the host or the group's leader is gone, even before its children watch it."""
+    """Kill this process group when the host or the group's leader is gone, even if it was gone before the call."""
     leader = os.getpgid(0)
 
     def end() -> None:

@@ -18,7 +18,7 @@ SEAM = "roll_lite_seam"
 """Key under which a request carries `seam_tokens` through an engine."""
 TOKENS_PER_CHARACTER = 4
 WITHOUT_TEXT = 32
-"""Allowance for special tokens and for tokens whose text appears only with the next one."""
+"""Allowance, in tokens, for special tokens and those whose text appears only with the next one."""
 BEGUN_POLL_S = 1.0
 PARTS_EVERY = 5
 """Polls between two reports of new tokens; a dying process loses those since the last."""
@@ -39,7 +39,7 @@ class InFlight:
     reported: int = 0
     """Number of tokens in the parts reported so far."""
     number: int = -1
-    """SGLang's number of the request."""
+    """Number that SglangEngine gives the request."""
 
 
 Look = Callable[[Sequence[InFlight], bool], Awaitable[Sequence[RequestProgress | None]]]

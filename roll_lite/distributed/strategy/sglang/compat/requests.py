@@ -64,7 +64,7 @@ def _choice(request: GenerationRequest, vocabulary: int) -> dict[str, Any]:
 
 
 def reports_survivors(request: GenerationRequest) -> bool:
-    """True to have kept tokens reported; greedy decoding truncates nothing."""
+    """True if SGLang must report kept tokens; greedy decoding truncates nothing."""
     return request.sampling.keep_mask and request.sampling.temperature > 0 and is_truncated(request.sampling)
 
 

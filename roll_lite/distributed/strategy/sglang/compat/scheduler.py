@@ -121,7 +121,6 @@ class RolloutScheduler(Scheduler):
         return held_adapters(adapted_layers(runner), runner.model, _layers(), expected if names is None else names)
 
     def get_init_info(self) -> dict[str, Any]:
-        """Facts about the scheduler for the engine's first process."""
         return {**super().get_init_info(), "page_size": self.page_size}
 
     def get_internal_state(self, recv_req: GetInternalStateReq) -> GetInternalStateReqOutput:

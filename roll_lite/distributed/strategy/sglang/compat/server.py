@@ -82,7 +82,7 @@ class _Running:
     had_other_weights: bool = False
     """True once the weights have changed during the request; versions of its tokens are then known only at its end."""
     dispatched: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when SGLang's scheduler has the request, or it has ended."""
+    """Set when SGLang's scheduler has the request, or the request has ended."""
 
     @property
     def rid(self) -> str:
@@ -146,7 +146,6 @@ class EngineServer:
         self._channel.send((call, *answer))
 
     async def _in_order(self, command: Awaitable[Any]) -> Any:
-        """Run commands one after the other."""
         async with self._order:
             return await command
 
