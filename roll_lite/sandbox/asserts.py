@@ -28,7 +28,7 @@ LONGEST = 8 << 20
 CHANGING = (list, dict, set, bytearray)
 """Types of arguments that a function can change in place."""
 CONTROL = (StopIteration, StopAsyncIteration)
-"""Exceptions of the program that would silently end a loop of the tests; these get a plain Exception instead."""
+"""Exceptions of the program that would silently end a loop of the tests, which get a plain Exception instead."""
 NO_ANSWER = (ValueError, TypeError, LookupError, AttributeError, RecursionError, ArithmeticError, MemoryError)
 """Exceptions that decoding a forged answer may raise."""
 
@@ -52,8 +52,8 @@ class Remote:
         return self._tests.call(self._at, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Method of Solution's object. Attributes of a name make the test start again in the program's process; other returned objects have
-        none."""
+        """On an object of Solution: its method. On a function or class: aborts the test, which starts again in the program's process. Other
+        objects have no attributes."""
         if self._has_methods:
             return Remote(self._tests, [self._at, name])
         if isinstance(self._at, str):
@@ -73,7 +73,7 @@ class Tests:
         self._deadline = 0.0
         self._remotes: dict[int, Remote] = {}
         self._ended = self._inside = self._stopped = ""
-        """Why the program's process is unusable; why the test must run inside it; the limit that was exceeded."""
+        """In this order: why the program's process is unusable; why the test must run inside it; the limit that was exceeded."""
         self._used = False
 
     def run(self, tests: list[dict[str, Any]], fail_fast: bool) -> Iterator[dict[str, Any]]:
@@ -184,7 +184,7 @@ class Tests:
 
 
 def import_modules(test: dict[str, Any]) -> dict[str, Any]:
-    """Run the test's import statements; returns those of `modules` (name in the test -> module path), which it uses without importing."""
+    """Run the test's import statements; returns, by name, the modules that it uses without importing them (`modules`: name -> path)."""
     for statement in test["imports"]:
         exec(statement, {})
     return {name: importlib.import_module(path) for name, path in test["modules"].items()}
@@ -211,8 +211,8 @@ def _known_kind(name: str) -> type[Exception] | None:
 
 
 def run_test(test: dict[str, Any], names: dict[str, Any], inside: bool = False) -> str:
-    """Run one test in a fresh `__main__`; returns what failed, or "". `names`: of the program; `inside`: in the program's process, with
-    guards."""
+    """Run one test in a fresh `__main__`; returns what failed, or "". `names`: the program's names. `inside`: in the program's process,
+    with guards."""
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module  # where unittest.main() looks for the tests
     known = module.__dict__
@@ -224,7 +224,7 @@ def run_test(test: dict[str, Any], names: dict[str, Any], inside: bool = False) 
         if "unittest" in test["source"]:
             unittest = importlib.import_module("unittest")
             unittest.__dict__["main"] = lambda *args, **kwargs: run_test_classes(known)
-            unittest.case.__dict__["_ShouldStop"] = ()  # it would catch this exception, which a program may raise, and count a pass
+            unittest.case.__dict__["_ShouldStop"] = ()  # unittest would catch it from a program and count a pass
         if inside:
             loaded, operators = Loaded().add(LOADED.modules), Operators(known, failed, test["source"])
         exec(compile(tree, "tests.py", "exec", dont_inherit=True), known)

@@ -18,9 +18,7 @@ REMOVAL_S = 2.0
 
 
 class Group:
-    """A control group whose files are opened before the walls are built, and written behind them.
-
-    The process that forks the programs is a member too: moving a process into a group costs about 10 ms."""
+    """A control group. Its files are opened before the walls are built, and used behind them."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -49,7 +47,7 @@ class Group:
         os.write(self._open["cgroup.procs"], b"0")
 
     def cpu_s(self) -> float:
-        """CPU time of the current program, without this process, also a member."""
+        """CPU time of the current program, without that of this process, also a member."""
         return self._total_s() - self._before_s
 
     def out_of_memory(self) -> bool:
@@ -69,16 +67,15 @@ class Group:
 
 
 def die_first() -> None:
-    """Make this process, a program, the kernel's first victim in its group, ahead of the zygote."""
+    """Make this process, a program, the first that the kernel kills for memory, ahead of the zygote."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as stream:  # noqa: PTH123
         stream.write("1000")
 
 
 def make_group() -> Group | None:
-    """Create a group below this process's own or, for an ordinary user, beside it; None if refused.
-
-    Of two candidates the one with more counts wins: the kernel grants fewer controllers below a group that holds processes itself.
-    """
+    """Create a group below this process's own or, for an ordinary user, beside it; None if refused."""
+    # Of two candidates the one that counts more resources wins: the kernel grants fewer controllers below a group that has processes
+    # itself.
     best: Group | None = None
     for parent in _parents():
         with contextlib.suppress(OSError):

@@ -55,7 +55,7 @@ WORK = "/sandbox"
 
 
 def readable_paths(more: Iterable[str] = ()) -> list[str]:
-    """Paths shown besides SYSTEM: the interpreter and `more`, without those below another unless hidden there."""
+    """Paths shown besides SYSTEM: the interpreter and `more`. A path below another is left out, unless it is hidden there."""
     hidden, kept = hidden_paths(more), list[str]()
     for path in sorted({*_interpreter(), *more}):
         if _below(path, hidden) or not _below(path, (*SYSTEM, *kept)):
@@ -131,7 +131,7 @@ def build_root(more: Iterable[str]) -> None:
 
 
 def _covered(shown: Iterable[str]) -> str:
-    """Existing folder to mount the new root over: one that contains no shown path."""
+    """Existing folder, without shown paths in it, to mount the new root over."""
     for folder in (tempfile.gettempdir(), "/mnt", "/media", "/srv", "/run"):
         if os.path.isdir(folder) and not any(f"{path}/".startswith(f"{folder}/") for path in shown):  # noqa: PTH112
             return folder
@@ -182,7 +182,7 @@ def fits(folder: str, most_bytes: int, most_files: int) -> bool:
 
 @contextlib.contextmanager
 def _entries(place: str, root: str) -> Iterator[Any]:
-    """Scan a folder while the program may run: pinned, so that no link can replace it, and made readable."""
+    """Scan a folder while the program may run. It is pinned, so that no link can replace it, and made readable."""
     pinned = os.open(place, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         itself = f"/proc/self/fd/{pinned}"

@@ -1,8 +1,7 @@
 """Runs jobs inside a foreign sandbox that can only run a Python program with a few files (`job.json` in, `outcome.json` out).
 
-Standard library only; see `rewards/code/backends.py`. The foreign sandbox isolates programs from the outside; in it, each gets a fresh
-interpreter that never held its tests, a process group, a folder and the job's limits.
-"""
+Standard library only; see `rewards/code/backends.py`. The foreign sandbox isolates programs from the outside. Inside it, each program gets
+a process group, a folder, the job's limits and a fresh interpreter, which never had the tests in memory."""
 
 from __future__ import annotations
 
@@ -40,9 +39,9 @@ def main(harness: str) -> None:
     """Run the job in the current folder. `harness`: zip file with roll_lite.sandbox."""
     job = Path("job.json")
     asked = json.loads(job.read_text(encoding="utf-8"))
-    job.unlink()  # a program that could read it would read the tests
+    job.unlink()  # it holds the tests, which a program must not read
     with contextlib.suppress(OSError):
-        prctl(PR_SET_DUMPABLE, 0)  # nor from this process's memory
+        prctl(PR_SET_DUMPABLE, 0)  # nor read in this process's memory
     harness = str(Path(harness).resolve())
     outcome = _run_pair(asked, harness) if "tests" in asked else _Running(asked, harness).ended()
     Path("outcome.json").write_text(json.dumps(outcome), encoding="utf-8")

@@ -56,7 +56,7 @@ class Loaded:
         self.names: dict[int, dict[str, Any]] = {}
         self.classes: dict[int, type] = {}
         self.codes: set[int] = set()
-        """Names of the modules, all classes there were, and ids of their functions' code: these are not the program's."""
+        """In this order: the modules' globals, all classes, ids of the functions' code. These are not the program's."""
         self._held: dict[int, tuple[Any, dict[str, Any]]] = {}
         self._code: dict[int, tuple[Any, ...]] = {}
 
@@ -167,7 +167,7 @@ class _Guards(ast.NodeTransformer):
         return ast.copy_location(ast.If(ast.UnaryOp(ast.Not(), _call(node, "__true__", node.test)), [note, raised], []), node)
 
     def visit_With(self, node: ast.With) -> Any:
-        """Check that a context manager swallows at most a final call or `raise` of its block."""
+        """Check that a context manager does not swallow its block, except a final call or `raise`."""
         called = [one.context_expr for one in node.items if isinstance(one.context_expr, ast.Call)]
         names = {getattr(one.func, "attr", getattr(one.func, "id", "")) for one in called}
         self.generic_visit(node)
@@ -263,8 +263,8 @@ def _holds(container: Any, item: Any) -> bool:
 
 
 class Operators:
-    """Guards on the operators of the program's classes: an operator that the test applies, also by a function of Python's, decides nothing
-    about a plain value. They stay, without effect, between tests."""
+    """Guards on the operators of the program's classes: applied by the test, directly or in a function of Python's, they decide nothing
+    about a plain value. Between tests the guards stay, without effect."""
 
     tests: Any = None
     """Names of the running test."""
@@ -287,7 +287,7 @@ class Operators:
                 self._guards += [(kind, name, held) for name, held in HELD_BY(kind).items() if _is_guard(held)]
 
     def end(self) -> set[str]:
-        """Names of operators that the program has put in the place of guarded ones, and of guards that it took from the tests."""
+        """Names of guarded operators that the program has replaced, and of guards that it took from the tests."""
         taken = {name for name, one in self._known.items() if Operators.tests.get(name) is not one}
         Operators.tests = None
         for kind, name, original in self._silent:
@@ -319,7 +319,7 @@ def _guard(name: str, original: Any) -> Any:
     own = original.__globals__ if type(original) is types.FunctionType and _is_programs(original.__globals__) else None
 
     def guard(one: Any, *others: Any, **named: Any) -> Any:
-        if sys._getframe(1).f_globals is own:  # quickly
+        if sys._getframe(1).f_globals is own:  # the usual case, first for speed
             return original(one, *others, **named)
         call = original.__get__(one, type(one)) if hasattr(type(original), "__get__") else original
         if not others or _is_of_objects(others[0]) or not _is_by_test(sys._getframe(1)):
@@ -355,7 +355,7 @@ def _is_of_objects(value: Any) -> bool:
 
 
 def _is_by_test(frame: types.FrameType | None) -> bool:
-    """True if the test rather than the program applies an operator, perhaps by way of Python's modules."""
+    """True if the test rather than the program applies an operator, directly or through Python's modules."""
     while frame is not None and Operators.tests is not None:
         if frame.f_globals is Operators.tests:
             return True
@@ -369,25 +369,26 @@ OURS = globals()
 
 
 def _is_own(kind: type) -> bool:
-    """True if the program created the class: by its `__module__` and functions, whatever `__module__` says."""
+    """True if the program created the class: its `__module__` says so, or it has one of the program's functions."""
     if not FLAGS(kind) & MADE_IN_PYTHON or id(kind) in LOADED.classes:
         return False
     return kind.__module__ == FROM_PROGRAM or any(type(one) is types.FunctionType and _made(one) for one in HELD_BY(kind).values())
 
 
 def _made(function: types.FunctionType) -> bool:
-    """True if the program made the function: by its global names and its code, since `FunctionType` gives code any global names."""
+    """True if the program made the function, by its globals and its code: `FunctionType` combines any two."""
     code, known = function.__code__, function.__globals__
     return code is GUARD or _is_programs(known) or (known is not Operators.tests and id(code) not in LOADED.codes)
 
 
 def _is_programs(known: dict[str, Any]) -> bool:
-    """True for global names of the program, or of a module that was loaded after it began."""
+    """True for the globals of the program, or of a module that was loaded after it began."""
     return id(known) not in LOADED.names and known is not Operators.tests and known is not OURS
 
 
 def _defines(value: Any, dunders: tuple[str, ...]) -> bool:
-    """True if a class of the program defines one of these operators, or any class by something else than a function: `__eq__ = bool`."""
+    """True if a class of the program defines one of these operators, or any class defines it as something other than a function (`__eq__ =
+    bool`)."""
     for kind in MRO(type(value)):
         held = HELD_BY(kind)
         operators = [held[name] for name in dunders if name in held] if FLAGS(kind) & MADE_IN_PYTHON else []

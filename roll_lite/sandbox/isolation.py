@@ -20,14 +20,14 @@ from roll_lite.sandbox.kernel import checked, libc
 
 NOBODY = 65534
 FIRST_OF_OWN = 2_000_000_000
-"""First user id of sandboxes that have one each: their processes can be counted and signalled separately."""
+"""First user id of sandboxes that have one each, so that their processes can be counted and signalled separately."""
 SHARED_BYTES = 16 << 20
 ROOM = 2
 """Ratio of the address space limit to the memory limit, since programs reserve more than they use."""
 NEIGHBOURS = 512
 """Room in RLIMIT_NPROC for the same user's processes that start elsewhere meanwhile."""
 OTHERS = kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | kernel.CLONE_NEWCGROUP
-BEHIND_OTHER_WALLS = 47
+NO_WALLS = 47
 """Exit status of the trial process if its walls cannot be built."""
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
@@ -63,7 +63,7 @@ class Walls:
 
 
 def build_outer_walls(readable: Sequence[str], wanted: str) -> Walls:
-    """Build the strongest kind that works here, at most `wanted`. The pid namespace holds from the next fork on."""
+    """Build the strongest kind of walls that works here, at most `wanted`. The pid namespace applies from the next fork on."""
     why_not: list[str] = []
     if wanted == "namespaces":
         trouble = _trouble_with_namespaces(readable)
@@ -75,11 +75,11 @@ def build_outer_walls(readable: Sequence[str], wanted: str) -> Walls:
 
 
 def _trouble_with_namespaces(readable: Sequence[str]) -> str:
-    """Why namespaces cannot be built, or empty. Tried in a child, since half-built walls cannot be removed."""
+    """Why namespaces cannot be built; empty if they can. A child tries it, since half-built walls cannot be removed."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
-        status = BEHIND_OTHER_WALLS
+        status = NO_WALLS
         try:
             walls = _namespaces(readable)
             inner = os.fork()
@@ -203,7 +203,7 @@ def _without_namespaces(why_not: list[str], wanted: str) -> Walls:
 
 
 def _open_to_others(abi: int, filtered: bool, is_root: bool, other_user: bool) -> str:
-    """Why programs without a pid namespace could reach other processes or become too many, or empty."""
+    """Why programs without a pid namespace could reach other processes or become too many; empty if they cannot."""
     if not abi or not filtered:
         return "keeping to themselves takes landlock and seccomp"
     if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):  # noqa: PTH110
@@ -257,7 +257,7 @@ def _shown_by_landlock(readable: tuple[str, ...]) -> tuple[list[str], list[str]]
 
 
 def _own_namespaces(walls: Walls, limits: Mapping[str, Any]) -> None:
-    # The filter stops programs from leaving anything in the outer namespaces.
+    # The seccomp filter stops programs from leaving anything in the outer network and IPC namespaces.
     kernel.unshare(kernel.CLONE_NEWNS if walls.filter else kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC | kernel.CLONE_NEWNET)
     safe = kernel.MS_NOSUID | kernel.MS_NODEV
     owner = "" if walls.own_users else f",uid={NOBODY},gid={NOBODY}"
@@ -292,7 +292,7 @@ def _threads_of(user: int) -> int:
 
 
 def _set_limits(limits: Mapping[str, Any], others: int) -> None:
-    """`others`: threads that RLIMIT_NPROC counts besides."""
+    """Set resource limits. `others`: threads of other processes that RLIMIT_NPROC counts too."""
     space = ROOM * int(limits["memory_bytes"])
     cpu = int(limits["cpu_s"]) + 1
     wanted = {
@@ -309,7 +309,7 @@ def _set_limits(limits: Mapping[str, Any], others: int) -> None:
     for which, value in wanted.items():
         value = _at_most(value, resource.getrlimit(which)[1])
         resource.setrlimit(which, (value, value))
-    # Many programs raise their stack limit. They may: the address space is limited.
+    # Many programs raise their stack limit. The hard limit allows it: the address space is limited.
     hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
     resource.setrlimit(resource.RLIMIT_STACK, (_at_most(64 << 20, hard), hard))
 

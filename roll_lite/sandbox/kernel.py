@@ -67,8 +67,8 @@ OUT_OF_TIME = int(signal.SIGPROF)
 
 
 def limit_cpu(seconds: float) -> None:
-    """End this process after this much CPU time. The handler is C's `_exit`: a pid namespace's first process ignores signals without a
-    handler."""
+    """End this process after this much CPU time."""
+    # The handler is C's `_exit`: a pid namespace's first process ignores signals without a handler.
     libc.signal(signal.SIGPROF, ctypes.cast(libc._exit, ctypes.c_void_p))
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
@@ -115,7 +115,7 @@ def drop_capabilities(keep: int = 0) -> None:
         except OSError:  # beyond the last capability, or not permitted: nothing to drop
             break
     header = struct.pack("Ii", 0x20080522, 0)
-    for kept in (keep, 0):  # a container may lack the ones to keep
+    for kept in (keep, 0):  # a container may not have those to keep
         if libc.capset(header, struct.pack("IIIIII", kept, kept, 0, 0, 0, 0)) == 0:
             return
     checked(-1, "capset")

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class SandboxTrouble(Exception):
-    """A program could not be run. `suspected`: it may itself be the cause."""
+    """A program could not be run. `suspected`: the program itself may be the cause."""
 
     def __init__(self, cause: str, suspected: bool = False) -> None:
         super().__init__(cause)
@@ -47,7 +47,7 @@ class SandboxTrouble(Exception):
 
 
 class SandboxDied(SandboxTrouble):
-    """A sandbox died or fell silent during a program. A retry must show whether the program is to blame."""
+    """A sandbox died or stopped answering during a program. A retry must show whether the program is to blame."""
 
 
 @dataclass(frozen=True)
@@ -144,10 +144,11 @@ class Protections:
 
 
 class Sandbox:
-    """A warm interpreter behind walls; runs one program at a time."""
+    """A warm interpreter behind walls (isolation.py); runs one program at a time."""
 
     def __init__(self, walls: str = "namespaces", readable: Sequence[str] = (), python_path: Sequence[str] = ()) -> None:
-        """`walls`: strongest kind to try. `readable`: further folders that programs may read; `python_path`: and import from."""
+        """`walls`: strongest kind to try. `readable`: further folders that programs may read. `python_path`: folders that they may read and
+        import from."""
         self._settings: dict[str, Any] = {"walls": walls, "readable": [*readable, *python_path], "python_path": list(python_path)}
         self._settings |= {"root": ROOT, "control_group": True}
         self._process: subprocess.Popen[bytes] | None = None
@@ -192,7 +193,7 @@ class Sandbox:
 
     def begin(self, program: Program, peer: int = -1) -> None:
         """Start a program; `fileno()` becomes readable when it ends. `peer`: socket that it gets as file number 4."""
-        if self._running is not None:  # the wait for it was interrupted
+        if self._running is not None:  # of a program whose wait was interrupted
             self.close()
         self._ensure_started()
         assert self._line is not None
@@ -210,8 +211,8 @@ class Sandbox:
             raise SandboxDied(f"the sandbox died: {error}") from error
 
     def finish(self, patience: float | None = None) -> Outcome:
-        """Wait for the program's end; kill it after `patience` seconds. SandboxTrouble if the end is unknown; the next program then gets a
-        fresh sandbox."""
+        """Wait for the program's end; kill it after `patience` seconds. SandboxTrouble if the sandbox does not report how it ended; the
+        next program gets a fresh sandbox."""
         assert self._running is not None and self._line is not None
         program, files, deadline = self._running
         try:
@@ -377,7 +378,8 @@ class SandboxPool:
         return outcomes
 
     def _begin(self, sandbox: Sandbox, job: Program | Pair) -> Sandbox:
-        """Start the job; returns the sandbox to wait for (a pair's: the tests'). A pair's processes share a socket."""
+        """Start the job; returns the sandbox to wait for, which for a pair is the one of the tests. A pair's two processes share a
+        socket."""
         if isinstance(job, Program):
             sandbox.begin(job)
             return sandbox
@@ -403,7 +405,7 @@ class SandboxPool:
         return replace(said, stopped=said.stopped or ran.stopped, stderr=ran.stderr, cpu_s=said.cpu_s + ran.cpu_s)
 
     def _once_more(self, job: Program | Pair, sandbox: Sandbox) -> Ended:
-        """Retry a job whose sandbox died. If the fresh one dies too, but then runs a harmless program, the job is to blame."""
+        """Retry a job whose sandbox died. If the fresh sandbox dies too, but a next one runs a harmless program, the job is to blame."""
         try:
             self._begin(sandbox, job)
             return self._finish(sandbox, job)

@@ -136,7 +136,7 @@ def _exec(order: dict[str, Any]) -> None:
 
 
 def _module(order: dict[str, Any], name: str) -> dict[str, Any]:
-    """Run prelude and program in a module of this name; returns its names."""
+    """Run prelude and program in a module of this name; returns its globals."""
     source = order["source"]
     module = types.ModuleType(name)
     sys.modules[name] = module
@@ -159,8 +159,8 @@ def _calls(order: dict[str, Any]) -> None:
 
 
 def _call_in_child(names: dict[str, Any], order: dict[str, Any], arguments: list[Any], named: dict[str, Any]) -> dict[str, Any]:
-    """{"line": JSON of a value or error}, or {"stopped": limit}, {"error": text}. A function that returns None may work in place: its first
-    argument is sent too."""
+    """Return {"line": JSON of a value or error}, {"stopped": limit} or {"error": text}. A function that returns None may work in place: its
+    first argument is sent too."""
     here, there = os.pipe()
     if (pid := os.fork()) == 0:
         try:
@@ -206,12 +206,12 @@ def _expression(order: dict[str, Any]) -> None:
 
 
 def _serve(order: dict[str, Any]) -> None:
-    """Answer calls and run tests. What the tests and the program import is loaded before the program runs, and trusted: of modules loaded
-    later, the program may have written any."""
-    with contextlib.suppress(Exception):  # the tests' process says what cannot be imported
+    """Answer calls and run tests. Modules that tests and program import are loaded before the program runs, and trusted. It may have
+    written any module that is loaded later."""
+    with contextlib.suppress(Exception):  # the tests' process reports what cannot be imported
         import_modules(order)
     for statement in _imports(f"{order.get('prelude', '')}\n{order['source']}"):
-        with contextlib.suppress(Exception, SystemExit):  # the program runs into it itself
+        with contextlib.suppress(Exception, SystemExit):  # the program will meet the error itself
             exec(statement, {})
     LOADED.add()
     serve(_module(order, FROM_PROGRAM), order["names"], PEER, order["test_s"])

@@ -168,7 +168,7 @@ ioctl 16 29
 fcntl 72 25
 """)
 IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
-"""Allowed: TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX. Others set flags of shown files."""
+"""Allowed: TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX. Others could set flags of readable files."""
 FCNTLS = (8, 10, 15, 1024, 1026, 1031, 1036, 1038)
 """Denied: F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY, F_SETPIPE_SZ, F_SET_RW_HINT, F_SET_FILE_RW_HINT."""
 SHARED, ANONYMOUS = 0x01, 0x20
@@ -189,11 +189,10 @@ def _refuse(number: int) -> int:
 
 
 def build_filter(own_pid: int | None = None, signals_stay: bool = False) -> bytes:
-    """Build the filter; OSError on other machines.
+    """Build the filter; OSError on machines other than x86_64 and aarch64.
 
-    `own_pid`: program without namespaces. It may not change file or process attributes, nor signal others; `signals_stay`: another wall
-    confines its signals.
-    """
+    `own_pid`: pid of a program without namespaces, which may not change file or process attributes, nor signal others. `signals_stay`:
+    another wall confines its signals."""
     machine = platform.machine()
     if machine not in AUDIT_ARCH:
         raise OSError(errno.ENOSYS, f"no seccomp filter for {machine}")
@@ -207,18 +206,18 @@ def build_filter(own_pid: int | None = None, signals_stay: bool = False) -> byte
     code += [(JUMP_EQUAL, 0, 1, CLONE3[column]), (RETURN, 0, 0, _refuse(errno.ENOSYS))]
     if own_pid is not None:
         code += _only_own(own_pid, OF_OTHERS if signals_stay else SIGNALS + OF_OTHERS, column)
-        # A datagram socket can send to any other socket by name.
+        # Only streams and sequenced packets: a datagram socket can send to any other socket by name.
         code += _where(SOCKETPAIR[column], 1, [(AND, 0, 0, 0xF), (JUMP_EQUAL, 2, 0, STREAM), (JUMP_EQUAL, 1, 0, PACKETS_IN_ORDER)])
     code += _where(IOCTL[column], 1, [(JUMP_EQUAL, len(IOCTLS) - place, 0, one) for place, one in enumerate(IOCTLS)])
     for one in FCNTLS:
         code += _where(FCNTL[column], 1, [(JUMP_EQUAL, 0, 1, one)])
     code += _where(CLONE[column], 0, [(JUMP_ANY_BIT, 0, 1, NEW_NAMESPACES)])
-    # Shared anonymous memory stays, charged to no process, while one page of it is mapped.
+    # Refuse shared anonymous memory: all of it stays, charged to no process, while one page of it is mapped.
     code += _where(MMAP[column], 3, [(JUMP_ANY_BIT, 0, 2, ANONYMOUS), (JUMP_ANY_BIT, 0, 1, SHARED)])
     code += _where(PRCTL[column], 0, [(JUMP_EQUAL, 1, 0, PR_SET_DUMPABLE), (JUMP_EQUAL, 0, 1, PR_SET_SECCOMP)])
     low, high = ((LOAD, 0, 0, ARGUMENTS + 8 * 2 + half) for half in (0, 4))
     is_new_core = [(JUMP_EQUAL, 0, 5, RLIMIT_CORE), low, (JUMP_EQUAL, 0, 2, 0), high, (JUMP_EQUAL, 1, 0, 0)]
-    # The limit of 1 disables the machine's crash handler; 0 would not.
+    # Core limits may not be changed: the limit of 1 disables the machine's crash handler; 0 would not.
     code += _where(SET_LIMIT[column], 0, [(JUMP_EQUAL, 0, 1, RLIMIT_CORE)])
     code += _where(PRLIMIT[column], 1, is_new_core)
     code += [(RETURN, 0, 0, ALLOW)]

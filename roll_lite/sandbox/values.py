@@ -1,4 +1,4 @@
-"""Plain Python data as JSON: the only content that crosses between a program and its judges."""
+"""Plain Python data as JSON: nothing else crosses between a program and the processes that judge it."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ STANDARD: dict[type, Callable[[Any], list[Any]]] = {
 """Standard library types that count as plain, with the arguments that rebuild an equal value."""
 NAMED = {kind.__name__: kind for kind in STANDARD}
 MADE_OF = {"bytearray": bytes, "frozenset": list, "deque": list, "Counter": dict, "OrderedDict": list}
-"""Required type of the first argument: a number or range would expand to a huge object in the process that decodes it."""
+"""Required type of the first argument: a number or range could expand to a huge object in the process that decodes it."""
 MADE_OF_PARTS = {"range": int, "Fraction": int, "date": int, "Decimal": str, "timedelta": int}
 """Required type of every argument: Fraction("1e99999999"), for one, would be computed when decoded."""
 LONGEST_NUMBER = 10_000
-"""Maximum number of digits of such an argument: large parts of a Fraction take long to reduce."""
+"""Maximum number of digits of these arguments: a Fraction of larger numbers takes long to reduce."""
 SAME_HASH = 100
 """Maximum number of items of a decoded set or dict with the same hash: each lookup would compare with all of them."""
 HELD: dict[type, Callable[[Any], Any]] = {
@@ -51,7 +51,7 @@ HELD: dict[type, Callable[[Any], Any]] = {
     bytes: lambda value: bytes(bytes.__iter__(value)),
     complex: lambda value: complex(complex.__pos__(value)),
 }
-"""Reads plain data by the base type's methods: a subclass may override them."""
+"""Functions that read plain data by the base type's methods, since a subclass may override them."""
 MOST_ITEMS = 100_000
 """Maximum number of items read from an iterator, which may be endless."""
 VIEWS: dict[str, Callable[[Any], Any]] = {
@@ -112,7 +112,7 @@ def _scalar(value: Any) -> Any:
 
 
 def decode(data: Any, find: Callable[[Any], Any] | None = None) -> Any:
-    """Inverse of `encode`. ValueError for data that it cannot have written.
+    """Inverse of `encode`. ValueError for data that `encode` cannot have written.
 
     `find` resolves references made by `refer`. Without it, iterators, dict views and numpy arrays become lists."""
     if isinstance(data, list):
@@ -166,7 +166,7 @@ def _digits(number: Any) -> int:
 
 
 def _spread(items: list[Any]) -> list[Any]:
-    """Items of a set or keys of a dict, unchanged; ValueError if more than SAME_HASH share a hash."""
+    """Return a set's items or a dict's keys; ValueError if more than SAME_HASH share a hash."""
     hashes = sorted(map(hash, items))
     if any(one == other for one, other in zip(hashes, hashes[SAME_HASH:], strict=False)) and len(set(map(id, items))) > SAME_HASH:
         raise ValueError(f"more than {SAME_HASH} items of one hash")

@@ -1,4 +1,4 @@
-"""Virtual clock: hours of rollouts in seconds, with the code that runs on the wall clock."""
+"""Virtual clock: the schedulers' real code runs hours of rollouts in seconds."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 ASK_OUTSIDE = 100
-"""Sockets and threads are polled every so many rounds while tasks are ready: polling is a system call."""
+"""Event loop rounds between polls of sockets and threads while tasks are ready: a poll is a system call."""
 
 
 class _JumpingSelector(selectors.SelectSelector):
-    """Moves the clock to the next timer instead of sleeping."""
+    """Selector that moves the clock to the next timer instead of sleeping."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self._passed_by = 0
+        self._rounds = 0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is not None and timeout <= 0:  # tasks are ready: time does not pass, and polling can wait
-            self._passed_by += 1
-            if self._passed_by % ASK_OUTSIDE:
+            self._rounds += 1
+            if self._rounds % ASK_OUTSIDE:
                 return []
         ready = super().select(0)
         if ready:

@@ -69,7 +69,7 @@ def answer(config: RunConfig, question: Question) -> int:
 
 
 def refuse_unwritable(picture: Path) -> None:
-    """ValueError before minutes of simulation."""
+    """Raise ValueError for a picture that cannot be written, before minutes of simulation."""
     if is_folder(picture):
         raise ValueError(f"--picture: {picture} is a folder; name a file in it")
     try:
@@ -81,7 +81,8 @@ def refuse_unwritable(picture: Path) -> None:
 
 
 def alternatives(chosen: Scenario) -> Iterator[Scenario]:
-    """Half, the same and twice the engines, under every possible policy; filters and limits stay, `oversample` with sync only."""
+    """Scenarios to compare: half, the same and twice the engines, each under every possible policy. Filters and limits stay, `oversample`
+    only under sync."""
     for count in sorted({max(1, chosen.engines // 2), chosen.engines, 2 * chosen.engines}):
         for settings in ALTERNATIVES if not chosen.takes_turns else ALTERNATIVES[:1]:
             oversample = chosen.rollout.oversample if settings["supply"] == "sync" else 1.0

@@ -13,9 +13,9 @@ from roll_lite.data.samples import FinishReason, GenerationRequest, TokenRow, Tu
 from roll_lite.scheduler.engines import Asked, EngineLost
 
 REPORT_S = 5.0
-"""Interval of progress reports, which survive the engine's death; as in the engine workers."""
+"""Interval of progress reports, as in the engine workers. Reported tokens survive the engine's death."""
 HAIR = 1e-6
-"""Rounding error of token counts."""
+"""Tolerance for rounding errors of token counts."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class EngineRates:
     """Cost per prompt token; decoding stops meanwhile."""
 
     def seconds(self, tokens: float, running: int, cached: float) -> float:
-        """Time until each of `running` requests has `tokens` more. The cache of `cached` tokens grows by `running` in a pass."""
+        """Time in which each of `running` requests gets `tokens` more. The cache of `cached` tokens grows by `running` in a pass."""
         pace = self.pass_s + running * self.request_s + cached * self.cached_token_s
         return tokens * pace + running * self.cached_token_s * tokens * tokens / 2
 
@@ -61,7 +61,7 @@ class EngineLimits:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A request in an engine under one weight version."""
+    """Time that a request runs in an engine under one weight version."""
 
     engine: int
     slot: int
@@ -73,7 +73,8 @@ class Span:
 
 @dataclass(eq=False, slots=True)
 class _Run:
-    """Request in the engine. Running requests share a token count, `_decoded`; `zero` is its value when this one had no tokens."""
+    """Request in the engine. Running requests share a count of decoded tokens, `SimulatedEngine._decoded`; `zero` is the count at which
+    this one had none."""
 
     asked: Asked
     prompt: int
@@ -94,7 +95,7 @@ class _Run:
 
 
 class SimulatedEngine:
-    """Modelled EngineClient of the router. `length(request)`: tokens of the whole response, uncut."""
+    """Model of an engine, as the router's EngineClient. `length(request)`: tokens of the whole response, not limited by max_tokens."""
 
     def __init__(
         self,
@@ -104,7 +105,7 @@ class SimulatedEngine:
         length: Callable[[GenerationRequest], int],
         spans: list[Span] | None = None,
     ) -> None:
-        """`spans`: receives what ran, for the picture."""
+        """`spans`: list that gets the requests' spans, for a picture."""
         self.name = f"engine {number}"
         self.number = number
         self.rates = rates
@@ -122,9 +123,9 @@ class SimulatedEngine:
         self._loop = asyncio.get_running_loop()
         self._waiting: deque[_Run] = deque()
         self._runs: dict[str, _Run] = {}
-        """Requests by id, also waiting ones."""
+        """Running and waiting requests by id."""
         self._running: dict[str, _Run] = {}
-        """Requests in the order of admission."""
+        """Running requests by id, in the order of admission."""
         self._ends: list[tuple[float, int, _Run]] = []
         self._slots = list(range(limits.slots))
         self._admitted = 0
@@ -174,7 +175,7 @@ class SimulatedEngine:
         """Stop until new weights arrive; new requests wait."""
         self._settle()
         for run in self._running.values():
-            self._note(run)
+            self._record_span(run)
         self._frozen = True
         self._look_soon()
 
@@ -185,7 +186,7 @@ class SimulatedEngine:
         self._prefixes.clear()
         self._prefill_s = 0.0
         for run in self._running.values():
-            self._note(run)
+            self._record_span(run)
             self._stamp(run)
             self._prefill(run)
         self._frozen = False
@@ -201,7 +202,7 @@ class SimulatedEngine:
         self._settle()
         self.dead = cause
         for run in self._running.values():
-            self._note(run)
+            self._record_span(run)
         runs, self._runs, self._running = self._runs, {}, {}
         self._waiting.clear()
         self._ends.clear()
@@ -289,7 +290,7 @@ class SimulatedEngine:
             self._loop.call_later(REPORT_S, self._report)
 
     def _prefill(self, run: _Run) -> int:
-        """Prefill a request, except a prompt that the engine holds; return the held tokens."""
+        """Prefill a request, except prompt tokens that the engine has cached; return their number."""
         held = run.prompt - run.asked.request.resumed - 1 if self._prefixes[run.prefix] > 0 else 0
         self._prefixes[run.prefix] += 1
         tokens = run.prompt + self._tokens(run) - held
@@ -324,7 +325,7 @@ class SimulatedEngine:
         return Turn(run.asked.request.request_id, tokens, text, reason, versions, cached_tokens=run.cached, tokens=row)
 
     def _leave(self, run: _Run) -> None:
-        self._note(run)
+        self._record_span(run)
         self._cached -= run.prompt + self._decoded - run.zero
         heapq.heappush(self._slots, run.slot)
         run.slot = -1
@@ -351,12 +352,12 @@ class SimulatedEngine:
         return min(run.tokens, int(self._decoded - run.zero + HAIR))
 
     def _stamp(self, run: _Run) -> None:
-        """Mark further tokens with the current version."""
+        """Give the request's further tokens the current weight version."""
         start = self._tokens(run)
         kept = [span for span in run.versions if span.start < start]
         run.versions = kept if kept and kept[-1].version == self.version else [*kept, VersionSpan(start, self.version)]
 
-    def _note(self, run: _Run) -> None:
+    def _record_span(self, run: _Run) -> None:
         """Record the time since `since` as a span."""
         if self._spans is not None and not self._frozen and run.slot >= 0 and self._settled > run.since:
             version, domain = run.versions[-1].version, run.asked.request.request_id.partition("/")[0]

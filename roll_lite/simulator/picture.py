@@ -15,9 +15,9 @@ from roll_lite.simulator.engine import Span
 from roll_lite.simulator.simulation import SimulatedRun
 
 VERSION_COLORS = ("#3b6fb6", "#e07b39", "#3f9b62", "#b5497f", "#8a6bbf", "#c9a227")
-"""Cycled: neighbouring versions differ."""
+"""Colours of weight versions, used in turn."""
 PHASE_COLORS = {"train": "#444444", "hold": "#f0b4b4", "sync": "#d62728", "move": "#bbbbbb"}
-"""Training, waiting for drained engines, weight updates, moves of engines."""
+"""Colours of training, draining, weight updates, and moves of engines to and from the host."""
 MOST_ROWS = 96
 """Maximum number of slots drawn one by one; above, a row is an engine, paler if fewer requests run."""
 COLUMNS = 1400

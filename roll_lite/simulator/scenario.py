@@ -39,11 +39,11 @@ class Failures:
     given: tuple[tuple[float, int], ...] = ()
     """(second, engine) of deaths."""
     mean_s: float | None = None
-    """Mean time between failures of an engine, exponential; None: none at random."""
+    """Mean time between random failures of an engine, exponential; None: no random ones."""
     hangs: tuple[tuple[float, int], ...] = ()
     """(second, engine) of hangs."""
     mean_hang_s: float | None = None
-    """Mean time between hangs of an engine; None: none at random."""
+    """Mean time between random hangs of an engine; None: no random ones."""
     hang_s: float = 7.0
     start_s: float | None = None
     """Time until a replacement serves; None: never."""
@@ -78,7 +78,7 @@ class Scenario:
 
     @property
     def takes_turns(self) -> bool:
-        """Generation and training cannot overlap."""
+        """True if generation and training cannot overlap."""
         return self.offload_s is not None or self.deterministic
 
     @property

@@ -1,4 +1,4 @@
-"""Simulated training loop: the real schedulers and router; durations instead of engines, rewards and trainer."""
+"""Simulated training loop: schedulers and router are real; durations stand in for engines, rewards and trainer."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from roll_lite.simulator.scenario import Scenario
 from roll_lite.simulator.workload import domains, lengths, uniform
 
 LOOK_S = 1.0
-"""Interval of looking for finished groups, for early passes."""
+"""Interval of polling for finished groups, for early log-prob passes."""
 GC_THRESHOLDS = (1_000_000, 50, 1000)
-"""Rare collections: each scans hundreds of thousands of samples."""
+"""Make garbage collections rare: each scans hundreds of thousands of samples."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class Step:
     waited_s: float
     trained_s: float
     tokens: int
-    """Prompts and responses."""
+    """Tokens of prompts and responses."""
     response_tokens: int
     work_s: float
-    """Engine seconds of the responses with all slots in use."""
+    """Engine seconds that the responses take when all slots are in use."""
     samples: int
     groups: dict[str, int]
     staleness: float
@@ -61,11 +61,11 @@ class SimulatedRun:
     """(second, engine); these engines die later."""
     failed: int = 0
     put_back: int = 0
-    """Requests that lost their cache."""
+    """Number of requests put back because the KV cache was full."""
     filtered: int = 0
     lost: int = 0
     behind_s: float = 0.0
-    """Seconds without starts for later batches, because rewards lagged."""
+    """Seconds in which nothing was started for later batches, because rewards lagged."""
     early: int = 0
     exhausted: bool = False
 
@@ -85,7 +85,7 @@ class SimulatedRun:
 
     @property
     def ideal_s(self) -> float:
-        """Lower bound of a step: the engines' work at full capacity, or the trainer's time."""
+        """Lower bound of a step: the engines' work at full capacity or the trainer's time, whichever is longer."""
         return max(self.work_s, fmean(step.trained_s for step in self.steady))
 
     @property
@@ -121,7 +121,7 @@ class SimulatedRun:
 
 
 def simulate(scenario: Scenario, spans: bool = False) -> SimulatedRun:
-    """Simulate a run. `spans`: record what ran, for a picture."""
+    """Simulate a run. `spans`: record the requests' spans, for a picture."""
     before = gc.get_threshold()
     gc.collect()
     gc.set_threshold(*GC_THRESHOLDS)
@@ -215,7 +215,7 @@ class _Simulation:
             self.outcome.phases.append(SimulatedPhase("move", started, self.clock()))
 
     async def pass_early(self) -> None:
-        """Early passes as in pipeline/early_passes.py: one at a time, over groups that are surely in the batch."""
+        """Run early log-prob passes as pipeline/early_passes.py does: one at a time, over groups that will be in the batch."""
         least = least_early(self.scenario.rollout.prompts_per_step)
         while self.scenario.rollout.stream_log_probs:
             groups = [group for group in self.service.finished() if group.group not in self.early]
@@ -228,7 +228,7 @@ class _Simulation:
                 await asyncio.sleep(LOOK_S)
 
     async def train(self, result: RolloutResult) -> None:
-        """Train once a running early pass has ended."""
+        """Train, after the early pass that may still run."""
         await asyncio.sleep(max(0.0, self.passing_until - self.clock()))
         early = [group for group in result.groups if group.group in self.early]
         self.outcome.early += sum(len(accepted(group)) for group in early)
@@ -244,7 +244,7 @@ class _Simulation:
             for engine in self.engines.values():
                 engine.freeze()
             await asyncio.sleep(self.scenario.trainer.sync_s)
-            while any(engine.hangs for engine in self.engines.values()):  # it would not get the weights
+            while any(engine.hangs for engine in self.engines.values()):  # it cannot take the weights: wait for its end
                 self.given_up.clear()
                 await self.given_up.wait()
             for engine in self.engines.values():
@@ -263,7 +263,7 @@ class _Simulation:
             for place, sample in enumerate(group.samples):
                 transcript = sample.transcript
                 prompt = transcript.prompt_length
-                # At best, a group's samples share the prefill of their prompt.
+                # At best, the prompt is prefilled once for all samples of a group.
                 work += self.scenario.rates.work(prompt, transcript.policy_tokens, self.slots, 1 if place else prompt)
         self.outcome.failed += sum(domain.failed for domain in result.stats.domains.values())
         self.outcome.lost += sum(domain.lost_groups for domain in result.stats.domains.values())
