@@ -166,7 +166,7 @@ def _described(entry: _Entry, clock_offset: float) -> dict[str, Any]:
 
 
 def times(sample: Sample, clock_offset: float) -> dict[str, float | None]:
-    """Seconds since 1970: generation requested, last token, score."""
+    """Times of request, last token and score, in seconds since 1970."""
     moments = {"asked_at": sample.asked, "generated_at": sample.generated, "scored_at": sample.scored}
     return {name: None if moment is None else round(moment + clock_offset, 3) for name, moment in moments.items()}
 

@@ -22,7 +22,7 @@ class MicroBatch:
 
     columns: Mapping[str, torch.Tensor]
     mask: torch.Tensor
-    """[B, T-1] bool: transitions that count, by default response_mask shifted by one."""
+    """[B, T-1] bool: transitions that count, which are response_mask shifted by one."""
 
 
 @dataclass(frozen=True)

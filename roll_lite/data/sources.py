@@ -162,7 +162,7 @@ def _parsed(raw: bytes) -> dict[str, Any] | str:
         return f"character {error.start + 1}: not valid UTF-8"
     except json.JSONDecodeError as error:
         return f"character {error.pos + 1}: not valid JSON: {error.msg}"
-    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, thousands of brackets
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or thousands of brackets
         return f"not valid JSON: {first_line(error)}"
     if not isinstance(row, dict):
         return f"must be a JSON object with one entry per column, got {row!r:.80}"

@@ -90,7 +90,7 @@ def wait_for_driver(driver: int, folder: Path) -> bool:
         if pipe in ready:
             if os.read(sys.stdin.fileno(), 1):
                 return True
-            pipe = None  # it may close just before the driver dies: wait for the death
+            pipe = None  # the pipe may close just before the driver dies: wait for the death
         if other in ready:
             os.close(other)
             other = None

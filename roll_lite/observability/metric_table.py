@@ -28,7 +28,8 @@ class Metric:
     description: str
     by: Literal["domain", "phase", "role", "transport"] | None = None
     count: tuple[str, ...] = ()
-    """Metrics with the count of a mean that losses report as a sum; the first present one is used. Empty: each optimizer step counts 1."""
+    """For a mean whose sum losses report: metrics that may hold its count; the first present one is used. Empty: each optimizer step counts
+    1."""
     shown: bool = True
     """False for inputs of derived metrics."""
 

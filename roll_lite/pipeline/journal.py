@@ -155,7 +155,7 @@ class Journal:
         self._tell_failures(stats)
         for domain_name, own in rows.group_by("domain").items():
             self._samples(str(domain_name), own)
-        if len(rows):  # else the filter has left nothing
+        if len(rows):  # otherwise the filter has left no rows
             self._length_quantiles(NO_DOMAIN, rows.tensor("response_length"))
             staleness = version - rows.tensor("min_version")
             add("rollout/staleness", float(staleness.sum()), len(rows))

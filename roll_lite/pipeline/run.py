@@ -48,7 +48,8 @@ def run(config: RunConfig) -> int:
     WATCHDOG.silence_s = config.limits.silence or None
     interruption = Interruption()
     end = RunEnd(journal, interruption)
-    # Both twice: the end is recorded before Ray shuts down, which may end this process, and Ray installs its own signal handlers.
+    # `handled` and `recorded` come twice: the end is recorded before Ray shuts down, which may end this process, and Ray installs its own
+    # signal handlers.
     with interruption.handled(), WATCHDOG.patrol(end.give_up), end.recorded():
         announce(config, journal)
         journal.connect()

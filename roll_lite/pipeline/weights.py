@@ -146,7 +146,7 @@ class WeightSync:
             if not interrupted and (broken or self._lost(engines)) and self._interrupts is not None:
                 interrupted = True
                 self._epoch += 1
-                interrupt(self._interrupts, self._epoch)  # or the others wait until their time-out
+                interrupt(self._interrupts, self._epoch)  # otherwise the others wait until their time-out
 
         both: list[Pending[Any]] = [engines, trainers]
         said, of_trainers = gather(*both, meanwhile=poll)

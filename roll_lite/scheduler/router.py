@@ -289,7 +289,7 @@ class Router:
                 flight.engine.client.abort([request_id])
             self._free(flight)
         if turn is not None and not (flight.timed_out and (turn.error is not None or turn.finish_reason is FinishReason.ABORT)):
-            return turn  # perhaps one that ended when its time was up
+            return turn  # also one that ended just when its time was up
         partial = joined(flight.so_far, turn) if turn is not None and turn.length else flight.so_far
         what = "no response" if flight.begun else "the engine began with nothing"
         began = flight.begun and turn is None
@@ -318,7 +318,7 @@ class WaveGate:
         """Wait for the wave's release. Requests leave in the order of their ids."""
         loop = asyncio.get_running_loop()
         place = self._waiting[request_id] = loop.create_future()
-        loop.call_soon(self._open_if_complete)  # later: at once, the last sample would leave before all others
+        loop.call_soon(self._open_if_complete)  # not at once: the last sample would leave before all others
         try:
             await place
         finally:

@@ -200,7 +200,7 @@ class RolloutService:
 
     async def hold(self) -> None:
         """Prepare for a weight update: as `on_sync` says, running responses end first, are interrupted, or pause."""
-        on_sync = OnSync.ABORT if self._engines_rest else self._pacing.on_sync  # at the end of the last batch
+        on_sync = OnSync.ABORT if self._engines_rest else self._pacing.on_sync  # resting engines were interrupted after the last batch
         self._draining = on_sync is OnSync.DRAIN
         if on_sync is OnSync.DRAIN and self._supply.whole_batches:
             while self._error is None and any(scheduler.running for scheduler in self._schedulers.values()):

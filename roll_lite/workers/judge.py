@@ -63,7 +63,7 @@ class JudgeServer:
         self.process: subprocess.Popen[bytes] | None = None
         self._served_name = name
         self._config = config
-        # Visible on this machine only if there is no other node.
+        # Reachable from other nodes only if there are any.
         alone = sum(node["Alive"] for node in ray.nodes()) == 1
         self._host = "127.0.0.1" if alone else ray.util.get_node_ip_address()
         self._held = reserve_port(self._host)

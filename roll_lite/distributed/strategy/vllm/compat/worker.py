@@ -154,7 +154,7 @@ def _experts_of_this_worker_alone() -> None:
 
 
 def _experts_without_adapters() -> None:
-    """Keep vLLM's usual expert kernel: if any layer has adapters, it would take its Triton kernel for experts with adapters."""
+    """Keep vLLM's usual expert kernel: if any layer has adapters, vLLM would take its Triton kernel for experts with adapters."""
     select = unquantized_fused_moe_method.select_unquantized_moe_backend
 
     def without(moe_config: Any) -> Any:
