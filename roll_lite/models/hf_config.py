@@ -104,7 +104,7 @@ class HfConfig:
         return self.hidden * matrices / (self.heads * self.head_dim)
 
     def tensor_facts(self, dtype: str, has_values: bool) -> dict[str, Any]:
-        """Model facts that fix a checkpoint's tensors, as JSON."""
+        """Model facts that determine a checkpoint's tensors, as JSON."""
         shape = {name: value for name, value in asdict(self).items() if name not in NOT_IN_TENSORS}
         return {**json.loads(json.dumps(shape)), "model.dtype": dtype, "outputs": "values" if has_values else "tokens"}
 

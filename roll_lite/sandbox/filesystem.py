@@ -216,8 +216,8 @@ def remove_folder(folder: str) -> None:
 
 
 def _empty(name: str, parent: int, top: int, moved: Iterator[int], depth: int) -> list[str]:
-    """Empty and remove a folder; the top one (empty `name`) is only emptied. Returns new names of folders moved up to the top, nested too
-    deeply."""
+    """Empty and remove a folder; the top one (empty `name`) is only emptied. Folders nested too deeply are moved to the top; returns their
+    new names."""
     found = list[str]()
     with contextlib.suppress(OSError):
         if name:

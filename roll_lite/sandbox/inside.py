@@ -125,8 +125,8 @@ def replaced_by(source: str) -> set[str]:
 
 
 def guarded(source: str, names: dict[str, Any], failed: list[str]) -> ast.Module:
-    """The tests' syntax tree with calls of guards, which are added to `names`; failed asserts go to `failed`, even if the program catches
-    them."""
+    """Insert calls of guards into the tests' syntax tree; add the guards to `names`. Failed asserts go to `failed`, even if the program
+    catches them."""
     names |= {"__builtins__": BUILTINS, "__compare__": compare, "__seen__": seen, "__true__": lambda one: one is not NotImplemented and one}
     names |= {"__failed__": lambda line, *why: failed.append(f"AssertionError{f': {why[0]}' if why else ''} at {line}"[:300])}
     names |= {f"__{name}__": one for name, one in CALLING.items()}
@@ -263,8 +263,8 @@ def _holds(container: Any, item: Any) -> bool:
 
 
 class Operators:
-    """Guards on the operators of the program's classes: applied by the test, directly or in a function of Python's, they decide nothing
-    about a plain value. Between tests the guards stay, without effect."""
+    """Guards on the operators of the program's classes. Such an operator may not decide about a plain value when the test applies it,
+    directly or through Python's functions. Between tests the guards do nothing."""
 
     tests: Any = None
     """Names of the running test."""
@@ -348,7 +348,7 @@ def _is_guard(held: Any) -> bool:
 
 
 def _is_of_objects(value: Any) -> bool:
-    """True for an object of the program, or several."""
+    """True for an object of the program, or a container of nothing else."""
     if type(value) in PLAIN_CONTAINERS:
         return bool(value) and all(map(_is_of_objects, value))
     return any(map(_is_own, MRO(type(value))))
@@ -376,7 +376,8 @@ def _is_own(kind: type) -> bool:
 
 
 def _made(function: types.FunctionType) -> bool:
-    """True if the program made the function, by its globals and its code: `FunctionType` combines any two."""
+    """True if the program made the function: judged by globals and code, since `FunctionType` can combine a module's globals with any
+    code."""
     code, known = function.__code__, function.__globals__
     return code is GUARD or _is_programs(known) or (known is not Operators.tests and id(code) not in LOADED.codes)
 

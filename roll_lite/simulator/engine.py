@@ -358,7 +358,7 @@ class SimulatedEngine:
         run.versions = kept if kept and kept[-1].version == self.version else [*kept, VersionSpan(start, self.version)]
 
     def _record_span(self, run: _Run) -> None:
-        """Record the time since `since` as a span."""
+        """Record the request's time since `since` as a span."""
         if self._spans is not None and not self._frozen and run.slot >= 0 and self._settled > run.since:
             version, domain = run.versions[-1].version, run.asked.request.request_id.partition("/")[0]
             self._spans.append(Span(self.number, run.slot, run.since, self._settled, version, domain))

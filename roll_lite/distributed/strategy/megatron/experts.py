@@ -66,7 +66,7 @@ class Balance:
         self._choices[layer] = self._choices[layer] + choices if layer in self._choices else choices
 
     def replayed(self, counts: torch.Tensor) -> None:
-        """Add the counts of ChosenExperts.rerouted."""
+        """Add counts [2] from ChosenExperts.rerouted."""
         self._rerouted.append(counts)
 
     def weighted(self, loss: torch.Tensor) -> torch.Tensor:

@@ -156,7 +156,7 @@ class RollModel(GPTModel):
 
 
 def scale_as_llama3(rotary: Any, rope: RopeConfig) -> None:
-    """Scale RoPE's frequencies by all of config.json's fields; Megatron-Core passes on the factor alone."""
+    """Scale RoPE's frequencies as Llama 3.1 does; of its fields Megatron-Core passes on only the factor."""
     if rope.llama3 is not None:
         rotary.inv_freq = rotary._apply_scaling(rotary.inv_freq, **asdict(rope.llama3))
 

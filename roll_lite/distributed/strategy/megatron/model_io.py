@@ -143,7 +143,7 @@ def outputs_of(
 
 
 def to_host(outputs: MicroBatchOutputs) -> MicroBatchOutputs:
-    """Move the large output to the host after each micro-batch."""
+    """Move the large output, `distribution`, to the host after each micro-batch."""
     return outputs if outputs.distribution is None else replace(outputs, distribution=outputs.distribution.cpu())
 
 

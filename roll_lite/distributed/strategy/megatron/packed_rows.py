@@ -120,8 +120,8 @@ class ContextCut:
 def packed(
     ids: torch.Tensor, lengths: torch.Tensor, token_multiple: int, rank: int, ranks: int
 ) -> tuple[torch.Tensor, PackedRows, ContextCut]:
-    """Pack rows; returns this rank's token ids and layout, and the split. A padding row fills up to a multiple, which is all that a batch
-    without rows has."""
+    """Pack rows; returns this rank's token ids and layout, and the split. A padding row fills up to a multiple; without other rows it is
+    the only one."""
     missing = -len(ids) % token_multiple if len(ids) else token_multiple
     if missing:
         ids, lengths = torch.cat([ids, ids.new_zeros(missing)]), torch.cat([lengths, lengths.new_tensor([missing])])

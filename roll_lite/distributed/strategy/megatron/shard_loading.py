@@ -1,6 +1,6 @@
 """Read from a checkpoint only the part of the distributed optimizer's state that a rank owns.
 
-Megatron-Core 0.16 reads the state of all weights on the rank, though data-parallel ranks share it out. Here a rank reads only rows with
+Megatron-Core 0.16 reads the state of all the rank's weights, of which a data-parallel rank owns a part. Here a rank reads only rows with
 entries of its own, a few weights at a time and without waiting for others."""
 
 from __future__ import annotations

@@ -270,7 +270,7 @@ class MegatronStrategy(TrainStrategy):
 
 class WeightAverage:
     """Exponential moving average of the weights that this rank exports, on the host in float32: in bfloat16 the small steps of a slow
-    average would round to 0. One rank exports each weight, so no average is kept twice."""
+    average would round to 0."""
 
     def __init__(self, bindings: Sequence[Binding], decay: float) -> None:
         self._decay = decay
