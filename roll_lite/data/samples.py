@@ -104,7 +104,7 @@ class GenerationRequest(Packed):
     context: TokenRow | None = None
     """Tokens of an earlier request, before prompt_ids. The worker beside the engine puts them in front: engines take whole prompts."""
     resumed: int = 0
-    """Number of tokens at the end of the context that an earlier request generated for this response.
+    """Tokens at the end of the context that an earlier request generated for this response.
 
     The returned text includes them, and stop strings may begin in them; all else counts new tokens.
     """
@@ -250,7 +250,7 @@ class Score(Packed):
 
     value: float
     correct: bool | None = None
-    """Whether it is correct, for accuracy; None: if value >= 1 - 1e-6."""
+    """True if the response counts as correct; None: if value >= 1 - 1e-6."""
     details: dict[str, float | str] = field(default_factory=dict)
     format_ok: bool | None = None
     """True if the domain's format pattern matches; None if it has none."""

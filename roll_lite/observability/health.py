@@ -19,7 +19,7 @@ ENTROPY_LEFT = 0.02
 GRADIENT_GROWTH = 100.0
 """Multiple of the median gradient norm of earlier steps that counts as an explosion."""
 GRADIENT_STEPS = 5
-"""Minimum number of earlier steps for that median."""
+"""Minimum number of earlier steps for the median."""
 REMEMBERED = 50
 """Earlier steps kept for the median."""
 
@@ -27,7 +27,7 @@ REMEMBERED = 50
 @dataclass
 class Finding:
     sign: str
-    """Name of the sign, behind its domain if only that shows it: `math/truncated`."""
+    """Name of the sign, with the domain in front if only that shows it: `math/truncated`."""
     message: str
     first_step: int
     steps: int = 1

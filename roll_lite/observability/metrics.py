@@ -104,7 +104,7 @@ class MetricSums:
         return total
 
     def values(self) -> dict[str, float]:
-        """Values by flat name, with derived metrics and without means of nothing."""
+        """Values by flat name, with derived metrics; means over no items are left out."""
         read: dict[Series, float] = {}
         for series, (value, count) in self.entries.items():
             if metric_of(series[0]).reduction is not Reduction.MEAN:

@@ -34,7 +34,7 @@ class StepTimes:
         return max(0.0, self.total - sum(self.phases.values()))
 
     def labelled(self) -> dict[str, float]:
-        """Values of the metric `time`."""
+        """Values of the metric `time`, by label."""
         return {**self.phases, **self.inner, OTHER: self.other, STEP: self.total}
 
 

@@ -76,7 +76,7 @@ class TensorBoardTracker(Tracker):
 
 
 class HistoryTracker(Tracker):
-    """Metrics in memory, one record per step. A record is never changed but replaced, since another thread may be reading it."""
+    """Metrics in memory, one record per step. Records are replaced, never changed: another thread may be reading them."""
 
     def __init__(self) -> None:
         self.records: dict[int, dict[str, float]] = {}
@@ -124,7 +124,7 @@ SHORTEST_SECRET = 6
 
 
 def for_trackers(settings: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Settings without the section `trackers` and without secrets, also those held by environment variables with such names."""
+    """Settings without the section `trackers` and without secrets, among them values of environment variables with such names."""
     secrets = {value: name for name, value in environment.items() if SECRET_VARIABLE.search(name) and len(value) >= SHORTEST_SECRET}
 
     def shown(value: Any) -> Any:

@@ -127,7 +127,7 @@ def write_list(checkpoint: Path, records: Mapping[str, FileRecord]) -> None:
 
 
 def read_list(checkpoint: Path) -> dict[str, FileRecord] | None:
-    """Recorded files; None for versions without a list."""
+    """Recorded files; None for a checkpoint of an early version, without a list."""
     if not (checkpoint / LIST_FILE).is_file():
         return None
     entries = _read_json(checkpoint, LIST_FILE)
@@ -258,8 +258,8 @@ def resumption_notes(config: RunConfig) -> list[str]:
 
 
 def _reference_notes(config: RunConfig, state: Mapping[str, Any]) -> Iterator[str]:
-    """Note that KL is measured against other weights than before: a checkpoint does not hold a fixed reference. With adapters,
-    model.path must have the same weights."""
+    """Note that KL is measured against other weights than before: a checkpoint does not hold a fixed reference. Not with adapters: there
+    model.path must hold the same weights."""
     if not trains(config) or not uses_reference(config) or follows_actor(config.reference):
         return
     now, made, had = config.model.path.resolve(), _saved(state, "model"), _saved(state, "reference")

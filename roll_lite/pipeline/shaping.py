@@ -115,7 +115,7 @@ def shape_rewards(
 
 
 def shape_baseline(scores: torch.Tensor, rows: RewardRows, config: RewardShapingConfig, domains: Sequence[DomainRewards]) -> torch.Tensor:
-    """Rewards [N] float32 of greedy baselines, which have a score only: scale, clip, domain weight."""
+    """Rewards [N] float32 of greedy baselines: only scale, clip and domain weight apply."""
     return _weighted(_scaled_and_clipped(as_float64(scores), config), rows, domains)
 
 

@@ -74,7 +74,7 @@ class WeightSync:
         """Version last sent; None before the first `push`, which sends even the start weights."""
 
     def push(self, version: int) -> Pushed | None:
-        """Send weights to every living engine; None if they have them."""
+        """Send weights to every living engine; None if they have this version."""
         if version == self._version:
             return None
         with self._model.loaded(states(Phase.SYNC_WEIGHTS)):

@@ -189,7 +189,7 @@ class RolloutService:
         return [group for groups in (self._taken | certain).values() for group in groups]
 
     async def _go_on(self) -> None:
-        """Prepare for the next batch: drop stale groups, interrupt engines that rest, admit prompts."""
+        """Prepare for the next batch: drop stale groups, interrupt engines that offload between batches, admit prompts."""
         for scheduler in self._schedulers.values():
             scheduler.drop_stale(self._admission.asked + 1, self._supply.max_staleness)
         if self._engines_rest:

@@ -65,7 +65,7 @@ def _old_column(algorithm: AlgorithmConfig) -> list[str]:
 
 
 def assign_credit(rows: MicroBatch, data_rank: int, algorithm: AlgorithmConfig, kl_coef: float, gather: Gather) -> Credit:
-    """Advantages and the rest of Credit, from the columns of credit_columns. Collective over head ranks."""
+    """Advantages and the rest of Credit, from the columns that credit_columns names. Collective over head ranks."""
     config = algorithm.advantage
     kl = _kl(rows, algorithm) if kl_coef > 0 else None
     whitened = algorithm.whiten_advantages or config.name in ALWAYS_WHITENED

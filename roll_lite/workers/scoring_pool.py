@@ -1,4 +1,4 @@
-"""Pool of workers (with reward functions or reward models) that score samples: the samples that wait, and the fleet that takes them."""
+"""Pool of workers that score samples with reward functions or models: the samples that wait, and the fleet that takes them."""
 
 from __future__ import annotations
 

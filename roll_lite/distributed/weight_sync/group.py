@@ -174,7 +174,7 @@ class TransferGroup:
 
     @contextmanager
     def breaking_off(self) -> Iterator[None]:
-        """Report a failure inside the block to all members, which then stop waiting: an engine answers only when all its workers have.
+        """Report a failure inside the block to all members, which then stop waiting.
 
         Time-outs are not reported: every member runs into its own and names the missing one.
         """

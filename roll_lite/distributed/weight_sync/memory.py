@@ -30,7 +30,7 @@ class Lent(NamedTuple):
     to: Home
     export: Export
     name: str
-    """Name under which the reader notes that it opens it."""
+    """Key under which the reader records that it opens it."""
 
 
 class Watched:
@@ -68,7 +68,7 @@ class BucketSegment(Watched):
 
 
 class SharedSegment(BucketSegment):
-    """Host segment that other processes can open."""
+    """Segment in host memory that other processes can open."""
 
     def __init__(self, nbytes: int, readers: int) -> None:
         nbytes = _roomy(nbytes)
