@@ -104,13 +104,7 @@ def randomize_(model: PreTrainedModel, seed: int, sharpness: float = 1.0) -> Non
                 parameter.copy_(noise * sharpness * parameter.shape[-1] ** -0.5)
 
 
-def make_tiny_model(
-    folder: Path,
-    family: Family = "qwen2",
-    tied: bool = True,
-    dtype: torch.dtype = torch.float32,
-    **shape: Any,
-) -> Path:
+def make_tiny_model(folder: Path, family: Family = "qwen2", tied: bool = True, dtype: torch.dtype = torch.float32, **shape: Any) -> Path:
     """Write config, safetensors and tokenizer into `folder` and return it. `shape`: see make_model."""
     folder.mkdir(parents=True, exist_ok=True)
     make_model(family, tied, **shape).to(dtype).save_pretrained(folder)

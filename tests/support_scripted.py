@@ -84,10 +84,7 @@ class ScriptedEngine(InferenceStrategy):
     """Runs up to `slots` requests at a time, in order of arrival."""
 
     def __init__(
-        self,
-        script: Script | None = None,
-        slots: int | None = None,
-        weights: Mapping[str, tuple[int, ...]] | None = None,
+        self, script: Script | None = None, slots: int | None = None, weights: Mapping[str, tuple[int, ...]] | None = None
     ) -> None:
         """`weights`: names and shapes of the pretended model; None: any update fits."""
         self._script = script or equal_responses()

@@ -43,8 +43,7 @@ def found(project: Project, settings: str = "", args: str = "") -> dict[str, str
 
 
 @pytest.mark.parametrize(
-    "settings",
-    ["", "strategy: {name: megatron}, micro_batch_tokens: 32", "strategy: {name: megatron, tensor_parallel: 2}, max_length: 64"],
+    "settings", ["", "strategy: {name: megatron}, micro_batch_tokens: 32", "strategy: {name: megatron, tensor_parallel: 2}, max_length: 64"]
 )
 def test_what_is_right_passes_and_has_its_place_in_the_plan(helpful: Project, settings: str) -> None:
     assert found(helpful, settings, "template: '{prompt} -> {response}', scale: sigmoid") == {}

@@ -21,19 +21,7 @@ from roll_lite.files import CONFIGS
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 VALUES: list[Any] = [None, True, -1, 0, 3, 1.5, 1e400, 10**30, "", "word", "a: b", "{x}", "${seed}", "${gone}", "???", "node0:1", "ü\u2028"]
 VALUES += [[], [1, "x"], [None], [[]], [{}], {}, {"x": 1}, {"name": "word"}, {"name": None}, {"name": ["x"]}, {"": 1}, {"a.b": {"c": []}}]
-TEXTS = [
-    "{x:1}",
-    "{name:gspo}",
-    "{x}",
-    "[1",
-    "'",
-    '"',
-    "${x",
-    "${oc.env:HOME}",
-    "${oc.env:NONE,3}",
-    "!!python/object:os.x y",
-    "&a [*a]",
-]
+TEXTS = ["{x:1}", "{name:gspo}", "{x}", "[1", "'", '"', "${x", "${oc.env:HOME}", "${oc.env:NONE,3}", "!!python/object:os.x y", "&a [*a]"]
 TEXTS += ["\0", "a: b", "a, b", "a=b", "=", "~", "#", "%", "@", "- x", "? x", "1e-4", ".nan", "0x1F", "2026-01-01", "x" * 5000, "[" * 2000]
 FORMS = ["{path}={text}", "+{path}={text}", "++{path}={text}", "~{path}", "~{path}={text}", "{path}", "{path}: {text}", "--{path}={text}"]
 FORMS += ["{path}.more={text}", "{path}[0]={text}", "{path}.0={text}", "{path}..x={text}", "{path}.name={text}", "{path}.type={text}"]

@@ -28,11 +28,7 @@ def mixed(kept: bool = False) -> tuple[list[SampleGroup], Blocks]:
     """Group 7: one that trains, one that failed without a token, a cut off one; a baseline. Group 9: two that train."""
     kept_ids = np.array([[20, -1], [21, 22]], np.int32) if kept else None
     blocks = Blocks(
-        {
-            "one": [record([30]), record([20, 21], kept_ids), record([1, 2, 3, 4])],
-            "other": [record([40, 41, 42]), record([9])],
-        },
-        kept,
+        {"one": [record([30]), record([20, 21], kept_ids), record([1, 2, 3, 4])], "other": [record([40, 41, 42]), record([9])]}, kept
     )
     first = SampleGroup(
         7,

@@ -166,11 +166,7 @@ def test_vector_entries_by_hand() -> None:
     assert [row.tolist() for row in column.take([2, 0, 2]).rows()] == [[[9, 9, 9]], [[0, 1, 2], [3, 4, 5]], [[9, 9, 9]]]
     assert column.slice(1, 3).values.tolist() == [[9, 9, 9]]
     padded = column.to_padded(-1, 3)
-    assert padded.tolist() == [
-        [[0, 1, 2], [3, 4, 5], [-1, -1, -1]],
-        [[-1, -1, -1]] * 3,
-        [[9, 9, 9], [-1, -1, -1], [-1, -1, -1]],
-    ]
+    assert padded.tolist() == [[[0, 1, 2], [3, 4, 5], [-1, -1, -1]], [[-1, -1, -1]] * 3, [[9, 9, 9], [-1, -1, -1], [-1, -1, -1]]]
     assert Ragged.from_padded(padded, column.lengths).equals(column)
     assert pickle.loads(pickle.dumps(column)).equals(column)
     assert Ragged.concat([column.slice(0, 1), column.slice(1, 3)]).equals(column)

@@ -160,8 +160,7 @@ def test_what_a_dying_member_had_is_given_back_and_done_by_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "cause"),
-    [(MemberLost("no answer within 9 s"), "no answer within 9 s"), (KeyError("a bug"), "a: KeyError: 'a bug'")],
+    ("error", "cause"), [(MemberLost("no answer within 9 s"), "no answer within 9 s"), (KeyError("a bug"), "a: KeyError: 'a bug'")]
 )
 def test_whatever_ends_a_members_work_makes_it_a_lost_one_and_its_work_comes_back(error: Exception, cause: str) -> None:
     async def main() -> None:

@@ -128,9 +128,7 @@ def run(folder: Path, recipe: str, overrides: list[str]) -> None:
     actor = model("actor_train", policy, config.algorithm, len(config.domains))
     assert actor is not None
     clusters: Any = Clusters(
-        actor,
-        model("reference", ReferenceWorker),
-        model("critic", CriticWorker, config.algorithm, len(config.domains)),
+        actor, model("reference", ReferenceWorker), model("critic", CriticWorker, config.algorithm, len(config.domains))
     )
     journal, files = Journal(config, folder), BatchFiles(config, folder)
     journal.connect()

@@ -11,14 +11,7 @@ from typing import Any
 import pytest
 import torch
 from engine_harness import PROMPT, Harness, Make, require
-from gpu_checks import (
-    TOLERANCES,
-    as_ranks,
-    attention_against_float64,
-    offload_frees_memory,
-    step_against_hf,
-    trainers_log_probs,
-)
+from gpu_checks import TOLERANCES, as_ranks, attention_against_float64, offload_frees_memory, step_against_hf, trainers_log_probs
 from megatron_cases import tiny
 from support_models import make_tiny_model
 from test_contract_adapters import SOME
@@ -99,11 +92,7 @@ ON_CPU = [pytest.mark.nightly, pytest.mark.skipif(CUDA, reason="the GPU computes
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("transport", "engines_gpu"),
-    [
-        pytest.param("cuda_ipc", "0", marks=ON_GPU),
-        pytest.param("nccl", "1", marks=TWO),
-        pytest.param("shared_memory", "", marks=ON_CPU),
-    ],
+    [pytest.param("cuda_ipc", "0", marks=ON_GPU), pytest.param("nccl", "1", marks=TWO), pytest.param("shared_memory", "", marks=ON_CPU)],
 )
 @pytest.mark.parametrize("make", ["vllm", "sglang"])
 async def test_an_engine_follows_megatron(

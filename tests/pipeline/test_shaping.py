@@ -51,9 +51,7 @@ def test_group_length_penalty_by_hand() -> None:
     """Group 7 has lengths 10 to 30: lambda = 0.5, 0, -0.5; the wrong short one gets no bonus. Group 9 has equal lengths, 4 one sample.
     The rows of the groups are mixed: ids count, not places (FINDINGS 6.5)."""
     rows = make_rows(
-        [1.0, 0.0, 1.0, 0.0, 0.0, 1.0, 1.0, 0.0],
-        group=[7, 9, 7, 7, 7, 9, 4, 9],
-        policy_tokens=[10, 20, 20, 10, 30, 20, 99, 20],
+        [1.0, 0.0, 1.0, 0.0, 0.0, 1.0, 1.0, 0.0], group=[7, 9, 7, 7, 7, 9, 4, 9], policy_tokens=[10, 20, 20, 10, 30, 20, 99, 20]
     )
     expected = [1.0 + 0.5 * 2, 0.0, 1.0, 0.0, -0.5 * 2, 1.0, 1.0, 0.0]
     assert shaped(rows, length_penalty={"name": "group", "coef": 2.0}) == expected

@@ -159,11 +159,7 @@ def test_the_limit_and_the_split(project: Path, capfd: pytest.CaptureFixture[str
 
 def test_given_responses(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """By number, by the prompt's text, and by its text before the template."""
-    given = [
-        {"prompt_uid": 1, "response": "3"},
-        {"prompt": "Q: 2+2= A:", "response": "5"},
-        {"prompt": "1+1=", "response": " 2 "},
-    ]
+    given = [{"prompt_uid": 1, "response": "3"}, {"prompt": "Q: 2+2= A:", "response": "5"}, {"prompt": "1+1=", "response": " 2 "}]
     file = lines(given).to(project / "given.jsonl")
     template = "domains.sums.template.text='Q: {prompt} A:'"
     assert look("--responses", str(file), template) == 0, "wrong responses are no error"

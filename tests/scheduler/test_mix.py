@@ -12,10 +12,7 @@ from roll_lite.scheduler.mix import DomainMix, MixedOrder
 
 
 @settings(max_examples=150, deadline=None)
-@given(
-    shares=st.lists(st.integers(1, 1000), min_size=1, max_size=8),
-    batches=st.lists(st.integers(0, 40), min_size=1, max_size=25),
-)
+@given(shares=st.lists(st.integers(1, 1000), min_size=1, max_size=8), batches=st.lists(st.integers(0, 40), min_size=1, max_size=25))
 def test_counts_stay_within_one_of_the_shares_after_every_batch(shares: list[int], batches: list[int]) -> None:
     names = [f"d{i}" for i in range(len(shares))]
     mix = DomainMix({name: share / 100 for name, share in zip(names, shares, strict=True)})

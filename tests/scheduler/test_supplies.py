@@ -502,14 +502,7 @@ class Chaos:
     seconds=st.sampled_from([0.0, 3.0, 30.0]),
 )
 def test_whatever_happens_every_prompt_ends_once_and_in_time(
-    chaos: Chaos,
-    supply: Any,
-    on_sync: OnSync,
-    oversample: float,
-    filtered: bool,
-    slots: int | None,
-    prompts: int,
-    seconds: float,
+    chaos: Chaos, supply: Any, on_sync: OnSync, oversample: float, filtered: bool, slots: int | None, prompts: int, seconds: float
 ) -> None:
     def fails(item: Any, asked: int) -> bool:
         return chaos.happens("reward", f"{item.prompt}{item.response}{asked}", chaos.reward_failures)

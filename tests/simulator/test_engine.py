@@ -21,14 +21,7 @@ def test_passes_slow_down_as_more_runs_and_as_the_cache_fills() -> None:
     assert rates.tokens(31, 2, 100) == pytest.approx(10)
 
 
-@given(
-    st.floats(1e-4, 1),
-    st.floats(0, 0.1),
-    st.floats(0, 1e-4),
-    st.integers(1, 512),
-    st.floats(0, 1e6),
-    st.floats(0, 1e5),
-)
+@given(st.floats(1e-4, 1), st.floats(0, 0.1), st.floats(0, 1e-4), st.integers(1, 512), st.floats(0, 1e6), st.floats(0, 1e5))
 def test_tokens_are_the_inverse_of_seconds(pass_s: float, request_s: float, cached_s: float, running: int, cached: float, n: float) -> None:
     rates = EngineRates(pass_s, request_s, cached_s)
     assert rates.tokens(rates.seconds(n, running, cached), running, cached) == pytest.approx(n, rel=1e-6, abs=1e-6)

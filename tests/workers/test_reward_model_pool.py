@@ -396,10 +396,7 @@ async def scored(actors: list[Any], config: RewardModelConfig) -> list[Score]:
         model.close()
 
 
-LAYOUTS = {
-    "hf": (2, {}),
-    "megatron TP2": (2, {"strategy": MegatronStrategyConfig(tensor_parallel=2)}),
-}
+LAYOUTS = {"hf": (2, {}), "megatron TP2": (2, {"strategy": MegatronStrategyConfig(tensor_parallel=2)})}
 
 
 @pytest.mark.usefixtures("ray_local")

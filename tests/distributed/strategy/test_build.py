@@ -50,10 +50,7 @@ def test_nothing_goes_round_the_checks_of_quantized_rollouts(engine: str, argume
     assert not any("engine_args" in problem.path for problem in failure.value.problems), "a judge's weights stay"
 
 
-UNKNOWN = {
-    "vllm": ("block_sise", "did you mean 'block_size'"),
-    "sglang": ("page_sise", "did you mean 'page_size'"),
-}
+UNKNOWN = {"vllm": ("block_sise", "did you mean 'block_size'"), "sglang": ("page_sise", "did you mean 'page_size'")}
 WITH_A_KEY = {"vllm": ("max_num_seqs", "max_running_requests"), "sglang": ("mem_fraction_static", "gpu_memory_utilization")}
 
 

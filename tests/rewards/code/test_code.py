@@ -270,11 +270,7 @@ def test_extraction() -> None:
             "```python\nprint(f([1, 2]))\n```",
             "```output\ncut",
         ),
-        *(
-            "```python\nresult = f([1, 2])\n```",
-            "```python\nfrom solution import f\nf([])\n```",
-            "```\nprint(f([1]))\n```",
-        ),
+        *("```python\nresult = f([1, 2])\n```", "```python\nfrom solution import f\nf([])\n```", "```\nprint(f([1]))\n```"),
     ],
 )
 def test_what_follows_the_program_is_not_the_program(after: str) -> None:

@@ -8,10 +8,7 @@ import pytest
 from rewards.code.test_code_asserts import verdict
 from support_cases import cases
 
-MUCH = {
-    "at once": ("print('\\n'.join(map(str, range(100_000))))", 100_000),
-    "bit by bit": ("for i in range(30_000): print(i)", 30_000),
-}
+MUCH = {"at once": ("print('\\n'.join(map(str, range(100_000))))", 100_000), "bit by bit": ("for i in range(30_000): print(i)", 30_000)}
 
 
 @pytest.mark.parametrize(("program", "stdin", "stdout"), cases("rewards/programs_printing"))

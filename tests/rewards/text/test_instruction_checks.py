@@ -100,10 +100,7 @@ def test_no_instruction_has_a_default() -> None:
 MARKS = [".", "!", "[", "(", "<<", "*", "\n", " ", "A.", '"', "'", "-", "#", ",", "* ", "\u3000", "😀", "<i>"]
 RUNS = [*MARKS, "a", "the ", "Question 1", "12", "é", "a-"]
 EACH = 200_000 // len(RUNS)
-DEGENERATE = [
-    "x".join(run * (EACH // len(run)) for run in RUNS),
-    "\n".join(run * (EACH // len(run)) for run in reversed(RUNS)),
-]
+DEGENERATE = ["x".join(run * (EACH // len(run)) for run in RUNS), "\n".join(run * (EACH // len(run)) for run in reversed(RUNS))]
 
 
 @pytest.mark.parametrize("name", CHECKS)

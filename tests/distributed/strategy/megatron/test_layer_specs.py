@@ -151,8 +151,7 @@ def test_a_model_of_such_layers_is_hugging_faces(ranks: RankPool, models: dict[s
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"),
-    [("qwen3", {"tensor_parallel": 2, "sequence_parallel": True}), ("qwen3_moe", {"expert_parallel": 2})],
+    ("name", "layout"), [("qwen3", {"tensor_parallel": 2, "sequence_parallel": True}), ("qwen3_moe", {"expert_parallel": 2})]
 )
 def test_so_it_is_on_two_ranks(ranks: RankPool, models: dict[str, Path], name: str, layout: dict[str, Any]) -> None:
     ranks(2, parity, models[name], layout)

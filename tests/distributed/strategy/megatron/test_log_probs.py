@@ -132,10 +132,7 @@ def test_bfloat16_logits_are_computed_in_float32() -> None:
     (of_logits,) = torch.autograd.grad(losses(problem, theirs.log_probs, theirs.entropy), theirs.logits)
     assert hidden.grad is not None and weight.grad is not None
     assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
-    for mine, whole in (
-        (hidden.grad, of_logits @ weight.detach().double()),
-        (weight.grad, of_logits.t() @ hidden.detach().double()),
-    ):
+    for mine, whole in ((hidden.grad, of_logits @ weight.detach().double()), (weight.grad, of_logits.t() @ hidden.detach().double())):
         assert (mine.double() - whole).norm() < 5e-3 * whole.norm()
 
 

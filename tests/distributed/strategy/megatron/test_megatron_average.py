@@ -23,12 +23,7 @@ from roll_lite.files import record
 
 CONFIG = OptimizerConfig(lr=1e-2)
 DECAY = 0.75
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "one rank": {},
-    "DP2": {"data": 2},
-    "TP2": {"tensor_parallel": 2},
-    "PP2": {"pipeline_parallel": 2},
-}
+LAYOUTS: dict[str, dict[str, Any]] = {"one rank": {}, "DP2": {"data": 2}, "TP2": {"tensor_parallel": 2}, "PP2": {"pipeline_parallel": 2}}
 
 
 @pytest.fixture(scope="module")

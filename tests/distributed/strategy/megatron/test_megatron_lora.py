@@ -384,10 +384,7 @@ def test_checkpoints_hold_adapters_and_go_on_under_other_layouts(ranks: RankPool
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "layout",
-    [
-        {"tensor_parallel": 2, "sequence_parallel": True, "pipeline_parallel": 2},
-        {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2},
-    ],
+    [{"tensor_parallel": 2, "sequence_parallel": True, "pipeline_parallel": 2}, {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2}],
     ids=["TP2 PP2", "VPP2 DP2"],
 )
 def test_checkpoints_of_four_ranks_go_on_under_other_layouts(ranks: RankPool, tmp_path: Path, layout: dict[str, Any]) -> None:

@@ -88,11 +88,7 @@ def test_scores_in_further_layouts(ranks: RankPool, four_layers: list[tuple[Path
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "one rank",
-        "TP2 EP2",
-        *(pytest.param(name, marks=[pytest.mark.slow, pytest.mark.nightly]) for name in list(EXPERTS_LAYOUTS)[2:]),
-    ],
+    ["one rank", "TP2 EP2", *(pytest.param(name, marks=[pytest.mark.slow, pytest.mark.nightly]) for name in list(EXPERTS_LAYOUTS)[2:])],
 )
 def test_scores_of_a_mixture_of_experts(ranks: RankPool, tmp_path: Path, name: str) -> None:
     world_size, layout = EXPERTS_LAYOUTS[name]
