@@ -21,7 +21,7 @@ from scheduler_support import Prompts, TimedReward, make_domain
 from support_local_engine import LocalEngine
 from support_scripted import Response, ScriptedEngine
 
-from roll_lite.data.samples import FinishReason, RewardInput, Sample, SampleGroup, SampleId, Sampling, Score
+from roll_lite.data.samples import FinishReason, RewardInput, Sample, SampleGroup, SampleId, SampleOutcome, Sampling, Score
 from roll_lite.data.stable_hash import stable_hash
 from roll_lite.scheduler.domain import DataExhausted, DomainFailed
 from roll_lite.scheduler.filters import FUNCTION, GroupFilter, LeftOut
@@ -344,6 +344,8 @@ class RandomSchedules(RuleBasedStateMachine):
     async def ask(self) -> None:
         self.model.past.asked += 1
         result = await self.service.next_batch(self.house.size)
+        for sample in (sample for group in result.groups for sample in group.samples if sample.outcome is SampleOutcome.ACCEPTED):
+            assert sample.transcript.policy_tokens == length_of(sample.id.request_id()), "whole, however often it was interrupted"
         self.model.hands_out(result)
         self.model.check_quotas()
 

@@ -12,17 +12,14 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from scheduler_support import TimedReward, by_tokens, make_domain, make_service
 from support_scripted import Response, Script, ScriptedEngine
 
 from roll_lite.data.prompts import PromptOrder
-from roll_lite.data.samples import GenerationRequest, RewardInput, SampleGroup, SampleOutcome, Score
+from roll_lite.data.samples import RewardInput, SampleGroup, SampleOutcome, Score
 from roll_lite.data.stable_hash import stable_hash
 from roll_lite.scheduler.domain import DataExhausted, Domain, DomainFailed
 from roll_lite.scheduler.filters import FUNCTION, LOW, GroupFilter, LeftOut, kept_between, kept_by
-from roll_lite.scheduler.router import NoEngineLeft
 from roll_lite.scheduler.service import RolloutService
 from roll_lite.scheduler.supply import Asynchronous, OneStepOff, OnSync, Supply, Synchronous
 from roll_lite.simulator.clock import run_virtual
@@ -454,104 +451,6 @@ def test_what_is_put_back_trains_in_its_order_however_often_it_comes() -> None:
     order = PromptOrder(1000, 7, "a")
     assert [(epoch, uid) for _, epoch, uid in done.prompts] == [order.next() for _ in range(20)]
     assert service._schedulers["a"].counts.stale > 0
-
-
-# ---------------------------------------------------------------- anything may happen
-
-
-@dataclass(frozen=True)
-class Chaos:
-    """How requests end is drawn by their ids."""
-
-    seed: int
-    errors: float
-    hangs: float
-    deaths: float
-    reward_failures: float
-
-    def happens(self, what: str, key: str, rate: float) -> bool:
-        return stable_hash(self.seed, what, key) % 1_000_000 < rate * 1_000_000
-
-    def script(self, request: GenerationRequest) -> Response:
-        key = request.request_id
-        if self.happens("error", key, self.errors):
-            return Response(drawn_length(key), 0.1, error="out of cache")
-        if self.happens("death", key, self.deaths):
-            return Response(drawn_length(key), 0.1, error="illegal memory access", fatal=True)
-        if self.happens("hang", key, self.hangs):
-            return Response(drawn_length(key), 0.1, delay_s=1e7)
-        return Response(drawn_length(key), 0.1)
-
-
-@settings(max_examples=12, deadline=None)
-@given(
-    chaos=st.builds(
-        Chaos,
-        st.integers(0, 10_000),
-        errors=st.sampled_from([0.0, 0.05]),
-        hangs=st.sampled_from([0.0, 0.02]),
-        deaths=st.sampled_from([0.0, 0.002]),
-        reward_failures=st.sampled_from([0.0, 0.1]),
-    ),
-    supply=st.sampled_from([*SUPPLIES.values(), Synchronous(1), Asynchronous(0)]),
-    on_sync=st.sampled_from(list(OnSync)),
-    oversample=st.sampled_from([1.0, 1.3, 2.0]),
-    filtered=st.booleans(),
-    slots=st.sampled_from([2, 5, None]),
-    prompts=st.integers(1, 6),
-    seconds=st.sampled_from([0.0, 3.0, 30.0]),
-)
-def test_whatever_happens_every_prompt_ends_once_and_in_time(
-    chaos: Chaos, supply: Any, on_sync: OnSync, oversample: float, filtered: bool, slots: int | None, prompts: int, seconds: float
-) -> None:
-    def fails(item: Any, asked: int) -> bool:
-        return chaos.happens("reward", f"{item.prompt}{item.response}{asked}", chaos.reward_failures)
-
-    keep = GroupFilter(MOSTLY_RIGHT.cause, tries=50) if filtered else None
-    rewards = EveryThird(0.5, fails) if filtered else TimedReward(0.5, fails)
-    domains = [
-        make_domain("a", 0, share=2, samples=3, max_tokens=400, rewards=rewards, filter=keep),
-        make_domain("b", 1, share=1, samples=2, max_tokens=400, greedy_baseline=True),
-    ]
-
-    async def main() -> tuple[Trained, RolloutService]:
-        service, _, engines = make_service(
-            domains,
-            [chaos.script] * 4,
-            slots=slots,
-            timeout_s=1000.0,
-            engine_slots=slots,
-            supply=supply,
-            on_sync=on_sync,
-            oversample=oversample_of(supply, oversample),
-        )
-
-        async def look() -> None:
-            for name, scheduler in service._schedulers.items():
-                counts, live = scheduler.counts, len(scheduler._running) + len(scheduler._finished)
-                assert counts.admitted == counts.ended + live, name
-
-        done = await train(service, engines, 6, prompts, seconds, look)
-        service.close()
-        return done, service
-
-    try:
-        done, service = run_virtual(main())
-    except NoEngineLeft:
-        assert chaos.deaths
-        return
-    assert [len(batch) for batch in done.batches] == [prompts] * 6
-    trained = Counter(done.prompts)
-    assert set(trained.values()) == {1}
-    assert max(done.staleness, default=0) <= supply.max_staleness
-    for name, share in (("a", 2 / 3), ("b", 1 / 3)):
-        assert abs(service._schedulers[name].counts.delivered - share * 6 * prompts) < 1
-    for batch in done.batches:
-        for group in batch:
-            for sample in group.samples:
-                if sample.outcome is SampleOutcome.ACCEPTED:
-                    attempt = sample.id.request_id()
-                    assert sample.transcript.policy_tokens == min(drawn_length(attempt), 400)
 
 
 @pytest.mark.parametrize("name", SUPPLIES)
