@@ -325,7 +325,7 @@ def serve(program: dict[str, Any], names: list[str], peer: int, test_s: float) -
         try:
             said: dict[str, Any] = {"value": encode(find_at(asked["at"])(*args, **kwargs), refer)}
         except Exception as error:  # passed on to the tests
-            said = _told(error)
+            said = _error_answer(error)
         before = [*asked["args"]["t"], *(one for _, one in asked["kwargs"]["d"])]
         now = [(place, encode(one, refer) if type(one) in CHANGING else None) for place, one in (*enumerate(args), *kwargs.items())]
         return said | {"changed": [[place, one] for (place, one), old in zip(now, before, strict=True) if one not in (None, old)]}
@@ -337,7 +337,7 @@ def serve(program: dict[str, Any], names: list[str], peer: int, test_s: float) -
         outgoing.flush()
 
 
-def _told(error: Exception) -> dict[str, Any]:
+def _error_answer(error: Exception) -> dict[str, Any]:
     kinds = [f"{one.__module__}.{one.__qualname__}" for one in type(error).__mro__]
     try:
         return {"error": kinds, "args": encode(list(error.args), str), "text": str(error)}

@@ -115,7 +115,7 @@ def build_root(more: Iterable[str]) -> None:
     for path in hidden:
         make_read_only(f"{scratch}{path}")
     for path in DEVICES:
-        _place(path, f"{scratch}{path}", folder=False)
+        _make_target(path, f"{scratch}{path}", folder=False)
         mount(path, f"{scratch}{path}", None, MS_BIND)
     for name, target in (("fd", "fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
         os.symlink(f"/proc/self/{target}", f"{scratch}/dev/{name}")  # noqa: PTH211
@@ -140,12 +140,12 @@ def _covered(shown: Iterable[str]) -> str:
 
 def _show(path: str, scratch: str) -> None:
     target = f"{scratch}{path}"
-    _place(path, target, folder=os.path.isdir(path))  # noqa: PTH112
+    _make_target(path, target, folder=os.path.isdir(path))  # noqa: PTH112
     mount(path, target, None, MS_BIND | MS_REC)
     make_read_only(target)
 
 
-def _place(path: str, target: str, folder: bool) -> None:
+def _make_target(path: str, target: str, folder: bool) -> None:
     os.makedirs(target if folder else os.path.dirname(target), 0o755, exist_ok=True)  # noqa: PTH103, PTH120
     if not folder:
         with open(target, "w", encoding="ascii"):  # noqa: PTH123

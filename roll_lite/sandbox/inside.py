@@ -153,7 +153,7 @@ class _Guards(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         function = node.func
         self.generic_visit(node)
-        node.func = function  # an attribute that is called needs no look
+        node.func = function  # an attribute that is called needs no guard
         if isinstance(function, ast.Name) and function.id in CALLING and function.id not in self._names:
             node.func = ast.copy_location(ast.Name(f"__{function.id}__", ast.Load()), function)
         return _call(node, "__seen__", node)

@@ -126,7 +126,7 @@ class Zygote:
         self._line = line
         self._walls = walls
         self._readable = readable
-        self._place = folder
+        self._parent = folder
         self._say_left = say_left
         self._namespaces = walls.kind == "namespaces"
         self._group = group
@@ -183,15 +183,15 @@ class Zygote:
         if self._namespaces:
             yield WORK
             return
-        folder = tempfile.mkdtemp(dir=self._place)
+        folder = tempfile.mkdtemp(dir=self._parent)
         if "users" in self._walls.held:
             os.chown(folder, self._walls.user, self._walls.user)
         try:
             yield folder
         finally:
-            for old in _left_folders(self._place)[MOST_LEFT:]:
+            for old in _left_folders(self._parent)[MOST_LEFT:]:
                 remove_folder(old)
-            os.rename(folder, f"{self._place}/{LEFT}{os.path.basename(folder)}")  # noqa: PTH104, PTH119
+            os.rename(folder, f"{self._parent}/{LEFT}{os.path.basename(folder)}")  # noqa: PTH104, PTH119
             os.write(self._say_left, b"x")
 
     def _child(self, limits: dict[str, Any], files: list[int], folder: str, say_ready: int) -> None:

@@ -144,7 +144,7 @@ class SimulatedEngine:
     def running(self) -> int:
         return len(self._running)
 
-    # ------------------------------------------------------------ what the router asks
+    # ------------------------------------------------------------ calls of the router
 
     def send(self, asked: Asked) -> None:
         request = asked.request
@@ -169,7 +169,7 @@ class SimulatedEngine:
         self._waiting = deque(run for run in self._waiting if run.asked.request.request_id in self._runs)
         self._look_soon()
 
-    # ------------------------------------------------------------ what happens to it
+    # ------------------------------------------------------------ events from outside
 
     def freeze(self) -> None:
         """Stop until new weights arrive; new requests wait."""
@@ -263,7 +263,7 @@ class SimulatedEngine:
             tokens = min(tokens, (self.limits.cached_tokens - self._cached) / running)
         return self._prefill_s + self.rates.seconds(max(0.0, tokens), running, self._cached)
 
-    # ------------------------------------------------------------ in and out
+    # ------------------------------------------------------------ requests in and out
 
     def _admit(self) -> None:
         most = self.limits.cached_tokens
@@ -331,7 +331,7 @@ class SimulatedEngine:
         run.slot = -1
         self._prefixes[run.prefix] -= 1
         del self._running[run.asked.request.request_id]
-        if not self._running:  # drops rounding errors
+        if not self._running:  # discard accumulated rounding errors
             self._cached = self._decoded = self._prefill_s = 0.0
             self._ends.clear()
 

@@ -65,7 +65,7 @@ class Balance:
     def count(self, layer: int, choices: torch.Tensor) -> None:
         self._choices[layer] = self._choices[layer] + choices if layer in self._choices else choices
 
-    def replayed(self, counts: torch.Tensor) -> None:
+    def add_rerouted(self, counts: torch.Tensor) -> None:
         """Add counts [2] from ChosenExperts.rerouted."""
         self._rerouted.append(counts)
 
@@ -129,7 +129,7 @@ class ExpertRouter(TopKRouter):
         self._balance.count(layer, choices.sum(0))
         replay = self.router_replay
         if replay is not None and replay.given is not None:
-            self._balance.replayed(replay.rerouted())
+            self._balance.add_rerouted(replay.rerouted())
         if not self._balance.coef:
             return weights
         if replay is not None:  # the router learns from what it would choose now
