@@ -127,7 +127,7 @@ def check_dumps(config: RunConfig) -> Iterator[Problem]:
         wrong = [*_lengths(config, headers), *(problem for header in headers for problem in _fits(config, header))]
         # A problem of one dump is usually a problem of all: report it once.
         yield from {problem.path: problem for problem in reversed(wrong)}.values()
-        yield from _behaviour(config, headers)
+        yield from _same_policy(config, headers)
     except (KeyError, TypeError) as error:
         yield Problem("replay.path", f"the dumps' own configuration lacks something ({type(error).__name__}: {error})", str(path))
 
@@ -186,7 +186,7 @@ def _fits_model(config: RunConfig, header: DumpHeader) -> Iterator[Problem]:
         yield Problem("model.path", message, str(folder))
 
 
-def _behaviour(config: RunConfig, headers: Sequence[DumpHeader]) -> Iterator[Problem]:
+def _same_policy(config: RunConfig, headers: Sequence[DumpHeader]) -> Iterator[Problem]:
     """Check that settings which shape the policy equal those of the dumped run. Only then is this run's policy at a step the one that
     sampled its dump, as old_log_probs `current` and `recompute` assume."""
     algorithm = config.algorithm

@@ -188,7 +188,7 @@ class _Loader:
         content, data = row.content, self._data
         if isinstance(content, str):
             raise ValueError(content)
-        if (reason := self._not_wanted(content, row.file)) is not None:
+        if (reason := self._reason_left_out(content, row.file)) is not None:
             self.prompts.left_out[reason] += 1
             return None
         text = self._template.render(content)
@@ -199,8 +199,8 @@ class _Loader:
         # Equal texts become one object, pickled once.
         return _Read(row, question if question == text else text, question, answer, content, weight_of(content, self._weight))
 
-    def _not_wanted(self, content: Mapping[str, Any], file: Path) -> str | None:
-        """Reason to leave a row out."""
+    def _reason_left_out(self, content: Mapping[str, Any], file: Path) -> str | None:
+        """Reason to leave a row out; None to use it."""
         data = self._data
         if data.tag is not None and self._owners is not None:
             tag = tag_of(content, data.tag)

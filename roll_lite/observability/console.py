@@ -105,7 +105,7 @@ class RunConsole:
         self._columns = 0
         self._lines = 0
         self._clock = time.monotonic
-        self._told = 0.0
+        self._last_progress = 0.0
 
     def message(self, text: str, style: str = "") -> None:
         self._console.print(Text(text, style=style), soft_wrap=True)
@@ -113,7 +113,7 @@ class RunConsole:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Allow `progress` inside the block; clear its line afterwards."""
-        self._told = self._clock()
+        self._last_progress = self._clock()
         try:
             yield
         finally:
@@ -125,8 +125,8 @@ class RunConsole:
         line = f"{label}: {', '.join(parts)}"
         if self._console.is_terminal:
             self._console.show(_shortened(line, self._console.width - 1))
-        elif self._clock() - self._told >= PROGRESS_EVERY_S:
-            self._told = self._clock()
+        elif self._clock() - self._last_progress >= PROGRESS_EVERY_S:
+            self._last_progress = self._clock()
             self.message(line)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:

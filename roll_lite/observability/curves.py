@@ -135,7 +135,7 @@ def _time(axes: Any, records: Records, _: Sequence[str]) -> None:
     colors = {phase: PHASE_COLORS[number % len(PHASE_COLORS)] for number, phase in enumerate(phases)} | {OTHER: OTHER_COLOR}
     base = [0.0] * len(steps)
     for phase, color in colors.items():
-        top = [below + _finite(records[step].get(f"time/{phase}")) for below, step in zip(base, steps, strict=True)]
+        top = [below + _or_zero(records[step].get(f"time/{phase}")) for below, step in zip(base, steps, strict=True)]
         if steps:
             # Half a step on either side, so that a run of one step is visible.
             edges = [steps[0] - 0.5, *steps, steps[-1] + 0.5]
@@ -158,7 +158,7 @@ def _series(domains: Sequence[str]) -> list[tuple[str, str, str]]:
     return own if len(own) == 1 else [*own, ("all", "", OVERALL_COLOR)]
 
 
-def _finite(value: float | None) -> float:
+def _or_zero(value: float | None) -> float:
     return value if value is not None and math.isfinite(value) else 0.0
 
 

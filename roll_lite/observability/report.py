@@ -85,7 +85,7 @@ def write_summary(
     }
     path = folder / SUMMARY_FILE
     draft = folder / f".{SUMMARY_FILE}.{os.getpid()}"
-    draft.write_text(json.dumps(_finite(summary), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    draft.write_text(json.dumps(_with_nulls(summary), indent=2, allow_nan=False) + "\n", encoding="utf-8")
     draft.replace(path)
     return path
 
@@ -119,8 +119,8 @@ class LivePicture:
             self._over.wait(self._every_s)
 
 
-def _finite(value: object) -> object:
+def _with_nulls(value: object) -> object:
     """Replace NaN and infinity, which JSON lacks, by null."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: _with_nulls(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
