@@ -79,7 +79,9 @@ def make_group() -> Group | None:
     best: Group | None = None
     for parent in _parents():
         with contextlib.suppress(OSError):
-            _remove_old(parent)
+            for old in claimed_by_none(parent, PREFIX):
+                with contextlib.suppress(OSError):
+                    os.rmdir(old)  # noqa: PTH106
             with contextlib.suppress(OSError), open(f"{parent}/cgroup.subtree_control", "w", encoding="ascii") as stream:  # noqa: PTH123
                 stream.write(WANTED)
             folder = f"{parent}/{PREFIX}{os.getpid()}"
@@ -99,17 +101,11 @@ def make_group() -> Group | None:
 def remove_group(folder: str) -> None:
     """Remove the group, with retries: killed processes leave it late."""
     deadline = time.monotonic() + REMOVAL_S
-    while True:
+    while os.path.exists(folder) and time.monotonic() < deadline:  # noqa: PTH110
         try:
             os.rmdir(folder)  # noqa: PTH106
-        except FileNotFoundError:
-            return
         except OSError:
-            if time.monotonic() > deadline:
-                return
             time.sleep(0.01)
-        else:
-            return
 
 
 def _parents() -> list[str]:
@@ -127,9 +123,3 @@ def _parents() -> list[str]:
             above = os.path.dirname(place)  # noqa: PTH120
             return [place, above] if os.getuid() != 0 and place != point else [place]
     return []
-
-
-def _remove_old(parent: str) -> None:
-    for folder in claimed_by_none(parent, PREFIX):
-        with contextlib.suppress(OSError):
-            os.rmdir(folder)  # noqa: PTH106

@@ -231,10 +231,17 @@ def _empty(name: str, parent: int, top: int, moved: Iterator[int], depth: int) -
                     if not is_folder:
                         os.unlink(inner, dir_fd=place)
                     elif depth < DEEPEST_OPEN:
-                        _remove(inner, place, top, moved, depth, found)
+                        try:
+                            os.rmdir(inner, dir_fd=place)
+                        except OSError:  # not empty
+                            found.extend(_empty(inner, place, top, moved, depth + 1))
                     else:
                         os.chmod(inner, 0o700, dir_fd=place)
-                        new = next(free for free in (f"{REMOVED}{number}" for number in moved) if not _exists(free, top))
+                        new = next(
+                            free
+                            for free in (f"{REMOVED}{number}" for number in moved)
+                            if not os.access(free, os.F_OK, dir_fd=top, follow_symlinks=False)
+                        )
                         os.rename(inner, new, src_dir_fd=place, dst_dir_fd=top)
                         found.append(new)
         finally:
@@ -242,21 +249,6 @@ def _empty(name: str, parent: int, top: int, moved: Iterator[int], depth: int) -
         if name:
             os.rmdir(name, dir_fd=parent)
     return found
-
-
-def _remove(name: str, parent: int, top: int, moved: Iterator[int], depth: int, found: list[str]) -> None:
-    try:
-        os.rmdir(name, dir_fd=parent)
-    except OSError:  # not empty
-        found.extend(_empty(name, parent, top, moved, depth + 1))
-
-
-def _exists(name: str, folder: int) -> bool:
-    try:
-        os.stat(name, dir_fd=folder, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    return True
 
 
 def claim(folder: str) -> int:

@@ -7,6 +7,7 @@ import ast
 import atexit
 import builtins
 import contextlib
+import functools
 import gc
 import importlib
 import json
@@ -116,17 +117,13 @@ def _set_limit(which: int, limits: tuple[int, int]) -> None:
 KEPT = ("roll_lite", "roll_lite.rewards")
 
 
-def _executable(path: str, flags: int) -> int:
-    """Opener that creates executable files, since some walls forbid chmod."""
-    return os.open(path, flags, 0o700)
-
-
 def _exec(order: dict[str, Any]) -> None:
     for name, text in order["files"].items():
         with open(name, "w", encoding="utf-8") as stream:  # noqa: PTH123
             stream.write(text)
     if order.get("artifact"):
-        with open(PEER, "rb", closefd=False) as source, open(order["artifact"], "wb", opener=_executable) as target:
+        made = functools.partial(os.open, mode=0o700)  # some walls forbid chmod
+        with open(PEER, "rb", closefd=False) as source, open(order["artifact"], "wb", opener=made) as target:
             source.seek(0)
             target.write(source.read())
     os.environ["MALLOC_ARENA_MAX"] = "1"
@@ -145,10 +142,6 @@ def _module(order: dict[str, Any], name: str) -> dict[str, Any]:
     exec(compile(order.get("prelude", ""), "prelude.py", "exec", dont_inherit=True), module.__dict__)
     exec(compile(source, "main.py", "exec", dont_inherit=True), module.__dict__)
     return module.__dict__
-
-
-def _script(order: dict[str, Any]) -> None:
-    _module(order, "__main__")
 
 
 def _calls(order: dict[str, Any]) -> None:
@@ -230,8 +223,8 @@ def _tests(order: dict[str, Any]) -> None:
         _print(RESULT, verdict)
 
 
-MODES: dict[str, Callable[[dict[str, Any]], None]] = {
-    "script": _script,
+MODES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "script": lambda order: _module(order, "__main__"),
     "calls": _calls,
     "expression": _expression,
     "serve": _serve,

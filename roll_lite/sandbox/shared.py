@@ -64,8 +64,7 @@ class SemLock:
             self._held -= 1
         libc.sem_post(self._semaphore)
 
-    def __enter__(self) -> bool:
-        return self.acquire()
+    __enter__ = acquire
 
     def __exit__(self, *_: object) -> None:
         self.release()

@@ -9,7 +9,7 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from roll_lite.sandbox.cgroup import Group
@@ -41,32 +41,36 @@ class Usage:
         with open("/proc/self/statm", "rb") as stream:  # noqa: PTH123
             self._own_pages = int(stream.read().split()[1])
             """Pages shared with forked programs; not counted until these exec another program."""
-        self._own_stack = _fields(_content(os.getpid(), "stat"))[STACK]
+        self._own_stack = _fields(os.getpid())[STACK]
         self._mappings: dict[tuple[int, int], int] = {}
         """Mappings by process; one random process is counted per sample."""
         with socket.socketpair()[0] as one:
             self._socket_bytes = one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
 
-    def begin(self, limits: dict[str, Any]) -> None:
+    def begin(self, limits: dict[str, Any], folder: str) -> None:
+        self._limits, self._folder = limits, folder
+        self._free = 0 if self._namespaces else _free_bytes(folder)
         self._seen.clear()
         self._mappings.clear()
         self._unseen_s, self._looked = 0.0, time.monotonic()
         if self._group is not None:
             self._group.begin(limits)
 
-    def passed(self, limits: dict[str, Any], first: int, members: Iterable[int], folder: str) -> str:
+    def passed(self, first: int, members: Sequence[int]) -> str:
         """Name of the limit that is exceeded, or empty. `first`: the process that was started."""
+        limits = self._limits
         now = time.monotonic()
         since, self._looked = now - self._looked, now
         cpu, memory, threads = 0.0, self._in_sockets(), 0
-        members = list(members)
         counted = random.choice(members) if members else -1
         for process in members:
+            if self.folder_is_full(lambda: members):
+                return "output"
             try:
-                fields = _fields(_content(process, "stat"))
+                fields = _fields(process)
                 thread = _living_thread(process, fields)
                 status = _content(process, f"{thread}status")
-                shown = _fields(_content(process, f"{thread}stat"))
+                shown = _fields(process, thread)
             except OSError:  # ended meanwhile
                 continue
             key = process, int(fields[19])
@@ -88,10 +92,48 @@ class Usage:
             return ""
         if threads > limits["processes"] + 1:
             return "processes"
-        deleted, sockets = _open_files(members, folder, limits["file_bytes"])
+        deleted, sockets = self._open_files(members)
         if memory + sockets * self._socket_bytes > limits["memory_bytes"]:
             return "memory"
-        return "" if fits(folder, limits["folder_bytes"] - deleted, limits["folder_files"]) else "output"
+        return "" if self._fits(deleted) else "output"
+
+    def folder_is_full(self, members: Callable[[], Iterable[int]]) -> bool:
+        """Measured only after a change of free disk space: less if the program writes, more if others delete, which hides its writes."""
+        if self._namespaces or abs(self._free - (free := _free_bytes(self._folder))) <= self._limits["folder_bytes"] // 4:
+            return False
+        self._free = free
+        return not self._fits(0) or not self._fits(self._open_files(members())[0])
+
+    def _fits(self, deleted: int) -> bool:
+        return fits(self._folder, self._limits["folder_bytes"] - deleted, self._limits["folder_files"])
+
+    def _open_files(self, members: Iterable[int]) -> tuple[int, int]:
+        """Bytes of deleted files that are still open or mapped, hence on the disk; and the number of sockets."""
+        device, found, inside = os.stat(self._folder).st_dev, dict[int, int](), f"{self._folder}/".encode()  # noqa: PTH116
+        sockets = set[int]()
+        for process in members:
+            try:
+                for thread in _tasks_of(process):  # threads may have separate files, and the main one may have ended
+                    for name in os.listdir(f"/proc/{process}/{thread}fd"):  # noqa: PTH208
+                        with contextlib.suppress(FileNotFoundError):
+                            seen = os.stat(f"/proc/{process}/{thread}fd/{name}")  # noqa: PTH116
+                            if seen.st_dev == device and seen.st_nlink == 0 and stat.S_ISREG(seen.st_mode):
+                                found[seen.st_ino] = seen.st_blocks * BLOCK
+                            if stat.S_ISSOCK(seen.st_mode):
+                                sockets.add(seen.st_ino)
+                maps = _content(process, f"{_living_thread(process, _fields(process))}maps", LONGEST_MAPS)
+                if len(maps) == LONGEST_MAPS:
+                    found[0] = sys.maxsize
+                for line in maps.split(b"\n"):
+                    words = line.split(maxsplit=5)
+                    if len(words) == 6 and words[5].startswith(inside) and words[5].endswith(b" (deleted)"):
+                        found.setdefault(int(words[4]), self._limits["file_bytes"])  # perhaps mapped only in part: assume the largest
+            except PermissionError:
+                if os.getuid() != 0 and _has_memory(process):  # it hides its files; a process that is ending hides them too
+                    found[0] = sys.maxsize
+            except OSError:  # ended meanwhile
+                continue
+        return sum(found.values()), len(sockets)
 
     def cpu_s(self) -> float:
         seen = sum(self._seen.values())
@@ -113,14 +155,19 @@ class Usage:
             return int(stream.readline().split()[2]) * self._socket_bytes
 
 
+def _free_bytes(folder: str) -> int:
+    found = os.statvfs(folder)
+    return found.f_bfree * found.f_frsize
+
+
 def _content(process: int, name: str, most: int = -1) -> bytes:
     with open(f"/proc/{process}/{name}", "rb") as stream:  # noqa: PTH123
         return stream.read(most)
 
 
-def _fields(stat_line: bytes) -> list[bytes]:
+def _fields(process: int, thread: str = "") -> list[bytes]:
     """Fields of /proc/PID/stat behind the name, which may contain spaces and brackets."""
-    return stat_line.rpartition(b")")[2].split()
+    return _content(process, f"{thread}stat").rpartition(b")")[2].split()
 
 
 def _tasks_of(process: int) -> list[str]:
@@ -133,7 +180,7 @@ def _living_thread(process: int, fields: list[bytes]) -> str:
         return ""
     for thread in _tasks_of(process):
         with contextlib.suppress(OSError):
-            if _fields(_content(process, f"{thread}stat"))[0] not in (b"Z", b"X"):
+            if _fields(process, thread)[0] not in (b"Z", b"X"):
                 return thread
     return ""
 
@@ -171,33 +218,3 @@ def _share(process: int) -> float:
         running, waiting, *_ = map(int, _content(process, "schedstat").split())
         return running / (running + waiting) if running + waiting else 1.0
     return 1.0
-
-
-def _open_files(members: Iterable[int], folder: str, largest: int) -> tuple[int, int]:
-    """Bytes of deleted files that are still open or mapped, hence on the disk; and the number of sockets."""
-    device, found, inside = os.stat(folder).st_dev, dict[int, int](), f"{folder}/".encode()  # noqa: PTH116
-    sockets = set[int]()
-    for process in members:
-        try:
-            threads = _tasks_of(process)
-            for thread in threads:  # threads may have separate files, and the main one may have ended
-                for name in os.listdir(f"/proc/{process}/{thread}fd"):  # noqa: PTH208
-                    with contextlib.suppress(FileNotFoundError):
-                        seen = os.stat(f"/proc/{process}/{thread}fd/{name}")  # noqa: PTH116
-                        if seen.st_dev == device and seen.st_nlink == 0 and stat.S_ISREG(seen.st_mode):
-                            found[seen.st_ino] = seen.st_blocks * BLOCK
-                        if stat.S_ISSOCK(seen.st_mode):
-                            sockets.add(seen.st_ino)
-            maps = _content(process, f"{_living_thread(process, _fields(_content(process, 'stat')))}maps", LONGEST_MAPS)
-            if len(maps) == LONGEST_MAPS:
-                found[0] = sys.maxsize
-            for line in maps.split(b"\n"):
-                words = line.split(maxsplit=5)
-                if len(words) == 6 and words[5].startswith(inside) and words[5].endswith(b" (deleted)"):
-                    found.setdefault(int(words[4]), largest)  # perhaps mapped only in part: assume the largest
-        except PermissionError:
-            if os.getuid() != 0 and _has_memory(process):  # it hides its files; a process that is ending hides them too
-                found[0] = sys.maxsize
-        except OSError:  # ended meanwhile
-            continue
-    return sum(found.values()), len(sockets)

@@ -78,9 +78,10 @@ def encode(value: Any, refer: Callable[[Any], Any] | None = None) -> Any:
         return {"s": [encode(one, refer) for one in plain]}
     if isinstance(plain, dict):
         return {"d": [[encode(key, refer), encode(one, refer)] for key, one in plain.items()]}
-    if any(kind.__module__ == "numpy" and kind.__name__ == "generic" for kind in type(value).__mro__):
+    kinds = [(kind.__module__, kind.__name__) for kind in type(value).__mro__]
+    if ("numpy", "generic") in kinds:
         return encode(value.item(), refer)
-    if any(kind.__module__ == "numpy" and kind.__name__ == "ndarray" for kind in type(value).__mro__):
+    if ("numpy", "ndarray") in kinds:
         return {"a": [value.dtype.str, encode(value.tolist(), refer)]}
     if isinstance(value, Iterator | KeysView | ValuesView | ItemsView):
         items = list(itertools.islice(value, MOST_ITEMS + 1))

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
 from roll_lite.sandbox import kernel
@@ -39,7 +39,7 @@ string threading traceback typing linecache ast types enum io time atexit inspec
 """
 FIRST_LOOK_S, LOOK_S = 0.02, 0.05
 """Seconds before the first sample, and on average between later ones: random, so that a program cannot time its pauses."""
-DISK_LOOK_S = 0.005
+DISK_LOOK_S = 0.002
 """Seconds between checks of free disk space between two samples."""
 LONGEST_LIMITS = 4096
 HIGHEST_FILE = 1024
@@ -115,11 +115,6 @@ def _left_folders(folder: str) -> list[str]:
     return [f"{folder}/{name}" for name in os.listdir(folder) if name.startswith(LEFT)]  # noqa: PTH208
 
 
-def _free_bytes(folder: str) -> int:
-    found = os.statvfs(folder)
-    return found.f_bfree * found.f_frsize
-
-
 class Zygote:
     def __init__(self, line: socket.socket, walls: Walls, readable: list[str], folder: str, group: Group | None, say_left: int) -> None:
         """`folder`: parent of programs' folders, empty with namespaces. `say_left`: pipe that tells the parent to remove old ones."""
@@ -162,7 +157,7 @@ class Zygote:
             if self._namespaces:  # the next child is init of a pid namespace that dies with it
                 kernel.setns(self._own_pids, kernel.CLONE_NEWPID)
                 kernel.unshare(kernel.CLONE_NEWPID)
-            self._usage.begin(limits)
+            self._usage.begin(limits, folder)
             ready, say_ready = os.pipe()
             started = time.monotonic()
             pid = os.fork()
@@ -170,7 +165,7 @@ class Zygote:
                 self._child(limits, files, folder, say_ready)
             os.close(say_ready)
             try:
-                ended = self._watch(pid, limits, started, folder)
+                ended = self._watch(pid, limits, started)
                 trouble = os.read(ready, 2000).decode(errors="replace")
             finally:
                 os.close(ready)
@@ -223,14 +218,14 @@ class Zygote:
         finally:
             os._exit(1)
 
-    def _watch(self, pid: int, limits: dict[str, Any], started: float, folder: str) -> dict[str, Any]:
+    def _watch(self, pid: int, limits: dict[str, Any], started: float) -> dict[str, Any]:
         handle = os.pidfd_open(pid)
         poller = select.poll()
         poller.register(handle, select.POLLIN)
         poller.register(self._line.fileno(), select.POLLIN)
         stopped, pause = "", FIRST_LOOK_S
         try:
-            while not (events := self._wait(poller, pause, limits, folder)) or handle not in dict(events):
+            while (events := self._wait(poller, pause, pid)) is None or handle not in dict(events):
                 if events and not self._line.recv(1):  # the owner is gone
                     sys.exit()
                 if events:  # the owner wants the program killed
@@ -238,9 +233,9 @@ class Zygote:
                     break
                 pause = LOOK_S * random.uniform(0.5, 1.5)
                 late = time.monotonic() - started > limits["wall_s"]
-                stopped = "wall" if late else self._usage.passed(limits, pid, self._members(pid), folder)
+                stopped = "output" if events is None else "wall" if late else self._usage.passed(pid, self._members(pid))
                 if stopped:
-                    os.kill(pid, signal.SIGKILL)
+                    _kill(self._members(pid))  # before one is waited for: the others write on
                     break
         finally:
             os.close(handle)
@@ -251,15 +246,12 @@ class Zygote:
             stopped = "cpu" if out_of_time else "memory" if self._usage.out_of_memory() else ""
         return {"exit": os.waitstatus_to_exitcode(status), "stopped": stopped, "cpu_s": cpu_s}
 
-    def _wait(self, poller: select.poll, pause: float, limits: dict[str, Any], folder: str) -> list[tuple[int, int]]:
-        """Wait for an event or the time of the next sample. Where nothing limits the folder's size, return early if free disk space
-        drops."""
-        if self._namespaces:
-            return poller.poll(pause * 1000)
-        until, before = time.monotonic() + pause, _free_bytes(folder)
-        while not (events := poller.poll(DISK_LOOK_S * 1000)) and time.monotonic() < until:
-            if before - _free_bytes(folder) > limits["folder_bytes"] // 4:
-                break
+    def _wait(self, poller: select.poll, pause: float, pid: int) -> list[tuple[int, int]] | None:
+        """Wait for an event or the next sample; None: the folder is full."""
+        until, step = time.monotonic() + pause, pause if self._namespaces else DISK_LOOK_S
+        while not (events := poller.poll(step * 1000)) and time.monotonic() < until:
+            if self._usage.folder_is_full(lambda: self._members(pid)):
+                return None
         return events
 
     def _members(self, pid: int) -> list[int]:
@@ -290,13 +282,17 @@ def _children(pid: int) -> list[int]:
     return found
 
 
+def _kill(processes: Iterable[int]) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+
+
 def kill_descendants() -> None:
     """Kill all descendants; TimeoutError if some survive PATIENCE_S."""
     deadline = time.monotonic() + PATIENCE_S
     while rest := descendants():
-        for process in rest:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+        _kill(rest)
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
