@@ -66,7 +66,7 @@ KEYS: dict[str, Key] = {
     "correct": Key(Kind.ROW, torch.float32, "rollout service", "metrics"),
     "format_ok": Key(Kind.ROW, torch.float32, "rollout service", "rewards: 1 where the domain's format pattern matches, else 0"),
     "sample_weight": Key(Kind.ROW, torch.float32, "rollout service", "masks: weight that the data gives the prompt, 1 by default"),
-    "temperature": Key(Kind.ROW, torch.float32, "rollout service", "log-probs: what it was sampled at, and its logits are divided by"),
+    "temperature": Key(Kind.ROW, torch.float32, "rollout service", "log-probs: sampling temperature, by which logits are divided"),
     "baseline_score": Key(Kind.ROW, torch.float32, "rollout service", "ReMax: score of the greedy response to the row's prompt"),
     "max_tokens": Key(Kind.ROW, torch.int64, "driver", "rewards: the domain's limit of the response"),
     "domain_number": Key(Kind.ROW, torch.int64, "driver", "metrics: place of the domain in the configuration"),
@@ -78,10 +78,13 @@ KEYS: dict[str, Key] = {
     "ptx_weight": Key(Kind.ROW, torch.float32, "driver", "the actor's loss: weight of each learned token of a supervised row, else 0"),
     # of held-out samples
     "answer": Key(
-        Kind.ROW, torch.int64, "held-out rollouts", "majority votes: equal numbers of a group are equal answers, -1 none, -2 not looked for"
+        Kind.ROW,
+        torch.int64,
+        "held-out rollouts",
+        "majority votes: equal numbers in a group are equal answers; -1: none, -2: not extracted",
     ),
     "max_version": Key(Kind.ROW, torch.int64, "held-out rollouts", "metrics: newest weights that sampled it"),
-    "part": Key(Kind.OBJECT, None, "held-out rollouts", "metrics: the part of its domain that it is reported under too, or an empty text"),
+    "part": Key(Kind.OBJECT, None, "held-out rollouts", "metrics: part of its domain under which it is reported too; empty: none"),
     # tokens
     "input_ids": Key(Kind.TOKENS, torch.int64, "engine worker", "every forward pass"),
     "response_mask": Key(Kind.TOKENS, torch.bool, "engine worker", "losses, advantages: tokens that the policy chose, EOS included"),

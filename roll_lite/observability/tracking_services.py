@@ -15,7 +15,7 @@ from roll_lite.observability.trackers import TrackedRun, Tracker
 
 STEP = "step"
 MLFLOW_BATCH = 100
-"""MLflow's limit of parameters per call. Its limit of metrics is ten times as large."""
+"""MLflow's limit of parameters per call; of metrics ten times as many."""
 MLFLOW_LONGEST = 500
 
 
