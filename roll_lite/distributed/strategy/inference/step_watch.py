@@ -27,7 +27,7 @@ LATE = 0.5
 """Share of the limit after which to look for compilers; while one runs, time does not count. Compilation in the engine's own process is not
 seen, but shorter."""
 SLOWER = 4.0
-"""The limit is at least this many times the longest step since the first response ended."""
+"""The limit is at least this many times the longest step, counted anew once the first response has ended."""
 FIRST_STEPS = 40.0
 """Factor on the limit until the first response has ended: kernels are compiled until then."""
 
@@ -59,7 +59,7 @@ class StepWatch(Heartbeat):
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Suspend the watch while the loop does other work for us."""
+        """Suspend the watch while the loop does other work."""
         self._suspended += 1
         try:
             yield
