@@ -29,6 +29,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S")
 T = TypeVar("T")
+Method = Callable[Concatenate[W_co, P], R]
+AsyncMethod = Callable[Concatenate[W_co, P], Coroutine[Any, Any, R]]
 
 __all__ = ["Cluster", "ClusterDead", "ClusterSpec", "Pending", "RankFailed", "first_done", "gather", "start_cluster"]
 
@@ -140,64 +142,48 @@ class Cluster(Generic[W_co]):
     # ------------------------------------------------------------ verbs
 
     @overload
-    def all(self, method: Callable[Concatenate[W_co, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs) -> list[R]: ...
+    def all(self, method: AsyncMethod[W_co, P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]: ...
     @overload
-    def all(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]: ...
+    def all(self, method: Method[W_co, P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]: ...
     def all(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         return self.start_all(method, *args, **kwargs).result()
 
     @overload
-    def one(self, method: Callable[Concatenate[W_co, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs) -> R: ...
+    def one(self, method: AsyncMethod[W_co, P, R], *args: P.args, **kwargs: P.kwargs) -> R: ...
     @overload
-    def one(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> R: ...
+    def one(self, method: Method[W_co, P, R], *args: P.args, **kwargs: P.kwargs) -> R: ...
     def one(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self.start_one(method, *args, **kwargs).result()
 
-    @overload
-    def each(self, method: Callable[Concatenate[W_co, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs) -> dict[int, R]: ...
-    @overload
-    def each(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> dict[int, R]: ...
-    def each(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[int, Any]:
+    def each(self, method: AsyncMethod[W_co, P, R], *args: P.args, **kwargs: P.kwargs) -> dict[int, R]:
         """Results by rank, without ranks that die meanwhile."""
         return self.start_each(method, *args, **kwargs).result()
 
-    def scatter(self, method: Callable[Concatenate[W_co, S, P], R], shards: Sequence[S], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+    def scatter(self, method: Method[W_co, Concatenate[S, P], R], shards: Sequence[S], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Send shard i, even if empty, to every rank of data rank i; returns the heads' results in data-rank order."""
         return self.start_scatter(method, shards, *args, **kwargs).result()
 
-    def heads_scatter(
-        self, method: Callable[Concatenate[W_co, S, P], R], shards: Sequence[S], *args: P.args, **kwargs: P.kwargs
-    ) -> list[R]:
+    def heads_scatter(self, method: Method[W_co, Concatenate[S, P], R], shards: Sequence[S], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Send shard i to the head of data rank i; returns results in data-rank order."""
         return self.start_heads_scatter(method, shards, *args, **kwargs).result()
 
     # ------------------------------------------------------------ verbs that do not wait
 
     @overload
-    def start_all(
-        self, method: Callable[Concatenate[W_co, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
-    ) -> Pending[list[R]]: ...
+    def start_all(self, method: AsyncMethod[W_co, P, R], *args: P.args, **kwargs: P.kwargs) -> Pending[list[R]]: ...
     @overload
-    def start_all(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[list[R]]: ...
+    def start_all(self, method: Method[W_co, P, R], *args: P.args, **kwargs: P.kwargs) -> Pending[list[R]]: ...
     def start_all(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Pending[list[Any]]:
         return self._start(method, dict.fromkeys(range(self.world_size), args), kwargs, list)
 
     @overload
-    def start_one(
-        self, method: Callable[Concatenate[W_co, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
-    ) -> Pending[R]: ...
+    def start_one(self, method: AsyncMethod[W_co, P, R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]: ...
     @overload
-    def start_one(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]: ...
+    def start_one(self, method: Method[W_co, P, R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]: ...
     def start_one(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Pending[Any]:
         return self._start(method, {0: args}, kwargs, _only)
 
-    @overload
-    def start_each(
-        self, method: Callable[Concatenate[W_co, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
-    ) -> Pending[dict[int, R]]: ...
-    @overload
-    def start_each(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[dict[int, R]]: ...
-    def start_each(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Pending[dict[int, Any]]:
+    def start_each(self, method: AsyncMethod[W_co, P, R], *args: P.args, **kwargs: P.kwargs) -> Pending[dict[int, R]]:
         return self._start_each(method, dict.fromkeys(self.left, args), kwargs)
 
     def start_each_own(
@@ -206,7 +192,7 @@ class Cluster(Generic[W_co]):
         return self._start_each(method, {rank: (first, *args) for rank, first in own.items()}, kwargs)
 
     def start_scatter(
-        self, method: Callable[Concatenate[W_co, S, P], R], shards: Sequence[S], *args: P.args, **kwargs: P.kwargs
+        self, method: Method[W_co, Concatenate[S, P], R], shards: Sequence[S], *args: P.args, **kwargs: P.kwargs
     ) -> Pending[list[R]]:
         self._check_shards(method, shards)
         # Ranks of one data rank share a copy in the object store; a shard for a single rank travels with its call.
@@ -216,7 +202,7 @@ class Cluster(Generic[W_co]):
         return self._start(method, calls, kwargs, lambda values: [values[rank] for rank in heads])
 
     def start_heads_scatter(
-        self, method: Callable[Concatenate[W_co, S, P], R], shards: Sequence[S], *args: P.args, **kwargs: P.kwargs
+        self, method: Method[W_co, Concatenate[S, P], R], shards: Sequence[S], *args: P.args, **kwargs: P.kwargs
     ) -> Pending[list[R]]:
         self._check_shards(method, shards)
         calls = {rank: (shard, *args) for rank, shard in zip(self._head_ranks(), shards, strict=True)}

@@ -56,6 +56,24 @@ class StoredTensor:
         return all(mine == its for mine, its in zip(self.blocks(), other.blocks(), strict=True))
 
 
+def zero_embeddings(setting: str, model: Path, tokens: Iterable[int], where: str, tokenizer: Any) -> list[str]:
+    """Warn of tokens whose embeddings are zero: a norm multiplies their gradient by up to a thousand."""
+    try:
+        zero = stored_tensors(model)[EMBEDDING].zero_rows(tokens)
+    except (ValueError, KeyError):  # reported when the weights are loaded
+        return []
+    if not zero:
+        return []
+    shown = ", ".join(f"{token} ({tokenizer.decode([token])!r})" for token in zero[:5]) + (
+        f" and {len(zero) - 5} more" if len(zero) > 5 else ""
+    )
+    return [
+        f"warning: {setting}: {model}: the embeddings of tokens {shown} are all zeros, and {where}. "
+        "Their first gradient can be hundreds of times that of all other weights, and clipping then wastes the step. Give these rows small "
+        "random values, or use a template without these tokens"
+    ]
+
+
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Tensors by name; ValueError for broken or missing files."""
     index = folder / "model.safetensors.index.json"

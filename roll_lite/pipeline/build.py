@@ -112,12 +112,8 @@ def initialize(models: Sequence[Model[Any]], live: LiveRollouts | None) -> None:
         if model.role.offload:
             model.ranks.all(ModelWorker.initialize)
             model.ranks.all(ModelWorker.offload, tuple(StateGroup))
-    if live is not None:
-        start_offloaded(live)
-
-
-def start_offloaded(live: LiveRollouts) -> None:
-    """Initialize and offload the reward models and engines that offload, one after the other."""
+    if live is None:
+        return
     for ranks in live.reward_models.offloaded:
         ranks.all(RewardModelWorker.initialize)
         ranks.all(RewardModelWorker.offload, tuple(map(StateGroup, WHOLE["reward_models"])))
@@ -128,11 +124,12 @@ def start_offloaded(live: LiveRollouts) -> None:
 
 
 def starting(live: LiveRollouts) -> list[Pending[Any]]:
-    """Start the rollout service, the judges, and the engines and reward models that stay on their devices."""
+    """Try the rewards, then start the rollout service, the judges, and the engines and reward models that stay on their devices."""
+    addresses = {name: JudgeAddress.of(servers.all(JudgeWorker.address)) for name, servers in live.judges.items()}
+    live.rollouts.one(RolloutWorker.prepare, live.reward_models.actors, addresses)
     together: list[Pending[Any]] = [ranks.start_all(RewardModelWorker.initialize) for ranks in live.reward_models.resident]
     together += [servers.start_all(JudgeWorker.initialize) for servers in live.judges.values()]
-    addresses = {name: JudgeAddress.of(servers.all(JudgeWorker.address)) for name, servers in live.judges.items()}
-    together.append(live.rollouts.start_one(RolloutWorker.initialize, live.engines.replicas.actors, live.reward_models.actors, addresses))
+    together.append(live.rollouts.start_one(RolloutWorker.initialize, live.engines.replicas.actors))
     if not live.engines.offloads:
         together.append(live.engines.start_first_ones())
     return together

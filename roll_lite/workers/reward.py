@@ -115,10 +115,6 @@ class RewardPool(ScoringPool[PooledWorker, RewardInput, Score]):
         self._fleet.close()
 
     @property
-    def workers(self) -> list[Any]:
-        return [member.actor for member in self._fleet.serving]
-
-    @property
     def note(self) -> str:
         return self._fleet.members[0].note
 

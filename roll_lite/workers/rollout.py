@@ -13,16 +13,16 @@ from typing import Any
 
 from roll_lite.config.checks.scoring_models import MODEL_REWARD
 from roll_lite.config.keep_mask import is_truncated
-from roll_lite.config.schema.domains import DomainConfig, RolloutConfig, SamplingConfig
+from roll_lite.config.schema.domains import DomainConfig, RewardConfig, RolloutConfig, SamplingConfig
 from roll_lite.config.schema.models import ModelConfig, RewardModelConfig
 from roll_lite.data.prompts import PromptOrder, PromptSet, Split, load_prompts
 from roll_lite.data.proto import DataProto
-from roll_lite.data.samples import FinishReason, RewardInput, SampleGroup, Sampling
-from roll_lite.data.templates import Tokenizer, load_tokenizer
+from roll_lite.data.samples import FinishReason, Prompt, RewardInput, SampleGroup, Sampling
+from roll_lite.data.templates import load_tokenizer
 from roll_lite.distributed.dataflow import Block
 from roll_lite.distributed.fleet import Fleet, Policy
 from roll_lite.distributed.worker import AsyncWorker, freeze_heap
-from roll_lite.models.model_files import EMBEDDING, stored_tensors
+from roll_lite.models.model_files import zero_embeddings
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.scheduler.domain import Domain
 from roll_lite.scheduler.filters import filter_of
@@ -37,7 +37,6 @@ from roll_lite.workers.reward import RewardPool
 from roll_lite.workers.reward_model_pool import RewardModelClient, RewardModelPool
 from roll_lite.workers.rollout_output import DumpSpec, held_out_rows, rows_of, tokens_of, write_samples
 
-ZERO_ROWS_SHOWN = 5
 CANNED_RESPONSE = "The answer is 1."
 ENGINE_POLICY = Policy(start_timeout_s=None, restarts=0)
 """Lost engines are not replaced; the others continue."""
@@ -100,14 +99,21 @@ class RolloutWorker(AsyncWorker):
         self._writing: asyncio.Task[None] | None = None
         self._one_writes = asyncio.Lock()
 
-    async def initialize(
-        self,
-        engines: Sequence[Any],
-        reward_models: Mapping[str, Sequence[Any]] | None = None,
-        judges: Mapping[str, JudgeAddress] | None = None,
-    ) -> None:
-        """Read the data and start the reward workers. `engines`: InferWorker actors. `reward_models`: RewardModelWorker actors by model.
-        `judges`: addresses of those that the run has started."""
+    async def prepare(self, reward_models: Mapping[str, Sequence[Any]], judges: Mapping[str, JudgeAddress]) -> None:
+        """Read the data, start the reward workers and try them, before any engine starts. `reward_models`: RewardModelWorker actors by
+        model. `judges`: addresses of those that the run starts."""
+        models = self._spec.reward_models
+        self._reward_models = {name: RewardModelPool(name, reward_models[name], config) for name, config in models.items()}
+        self._pools = {name: self._pool(name, domain, judges) for name, domain in self._spec.domains.items()}
+        starting = asyncio.gather(*(pool.start() for pool in self._pools.values()))
+        self._domains = await asyncio.to_thread(self._load_domains)
+        freeze_heap()
+        gc.set_threshold(*GC_THRESHOLDS)
+        await starting
+        await self._try_rewards(judges)
+
+    async def initialize(self, engines: Sequence[Any]) -> None:
+        """Serve batches, once prepared. `engines`: InferWorker actors."""
         spec = self._spec
         clients = [RemoteEngine(f"actor_infer[{i}]", engine, spec.deterministic, spec.engine_silence_s) for i, engine in enumerate(engines)]
         rollout = spec.rollout
@@ -120,17 +126,8 @@ class RolloutWorker(AsyncWorker):
 
         self._engines = Fleet("actor_infer", clients, ENGINE_POLICY, lost=lost, down=self.tell_end)
         self._engines.tend()
-        ranks = reward_models or {}
-        self._reward_models = {name: RewardModelPool(name, ranks[name], config) for name, config in spec.reward_models.items()}
-        self._pools = {name: self._pool(name, domain, judges or {}) for name, domain in spec.domains.items()}
-        starting = asyncio.gather(*(pool.start() for pool in self._pools.values()))
-        domains = await asyncio.to_thread(self._load_domains)
-        freeze_heap()
-        gc.set_threshold(*GC_THRESHOLDS)
-        await starting
-        await self._try_rewards(domains, judges or {})
         self._service = RolloutService(
-            domains,
+            self._domains,
             router,
             rollout.retries,
             seed=spec.seed if spec.deterministic else None,
@@ -140,35 +137,53 @@ class RolloutWorker(AsyncWorker):
             keep_left_out=spec.dumps is not None,
         )
 
-    async def _try_rewards(self, domains: Sequence[Domain], judges: Mapping[str, JudgeAddress]) -> None:
-        """Score a canned response to three prompts per domain while the engines load: a broken reward ends the run in seconds.
+    async def _try_rewards(self, judges: Mapping[str, JudgeAddress]) -> None:
+        """Score a canned response to three prompts per domain: a broken reward ends the run in seconds.
 
-        ValueError names domain and cause if no prompt gets a score. Rewards that wait for a model or a judge of this run are left out.
+        ValueError if no prompt gets a score; one unreadable reference costs its samples only. Beside a model or judge of this run, the
+        other parts are tried one by one.
         """
+        problems = list[str]()
 
-        async def failure(domain: Domain, place: int) -> str | None:
-            item = RewardInput.of(domain.prompts[place], CANNED_RESPONSE, FinishReason.STOP)
+        async def failure(pool: Any, retries: int, prompt: Prompt) -> str | None:
             cause = None
-            for _ in range(self._spec.domains[domain.name].reward.retries + 1):
+            for _ in range(retries + 1):
                 try:
-                    await self._pools[domain.name].score(item)
+                    await pool.score(RewardInput.of(prompt, CANNED_RESPONSE, FinishReason.STOP))
                     return None
                 except RewardFailed as error:
                     cause = error.cause
             return cause
 
-        async def attempt(domain: Domain) -> None:
+        async def attempt(domain: Domain, place: str, reward: RewardConfig, pool: Any) -> None:
             last = len(domain.prompts) - 1
-            causes = await asyncio.gather(*(failure(domain, place) for place in sorted({0, last // 2, last})))
+            prompts = [domain.prompts[number] for number in sorted({0, last // 2, last})]
+            causes = await asyncio.gather(*(failure(pool, reward.retries, prompt) for prompt in prompts))
             if all(causes):
-                raise ValueError(
-                    f"domains.{domain.name}.reward: scoring a first response, {CANNED_RESPONSE!r}, failed: {causes[0]}. "
-                    f"Look closer with: roll-lite reward --domain {domain.name}"
-                )
+                remedy = "correct it" if pool in pools else f"look closer with: roll-lite reward --domain {domain.name}"
+                problems.append(f"{place}: scoring a first response, {CANNED_RESPONSE!r}, failed: {causes[0]}; {remedy}")
 
-        rewards = {domain.name: self._spec.domains[domain.name].reward for domain in domains}
-        waiting = {name for name, reward in rewards.items() if reward.name == MODEL_REWARD or with_addresses(reward, judges) != reward}
-        await asyncio.gather(*(attempt(domain) for domain in domains if domain.name not in waiting))
+        def waits(reward: RewardConfig) -> bool:
+            return reward.name == MODEL_REWARD or with_addresses(reward, judges) != reward
+
+        tries, pools = [], list[RewardPool]()
+        for domain in self._domains:
+            path, reward = f"domains.{domain.name}.reward", self._spec.domains[domain.name].reward
+            if not waits(reward):
+                tries.append(attempt(domain, path, reward, self._pools[domain.name]))
+                continue
+            parts: dict[str, Any] = {path: reward} | {f"{path}.terms.{number}": term for number, term in enumerate(reward.terms)}
+            for place, one in parts.items():
+                part = reward.model_copy(update={"name": one.name, "args": one.args, "terms": [], "workers": 1})
+                if one.name != "code" and not waits(part):  # a sandbox does not start twice
+                    pools.append(RewardPool(domain.name, part))
+                    tries.append(attempt(domain, place, part, pools[-1]))
+        await asyncio.gather(*(pool.start() for pool in pools))
+        await asyncio.gather(*tries)
+        for pool in pools:
+            pool.close()
+        if problems:
+            raise ValueError("\n".join(problems))
 
     def _pool(self, name: str, domain: DomainConfig, judges: Mapping[str, JudgeAddress]) -> RewardPool | RewardModelClient:
         reward = with_addresses(domain.reward, judges)
@@ -183,7 +198,7 @@ class RolloutWorker(AsyncWorker):
     def _load_domain(self, name: str, config: DomainConfig, tokenizer: Any) -> Domain:
         prompts = self._load_prompts(name, config, "train", tokenizer)
         for setting, path in self._spec.trained_embeddings.items():
-            self._data_notes += zero_embeddings(name, prompts, setting, path, tokenizer)
+            self._data_notes += zero_embeddings(setting, path, prompts.distinct_ids(), f"prompts of domain {name} contain them", tokenizer)
         files, seed = config.data.train, self._spec.seed
         shares = list(files.values()) if isinstance(files, dict) else []
         return Domain(
@@ -209,8 +224,8 @@ class RolloutWorker(AsyncWorker):
         return prompts
 
     async def notes(self) -> list[str]:
-        pools = {name: pool for name, pool in self._pools.items() if isinstance(pool, RewardPool)}
-        return [*self._data_notes, *(f"domains.{name}.reward: {pool.note}" for name, pool in pools.items() if pool.note)]
+        pools = [(name, pool.note) for name, pool in self._pools.items() if isinstance(pool, RewardPool)]
+        return [*self._data_notes, *(f"domains.{name}.reward: {note}" for name, note in pools if note)]
 
     async def next_batch(self, prompts: int, step: int) -> RolloutBatch:
         """Accepted samples of exactly `prompts` prompts, with references to the engines' token blocks."""
@@ -311,20 +326,3 @@ def sampling_of(config: SamplingConfig, keep_mask: bool = False) -> Sampling:
         stop_token_ids=tuple(config.stop_token_ids),
         keep_mask=keep_mask and is_truncated(config),
     )
-
-
-def zero_embeddings(domain: str, prompts: PromptSet, setting: str, model: Path, tokenizer: Tokenizer) -> list[str]:
-    """Warn of tokens in the prompts whose embeddings are zero: a norm multiplies their gradient by up to a thousand."""
-    try:
-        embedding = stored_tensors(model).get(EMBEDDING)
-    except ValueError:  # reported when the weights are loaded
-        return []
-    if embedding is None or not (zero := embedding.zero_rows(prompts.distinct_ids())):
-        return []
-    shown = ", ".join(f"{token} ({tokenizer.decode([token])!r})" for token in zero[:ZERO_ROWS_SHOWN])
-    more = f" and {len(zero) - ZERO_ROWS_SHOWN} more" if len(zero) > ZERO_ROWS_SHOWN else ""
-    return [
-        f"warning: {setting}: {model}: the embeddings of tokens {shown}{more} are all zeros, and prompts of domain {domain} contain them. "
-        "Their first gradient can be hundreds of times that of all other weights, and clipping then wastes the step. Give these rows small "
-        "random values, or use a template without these tokens"
-    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from roll_lite.config.loading import load_config
 from roll_lite.config.schema.models import OptimizerConfig
 from roll_lite.pipeline import build
 from roll_lite.pipeline.build import QUIET, Starter, trained_embeddings
+from roll_lite.workers.judge import JudgeAddress
 from roll_lite.workers.model import ModelRole
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,6 +48,30 @@ def test_the_critics_optimizer_and_its_number_of_updates_are_its_own(monkeypatch
     assert reference.optimizer is None
     assert actor.optimizer == config.actor_train.optimizer and actor.total_updates == 8
     assert critic.optimizer == OptimizerConfig() and critic.total_updates == 12
+
+
+def test_rewards_are_tried_before_engines_judges_and_reward_models_start() -> None:
+    begun: list[str] = []
+
+    def ranks(role: str) -> Any:
+        def start_one(method: Any, *_: Any) -> None:
+            begun.append(f"{role} {method.__name__}")
+
+        return SimpleNamespace(
+            start_all=start_one,
+            start_one=start_one,
+            one=start_one,
+            all=lambda _: [JudgeAddress(("http://h/v1",), "m")],
+            actors=[],
+            start_first_ones=partial(begun.append, f"{role} starts"),
+        )
+
+    engines = ranks("engines")
+    engines.replicas, engines.offloads = ranks("engines"), False
+    models = SimpleNamespace(resident=[ranks("reward model")], actors={})
+    live: Any = SimpleNamespace(rollouts=ranks("rollouts"), reward_models=models, judges={"main": ranks("judge")}, engines=engines)
+    build.starting(live)
+    assert begun == ["rollouts prepare", "reward model initialize", "judge initialize", "rollouts initialize", "engines starts"]
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,7 @@ def engines(model: ModelConfig, replicas: int, worker: type[InferWorker] = Scrip
 def rollouts(spec: RolloutSpec, infer: Cluster[InferWorker]) -> Iterator[Cluster[RolloutWorker]]:
     cluster = start_cluster(ClusterSpec("rollouts", anywhere(1)), RolloutWorker, spec)
     try:
+        cluster.one(RolloutWorker.prepare, {}, {})
         cluster.one(RolloutWorker.initialize, infer.group.actors)
         yield cluster
         cluster.one(RolloutWorker.shutdown)

@@ -108,7 +108,7 @@ async def test_a_hanging_sample_costs_its_neighbours_one_time_out() -> None:
 async def test_what_cannot_be_interrupted_ends_with_its_process() -> None:
     async with pool("deaf", timeout_s=0.5) as rewards:
         await rewards.score(item())
-        worker = rewards.workers[0]
+        worker = rewards._fleet.serving[0].actor
         results = await outcomes(rewards, "a", "hang", "c")
         assert rewards.replaced >= 1
         with pytest.raises(ray.exceptions.RayActorError):

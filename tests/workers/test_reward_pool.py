@@ -30,6 +30,10 @@ def item(response: str = "abc") -> RewardInput:
     return RewardInput("toy", "prompt", response, "answer", {}, "stop")
 
 
+def serving(rewards: RewardPool) -> list[Any]:
+    return [member.actor for member in rewards._fleet.serving]
+
+
 @asynccontextmanager
 async def pool(
     reward: str, workers: int = 1, timeout_s: float = 30.0, pattern: str | None = None, **args: Any
@@ -65,7 +69,7 @@ async def test_math_works_in_a_small_process_without_torch() -> None:
     async with pool("math") as rewards:
         right = await rewards.score(RewardInput("toy", "p", "the answer is $\\frac{2}{4}$", "0.5", {}, "stop"))
         wrong = await rewards.score(RewardInput("toy", "p", "the answer is 7", "0.5", {}, "stop"))
-        modules = await rewards.workers[0].__ray_call__.remote(lambda _: sorted({name.partition(".")[0] for name in sys.modules}))
+        modules = await serving(rewards)[0].__ray_call__.remote(lambda _: sorted({name.partition(".")[0] for name in sys.modules}))
     assert (right.value, wrong.value) == (1.0, 0.0)
     assert "roll_lite" in modules
     assert not {"torch", "transformers", "vllm", "megatron"} & set(modules)
@@ -104,7 +108,7 @@ async def test_failures_are_failures_of_their_samples_and_not_zeros() -> None:
 async def test_a_hanging_sample_costs_itself_and_not_its_neighbours() -> None:
     async with pool(f"{USER}.tricky", timeout_s=1.0) as rewards:
         await rewards.score(item())  # fast so far: the next call carries several samples
-        first = rewards.workers[0]
+        first = serving(rewards)[0]
         names = ["a", "b", "hang", "c", "d"]
         started = time.monotonic()
         results = await asyncio.gather(*(outcome(rewards, name) for name in names))
@@ -114,8 +118,8 @@ async def test_a_hanging_sample_costs_itself_and_not_its_neighbours() -> None:
         assert took < 120
         later = await rewards.score(item())
         assert later.value == 1.0
-        assert len(rewards.workers) == 1
-        assert rewards.workers[0] != first
+        assert len(serving(rewards)) == 1
+        assert serving(rewards)[0] != first
         with pytest.raises(ray.exceptions.RayActorError):
             await first.place.remote()
 
@@ -124,7 +128,7 @@ async def test_a_killed_worker_is_replaced_and_its_samples_are_not_charged() -> 
     async with pool(f"{USER}.costly", workers=2) as rewards:
         running = [asyncio.create_task(outcome(rewards, str(i))) for i in range(100)]
         await asyncio.sleep(0.15)
-        ray.kill(rewards.workers[0])
+        ray.kill(serving(rewards)[0])
         results = await asyncio.gather(*running)
         # One sample may have been alone in the call that died.
         assert sum(isinstance(result, Score) for result in results) >= 99
@@ -155,7 +159,7 @@ async def test_functions_that_stop_their_process_cost_a_bounded_number_of_time_o
     """Nothing inside a stopped process keeps a limit, and 200 time-outs one after the other are none."""
     monkeypatch.setattr(reward, "LOST_IN_A_ROW", 4)
     async with pool(f"{USER}.stopping", workers=2, timeout_s=0.3) as rewards:
-        processes = [(await worker.place.remote()).pid for worker in rewards.workers]
+        processes = [(await worker.place.remote()).pid for worker in serving(rewards)]
         async with asyncio.timeout(120):
             causes = await asyncio.gather(*(outcome(rewards, "stop") for _ in range(200)))
         assert sum(cause == f"reward {USER}.stopping: time-out: no score within 0.3 s" for cause in causes) <= 5
@@ -170,7 +174,7 @@ async def test_a_worker_that_dies_while_it_has_nothing_to_do_is_replaced_before_
     monkeypatch.setattr(fleet, "ASK_SECONDS", 0.1)
     async with pool(f"{USER}.length") as rewards:
         await asyncio.sleep(0.3)
-        os.kill((await rewards.workers[0].place.remote()).pid, signal.SIGKILL)
+        os.kill((await serving(rewards)[0].place.remote()).pid, signal.SIGKILL)
         async with asyncio.timeout(60):
             while rewards.replaced == 0:  # noqa: ASYNC110 (nobody else waits for that)
                 await asyncio.sleep(0.05)
@@ -189,9 +193,9 @@ async def test_async_functions_wait_side_by_side_and_time_out_alone() -> None:
         results = await asyncio.gather(*(outcome(rewards, name) for name in ["hang", *"abcdefghij"]))
         assert "time-out" in str(results[0])
         assert all(isinstance(result, Score) and result.value == 0.5 for result in results[1:])
-        worker = rewards.workers[0]
+        worker = serving(rewards)[0]
         await rewards.score(item())
-        assert rewards.workers == [worker]
+        assert serving(rewards) == [worker]
 
 
 @pytest.mark.parametrize("function", ["waiting", "listed_async"])
@@ -212,7 +216,7 @@ async def test_samples_under_way_in_a_worker_that_dies_are_scored_by_another() -
     async with pool(f"{USER}.waiting", workers=2) as rewards:
         running = [asyncio.create_task(outcome(rewards, str(i))) for i in range(40)]
         await asyncio.sleep(0.1)
-        ray.kill(rewards.workers[0])
+        ray.kill(serving(rewards)[0])
         assert all(isinstance(result, Score) for result in await asyncio.gather(*running))
         assert rewards.replaced == 1
 
@@ -241,7 +245,7 @@ async def test_a_function_that_cannot_be_imported_in_time_stops_the_start_with_i
     rewards = RewardPool("toy", RewardConfig(name="tests.workers.slow_import.one", start_timeout_s=1.0))
     with pytest.raises(ValueError, match=r"domains\.toy\.reward: the reward .*slow_import\.one' was not ready within 1 s.*start_timeout_s"):
         await rewards.start()
-    assert rewards.workers == []
+    assert serving(rewards) == []
 
 
 @pytest.mark.parametrize("function", ["length", "waiting"])
@@ -249,9 +253,9 @@ async def test_forms_come_with_scores_and_a_runaway_pattern_costs_its_own_sample
     """A response that makes the pattern run out of time has chosen its outcome: it does not match, and the score stays."""
     responses = ["aaa", "b", "a" * 60 + "b", "caa", "a" * 50 + "c"]
     async with pool(f"{USER}.{function}", pattern=r"^(a+)+$") as rewards:
-        worker = rewards.workers[0]
+        worker = serving(rewards)[0]
         results = await asyncio.gather(*(outcome(rewards, response) for response in responses))
-        assert rewards.workers == [worker], "the search had to be ended with its process"
+        assert serving(rewards) == [worker], "the search had to be ended with its process"
         again = await rewards.score(item("a"))
     assert [result.format_ok for result in results if isinstance(result, Score)] == [True, False, False, False, False]
     assert again.format_ok is True

@@ -34,6 +34,7 @@ def one_run(model: ModelConfig, folder: Path) -> list[dict[str, Any]]:
     rollouts = start_cluster(ClusterSpec("rollouts", anywhere(1)), RolloutWorker, spec)
     try:
         engines.all(InferWorker.initialize)
+        rollouts.one(RolloutWorker.prepare, {}, {})
         rollouts.one(RolloutWorker.initialize, engines.actors)
         columns = []
         for step in range(2):

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from support_local_engine import ask
 from support_models import make_tiny_model
 
-from roll_lite.config.schema.domains import FormatConfig, RewardConfig, SamplingConfig
+from roll_lite.config.schema.domains import FormatConfig, RewardConfig, RewardTermConfig, SamplingConfig
 from roll_lite.config.schema.models import ModelConfig
 from roll_lite.data.prompts import PromptSet
 from roll_lite.data.samples import GenerationRequest, Sampling, TokenRow, Turn
@@ -33,10 +33,12 @@ from roll_lite.distributed.cluster import Cluster, ClusterSpec, Pending, RankFai
 from roll_lite.distributed.dataflow import Batch
 from roll_lite.distributed.liveness import is_running
 from roll_lite.distributed.placement import anywhere
+from roll_lite.models.model_files import zero_embeddings
 from roll_lite.scheduler.engines import EngineLost
 from roll_lite.scheduler.stats import RolloutStats
 from roll_lite.workers.infer import InferWorker, RemoteEngine
-from roll_lite.workers.rollout import RolloutBatch, RolloutWorker, sampling_of, zero_embeddings
+from roll_lite.workers.judge import JudgeAddress
+from roll_lite.workers.rollout import RolloutBatch, RolloutWorker, sampling_of
 
 pytestmark = pytest.mark.usefixtures("ray_local")
 
@@ -86,17 +88,36 @@ def test_a_reward_that_cannot_score_is_told_before_the_engines_are_ready(model: 
     assert "roll-lite reward --domain sums" in message
 
 
+def test_beside_a_judge_of_the_run_every_other_part_is_tried_before_any_engine(model: ModelConfig, tmp_path: Path) -> None:
+    """There is no engine here, and no judge answers at the address."""
+    terms = [RewardTermConfig(name=name) for name in (f"{USER}.raises", f"{USER}.length", "repetition", f"{USER}.short")]
+    judge = RewardConfig(name="judge", args={"server": "main"}, terms=terms, retries=0)
+    own = RewardConfig(name=f"{USER}.raises", terms=[RewardTermConfig(name="judge", args={"server": "main"})], retries=0)
+    sound = RewardConfig(name="judge", args={"server": "main"}, terms=terms[1:3])
+    rewards = {"judged": judge, "own": own, "sound": sound}
+    found = {name: domain(tmp_path, name, 1.0, "math").model_copy(update={"reward": reward}) for name, reward in rewards.items()}
+    service = start_cluster(ClusterSpec("rollouts", anywhere(1)), RolloutWorker, replace(spec_of(model, tmp_path), domains=found))
+    try:
+        with pytest.raises(RankFailed) as told:
+            service.one(RolloutWorker.prepare, {}, {"main": JudgeAddress(("http://127.0.0.1:9/v1",), "main")})
+    finally:
+        service.shutdown()
+    places = re.findall(r"(domains\.\S+): scoring a first response, .* failed: reward", str(told.value))
+    assert sorted(set(places)) == ["domains.judged.reward.terms.0", "domains.judged.reward.terms.3", "domains.own.reward"]
+
+
 def test_zero_embeddings_of_tokens_in_prompts_are_told(tmp_path: Path) -> None:
     """Rows 0 (the pad token) and 3 are zero, and no prompt has token 3."""
     path, prompts = make_tiny_model(tmp_path), PromptSet("math")
     prompts.add("5", [5, 0, 9])
     prompts.add("6", [6])
     tokenizer = load_tokenizer(path)
-    assert zero_embeddings("math", prompts, "critic.path", path, tokenizer) == []
+    read = prompts.distinct_ids(), "prompts of domain math contain them", tokenizer
+    assert zero_embeddings("critic.path", path, *read) == []
     weights = load_file(path / "model.safetensors")
     weights["model.embed_tokens.weight"][[0, 3]] = 0.0
     save_file(weights, path / "model.safetensors")
-    (told,) = zero_embeddings("math", prompts, "critic.path", path, tokenizer)
+    (told,) = zero_embeddings("critic.path", path, *read)
     assert told.startswith(f"warning: critic.path: {path}: ")
     assert f"the embeddings of tokens 0 ({tokenizer.decode([0])!r}) are all zeros, and prompts of domain math contain them" in told
 
@@ -205,6 +226,7 @@ def test_the_death_of_the_last_engine_ends_the_run(model: ModelConfig, tmp_path:
         (victim,) = infer.all(InferWorker.process_id)
         spec = replace(spec_of(model, tmp_path), engine_silence_s=5.0 if how == "is stopped" else None)
         service = start_cluster(ClusterSpec("rollouts", anywhere(1)), RolloutWorker, spec)
+        service.one(RolloutWorker.prepare, {}, {})
         service.one(RolloutWorker.initialize, infer.group.actors)
         waiting: Pending[Any] = service.start_one(RolloutWorker.next_batch, 8, 1)
         if how == "rests":
