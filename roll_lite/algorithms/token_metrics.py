@@ -63,6 +63,23 @@ class Peaks:
 
 
 @dataclass
+class RowSums:
+    """Sum over each row's tokens, with their number, by sample; kept on the device until read."""
+
+    _seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    def record(self, samples: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> None:
+        """Record values with mask [B, T-1] of the samples [B]."""
+        self._seen.append((samples, values.detach().sum(1, dtype=torch.float64), mask.sum(1)))
+
+    def collect(self) -> dict[int, tuple[float, int]]:
+        """Return and clear (sum, tokens) by sample; rows without tokens are left out."""
+        rows = [zip(*(part.tolist() for part in parts), strict=True) for parts in self._seen]
+        self._seen.clear()
+        return {sample: (total, tokens) for part in rows for sample, total, tokens in part if tokens}
+
+
+@dataclass
 class RatioHistogram:
     """Counts by domain, kept on the device until read."""
 

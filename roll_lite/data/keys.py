@@ -74,6 +74,8 @@ KEYS: dict[str, Key] = {
     "reward": Key(Kind.ROW, torch.float32, "driver", "advantages: the shaped score"),
     "train_weight": Key(Kind.ROW, torch.float32, "driver", "losses, whitening: weight of the sample, 0 does not train"),
     "min_version": Key(Kind.ROW, torch.int64, "rollout service", "staleness metrics: oldest weights that sampled it"),
+    "max_version": Key(Kind.ROW, torch.int64, "rollout service", "metrics, watch of the weights: newest weights that sampled it"),
+    "engine": Key(Kind.ROW, torch.int64, "rollout service", "watch of the weights: engine that sampled it, -1 if several"),
     "loss_weight": Key(Kind.ROW, torch.float32, "driver", "losses: weight of each policy token of the row, from global counts"),
     "ptx_weight": Key(Kind.ROW, torch.float32, "driver", "the actor's loss: weight of each learned token of a supervised row, else 0"),
     # of held-out samples
@@ -83,7 +85,6 @@ KEYS: dict[str, Key] = {
         "held-out rollouts",
         "majority votes: equal numbers in a group are equal answers; -1: none, -2: not extracted",
     ),
-    "max_version": Key(Kind.ROW, torch.int64, "held-out rollouts", "metrics: newest weights that sampled it"),
     "part": Key(Kind.OBJECT, None, "held-out rollouts", "metrics: part of its domain under which it is reported too; empty: none"),
     # tokens
     "input_ids": Key(Kind.TOKENS, torch.int64, "engine worker", "every forward pass"),

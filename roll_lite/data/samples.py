@@ -169,6 +169,8 @@ class Turn(NamedTuple):
     cached_tokens: int = 0
     tokens: TokenRow | None = None
     """Tokens of context, prompt and response."""
+    engine: int | None = None
+    """Engine that sampled it; None if several did."""
 
 
 class Author(StrEnum):
@@ -187,6 +189,8 @@ class Segment:
     length: int
     versions: tuple[VersionSpan, ...] = ()
     """Spans, counted from the segment's first token."""
+    engine: int | None = None
+    """Engine that sampled the segment; None if several did, or none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +226,12 @@ class Transcript:
             spans += [VersionSpan(start + span.start, span.version) for span in segment.versions]
             start += segment.length
         return tuple(spans)
+
+    @property
+    def engine(self) -> int | None:
+        """Engine that sampled all responses; None if several did."""
+        engines = {segment.engine for segment in self.segments if segment.author is Author.POLICY}
+        return engines.pop() if len(engines) == 1 else None
 
 
 @dataclass(frozen=True, slots=True)

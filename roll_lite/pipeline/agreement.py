@@ -1,22 +1,25 @@
-"""Check that engine and trainer give the tokens of the first batch the same log-probs.
+"""Watch over the weights that sample: engine and trainer must give the same tokens the same log-probs, in every step.
 
-If they read a model differently (config.json, a tied head, an engine argument), a run trains without error on another policy's samples. The
-mismatch is measured in a forward pass that runs anyway.
+If they read a model differently (config.json, a tied head, an engine argument), or an engine misses part of an update, a run trains without
+error on another policy's samples. The mismatch is measured in a forward pass that runs anyway. Samples are compared by engine and by the
+weight versions that sampled them: with the trainer's current version only rounding makes a difference, with older ones the updates since.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+import statistics
+from collections.abc import Iterable, Mapping
+from typing import Any
 
-from roll_lite.config.arithmetic import generates, trains
+from roll_lite.config.arithmetic import generates, infer_dtype, trains
 from roll_lite.config.keep_mask import is_truncated
 from roll_lite.config.schema.run import RunConfig
+from roll_lite.data.proto import DataProto
 
 logger = logging.getLogger(__name__)
 
-MEAN = "mismatch/mean"
 DUMPS = """The dumps (replay.path) were sampled from another model than model.path, or at another temperature. To train on another policy's
 samples, use algorithm.old_log_probs: rollout or algorithm.mismatch_correction, and raise rollout.max_mismatch; null allows any."""
 ENGINES = """Likely causes:
@@ -24,6 +27,21 @@ ENGINES = """Likely causes:
 - actor_infer.strategy.engine_args change the model or its precision (hf_overrides, kv_cache_dtype)
 - the weights in the engine are not the trainer's: see whether the run ends earlier with weight_sync.verify: full
 If engines are meant to differ that much, raise rollout.max_mismatch; null allows any difference."""
+UPDATED = """The engine's weights have likely gone wrong in that update; weight_sync.verify: full compares all of them after each one.
+If engines are meant to differ that much, raise rollout.max_mismatch; null allows any difference."""
+FLOOR = {"float32": 1e-3, "bfloat16": 0.03}
+"""Mean difference that is never reported, by the lower precision of the two: the rounding of kernels."""
+STALE_FLOOR = 0.05
+"""The same for samples of older weights."""
+FACTOR, STALE_FACTOR = 5.0, 10.0
+"""Multiples of the usual difference that are reported; that of older weights varies with the size of updates."""
+LEAST_TOKENS = {"float32": 20, "bfloat16": 1000}
+"""Fewest tokens of an engine that are compared, by the same: single tokens differ much in bfloat16."""
+STEPS, REMEMBERED = 5, 50
+"""Fewest and most earlier steps for the median that counts as usual."""
+
+RowSums = Mapping[int, tuple[float, int]]
+"""Sum of differences and number of tokens, by sample."""
 
 
 class DifferentModels(RuntimeError):
@@ -31,34 +49,75 @@ class DifferentModels(RuntimeError):
 
 
 class Agreement:
-    """Checks the first step where both sides give log-probs; in a critic's warm-up with `old_log_probs: rollout` the actor gives none."""
+    """Compares every step in which both sides give log-probs; in a critic's warm-up with `old_log_probs: rollout` the actor gives none."""
 
     def __init__(self, config: RunConfig) -> None:
         self._bound = config.rollout.max_mismatch if trains(config) else None
-        self._causes = ENGINES if generates(config) else DUMPS
+        self._is_live = generates(config)
         # Without a keep mask, log-probs of truncated sampling belong to another distribution, by design.
-        comparable = [name for name, one in config.domains.items() if config.rollout.keep_mask or not is_truncated(one.sampling)]
-        self._left_out = [name for name in config.domains if name not in comparable]
-        self._metrics = [f"domain/{name}/{MEAN}" for name in comparable] if self._left_out else [MEAN]
-        self._has_said = False
+        self._left_out = {name for name, one in config.domains.items() if is_truncated(one.sampling) and not config.rollout.keep_mask}
+        self._compares = len(self._left_out) < len(config.domains)
+        precision = "float32" if {infer_dtype(config), config.model.dtype} == {"float32"} else "bfloat16"
+        self._floor, self._least_tokens = FLOOR[precision], LEAST_TOKENS[precision]
+        self._is_first, self._has_said = True, False
+        self._past: dict[str, list[float]] = {}
+        """Mean difference of earlier steps, by how many versions ago the oldest and newest token were sampled: "1 0"."""
 
-    def check(self, metrics: Mapping[str, float]) -> None:
-        """Raise DifferentModels if the mismatch exceeds the bound; warn once about samples that cannot be compared."""
-        if self._bound is None:
+    def check(self, version: int, rows: DataProto, found: Iterable[RowSums]) -> None:
+        """Raise DifferentModels if the samples of an engine differ too much; warn once about samples that cannot be compared. `version`: of
+        the trainer's weights. `found`: parts of the batch."""
+        if self._bound is None or not (self._is_live or self._is_first):
             return
-        told = [name for name in self._metrics if name in metrics]
-        self._say_what_is_missing(any_told=bool(told))
-        if not told:
+        places = self._places(version, rows, {sample: sums for part in found for sample, sums in part.items()})
+        self._say_what_is_missing(any_told=bool(places))
+        if not places:
             return
-        if any(math.isnan(metrics[name]) for name in told):
-            return  # a sample without log-probs, whose update is skipped
-        for name in told:
-            if metrics[name] > self._bound:
-                raise DifferentModels(
-                    f"engines and trainer disagree about the tokens of the first batch: their log-probs differ by {metrics[name]:.3g} nats "
-                    f"on average ({name}), rollout.max_mismatch allows {self._bound:g}: they do not hold the same model\n{self._causes}"
-                )
-        self._bound = None
+        whole = _mean(places.values())
+        if self._is_first and whole > self._bound:
+            raise DifferentModels(
+                f"engines and trainer disagree about the tokens of the first batch: their log-probs differ by {whole:.3g} nats "
+                f"on average, rollout.max_mismatch allows {self._bound:g}: they do not hold the same model\n"
+                f"{ENGINES if self._is_live else DUMPS}"
+            )
+        self._is_first = False
+        for age in sorted({age for _, age in places}):
+            self._compare(version, age, {engine: sums for (engine, of_age), sums in places.items() if of_age == age})
+
+    def _places(self, version: int, rows: DataProto, sums: RowSums) -> dict[tuple[int, tuple[int, int]], tuple[float, int]]:
+        """Sums by engine and age: versions ago that the oldest and newest token were sampled."""
+        places: dict[tuple[int, tuple[int, int]], tuple[float, int]] = {}
+        engines, newest = (rows.tensor(name).tolist() if name in rows else [-1] * len(rows) for name in ("engine", "max_version"))
+        samples, oldest = rows.tensor("sample").tolist(), rows.tensor("min_version").tolist()
+        for sample, domain, engine, old, new in zip(samples, rows.objects("domain"), engines, oldest, newest, strict=True):
+            total, tokens = sums.get(sample, (0.0, 0))
+            if tokens and domain not in self._left_out and not math.isnan(total):  # NaN: its update is skipped
+                place = engine, (version - old, version - new)
+                before = places.get(place, (0.0, 0))
+                places[place] = before[0] + total, before[1] + tokens
+        return places
+
+    def _compare(self, version: int, age: tuple[int, int], engines: Mapping[int, tuple[float, int]]) -> None:
+        assert self._bound is not None
+        is_current, past = age == (0, 0), self._past.setdefault(f"{age[0]} {age[1]}", [])
+        floor, factor = (self._floor, FACTOR) if is_current else (max(STALE_FLOOR, self._floor), STALE_FACTOR)
+        for engine, (total, tokens) in engines.items():
+            if not self._is_live or tokens < self._least_tokens:
+                continue
+            mean, others = total / tokens, [sums for other, sums in engines.items() if other != engine and sums[1] >= self._least_tokens]
+            limits = {"rollout.max_mismatch": self._bound} if is_current else {}
+            if len(past) >= STEPS:
+                limits[f"{factor:g} times the median of the last {len(past)} steps"] = max(floor, factor * statistics.median(past))
+            if others:
+                limits[f"{factor:g} times that of the other engines"] = max(floor, factor * _mean(others))
+            for why, limit in limits.items():
+                if mean > limit:
+                    who = f"actor_infer[{engine}]" if engine >= 0 else "several engines"
+                    raise DifferentModels(
+                        f"{who}, weights of version {version - age[1]}: log-probs of {tokens} tokens differ from the trainer's by "
+                        f"{mean:.3g} nats on average, at most {limit:.3g} is allowed ({why})\n{UPDATED}"
+                    )
+        past.append(_mean(engines.values()))
+        del past[:-REMEMBERED]
 
     def _say_what_is_missing(self, any_told: bool) -> None:
         has_said, self._has_said = self._has_said, True
@@ -68,7 +127,18 @@ class Agreement:
             logger.warning(
                 "rollout.max_mismatch: engines and trainer are not compared on samples of %s: sampling is truncated there, and its "
                 "log-probs are those of another distribution; rollout.keep_mask: true makes them comparable",
-                ", ".join(self._left_out),
+                ", ".join(sorted(self._left_out)),
             )
-        if self._metrics and not any_told:
+        if self._compares and not any_told:
             logger.warning("rollout.max_mismatch: engines and trainer are not compared yet: the actor gave no log-probs in this step")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"past": self._past, "is_first": self._is_first}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._past, self._is_first = dict(state.get("past", {})), state.get("is_first", True)
+
+
+def _mean(sums: Iterable[tuple[float, int]]) -> float:
+    total, tokens = (sum(part) for part in zip(*sums, strict=True))
+    return total / tokens

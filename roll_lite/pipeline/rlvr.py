@@ -28,7 +28,7 @@ from roll_lite.pipeline.shaping import RewardShaping
 from roll_lite.pipeline.skipped_updates import SkippedUpdates
 from roll_lite.pipeline.sources import BatchSource, Validations
 from roll_lite.workers.actor import ActorWorker
-from roll_lite.workers.credit import credit_columns
+from roll_lite.workers.credit import compared_before_training, credit_columns
 from roll_lite.workers.model import CriticWorker, TrainShare, Update
 
 
@@ -139,6 +139,8 @@ class RLVRPipeline:
         reports = actor.ranks.heads_scatter(ActorWorker.assign_credit, actor.shards(batch, self.credit_columns), kl_coef)
         batch.add(report.block for report in reports)
         self.journal.credit(reports, kl_coef)
+        if compared_before_training(self.algorithm):
+            self.agreement.check(self.version, batch.rows, [report.mismatch for report in reports])
         # The estimator `abs` is no estimate of the KL; k3, on the same tokens, is.
         measured = "credit/kl_ref" if self.algorithm.kl_in_reward.estimator == "abs" else "credit/kl_in_reward"
         self.kl_in_reward.step(per_token([report.sums for report in reports], measured, "credit/tokens"), training_rows(batch))
@@ -167,8 +169,10 @@ class RLVRPipeline:
             work = partial(critic.ranks.start_scatter, CriticWorker.train, own)
             turns["critic"] = DeviceTurn(critic, work, partial(self.timers.part, "critic"))
         updates = dict(zip(turns, take_turns(list(turns.values()), states(Phase.TRAIN)), strict=True))
-        self.version += "actor" in updates
         self.journal.updates(self.steps_done + 1, updates, kl_coef)
+        if not compared_before_training(self.algorithm):
+            self.agreement.check(self.version, batch.rows, [update.mismatch for rank in updates.get("actor", []) for update in rank])
+        self.version += "actor" in updates
         for first in self.skipped.count(self.steps_done + 1, updates):
             further = supervised[first.update - 1] if supervised and first.role == "actor" else None
             self.batch_files.write_skipped(first, actor, batch, mini_batches[first.update - 1], self.kl_coefs, further)
@@ -181,7 +185,6 @@ class RLVRPipeline:
     def between_steps(self) -> None:
         self.look_at_checkpoint()
         self.look_at_validation()
-        self.agreement.check(self.journal.history.records[self.steps_done])
         self.skipped.check()
         if self.refresh is not None and self.due(self.refresh.every):
             self.refresh_reference()
@@ -227,7 +230,7 @@ class RLVRPipeline:
         state = self.checkpoints.load(self.clusters, self.source)
         if state is not None:
             self.steps_done, self.version = state["steps_done"], state["version"]
-            state = {"skipped": {}, "ptx": {}, **state}  # an older checkpoint has none
+            state = {"skipped": {}, "ptx": {}, "agreement": {}, **state}  # an older checkpoint has none
             for name, part in self.remembering.items():
                 part.load_state_dict(state[name])
             self.journal.resumed(self.steps_done)
@@ -251,7 +254,7 @@ class RLVRPipeline:
         return [column for column in model.worker.computes if column in read]
 
     @property
-    def remembering(self) -> dict[str, RewardShaping | KlController | SkippedUpdates | SupervisedRows]:
+    def remembering(self) -> dict[str, RewardShaping | KlController | SkippedUpdates | Agreement | SupervisedRows]:
         """Driver state in a checkpoint, besides the counts."""
         of_ptx = {} if self.ptx is None else {"ptx": self.ptx}
         return {
@@ -259,6 +262,7 @@ class RLVRPipeline:
             "kl_in_reward": self.kl_in_reward,
             "kl_in_loss": self.kl_in_loss,
             "skipped": self.skipped,
+            "agreement": self.agreement,
             **of_ptx,
         }
 

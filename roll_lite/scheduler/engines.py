@@ -204,4 +204,5 @@ class BatchedEngine(ABC):
             shifted = (VersionSpan(length + span.start, span.version) for span in part.versions)
             versions = merged(*versions, *shifted)
             length += part.length
-        return Turn(asked.request.request_id, length, finish_reason=FinishReason.ABORT, versions=versions, tokens=tokens)
+        engine = asked.parts[0].engine
+        return Turn(asked.request.request_id, length, finish_reason=FinishReason.ABORT, versions=versions, tokens=tokens, engine=engine)

@@ -65,6 +65,7 @@ def joined(before: Turn | None, turn: Turn) -> Turn:
         length=before.length + turn.length,
         versions=merged(*before.versions, *shifted),
         cached_tokens=before.cached_tokens,
+        engine=turn.engine if turn.engine == before.engine else None,
     )
 
 

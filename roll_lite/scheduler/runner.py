@@ -84,7 +84,7 @@ class Conversation:
     def _add(self, author: Author, tokens: int, turn: Turn) -> None:
         if tokens:
             self._segments += (Segment(author, tokens),)
-        self._segments += (Segment(Author.POLICY, turn.length, turn.versions),)
+        self._segments += (Segment(Author.POLICY, turn.length, turn.versions, turn.engine),)
         self._turns += (turn,)
         self._tokens = turn.tokens
 

@@ -35,6 +35,8 @@ class CreditReport:
     peaks: dict[str, float]
     advantages: dict[int, float] = field(default_factory=dict)
     """Mean over each sample's policy tokens, by sample number."""
+    mismatch: dict[int, tuple[float, int]] = field(default_factory=dict)
+    """As in Update, from the pass before the updates."""
 
 
 REPLAYED_COLUMN: dict[str, str | None] = {"none": None, "train": "old_experts", "rollout": "rollout_experts"}
@@ -89,9 +91,10 @@ class ActorWorker(ModelWorker):
         columns: dict[str, Column] = {"sample": batch.tensor("sample"), "advantages": Ragged.from_padded(credit.advantages, lengths)}
         if credit.returns is not None:
             columns["returns"] = Ragged.from_padded(credit.returns, lengths)
-        sums, peaks = credit_metrics(rows, credit, self.algorithm.old_log_probs, self.domains)
+        sums, peaks, mismatch = credit_metrics(rows, credit, self.algorithm.old_log_probs, self.domains)
         means = row_mean(credit.advantages, rows.mask).flatten().tolist()
-        return CreditReport(put_block(DataProto(columns)), sums, peaks, dict(zip(batch.tensor("sample").tolist(), means, strict=True)))
+        advantages = dict(zip(batch.tensor("sample").tolist(), means, strict=True))
+        return CreditReport(put_block(DataProto(columns)), sums, peaks, advantages, mismatch)
 
     def write_rows(self, shard: BatchShard, folder: Path) -> None:
         write_columns(folder / rows_file(self.strategy.layout.data_rank), shard.materialize())
@@ -104,10 +107,10 @@ class ActorWorker(ModelWorker):
         loss = replace(self.loss, kl_coef=kl_coef)
         updates: list[Update] = []
         for update in self._train(share, loss):
-            result, peaks = update.result, loss.peaks.collect()
+            result, peaks, mismatch = update.result, loss.peaks.collect(), loss.mismatch.collect()
             if updates or compared_before_training(self.algorithm):
-                result, peaks = replace(result, metrics=without_mismatch(result.metrics)), without_mismatch(peaks)
-            updates.append(replace(update, result=result, peaks=peaks, ratios=loss.ratios.collect()))
+                result, peaks, mismatch = replace(result, metrics=without_mismatch(result.metrics)), without_mismatch(peaks), {}
+            updates.append(replace(update, result=result, peaks=peaks, ratios=loss.ratios.collect(), mismatch=mismatch))
             if not result.skipped and moved_too_far(result.metrics, self.algorithm.early_stop_kl):
                 break
         return updates

@@ -39,12 +39,14 @@ class CompletionPump:
         fetch: Callable[[Any], Awaitable[DataProto]],
         linger_s: float = 0.05,
         columns: Collection[str] = (),
+        engine: int | None = None,
     ) -> None:
-        """`fetch`: gets the token block behind a reference. `columns`: EXTRA_COLUMNS to write."""
+        """`fetch`: gets the token block behind a reference. `columns`: EXTRA_COLUMNS to write. `engine`: its number."""
         self._strategy = strategy
         self._fetch = fetch
         self._linger_s = linger_s
         self._columns = columns
+        self._engine = engine
         self._ready: deque[_Ready] = deque()
         self._tokens_waiting = 0
         self._left_over = False
@@ -162,18 +164,18 @@ class CompletionPump:
                 blocks[-1].append(record)
                 tokens += len(record)
             self._tokens_waiting -= ready.tokens
-            (parts if ready.is_part else turns).append(turn_of(completion, row))
+            (parts if ready.is_part else turns).append(self._turn(completion, row))
         return turns, parts, [token_block(records, self._columns) for records in blocks if records]
 
-
-def turn_of(completion: Completion, tokens: TokenRow | None) -> Turn:
-    return Turn(
-        completion.request_id,
-        len(completion.token_ids),
-        completion.text,
-        completion.finish_reason,
-        completion.versions,
-        completion.error,
-        completion.cached_tokens,
-        tokens,
-    )
+    def _turn(self, completion: Completion, tokens: TokenRow | None) -> Turn:
+        return Turn(
+            completion.request_id,
+            len(completion.token_ids),
+            completion.text,
+            completion.finish_reason,
+            completion.versions,
+            completion.error,
+            completion.cached_tokens,
+            tokens,
+            self._engine,
+        )

@@ -15,7 +15,7 @@ import torch
 from roll_lite.algorithms import advantages as formulas
 from roll_lite.algorithms.kernels import Whitening, row_moments
 from roll_lite.algorithms.kl import full_kl, kl_estimate
-from roll_lite.algorithms.token_metrics import Peaks, mismatch_of_tokens, sums_by_domain
+from roll_lite.algorithms.token_metrics import Peaks, RowSums, mismatch_of_tokens, sums_by_domain
 from roll_lite.config.schema.algorithm import AlgorithmConfig
 from roll_lite.data.keys import Columns
 from roll_lite.data.microbatch import MicroBatch
@@ -237,7 +237,10 @@ ALWAYS_WHITENED = ("reinforce_plus_plus",)
 # ---------------------------------------------------------------- metrics
 
 
-def credit_metrics(rows: MicroBatch, credit: Credit, old_log_probs: OldLogProbs, domains: int) -> tuple[dict[str, float], dict[str, float]]:
+def credit_metrics(
+    rows: MicroBatch, credit: Credit, old_log_probs: OldLogProbs, domains: int
+) -> tuple[dict[str, float], dict[str, float], dict[int, tuple[float, int]]]:
+    """Metric sums, peaks, and the difference of engine and trainer by sample (CreditReport)."""
     mask = rows.mask & (rows.columns["train_weight"] > 0)[:, None]
 
     def column(name: str) -> torch.Tensor:
@@ -246,7 +249,7 @@ def credit_metrics(rows: MicroBatch, credit: Credit, old_log_probs: OldLogProbs,
     advantages = credit.advantages.masked_fill(~mask, 0.0).double()
     tokens = {"credit/tokens": mask, "credit/advantage_mean": advantages, "credit/advantage_square": advantages.square()}
     numbers = rows.columns["domain_number"].long()
-    peaks = Peaks(domains)
+    peaks, mismatch = Peaks(domains), RowSums()
     peaks.record("credit/advantage_max", credit.advantages, mask, numbers)
     peaks.record("credit/advantage_min", credit.advantages, mask, numbers, smallest=True)
     old = OLD_COLUMN[old_log_probs]
@@ -260,7 +263,8 @@ def credit_metrics(rows: MicroBatch, credit: Credit, old_log_probs: OldLogProbs,
         difference, k3 = mismatch_of_tokens(column("rollout_log_probs"), column("old_log_probs"))
         tokens |= {"mismatch/mean": difference, "mismatch/k3": k3}
         peaks.record("mismatch/max", difference, mask, numbers)
+        mismatch.record(rows.columns["sample"], difference, mask)
     trains = mask.any(1, keepdim=True)
     per_row = {"credit/rows": trains, "credit/reward": credit.rewards_per_row[:, None].masked_fill(~trains, 0.0)}
     sums = sums_by_domain(tokens, numbers, domains) | sums_by_domain(per_row, numbers, domains)
-    return {name: float(value) for name, value in sums.items()}, peaks.collect()
+    return {name: float(value) for name, value in sums.items()}, peaks.collect(), mismatch.collect()

@@ -63,7 +63,7 @@ class InferWorker(AsyncWorker):
         self._parts = EngineParts(spec, parts[self.rank]) if parts and parts[self.rank] else None
         self._strategy = self.build(spec if self._parts is None else self._parts.spec)
         self._ready = asyncio.Event()
-        self._pump = CompletionPump(self._strategy, fetch_block, columns=spec.columns)
+        self._pump = CompletionPump(self._strategy, fetch_block, columns=spec.columns, engine=self.rank)
 
     async def initialize(self, turn: int = 0, turns: int = 1) -> None:
         """Start the engine if it is this replica's turn (rank % turns)."""

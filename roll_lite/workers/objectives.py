@@ -25,7 +25,7 @@ from roll_lite.algorithms.losses import (
     unclipped,
     within,
 )
-from roll_lite.algorithms.token_metrics import Peaks, RatioHistogram, mismatch_of_tokens, sums_by_domain
+from roll_lite.algorithms.token_metrics import Peaks, RatioHistogram, RowSums, mismatch_of_tokens, sums_by_domain
 from roll_lite.config.schema.losses import GIVEN_TO_LOSSES, CustomLossConfig, MismatchCorrectionConfig, PolicyLossConfig, PpoLossConfig
 from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs
 from roll_lite.data.user_function import load_function
@@ -59,6 +59,8 @@ class ActorLoss:
     """Rows without the column domain_number belong to domain 0."""
     given: tuple[str, ...] = field(init=False)
     """Inputs of GIVEN_TO_LOSSES that the user's loss asks for."""
+    mismatch: RowSums = field(init=False)
+    """Receives each sample's difference of engine and trainer."""
     peaks: Peaks = field(init=False)
     """Receives mismatch/max and the largest and smallest ratio."""
     ratios: RatioHistogram = field(init=False)
@@ -66,6 +68,7 @@ class ActorLoss:
 
     def __post_init__(self) -> None:
         self.given = given_to(self.policy_loss)
+        self.mismatch = RowSums()
         self.peaks = Peaks(self.domains)
         self.ratios = RatioHistogram(self.domains)
 
@@ -187,6 +190,8 @@ class ActorLoss:
     def _mismatch(self, trained: torch.Tensor, micro_batch: MicroBatch, numbers: torch.Tensor) -> dict[str, torch.Tensor]:
         difference, k3 = mismatch_of_tokens(_column(micro_batch, "rollout_log_probs"), trained)
         self.peaks.record("mismatch/max", difference, micro_batch.mask, numbers)
+        if "sample" in micro_batch.columns:
+            self.mismatch.record(micro_batch.columns["sample"], difference, micro_batch.mask)
         return {"mismatch/mean": difference, "mismatch/k3": k3}
 
 

@@ -49,6 +49,8 @@ def rows_of(groups: Sequence[SampleGroup], temperatures: Mapping[str, float]) ->
         "format_ok": torch.tensor([float(score.format_ok or False) for score in scores], dtype=torch.float32),
         "sample_weight": torch.tensor([sample.prompt.weight for sample in samples], dtype=torch.float32),
         "min_version": _whole(min((span.version for span in sample.transcript.versions), default=0) for sample in samples),
+        "max_version": _whole(max((span.version for span in sample.transcript.versions), default=0) for sample in samples),
+        "engine": _whole(-1 if sample.transcript.engine is None else sample.transcript.engine for sample in samples),
     }
     columns["temperature"] = torch.tensor([temperatures[sample.id.domain] for sample in samples], dtype=torch.float32)
     if any(group.baseline is not None for group in groups):
@@ -61,8 +63,7 @@ def held_out_rows(groups: Sequence[SampleGroup], temperatures: Mapping[str, floa
     samples = [sample for group in groups for sample in group.samples]
     parts = [_part(sample, report_by[sample.id.domain]) for sample in samples]
     answers = [number for group in groups for number in _answers(group)]
-    newest = _whole(max((span.version for span in sample.transcript.versions), default=0) for sample in samples)
-    return rows_of(groups, temperatures).with_columns(answer=_whole(answers), part=object_column(parts), max_version=newest)
+    return rows_of(groups, temperatures).with_columns(answer=_whole(answers), part=object_column(parts))
 
 
 def _part(sample: Sample, column: str | None) -> str:

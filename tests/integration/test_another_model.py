@@ -31,5 +31,5 @@ def test_an_engine_with_another_rope_ends_the_run_at_its_first_batch(tmp_path: P
     assert "engines and trainer disagree about the tokens of the first batch" in output and "rollout.max_mismatch allows 0.2" in output
     assert "engine_args change the model" in output
     summary = json.loads((run.folder / "summary.json").read_text())
-    assert summary["steps"] == 1 and summary["exit"].startswith("failed: engines and trainer disagree")
+    assert summary["steps"] == 0 and summary["exit"].startswith("failed: engines and trainer disagree")
     assert not (run.folder / "model").exists() and not list(run.folder.glob("checkpoints/*/state.json")), "nothing of it is kept"

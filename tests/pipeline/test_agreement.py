@@ -1,17 +1,21 @@
-"""Engines and trainer that hold different models end the run, in whichever phase they are compared."""
+"""Engines and trainer that hold different weights end the run: at the start, and at the update that brought them."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from roll_lite.config.loading import load_config
+from roll_lite.data.proto import DataProto, object_column
 from roll_lite.pipeline.agreement import Agreement, DifferentModels
 
 ROOT = Path(__file__).resolve().parents[2]
-MEANS = {"add": 2.0, "make": 0.01, "repeat": 0.01}
 TOP_K = "domains.{}.sampling.top_k=20"
+TOKENS = 1000
 
 
 @pytest.fixture(autouse=True)
@@ -23,58 +27,125 @@ def agreement(*overrides: str) -> Agreement:
     return Agreement(load_config("tiny_grpo", ROOT / "examples/configs", list(overrides)))
 
 
-@pytest.mark.parametrize("mean", [0.21, 3.7, float("inf")])
-def test_a_difference_beyond_the_bound_ends_the_run(mean: float) -> None:
+Row = tuple[float, int, int, int]
+"""Mean difference, engine, oldest and newest version."""
+
+
+def step(one: Agreement, version: int, *rows: Row, domains: Sequence[str] = (), tokens: int = TOKENS) -> None:
+    means, engines, oldest, newest = zip(*rows, strict=True) if rows else ((), (), (), ())
+    table = DataProto(
+        {
+            "sample": torch.arange(len(rows)),
+            "domain": object_column(domains or ["add"] * len(rows)),
+            "engine": torch.tensor(engines, dtype=torch.int64),
+            "min_version": torch.tensor(oldest, dtype=torch.int64),
+            "max_version": torch.tensor(newest, dtype=torch.int64),
+        }
+    )
+    sums = {number: (mean * tokens, tokens) for number, mean in enumerate(means)}
+    one.check(version, table, [{k: v for k, v in sums.items() if k % 2 == part} for part in (0, 1)])
+
+
+def current(one: Agreement, version: int, *means: float, **named: int) -> None:
+    """A step whose samples come from engines 0, 1, ..., with the trainer's weights."""
+    step(one, version, *((mean, engine, version, version) for engine, mean in enumerate(means)), **named)
+
+
+@pytest.mark.parametrize("mean", [0.21, 3.7, math.inf])
+def test_a_difference_beyond_the_bound_ends_the_run_at_the_first_batch(mean: float) -> None:
     with pytest.raises(DifferentModels, match=r"(?s)differ by .* nats on average.*rollout\.max_mismatch allows 0\.2.*RoPE"):
-        agreement().check({"mismatch/mean": mean})
+        current(agreement(), 0, mean)
 
 
-def test_only_the_first_comparison_counts() -> None:
+def test_steps_without_a_comparison_leave_the_first_batch_to_come() -> None:
     one = agreement("rollout.max_mismatch=0.05")
-    one.check({"critic/loss": 1.0})  # a step in which the actor did not train
-    one.check({"mismatch/mean": 0.05})
-    one.check({"mismatch/mean": 9.0})  # the correction's business, not this one's
-
-
-def test_a_sample_without_log_probs_is_no_disagreement_and_the_next_step_is_compared() -> None:
-    one = agreement()
-    one.check({"mismatch/mean": float("nan")})
-    with pytest.raises(DifferentModels):
-        one.check({"mismatch/mean": 0.3})
+    step(one, 0)  # the actor did not train
+    current(one, 0, math.nan)  # a sample without log-probs, whose update is skipped
+    with pytest.raises(DifferentModels, match="of the first batch"):
+        current(one, 0, 0.06)
 
 
 def test_null_allows_everything() -> None:
-    agreement("rollout.max_mismatch=null").check({"mismatch/mean": 9.0})
+    one = agreement("rollout.max_mismatch=null")
+    for version in range(9):
+        current(one, version, 9.0**version, 1e-7)
+
+
+def test_one_engine_of_several_is_named_at_its_first_bad_batch() -> None:
+    one = agreement()
+    current(one, 0, 3e-7, 3e-7)
+    with pytest.raises(
+        DifferentModels, match=r"^actor_infer\[1\], weights of version 1: log-probs of 1000 tokens differ .* by 0\.0021 nats"
+    ):
+        current(one, 1, 3e-7, 2.1e-3)
+
+
+@pytest.mark.parametrize("steps", [5, 200])
+def test_the_only_engine_is_named_by_its_own_past(steps: int) -> None:
+    one = agreement()
+    for version in range(steps):
+        current(one, version, 3e-7 * (1 + version % 3))
+    with pytest.raises(
+        DifferentModels, match=rf"actor_infer\[0\], weights of version {steps}: .* the median of the last {min(steps, 50)} steps"
+    ):
+        current(one, steps, 1.1e-3)
+
+
+def test_too_few_tokens_say_nothing_and_the_bound_holds_without_a_past() -> None:
+    one = agreement()
+    current(one, 0, 1e-7)
+    current(one, 1, 0.3, tokens=19)
+    with pytest.raises(DifferentModels, match=r"version 2: .* at most 0\.2 is allowed \(rollout\.max_mismatch\)"):
+        current(one, 2, 0.21)
+
+
+def test_bfloat16_rounds_and_old_weights_drift() -> None:
+    one = agreement("model.dtype=bfloat16")
+    for version in range(10):
+        step(one, version, (0.012, 0, version, version), (0.03, 1, version, version), (0.4, 0, version - 2, version - 1))
+    step(one, 10, (0.029, 0, 10, 10), (1.9, 0, 8, 9), (0.06, -1, 7, 10))
+    with pytest.raises(DifferentModels, match=r"actor_infer\[1\], weights of version 11"):
+        step(one, 11, (0.012, 0, 11, 11), (0.148, 1, 11, 11))
+    with pytest.raises(DifferentModels, match=r"several engines, weights of version 10: .*10 times the median of the last 11 steps"):
+        step(one, 11, (4.2, -1, 9, 10))
+
+
+def test_a_resumed_run_remembers_what_is_usual() -> None:
+    one, resumed = agreement(), agreement()
+    for version in range(6):
+        current(one, version, 3e-7)
+    resumed.load_state_dict(one.state_dict())
+    with pytest.raises(DifferentModels, match="the median of the last 6 steps"):
+        current(resumed, 6, 0.1)
+    old = agreement()
+    old.load_state_dict({})  # a checkpoint without it
+    with pytest.raises(DifferentModels, match="of the first batch"):
+        current(old, 6, 0.3)
 
 
 def test_domains_whose_log_probs_belong_to_another_distribution_are_left_out() -> None:
-    metrics = {
-        "mismatch/mean": 0.7,
-        "domain/add/mismatch/mean": 2.0,
-        "domain/make/mismatch/mean": 0.01,
-        "domain/repeat/mismatch/mean": 0.01,
-    }
-    agreement(TOP_K.format("add")).check(metrics)
-    with pytest.raises(DifferentModels, match="domain/make/mismatch/mean"):
-        agreement(TOP_K.format("add")).check(metrics | {"domain/make/mismatch/mean": 0.5})
+    rows, domains = ((2.0, 0, 0, 0), (0.01, 0, 0, 0), (0.01, 0, 0, 0)), ("add", "make", "repeat")
+    step(agreement(TOP_K.format("add")), 0, *rows, domains=domains)
     with pytest.raises(DifferentModels):
-        agreement(TOP_K.format("add"), "rollout.keep_mask=true").check(metrics)
-    agreement(*(TOP_K.format(name) for name in ("add", "make", "repeat"))).check(metrics)
+        step(agreement(TOP_K.format("add")), 0, rows[0], (0.5, 0, 0, 0), rows[2], domains=domains)
+    with pytest.raises(DifferentModels):
+        step(agreement(TOP_K.format("add"), "rollout.keep_mask=true"), 0, *rows, domains=domains)
+    step(agreement(*map(TOP_K.format, domains)), 0, *rows, domains=domains)
 
 
 def test_what_cannot_be_compared_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    def said(one: Agreement, *steps: dict[str, float]) -> list[str]:
+    def said(one: Agreement, *steps: Sequence[Row]) -> list[str]:
         caplog.clear()
-        for metrics in steps:
-            one.check(metrics)
+        for rows in steps:
+            step(one, 0, *rows, domains=["make"] * len(rows))
         return [record.getMessage() for record in caplog.records]
 
-    agreeing = {"mismatch/mean": 0.01, "domain/make/mismatch/mean": 0.01}
+    agreeing = [(0.01, 0, 0, 0)]
     assert said(agreement(), agreeing, agreeing) == []
-    (late,) = said(agreement(), {"critic/loss": 1.0}, {"critic/loss": 1.0}, agreeing)
+    (late,) = said(agreement(), [], [], agreeing)
     assert "not compared yet: the actor gave no log-probs" in late
     (partly,) = said(agreement(TOP_K.format("add")), agreeing, agreeing)
     assert "not compared on samples of add: sampling is truncated" in partly and "rollout.keep_mask: true" in partly
-    (never,) = said(agreement(*(TOP_K.format(name) for name in ("add", "make", "repeat"))), agreeing, agreeing)
+    (never,) = said(agreement(*map(TOP_K.format, ("add", "make", "repeat"))), agreeing, agreeing)
     assert "not compared on samples of add, make, repeat" in never
     assert said(agreement("rollout.max_mismatch=null", TOP_K.format("add")), agreeing) == []

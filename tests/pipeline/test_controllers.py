@@ -28,7 +28,9 @@ ADAPTIVE = "{name: adaptive, target: 0.1, horizon: 100}"
 def config(monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     monkeypatch.chdir(ROOT)
     terms = [f"algorithm.{term}={{coef: 0.5, controller: {ADAPTIVE}}}" for term in ("kl_in_reward", "kl_in_loss")]
-    return load_config("tiny_ppo", ROOT / "examples/configs", [*terms, "algorithm.reward.normalize={over: running}"])
+    return load_config(
+        "tiny_ppo", ROOT / "examples/configs", [*terms, "algorithm.reward.normalize={over: running}", "rollout.max_mismatch=null"]
+    )
 
 
 def pipeline(config: RunConfig, checkpoints: Any = None, **parts: Any) -> RLVRPipeline:
@@ -46,9 +48,11 @@ def test_mistake_11_the_controller_of_the_reward_is_stepped_once_per_step_over_a
     """KL of 0.2 per token over two ranks and three domains: twice the target, so the limit of 0.2 times 20 / 100 samples."""
     reports = [
         SimpleNamespace(
-            block=None, sums={"credit/kl_in_reward#0": 3.0, "credit/tokens#0": 10.0, "credit/kl_in_reward#1": 0.0, "credit/tokens#1": 0.0}
+            block=None,
+            mismatch={},
+            sums={"credit/kl_in_reward#0": 3.0, "credit/tokens#0": 10.0, "credit/kl_in_reward#1": 0.0, "credit/tokens#1": 0.0},
         ),
-        SimpleNamespace(block=None, sums={"credit/kl_in_reward#2": 1.0, "credit/tokens#2": 10.0}),
+        SimpleNamespace(block=None, mismatch={}, sums={"credit/kl_in_reward#2": 1.0, "credit/tokens#2": 10.0}),
     ]
     actor = SimpleNamespace(ranks=SimpleNamespace(heads_scatter=lambda *_: reports), shards=lambda *_: [])
     made = pipeline(config, actor=actor)
@@ -62,7 +66,9 @@ def test_mistake_11_the_controller_of_the_reward_is_stepped_once_per_step_over_a
 def test_the_controller_of_an_abs_term_looks_at_a_kl(config: RunConfig) -> None:
     """|log-ratio| has mean 0.2, above the target of 0.1, where k3 is 0.02, below it."""
     sums = {"credit/kl_in_reward#0": 2.0, "credit/kl_ref#0": 0.2, "credit/tokens#0": 10.0}
-    actor = SimpleNamespace(ranks=SimpleNamespace(heads_scatter=lambda *_: [SimpleNamespace(block=None, sums=sums)]), shards=lambda *_: [])
+    actor = SimpleNamespace(
+        ranks=SimpleNamespace(heads_scatter=lambda *_: [SimpleNamespace(block=None, mismatch={}, sums=sums)]), shards=lambda *_: []
+    )
     term = config.algorithm.kl_in_reward.model_copy(update={"estimator": "abs"})
     made = pipeline(config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"kl_in_reward": term})}), actor=actor)
     rows = batch(20)

@@ -105,7 +105,7 @@ def pipeline_of(folder: Path, source: Source, monkeypatch: pytest.MonkeyPatch, *
     checkpoints: Any = SimpleNamespace(load=lambda *_: None, finished=nullcontext, finish_if_written=lambda: None, finish=lambda: None)
     clusters = Clusters(None)
     pipeline = RLVRPipeline(config, clusters, source, journal, checkpoints, BatchFiles(config, folder))  # type: ignore[arg-type]
-    monkeypatch.setattr(pipeline.agreement, "check", lambda _: None)
+    monkeypatch.setattr(pipeline.agreement, "check", lambda *_: None)
     monkeypatch.setattr(pipeline, "export_model", lambda: None)
     return pipeline
 

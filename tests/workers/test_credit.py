@@ -347,7 +347,7 @@ def test_advantages_of_what_trains_by_domain() -> None:
         "rollout_log_probs": torch.zeros(4, 3),
     }
     credit = Credit(advantages, None, None, torch.tensor([1.0, 2.0, 3.0, 4.0]).double())
-    found, peaks = credit_metrics(MicroBatch(columns, mask), credit, "current", 2)
+    found, peaks, mismatch = credit_metrics(MicroBatch(columns, mask), credit, "current", 2)
     assert found["credit/tokens#0"] == 2 and found["credit/tokens#1"] == 1
     assert found["credit/advantage_mean#0"] == 2 and found["credit/advantage_square#1"] == 4
     # Of domain 1 one sample trains: of the others one weighs nothing, one has no policy token.
@@ -359,3 +359,19 @@ def test_advantages_of_what_trains_by_domain() -> None:
         "credit/advantage_min#0": 1.0,
         "credit/advantage_min#1": 2.0,
     }
+    assert mismatch == {}, "under `current` the first update compares engine and trainer"
+
+
+def test_the_difference_of_engine_and_trainer_is_told_by_sample() -> None:
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1], [0, 0, 0]], dtype=torch.bool)
+    columns = {
+        "sample": torch.tensor([7, 3, 5, 4]),
+        "train_weight": torch.tensor([1.0, 0.5, 0.0, 1.0]),
+        "domain_number": torch.tensor([0, 1, 1, 1]),
+        "rollout_log_probs": torch.tensor([[-1.0, -2.0, 9.0], [-0.5, 9.0, 9.0], [0.0, 0.0, 0.0], [9.0, 9.0, 9.0]]),
+        "old_log_probs": torch.tensor([[-1.25, -1.5, 0.0], [-0.5, 0.0, 0.0], [-9.0, -9.0, -9.0], [0.0, 0.0, 0.0]]),
+    }
+    credit = Credit(torch.zeros(4, 3), None, None, torch.zeros(4).double())
+    sums, _, mismatch = credit_metrics(MicroBatch(columns, mask), credit, "recompute", 2)
+    assert mismatch == {7: (0.75, 2), 3: (0.0, 1)}, "neither padding nor a sample that does not train"
+    assert sums["mismatch/mean#0"] == 0.75 and sums["mismatch/mean#1"] == 0.0

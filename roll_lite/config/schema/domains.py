@@ -292,8 +292,9 @@ class RolloutConfig(Section):
     keep_mask: bool = False
     """Record the tokens that survived top-k, top-p and min-p, and compute training log-probs over them."""
     max_mismatch: PositiveFloat | None = 0.2
-    """Largest mean difference between log-probs of engines and trainer in the first batch, in nats; above it they hold different models,
-    and the run ends. Usual in bfloat16: 0.01 to 0.05. null: unlimited."""
+    """Largest mean difference between log-probs of engines and trainer in the first batch, and later of an engine's samples of the
+    trainer's weights, in nats; above it they hold different models, and the run ends. It also ends where an engine differs several times
+    as much as usual, or as the others. Usual in bfloat16: 0.01 to 0.05. null: unlimited."""
 
     @rule
     def _ahead(self) -> Mistakes:

@@ -1,0 +1,48 @@
+"""Whole runs in which an engine's weights go wrong at an update: the run ends at that update, and names the engine and the version."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+from engine_harness import Make, require
+
+from tests.integration.test_lost_engines import SETTINGS
+from tests.integration.test_runs import Run
+
+FOLDER = Path(__file__).parent / "wrong_weights"
+UPDATE = 2
+BY_CHECKSUM = rf"engine {{engine}} does not hold version {UPDATE} after its update: \d+ of \d+ compared tensors differ"
+BY_LOG_PROBS = (
+    rf"actor_infer\[{{engine}}\], weights of version {UPDATE}: log-probs of \d+ tokens differ from the trainer's by [\d.e-]+ nats"
+)
+SLOW, NIGHTLY = (pytest.mark.slow,), (pytest.mark.slow, pytest.mark.nightly)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("make", "how", "verify", "engine", "says"),
+    [
+        pytest.param("vllm", "negated", "none", 1, BY_LOG_PROBS, marks=SLOW),
+        pytest.param("sglang", "stale", "auto", 1, BY_CHECKSUM, marks=SLOW),
+        pytest.param("sglang", "negated", "none", 0, BY_LOG_PROBS, marks=NIGHTLY),
+        pytest.param("vllm", "stale", "auto", 0, BY_CHECKSUM, marks=NIGHTLY),
+        pytest.param("vllm", "stale", "none", 1, BY_LOG_PROBS, marks=NIGHTLY),
+    ],
+)
+def test_wrong_weights_are_named_at_the_update_that_brought_them(
+    make: Make, how: str, verify: str, engine: int, says: str, tmp_path: Path
+) -> None:
+    require(make)
+    path = os.pathsep.join([str(FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])])
+    wrong = {"WRONG_HOW": how, "WRONG_FROM_UPDATE": str(UPDATE), "WRONG_ENGINE": str(engine), "PYTHONPATH": path}
+    settings = [f"actor_infer.strategy={make}", f"weight_sync.verify={verify}", "steps=5", "checkpoint.every=1"]
+    with Run(tmp_path, "tiny_grpo", *SETTINGS, *settings, environment=wrong) as run:
+        code, output = run.finish(400)
+    assert code == 1 and re.search(says.format(engine=engine), output), output
+    summary = json.loads((run.folder / "summary.json").read_text())
+    assert summary["steps"] == UPDATE and summary["exit"].startswith("failed: "), "nothing trained on what it sampled"
+    assert sorted(one.name for one in run.folder.glob("checkpoints/step_*")) == ["step_000001", "step_000002"]
