@@ -15,6 +15,8 @@ from roll_lite.data.proto import VECTORS, Column, DataProto
 from roll_lite.data.ragged import Ragged
 from roll_lite.data.templates import Tokenizer
 
+LOOKED_AT = 10_000
+
 
 class SupervisedRows:
     def __init__(self, config: PtxConfig, tokenizer: Tokenizer, seed: int) -> None:
@@ -39,6 +41,10 @@ class SupervisedRows:
                 "ptx_weight": torch.full((len(rows),), self._config.coef / max(targets, 1)),
             }
         )
+
+    def distinct_ids(self) -> set[int]:
+        """Token ids of the first LOOKED_AT rows."""
+        return {token for number in range(min(len(self._prompts), LOOKED_AT)) for token in self._row(number)[0].tolist()}
 
     def shares(self, updates: int, ranks: int, attention_par: float) -> list[list[DataProto]]:
         """Rows of the next optimizer steps, by rank."""

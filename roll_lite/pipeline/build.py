@@ -33,7 +33,7 @@ from roll_lite.distributed.placement import Placement, Slot, beside_driver
 from roll_lite.distributed.ray_session import RaySession
 from roll_lite.distributed.strategy.base import EngineSpec, StateGroup
 from roll_lite.distributed.strategy.inference.life import EngineMemory
-from roll_lite.models.model_files import tokenizer_checksum
+from roll_lite.models.model_files import tokenizer_checksum, zero_embeddings
 from roll_lite.pipeline.batch_files import BatchFiles
 from roll_lite.pipeline.checkpoint import Checkpoints
 from roll_lite.pipeline.clusters import Clusters, Engines, Model, RewardModels
@@ -82,7 +82,10 @@ def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal
         journal.console.message(line)
     batch_files = BatchFiles(config, folder, shared=not apart)
     batch_files.keep_start(models)
-    return RLVRPipeline(config, models, source, journal, Checkpoints(config, folder), batch_files, supervised_rows(config))
+    supervised, notes = supervised_rows(config)
+    for line in notes:
+        journal.console.message(line)
+    return RLVRPipeline(config, models, source, journal, Checkpoints(config, folder), batch_files, supervised)
 
 
 def trained_embeddings(config: RunConfig) -> dict[str, Path]:
@@ -93,11 +96,16 @@ def trained_embeddings(config: RunConfig) -> dict[str, Path]:
     return found if trains(config) else {}
 
 
-def supervised_rows(config: RunConfig) -> SupervisedRows | None:
-    ptx = config.algorithm.ptx
+def supervised_rows(config: RunConfig) -> tuple[SupervisedRows | None, list[str]]:
+    """Rows of `algorithm.ptx`, and warnings of what they contain."""
+    ptx, path = config.algorithm.ptx, config.model.path
     if ptx is None or not trains(config):
-        return None
-    return SupervisedRows(ptx, load_tokenizer(config.model.path), derived_seed(config.seed, "ptx"))
+        return None, []
+    tokenizer = load_tokenizer(path)
+    rows = SupervisedRows(ptx, tokenizer, derived_seed(config.seed, "ptx"))
+    if "model.path" not in trained_embeddings(config):
+        return rows, []
+    return rows, zero_embeddings("model.path", path, rows.distinct_ids(), "rows of algorithm.ptx contain them", tokenizer)
 
 
 def initialize(models: Sequence[Model[Any]], live: LiveRollouts | None) -> None:
