@@ -106,6 +106,7 @@ class Ours:
         )
         self.rollouts = start_cluster(ClusterSpec("rollouts", [beside_driver()]), RolloutWorker, service)
         self.engines.all(InferWorker.initialize)
+        self.rollouts.one(RolloutWorker.prepare, {}, {})
         self.rollouts.one(RolloutWorker.initialize, self.engines.actors)
         self.steps = 0
 
