@@ -4,7 +4,7 @@ ratios, whose fixed bins add up, unlike percentiles. Names are `<name>#<number>`
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -62,9 +62,13 @@ class Peaks:
         return seen
 
 
+SampleSums = Mapping[int, tuple[float, int]]
+"""Sum over a sample's tokens, and their number, by sample."""
+
+
 @dataclass
 class RowSums:
-    """Sum over each row's tokens, with their number, by sample; kept on the device until read."""
+    """Collects SampleSums of micro-batches, kept on the device until read."""
 
     _seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
@@ -72,8 +76,8 @@ class RowSums:
         """Record values with mask [B, T-1] of the samples [B]."""
         self._seen.append((samples, values.detach().sum(1, dtype=torch.float64), mask.sum(1)))
 
-    def collect(self) -> dict[int, tuple[float, int]]:
-        """Return and clear (sum, tokens) by sample; rows without tokens are left out."""
+    def collect(self) -> SampleSums:
+        """Return and clear the sums; samples without tokens are left out."""
         rows = [zip(*(part.tolist() for part in parts), strict=True) for parts in self._seen]
         self._seen.clear()
         return {sample: (total, tokens) for part in rows for sample, total, tokens in part if tokens}

@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from roll_lite.algorithms.token_metrics import SampleSums
 from roll_lite.config.arithmetic import generates, infer_dtype, trains
 from roll_lite.config.keep_mask import is_truncated
 from roll_lite.config.schema.run import RunConfig
@@ -39,9 +40,9 @@ LEAST_TOKENS = {"float32": 20, "bfloat16": 1000}
 """Fewest tokens of an engine that are compared, by the same: single tokens differ much in bfloat16."""
 STEPS, REMEMBERED = 5, 50
 """Fewest and most earlier steps for the median that counts as usual."""
-
-RowSums = Mapping[int, tuple[float, int]]
-"""Sum of differences and number of tokens, by sample."""
+Age = tuple[int, int]
+"""How many versions ago a sample's oldest and newest token were sampled."""
+CURRENT = (0, 0)
 
 
 class DifferentModels(RuntimeError):
@@ -61,9 +62,9 @@ class Agreement:
         self._floor, self._least_tokens = FLOOR[precision], LEAST_TOKENS[precision]
         self._is_first, self._has_said = True, False
         self._past: dict[str, list[float]] = {}
-        """Mean difference of earlier steps, by how many versions ago the oldest and newest token were sampled: "1 0"."""
+        """Mean difference of earlier steps, by age, as a text ("1 0") for checkpoints."""
 
-    def check(self, version: int, rows: DataProto, found: Iterable[RowSums]) -> None:
+    def check(self, version: int, rows: DataProto, found: Iterable[SampleSums]) -> None:
         """Raise DifferentModels if the samples of an engine differ too much; warn once about samples that cannot be compared. `version`: of
         the trainer's weights. `found`: parts of the batch."""
         if self._bound is None or not (self._is_live or self._is_first):
@@ -80,12 +81,16 @@ class Agreement:
                 f"{ENGINES if self._is_live else DUMPS}"
             )
         self._is_first = False
+        if not self._is_live:
+            return
         for age in sorted({age for _, age in places}):
-            self._compare(version, age, {engine: sums for (engine, of_age), sums in places.items() if of_age == age})
+            engines = {engine: sums for (engine, of_age), sums in places.items() if of_age == age and sums[1] >= self._least_tokens}
+            if engines:
+                self._compare(version, age, engines, self._bound)
 
-    def _places(self, version: int, rows: DataProto, sums: RowSums) -> dict[tuple[int, tuple[int, int]], tuple[float, int]]:
-        """Sums by engine and age: versions ago that the oldest and newest token were sampled."""
-        places: dict[tuple[int, tuple[int, int]], tuple[float, int]] = {}
+    def _places(self, version: int, rows: DataProto, sums: SampleSums) -> dict[tuple[int, Age], tuple[float, int]]:
+        """Sums by engine and age."""
+        places: dict[tuple[int, Age], tuple[float, int]] = {}
         engines, newest = (rows.tensor(name).tolist() if name in rows else [-1] * len(rows) for name in ("engine", "max_version"))
         samples, oldest = rows.tensor("sample").tolist(), rows.tensor("min_version").tolist()
         for sample, domain, engine, old, new in zip(samples, rows.objects("domain"), engines, oldest, newest, strict=True):
@@ -96,15 +101,13 @@ class Agreement:
                 places[place] = before[0] + total, before[1] + tokens
         return places
 
-    def _compare(self, version: int, age: tuple[int, int], engines: Mapping[int, tuple[float, int]]) -> None:
-        assert self._bound is not None
-        is_current, past = age == (0, 0), self._past.setdefault(f"{age[0]} {age[1]}", [])
+    def _compare(self, version: int, age: Age, engines: Mapping[int, tuple[float, int]], bound: float) -> None:
+        """Compare each engine with the bound, with the past, and with the other engines; remember the mean of all."""
+        is_current, past = age == CURRENT, self._past.setdefault(f"{age[0]} {age[1]}", [])
         floor, factor = (self._floor, FACTOR) if is_current else (max(STALE_FLOOR, self._floor), STALE_FACTOR)
         for engine, (total, tokens) in engines.items():
-            if not self._is_live or tokens < self._least_tokens:
-                continue
-            mean, others = total / tokens, [sums for other, sums in engines.items() if other != engine and sums[1] >= self._least_tokens]
-            limits = {"rollout.max_mismatch": self._bound} if is_current else {}
+            mean, others = total / tokens, [sums for other, sums in engines.items() if other != engine]
+            limits = {"rollout.max_mismatch": bound} if is_current else {}
             if len(past) >= STEPS:
                 limits[f"{factor:g} times the median of the last {len(past)} steps"] = max(floor, factor * statistics.median(past))
             if others:

@@ -20,7 +20,7 @@ from roll_lite.config.arithmetic import (
     trains,
     updates,
 )
-from roll_lite.config.checks.layout import unreadable_weights
+from roll_lite.config.checks.layout import verification
 from roll_lite.config.device_phases import WHOLE
 from roll_lite.config.schema.models import CriticRoleConfig, ForwardRoleConfig, InferRoleConfig
 from roll_lite.config.schema.run import RunConfig
@@ -72,10 +72,7 @@ def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal
     if live is not None and trains(config):
         workers, dtype = model_parallel_size(config.actor_infer), infer_dtype(config)
         experts = config.actor_infer.strategy.expert_parallel
-        verify = config.weight_sync.verify
-        if verify == "auto":
-            verify = "sampled" if unreadable_weights(config) is None else "none"
-        sync_config = config.weight_sync.model_copy(update={"verify": verify})
+        sync_config = config.weight_sync.model_copy(update={"verify": verification(config)})
         sync = WeightSync(models.actor, live.engines.replicas, live.rollouts, sync_config, workers, dtype, experts)
         source = replace(live, weights=sync)
     for line in live.notes() if live is not None else []:

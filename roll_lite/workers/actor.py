@@ -11,6 +11,7 @@ from typing import ClassVar
 import ray
 
 from roll_lite.algorithms.losses import row_mean
+from roll_lite.algorithms.token_metrics import SampleSums
 from roll_lite.config.schema.algorithm import AlgorithmConfig
 from roll_lite.data.columns_file import rows_file, write_columns
 from roll_lite.data.keys import Columns
@@ -35,7 +36,7 @@ class CreditReport:
     peaks: dict[str, float]
     advantages: dict[int, float] = field(default_factory=dict)
     """Mean over each sample's policy tokens, by sample number."""
-    mismatch: dict[int, tuple[float, int]] = field(default_factory=dict)
+    mismatch: SampleSums = field(default_factory=dict)
     """As in Update, from the pass before the updates."""
 
 

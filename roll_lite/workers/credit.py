@@ -15,7 +15,7 @@ import torch
 from roll_lite.algorithms import advantages as formulas
 from roll_lite.algorithms.kernels import Whitening, row_moments
 from roll_lite.algorithms.kl import full_kl, kl_estimate
-from roll_lite.algorithms.token_metrics import Peaks, RowSums, mismatch_of_tokens, sums_by_domain
+from roll_lite.algorithms.token_metrics import Peaks, RowSums, SampleSums, mismatch_of_tokens, sums_by_domain
 from roll_lite.config.schema.algorithm import AlgorithmConfig
 from roll_lite.data.keys import Columns
 from roll_lite.data.microbatch import MicroBatch
@@ -239,7 +239,7 @@ ALWAYS_WHITENED = ("reinforce_plus_plus",)
 
 def credit_metrics(
     rows: MicroBatch, credit: Credit, old_log_probs: OldLogProbs, domains: int
-) -> tuple[dict[str, float], dict[str, float], dict[int, tuple[float, int]]]:
+) -> tuple[dict[str, float], dict[str, float], SampleSums]:
     """Metric sums, peaks, and the difference of engine and trainer by sample (CreditReport)."""
     mask = rows.mask & (rows.columns["train_weight"] > 0)[:, None]
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from roll_lite.algorithms.token_metrics import SampleSums
 from roll_lite.config.schema.algorithm import AlgorithmConfig
 from roll_lite.config.schema.models import ActorRoleConfig, CriticRoleConfig, ForwardRoleConfig, ModelConfig, TrainRoleConfig
 from roll_lite.data.keys import Columns
@@ -70,9 +71,8 @@ class Update:
     peaks: dict[str, float] = field(default_factory=dict)
     ratios: np.ndarray | None = None
     """Counts of log-ratios of new and old policy, [domains, bins] (RatioHistogram in algorithms/token_metrics.py); the actor's only."""
-    mismatch: dict[int, tuple[float, int]] = field(default_factory=dict)
-    """Sum over a sample's tokens of the difference between engine and trainer, and the number of tokens, by sample; only for the first
-    update, if no earlier pass measured it."""
+    mismatch: SampleSums = field(default_factory=dict)
+    """Differences of engine and trainer; only for the first update, if no earlier pass measured them."""
     row_losses: dict[int, float] = field(default_factory=dict)
     """Loss of each of this rank's rows, supervised ones included, by sample; only for the first of consecutive skipped updates."""
 

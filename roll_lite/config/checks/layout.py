@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from itertools import combinations
 from pathlib import Path
+from typing import Literal
 
 from roll_lite.config.arithmetic import (
     Role,
@@ -174,6 +175,13 @@ def _deterministic_runs_on_cpu(config: RunConfig) -> Mistakes:
 def _verified_weights(config: RunConfig) -> Mistakes:
     if config.weight_sync.verify in ("sampled", "full") and (why := unreadable_weights(config)) is not None:
         yield "weight_sync.verify", f"{why}; use none"
+
+
+def verification(config: RunConfig) -> Literal["none", "sampled", "full"]:
+    """The setting weight_sync.verify, with `auto` decided."""
+    if config.weight_sync.verify != "auto":
+        return config.weight_sync.verify
+    return "sampled" if unreadable_weights(config) is None else "none"
 
 
 def unreadable_weights(config: RunConfig) -> str | None:
