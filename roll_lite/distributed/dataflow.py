@@ -70,7 +70,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class BatchShard:
-    """Part of a batch for one data-parallel rank; it is small, whatever the texts' length."""
+    """Part of a batch for one data-parallel rank. It holds references to tokens, not the tokens."""
 
     rows: DataProto
     keys: tuple[str, ...]

@@ -56,6 +56,9 @@ class StoredTensor:
         return all(mine == its for mine, its in zip(self.blocks(), other.blocks(), strict=True))
 
 
+ZERO_ROWS_SHOWN = 5
+
+
 def zero_embeddings(setting: str, model: Path, tokens: Iterable[int], where: str, tokenizer: Any) -> list[str]:
     """Warn of tokens whose embeddings are zero: a norm multiplies their gradient by up to a thousand."""
     try:
@@ -64,11 +67,10 @@ def zero_embeddings(setting: str, model: Path, tokens: Iterable[int], where: str
         return []
     if not zero:
         return []
-    shown = ", ".join(f"{token} ({tokenizer.decode([token])!r})" for token in zero[:5]) + (
-        f" and {len(zero) - 5} more" if len(zero) > 5 else ""
-    )
+    shown = ", ".join(f"{token} ({tokenizer.decode([token])!r})" for token in zero[:ZERO_ROWS_SHOWN])
+    more = f" and {len(zero) - ZERO_ROWS_SHOWN} more" if len(zero) > ZERO_ROWS_SHOWN else ""
     return [
-        f"warning: {setting}: {model}: the embeddings of tokens {shown} are all zeros, and {where}. "
+        f"warning: {setting}: {model}: the embeddings of tokens {shown}{more} are all zeros, and {where}. "
         "Their first gradient can be hundreds of times that of all other weights, and clipping then wastes the step. Give these rows small "
         "random values, or use a template without these tokens"
     ]

@@ -237,11 +237,7 @@ def _empty(name: str, parent: int, top: int, moved: Iterator[int], depth: int) -
                             found.extend(_empty(inner, place, top, moved, depth + 1))
                     else:
                         os.chmod(inner, 0o700, dir_fd=place)
-                        new = next(
-                            free
-                            for free in (f"{REMOVED}{number}" for number in moved)
-                            if not os.access(free, os.F_OK, dir_fd=top, follow_symlinks=False)
-                        )
+                        new = _free_name(top, moved)
                         os.rename(inner, new, src_dir_fd=place, dst_dir_fd=top)
                         found.append(new)
         finally:
@@ -249,6 +245,11 @@ def _empty(name: str, parent: int, top: int, moved: Iterator[int], depth: int) -
         if name:
             os.rmdir(name, dir_fd=parent)
     return found
+
+
+def _free_name(folder: int, numbers: Iterator[int]) -> str:
+    names = (f"{REMOVED}{number}" for number in numbers)
+    return next(name for name in names if not os.access(name, os.F_OK, dir_fd=folder, follow_symlinks=False))
 
 
 def claim(folder: str) -> int:

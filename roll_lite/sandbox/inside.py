@@ -54,9 +54,11 @@ class Loaded:
     def __init__(self) -> None:
         self.modules: dict[str, types.ModuleType] = {}
         self.names: dict[int, dict[str, Any]] = {}
+        """Globals of the modules, by id. Neither these nor the classes and the code below are the program's."""
         self.classes: dict[int, type] = {}
+        """All classes, by id."""
         self.codes: set[int] = set()
-        """In this order: the modules' globals, all classes, ids of the functions' code. These are not the program's."""
+        """Ids of the functions' code."""
         self._held: dict[int, tuple[Any, dict[str, Any]]] = {}
         self._code: dict[int, tuple[Any, ...]] = {}
 

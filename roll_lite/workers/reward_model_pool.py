@@ -63,8 +63,8 @@ def is_gone(error: BaseException) -> bool:
 
 
 class Ranks:
-    """One member of a reward model's fleet: ranks that start together. With Megatron these are all ranks of the model, with hf each rank is
-    a member of its own. The driver owns the processes and Ray restarts dead ones; `start` then loads the model into them."""
+    """Ranks of a reward model that start together: a member of its fleet. With Megatron all ranks are one member, with hf each is one. The
+    driver owns the processes. Ray restarts dead ones, and `start` loads the model into them."""
 
     def __init__(self, model: str, actors: Sequence[Any], config: RewardModelConfig) -> None:
         self.name = f"reward model {model}"

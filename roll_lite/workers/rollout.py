@@ -84,6 +84,38 @@ GC_THRESHOLDS = (100_000, 50, 100)
 """Makes garbage collection rare: by default, scanning the live objects of 8,192 samples takes three quarters of the time."""
 
 
+@dataclass(frozen=True)
+class Trial:
+    """A reward, or one part of it, that is tried before the engines start."""
+
+    domain: str
+    place: str
+    """In the YAML."""
+    retries: int
+    prompts: Sequence[Prompt]
+    pool: RewardPool | RewardModelClient
+    is_part: bool = False
+    """The pool has this part alone, and is used for the trial only."""
+
+    async def problem(self) -> str | None:
+        """Message if no prompt gets a score; one unreadable reference costs its samples only."""
+        causes = await asyncio.gather(*map(self._failure, self.prompts))
+        if not all(causes):
+            return None
+        remedy = "correct it" if self.is_part else f"look closer with: roll-lite reward --domain {self.domain}"
+        return f"{self.place}: scoring a first response, {CANNED_RESPONSE!r}, failed: {causes[0]}; {remedy}"
+
+    async def _failure(self, prompt: Prompt) -> str | None:
+        cause = None
+        for _ in range(self.retries + 1):
+            try:
+                await self.pool.score(RewardInput.of(prompt, CANNED_RESPONSE, FinishReason.STOP))
+                return None
+            except RewardFailed as error:
+                cause = error.cause
+        return cause
+
+
 class RolloutWorker(AsyncWorker):
     _service: RolloutService
     _engines: Fleet[RemoteEngine]
@@ -138,52 +170,36 @@ class RolloutWorker(AsyncWorker):
         )
 
     async def _try_rewards(self, judges: Mapping[str, JudgeAddress]) -> None:
-        """Score a canned response to three prompts per domain: a broken reward ends the run in seconds.
+        """Score a canned response to three prompts per domain: a broken reward ends the run in seconds."""
+        trials = self._trials(judges)
+        own = [trial.pool for trial in trials if trial.is_part and isinstance(trial.pool, RewardPool)]
+        await asyncio.gather(*(pool.start() for pool in own))
+        problems = [problem for problem in await asyncio.gather(*(trial.problem() for trial in trials)) if problem]
+        for pool in own:
+            pool.close()
+        if problems:
+            raise ValueError("\n".join(problems))
 
-        ValueError if no prompt gets a score; one unreadable reference costs its samples only. Beside a model or judge of this run, the
-        other parts are tried one by one.
-        """
-        problems = list[str]()
-
-        async def failure(pool: Any, retries: int, prompt: Prompt) -> str | None:
-            cause = None
-            for _ in range(retries + 1):
-                try:
-                    await pool.score(RewardInput.of(prompt, CANNED_RESPONSE, FinishReason.STOP))
-                    return None
-                except RewardFailed as error:
-                    cause = error.cause
-            return cause
-
-        async def attempt(domain: Domain, place: str, reward: RewardConfig, pool: Any) -> None:
-            last = len(domain.prompts) - 1
-            prompts = [domain.prompts[number] for number in sorted({0, last // 2, last})]
-            causes = await asyncio.gather(*(failure(pool, reward.retries, prompt) for prompt in prompts))
-            if all(causes):
-                remedy = "correct it" if pool in pools else f"look closer with: roll-lite reward --domain {domain.name}"
-                problems.append(f"{place}: scoring a first response, {CANNED_RESPONSE!r}, failed: {causes[0]}; {remedy}")
+    def _trials(self, judges: Mapping[str, JudgeAddress]) -> list[Trial]:
+        """Trials of all rewards; beside a model or judge of this run, which has not started, of the other parts one by one."""
 
         def waits(reward: RewardConfig) -> bool:
             return reward.name == MODEL_REWARD or with_addresses(reward, judges) != reward
 
-        tries, pools = [], list[RewardPool]()
+        trials = list[Trial]()
         for domain in self._domains:
             path, reward = f"domains.{domain.name}.reward", self._spec.domains[domain.name].reward
+            last = len(domain.prompts) - 1
+            prompts = [domain.prompts[number] for number in sorted({0, last // 2, last})]
             if not waits(reward):
-                tries.append(attempt(domain, path, reward, self._pools[domain.name]))
+                trials.append(Trial(domain.name, path, reward.retries, prompts, self._pools[domain.name]))
                 continue
             parts: dict[str, Any] = {path: reward} | {f"{path}.terms.{number}": term for number, term in enumerate(reward.terms)}
             for place, one in parts.items():
                 part = reward.model_copy(update={"name": one.name, "args": one.args, "terms": [], "workers": 1})
                 if one.name != "code" and not waits(part):  # a sandbox does not start twice
-                    pools.append(RewardPool(domain.name, part))
-                    tries.append(attempt(domain, place, part, pools[-1]))
-        await asyncio.gather(*(pool.start() for pool in pools))
-        await asyncio.gather(*tries)
-        for pool in pools:
-            pool.close()
-        if problems:
-            raise ValueError("\n".join(problems))
+                    trials.append(Trial(domain.name, place, reward.retries, prompts, RewardPool(domain.name, part), is_part=True))
+        return trials
 
     def _pool(self, name: str, domain: DomainConfig, judges: Mapping[str, JudgeAddress]) -> RewardPool | RewardModelClient:
         reward = with_addresses(domain.reward, judges)

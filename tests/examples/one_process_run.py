@@ -113,7 +113,8 @@ def rollouts(actor: Any, config: RunConfig, generator: torch.Generator) -> Batch
 
 
 def run(folder: Path, recipe: str, overrides: list[str]) -> None:
-    config = load_config(recipe, Path("examples/configs"), overrides)
+    unwatched = "rollout.max_mismatch=null"  # log-probs of the rollouts are made up
+    config = load_config(recipe, Path("examples/configs"), [*overrides, unwatched])
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
 
@@ -135,7 +136,7 @@ def run(folder: Path, recipe: str, overrides: list[str]) -> None:
     files.keep_start(clusters)
     generator = torch.Generator().manual_seed(3)
     source: Any = SimpleNamespace(loaded=lambda *_: nullcontext(), sync=lambda version: None)
-    pipeline: Any = RLVRPipeline(config, clusters, source, journal, Checkpoints(config, folder), files, supervised_rows(config))
+    pipeline: Any = RLVRPipeline(config, clusters, source, journal, Checkpoints(config, folder), files, supervised_rows(config)[0])
     pipeline.generate = lambda: rollouts(actor.ranks.worker, config, generator)  # type: ignore[attr-defined]
     while pipeline.steps_done < config.steps:
         with journal.step(pipeline.steps_done + 1):

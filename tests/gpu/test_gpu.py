@@ -19,6 +19,7 @@ from test_contract_layouts import assert_follows
 
 from roll_lite.config.schema.models import LoraConfig
 from roll_lite.distributed.strategy.inference.life import EngineMemory
+from roll_lite.distributed.weight_sync.update import checksum
 
 CUDA = torch.cuda.is_available()
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="there is no GPU here")]
@@ -31,6 +32,13 @@ FREED = 0.2
 @pytest.mark.parametrize("device", BOTH)
 def test_a_step_of_megatron_is_hugging_faces(tmp_path: Path, device: str, dtype: str) -> None:
     as_ranks(1, step_against_hf, tiny(tmp_path / "m", "qwen3"), device, dtype, {})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("device", BOTH)
+def test_a_checksum_is_the_same_wherever_the_tensor_lies(device: str, dtype: torch.dtype) -> None:
+    tensor = (torch.randn(1000, 5000) * 100).to(dtype)  # more than a chunk
+    assert checksum(tensor.to(device)) == checksum(tensor) != checksum(tensor.to(device).flip(0))
 
 
 @pytest.mark.parametrize("device", BOTH)

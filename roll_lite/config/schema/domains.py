@@ -32,10 +32,10 @@ DataFiles = UserPath | Annotated[list[UserPath], Field(min_length=1)] | Annotate
 
 class DataConfig(Section):
     train: DataFiles
-    """Training prompts: a .jsonl or .parquet file, or a folder of Hugging Face `datasets`. A list is read in order; a mapping of paths
-    to shares gives each its share of the domain's prompts, whatever its length."""
+    """Training prompts: a .jsonl or .parquet file, or a folder of Hugging Face `datasets`. A list is read in order. A mapping of paths
+    to shares draws prompts from each by its share, not by its length."""
     validation: DataFiles | None = None
-    """Held-out prompts; all are used, whatever their shares."""
+    """Held-out prompts. All are used; shares have no effect."""
     tag: str | None = None
     """Column with a row's domain, for shared files."""
     tags: list[str] = Field(default_factory=list)
@@ -150,7 +150,7 @@ class ValidationSamplingConfig(HeldOutSamplingConfig):
 
 
 class FormatConfig(Section):
-    """Bonus or penalty for a response's format, whatever its answer."""
+    """Bonus or penalty for a response's format. Its answer does not matter."""
 
     pattern: Annotated[str, AfterValidator(lambda pattern: compile_format(pattern).pattern)]
     """Regular expression to find in the response; `.` matches line breaks, ^ and $ anchor."""
@@ -230,9 +230,9 @@ class GroupFilterConfig(Section):
     """accuracy (share of correct samples), mean or std (of scores), or dotted path to a function `SampleGroup -> bool`, true if the
     group trains."""
     above: float | None = None
-    """Only groups above this measure train; absent: 0 for accuracy and std, no bound for mean."""
+    """Groups train if their measure is above this; absent: 0 for accuracy and std, no bound for mean."""
     below: float | None = None
-    """Only groups below this measure train; absent: 1 for accuracy, no bound for mean and std."""
+    """Groups train if their measure is below this; absent: 1 for accuracy, no bound for mean and std."""
     tries: PositiveInt = 10
     """Maximum number of prompts tried per place in the batch, averaged over a domain's batch."""
     when_short: Literal["fail", "continue"] = "fail"
@@ -272,8 +272,8 @@ class RolloutConfig(Section):
     """sync: generation and training alternate. one_step_off: the next batch is generated while one is trained. async: engines always
     generate, at most max_staleness steps ahead."""
     max_staleness: Annotated[int, Field(ge=0)] | None = None
-    """Largest age of a sample in steps, from the weights that generated it to those that it trains; absent: 0 for sync, else 1. Batches
-    wait for samples near the limit; the prompt of one beyond it is generated again."""
+    """Largest age of a sample that trains, in steps: between the weights that generated it and those that it trains. Absent: 0 for sync,
+    else 1. A batch waits for samples near the limit. Prompts of older samples are generated again."""
     on_sync: Literal["drain", "pause", "abort"] | None = None
     """Running responses at a weight update. drain: they finish first. pause: their engines continue them after recomputing the KV cache.
     abort: any engine continues them. Absent: abort if engines offload, else drain for one_step_off, pause for others."""

@@ -135,7 +135,7 @@ class RolloutScheduler(Scheduler):
         super().handle_generate_request(recv_req, **options)
 
     def abort_request(self, recv_req: AbortReq) -> None:
-        """Abort requests. Those that a pause has put back into the queue end here: SGLang would report only what it had forwarded."""
+        """Abort requests. Of one that a pause has put back into the queue SGLang reports only the streamed tokens; this reports all."""
         begun = [r for r in self.waiting_queue if r.output_ids and (recv_req.abort_all or r.rid.startswith(recv_req.rid))]
         for request in begun:
             self.waiting_queue.remove(request)
