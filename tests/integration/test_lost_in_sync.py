@@ -13,7 +13,7 @@ from left_behind import Traces
 from tests.integration.test_lost_engines import GROUPS, SAMPLES, SETTINGS, told
 from tests.integration.test_runs import Run, until_gone
 
-DIES = Path(__file__).parent / "dies_between_buckets"
+DIES = Path(__file__).parents[1] / "chaos/dies_between_buckets"
 STEPS = 4
 UPDATES = 2
 

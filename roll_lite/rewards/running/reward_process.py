@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -99,6 +100,7 @@ def _serve(connection: Connection, config: RewardConfig, path: str) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.dup2(2, 1)  # printed text must not end up in the table
+    sys.stdout = sys.stderr  # and must not wait in a buffer: this process is killed in the end
     try:
         scorer, _ = BatchScorer.of(config, path)
     except ValueError as error:

@@ -1,38 +1,15 @@
-"""Python runs this in every process that finds it on its path: an engine of a run gets wrong weights from one update on.
-
-Importing torch takes seconds, which processes without an engine do not need: what is changed is changed when somebody imports it.
-"""
+"""Python runs this in every process that finds it on its path: an engine of a run gets wrong weights from one update on."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 HOW, FROM, ENGINE = "WRONG_HOW", "WRONG_FROM_UPDATE", "WRONG_ENGINE"
 """Variables: `negated` (a quarter of a tensor) or `stale` (the update is skipped); the first such update, from 0; the engine."""
-
-
-class _WhenImported(MetaPathFinder):
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != "roll_lite.distributed.weight_sync.endpoints":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        assert spec is not None and spec.loader is not None
-        execute = spec.loader.exec_module
-
-        def execute_and_change(module: ModuleType) -> None:
-            execute(module)
-            _change(module.WeightReceiver)
-
-        spec.loader.exec_module = execute_and_change  # type: ignore[method-assign]
-        return spec
 
 
 def _change(receiver: Any) -> None:
@@ -63,4 +40,8 @@ def _quarter_negated(tensor: Any) -> Any:
 
 
 if HOW in os.environ:
-    sys.meta_path.insert(0, _WhenImported())
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from when_imported import change_receiver
+
+    sys.path.pop(0)
+    change_receiver(_change)

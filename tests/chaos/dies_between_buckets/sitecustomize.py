@@ -1,23 +1,17 @@
 """Python runs this in every process that finds it on its path: one engine of a run dies in the middle of an update of weights.
 
 It does so with the third bucket in its hands: then every engine has loaded the first, and none has got the last. Or when it has answered
-that it has all of the update, while its neighbour, which reads from it, has not begun. Importing torch takes seconds, which processes
-without an engine do not need: what is changed is changed when somebody imports it.
-"""
+that it has all of the update, while its neighbour, which reads from it, has not begun."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 MARK, UPDATES, VICTIM = "DIES_MARK", "DIES_AFTER_UPDATES", "DIES_VICTIM"
@@ -27,23 +21,6 @@ BUCKETS = 3
 FIRST_ENGINE = 1
 """Its worker's number in the transfer group, where one trainer rank has number 0."""
 ANSWERED_S = 2.0
-
-
-class _WhenImported(MetaPathFinder):
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != "roll_lite.distributed.weight_sync.endpoints":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        assert spec is not None and spec.loader is not None
-        execute = spec.loader.exec_module
-
-        def execute_and_change(module: ModuleType) -> None:
-            execute(module)
-            _change(module.WeightReceiver)
-
-        spec.loader.exec_module = execute_and_change  # type: ignore[method-assign]
-        return spec
 
 
 def _change(receiver: Any) -> None:
@@ -88,4 +65,8 @@ def _die_if_first() -> None:
 
 
 if MARK in os.environ:
-    sys.meta_path.insert(0, _WhenImported())
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from when_imported import change_receiver
+
+    sys.path.pop(0)
+    change_receiver(_change)
