@@ -112,6 +112,7 @@ class Dataflow:
         self.worker = make_worker()
         self.service = start_cluster(ClusterSpec("rollouts", anywhere(1)), self.worker, spec)
         self.engines.all(InferWorker.initialize)
+        self.service.one(self.worker.prepare, {}, {})
         self.service.one(self.worker.initialize, self.engines.actors)
         self.steps = 0
 

@@ -99,7 +99,11 @@ def pipeline(ray_local: object, tmp: Path, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.chdir(ROOT)
     make_tiny_model(tmp / "model", hidden=512, layers=8)
     shared = [f"{role}.{setting}" for role in ("actor_train", "reference", "critic") for setting in ("offload=true", "devices=[0]")]
-    config = load_config("tiny_ppo", ROOT / "examples/configs", [*shared, "algorithm.critic_warmup_steps=0", "algorithm.mini_batches=1"])
+    config = load_config(
+        "tiny_ppo",
+        ROOT / "examples/configs",
+        [*shared, "algorithm.critic_warmup_steps=0", "algorithm.mini_batches=1", "rollout.max_mismatch=null"],
+    )
 
     def model(name: str, role: Any, worker: Any, *arguments: Any) -> Model[Any]:
         settings = ModelRole(config.model.model_copy(update={"path": tmp / "model"}), role, 10, seed=1, deterministic=False)
