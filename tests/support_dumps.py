@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.dump_files import dump_file
 from roll_lite.data.dumps import write_dump
 from roll_lite.data.proto import DataProto
+from roll_lite.data.ragged import Ragged, same_tensor
 from roll_lite.data.samples import (
     Author,
     FinishReason,
@@ -103,3 +105,16 @@ def dump_run(folder: Path, config: RunConfig, steps: int, **of_batch: Any) -> Pa
         made = facts(config.model_dump(mode="json"), tokenizer_checksum(config.model.path), step)
         write_dump(dump_file(folder, step), groups, rows_of(groups, TEMPERATURES), blocks, made)
     return folder
+
+
+def assert_same(found: DataProto, expected: DataProto) -> None:
+    """The same columns, equal bit for bit; NaN equals NaN."""
+    assert set(found.keys()) == set(expected.keys())
+    for name, other in expected.columns.items():
+        one = found[name]
+        if isinstance(one, Ragged) and isinstance(other, Ragged):
+            assert one.equals(other), name
+        elif isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+            assert same_tensor(one, other), name
+        else:
+            assert isinstance(one, np.ndarray) and isinstance(other, np.ndarray) and one.tolist() == other.tolist(), name

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -15,11 +13,9 @@ import torch
 
 from roll_lite.config.problems import or_nearest
 from roll_lite.data.keys import KEYS, Kind
-from roll_lite.data.ragged import Index, Ragged, as_index, from_numpy, same_tensor, to_numpy
+from roll_lite.data.ragged import Index, Ragged, as_index, from_numpy, to_numpy
 
 Column = torch.Tensor | Ragged | np.ndarray
-
-FORMAT = "roll_lite.DataProto/1"
 
 VECTORS = {
     "kept_ids": -1,
@@ -125,13 +121,6 @@ class DataProto:
     def with_columns(self, **columns: Column) -> DataProto:
         return DataProto({**self.columns, **columns})
 
-    def union(self, other: DataProto) -> DataProto:
-        """Columns of both; common ones must be equal."""
-        for name in self.columns:
-            if name in other and not _same_column(self[name], other[name]):
-                raise ValueError(f"union: both batches have a column {name!r}, with different contents")
-        return DataProto({**self.columns, **other.columns})
-
     # ------------------------------------------------------------ rows
 
     def take(self, index: Index) -> DataProto:
@@ -152,13 +141,6 @@ class DataProto:
             name: column.slice(start, stop) if isinstance(column, Ragged) else column[start:stop] for name, column in self.columns.items()
         }
         return DataProto(cut)
-
-    def split(self, sizes: Sequence[int]) -> list[DataProto]:
-        """Consecutive pieces; sizes may be 0."""
-        if any(size < 0 for size in sizes) or sum(sizes) != len(self):
-            raise ValueError(f"split: sizes {list(sizes)} must add up to the {len(self)} rows of the batch")
-        ends = np.cumsum([0, *sizes]).tolist()
-        return [self.slice(start, stop) for start, stop in pairwise(ends)]
 
     @staticmethod
     def concat(parts: Sequence[DataProto]) -> DataProto:
@@ -181,47 +163,6 @@ class DataProto:
         for row, value in enumerate(column.tolist()):
             members.setdefault(value, []).append(row)
         return {value: self.take(rows) for value, rows in members.items()}
-
-    # ------------------------------------------------------------ storage
-
-    def save(self, path: Path | str) -> None:
-        """Save as safetensors, which cannot execute code on loading; OBJECT columns are JSON in its header."""
-        tensors: dict[str, torch.Tensor] = {}
-        objects: dict[str, list[Any]] = {}
-        for name, column in self.columns.items():
-            if isinstance(column, Ragged):
-                tensors[f"{name}.values"], tensors[f"{name}.offsets"] = column.values.clone(), column.offsets.clone()
-            elif isinstance(column, torch.Tensor):
-                tensors[name] = column.clone()
-            else:
-                objects[name] = column.tolist()
-        try:
-            header = {"format": FORMAT, "objects": json.dumps(objects)}
-        except TypeError as error:
-            raise ValueError(f"save: an object column holds something that JSON cannot express: {error}") from error
-        target = Path(path)
-        partial = target.with_name(target.name + ".partial")
-        save_tensors(tensors, partial, {**header, "order": json.dumps(list(self.columns))})
-        partial.replace(target)
-
-    @staticmethod
-    def load(path: Path | str) -> DataProto:
-        from safetensors import safe_open
-
-        with safe_open(str(path), framework="pt") as file:
-            header = file.metadata() or {}
-            if header.get("format") != FORMAT:
-                raise ValueError(f"{path} is not a saved batch: its format is {header.get('format')!r}, expected {FORMAT!r}")
-            objects: dict[str, list[Any]] = json.loads(header["objects"])
-            columns: dict[str, Column] = {}
-            for name in json.loads(header["order"]):
-                if name in objects:
-                    columns[name] = object_column(objects[name])
-                elif f"{name}.values" in file.keys():  # noqa: SIM118 - the file is no mapping
-                    columns[name] = Ragged(file.get_tensor(f"{name}.values"), file.get_tensor(f"{name}.offsets"))
-                else:
-                    columns[name] = file.get_tensor(name)
-            return DataProto(columns)
 
     def __reduce__(self) -> tuple[Any, ...]:
         columns = {name: to_numpy(column) if isinstance(column, torch.Tensor) else column for name, column in self.columns.items()}
@@ -256,14 +197,6 @@ def _check_column(name: str, column: Column) -> None:
         raise ValueError(f"column {name!r} must have {entry} per entry, got values of shape {tuple(column.values.shape)}")
     if isinstance(column, torch.Tensor) and (column.dim() != 1 or column.device.type != "cpu"):
         raise ValueError(f"column {name!r} must be [rows] in host memory, got {tuple(column.shape)} on {column.device}")
-
-
-def _same_column(left: Column, right: Column) -> bool:
-    if isinstance(left, Ragged) and isinstance(right, Ragged):
-        return left.equals(right)
-    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
-        return same_tensor(left, right)
-    return isinstance(left, np.ndarray) and isinstance(right, np.ndarray) and left.tolist() == right.tolist()
 
 
 def _concat_columns(name: str, columns: list[Column]) -> Column:

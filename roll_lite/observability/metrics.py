@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from roll_lite.config.problems import or_nearest
@@ -95,13 +95,6 @@ class MetricSums:
         """Add another rank's or a later step's metrics; LAST metrics take the other's value."""
         for series, (value, count) in other.entries.items():
             self._put(series, value, count)
-
-    @staticmethod
-    def merged(parts: Iterable[MetricSums]) -> MetricSums:
-        total = MetricSums()
-        for part in parts:
-            total.merge(part)
-        return total
 
     def values(self) -> dict[str, float]:
         """Values by flat name, with derived metrics; means over no items are left out."""

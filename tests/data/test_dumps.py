@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from support_dumps import PROMPT, TEMPERATURES, Blocks, batch, record, sample, write
+from support_dumps import PROMPT, TEMPERATURES, Blocks, assert_same, batch, record, sample, write
 
 from roll_lite.data import dumps
 from roll_lite.data.dump_files import METADATA, read_header
@@ -60,11 +60,6 @@ def trained(rows: DataProto) -> DataProto:
         ),
     }
     return rows.with_columns(**columns)
-
-
-def assert_same(found: DataProto, expected: DataProto) -> None:
-    assert set(found.keys()) == set(expected.keys())
-    assert expected.union(found) is not None, "union refuses columns that differ in a bit"
 
 
 @pytest.mark.parametrize("row_group_tokens", [1, 8, 2**21])

@@ -83,12 +83,10 @@ def test_take(rows: list[Row], data: st.DataObject) -> None:
 
 @properties
 @given(plain_rows(), st.data())
-def test_uneven_split_and_concat(rows: list[Row], data: st.DataObject) -> None:
+def test_uneven_slices_and_concat(rows: list[Row], data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(rows)), max_size=4)))
-    sizes = [b - a for a, b in zip([0, *cuts], [*cuts, len(rows)], strict=True)]
     batch = batch_of(rows)
-    parts = batch.split(sizes)
-    assert [len(part) for part in parts] == sizes
+    parts = [batch.slice(start, stop) for start, stop in zip([0, *cuts], [*cuts, len(rows)], strict=True)]
     joined = DataProto.concat(parts)
     assert rows_of(joined) == rows
     assert joined.keys() == batch.keys()
@@ -101,18 +99,6 @@ def test_group_by(rows: list[Row], key: str) -> None:
     assert list(groups) == list(dict.fromkeys(row[key] for row in rows))
     for value, group in groups.items():
         assert rows_of(group) == [row for row in rows if row[key] == value]
-
-
-@properties
-@given(plain_rows())
-def test_save_and_load(tmp_path_factory: pytest.TempPathFactory, rows: list[Row]) -> None:
-    path = tmp_path_factory.mktemp("batch") / "batch.safetensors"
-    batch = batch_of(rows)
-    batch.save(path)
-    loaded = DataProto.load(path)
-    assert rows_of(loaded) == rows
-    assert loaded.keys() == batch.keys()
-    assert [column.dtype for column in loaded.columns.values()] == [column.dtype for column in batch.columns.values()]
 
 
 @properties
@@ -161,18 +147,6 @@ def test_a_batch_cannot_be_changed() -> None:
         batch.columns = {}  # type: ignore[misc]
 
 
-def test_union_wants_shared_columns_to_be_the_same() -> None:
-    batch = example()
-    left, right = batch.select(["sample", "input_ids"]), batch.select(["sample", "score", "domain", "values"])
-    assert rows_of(left.union(right).select(batch.keys())) == rows_of(batch)
-    with pytest.raises(ValueError, match="'score', with different contents"):
-        batch.union(batch.with_columns(score=torch.zeros(4)))
-    with pytest.raises(ValueError, match="'domain', with different contents"):
-        batch.union(batch.with_columns(domain=object_column(["math", "math", "math", "code"])))
-    nans = batch.with_columns(score=torch.full((4,), float("nan")))
-    assert len(nans.union(nans)) == 4
-
-
 def test_undeclared_and_mistyped_columns_are_refused() -> None:
     with pytest.raises(ValueError, match=r"'imput_ids' is not declared.*did you mean 'input_ids'"):
         DataProto({"imput_ids": torch.zeros(1)})
@@ -204,8 +178,6 @@ def test_mistakes_in_calls_are_refused() -> None:
     batch = example()
     with pytest.raises(KeyError, match="no column 'returns' in this batch; it has sample, score"):
         batch["returns"]
-    with pytest.raises(ValueError, match="must add up to the 4 rows"):
-        batch.split([1, 2])
     with pytest.raises(ValueError, match="one lacks score"):
         DataProto.concat([batch, batch.select(["sample", "domain", "input_ids", "values"])])
     with pytest.raises(ValueError, match="several entries per row"):
@@ -215,17 +187,6 @@ def test_mistakes_in_calls_are_refused() -> None:
     with pytest.raises(ValueError, match="no column of tokens"):
         batch.select(["score"]).lengths  # noqa: B018
     assert "score" in batch and "returns" not in batch
-
-
-def test_saving_what_json_cannot_hold_is_refused_and_other_files_are_not_loaded(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="JSON cannot express"):
-        example().with_columns(domain=object_column([object()] * 4)).save(tmp_path / "a")
-    assert list(tmp_path.iterdir()) == []
-    from safetensors.torch import save_file
-
-    save_file({"score": torch.zeros(1)}, tmp_path / "b")
-    with pytest.raises(ValueError, match="is not a saved batch"):
-        DataProto.load(tmp_path / "b")
 
 
 def test_columns_of_vectors() -> None:
@@ -241,12 +202,6 @@ def test_columns_of_vectors() -> None:
         DataProto({"kept_ids": Ragged.from_rows([torch.tensor([1, 2], dtype=torch.int32)])})
     with pytest.raises(ValueError, match="'values' must have one number per entry"):
         DataProto({"values": Ragged.from_rows([torch.zeros(2, 3)])})
-
-
-def test_columns_of_vectors_are_saved(tmp_path: Path) -> None:
-    batch = DataProto({"distribution": Ragged.from_rows([torch.randn(2, 5), torch.randn(1, 5)])})
-    batch.save(tmp_path / "batch")
-    assert DataProto.load(tmp_path / "batch").ragged("distribution").equals(batch.ragged("distribution"))
 
 
 def test_files_of_tensors_have_the_mode_that_the_umask_gives(tmp_path: Path) -> None:

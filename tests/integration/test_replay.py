@@ -16,6 +16,7 @@ import pytest
 import torch
 from engine_harness import require
 from safetensors.torch import load_file
+from support_dumps import assert_same
 
 from roll_lite.data.dumps import load_dump
 
@@ -176,11 +177,11 @@ def test_rollouts_alone_are_generated_with_the_model_as_it_is_and_go_on_from_a_c
     first, second = (load_dump(alone / "dumps" / f"step_00000{step}.parquet") for step in (1, 2))
     assert set(second.tensor("min_version").tolist()) == {0}, "the weights never change"
     full = load_dump(recorded / "dumps" / "step_000001.parquet")
-    assert full.union(first) is not None, "a full run's first batch comes from the same weights"
+    assert_same(full, first)  # a full run's first batch comes from the same weights
     (tmp_path / "resumed").mkdir()
     resumed = run(tmp_path / "resumed", "tiny_ppo", "mode=rollout_only", f"checkpoint.resume={alone / 'checkpoints' / 'step_000001'}")
     assert [path.name for path in (resumed / "dumps").iterdir()] == ["step_000002.parquet"]
-    assert load_dump(resumed / "dumps" / "step_000002.parquet").union(second) is not None
+    assert_same(load_dump(resumed / "dumps" / "step_000002.parquet"), second)
     trained = run(tmp_path / "trained", "tiny_grpo", "mode=train_only", f"replay.path={resumed}", "algorithm.old_log_probs=rollout")
     assert metrics(trained)[1]["rollout/staleness"] == 1.0, "one update older than the policy in training"
 

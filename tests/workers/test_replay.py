@@ -10,6 +10,7 @@ import numpy as np
 import pandas
 import pytest
 from rollout_cases import engines, rollouts, spec_of, toy_model
+from support_dumps import assert_same
 
 from roll_lite.config.schema.domains import GroupFilterConfig
 from roll_lite.config.schema.models import ModelConfig
@@ -37,11 +38,6 @@ def whole(batch: RolloutBatch) -> DataProto:
     travelling = Batch(batch.rows, batch.blocks)
     (shard,) = travelling.shards([np.arange(len(batch.rows))], travelling.keys())
     return shard.materialize()
-
-
-def assert_same(found: DataProto, expected: DataProto) -> None:
-    assert set(found.keys()) == set(expected.keys())
-    assert found.union(expected) is not None, "union refuses columns that differ in a bit"
 
 
 def dumping(spec: RolloutSpec, folder: Path, **further: Any) -> RolloutSpec:

@@ -78,7 +78,7 @@ def batch_of(result: RolloutResult) -> DataProto:
     """Rows and tokens together, as a shard gives them to a rank."""
     places = [sample.transcript.tokens for sample in result.groups[0].samples]
     tokens = [place.block.slice(place.row, place.row + 1) for place in places if place is not None]
-    return rows_of(result.groups, {"toy": 1.0}).union(DataProto.concat(tokens))
+    return rows_of(result.groups, {"toy": 1.0}).with_columns(**DataProto.concat(tokens).columns)
 
 
 def test_segments_and_masks_by_hand() -> None:

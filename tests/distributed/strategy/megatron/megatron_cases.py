@@ -139,7 +139,8 @@ def shard(batch: DataProto, strategy: MegatronStrategy, sizes: Sequence[int] | N
     if sizes is None:
         share = -(-len(batch) // layout.data_size)
         sizes = [min(share, max(0, len(batch) - share * rank)) for rank in range(layout.data_size)]
-    return batch.split(sizes)[layout.data_rank]
+    start = sum(sizes[: layout.data_rank])
+    return batch.slice(start, start + sizes[layout.data_rank])
 
 
 def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
