@@ -24,8 +24,7 @@ from roll_lite.data.minibatches import MiniBatch
 from roll_lite.data.proto import DataProto
 from roll_lite.distributed.dataflow import Batch
 from roll_lite.files import FileRecord, record
-from roll_lite.pipeline.clusters import Clusters, Model
-from roll_lite.pipeline.devices import states
+from roll_lite.pipeline.clusters import Model, Models, states
 from roll_lite.pipeline.skipped_updates import Skipped
 from roll_lite.workers.actor import ActorWorker
 
@@ -43,7 +42,7 @@ class BatchFiles:
         self._shared = shared
         self.are_written = batches_are_written(config)
 
-    def keep_start(self, clusters: Clusters) -> None:
+    def keep_start(self, models: Models) -> None:
         """Keep start weights: copies of adapters and small models, paths of others."""
         if not self.are_written:
             return
@@ -55,8 +54,8 @@ class BatchFiles:
             described["models"][role] = self._keep(path.resolve(), start / role)
         (start / "models.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
         if self._config.actor_train.lora is not None:
-            with clusters.actor.loaded(states(Phase.FINAL_MODEL)):
-                clusters.actor.ranks.all(ActorWorker.save_adapters, (start / "adapters").resolve())
+            with models.actor.loaded(states(Phase.FINAL_MODEL)):
+                models.actor.ranks.all(ActorWorker.save_adapters, (start / "adapters").resolve())
 
     def _keep(self, source: Path, copy: Path) -> dict[str, Any]:
         files = _files_of(source)

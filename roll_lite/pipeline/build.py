@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -36,7 +35,7 @@ from roll_lite.distributed.strategy.inference.life import EngineMemory
 from roll_lite.models.model_files import tokenizer_checksum, zero_embeddings
 from roll_lite.pipeline.batch_files import BatchFiles
 from roll_lite.pipeline.checkpoint import Checkpoints
-from roll_lite.pipeline.clusters import Clusters, Engines, Model, RewardModels
+from roll_lite.pipeline.clusters import Engines, Model, Models, RewardModels
 from roll_lite.pipeline.journal import Journal
 from roll_lite.pipeline.nodes import check_nodes
 from roll_lite.pipeline.rlvr import RLVRPipeline
@@ -65,16 +64,10 @@ def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal
         journal.console.message(
             f"run_dir: {', '.join(apart)} do not share {folder}: logs of their workers stay there, the driver writes the batches"
         )
-    live = start.live(journal) if generates(config) else None
+    models = start.models()
+    live = start.live(models, journal) if generates(config) else None
     source = live or ReplayedRollouts(start.replay())
-    models = start.models() if trains(config) else Clusters(None)
-    initialize(models.models, live)
-    if live is not None and trains(config):
-        workers, dtype = model_parallel_size(config.actor_infer), infer_dtype(config)
-        experts = config.actor_infer.strategy.expert_parallel
-        sync_config = config.weight_sync.model_copy(update={"verify": verification(config)})
-        sync = WeightSync(models.actor, live.engines.replicas, live.rollouts, sync_config, workers, dtype, experts)
-        source = replace(live, weights=sync)
+    initialize(models.all, live)
     for line in live.notes() if live is not None else []:
         journal.console.message(line)
     batch_files = BatchFiles(config, folder, shared=not apart)
@@ -153,18 +146,25 @@ class Starter:
         environment = {key: os.environ.get(key, value) for key, value in QUIET.items()}
         return ClusterSpec(name, slots, threads, environment, self.session.log_folder, timeout_s=self.config.limits.other or None)
 
-    def live(self, journal: Journal) -> LiveRollouts:
-        config = self.config
-        parts = self.engines(), self.rollouts(), self.reward_models(), self.judges()
-        return LiveRollouts(*parts, config.rollout.prompts_per_step, journal)
+    def live(self, models: Models, journal: Journal) -> LiveRollouts:
+        config, role = self.config, self.config.actor_infer
+        engines, rollouts, weights = self.engines(), self.rollouts(), None
+        if trains(config):
+            sizes = model_parallel_size(role), infer_dtype(config), role.strategy.expert_parallel
+            settings = config.weight_sync.model_copy(update={"verify": verification(config)})
+            weights = WeightSync(models.actor, engines.replicas, rollouts, settings, *sizes)
+        prompts = config.rollout.prompts_per_step
+        return LiveRollouts(engines, rollouts, self.reward_models(), self.judges(), prompts, journal, weights)
 
-    def models(self) -> Clusters:
+    def models(self) -> Models:
         config = self.config
+        if not trains(config):
+            return Models(None)
         policy = AdaptedActorWorker if actor_is_reference(config) else ActorWorker
         actor = self.model("actor_train", config.actor_train, policy, config.algorithm, len(config.domains))
         reference = self.model("reference", config.reference, ReferenceWorker) if config.reference else None
         critic = self.model("critic", config.critic, CriticWorker, config.algorithm, len(config.domains)) if config.critic else None
-        return Clusters(actor, reference, critic)
+        return Models(actor, reference, critic)
 
     def replay(self) -> Cluster[ReplayWorker]:
         assert self.config.replay.path is not None, "the configuration was not checked"

@@ -28,8 +28,7 @@ from roll_lite.pipeline.checkpoint_files import (
     steps_of,
     write_list,
 )
-from roll_lite.pipeline.clusters import Clusters, Model
-from roll_lite.pipeline.devices import states
+from roll_lite.pipeline.clusters import Model, Models, states
 from roll_lite.pipeline.sources import BatchSource
 from roll_lite.workers.model import ModelWorker
 
@@ -53,7 +52,7 @@ class Checkpoints:
         self._run_folder = run_folder
         self._running: Unfinished | None = None
 
-    def save(self, clusters: Clusters, source: BatchSource, pipeline: dict[str, Any]) -> Path:
+    def save(self, models: Models, source: BatchSource, pipeline: dict[str, Any]) -> Path:
         """Save a checkpoint. `pipeline`: the driver's state. With checkpoint.asynchronous the folder exists only after `finish_if_written`
         or `finish`."""
         self.finish()
@@ -62,8 +61,8 @@ class Checkpoints:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         asynchronous = self._config.checkpoint.asynchronous
-        models = self._stateful(clusters)
-        for role, model in models.items():
+        saved = self._stateful(models)
+        for role, model in saved.items():
             (folder / role).mkdir()
             with model.loaded(states(Phase.CHECKPOINT)):
                 model.ranks.all(ModelWorker.start_checkpoint, (folder / role).resolve(), asynchronous)
@@ -75,7 +74,7 @@ class Checkpoints:
             "config": self._config.model_dump(mode="json"),
         }
         (folder / STATE_FILE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
-        self._running = Unfinished(folder, models)
+        self._running = Unfinished(folder, saved)
         if not asynchronous:
             self.finish()
         return whole
@@ -130,43 +129,43 @@ class Checkpoints:
             if not settings.keep_every or steps_of(old) % settings.keep_every:
                 shutil.rmtree(old.rename(old.with_name(f"{old.name}.removed")))
 
-    def load(self, clusters: Clusters, source: BatchSource) -> dict[str, Any] | None:
+    def load(self, models: Models, source: BatchSource) -> dict[str, Any] | None:
         """Load `checkpoint.resume` after verifying all checksums. Returns the driver's state; None without `resume`."""
         if self._config.checkpoint.resume is None:
             return None
         folder = resumption(self._config.checkpoint.resume).checkpoint
         state, wanted = read_state(folder), read_list(folder) or {}
-        models = self._stateful(clusters)
-        if missing := [role for role in models if not (folder / role).is_dir()]:
+        saved = self._stateful(models)
+        if missing := [role for role in saved if not (folder / role).is_dir()]:
             raise ValueError(f"checkpoint.resume: {folder} holds nothing for {', '.join(missing)}; was it written without?")
-        for role, model in models.items():
+        for role, model in saved.items():
             own = sorted(name for name in wanted if name.startswith(f"{role}/"))
             # The ranks share the reading.
             for records in model.ranks.all(ModelWorker.file_records, folder.resolve(), own) if own else ():
                 check_sums(folder, wanted, records.items())
-        for role, model in models.items():
+        for role, model in saved.items():
             with model.loaded(states(Phase.CHECKPOINT)):
                 model.ranks.all(ModelWorker.load_checkpoint, (folder / role).resolve())
         source.load_state_dict(state["rollouts"])
         return state["pipeline"]
 
-    def export_model(self, clusters: Clusters) -> Path:
+    def export_model(self, models: Models) -> Path:
         """Export the actor to `model/`, the critic to `critic/`, in Hugging Face format."""
-        for role, model in clusters.trained.items():
+        for role, model in models.trained.items():
             with model.loaded(states(Phase.FINAL_MODEL)):
                 self._save_hf(model, role, EXPORTED[role], average=False)
-        if self._config.actor_train.ema is not None and "actor_train" in clusters.trained:
-            with clusters.actor.loaded(states(Phase.NEW_REFERENCE)):
-                self._save_hf(clusters.actor, "actor_train", "model_ema", average=True)
+        if self._config.actor_train.ema is not None and "actor_train" in models.trained:
+            with models.actor.loaded(states(Phase.NEW_REFERENCE)):
+                self._save_hf(models.actor, "actor_train", "model_ema", average=True)
         return self._run_folder / EXPORTED["actor_train"]
 
-    def refresh_reference(self, clusters: Clusters, refresh: RefreshConfig) -> None:
+    def refresh_reference(self, models: Models, refresh: RefreshConfig) -> None:
         """Copy the actor, or its average, to the reference through files: their layouts may differ."""
-        with clusters.actor.loaded(states(Phase.NEW_REFERENCE)):
-            folder = self._save_hf(clusters.actor, "actor_train", "reference", refresh.weights == "ema")
-        assert clusters.reference is not None
-        with clusters.reference.loaded(states(Phase.NEW_REFERENCE)):
-            clusters.reference.ranks.all(ModelWorker.load_hf, folder)
+        with models.actor.loaded(states(Phase.NEW_REFERENCE)):
+            folder = self._save_hf(models.actor, "actor_train", "reference", refresh.weights == "ema")
+        assert models.reference is not None
+        with models.reference.loaded(states(Phase.NEW_REFERENCE)):
+            models.reference.ranks.all(ModelWorker.load_hf, folder)
         shutil.rmtree(folder)
 
     def _save_hf(self, model: Model[Any], role: str, name: str, average: bool) -> Path:
@@ -175,12 +174,12 @@ class Checkpoints:
         expect_files(folder, sizes, role)
         return folder
 
-    def _stateful(self, clusters: Clusters) -> dict[str, Model[Any]]:
+    def _stateful(self, models: Models) -> dict[str, Model[Any]]:
         """Models in a checkpoint: trained ones, and a reference that follows them."""
-        models: dict[str, Model[Any]] = {**clusters.trained}
-        if follows_actor(self._config.reference) and clusters.reference is not None:
-            models["reference"] = clusters.reference
-        return models
+        stateful: dict[str, Model[Any]] = {**models.trained}
+        if follows_actor(self._config.reference) and models.reference is not None:
+            stateful["reference"] = models.reference
+        return stateful
 
 
 def expect_files(folder: Path, sizes: Mapping[str, int], role: str) -> None:

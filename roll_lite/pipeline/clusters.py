@@ -1,9 +1,15 @@
-"""Clusters as the pipeline sees them."""
+"""Clusters as the pipeline sees them, and their turns on devices, by the table in `config/device_phases.py`.
+
+Roles with `offload: true` are loaded only while they work, one after the other on a shared device, otherwise in parallel. The rollout service
+loads reward models.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -11,36 +17,49 @@ import numpy as np
 import torch
 
 from roll_lite.config.arithmetic import device_numbers
-from roll_lite.config.device_phases import Phase
+from roll_lite.config.device_phases import PHASES, Phase, startable
 from roll_lite.config.schema.models import ForwardRoleConfig, InferRoleConfig, RewardModelConfig
 from roll_lite.data.keys import Columns
 from roll_lite.data.minibatches import MiniBatch, balanced_partition, row_costs, spread
-from roll_lite.distributed.cluster import Cluster, Pending
+from roll_lite.distributed.cluster import Cluster, ClusterDead, Pending, first_done, gather
 from roll_lite.distributed.dataflow import Batch, BatchShard, Block
 from roll_lite.distributed.strategy.base import Moved, StateGroup
 from roll_lite.distributed.strategy.inference.life import EngineMemory
-from roll_lite.pipeline.devices import engine_memory, loaded
 from roll_lite.workers.actor import ActorWorker
 from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.model import CriticWorker, ModelWorker, ReferenceWorker, TrainShare
 from roll_lite.workers.reward_model import RewardModelWorker
 
 W = TypeVar("W", bound=ModelWorker)
+R = TypeVar("R")
 
 
-@dataclass(frozen=True)
-class Model(Generic[W]):
-    ranks: Cluster[W]
-    role: ForwardRoleConfig
-    worker: type[W]
+class Movable(ABC):
+    """Role whose state is loaded and offloaded in named parts."""
+
+    role: ForwardRoleConfig | InferRoleConfig
 
     @property
     def offloads(self) -> bool:
+        """True if loaded only while it works (`offload: true`)."""
         return self.role.offload
 
     @property
     def devices(self) -> tuple[int, ...]:
         return device_numbers(self.role.devices)
+
+    @abstractmethod
+    def start_load(self, parts: Sequence[Any]) -> Pending[Any]: ...
+
+    @abstractmethod
+    def start_offload(self, parts: Sequence[Any]) -> Pending[Any]: ...
+
+
+@dataclass(frozen=True)
+class Model(Movable, Generic[W]):
+    ranks: Cluster[W]
+    role: ForwardRoleConfig
+    worker: type[W]
 
     def start_load(self, parts: Sequence[StateGroup]) -> Pending[list[None]]:
         return self.ranks.start_all(ModelWorker.load, parts)
@@ -73,7 +92,7 @@ class Model(Generic[W]):
 
 
 @dataclass(frozen=True)
-class Engines:
+class Engines(Movable):
     """Engine replicas. Calls leave out lost ones; the rollout service watches them and knows the causes."""
 
     replicas: Cluster[InferWorker]
@@ -88,14 +107,6 @@ class Engines:
         for turn in range(1, self.turns):
             self.replicas.all(InferWorker.initialize, turn, self.turns)
 
-    @property
-    def offloads(self) -> bool:
-        return self.role.offload
-
-    @property
-    def devices(self) -> tuple[int, ...]:
-        return device_numbers(self.role.devices)
-
     def start_load(self, parts: Sequence[EngineMemory]) -> Pending[dict[int, None]]:
         return self.replicas.start_each(InferWorker.load, parts)
 
@@ -104,7 +115,7 @@ class Engines:
 
     def loaded(self, phase: Phase, beside: Sequence[tuple[Model[Any], Sequence[StateGroup]]] = ()) -> AbstractContextManager[None]:
         """Load the parts that the phase needs inside the block. A weight update needs only weights, which leaves room for the trainer's."""
-        return loaded(self, engine_memory(phase), beside)
+        return loaded(self, tuple(EngineMemory(part) for part in PHASES[phase].parts["actor_infer"]), beside)
 
 
 @dataclass(frozen=True)
@@ -128,7 +139,9 @@ class RewardModels:
 
 
 @dataclass(frozen=True)
-class Clusters:
+class Models:
+    """Models that train, and the reference."""
+
     policy: Model[ActorWorker] | None
     """None if nothing trains."""
     reference: Model[ReferenceWorker] | None = None
@@ -140,12 +153,12 @@ class Clusters:
         return self.policy
 
     @property
-    def models(self) -> list[Model[Any]]:
+    def all(self) -> list[Model[Any]]:
         return [model for model in (self.reference, self.policy, self.critic) if model is not None]
 
     def take_moved(self) -> dict[str, list[Moved]]:
         """Loads and offloads since the last call, of roles with `offload: true`."""
-        return {model.ranks.name: model.ranks.all(ModelWorker.take_moved) for model in self.models if model.offloads}
+        return {model.ranks.name: model.ranks.all(ModelWorker.take_moved) for model in self.all if model.offloads}
 
     @property
     def trained(self) -> dict[str, Model[ActorWorker] | Model[CriticWorker]]:
@@ -156,3 +169,86 @@ class Clusters:
 def lengths(batch: Batch) -> torch.Tensor:
     """Tokens by row, prompt and response."""
     return batch.rows.tensor("prompt_length") + batch.rows.tensor("response_length")
+
+
+# ---------------------------------------------------------------- turns on devices
+
+
+def states(phase: Phase) -> tuple[StateGroup, ...]:
+    """State groups loaded in this phase; the table gives all roles but the engines the same ones, except in `generate`."""
+    (parts,) = {parts for role, parts in PHASES[phase].parts.items() if role != "actor_infer"}
+    return tuple(StateGroup(part) for part in parts)
+
+
+@dataclass(frozen=True)
+class DeviceTurn(Generic[R]):
+    role: Movable
+    start: Callable[[], Pending[R]]
+    took: Callable[[float], None] = lambda seconds: None
+    """Gets the turn's seconds, load and offload included."""
+
+
+@contextmanager
+def loaded(role: Movable, parts: Sequence[Any], beside: Sequence[tuple[Movable, Sequence[Any]]] = ()) -> Iterator[None]:
+    """Load parts of a role inside the block and offload them, even after a failure. `beside`: roles loaded concurrently; their owner
+    offloads them."""
+    try:
+        gather(*(one.start_load(its) for one, its in [(role, parts), *beside] if one.offloads))
+        yield
+    except BaseException:
+        for one, its in [(role, parts), *beside]:
+            _abandon([one], its)
+        raise
+    if role.offloads:
+        role.start_offload(parts).result()
+
+
+def take_turns(turns: Sequence[DeviceTurn[R]], parts: Sequence[Any]) -> list[R]:
+    """Results of all turns, in order. A turn starts when no other role is loaded on its devices."""
+    waiting = list(range(len(turns)))
+    present: dict[int, Generator[Pending[Any], Any, R]] = {}
+    pending: dict[int, Pending[Any]] = {}
+    begun: dict[int, float] = {}
+    results: dict[int, R] = {}
+    try:
+        while waiting or present:
+            for number in startable(waiting, list(present), lambda one, other: exclude_each_other(turns[one].role, turns[other].role)):
+                waiting.remove(number)
+                begun[number] = time.perf_counter()
+                present[number] = _stages(turns[number], parts)
+                pending[number] = next(present[number])
+            done = first_done(list(pending.values()))
+            for number in [number for number, one in pending.items() if one in done]:
+                try:
+                    pending[number] = present[number].send(pending[number].result())
+                except StopIteration as end:
+                    results[number] = end.value
+                    turns[number].took(time.perf_counter() - begun[number])
+                    del present[number], pending[number]
+    except BaseException:
+        _abandon([turns[number].role for number in present], parts)
+        raise
+    return [results[number] for number in range(len(turns))]
+
+
+def _stages(turn: DeviceTurn[R], parts: Sequence[Any]) -> Generator[Pending[Any], Any, R]:
+    """Start a turn's calls one after another: load, work, offload. Yields each pending call, and is sent its result. Returns the work's
+    result."""
+    if turn.role.offloads:
+        yield turn.role.start_load(parts)
+    result: R = yield turn.start()
+    if turn.role.offloads:
+        yield turn.role.start_offload(parts)
+    return result
+
+
+def exclude_each_other(one: Movable, other: Movable) -> bool:
+    return one.offloads and other.offloads and not set(one.devices).isdisjoint(other.devices)
+
+
+def _abandon(roles: Iterable[Movable], parts: Sequence[Any]) -> None:
+    """Start offloading after a failure, without waiting: ranks may hang."""
+    for role in roles:
+        if role.offloads:
+            with suppress(ClusterDead):
+                role.start_offload(parts)

@@ -20,8 +20,7 @@ from roll_lite.observability.timers import phase
 from roll_lite.pipeline.agreement import Agreement
 from roll_lite.pipeline.batch_files import BatchFiles
 from roll_lite.pipeline.checkpoint import Checkpoints
-from roll_lite.pipeline.clusters import Clusters, Model
-from roll_lite.pipeline.devices import DeviceTurn, states, take_turns
+from roll_lite.pipeline.clusters import DeviceTurn, Model, Models, states, take_turns
 from roll_lite.pipeline.early_passes import EarlyPasses
 from roll_lite.pipeline.journal import Journal
 from roll_lite.pipeline.shaping import RewardShaping
@@ -36,7 +35,7 @@ class RLVRPipeline:
     def __init__(
         self,
         config: RunConfig,
-        clusters: Clusters,
+        models: Models,
         source: BatchSource,
         journal: Journal,
         checkpoints: Checkpoints,
@@ -45,7 +44,7 @@ class RLVRPipeline:
     ) -> None:
         self.config = config
         self.algorithm = config.algorithm
-        self.clusters = clusters
+        self.models = models
         self.source = source
         self.journal = journal
         self.checkpoints = checkpoints
@@ -77,7 +76,7 @@ class RLVRPipeline:
             while self.steps_done < self.config.steps:
                 with self.journal.step(self.steps_done + 1):
                     self.step()
-                    self.journal.moved(self.clusters.take_moved())
+                    self.journal.moved(self.models.take_moved())
                 self.between_steps()
         self.export_model()
 
@@ -90,7 +89,7 @@ class RLVRPipeline:
             with self.source.loaded(Phase.GENERATE, self.version):
                 batch = self.generate()
         batch = self.shape_rewards(batch)
-        if self.clusters.trained and len(batch) > 0:
+        if self.models.trained and len(batch) > 0:
             self.compute_log_probs(batch)
             self.assign_credit(batch)
             self.write_batch(batch)
@@ -134,7 +133,7 @@ class RLVRPipeline:
     @phase("advantages")
     def assign_credit(self, batch: Batch) -> None:
         """Turn rewards and KL into advantages, on the actor's ranks."""
-        actor, kl_coef = self.clusters.actor, self.kl_in_reward.coef
+        actor, kl_coef = self.models.actor, self.kl_in_reward.coef
         self.kl_coefs = {"kl_in_reward": kl_coef, "kl_in_loss": self.kl_in_loss.coef}
         reports = actor.ranks.heads_scatter(ActorWorker.assign_credit, actor.shards(batch, self.credit_columns), kl_coef)
         batch.add(report.block for report in reports)
@@ -149,13 +148,13 @@ class RLVRPipeline:
     def write_batch(self, batch: Batch) -> None:
         """Write the losses' inputs, if configured."""
         if self.batch_files.are_written:
-            self.batch_files.write(self.steps_done + 1, self.clusters.actor, batch, self.cut(batch), self.kl_coefs)
+            self.batch_files.write(self.steps_done + 1, self.models.actor, batch, self.cut(batch), self.kl_coefs)
 
     @phase("train")
     def train(self, batch: Batch) -> None:
         """Train actor and critic, each in one call for all epochs and mini-batches."""
         mini_batches, kl_coef = self.cut(batch), self.kl_in_loss.coef
-        actor, critic = self.clusters.actor, self.clusters.critic
+        actor, critic = self.models.actor, self.models.critic
         turns: dict[str, DeviceTurn[list[list[Update]]]] = {}
         supervised: list[DataProto] = []
         if self.steps_done >= self.algorithm.critic_warmup_steps:
@@ -210,11 +209,11 @@ class RLVRPipeline:
     @phase("checkpoint")
     def refresh_reference(self) -> None:
         assert self.refresh is not None
-        self.checkpoints.refresh_reference(self.clusters, self.refresh)
+        self.checkpoints.refresh_reference(self.models, self.refresh)
 
     @phase("checkpoint")
     def save_checkpoint(self) -> None:
-        self.checkpoints.save(self.clusters, self.source, self.state_dict())
+        self.checkpoints.save(self.models, self.source, self.state_dict())
 
     @phase("checkpoint")
     def look_at_checkpoint(self) -> None:
@@ -224,10 +223,10 @@ class RLVRPipeline:
     def export_model(self) -> None:
         self.checkpoints.finish()
         if self.config.checkpoint.export_model:
-            self.checkpoints.export_model(self.clusters)
+            self.checkpoints.export_model(self.models)
 
     def resume(self) -> None:
-        state = self.checkpoints.load(self.clusters, self.source)
+        state = self.checkpoints.load(self.models, self.source)
         if state is not None:
             self.steps_done, self.version = state["steps_done"], state["version"]
             state = {"skipped": {}, "ptx": {}, "agreement": {}, **state}  # an older checkpoint has none
@@ -246,7 +245,7 @@ class RLVRPipeline:
 
     def wanted(self) -> list[tuple[Model[Any], list[str]]]:
         """Models with a forward pass, and the columns it computes."""
-        return [(model, columns) for model in self.clusters.models if (columns := self.wanted_of(model))]
+        return [(model, columns) for model in self.models.all if (columns := self.wanted_of(model))]
 
     def wanted_of(self, model: Model[Any]) -> list[str]:
         """Columns that the model computes and something reads."""
@@ -269,7 +268,7 @@ class RLVRPipeline:
     def with_supervised(self, shares: list[TrainShare]) -> list[TrainShare]:
         if self.ptx is None:
             return shares
-        ranks = self.clusters.actor.ranks
+        ranks = self.models.actor.ranks
         further = self.ptx.shares(len(shares[0].mini_batches), len(shares), ranks.layouts[0].attention_par)
         return [replace(share, supervised=rows) for share, rows in zip(shares, further, strict=True)]
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from roll_lite.config.arithmetic import generates_ahead, held_out_sampling
 from roll_lite.config.device_phases import Phase
@@ -14,8 +15,7 @@ from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.proto import DataProto
 from roll_lite.distributed.cluster import Cluster, Pending
 from roll_lite.observability.console import RunConsole
-from roll_lite.pipeline.clusters import Engines, RewardModels
-from roll_lite.pipeline.devices import states
+from roll_lite.pipeline.clusters import Engines, RewardModels, states
 from roll_lite.pipeline.journal import Journal
 from roll_lite.pipeline.weights import Pushed, WeightSync
 from roll_lite.scheduler.stats import Progress, RolloutStats
@@ -29,33 +29,42 @@ HeldOut = tuple[DataProto, RolloutStats]
 """Rows and statistics of held-out samples."""
 
 
-class BatchSource(Protocol):
+class BatchSource(ABC):
+    """Source of batches. The defaults are those of one that has no engines and keeps no state."""
+
     def loaded(self, phase: Phase, version: int) -> AbstractContextManager[None]:
         """Load the engine parts of the phase inside the block. `version`: of the actor's weights; if it is still to be sent, the trainer's
         weights are loaded too."""
+        return nullcontext()
 
     def sync(self, version: int) -> Pushed | None:
         """Send the actor's weights to the engines; None if they need none."""
+        return None
 
+    @abstractmethod
     def next_batch(self, step: int, meanwhile: Callable[[Cluster[RolloutWorker]], None]) -> RolloutBatch:
         """Wait for the next batch. `meanwhile` is called about once a second and must not wait."""
 
     def start_validation(self, samples: int, sampling: Mapping[str, SamplingConfig], steps_done: int) -> Pending[HeldOut]:
         """Start a validation with `samples` responses per held-out prompt; `sampling` by domain."""
+        raise NotImplementedError("held-out prompts need engines")
 
     def finish_validation(self, validation: Pending[HeldOut]) -> HeldOut:
         """Wait for the result."""
+        return validation.result()
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 (for a source with state)
+        """Restore the state."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (for a source with files or engines)
         """Write the last files and clean up."""
 
 
 @dataclass(frozen=True)
-class LiveRollouts:
+class LiveRollouts(BatchSource):
     """Batches from engines and rewards."""
 
     engines: Engines
@@ -118,35 +127,13 @@ class LiveRollouts:
 
 
 @dataclass(frozen=True)
-class ReplayedRollouts:
-    """Batches from another run's dumps."""
+class ReplayedRollouts(BatchSource):
+    """Batches from another run's dumps, by step."""
 
     reader: Cluster[ReplayWorker]
 
-    def loaded(self, phase: Phase, version: int) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def sync(self, version: int) -> None:
-        return None
-
     def next_batch(self, step: int, meanwhile: Callable[[Cluster[RolloutWorker]], None]) -> RolloutBatch:
         return self.reader.one(ReplayWorker.next_batch, step)
-
-    def start_validation(self, samples: int, sampling: Mapping[str, SamplingConfig], steps_done: int) -> Pending[HeldOut]:
-        raise AssertionError("there are no engines to answer held-out prompts")
-
-    def finish_validation(self, validation: Pending[HeldOut]) -> HeldOut:
-        raise AssertionError("none was started")
-
-    def state_dict(self) -> dict[str, Any]:
-        """Empty: the step determines the dump."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 def shown(

@@ -29,11 +29,11 @@ from roll_lite.distributed import dataflow
 from roll_lite.distributed.dataflow import Batch, put_block
 from roll_lite.distributed.worker import ROLE, Worker
 from roll_lite.models.hf_config import read_model_shape
-from roll_lite.pipeline import devices
+from roll_lite.pipeline import clusters
 from roll_lite.pipeline.batch_files import BatchFiles
 from roll_lite.pipeline.build import supervised_rows
 from roll_lite.pipeline.checkpoint import Checkpoints
-from roll_lite.pipeline.clusters import Clusters, Model
+from roll_lite.pipeline.clusters import Model, Models
 from roll_lite.pipeline.journal import Journal
 from roll_lite.pipeline.rlvr import RLVRPipeline
 from roll_lite.workers.actor import ActorWorker, AdaptedActorWorker
@@ -128,15 +128,15 @@ def run(folder: Path, recipe: str, overrides: list[str]) -> None:
     policy = AdaptedActorWorker if actor_is_reference(config) else ActorWorker
     actor = model("actor_train", policy, config.algorithm, len(config.domains))
     assert actor is not None
-    clusters: Any = Clusters(
+    models: Any = Models(
         actor, model("reference", ReferenceWorker), model("critic", CriticWorker, config.algorithm, len(config.domains))
     )
     journal, files = Journal(config, folder), BatchFiles(config, folder)
     journal.connect()
-    files.keep_start(clusters)
+    files.keep_start(models)
     generator = torch.Generator().manual_seed(3)
     source: Any = SimpleNamespace(loaded=lambda *_: nullcontext(), sync=lambda version: None)
-    pipeline: Any = RLVRPipeline(config, clusters, source, journal, Checkpoints(config, folder), files, supervised_rows(config)[0])
+    pipeline: Any = RLVRPipeline(config, models, source, journal, Checkpoints(config, folder), files, supervised_rows(config)[0])
     pipeline.generate = lambda: rollouts(actor.ranks.worker, config, generator)  # type: ignore[attr-defined]
     while pipeline.steps_done < config.steps:
         with journal.step(pipeline.steps_done + 1):
@@ -152,6 +152,6 @@ if __name__ == "__main__":
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     Worker.init_process_group = lambda self, timeout_s=0.0: None  # type: ignore[method-assign]
     dataflow.ray = SimpleNamespace(put=lambda value: value, get=lambda references: references)  # type: ignore[attr-defined]
-    devices.gather = lambda *pendings: [pending.result() for pending in pendings]  # type: ignore[attr-defined]
-    devices.first_done = lambda pendings: pendings[:1]  # type: ignore[attr-defined]
+    clusters.gather = lambda *pendings: [pending.result() for pending in pendings]  # type: ignore[attr-defined]
+    clusters.first_done = lambda pendings: pendings[:1]  # type: ignore[attr-defined]
     run(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])

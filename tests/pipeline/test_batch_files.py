@@ -23,7 +23,7 @@ from roll_lite.data.ragged import Ragged
 from roll_lite.distributed import dataflow
 from roll_lite.distributed.dataflow import Batch, put_block
 from roll_lite.pipeline.batch_files import BatchFiles
-from roll_lite.pipeline.clusters import Clusters, Model
+from roll_lite.pipeline.clusters import Model, Models
 from roll_lite.workers.actor import ActorWorker
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,7 +68,7 @@ def test_small_runs_keep_their_batches_unless_told_otherwise(
 def test_the_weights_that_training_starts_from_are_in_the_folder_or_named_with_checksums(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limit: int, path: str
 ) -> None:
-    BatchFiles(load(monkeypatch, "tiny_ppo", f"batches.copy_models_mb={limit}"), tmp_path).keep_start(Clusters(None))
+    BatchFiles(load(monkeypatch, "tiny_ppo", f"batches.copy_models_mb={limit}"), tmp_path).keep_start(Models(None))
     start = json.loads((tmp_path / "start" / "models.json").read_text())
     assert start["resumed_from"] is None and set(start["models"]) == {"actor_train", "critic"}
     actor = start["models"]["actor_train"]

@@ -19,7 +19,7 @@ from roll_lite.files import FileRecord, record
 from roll_lite.pipeline.batch_files import BatchFiles
 from roll_lite.pipeline.checkpoint import Checkpoints, expect_files
 from roll_lite.pipeline.checkpoint_files import finished_checkpoints, resumption
-from roll_lite.pipeline.clusters import Clusters
+from roll_lite.pipeline.clusters import Models
 from roll_lite.pipeline.rlvr import RLVRPipeline
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -182,10 +182,10 @@ def test_where_nothing_trains_there_is_no_average_and_no_reference_to_renew(conf
     generating = config.model_copy(update={"mode": "rollout_only", "actor_train": actor, "reference": reference})
     checkpoints = Checkpoints(generating, tmp_path)
     stub: Any = SimpleNamespace(timers=None, history=SimpleNamespace(records={1: {}}))
-    pipeline = RLVRPipeline(generating, Clusters(None), SOURCE, stub, checkpoints, BatchFiles(generating, tmp_path))
+    pipeline = RLVRPipeline(generating, Models(None), SOURCE, stub, checkpoints, BatchFiles(generating, tmp_path))
     assert pipeline.refresh is None
-    checkpoints.export_model(pipeline.clusters)
-    checkpoints.save(pipeline.clusters, SOURCE, {"steps_done": 1})
+    checkpoints.export_model(pipeline.models)
+    checkpoints.save(pipeline.models, SOURCE, {"steps_done": 1})
     assert names(tmp_path) == ["step_000001"]
 
 

@@ -31,8 +31,7 @@ from roll_lite.distributed.dataflow import Batch, put_block
 from roll_lite.distributed.placement import anywhere
 from roll_lite.observability.timers import StepTimers
 from roll_lite.pipeline.batch_files import BatchFiles
-from roll_lite.pipeline.clusters import Clusters, Model
-from roll_lite.pipeline.devices import loaded, states
+from roll_lite.pipeline.clusters import Model, Models, loaded, states
 from roll_lite.pipeline.rlvr import RLVRPipeline
 from roll_lite.workers.actor import ActorWorker
 from roll_lite.workers.model import CriticWorker, ModelRole, ModelWorker, ReferenceWorker
@@ -116,16 +115,16 @@ def pipeline(ray_local: object, tmp: Path, monkeypatch: pytest.MonkeyPatch) -> I
     reference = model("reference", config.reference, ReferenceWorker)
     critic = model("critic", config.critic, CriticWorker, config.algorithm, 1)
     silent = SimpleNamespace(timers=StepTimers(), credit=lambda *_: None, updates=lambda *_: None)
-    clusters = Clusters(actor, reference, critic)
+    models = Models(actor, reference, critic)
     files = BatchFiles(config, tmp)
-    yield RLVRPipeline(config, clusters, None, silent, None, files)  # type: ignore[arg-type]
-    for one in clusters.models:
+    yield RLVRPipeline(config, models, None, silent, None, files)  # type: ignore[arg-type]
+    for one in models.all:
         one.ranks.shutdown()
 
 
 @pytest.mark.slow
 def test_one_roles_state_is_there_at_a_time(pipeline: RLVRPipeline) -> None:
-    actor, critic = pipeline.clusters.actor, pipeline.clusters.critic
+    actor, critic = pipeline.models.actor, pipeline.models.critic
     assert critic is not None
 
     def step() -> None:

@@ -14,7 +14,7 @@ import torch
 from roll_lite.data.proto import DataProto
 from roll_lite.distributed.dataflow import Batch, Block
 from roll_lite.observability.timers import StepTimers
-from roll_lite.pipeline import devices, early_passes
+from roll_lite.pipeline import clusters, early_passes
 from roll_lite.pipeline.early_passes import EarlyPasses
 from roll_lite.pipeline.rlvr import RLVRPipeline
 from roll_lite.workers.rollout import RolloutWorker
@@ -120,9 +120,9 @@ class House:
 
 @pytest.fixture
 def house(monkeypatch: pytest.MonkeyPatch) -> House:
-    for module in (devices, early_passes):
+    for module in (clusters, early_passes):
         monkeypatch.setattr(module, "gather", lambda *pendings: [pending.result() for pending in pendings])
-    monkeypatch.setattr(devices, "first_done", lambda pendings: pendings)
+    monkeypatch.setattr(clusters, "first_done", lambda pendings: pendings)
     return House([StandIn("ref_log_probs"), StandIn("old_log_probs")])
 
 

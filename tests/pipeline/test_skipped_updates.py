@@ -26,7 +26,7 @@ from roll_lite.distributed.dataflow import Batch, put_block
 from roll_lite.distributed.strategy.base import TrainResult
 from roll_lite.pipeline import rlvr
 from roll_lite.pipeline.batch_files import BatchFiles
-from roll_lite.pipeline.clusters import Clusters, Model
+from roll_lite.pipeline.clusters import Model, Models
 from roll_lite.pipeline.journal import Journal
 from roll_lite.pipeline.rlvr import RLVRPipeline
 from roll_lite.pipeline.skipped_updates import NotFinite, SkippedUpdates
@@ -184,7 +184,7 @@ def run_with(config: RunConfig, folder: Path, steps: list[list[Update]], monkeyp
     checkpoints: Any = SimpleNamespace(load=lambda *_: None, finished=nullcontext, finish_if_written=lambda: None, finish=lambda: None)
     monkeypatch.setattr(RLVRPipeline, "validate", lambda self: None)
     source: Any = SimpleNamespace(loaded=lambda *_: nullcontext())
-    return RLVRPipeline(config, Clusters(actor), source, journal, checkpoints, BatchFiles(config, folder))
+    return RLVRPipeline(config, Models(actor), source, journal, checkpoints, BatchFiles(config, folder))
 
 
 def test_the_samples_of_the_first_one_are_in_the_runs_folder_and_the_run_goes_on(

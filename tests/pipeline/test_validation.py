@@ -14,7 +14,7 @@ import torch
 from roll_lite.config.loading import load_config
 from roll_lite.data.proto import DataProto, object_column
 from roll_lite.pipeline.batch_files import BatchFiles
-from roll_lite.pipeline.clusters import Clusters
+from roll_lite.pipeline.clusters import Models
 from roll_lite.pipeline.journal import Journal
 from roll_lite.pipeline.rlvr import RLVRPipeline
 from roll_lite.scheduler.stats import DomainStats, RolloutStats
@@ -103,8 +103,7 @@ def pipeline_of(folder: Path, source: Source, monkeypatch: pytest.MonkeyPatch, *
 
     monkeypatch.setattr(RLVRPipeline, "step", step)
     checkpoints: Any = SimpleNamespace(load=lambda *_: None, finished=nullcontext, finish_if_written=lambda: None, finish=lambda: None)
-    clusters = Clusters(None)
-    pipeline = RLVRPipeline(config, clusters, source, journal, checkpoints, BatchFiles(config, folder))  # type: ignore[arg-type]
+    pipeline = RLVRPipeline(config, Models(None), source, journal, checkpoints, BatchFiles(config, folder))  # type: ignore[arg-type]
     monkeypatch.setattr(pipeline.agreement, "check", lambda *_: None)
     monkeypatch.setattr(pipeline, "export_model", lambda: None)
     return pipeline

@@ -12,9 +12,8 @@ import pytest
 
 from roll_lite.config.device_phases import Phase
 from roll_lite.distributed.cluster import ClusterDead
-from roll_lite.pipeline import devices as module
-from roll_lite.pipeline.clusters import Engines
-from roll_lite.pipeline.devices import DeviceTurn, loaded, states, take_turns
+from roll_lite.pipeline import clusters as module
+from roll_lite.pipeline.clusters import DeviceTurn, Engines, loaded, states, take_turns
 from roll_lite.pipeline.rlvr import RLVRPipeline
 from roll_lite.pipeline.sources import LiveRollouts
 
@@ -158,7 +157,7 @@ def test_a_step_moves_as_the_table_says(house: House) -> None:
         source=source,
         version=3,
         steps_done=0,
-        clusters=SimpleNamespace(trained=["actor_train"]),
+        models=SimpleNamespace(trained=["actor_train"]),
         sync_weights=sync_weights,
         generate=lambda: log.append("generate") or [1],
         shape_rewards=lambda batch: batch,
