@@ -28,7 +28,6 @@ class Admission:
     ) -> None:
         """`batches`: number of the run's batches; no prompt is admitted for later ones."""
         self.plan = BatchPlan({name: one.share for name, one in domains.items()}, {name: one.least for name, one in domains.items()})
-        self.size = 0
         self.asked = self.handed_out = self._resumed_at = 0
         self.announced, self._announced_tokens = 0, 0.0
         """Requests of groups that have just started, which the router does not count yet."""
@@ -60,7 +59,7 @@ class Admission:
         self._note_behind({name for name, samples in room.items() if samples <= 0})
         enough = {name for name in room if self._has_enough(name)}
         while room and self._has_room() and not self.drop_exhausted():
-            found = self.plan.admit(self.size, {name: due if samples <= 0 or name in enough else most for name, samples in room.items()})
+            found = self.plan.admit({name: due if samples <= 0 or name in enough else most for name, samples in room.items()})
             if found is None:
                 return
             name, place = found
@@ -99,7 +98,7 @@ class Admission:
     def oldest_at_next_turn(self, domain: str) -> int:
         """Earliest admission (in batches asked for) that may still train in the next batch with this domain."""
         most = self._pacing.supply.max_staleness
-        return self.asked + self.plan.turns_until(domain, self.size, most) - most
+        return self.asked + self.plan.turns_until(domain, most) - most
 
     def _has_enough(self, domain: str) -> bool:
         """True if finished groups fill the next batch and two more, so that new ones would only grow stale."""
@@ -107,13 +106,13 @@ class Admission:
 
     def _most_places(self) -> int:
         batches = self._pacing.supply.batches(self.asked, self.handed_out)
-        ahead = ceil((self._pacing.oversample - 1) * self.size)
+        ahead = ceil((self._pacing.oversample - 1) * self.plan.size)
         if self._batches is not None:
-            batches, ahead = min(batches, self._batches), min(ahead, max(0, self._batches - batches) * self.size)
-        return (batches - self._resumed_at) * self.size + ahead if batches else 0
+            batches, ahead = min(batches, self._batches), min(ahead, max(0, self._batches - batches) * self.plan.size)
+        return (batches - self._resumed_at) * self.plan.size + ahead if batches else 0
 
     def _due_places(self) -> int:
-        return (self.asked - self._resumed_at) * self.size
+        return (self.asked - self._resumed_at) * self.plan.size
 
     # ------------------------------------------------------------ rewards that lag
 
@@ -130,7 +129,7 @@ class Admission:
         return {name: samples - self._schedulers[name].waiting_for_scores for name, samples in groups.items()}
 
     def _of_a_batch(self, domain: Domain) -> int:
-        return max(1, domain.least, ceil(self.plan.shares.get(domain.name, 0.0) * self.size))
+        return max(1, domain.least, ceil(self.plan.shares.get(domain.name, 0.0) * self.plan.size))
 
     def _note_behind(self, behind: set[str]) -> None:
         """Add the time since the last call to the domains that have lagged since."""

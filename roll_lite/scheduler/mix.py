@@ -88,6 +88,8 @@ class BatchPlan:
     share is too small."""
 
     def __init__(self, shares: Mapping[str, float], least: Mapping[str, int] | None = None) -> None:
+        self.size = 0
+        """Places of a batch, the same for all; known when the first one is asked for."""
         self._mix = DomainMix(shares)
         self._shares = dict(shares)
         self._least = {name: count for name, count in (least or {}).items() if count}
@@ -103,13 +105,12 @@ class BatchPlan:
     def shares(self) -> dict[str, float]:
         return self._mix.shares
 
-    def admit(self, size: int, most: Mapping[str, int]) -> tuple[str, int] | None:
-        """Domain and place of the next prompt to admit, for batches of `size`; None: no domain has an open place below its limit in
-        `most`."""
+    def admit(self, most: Mapping[str, int]) -> tuple[str, int] | None:
+        """Domain and place of the next prompt to admit; None: no domain has an open place below its limit in `most`."""
         while not (first := [(places[0], name) for name, places in self._open.items() if places and places[0] < most[name]]):
             if self._places >= max(most.values()):
                 return None
-            self._plan(size)
+            self._plan()
         place, name = min(first)
         self._open[name].popleft()
         self.charged += 1
@@ -120,20 +121,18 @@ class BatchPlan:
         places = self._open[domain]
         return bool(places) and places[0] < most
 
-    def next_batch(self, size: int) -> dict[str, int]:
+    def next_batch(self) -> dict[str, int]:
         if not self._planned:
-            self._plan(size)
+            self._plan()
         batch = self._planned.popleft()
-        if len(batch.places) != size:
-            raise ValueError(f"prompts for batches of {len(batch.places)} are in the making: the next one cannot have {size}")
         self._handed_out = batch.after
         given = Counter(batch.places)
         return {name: given[name] for name in self._names}
 
-    def turns_until(self, domain: str, size: int, most: int) -> int:
+    def turns_until(self, domain: str, most: int) -> int:
         """Batches until one with this domain, at most `most` + 1."""
         while len(self._planned) < most and not self.exhausted and not any(domain in batch.places for batch in self._planned):
-            self._plan(size)
+            self._plan()
         return next((turn for turn, batch in enumerate(self._planned, 1) if domain in batch.places), most + 1)
 
     def drop(self, domain: str) -> None:
@@ -151,8 +150,8 @@ class BatchPlan:
     def exhausted(self) -> bool:
         return not self._shares
 
-    def _plan(self, size: int) -> None:
-        places = self._mix.places(size)
+    def _plan(self) -> None:
+        places = self._mix.places(self.size)
         counts = Counter(places)
         for name, least in self._least.items():
             while counts[name] < least:

@@ -40,16 +40,14 @@ class RolloutService:
         episode: Episode = one_response,
         pacing: Pacing = SYNCHRONOUS,
         batches: int | None = None,
-        engines_rest: bool = False,
         keep_left_out: bool = False,
     ) -> None:
-        """`seed`: base of the requests' seeds; None: engines choose. `batches`: number in the run. `engines_rest`: engines are offloaded
-        between batches. `keep_left_out`: return lost and filtered groups with the next batch."""
+        """`seed`: base of the requests' seeds; None: engines choose. `batches`: number in the run. `keep_left_out`: return lost and
+        filtered groups with the next batch."""
         self._domains = {domain.name: domain for domain in domains}
         self._router = router
         self._supply = pacing.supply
         self._pacing = pacing
-        self._engines_rest = engines_rest
         self._left_out: list[SampleGroup] = []
         self._keep_left_out = keep_left_out
         self._loop = asyncio.get_running_loop()
@@ -130,15 +128,15 @@ class RolloutService:
         if self._supply.max_staleness == 0:
             self._recorder.start(self._time())  # with other supplies it starts when the previous batch is handed out
         admission = self._admission
-        assert admission.size in (0, prompts), f"a batch of {prompts} prompts after batches of {admission.size}"
+        assert admission.plan.size in (0, prompts), f"a batch of {prompts} prompts after batches of {admission.plan.size}"
         admission.asked += 1
-        admission.size = prompts
+        admission.plan.size = prompts
         if admission.drop_exhausted() and not (admission.plan.ahead and any(not one.at_end for one in self._schedulers.values())):
             raise DataExhausted(
                 f"every domain has been through its epochs (domains.*.data.epochs) after {admission.handed_out} batches: use as many "
                 "steps, or more epochs"
             )
-        quota = admission.plan.next_batch(prompts)
+        quota = admission.plan.next_batch()
         wanted = {name: (count, self._domains[name].group_size) for name, count in quota.items()}
         self._progress = lambda: self._recorder.progress(wanted)
         for name, count in quota.items():
@@ -192,7 +190,7 @@ class RolloutService:
         """Prepare for the next batch: drop stale groups, interrupt engines that offload between batches, admit prompts."""
         for scheduler in self._schedulers.values():
             scheduler.drop_stale(self._admission.asked + 1, self._supply.max_staleness)
-        if self._engines_rest:
+        if self._pacing.engines_rest:
             await self._router.hold(interrupt=True)
         self._admit()
 
@@ -200,7 +198,7 @@ class RolloutService:
 
     async def hold(self) -> None:
         """Prepare for a weight update: as `on_sync` says, running responses end first, are interrupted, or pause."""
-        on_sync = OnSync.ABORT if self._engines_rest else self._pacing.on_sync  # resting engines were interrupted after the last batch
+        on_sync = self._pacing.on_sync
         self._draining = on_sync is OnSync.DRAIN
         if on_sync is OnSync.DRAIN and self._supply.whole_batches:
             while self._error is None and any(scheduler.running for scheduler in self._schedulers.values()):
@@ -216,7 +214,7 @@ class RolloutService:
         self._draining = False
         self._router.clock.go_on()
         self._router.weights_changed()
-        if not self._engines_rest:
+        if not self._pacing.engines_rest:
             self._router.release()
 
     def progress(self, held_out: bool = False) -> dict[str, Progress]:
@@ -243,7 +241,7 @@ class RolloutService:
             groups = await self._validation.groups()
         finally:
             self._validation = None
-        if self._engines_rest:
+        if self._pacing.engines_rest:
             await self._router.hold(interrupt=True)
         return RolloutResult(groups, recorder.finish(self._time(), self._version))
 

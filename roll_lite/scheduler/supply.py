@@ -87,16 +87,19 @@ class Pacing:
     oversample: float = 1.0
     """Prompts admitted for a batch, as a multiple of its size. Only for the synchronous supply: with others the surplus would be too old at
     every step."""
+    engines_rest: bool = False
+    """Engines are offloaded between batches: at an update all responses have been interrupted, since the last batch was complete."""
 
 
 SYNCHRONOUS = Pacing()
 
 
-def pacing_of(config: RolloutConfig) -> Pacing:
+def pacing_of(config: RolloutConfig, engines_rest: bool = False) -> Pacing:
     kind = SUPPLIES[config.supply]
     supply = kind() if config.max_staleness is None else kind(config.max_staleness)
-    on_sync = OnSync(config.on_sync or ("drain" if config.supply == "one_step_off" else "pause"))
-    return Pacing(supply, on_sync, config.oversample)
+    usual = OnSync.DRAIN if config.supply == "one_step_off" else OnSync.PAUSE
+    on_sync = OnSync.ABORT if engines_rest else OnSync(config.on_sync or usual)
+    return Pacing(supply, on_sync, config.oversample, engines_rest)
 
 
 LEAST_SHARE = 4

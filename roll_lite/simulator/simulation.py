@@ -165,8 +165,7 @@ class _Simulation:
             domains(scenario.domains, scenario.seed, filter_of(rollout.filter)),
             self.router,
             rollout.retries,
-            pacing=pacing_of(rollout),
-            engines_rest=scenario.offload_s is not None,
+            pacing=pacing_of(rollout, engines_rest=scenario.offload_s is not None),
         )
         for at in scenario.changes.joining:
             self.later(self.join(at))

@@ -163,9 +163,8 @@ class RolloutWorker(AsyncWorker):
             router,
             rollout.retries,
             seed=spec.seed if spec.deterministic else None,
-            pacing=pacing_of(rollout),
+            pacing=pacing_of(rollout, spec.engines_rest),
             batches=spec.steps,
-            engines_rest=spec.engines_rest,
             keep_left_out=spec.dumps is not None,
         )
 

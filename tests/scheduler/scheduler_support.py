@@ -103,7 +103,7 @@ def make_service(
     engines = [ScriptedEngine(script, slots=slots) for script in (scripts or [by_tokens(8)])]
     clients = [LocalEngine(f"engine {i}", engine, frozen_admission=deterministic) for i, engine in enumerate(engines)]
     router = Router(clients, timeout_s, deterministic, engine_slots, engine_tokens)
-    pacing = Pacing(**{key: how.pop(key) for key in ("supply", "on_sync", "oversample") if key in how})
+    pacing = Pacing(**{key: how.pop(key) for key in ("supply", "on_sync", "oversample", "engines_rest") if key in how})
     return RolloutService(domains, router, retries, seed, pacing=pacing, **how), router, engines
 
 

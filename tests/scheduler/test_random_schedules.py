@@ -137,7 +137,7 @@ def houses(draw: st.DrawFn) -> House:
             "b": DomainPlan(1, 3, baseline=True, least=draw(st.sampled_from([0, 0, 1]))),
             "c": DomainPlan(2, 1, prompts=5, epochs=draw(st.sampled_from([None, None, 2]))),
         },
-        pacing=Pacing(supply, OnSync.ABORT if rest else draw(st.sampled_from(OnSync)), oversample),
+        pacing=Pacing(supply, OnSync.ABORT if rest else draw(st.sampled_from(OnSync)), oversample, rest),
         size=draw(st.integers(1, 6)),
         engines=draw(st.integers(2, 3)),
         slots=draw(st.integers(1, 4)),
@@ -208,7 +208,7 @@ class RandomSchedules(RuleBasedStateMachine):
             )
             for number, (name, plan) in enumerate(house.domains.items())
         ]
-        self.service = RolloutService(domains, self.router, house.retries, seed=1, pacing=house.pacing, engines_rest=house.rest)
+        self.service = RolloutService(domains, self.router, house.retries, seed=1, pacing=house.pacing)
         for runner in self.service._runners.values():
             self.watch(runner)
         make = self.service._runner

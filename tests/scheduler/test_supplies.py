@@ -15,13 +15,14 @@ import pytest
 from scheduler_support import TimedReward, by_tokens, make_domain, make_service
 from support_scripted import Response, Script, ScriptedEngine
 
+from roll_lite.config.schema.domains import RolloutConfig
 from roll_lite.data.prompts import PromptOrder
 from roll_lite.data.samples import RewardInput, SampleGroup, SampleOutcome, Score
 from roll_lite.data.stable_hash import stable_hash
 from roll_lite.scheduler.domain import DataExhausted, Domain, DomainFailed
 from roll_lite.scheduler.filters import FUNCTION, LOW, GroupFilter, LeftOut, kept_between, kept_by
 from roll_lite.scheduler.service import RolloutService
-from roll_lite.scheduler.supply import Asynchronous, OneStepOff, OnSync, Supply, Synchronous
+from roll_lite.scheduler.supply import Asynchronous, OneStepOff, OnSync, Supply, Synchronous, pacing_of
 from roll_lite.simulator.clock import run_virtual
 
 MOSTLY_RIGHT = GroupFilter(kept_between("accuracy", 0.5, None))
@@ -429,7 +430,8 @@ def test_filtered_batches_have_the_lengths_of_unfiltered_ones(supply: Any) -> No
 @pytest.mark.parametrize("on_sync", list(OnSync))
 def test_engines_that_rest_end_nothing_before_new_weights_come(on_sync: OnSync) -> None:
     """What was under way was interrupted when the batch before was complete: waiting for its end would be waiting for ever."""
-    how = {"supply": Synchronous(1), "oversample": 2.0, "on_sync": on_sync, "engines_rest": True}
+    found = pacing_of(RolloutConfig(on_sync=on_sync.value), engines_rest=True)
+    how = {"supply": Synchronous(1), "oversample": 2.0, "on_sync": found.on_sync, "engines_rest": found.engines_rest}
     done, _ = run(domains=[make_domain("a", max_tokens=400)], steps=6, batches=6, **how)
     assert [len(batch) for batch in done.batches] == [4] * 6
     assert len(set(done.prompts)) == 24
