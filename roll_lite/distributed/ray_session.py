@@ -24,7 +24,6 @@ import ray._private.utils
 
 from roll_lite.config.schema.run import RayConfig
 from roll_lite.distributed import session_guard
-from roll_lite.distributed.child_processes import keep_exit_codes
 from roll_lite.distributed.liveness import is_stopped
 from roll_lite.distributed.rank_group import WATCH
 from roll_lite.distributed.watchdog import WATCHDOG
@@ -93,7 +92,7 @@ def _attached(address: str, config: RayConfig) -> Iterator[str]:
                 f"no Ray cluster lets us in at {address} (ray.address, RAY_ADDRESS): {error}. "
                 "A cluster started with Ray's default settings asks for a token: set RAY_AUTH_MODE=token"
             ) from error
-    keep_exit_codes()
+    session_guard.keep_exit_codes()
     try:
         with WATCHDOG.over([process for process, command in _raylets() if context.address_info["raylet_socket_name"] in command]):
             yield context.address_info["address"]
@@ -178,7 +177,7 @@ def _local(config: RayConfig) -> Iterator[str]:
                 runtime_env=_runtime_env({"TMPDIR": str(folder)}),
                 _system_config=dict(LOCAL_SETTINGS),  # Ray writes the folder of this session into it
             )
-        keep_exit_codes()
+        session_guard.keep_exit_codes()
         with WATCHDOG.over(_own_servers()):
             yield context.address_info["address"]
     finally:
@@ -223,7 +222,7 @@ def _runtime_env(environment: Mapping[str, str] | None = None) -> dict[str, Any]
     own = [folder for folder in folders if folder.is_dir() and not any(folder.is_relative_to(place) for place in installed)]
     return {
         "env_vars": {"PYTHONPATH": os.pathsep.join(dict.fromkeys(map(str, own))), **(environment or {})},
-        "worker_process_setup_hook": f"{keep_exit_codes.__module__}.{keep_exit_codes.__name__}",
+        "worker_process_setup_hook": f"{session_guard.__name__}.{session_guard.keep_exit_codes.__name__}",
     }
 
 

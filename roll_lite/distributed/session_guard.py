@@ -3,6 +3,8 @@
 Ray's own processes die with their driver, but not all of their children. When the driver dies or reports its end, the guard kills every
 process that has the session's mark in its environment, which children inherit, or open files of the session. It uses only the standard
 library. It has a twin, in case it is killed with the driver; if both are, the next session here cleans up.
+
+Every Ray worker imports this file at its start, for `keep_exit_codes`.
 """
 
 from __future__ import annotations
@@ -21,6 +23,15 @@ GRACE_SECONDS = 3.0
 PATIENCE_SECONDS = 20.0
 QUIET_SCANS = 3
 FOLDER_SECONDS = 1.0
+
+
+def keep_exit_codes() -> None:
+    """Restore the default handling of SIGCHLD.
+
+    With its subreaper on, Ray 2.60 ignores SIGCHLD in drivers and workers. The kernel then forgets exit codes, and subprocess reports 0 for
+    every child. The price: orphans that a worker adopts stay zombies until the worker ends.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def session_processes(mark: str, folder: Path) -> list[int]:

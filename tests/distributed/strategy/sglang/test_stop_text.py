@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from roll_lite.data.samples import GenerationRequest, Sampling
 from roll_lite.distributed.strategy.inference.requests import seam_tokens
-from roll_lite.distributed.strategy.sglang.compat.stop_text import StopText
+from roll_lite.distributed.strategy.sglang.compat.requests import StopText
 from roll_lite.distributed.strategy.vllm.compat.requests import detokenizer_across
 
 

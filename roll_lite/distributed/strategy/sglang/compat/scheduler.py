@@ -40,7 +40,7 @@ from roll_lite.distributed.strategy.sglang.compat.adapters import (
     do_without_pinned_memory,
     put_adapters,
 )
-from roll_lite.distributed.strategy.sglang.compat.stop_text import StopText
+from roll_lite.distributed.strategy.sglang.compat.requests import StopText
 from roll_lite.distributed.weight_sync.endpoints import WeightReceiver
 from roll_lite.distributed.weight_sync.update import checksum
 

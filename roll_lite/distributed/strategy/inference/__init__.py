@@ -1,1 +1,0 @@
-"""Code that all inference engines share."""
