@@ -132,7 +132,7 @@ class Cluster(Generic[W_co]):
         """Layouts in rank order, fetched at first use; strategies have one once initialized."""
         if self._layouts is None:
             found = self.all(Worker.layout)
-            self._layouts = [layout or _plain_layout(rank, self.world_size) for rank, layout in enumerate(found)]
+            self._layouts = [layout or RankLayout.of_copy(rank, self.world_size) for rank, layout in enumerate(found)]
         return self._layouts
 
     @property
@@ -277,7 +277,3 @@ class Cluster(Generic[W_co]):
 def _only(values: list[Any]) -> Any:
     (value,) = values
     return value
-
-
-def _plain_layout(rank: int, world_size: int) -> RankLayout:
-    return RankLayout(rank, world_size, data_rank=rank, data_size=world_size, tensor_rank=0, pipeline_rank=0, context_rank=0, is_head=True)

@@ -8,7 +8,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -44,7 +44,7 @@ def run(config: RunConfig) -> int:
         sys.stderr.write(f"run_dir: {place} cannot be written to: {getattr(error, 'strerror', None) or error}; name another folder\n")
         return FAILED
     journal = Journal(config, folder)
-    journal.timers.around = lambda phase: phase_limit(config, phase)
+    journal.timers.around = lambda phase: WATCHDOG.limit(phase, getattr(config.limits, phase, config.limits.other))
     WATCHDOG.silence_s = config.limits.silence or None
     interruption = Interruption()
     end = RunEnd(journal, interruption)
@@ -69,10 +69,6 @@ def announce(config: RunConfig, journal: Journal) -> None:
     for note in notes_on(config, resumption_notes):
         journal.console.message(note)
     journal.console.message(f"{config.experiment}: everything is written to {journal.folder}; starting Ray")
-
-
-def phase_limit(config: RunConfig, phase: str) -> AbstractContextManager[None]:
-    return WATCHDOG.limit(phase, getattr(config.limits, phase, config.limits.other))
 
 
 class Interruption:

@@ -59,9 +59,9 @@ def recorded_stats(recorded: Mapping[str, Any]) -> RolloutStats:
 
 
 def _known(cls: type[T], recorded: Mapping[str, Any]) -> T:
-    names = [field.name for field in fields(cls) if field.name in recorded]  # type: ignore[arg-type]
-    return cls(**{name: Counter(value) if _is_count(value := recorded[name]) else value for name in names})
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(count, int) for count in value.values())
+    found = {}
+    for name in (field.name for field in fields(cls) if field.name in recorded):  # type: ignore[arg-type]
+        value = recorded[name]
+        counts = isinstance(value, dict) and all(isinstance(count, int) for count in value.values())
+        found[name] = Counter(value) if counts else value
+    return cls(**found)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import ray
@@ -264,7 +263,10 @@ class RewardModelClient:
         self._function = RewardFunction("model", self._scored, {})
 
     async def start(self) -> None:
-        _ = self._reward
+        """Start the reward workers, if there are any. ValueError for a mistake in the reward's configuration."""
+        reward = typed_reward(self._config.name, self._config.args, self._path)
+        assert isinstance(reward, ModelReward)
+        self._reward = reward
         if self._added is not None:
             await self._added.start()
 
@@ -290,12 +292,6 @@ class RewardModelClient:
     def newly_replaced(self) -> int:
         """Workers and ranks replaced since the last call. A model that domains share is counted by the first caller."""
         return self._client.newly_replaced() + (self._added.newly_replaced() if self._added is not None else 0)
-
-    @cached_property
-    def _reward(self) -> ModelReward:
-        reward = typed_reward(self._config.name, self._config.args, self._path)
-        assert isinstance(reward, ModelReward)
-        return reward
 
     async def _scored(self, item: RewardInput) -> Score:
         return self._reward.score_of(await self._client.score(self._reward.model_input(item)))

@@ -53,6 +53,11 @@ class RankLayout:
     attention_par: float = inf
     """Row length at which attention costs as much as the rest of the model (`row_costs` in data/minibatches.py)."""
 
+    @staticmethod
+    def of_copy(rank: int, world_size: int) -> RankLayout:
+        """Layout of a rank with a copy of the whole model."""
+        return RankLayout(rank, world_size, rank, world_size, tensor_rank=0, pipeline_rank=0, context_rank=0, is_head=True)
+
 
 def take_local_device() -> torch.device:
     """Make GPU number LOCAL_RANK the current device; without GPUs, the CPU."""

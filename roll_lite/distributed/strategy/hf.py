@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 
@@ -29,8 +28,7 @@ class HfRewardStrategy(ForwardStrategy):
     def initialize(self) -> None:
         from transformers import AutoModelForSequenceClassification
 
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self.layout = RankLayout(rank, size, data_rank=rank, data_size=size, tensor_rank=0, pipeline_rank=0, context_rank=0, is_head=True)
+        self.layout = RankLayout.of_copy(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
         self.device = take_local_device()
         try:
             model, report = AutoModelForSequenceClassification.from_pretrained(
@@ -67,7 +65,8 @@ class HfRewardStrategy(ForwardStrategy):
         if not hasattr(self._model, "score"):  # an encoder, with pooling of its own
             return self._model(**inputs).logits.squeeze(-1)
         # The models' own pooling takes the last token that is no padding, and refuses batches if no padding token is declared.
-        hidden = self._model.base_model(**inputs, **self._no_cache()).last_hidden_state
+        no_cache = {"use_cache": False} if hasattr(self._model.config, "use_cache") else {}
+        hidden = self._model.base_model(**inputs, **no_cache).last_hidden_state
         ends = hidden[torch.arange(batch, device=self.device), (lengths - 1).to(self.device)]
         return self._head(ends).squeeze(-1)
 
@@ -78,9 +77,6 @@ class HfRewardStrategy(ForwardStrategy):
             return head(hidden)
         bias = None if head.bias is None else head.bias.float()
         return torch.nn.functional.linear(hidden.float(), head.weight.float(), bias)
-
-    def _no_cache(self) -> dict[str, Any]:
-        return {"use_cache": False} if hasattr(self._model.config, "use_cache") else {}
 
     def load(self, groups: Iterable[StateGroup]) -> None:
         if StateGroup.WEIGHTS in set(groups):

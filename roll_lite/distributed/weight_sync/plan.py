@@ -31,6 +31,11 @@ class ExportedTensor:
     def nbytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
+    @property
+    def aligned_nbytes(self) -> int:
+        """Bytes in a buffer."""
+        return -(-self.nbytes // ALIGNMENT) * ALIGNMENT
+
     def sent_as(self, dtype: torch.dtype | None) -> ExportedTensor:
         """The tensor as sent to engines of this dtype: cast only if that saves bytes; otherwise the engine casts, to the same values."""
         if dtype is None or not self.dtype.is_floating_point or dtype.itemsize >= self.dtype.itemsize:
@@ -65,10 +70,6 @@ class Route:
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
-
-    @property
-    def aligned_nbytes(self) -> int:
-        return sum(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in self.tensors)
 
     def plain(self) -> dict[str, Any]:
         """Numbers, strings and lists for an engine's own remote calls."""
@@ -137,7 +138,8 @@ class TransferPlan:
 
     def membership(self, epoch: int, transport: str, host: str, port: int, timeout_s: float) -> Membership:
         channels = tuple(dict.fromkeys(route.channel for route in self.routes))
-        largest = max((route.aligned_nbytes for route in self.routes if len(route.tensors) > 1), default=0)
+        several = [route.tensors for route in self.routes if len(route.tensors) > 1]
+        largest = max((sum(tensor.aligned_nbytes for tensor in tensors) for tensors in several), default=0)
         return Membership(epoch, transport, host, port, timeout_s, self.members, channels, largest)
 
 

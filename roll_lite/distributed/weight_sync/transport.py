@@ -24,7 +24,7 @@ import torch
 
 from roll_lite.distributed.weight_sync.group import Announcement, Home, TransferError, TransferGroup
 from roll_lite.distributed.weight_sync.memory import BucketSegment, Lent, Open, Watched, name_of_export, wait_for_device
-from roll_lite.distributed.weight_sync.plan import ALIGNMENT, Channel, ExportedTensor, Route
+from roll_lite.distributed.weight_sync.plan import Channel, ExportedTensor, Route
 
 BUCKETS_AHEAD = 2
 Await = Callable[[], Mapping[int, set[str]]]
@@ -185,7 +185,7 @@ def flat_layout(bucket: Sequence[ExportedTensor]) -> FlatLayout:
     end = 0
     for tensor in bucket:
         offsets.append(end)
-        end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        end += tensor.aligned_nbytes
     description = ";".join(f"{tensor.name}{tensor.shape}{tensor.dtype}" for tensor in bucket)
     return FlatLayout(tuple(offsets), end, f"{len(bucket)} tensors, {end} bytes, {zlib.crc32(description.encode()):08x}")
 

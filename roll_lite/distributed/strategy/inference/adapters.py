@@ -64,7 +64,7 @@ def held_adapters(
     for one in adapted:
         projections = [f"{held}.weight" for held in held_layers(one.path, model)]
         sizes, copies = shares(one.layer, len(one.b), layers)
-        of_rows = isinstance(one.layer, layers.row_parallel)
+        of_rows = isinstance(one.layer, layers.linear.RowParallelLinear)
         for projection, a, b, copy in zip(projections, one.a.chunk(len(projections)), one.b.split(sizes), copies, strict=True):
             if (name := adapter_name(projection, A)) in names:
                 yield name, layers.whole(a, 1) if of_rows else a

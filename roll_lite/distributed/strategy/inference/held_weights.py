@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -28,38 +27,16 @@ down_proj [experts, columns, rows]."""
 
 @dataclass(frozen=True)
 class Layers:
-    """Layer classes of an engine, and how to join shards: `gather(part, dim)`."""
+    """Layer classes of an engine, and how to join shards: `gather(part, dim)`. Both makes use the same names, except for experts."""
 
-    linear: type[Any]
-    column_parallel: type[Any]
-    row_parallel: type[Any]
-    merged: type[Any]
-    qkv: type[Any]
-    embedding: type[Any]
-    head: type[Any]
+    linear: Any
+    """Module with the linear layers."""
+    vocabulary: Any
+    """Module with embedding and head."""
     experts: type[Any]
     read_experts: ReadExperts
     workers: int
     gather: Gather
-
-    @classmethod
-    def of(
-        cls, linear: ModuleType, vocabulary: ModuleType, experts: type[Any], read_experts: ReadExperts, workers: int, gather: Gather
-    ) -> Layers:
-        """Layer classes from an engine's modules; both makes use the same names, except for experts."""
-        return cls(
-            linear=linear.LinearBase,
-            column_parallel=linear.ColumnParallelLinear,
-            row_parallel=linear.RowParallelLinear,
-            merged=linear.MergedColumnParallelLinear,
-            qkv=linear.QKVParallelLinear,
-            embedding=vocabulary.VocabParallelEmbedding,
-            head=vocabulary.ParallelLMHead,
-            experts=experts,
-            read_experts=read_experts,
-            workers=workers,
-            gather=gather,
-        )
 
     def whole(self, part: torch.Tensor, dim: int, copies: int = 1) -> torch.Tensor:
         """Join a sharded tensor. `copies`: number of workers that repeat each part; RuntimeError if they differ."""
@@ -82,10 +59,10 @@ def held_weights(model: nn.Module, layers: Layers, names: Collection[str] | None
 
 def _of_module(path: str, module: nn.Module, model: nn.Module, layers: Layers) -> tuple[list[str], Iterator[tuple[str, torch.Tensor]]]:
     """Names of the checkpoint layers that a module holds, and an iterator over their tensors."""
-    if isinstance(module, layers.linear):
+    if isinstance(module, layers.linear.LinearBase):
         held = held_layers(path, model)
         return held, _linear(held, module, layers)
-    if isinstance(module, layers.embedding):
+    if isinstance(module, layers.vocabulary.VocabParallelEmbedding):
         return [path], _embedding(path, module, model, layers)
     if isinstance(module, layers.experts):
         count, gate_up, down = layers.read_experts(module)
@@ -107,14 +84,14 @@ def _linear(names: Sequence[str], module: Any, layers: Layers) -> Iterator[tuple
     if module.bias is not None:
         tensors["bias"] = module.bias.detach()
     for kind, tensor in tensors.items():
-        if isinstance(module, layers.row_parallel):
+        if isinstance(module, layers.linear.RowParallelLinear):
             yield f"{names[0]}.{kind}", layers.whole(tensor, 1) if kind == "weight" else tensor
             continue
         sizes, copies = shares(module, tensor.shape[0], layers)
         if len(sizes) != len(names):
             raise ValueError(f"{type(module).__name__} holds {len(sizes)} matrices, the model names {names}")
         for name, part, copy in zip(names, tensor.split(sizes), copies, strict=True):
-            yield f"{name}.{kind}", layers.whole(part, 0, copy) if isinstance(module, layers.column_parallel) else part
+            yield f"{name}.{kind}", layers.whole(part, 0, copy) if isinstance(module, layers.linear.ColumnParallelLinear) else part
 
 
 def _experts(path: str, count: int, gate_up: torch.Tensor, down: torch.Tensor, layers: Layers) -> Iterator[tuple[str, torch.Tensor]]:
@@ -135,17 +112,17 @@ def _columns(module: Any) -> int:
 
 def shares(module: Any, rows: int, layers: Layers) -> tuple[list[int], list[int]]:
     """Rows of each fused matrix on this worker, and the number of workers that hold the same ones."""
-    if isinstance(module, layers.qkv):
+    if isinstance(module, layers.linear.QKVParallelLinear):
         keys = module.num_kv_heads * module.head_size
         values = module.num_kv_heads * int(getattr(module, "v_head_size", module.head_size))
         return [rows - keys - values, keys, values], [1, module.num_kv_head_replicas, module.num_kv_head_replicas]
-    if isinstance(module, layers.merged):
+    if isinstance(module, layers.linear.MergedColumnParallelLinear):
         return [size // layers.workers for size in module.output_sizes], [1] * len(module.output_sizes)
     return [rows], [1]
 
 
 def _embedding(path: str, module: Any, model: nn.Module, layers: Layers) -> Iterator[tuple[str, torch.Tensor]]:
-    if not isinstance(module, layers.head):
+    if not isinstance(module, layers.vocabulary.ParallelLMHead):
         yield f"{path}.weight", layers.whole(module.weight.detach(), 0)[: module.org_vocab_size]
         return
     head = layers.whole(_matrix(module, module.embedding_dim), 0)[: module.org_vocab_size]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,8 +34,10 @@ def layers(rank: int, parts: list[Any], barrier: Barrier) -> Layers:
         barrier.wait(10)
         return whole
 
-    others = [Absent] * 7
-    return Layers(*others, Experts, lambda module: (EXPERTS, module.gate_up, module.down), len(parts), gather)
+    names = ("LinearBase", "ColumnParallelLinear", "RowParallelLinear", "MergedColumnParallelLinear", "QKVParallelLinear")
+    linear = SimpleNamespace(**dict.fromkeys(names, Absent))
+    vocabulary = SimpleNamespace(VocabParallelEmbedding=Absent, ParallelLMHead=Absent)
+    return Layers(linear, vocabulary, Experts, lambda module: (EXPERTS, module.gate_up, module.down), len(parts), gather)
 
 
 @pytest.mark.parametrize(("workers", "shared"), [(1, "whole"), (2, "whole"), (2, "in parts")])

@@ -234,7 +234,7 @@ def _without_padding(name: str, tensor: torch.Tensor, shape: list[int]) -> torch
 
 def _layers() -> Layers:
     workers = get_parallel().tp_group.world_size
-    return Layers.of(linear, vocab_parallel_embedding, FusedMoE, _read_experts, workers, tensor_model_parallel_all_gather)
+    return Layers(linear, vocab_parallel_embedding, FusedMoE, _read_experts, workers, tensor_model_parallel_all_gather)
 
 
 def _read_experts(module: Any) -> tuple[int, torch.Tensor, torch.Tensor]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,32 +48,47 @@ def engine_args(spec: EngineSpec, cuda: bool) -> AsyncEngineArgs:
     return AsyncEngineArgs(**arguments, **settings.node_arguments(spec.node), enable_return_routed_experts=spec.reports_experts)
 
 
-class VllmEngine:
-    """vLLM engine. If its process dies, only AsyncLLM's `generate` and `abort` return; other calls hang."""
+class VllmProcesses:
+    """Environment and files of vLLM's processes on one node."""
 
     name = "vLLM"
 
     def __init__(self, spec: EngineSpec) -> None:
-        assert isinstance(spec.strategy, VllmStrategyConfig)
         self._spec = spec
-        self._strategy = spec.strategy
         self._cuda = torch.cuda.is_available()
-        environment = settings.engine_environment(spec.threads, self._cuda, spec.node)
-        self._variables = environment.variables()
-        self.notes = settings.notes(self._strategy, spec.max_model_len, self._cuda, environment)
+        self._environment = settings.engine_environment(spec.threads, self._cuda, spec.node)
         self._scratch: Scratch | None = None
-        self._running: AsyncLLM | None = None
-
-    # ------------------------------------------------------------ life
 
     def check_version(self) -> str:
         return settings.check_version()
 
-    async def start(self) -> list[int]:
-        """Start the engine; blocks the event loop, because the engine's processes belong to the thread that starts them."""
-        os.environ.update(self._variables | {HOST_PID: str(os.getpid())})
+    @contextmanager
+    def _inherited(self) -> Iterator[None]:
+        """Give processes started inside the block the environment, and a scratch folder of their own."""
+        os.environ.update(self._environment.variables() | {HOST_PID: str(os.getpid())})
         self._scratch = Scratch("rl-vllm-", settings.SOCKETS)
         with self._scratch.inherited():
+            yield
+
+    def _remove_scratch(self) -> None:
+        if self._scratch is not None:
+            self._scratch.remove()
+
+
+class VllmEngine(VllmProcesses):
+    """vLLM engine. If its process dies, only AsyncLLM's `generate` and `abort` return; other calls hang."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        super().__init__(spec)
+        assert isinstance(spec.strategy, VllmStrategyConfig)
+        self.notes = settings.notes(spec.strategy, spec.max_model_len, self._cuda, self._environment)
+        self._running: AsyncLLM | None = None
+
+    # ------------------------------------------------------------ life
+
+    async def start(self) -> list[int]:
+        """Start the engine; blocks the event loop, because the engine's processes belong to the thread that starts them."""
+        with self._inherited():
             self._running = self._start()
         look_across_seams(self._running.output_processor)
         config = self._llm.model_config.hf_config.get_text_config()
@@ -113,8 +129,7 @@ class VllmEngine:
                 # vLLM's listener takes the end of its engine for a crash and logs it as an error.
                 llm.output_handler.cancel()
             await processes.end(lambda: llm.shutdown(timeout=_LAST_S))
-        if self._scratch is not None:
-            self._scratch.remove()
+        self._remove_scratch()
 
     @property
     def _llm(self) -> AsyncLLM:
@@ -208,26 +223,14 @@ class VllmEngine:
         await self._llm.collective_rpc(method, args=arguments)
 
 
-class VllmPart:
+class VllmPart(VllmProcesses):
     """Workers of an engine on a node other than the first, which calls them (`vllm serve --headless`)."""
 
-    name = "vLLM"
-
-    def __init__(self, spec: EngineSpec) -> None:
-        self._spec = spec
-        self._cuda = torch.cuda.is_available()
-        self._variables = settings.engine_environment(spec.threads, self._cuda, spec.node).variables()
-        self._scratch: Scratch | None = None
-        self._executor: MultiprocExecutor | None = None
-
-    def check_version(self) -> str:
-        return settings.check_version()
+    _executor: MultiprocExecutor | None = None
 
     async def start(self) -> list[int]:
         """Start the workers; blocks the event loop until those of all nodes have met, because they belong to the starting thread."""
-        os.environ.update(self._variables | {HOST_PID: str(os.getpid())})
-        self._scratch = Scratch("rl-vllm-", settings.SOCKETS)
-        with self._scratch.inherited():
+        with self._inherited():
             from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
             config = engine_args(self._spec, self._cuda).create_engine_config(headless=True)
@@ -238,5 +241,4 @@ class VllmPart:
         executor, self._executor = self._executor, None
         if executor is not None:
             await processes.end(executor.shutdown)
-        if self._scratch is not None:
-            self._scratch.remove()
+        self._remove_scratch()

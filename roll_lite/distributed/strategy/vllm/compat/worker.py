@@ -31,7 +31,7 @@ from roll_lite.distributed.weight_sync.update import checksum
 
 def _layers() -> Layers:
     workers = get_tensor_model_parallel_world_size()
-    return Layers.of(linear, vocab_parallel_embedding, RoutedExperts, _read_experts, workers, tensor_model_parallel_all_gather)
+    return Layers(linear, vocab_parallel_embedding, RoutedExperts, _read_experts, workers, tensor_model_parallel_all_gather)
 
 
 def _all_say(mine: bool) -> bool:
