@@ -88,6 +88,8 @@ class EngineStrategy(InferenceStrategy):
     async def shutdown(self) -> None:
         for watch in self._watching:
             watch.cancel()
+        if self.life.state is EngineState.DEAD:  # nothing is asked of it any more
+            self.processes.kill()
         self._give_up("shut down")
         await self.make.stop(self.processes)
 

@@ -54,11 +54,16 @@ class EngineProcesses:
     async def end(self, ask: Callable[[], None]) -> None:
         """Ask the processes to end by `ask`, which must be quick, and kill those that remain."""
         await asyncio.wait({asyncio.create_task(asyncio.to_thread(ask))}, timeout=_PATIENCE_S)
-        self.kill()
+        self._kill()
         await asyncio.to_thread(psutil.wait_procs, self.all, _PATIENCE_S)
         remove(self._shared)
 
     def kill(self) -> None:
+        """Kill them and remove their shared memory, without waiting: whoever ends a lost engine may be killed itself at any time."""
+        self._kill()
+        remove(self._shared)
+
+    def _kill(self) -> None:
         for process in self.all:
             if is_running(process):
                 process.kill()
