@@ -252,21 +252,20 @@ class RewardModelPool(ScoringPool[Ranks, ScoredText, float]):
 
 
 class RewardModelClient:
-    """RewardClient of one domain: a reward model gives the score, reward workers the domain's further terms."""
+    """RewardClient of one domain: a reward model gives the score, reward workers the domain's further terms. ValueError for a mistake in
+    the reward's configuration."""
 
     def __init__(self, domain: str, config: RewardConfig, client: RewardModelPool) -> None:
         self._config = config
         self._client = client
-        self._path = f"domains.{domain}.reward"
+        reward = typed_reward(config.name, config.args, f"domains.{domain}.reward")
+        assert isinstance(reward, ModelReward)
+        self._reward = reward
         added = config.model_copy(update={"name": f"{nothing.__module__}.{nothing.__name__}", "args": {}})
         self._added = RewardPool(domain, added) if config.terms or config.format else None
         self._function = RewardFunction("model", self._scored, {})
 
     async def start(self) -> None:
-        """Start the reward workers, if there are any. ValueError for a mistake in the reward's configuration."""
-        reward = typed_reward(self._config.name, self._config.args, self._path)
-        assert isinstance(reward, ModelReward)
-        self._reward = reward
         if self._added is not None:
             await self._added.start()
 
