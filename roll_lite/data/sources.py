@@ -11,9 +11,9 @@ from typing import Any, Literal, NamedTuple
 from roll_lite.config.schema.domains import DataFiles
 from roll_lite.files import elsewhere, first_line, is_file, kind_of, listing, read_object
 
-Kind = Literal["jsonl", "parquet", "arrow"]
+FileKind = Literal["jsonl", "parquet", "arrow"]
 
-KINDS: dict[str, Kind] = {".jsonl": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
+KINDS: dict[str, FileKind] = {".jsonl": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
 ROWS_AT_ONCE = 1024
 SPLITS = {
     "train": "train training",
@@ -28,7 +28,7 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 class Shard(NamedTuple):
     path: Path
-    kind: Kind
+    kind: FileKind
 
     @property
     def unit(self) -> str:

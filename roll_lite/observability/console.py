@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from roll_lite.observability.health import Finding
-from roll_lite.observability.report import OVERALL, Accuracy, Change, largest_k
+from roll_lite.observability.report import OVERALL, Accuracy, BeforeAfter, largest_k
 from roll_lite.observability.timers import OTHER, STEP
 
 PLAIN_WIDTH = 100
@@ -161,7 +161,7 @@ class RunConsole:
             what = "held-out accuracy" if label == "held-out" else f"held-out {label}"
             self.message(f"{what} {'before training' if step == 0 else f'at step {step}'}: {shares}")
 
-    def finish(self, accuracy: Accuracy, held_out: Change, findings: Iterable[Finding]) -> None:
+    def finish(self, accuracy: Accuracy, held_out: BeforeAfter, findings: Iterable[Finding]) -> None:
         """Show held-out accuracy before and after, with pass@k and maj@k (`held_out`), and repeat the warnings."""
         if accuracy[OVERALL]["before"] is not None:
             self._accuracy_table(accuracy, held_out)
@@ -172,7 +172,7 @@ class RunConsole:
         done = f"steps {resumed_after + 1} to {steps}" if resumed_after else f"{steps} step{'' if steps == 1 else 's'}"
         self.message(f"{done} in {_duration(seconds)}; everything is in {folder}")
 
-    def _accuracy_table(self, accuracy: Accuracy, held_out: Change) -> None:
+    def _accuracy_table(self, accuracy: Accuracy, held_out: BeforeAfter) -> None:
         table = Table(box=box.SIMPLE_HEAD, title="held-out accuracy", title_style="bold", pad_edge=False)
         table.add_column("domain")
         for title in ("before", "after", "change"):

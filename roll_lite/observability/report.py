@@ -19,9 +19,9 @@ SUMMARY_FILE = "summary.json"
 HELD_OUT = re.compile(r"(?:domain/(?P<where>.+)/)?validation/(?P<metric>[^/]+)", re.DOTALL)
 PASS_AT = re.compile(r"validation/pass@(\d+)")
 
-Change = dict[str, dict[str, float | None]]
+BeforeAfter = dict[str, dict[str, float | None]]
 """Name -> {"before": number or None, "after": number or None}."""
-Accuracy = Change
+Accuracy = BeforeAfter
 """Share of correct samples: `overall`, and by domain."""
 
 
@@ -35,7 +35,7 @@ def accuracy_change(domains: Sequence[str], before: Mapping[str, float], after: 
     return {OVERALL: read("validation/accuracy"), **change}
 
 
-Measures = dict[str, Change]
+Measures = dict[str, BeforeAfter]
 """Metrics `overall`, by domain, and by reported part of a domain (`math/level:5`)."""
 
 

@@ -16,7 +16,7 @@ from roll_lite.workers.rollout import RolloutWorker
 
 
 @dataclass(frozen=True)
-class Part:
+class EarlyPass:
     """Rows of some finished groups, with the part's own sample numbers, and the passes over them, one per model."""
 
     rows: DataProto
@@ -32,7 +32,7 @@ class EarlyPasses:
         self._least = least_early(prompts_per_step)
         self._journal = journal
         self._asked: Pending[tuple[DataProto, Block]] | None = None
-        self._parts: list[Part] = []
+        self._parts: list[EarlyPass] = []
 
     def begin(self) -> Callable[[Cluster[RolloutWorker]], None]:
         """Begin a batch. Returns a function to call about once a second until the batch is complete; it does not block."""
@@ -63,7 +63,7 @@ class EarlyPasses:
             rows, tokens = finished
             if len(rows) > 0:
                 batch = Batch(rows, [tokens])
-                self._parts.append(Part(rows, [model.start_forward(batch, columns) for model, columns in self._models]))
+                self._parts.append(EarlyPass(rows, [model.start_forward(batch, columns) for model, columns in self._models]))
 
     def _idle(self) -> bool:
         return all(running.answer() is not None for part in self._parts[-1:] for running in part.passes)

@@ -25,7 +25,7 @@ from roll_lite.observability.console import RunConsole
 from roll_lite.observability.curves import CURVES_FILE, draw_curves
 from roll_lite.observability.health import RunHealth
 from roll_lite.observability.metrics import NO_DOMAIN, MetricSums
-from roll_lite.observability.report import OVERALL, Accuracy, Change, LivePicture, accuracy_change, held_out_change, write_summary
+from roll_lite.observability.report import OVERALL, Accuracy, BeforeAfter, LivePicture, accuracy_change, held_out_change, write_summary
 from roll_lite.observability.timers import StepTimers
 from roll_lite.observability.trackers import HistoryTracker, TrackedRun, Trackers, build_trackers, for_trackers
 from roll_lite.pipeline.checkpoint_files import resumption
@@ -364,7 +364,7 @@ class Journal:
         self._summarize("running")
         self._picture.changed()
 
-    def _summarize(self, exit_state: str) -> tuple[Accuracy, Change]:
+    def _summarize(self, exit_state: str) -> tuple[Accuracy, BeforeAfter]:
         """Write summary.json; returns held-out accuracy by domain, and validation metrics over all domains."""
         validated = [record for _, record in sorted(self.history.records.items()) if "validation/accuracy" in record]
         last = validated[-1] if len(validated) > 1 else {}

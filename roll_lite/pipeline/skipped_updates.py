@@ -38,7 +38,7 @@ def folder_of(role: str, step: int, update: int) -> str:
 
 
 @dataclass
-class Series:
+class SkippedSeries:
     """Skipped updates in a row of one role, identified by (step, number)."""
 
     length: int = 0
@@ -55,7 +55,7 @@ class SkippedUpdates:
     """Skipped updates in a row that end the run, by role; 0: no limit."""
     with_ptx: bool = False
     """True if the actor's updates include rows of algorithm.ptx."""
-    _series: dict[str, Series] = field(default_factory=dict)
+    _series: dict[str, SkippedSeries] = field(default_factory=dict)
     _too_long: str | None = None
 
     @staticmethod
@@ -68,11 +68,11 @@ class SkippedUpdates:
         """Record updates of all data-parallel ranks, by role; returns those that begin a series of skipped ones."""
         begun: list[Skipped] = []
         for role, ranks in updates.items():
-            series = self._series.setdefault(role, Series())
+            series = self._series.setdefault(role, SkippedSeries())
             for number, of_ranks in enumerate(zip(*ranks, strict=True), start=1):
                 result = of_ranks[0].result
                 if not result.skipped:
-                    self._series[role] = series = Series(last_finite=(step, number))
+                    self._series[role] = series = SkippedSeries(last_finite=(step, number))
                     continue
                 series.length, series.last = series.length + 1, (step, number)
                 if series.length == 1:
@@ -92,10 +92,10 @@ class SkippedUpdates:
         return {role: asdict(series) for role, series in self._series.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._series = {role: Series(**series) for role, series in state.items()}
+        self._series = {role: SkippedSeries(**series) for role, series in state.items()}
 
 
-def _described(role: str, series: Series, with_ptx: bool) -> str:
+def _described(role: str, series: SkippedSeries, with_ptx: bool) -> str:
     section = SECTIONS[role]
     finite = f"the last finite one was {_named(series.last_finite)}" if series.last_finite else "none before them was finite"
     step = series.first[0]

@@ -28,7 +28,7 @@ from roll_lite.data.ragged import Ragged
 from roll_lite.data.samples import Completion, GenerationRequest, Sampling
 from roll_lite.distributed.strategy.base import EngineSpec, ModelSpec, PauseMode
 from roll_lite.distributed.strategy.build import build_engine
-from roll_lite.distributed.strategy.inference.engine import EngineStrategy
+from roll_lite.distributed.strategy.inference.strategy import EngineStrategy
 from roll_lite.distributed.weight_sync.endpoints import transport_of
 from roll_lite.distributed.weight_sync.group import TransferGroup, rendezvous_store
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan, TransferPlan, by_bucket, plan_transfers, tensors_of

@@ -57,12 +57,12 @@ def build_engine(spec: EngineSpec) -> InferenceStrategy:
     """Build an engine. Its make is chosen only here, because makes cannot be installed together."""
     match spec.strategy:
         case VllmStrategyConfig():
-            from roll_lite.distributed.strategy.inference.engine import EngineStrategy
+            from roll_lite.distributed.strategy.inference.strategy import EngineStrategy
             from roll_lite.distributed.strategy.vllm.compat.engine import VllmEngine
 
             return EngineStrategy(VllmEngine(spec), spec)
         case SglangStrategyConfig():
-            from roll_lite.distributed.strategy.inference.engine import EngineStrategy
+            from roll_lite.distributed.strategy.inference.strategy import EngineStrategy
             from roll_lite.distributed.strategy.sglang.compat.engine import SglangEngine
 
             return EngineStrategy(SglangEngine(spec), spec)

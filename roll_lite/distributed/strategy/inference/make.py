@@ -1,4 +1,4 @@
-"""Interface of an engine make: what vLLM and SGLang each add to `engine.py`."""
+"""Interface of an engine make: what vLLM and SGLang each add to `strategy.py`."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from roll_lite.models.hf_config import HfConfig
 from roll_lite.models.hf_fields import architecture
 
 Read = Callable[[torch.nn.Parameter], torch.Tensor]
-Change = Callable[[torch.Tensor], torch.Tensor]
+CutChange = Callable[[torch.Tensor], torch.Tensor]
 """Changes a rank's cut of a tensor before export, such as by merging an adapter. Not in place; keeps shape and dtype."""
 Write = Callable[[Path, bytes], None]
 OF_TORCH = {"format": "pt"}
@@ -82,7 +82,7 @@ def _in_buckets(tensors: Sequence[_Described], bucket_bytes: int) -> list[list[_
 class HfExporter:
     """Exports weights from the ranks that hold the first data-parallel copy of a pipeline stage or expert."""
 
-    def __init__(self, bindings: Sequence[Binding], hf: HfConfig, changes: Mapping[str, Change] | None = None) -> None:
+    def __init__(self, bindings: Sequence[Binding], hf: HfConfig, changes: Mapping[str, CutChange] | None = None) -> None:
         self._hf = hf
         self._changes = changes or {}
         self._sources = {False: _Source.of_layers(), True: _Source.of_experts()}

@@ -27,7 +27,7 @@ from roll_lite.models.adapter_files import A, B, adapter_name, target_of
 from roll_lite.models.hf_config import HfConfig
 
 if TYPE_CHECKING:
-    from roll_lite.distributed.strategy.megatron.hf_export import Change
+    from roll_lite.distributed.strategy.megatron.hf_export import CutChange
     from roll_lite.distributed.strategy.megatron.model import RollModel
 
 
@@ -125,9 +125,9 @@ class Adapters:
         """Freeze the model and put adapters beside its layers."""
         self._all: list[Adapter] = []
         self.bindings: list[Binding] = []
-        self.merging: dict[str, Change] = {}
+        self.merging: dict[str, CutChange] = {}
         """Functions that merge an adapter into a weight, by the weight's name."""
-        self.scaling: dict[str, Change] = {}
+        self.scaling: dict[str, CutChange] = {}
         """Functions that scale B by alpha / rank, by B's name."""
         for chunk in chunks:
             chunk.requires_grad_(False)

@@ -14,10 +14,10 @@ import torch
 from roll_lite.config.schema.models import ModelConfig, VllmStrategyConfig
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, Sampling
 from roll_lite.distributed.strategy.base import EngineHealth, EngineSpec, PauseMode, RequestProgress
-from roll_lite.distributed.strategy.inference.engine import EngineStrategy
 from roll_lite.distributed.strategy.inference.life import EngineDead, EngineMemory
 from roll_lite.distributed.strategy.inference.processes import EngineProcesses
 from roll_lite.distributed.strategy.inference.requests import InFlight
+from roll_lite.distributed.strategy.inference.strategy import EngineStrategy
 from roll_lite.distributed.weight_sync.group import TransferError
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, Route
 from roll_lite.models.hf_config import HfConfig

@@ -20,10 +20,10 @@ from roll_lite.config.schema.models import ModelConfig, VllmStrategyConfig
 from roll_lite.data.samples import Completion, GenerationRequest, Sampling, Turn
 from roll_lite.distributed.strategy.base import EngineSpec, PauseMode, RequestProgress
 from roll_lite.distributed.strategy.inference import step_watch
-from roll_lite.distributed.strategy.inference.engine import EngineStrategy
 from roll_lite.distributed.strategy.inference.processes import EngineProcesses
 from roll_lite.distributed.strategy.inference.requests import InFlight
 from roll_lite.distributed.strategy.inference.step_watch import StepWatch, step_limit
+from roll_lite.distributed.strategy.inference.strategy import EngineStrategy
 from roll_lite.scheduler.router import Router
 from roll_lite.simulator.clock import run_virtual
 from tests.distributed.strategy.inference.test_engine_order import A, B, Engine, way
