@@ -1,7 +1,7 @@
 """Clusters as the pipeline sees them, and their turns on devices, by the table in `config/device_phases.py`.
 
-Roles with `offload: true` are loaded only while they work, one after the other on a shared device, otherwise in parallel. The rollout service
-loads reward models.
+Roles with `offload: true` are loaded only while they work, one after the other on a shared device, otherwise in parallel. The rollout
+service loads reward models.
 """
 
 from __future__ import annotations

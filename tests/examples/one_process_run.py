@@ -128,9 +128,7 @@ def run(folder: Path, recipe: str, overrides: list[str]) -> None:
     policy = AdaptedActorWorker if actor_is_reference(config) else ActorWorker
     actor = model("actor_train", policy, config.algorithm, len(config.domains))
     assert actor is not None
-    models: Any = Models(
-        actor, model("reference", ReferenceWorker), model("critic", CriticWorker, config.algorithm, len(config.domains))
-    )
+    models: Any = Models(actor, model("reference", ReferenceWorker), model("critic", CriticWorker, config.algorithm, len(config.domains)))
     journal, files = Journal(config, folder), BatchFiles(config, folder)
     journal.connect()
     files.keep_start(models)
