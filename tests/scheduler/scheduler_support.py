@@ -13,7 +13,7 @@ from support_scripted import Response, Script, ScriptedEngine
 from roll_lite.data.prompts import PromptOrder
 from roll_lite.data.samples import GenerationRequest, Prompt, RewardInput, Sample, Sampling, Score
 from roll_lite.rewards.base import RewardFailed
-from roll_lite.scheduler.domain import Domain, PromptSource
+from roll_lite.scheduler.domain import Domain, DomainScheduler, PromptSource
 from roll_lite.scheduler.router import Router
 from roll_lite.scheduler.runner import RewardClient
 from roll_lite.scheduler.service import RolloutService
@@ -105,6 +105,11 @@ def make_service(
     router = Router(clients, timeout_s, deterministic, engine_slots, engine_tokens)
     pacing = Pacing(**{key: how.pop(key) for key in ("supply", "on_sync", "oversample", "engines_rest") if key in how})
     return RolloutService(domains, router, retries, seed, pacing=pacing, **how), router, engines
+
+
+def schedulers_of(service: RolloutService) -> dict[str, DomainScheduler]:
+    """By domain: what a test counts in."""
+    return service._schedulers
 
 
 def prompt_of(request: GenerationRequest) -> tuple[int, int]:

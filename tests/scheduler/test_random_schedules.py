@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from schedule_model import DomainPlan, House, Model, Remembered
-from scheduler_support import Prompts, TimedReward, make_domain
+from scheduler_support import Prompts, TimedReward, make_domain, schedulers_of
 from support_local_engine import LocalEngine
 from support_scripted import Response, ScriptedEngine
 
@@ -476,7 +476,7 @@ class RandomSchedules(RuleBasedStateMachine):
         if not hasattr(self, "model"):
             return
         self.model.check()
-        for name, scheduler in self.service._schedulers.items():
+        for name, scheduler in schedulers_of(self.service).items():
             counts, mine = scheduler.counts, self.model.ways[name]
             assert [counts.admitted, counts.filtered, counts.stale, counts.lost] == [
                 mine[way] for way in ("admitted", "filtered", "stale", "lost")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from scheduler_support import TimedReward, by_tokens, make_domain, make_service
+from scheduler_support import TimedReward, by_tokens, make_domain, make_service, schedulers_of
 
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.scheduler.domain import Domain
@@ -59,7 +59,7 @@ def run(domains: list[Domain], batches: int, prompts: int = 4, train_s: float = 
 
         async def watch() -> None:
             while True:
-                for name, scheduler in service._schedulers.items():
+                for name, scheduler in schedulers_of(service).items():
                     live = scheduler.counts.admitted - scheduler.counts.ended
                     seen.most_scoring[name] = max(seen.most_scoring[name], service._runners[name].scoring)
                     seen.most_live[name] = max(seen.most_live[name], live)

@@ -36,6 +36,17 @@ def started(path: Path, optimizer: OptimizerConfig | None = None, dtype: str = "
     return strategy
 
 
+def parameters_of(strategy: MegatronStrategy) -> list[torch.nn.Parameter]:
+    """On this rank."""
+    return [parameter for chunk in strategy._chunks for parameter in chunk.parameters()]
+
+
+def optimizer_of(strategy: MegatronStrategy) -> Any:
+    """The optimizer and its schedule, as a strategy that trains has them."""
+    assert strategy._optimizer is not None
+    return strategy._optimizer
+
+
 def batch_of(lengths: Sequence[int] = (9, 4, 12, 2, 7, 5), vocab: int = VOCAB_SIZE, seed: int = 3) -> DataProto:
     """Rows whose first third or so is the prompt, with a gap in the response mask of longer rows, random advantages as weights, and
     temperatures that differ. Token 0, the pad token, occurs in prompt and response."""

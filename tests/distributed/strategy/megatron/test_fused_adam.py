@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from megatron_cases import batch_of, own_weights, started, tiny, weighted_loss
+from megatron_cases import batch_of, optimizer_of, own_weights, started, tiny, weighted_loss
 from megatron_ranks import RankPool
 from support_passes import train_step
 from torch.optim.adamw import adamw
@@ -59,8 +59,7 @@ def installed() -> Iterator[None]:
 def train_save_and_go_on(path: Path, folder: Path, config: OptimizerConfig, distributed: bool) -> None:
     with installed():
         whole, resumed = (started(path, config, distributed_optimizer=distributed) for _ in range(2))
-        assert whole._optimizer is not None
-        assert {type(part.optimizer) for part in whole._optimizer.parts} == {torch.optim.AdamW if config.on_host else FusedAdam}
+        assert {type(part.optimizer) for part in optimizer_of(whole).parts} == {torch.optim.AdamW if config.on_host else FusedAdam}
         for number in range(3):
             train_step(whole, batch_of(seed=number), weighted_loss, ["log_probs"], 3)
         whole.save_checkpoint(folder)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_cases import started
+from megatron_cases import parameters_of, started
 from megatron_ranks import RankPool
 from support_models import make_model, make_tokenizer
 
@@ -74,7 +74,7 @@ def loaded(path: Path, dtype: str, tensor_parallel: int) -> tuple[int, int]:
     """Bytes at the most, and those of the weights that this rank has."""
     with Peak() as peak:
         strategy = started(path, dtype=dtype, tensor_parallel=tensor_parallel)
-    weights = [parameter for chunk in strategy._chunks for parameter in chunk.parameters()]
+    weights = parameters_of(strategy)
     assert all(torch.isfinite(weight).all() for weight in weights)
     return peak.bytes, sum(weight.nbytes for weight in weights)
 
@@ -100,7 +100,7 @@ def resumed(path: Path, folder: Path) -> tuple[int, int]:
     for _ in range(2):  # the first time the state itself gets into memory, where there were zeros that took none
         with Peak() as peak:
             strategy.load_checkpoint(folder)
-    weights = sum(parameter.numel() for chunk in strategy._chunks for parameter in chunk.parameters())
+    weights = sum(parameter.numel() for parameter in parameters_of(strategy))
     return peak.bytes, 12 * weights // dist.get_world_size()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_cases import batch_of, hf_log_probs, hf_loss, own_gradients, shard, started, tiny, weighted_loss
+from megatron_cases import batch_of, hf_log_probs, hf_loss, own_gradients, parameters_of, shard, started, tiny, weighted_loss
 from megatron_ranks import RankPool
 from support_models import by_checkpoint, load_hf
 from support_passes import forward, train_step
@@ -52,7 +52,7 @@ def by_hugging_face(path: Path, dtype: torch.dtype) -> tuple[torch.Tensor, dict[
 
 def update(path: Path, layout: dict[str, Any]) -> tuple[torch.Tensor | None, dict[str, torch.Tensor], float]:
     strategy = started(path, NO_CLIPPING, dtype="bfloat16", distributed_optimizer=False, **layout)
-    for parameter in (parameter for chunk in strategy._chunks for parameter in chunk.parameters()):
+    for parameter in parameters_of(strategy):
         assert (parameter.dtype, parameter.main_grad.dtype) == (torch.bfloat16, torch.float32)
     own = shard(batch_of(), strategy)
     found = forward(strategy, own.select(["input_ids", "temperature"]), ["log_probs"], 2)

@@ -11,7 +11,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_cases import assert_same, batch_of, hf_log_probs, hf_loss, own_weights, reported_once, shard, started, tiny, weighted_loss
+from megatron_cases import (
+    assert_same,
+    batch_of,
+    hf_log_probs,
+    hf_loss,
+    optimizer_of,
+    own_weights,
+    parameters_of,
+    reported_once,
+    shard,
+    started,
+    tiny,
+    weighted_loss,
+)
 from megatron_ranks import RankPool
 from safetensors.torch import load_file, save_file
 from support_models import by_checkpoint, load_hf
@@ -178,12 +191,11 @@ def like_hugging_face(path: Path, adapters: Path, layout: dict[str, Any], expect
 
 def assert_memory_of_adapters(strategy: MegatronStrategy) -> None:
     """Nothing else has gradients and moments. Buffers are padded a little."""
-    assert strategy._optimizer is not None
-    adapters = sum(parameter.numel() for chunk in strategy._chunks for parameter in chunk.parameters() if parameter.requires_grad)
+    adapters = sum(parameter.numel() for parameter in parameters_of(strategy) if parameter.requires_grad)
     buffers = [buffer for chunk in strategy._chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]
     gradients = sum(buffer.grad_data.numel() for buffer in buffers)
     moments = sum(
-        len(one.flatten()) for part in strategy._optimizer.parts for state in part.optimizer.state.values() for one in state.values()
+        len(one.flatten()) for part in optimizer_of(strategy).parts for state in part.optimizer.state.values() for one in state.values()
     )
     assert adapters <= gradients <= 1.2 * adapters and moments <= 2.2 * adapters
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_cases import batch_of, own_weights, shard, started, tiny, weighted_loss
+from megatron_cases import batch_of, optimizer_of, own_weights, parameters_of, shard, started, tiny, weighted_loss
 from megatron_ranks import RankPool
 from support_passes import forward, train_step
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
@@ -68,16 +68,12 @@ def same_weights(ours: MegatronStrategy, theirs: MegatronStrategy) -> None:
 
 
 def parameters_bytes(strategy: MegatronStrategy) -> int:
-    return sum(storage.nbytes() for storage in {p.untyped_storage()._cdata: p.untyped_storage() for p in _parameters(strategy)}.values())
-
-
-def _parameters(strategy: MegatronStrategy) -> list[torch.nn.Parameter]:
-    return [parameter for chunk in strategy._chunks for parameter in chunk.parameters()]
+    return sum(storage.nbytes() for storage in {p.untyped_storage()._cdata: p.untyped_storage() for p in parameters_of(strategy)}.values())
 
 
 def offload_and_go_on(path: Path, layout: dict[str, Any], dtype: str) -> None:
     strategy, undisturbed = begin(path, layout, dtype), begin(path, layout, dtype)
-    numel = sum(parameter.numel() for parameter in _parameters(strategy))
+    numel = sum(parameter.numel() for parameter in parameters_of(strategy))
     width = 4 if dtype == "float32" else 2
     shards = 2 if layout.get("data") and layout.get("distributed_optimizer", True) else 1
     moments = 2 * 4 * numel / shards
@@ -156,7 +152,7 @@ def test_resident_memory_falls_by_what_is_offloaded(ranks: RankPool, tmp_path_fa
 
 def offload_a_reference(path: Path) -> None:
     strategy = started(path)
-    assert not any(parameter.requires_grad for parameter in _parameters(strategy))
+    assert not any(parameter.requires_grad for parameter in parameters_of(strategy))
     before = forward(strategy, batch_of(), ["log_probs"], 2)
     strategy.offload(StateGroup)
     assert parameters_bytes(strategy) == 0
@@ -188,7 +184,7 @@ def update_on_host(path: Path, folder: Path, layout: dict[str, Any], dtype: str)
 
     agree(ours, range(3))
     moments = [
-        state[name] for part in ours._optimizer.parts for state in part.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")
+        state[name] for part in optimizer_of(ours).parts for state in part.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")
     ]
     ours.offload(StateGroup)
     assert all(moment.untyped_storage().nbytes() > 0 for moment in moments), "they have never been on the device"
@@ -236,7 +232,7 @@ def test_resuming_is_bit_identical(ranks: RankPool, path: Path, tmp_path: Path, 
 def tensors_to_write(path: Path) -> int:
     """Of the optimizer's state."""
     strategy = begin(path, {}, "bfloat16")
-    state = _sharded_state(strategy._chunks, strategy._optimizer, loading=False).get("optimizer")
+    state = _sharded_state(strategy._chunks, optimizer_of(strategy), loading=False).get("optimizer")
     return sum(isinstance(value, ShardedTensor) for value in nested_values(state or {}))
 
 
@@ -548,7 +544,7 @@ def adapters_checkpoint(path: Path, folder: Path) -> None:
     straight.offload(StateGroup)
     straight.load(StateGroup)
     expected = steps(straight, range(2, 3))
-    first, adapters = straight.take_moved().out_bytes, sum(p.numel() for p in _parameters(straight) if p.requires_grad)
+    first, adapters = straight.take_moved().out_bytes, sum(p.numel() for p in parameters_of(straight) if p.requires_grad)
     straight.offload(StateGroup)
     straight.load(StateGroup)
     assert first > 4 * 80_000 > 4 * 20_000 > straight.take_moved().out_bytes > 3 * 4 * adapters
@@ -583,7 +579,7 @@ def warnings_of_a_save(path: Path, layout: dict[str, Any], folder: Path) -> list
         steps(strategy, range(1))
         strategy.save_checkpoint(folder)
         if strategy.layout.rank == 1:
-            strategy._optimizer.scheduler.num_steps += 1  # type: ignore[union-attr]
+            optimizer_of(strategy).scheduler.num_steps += 1
         strategy.save_checkpoint(folder.with_name("differs"))
     finally:
         logger.removeHandler(listener)

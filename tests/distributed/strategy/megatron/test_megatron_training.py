@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_cases import batch_of, hf_loss, own_weights, shard, started, tiny, weighted_loss
+from megatron_cases import batch_of, hf_loss, optimizer_of, own_weights, parameters_of, shard, started, tiny, weighted_loss
 from megatron_ranks import RankPool
 from support_models import by_checkpoint, load_hf
 from support_passes import train_step
@@ -168,7 +168,7 @@ def test_learning_rates(ranks: RankPool, path: Path, decay: str, warmup: int, le
 
 def rates_of(path: Path, config: OptimizerConfig, total: int) -> list[float]:
     """Of the schedule alone, and of the update after the run."""
-    scheduler = started(path, config, total_updates=total)._optimizer.scheduler  # type: ignore[union-attr]
+    scheduler = optimizer_of(started(path, config, total_updates=total)).scheduler
     rates = []
     for _ in range(total + 1):
         rates.append(scheduler.optimizer.param_groups[0]["lr"])
@@ -199,11 +199,10 @@ def decay_alone(path: Path, value_init: ValueInit | None) -> tuple[dict[str, tor
     if value_init is not None:  # zeros would not show it
         strategy._model.output_layer.weight.data.fill_(1.0)
     before = {name: tensor.clone() for name, tensor in own_weights(strategy).items()}
-    assert strategy._optimizer is not None
-    strategy._optimizer.zero_grad()
+    optimizer_of(strategy).zero_grad()
     for chunk in strategy._chunks:
         chunk.zero_grad_buffer()
-    assert not strategy._optimizer.step(loss=0.0).skipped
+    assert not optimizer_of(strategy).step(loss=0.0).skipped
     return before, own_weights(strategy)
 
 
@@ -224,15 +223,14 @@ def test_norms_and_biases_do_not_decay_and_embeddings_and_heads_do(
 def norm_of_many(path: Path, options: dict[str, Any]) -> tuple[float, float, int]:
     """Of made-up gradients of one size, a million entries and more: as reported, in numpy's float64, and how many there are."""
     strategy = started(path, CONFIG.model_copy(update={"clip_grad": 1.0}), **options)
-    assert strategy._optimizer is not None
     generator = torch.Generator().manual_seed(0)
     squares, entries = 0.0, 0
-    strategy._optimizer.zero_grad()
-    for parameter in (parameter for chunk in strategy._chunks for parameter in chunk.parameters()):
+    optimizer_of(strategy).zero_grad()
+    for parameter in parameters_of(strategy):
         parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator))  # type: ignore[attr-defined]
         squares += float((parameter.main_grad.numpy().astype(np.float64) ** 2).sum())  # type: ignore[attr-defined]
         entries += parameter.numel()
-    return strategy._optimizer.step(loss=0.0).grad_norm, squares**0.5, entries
+    return optimizer_of(strategy).step(loss=0.0).grad_norm, squares**0.5, entries
 
 
 @pytest.mark.parametrize("distributed_optimizer", [True, False], ids=["distributed", "replicated"])
@@ -284,10 +282,9 @@ def lose_a_gradient(strategy: MegatronStrategy) -> Any:
 
 def moments(strategy: MegatronStrategy) -> list[torch.Tensor]:
     """And step counters."""
-    assert strategy._optimizer is not None
     return [
         tensor.clone()
-        for part in strategy._optimizer.parts
+        for part in optimizer_of(strategy).parts
         for state in part.optimizer.state.values()
         for _, tensor in sorted(state.items())
     ]
