@@ -51,6 +51,8 @@ FALLS_SHORT = {"examples/run_recipes.py": "tiny_raft"}
 
 DEAR = {"bench/engines.py", "bench/lora_sync.py", "bench/rollout.py", "bench/routing_replay.py", "bench/step.py", "examples/run_recipes.py"}
 """Scripts that start engines or whole runs, or make an environment of their own for a competitor."""
+ALSO_CALLED = {"bench/reward_code.py", "bench/reward_faults.py"}
+"""Their measurements are called by tests/rewards/code/test_code.py and tests/workers/test_reward_faults.py."""
 
 
 def command(script: str, folder: Path) -> list[str]:
@@ -66,7 +68,7 @@ def environment() -> dict[str, str]:
 @pytest.mark.parametrize(
     "script",
     [
-        pytest.param(script, marks=pytest.mark.nightly) if script in DEAR else script
+        pytest.param(script, marks=pytest.mark.nightly) if script in DEAR | ALSO_CALLED else script
         for script in SCRIPTS
         if script not in {*SERVERS, *ELSEWHERE}
     ],
