@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from config_project import MODEL, Project
+from support_cases import cases
 from support_weights import tensors, write_safetensors
 
 from roll_lite.config.arithmetic import derive, roles
@@ -119,22 +120,9 @@ def test_heads_in_several_files(project: Project) -> None:
     assert found(project) == {}
 
 
-LAYOUTS = {
-    "devices": ("strategy: {name: megatron, tensor_parallel: 4}", "devices", "tensor_parallel 4 does not divide 2 devices"),
-    "heads": ("strategy: {name: megatron, tensor_parallel: 3}", "strategy.tensor_parallel", "8 attention heads and 4 key/value heads"),
-    "context": ("strategy: {name: megatron, context_parallel: 3}", "devices", "context_parallel 3 does not divide 2 devices"),
-    "length": ("max_length: 65", "max_length", "is more than the model's 64 positions"),
-    "no tokens": ("micro_batch_tokens: 0", "micro_batch_tokens", "expected integer > 0"),
-    "no limit of samples": ("micro_batch_size: null", "micro_batch_size", "expected integer > 0"),
-    "training": ("train_micro_batch_tokens: 64", "train_micro_batch_tokens", "unknown key"),
-    "unknown strategy": ("strategy: {name: vllm}", "strategy.name", "expected one of hf, megatron"),
-}
-
-
-@pytest.mark.parametrize("case", LAYOUTS)
-def test_layouts(helpful: Project, case: str) -> None:
-    settings, key, message = LAYOUTS[case]
-    assert message in found(helpful, settings)[f"reward_models.helpful.{key}"]
+@pytest.mark.parametrize(("settings", "args", "path", "says"), cases("config/reward_models"))
+def test_layouts_and_templates(helpful: Project, settings: str, args: str, path: str, says: str) -> None:
+    assert says in found(helpful, settings, args)[path]
 
 
 def test_families(project: Project) -> None:
@@ -142,21 +130,6 @@ def test_families(project: Project) -> None:
     assert found(project) == {}
     message = found(project, "strategy: {name: megatron}")["reward_models.helpful.strategy.name"]
     assert message == "model_type 'gemma2' does not run on Megatron (qwen2, qwen3, qwen3_moe, llama, mistral do); use hf"
-
-
-TEMPLATES = {
-    "no response": ("template: '{prompt}'", "template", "never shows the response"),
-    "braces": ("template: '{response'", "template", "is no template"),
-    "positions": ("template: '{0}{response}'", "template", "{0} is no placeholder"),
-    "question without chat": ("question: '{prompt}'", "question", "is only used with template: chat"),
-    "no chat template": ("template: chat", "template", "has no chat template"),
-}
-
-
-@pytest.mark.parametrize("case", TEMPLATES)
-def test_templates(helpful: Project, case: str) -> None:
-    args, key, message = TEMPLATES[case]
-    assert message in found(helpful, "", args)[f"domains.add.reward.args.{key}"]
 
 
 def test_chat_templates_of_policy_and_reward_model_go_together(helpful: Project) -> None:

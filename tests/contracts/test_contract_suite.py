@@ -18,18 +18,15 @@ def without(name: str) -> str:
 
 
 @pytest.mark.parametrize("make", MAKES)
-def test_an_engine_that_is_missing_is_skipped_with_the_reason(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("ci", "outcome", "said"), [("", pytest.skip.Exception, ""), ("1", pytest.fail.Exception, ".*in CI its tests must not be skipped")]
+)
+def test_an_engine_that_is_missing_is_skipped_with_the_reason_and_in_ci_a_failure(
+    make: Make, ci: str, outcome: type[BaseException], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(metadata, "version", without)
-    monkeypatch.delenv("CI", raising=False)
-    with pytest.raises(pytest.skip.Exception, match=f"{make} is not installed"):
-        require(make)
-
-
-@pytest.mark.parametrize("make", MAKES)
-def test_in_ci_it_is_a_failure(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metadata, "version", without)
-    monkeypatch.setenv("CI", "1")
-    with pytest.raises(pytest.fail.Exception, match=f"{make} is not installed.*in CI its tests must not be skipped"):
+    monkeypatch.setenv("CI", ci)
+    with pytest.raises(outcome, match=f"{make} is not installed{said}"):
         require(make)
 
 
