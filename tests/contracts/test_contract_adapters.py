@@ -102,9 +102,13 @@ async def test_an_update_that_breaks_off_half_way_changes_nothing(engine: Harnes
     await assert_serves(engine)
 
 
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.nightly), 2])
-async def test_an_engine_follows_a_trainer(make: Make, workers: int, ranks: RankPool, tmp_path: Path) -> None:
-    engine = await Harness.start(tmp_path / "model", "qwen3", make=make, shape=WIDE, lora=ALL, tensor_parallel=workers)
+@pytest.mark.parametrize(
+    ("other", "workers"),
+    [("vllm", 2), *(pytest.param(*case, marks=pytest.mark.nightly) for case in (("vllm", 1), ("sglang", 1), ("sglang", 2)))],
+)
+async def test_an_engine_follows_a_trainer(other: Make, workers: int, ranks: RankPool, tmp_path: Path) -> None:
+    require(other)
+    engine = await Harness.start(tmp_path / "model", "qwen3", make=other, shape=WIDE, lora=ALL, tensor_parallel=workers)
     try:
         await assert_follows(engine, ranks, tmp_path / "trainer", TP2_PP2 if workers == 1 else PP2)
     finally:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from engine_harness import require
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("rollout.prompts_per_step=48", "rollout.samples_per_prompt=4", "validation.enabled=false", "steps=1", "batches.write=always")

@@ -62,6 +62,7 @@ def test_two_domains_share_a_reward_model(tmp_path: Path, strategy: str) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_goes_on_after_the_death_of_a_reward_models_process(tmp_path: Path) -> None:
     path = make_tiny_reward_model(tmp_path / "reward", "llama")
     process = start(

@@ -43,7 +43,7 @@ def files_below(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("trainer", [ON_BOTH, ON_THE_OTHER])
+@pytest.mark.parametrize("trainer", [ON_BOTH, pytest.param(ON_THE_OTHER, marks=pytest.mark.nightly)])
 def test_a_checkpoint_that_ranks_would_write_to_another_disk_is_refused_at_the_start(hosts: TwoHosts, trainer: str) -> None:
     code, output, folder = run(hosts, hosts.apart / "runs", trainer, "checkpoint.every=1")
     assert code == 1
