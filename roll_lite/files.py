@@ -5,9 +5,12 @@ Only plain files are opened: reading a pipe or a device might never end.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 import stat
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +35,19 @@ def record(path: Path) -> FileRecord:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256")
         return FileRecord(file.tell(), digest.hexdigest())
+
+
+def flush(paths: Iterable[Path]) -> None:
+    """Wait until files, and the entries of folders, are on the disk."""
+    for path in paths:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # this file system does not flush
+                raise
+        finally:
+            os.close(handle)
 
 
 def absolute_path(path: Path) -> Path:

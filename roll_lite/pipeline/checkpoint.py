@@ -14,9 +14,10 @@ from typing import Any
 from roll_lite.config.device_phases import Phase
 from roll_lite.config.schema.models import RefreshConfig
 from roll_lite.config.schema.run import RunConfig
-from roll_lite.files import FileRecord, record
+from roll_lite.files import FileRecord, flush, record
 from roll_lite.pipeline.checkpoint_files import (
     FOLDER,
+    LIST_FILE,
     SCHEMA_VERSION,
     STATE_FILE,
     check_sums,
@@ -117,8 +118,10 @@ class Checkpoints:
         for role in running.models:
             expect_files(folder, {name: one.bytes for name, one in records.items() if name.startswith(f"{role}/")}, role)
         write_list(folder, {**records, STATE_FILE: record(folder / STATE_FILE)})
+        flush([folder / STATE_FILE, folder / LIST_FILE, *(path for path in folder.rglob("*") if path.is_dir()), folder])
         shutil.rmtree(whole, ignore_errors=True)
         folder.rename(whole)
+        flush([whole.parent])
         self._remove_old()
 
     def _remove_old(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -129,6 +130,26 @@ def test_a_checkpoint_counts_once_everybody_has_written_it(asynchronous: RunConf
     written = ["actor_train/weights", "critic/weights", "state.json"]
     assert sorted(json.loads((folder / "files.json").read_text())) == written
     assert Checkpoints(resuming(asynchronous, folder), tmp_path / "next").load(both, SOURCE) == {"steps_done": 1}
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_counts(config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[tuple[str, Path]] = []
+
+    def note(what: str, real: Any) -> None:
+        def noted(first: Any, *others: Any) -> Any:
+            done.append((what, Path(f"/proc/self/fd/{first}").resolve() if isinstance(first, int) else Path(first)))
+            return real(first, *others)
+
+        monkeypatch.setattr(os, what, noted)
+
+    note("fsync", os.fsync)
+    note("rename", os.rename)
+    whole = Checkpoints(config, tmp_path).save(parts("actor_train"), SOURCE, {"steps_done": 1})
+    draft = whole.with_suffix(".partial")
+    renamed = done.index(("rename", draft))
+    flushed = {path for _, path in done[:renamed]}
+    assert {draft, draft / "actor_train", draft / "state.json", draft / "files.json"} <= flushed, "its ranks flush their files"
+    assert done[renamed + 1 :] == [("fsync", whole.parent)]
 
 
 def test_the_next_one_waits_for_the_last_one_and_so_does_the_end(asynchronous: RunConfig, tmp_path: Path) -> None:

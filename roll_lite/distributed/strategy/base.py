@@ -32,7 +32,7 @@ from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import Completion, GenerationRequest
 from roll_lite.distributed.strategy.inference.life import EngineLife, EngineMemory
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan, Membership, Route, by_bucket, tensors_of
-from roll_lite.files import FileRecord, record
+from roll_lite.files import FileRecord, flush, record
 
 # ---------------------------------------------------------------- training
 
@@ -204,8 +204,9 @@ class CheckpointWrite:
         return True
 
     def finish(self) -> dict[str, FileRecord]:
-        """Wait for the write, on every rank. Returns records of this rank's files by path; each file is recorded by one rank. RuntimeError
-        if this part failed."""
+        """Wait, on every rank, until the files are on the disk. Returns records of this rank's files by path; each file is recorded by one
+        rank. RuntimeError if this part failed."""
+        flush(self.files)
         return {str(file.relative_to(self.folder)): record(file) for file in self.files}
 
 

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from roll_lite.distributed.strategy.base import CheckpointWrite, RankLayout
-from roll_lite.files import FileRecord, record
+from roll_lite.files import FileRecord, flush, record
 
 ALIGNMENT = 64
 TENSORS_SUFFIX = ".distcp"
@@ -106,6 +106,7 @@ class StagedWriter(FileSystemWriter):
             return {}
         super().finish(self._metadata, results)
         index = self.folder / ".metadata"
+        flush([index])
         return {index: record(index)}
 
 
@@ -173,7 +174,9 @@ def write(job_descriptor: int, tensors_descriptor: int, written_descriptor: int)
         with io.FileIO(descriptor) as memory, path.open("wb") as file:
             shutil.copyfileobj(memory, file, COPIED_AT_ONCE)
         files.append(path)
-    records = {path: record(path) for path in [*files, *job.others]}
+    files += job.others
+    flush(files)
+    records = {path: record(path) for path in files}
     io.FileIO(written_descriptor, "w").write(pickle.dumps((results, records)))
 
 

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 import shutil
 import warnings
 from functools import partial
@@ -304,6 +305,41 @@ def test_steps_go_on_while_a_checkpoint_is_written(ranks: RankPool, path: Path, 
     written = [entry for part in parts for entry in part.items()]
     files = {str(path.relative_to(tmp_path)): record(path) for path in tmp_path.rglob("*") if path.is_file()}
     assert len(written) == len(files) and dict(written) == files, "every file is told of by one rank, as it is"
+
+
+NOTED_FLUSHES = """
+import os
+def noted(handle, flush=os.fsync):
+    with open({log!r}, "a") as log:
+        print(os.readlink(f"/proc/self/fd/{{handle}}"), os.fstat(handle).st_size, file=log)
+    flush(handle)
+os.fsync = noted
+"""
+
+
+def save_and_note_flushes(path: Path, folder: Path, asynchronous: bool) -> dict[str, FileRecord]:
+    """Notes what is flushed, and with how many bytes, here and in the process that writes."""
+    hooks = folder.parent / "hooks"
+    hooks.mkdir(exist_ok=True)
+    code = NOTED_FLUSHES.format(log=str(folder.parent / "flushed"))
+    (hooks / "sitecustomize.py").write_text(code)
+    real = os.fsync
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(hooks)
+        exec(code, {})
+        try:
+            return begin(path, {}).save_checkpoint(folder, asynchronous).finish()
+        finally:
+            os.fsync = real
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["written at once", "written beside the steps"])
+def test_every_file_of_a_checkpoint_is_on_the_disk(ranks: RankPool, path: Path, tmp_path: Path, asynchronous: bool) -> None:
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    (written,) = ranks(1, save_and_note_flushes, path, folder, asynchronous)
+    flushed = (tmp_path / "flushed").read_text().splitlines()
+    assert written and {f"{folder / name} {one.bytes}" for name, one in written.items()} <= set(flushed)
 
 
 def save_where_nothing_can_be_written(path: Path, folder: Path) -> str:
