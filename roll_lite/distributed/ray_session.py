@@ -50,6 +50,8 @@ LOCAL_SETTINGS = {
     # Start no workers ahead: each has its own environment, so they would never be used.
     "enable_worker_prestart": False,
     "prestart_worker_first_driver": False,
+    # Ray's 15 would let engines and ranks starve beside any other load of the machine.
+    "worker_niceness": 0,
 }
 
 

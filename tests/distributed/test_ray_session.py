@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import ray
 from cluster_workers import Adder
 
 from roll_lite.config.schema.run import RayConfig
@@ -213,6 +214,10 @@ def test_exit_codes_of_children_are_not_lost(ray_local: object) -> None:
     cluster = start_cluster(ClusterSpec("adder", anywhere(1)), Adder)
     assert cluster.one(Adder.exit_code) == 3
     cluster.shutdown()
+
+
+def test_workers_have_the_drivers_priority(ray_local: object) -> None:
+    assert ray.get(ray.remote(lambda: os.nice(0)).remote()) == os.nice(0)
 
 
 def test_a_process_can_have_one_session_after_another() -> None:
