@@ -78,7 +78,7 @@ def ray_session(config: RayConfig, run_folder: Path | None) -> Iterator[RaySessi
         with _attached(address, config) as found:
             yield RaySession(found, started=False, log_folder=log_folder)
     else:
-        with _local(config) as found:
+        with _local(config, run_folder) as found:
             yield RaySession(found, started=True, log_folder=log_folder)
 
 
@@ -161,11 +161,11 @@ def _expect_grpc(connection: socket.socket) -> None:
 
 
 @contextmanager
-def _local(config: RayConfig) -> Iterator[str]:
+def _local(config: RayConfig, run_folder: Path | None) -> Iterator[str]:
     folder = _make_folder()
     mark = uuid.uuid4().hex
     (folder / MARK_FILE).write_text(mark)
-    guard = _start_guard(folder, mark)
+    guard = _start_guard(folder, mark, run_folder)
     try:
         with _starting({"RAY_USAGE_STATS_ENABLED": "0", session_guard.MARK: mark}, config):
             context = ray.init(
@@ -300,9 +300,10 @@ def _is_alive(process: int, identity: str) -> bool:
         return False
 
 
-def _start_guard(folder: Path, mark: str) -> subprocess.Popen[bytes]:
+def _start_guard(folder: Path, mark: str, run_folder: Path | None) -> subprocess.Popen[bytes]:
     # -I -S: only the standard library, for a fast start. A new session, so that Ctrl-C does not reach it.
     command = [sys.executable, "-I", "-S", session_guard.__file__, str(os.getpid()), mark, str(folder)]
+    command += [str(run_folder.resolve() / session_guard.SUMMARY_FILE)] if run_folder is not None else []
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
 
 

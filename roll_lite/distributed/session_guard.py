@@ -1,4 +1,4 @@
-"""Guard process: ends the processes and the temporary folder that a dead driver's Ray session leaves.
+"""Guard process: ends the processes and folder of a dead driver's Ray session, and records its death.
 
 Ray's own processes die with their driver, but not all of their children. When the driver dies or reports its end, the guard kills every
 process that has the session's mark in its environment, which children inherit, or open files of the session. It uses only the standard
@@ -9,6 +9,7 @@ Every Ray worker imports this file at its start, for `keep_exit_codes`.
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import shutil
@@ -18,6 +19,7 @@ import time
 from pathlib import Path
 
 MARK = "ROLL_LITE_SESSION"
+SUMMARY_FILE, RUNNING, KILLED = "summary.json", "running", "failed: the driver was killed"
 SHARED = Path("/dev/shm")
 GRACE_SECONDS = 3.0
 PATIENCE_SECONDS = 20.0
@@ -123,6 +125,18 @@ def remove_folder(folder: Path) -> None:
         semaphore.unlink(missing_ok=True)
 
 
+def record_death(summary: Path) -> None:
+    """Replace "running" in a killed driver's summary.json."""
+    try:
+        told = json.loads(summary.read_text(encoding="utf-8"))
+        if told["exit"] == RUNNING:
+            draft = summary.with_name(f".{summary.name}.{os.getpid()}")
+            draft.write_text(json.dumps({**told, "exit": KILLED}, indent=2) + "\n", encoding="utf-8")
+            draft.replace(summary)
+    except (OSError, ValueError, KeyError):  # not written yet, or the disk is full
+        return
+
+
 def second_guard() -> tuple[int, bool]:
     """Fork a second guard; returns a handle of the other process, and whether this is the new one."""
     first = os.pidfd_open(os.getpid())
@@ -136,10 +150,12 @@ def second_guard() -> tuple[int, bool]:
 
 
 def main() -> None:
-    driver, mark, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+    driver, mark, folder, *summary = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), *map(Path, sys.argv[4:])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     done = wait_for_driver(driver, folder)
+    if summary and not done:
+        record_death(summary[0])
     end_processes(mark, folder, GRACE_SECONDS if done else 0.0)
     remove_session(folder)
 

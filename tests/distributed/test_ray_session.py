@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -27,6 +28,7 @@ from roll_lite.distributed.cluster import ClusterSpec, start_cluster
 from roll_lite.distributed.placement import anywhere
 from roll_lite.distributed.ray_session import ray_session
 from roll_lite.distributed.watchdog import WATCHDOG
+from roll_lite.observability.report import write_summary
 
 HERE = Path(__file__).parent
 SECONDS = 60.0
@@ -150,8 +152,10 @@ def test_a_process_that_wrote_its_title_over_its_mark_is_known_by_its_files(tmp:
 
 @pytest.mark.parametrize("how", ["killed", "killed with its guard", "done"])
 def test_the_guard_ends_marked_processes(tmp: Path, how: str) -> None:
-    """And the semaphores of an engine whose host was killed, whose folder is in that of the session."""
+    """And the semaphores of an engine whose host was killed, whose folder is in that of the session. A killed driver's run has failed."""
     mark, folder = uuid.uuid4().hex, tmp / "session"
+    summary = write_summary(tmp, accuracy={}, validation={}, steps=3, wall_s={"total": 1.0}, tokens={}, exit_state="running")
+    before = json.loads(summary.read_text())
     scratch = folder / f"rl-engine-{mark}"
     scratch.mkdir(parents=True)
     semaphore, others = (session_guard.SHARED / f"sem.{name}-1" for name in (scratch.name, f"rl-others-{mark}"))
@@ -161,7 +165,7 @@ def test_the_guard_ends_marked_processes(tmp: Path, how: str) -> None:
     marked = subprocess.Popen(["sleep", "1000"], env={**os.environ, session_guard.MARK: mark}, start_new_session=True)
     other = subprocess.Popen(["sleep", "1000"], env={**os.environ, session_guard.MARK: mark + "0"})
     guard = subprocess.Popen(
-        [sys.executable, "-I", "-S", session_guard.__file__, str(driver.pid), mark, str(folder)], stdin=subprocess.PIPE
+        [sys.executable, "-I", "-S", session_guard.__file__, str(driver.pid), mark, str(folder), str(summary)], stdin=subprocess.PIPE
     )
     assert guard.stdin is not None
     time.sleep(0.5)
@@ -178,6 +182,7 @@ def test_the_guard_ends_marked_processes(tmp: Path, how: str) -> None:
     assert marked.wait(SECONDS) == -signal.SIGKILL
     assert not folder.exists() and other.poll() is None
     assert not semaphore.exists() and others.exists()
+    assert json.loads(summary.read_text()) == (before if how == "done" else {**before, "exit": "failed: the driver was killed"})
     others.unlink()
     guard.stdin.close()
     for process in (driver, other):
@@ -201,6 +206,14 @@ def test_guards_replace_each_other(tmp: Path) -> None:
     driver.kill()
     driver.wait()
     wait_until(lambda: not tmp.exists() and not is_running(twin))
+
+
+def test_the_summary_of_a_run_that_ended_stays(tmp: Path) -> None:
+    summary = write_summary(tmp, accuracy={}, validation={}, steps=3, wall_s={"total": 1.0}, tokens={}, exit_state="failed: no disk")
+    before = summary.read_text()
+    session_guard.record_death(summary)
+    session_guard.record_death(tmp / "no run" / session_guard.SUMMARY_FILE)
+    assert summary.read_text() == before and list(tmp.iterdir()) == [summary]
 
 
 def test_one_session_at_a_time(ray_local: object) -> None:
