@@ -14,7 +14,7 @@ from typing import Any
 from roll_lite.config.device_phases import Phase
 from roll_lite.config.schema.models import RefreshConfig
 from roll_lite.config.schema.run import RunConfig
-from roll_lite.files import FileRecord, flush, record
+from roll_lite.files import FileRecord, first_line, flush, record
 from roll_lite.pipeline.checkpoint_files import (
     FOLDER,
     LIST_FILE,
@@ -36,6 +36,8 @@ from roll_lite.workers.model import ModelWorker
 EXPORTED = {"actor_train": "model", "critic": "critic"}
 SEEN_WITHIN_S = 60.0
 """Time for other nodes' files to appear: a network file system may cache for so long that they do not exist."""
+FULL = 16 << 20
+"""Free bytes below which a disk counts as full."""
 INTERRUPTED_S = 3.0
 """Time, at an interruption, for the ranks' report on their part of a checkpoint."""
 
@@ -61,6 +63,13 @@ class Checkpoints:
         folder = whole.with_suffix(".partial")
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
+        with _removed_on_failure(folder):
+            self._start(models, source, pipeline, folder)
+        if not self._config.checkpoint.asynchronous:
+            self.finish()
+        return whole
+
+    def _start(self, models: Models, source: BatchSource, pipeline: dict[str, Any], folder: Path) -> None:
         asynchronous = self._config.checkpoint.asynchronous
         saved = self._stateful(models)
         for role, model in saved.items():
@@ -76,9 +85,6 @@ class Checkpoints:
         }
         (folder / STATE_FILE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
         self._running = Unfinished(folder, saved)
-        if not asynchronous:
-            self.finish()
-        return whole
 
     def finish_if_written(self, within_s: float | None = None) -> None:
         """Complete a written checkpoint; called between steps. `within_s`: time limit of the ranks' answer."""
@@ -110,6 +116,11 @@ class Checkpoints:
         if (running := self._running) is None:
             return
         self._running = None
+        with _removed_on_failure(running.folder):
+            self._complete(running)
+        self._remove_old()
+
+    def _complete(self, running: Unfinished) -> None:
         folder, whole = running.folder, running.folder.with_suffix("")
         records: dict[str, FileRecord] = {}
         for role, model in running.models.items():
@@ -122,7 +133,6 @@ class Checkpoints:
         shutil.rmtree(whole, ignore_errors=True)
         folder.rename(whole)
         flush([whole.parent])
-        self._remove_old()
 
     def _remove_old(self) -> None:
         """Remove all but the newest `keep` checkpoints and those of `keep_every`; folders are renamed first, since a half-removed one is
@@ -183,6 +193,20 @@ class Checkpoints:
         if follows_actor(self._config.reference) and models.reference is not None:
             stateful["reference"] = models.reference
         return stateful
+
+
+@contextmanager
+def _removed_on_failure(folder: Path) -> Iterator[None]:
+    """Remove a checkpoint that cannot be completed, since a full disk has no room to record the run's end. Name the full disk: libraries
+    report their own consequences of it."""
+    try:
+        yield
+    except Exception as error:
+        free = shutil.disk_usage(folder.parent).free
+        shutil.rmtree(folder, ignore_errors=True)
+        if free >= FULL:
+            raise
+        raise RuntimeError(f"{folder} was not written: the disk is full ({free / 2**20:.1f} MiB were left): {first_line(error)}") from error
 
 
 def expect_files(folder: Path, sizes: Mapping[str, int], role: str) -> None:
