@@ -33,7 +33,9 @@ COMPARES: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
 RICH = ("__eq__", "__ne__", "__lt__", "__gt__", "__le__", "__ge__")
 COMPARING = (*RICH, "__sub__", "__rsub__")
 ARITHMETIC = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow", "lshift", "rshift", "and", "or", "xor")
-OPERATORS = {*RICH, *(f"__{kind}{name}__" for name in ARITHMETIC for kind in ("", "r", "i"))}
+OF_ARRAYS = ("__array_ufunc__", "__array_function__")
+"""numpy's f(a, b) asks a.__array_ufunc__(f, "__call__", a, b) or a.__array_function__(f, types, (a, b), {})."""
+OPERATORS = {*RICH, *(f"__{kind}{name}__" for name in ARITHMETIC for kind in ("", "r", "i")), *OF_ARRAYS, "__array_wrap__"}
 SEES_PLAIN = "an operator of the program's class would see the plain value that is expected of it"
 OF_CLASS = type.__dict__
 MRO, HELD_BY, FLAGS = (OF_CLASS[name].__get__ for name in ("__mro__", "__dict__", "__flags__"))
@@ -324,7 +326,8 @@ def _guard(name: str, original: Any) -> Any:
         if sys._getframe(1).f_globals is own:  # the usual case, first for speed
             return original(one, *others, **named)
         call = original.__get__(one, type(one)) if hasattr(type(original), "__get__") else original
-        if not others or _is_of_objects(others[0]) or not _is_by_test(sys._getframe(1)):
+        operands = others if name not in OF_ARRAYS else others[2:] if name == "__array_ufunc__" else others[2]
+        if not operands or _is_of_objects(operands if name in OF_ARRAYS else others[0]) or not _is_by_test(sys._getframe(1)):
             return call(*others, **named)
         if name in RICH:
             data = plain_copy(one)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy
 import pytest
 
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.code.reward import CodeReward
 
+PACKAGES = str(Path(numpy.__file__).parents[1])
 
-def verdict(program: str, tests: str) -> str:
-    [score] = CodeReward()([RewardInput("code", "", program, tests, {}, "stop")])
+
+def verdict(program: str, tests: str, **settings: object) -> str:
+    [score] = CodeReward(**settings)([RewardInput("code", "", program, tests, {}, "stop")])
     assert isinstance(score, Score) and score.details.get("inside"), score
     return str(score.details["verdict"])
 
@@ -106,6 +111,56 @@ def test_a_liar_cannot_hide(how: str, tests: str) -> None:
     program = f"{HIDDEN[how]}\nclass P:\n    x = property(lambda s: E())\n"
     said = verdict(program, f"{tests}\nP()")
     assert said.startswith("test 1: failed: "), said
+
+
+ARRAYS = """
+class E:
+    def __array_function__(self, *others): return True
+    def __array_ufunc__(self, *others, **named): return True
+"""
+OF_ARRAYS = {
+    "a function": (f"{ARRAYS}def area(r): return E()", "assert np.allclose(area(3), 28.274)"),
+    "a function of two arrays": (f"{ARRAYS}def area(r): return E()", "assert np.array_equal(area(3), [28.274])"),
+    "an operator": (f"{ARRAYS}def area(r): return E()", "assert np.all(np.array([28.274]) == area(3))"),
+    "a kind of array": (
+        f"import numpy as np\n{ARRAYS.replace('E:', 'E(np.ndarray):')}def area(r): return np.zeros(1).view(E)",
+        "assert np.allclose(area(3), [28.274])",
+    ),
+    "its operator": (
+        f"import numpy as np\n{ARRAYS.replace('E:', 'E(np.ndarray):')}def area(r): return np.zeros(1).view(E)",
+        "assert area(3) == np.array([28.274])",
+    ),
+    "a result": (
+        "import numpy as np\nclass E(np.ndarray):\n    def __array_wrap__(self, *others): return True\n"
+        "def area(r): return np.zeros(1).view(E)",
+        "assert area(3) == np.array([28.274])",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", OF_ARRAYS)
+def test_numpy_asks_no_class_of_a_program_about_plain_values(how: str) -> None:
+    program, tests = OF_ARRAYS[how]
+    said = verdict(program, f"import numpy as np\nE\n{tests}", python_path=[PACKAGES], memory_mb=4096)
+    assert said.startswith("test 1: failed: AssertionError"), said
+
+
+def test_arrays_of_a_programs_class_work() -> None:
+    program = """
+import numpy as np
+class Vector(np.ndarray):
+    def __array_finalize__(self, other): self.unit = getattr(other, 'unit', 'm')
+def vector(*x): return np.array(x).view(Vector)
+class Length:
+    def __init__(self, x): self.x = x
+    def __array_ufunc__(self, ufunc, method, *values, **named):
+        return Length(getattr(ufunc, method)(*(getattr(one, 'x', one) for one in values), **named))
+    def __array_function__(self, function, kinds, values, named):
+        return function(*(getattr(one, 'x', one) for one in values), **named)
+"""
+    tests = "import numpy as np\nassert (vector(1, 2) + 1 == np.array([2, 3])).all() and vector(1, 2).unit == 'm'\n"
+    tests += "assert np.allclose(Length(np.ones(2)), Length(np.ones(2))) and np.add(Length(1), 2).x == 3"
+    assert verdict(program, tests, python_path=[PACKAGES], memory_mb=4096) == "passed"
 
 
 def test_a_guard_that_a_program_takes_off_fails_the_test() -> None:
