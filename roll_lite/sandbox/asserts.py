@@ -19,8 +19,9 @@ import types
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from roll_lite.sandbox.inside import LOADED, Loaded, Operators, guarded, replaced_by
+from roll_lite.sandbox.inside import Operators, guarded, replaced_by
 from roll_lite.sandbox.kernel import limit_cpu
+from roll_lite.sandbox.loaded import LOADED, Loaded
 from roll_lite.sandbox.values import FROM_PROGRAM, decode, encode
 
 LONGEST = 8 << 20
@@ -270,7 +271,7 @@ def _what_failed(error: BaseException, source: str) -> str:
     at = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "tests.py"]
     line = source.splitlines()[at[-1] - 1].strip() if at and at[-1] else ""
     text = str(error)
-    said = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    said = f"{type(error).__name__}: {text}" if text else type(error).__name__ or "an exception without a name"
     return f"{said} at {line}"[:300] if line else said[:300]
 
 

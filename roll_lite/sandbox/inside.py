@@ -6,7 +6,6 @@ frames or memory can still forge a verdict."""
 from __future__ import annotations
 
 import ast
-import builtins
 import copy
 import functools
 import itertools
@@ -17,9 +16,9 @@ import warnings
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, ClassVar
 
+from roll_lite.sandbox.loaded import BUILTINS, FLAGS, HELD_BY, LOADED, MADE_IN_PYTHON, MRO, every_class
 from roll_lite.sandbox.values import FROM_PROGRAM, encode, plain_copy
 
-BUILTINS = dict(vars(builtins))
 COMPARES: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
     "Eq": (operator.eq, ("__eq__", "__ne__")),
     "NotEq": (operator.ne, ("__eq__", "__ne__")),
@@ -37,88 +36,11 @@ OF_ARRAYS = ("__array_ufunc__", "__array_function__")
 """numpy's f(a, b) asks a.__array_ufunc__(f, "__call__", a, b) or a.__array_function__(f, types, (a, b), {})."""
 OPERATORS = {*RICH, *(f"__{kind}{name}__" for name in ARITHMETIC for kind in ("", "r", "i")), *OF_ARRAYS, "__array_wrap__"}
 SEES_PLAIN = "an operator of the program's class would see the plain value that is expected of it"
-OF_CLASS = type.__dict__
-MRO, HELD_BY, FLAGS = (OF_CLASS[name].__get__ for name in ("__mro__", "__dict__", "__flags__"))
-DERIVED = OF_CLASS["__subclasses__"]
-"""Attributes of a class as Python reads them; a metaclass could override them."""
-MADE_IN_PYTHON = 1 << 9
-"""Flag of classes created at run time (Py_TPFLAGS_HEAPTYPE)."""
 OF_C = (types.WrapperDescriptorType, types.MethodDescriptorType)
 PLAIN_CONTAINERS = (list, tuple, set, frozenset, dict)
 DEEPEST = 20
-CONSTANT = (int, float, complex, str, bytes)
+NUMBERS = (int, float, complex)
 RAISING = ("raises", "assertRaises", "assertRaisesRegex", "suppress", "warns", "assertWarns", "assertLogs", "assertNoLogs")
-
-
-class Loaded:
-    """Snapshot of modules, their classes' attributes and functions' code, to undo a program's changes."""
-
-    def __init__(self) -> None:
-        self.modules: dict[str, types.ModuleType] = {}
-        self.names: dict[int, dict[str, Any]] = {}
-        """Globals of the modules, by id. Neither these nor the classes and the code below are the program's."""
-        self.classes: dict[int, type] = {}
-        """All classes, by id."""
-        self.codes: set[int] = set()
-        """Ids of the functions' code."""
-        self._held: dict[int, tuple[Any, dict[str, Any]]] = {}
-        self._code: dict[int, tuple[Any, ...]] = {}
-
-    def add(self, modules: dict[str, types.ModuleType] = sys.modules) -> Loaded:
-        """Add modules; by default, those loaded since the last call."""
-        known = {"__main__", *self.modules}
-        new = {name: one for name, one in modules.items() if isinstance(one, types.ModuleType) and name not in known}
-        self.modules |= new
-        self.names |= {id(vars(module)): vars(module) for module in new.values()}
-        self.classes |= every_class() if modules is sys.modules else {}
-        places: list[Any] = list(new.values())
-        places += {one for module in places for one in vars(module).values() if isinstance(one, type) and FLAGS(one) & MADE_IN_PYTHON}
-        for place in places:
-            held = self._held.setdefault(id(place), (place, dict(vars(place))))[1]
-            functions = [one for one in held.values() if type(one) is types.FunctionType]
-            self._code |= {id(one): (one, one.__code__, one.__defaults__, one.__kwdefaults__) for one in functions}
-            codes = [one.__code__ for one in functions]
-            for code in codes:
-                codes += [one for one in code.co_consts if type(one) is types.CodeType]
-            self.codes.update(map(id, codes))
-        return self
-
-    def put_back(self) -> set[str]:
-        """Undo what the program changed in the loaded modules, their classes and functions, except state such as sys.stdout. Returns names
-        of the functions, classes and modules that it had replaced."""
-        replaced = {name for name, module in self.modules.items() if sys.modules.get(name) is not module}
-        sys.modules.update(self.modules)
-        for function, code, defaults, named in self._code.values():
-            if function.__code__ is not code or function.__defaults__ is not defaults or function.__kwdefaults__ is not named:
-                function.__code__, function.__defaults__, function.__kwdefaults__ = code, defaults, named
-                replaced.add(function.__name__)
-        for place, held in self._held.values():
-            now, is_class = vars(place), isinstance(place, type)
-            added = [name for name in now if name not in held and (is_class or name in BUILTINS)]  # a global hides a builtin
-            for name in [name for name, value in held.items() if now.get(name, held) is not value] + added:
-                value = held.get(name, now.get(name))
-                if callable(value) or isinstance(value, types.ModuleType):
-                    replaced.add(name)
-                elif not isinstance(value, CONSTANT) or name.startswith("_"):  # state, such as sys.stdout
-                    continue
-                if name in added:
-                    type.__delattr__(place, name) if is_class else now.pop(name)
-                else:
-                    type.__setattr__(place, name, value) if is_class else now.update({name: value})
-        return replaced
-
-
-def every_class() -> dict[int, type]:
-    found: dict[int, type] = {id(object): object}
-    kinds: list[type] = [object]
-    for kind in kinds:
-        new = {id(one): one for one in DERIVED(kind) if id(one) not in found}
-        found |= new
-        kinds += new.values()
-    return found
-
-
-LOADED = Loaded()
 
 
 def replaced_by(source: str) -> set[str]:
@@ -131,7 +53,14 @@ def replaced_by(source: str) -> set[str]:
 def guarded(source: str, names: dict[str, Any], failed: list[str]) -> ast.Module:
     """Insert calls of guards into the tests' syntax tree; add the guards to `names`. Failed asserts go to `failed`, even if the program
     catches them."""
-    names |= {"__builtins__": BUILTINS, "__compare__": compare, "__seen__": seen, "__true__": lambda one: one is not NotImplemented and one}
+    names |= {
+        "__builtins__": BUILTINS,
+        "__compare__": compare,
+        "__seen__": seen,
+        "__named__": seen_by_name,
+        "__minus__": minus,
+        "__true__": lambda one: one is not NotImplemented and one,
+    }
     names |= {"__failed__": lambda line, *why: failed.append(f"AssertionError{f': {why[0]}' if why else ''} at {line}"[:300])}
     names |= {f"__{name}__": one for name, one in CALLING.items()}
     names |= {"__reached__": set(), "__all_reached__": functools.partial(_all_reached, failed)}
@@ -150,12 +79,26 @@ class _Guards(ast.NodeTransformer):
         kinds = ast.List([ast.Constant(type(one).__name__) for one in node.ops], ast.Load())
         return _call(node, "__compare__", kinds, node.left, *node.comparators)
 
-    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+    def visit_Attribute(self, node: ast.Attribute | ast.Subscript) -> ast.AST:
         self.generic_visit(node)
         return _call(node, "__seen__", node) if isinstance(node.ctx, ast.Load) else node
 
+    visit_Subscript = visit_Attribute
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        return _call(node, "__named__", node) if isinstance(node.ctx, ast.Load) else node
+
+    def visit_pattern(self, node: ast.AST) -> ast.AST:
+        return node  # Python allows no calls in patterns
+
+    visit_MatchClass = visit_MatchValue = visit_MatchMapping = visit_pattern
+
     def visit_Call(self, node: ast.Call) -> ast.AST:
         function = node.func
+        if isinstance(function, ast.Name) and function.id == "abs" and len(node.args) == 1:
+            difference = node.args[0]
+            if isinstance(difference, ast.BinOp) and isinstance(difference.op, ast.Sub):
+                node.args = [_call(difference, "__minus__", difference.left, difference.right)]
         self.generic_visit(node)
         node.func = function  # an attribute that is called needs no guard
         if isinstance(function, ast.Name) and function.id in CALLING and function.id not in self._names:
@@ -212,16 +155,28 @@ def _all_reached(failed: list[str], reached: set[int], line: int) -> None:
 
 
 def _guard_unittest(failed: list[str]) -> None:
-    """Guard unittest's assert methods: both values must be plain, or both the program's."""
+    """Guard unittest's comparing assert methods: no operator of the program decides about a plain value."""
     import unittest
+
+    holds: dict[str, Callable[[Any, Any], Any]] = {
+        "assertEqual": lambda one, other: _compared("Eq", one, other),
+        "assertNotEqual": lambda one, other: _compared("NotEq", one, other),
+        "assertIn": lambda one, other: _holds(other, one),
+        "assertNotIn": lambda one, other: not _holds(other, one),
+    }
 
     def guard(method: Callable[..., Any]) -> Callable[..., Any]:
         def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
             try:
-                own = [_decides(one, COMPARING) for one in args[:2]]
+                values = [*args[:2], *(kwargs[name] for name in ("first", "second", "member", "container") if name in kwargs)]
+                own = [_decides(one, COMPARING) for one in values]
                 if len(own) == 2 and own[0] != own[1]:
-                    raise AssertionError(SEES_PLAIN)
-                if all(own) and method.__name__ == "assertEqual" and _state(args[0]) != _state(args[1]):
+                    if (by_data := holds.get(method.__name__)) is None:
+                        raise AssertionError(SEES_PLAIN)
+                    if not by_data(*values):
+                        raise AssertionError(f"{method.__name__} does not hold")
+                    return None
+                if all(own) and method.__name__ == "assertEqual" and _state(values[0]) != _state(values[1]):
                     raise AssertionError("objects of the program that do not hold the same")
                 return method(self, *args, **kwargs)
             except AssertionError as error:
@@ -231,7 +186,7 @@ def _guard_unittest(failed: list[str]) -> None:
         return checked
 
     for name in dir(unittest.TestCase):
-        if name.startswith("assert") and name not in RAISING:
+        if any(word in name for word in ("Equal", "Less", "Greater", "In")) and name.startswith("assert") and "Instance" not in name:
             setattr(unittest.TestCase, name, guard(getattr(unittest.TestCase, name)))
 
 
@@ -253,6 +208,13 @@ def _compared(kind: str, one: Any, other: Any) -> Any:
                 return kind == "NotEq"
             raise AssertionError(SEES_PLAIN)
     result = operation(one, other)
+    if (
+        all(own)
+        and type(result).__module__ == "numpy"
+        and type(result).__name__ in ("bool", "bool_")
+        and id(type(result)) in LOADED.classes
+    ):
+        result = bool(result)
     if all(own) and type(result) is not bool:
         raise AssertionError(f"a comparison of the program's gave a {type(result).__name__}")
     if all(own) and kind in ("Eq", "NotEq") and result == (kind == "Eq"):
@@ -303,19 +265,45 @@ def seen(value: Any) -> Any:
     """Guard the class of a value that reaches the test, and of its items: the program may have just made it."""
     if id(type(value)) in LOADED.classes and type(value) not in PLAIN_CONTAINERS and not isinstance(value, type):
         return value
-    items = {id(kind): kind for kind in map(type, value)}.values() if type(value) in PLAIN_CONTAINERS else (type(value),)
-    for kind in (*items, *([value] if type in MRO(type(value)) else [])):
+    for kind in (*_kinds(value).values(), *([value] if type in MRO(type(value)) else [])):
         for one in MRO(kind):
             if id(one) not in LOADED.classes:
                 guard_class(one)
     return value
 
 
+def seen_by_name(value: Any) -> Any:
+    """Guard the class of a value that has a name in the test, such as an item in a loop; containers were seen before."""
+    return value if id(type(value)) in LOADED.classes and not isinstance(value, type) else seen(value)
+
+
+def _kinds(value: Any, depth: int = 0) -> dict[int, type]:
+    """Classes of a value, or of the items of plain containers, by id: a metaclass may not hash."""
+    if type(value) not in PLAIN_CONTAINERS or depth == DEEPEST:
+        return {id(type(value)): type(value)}
+    items = [*value, *value.values()] if type(value) is dict else value
+    found = {id(kind): kind for kind in map(type, items)}
+    if found.keys() & set(map(id, PLAIN_CONTAINERS)):
+        for one in items:
+            found |= _kinds(one, depth + 1) if type(one) in PLAIN_CONTAINERS else {}
+    return found
+
+
+def minus(one: Any, other: Any) -> Any:
+    """Difference within abs(): of the data if only one side is the program's, as in `abs(area - 28.27) < 0.01`."""
+    own = [_decides(value, ("__sub__", "__rsub__")) for value in (one, other)]
+    if any(own) and not all(own):
+        one, other = plain_copy(one), plain_copy(other)
+        if any(_decides(value, ("__sub__", "__rsub__")) for value in (one, other)):
+            raise AssertionError(SEES_PLAIN)
+    return one - other
+
+
 def guard_class(kind: type) -> None:
     held = HELD_BY(kind)
     for name in [name for name in held if name in OPERATORS]:
         one = held[name]
-        if one is not None and not _is_guard(one) and type(one) not in OF_C and (_is_own(kind) or _is_odd(one)):
+        if one is not None and not _is_guard(one) and (_is_odd(name, one) or (type(one) not in OF_C and _is_own(kind))):
             type.__setattr__(kind, name, _guard(name, one))
 
 
@@ -333,12 +321,23 @@ def _guard(name: str, original: Any) -> Any:
             data = plain_copy(one)
             return NotImplemented if data is one else getattr(type(data), name)(data, *others)
         result = call(*others, **named)
-        if result is NotImplemented or _is_of_objects(result) or (name == "__rmod__" and type(others[0]) is str):
+        if result is NotImplemented or (name == "__rmod__" and type(others[0]) is str):
+            return result
+        if _is_of_objects(result) and _is_as_plain(name, one, others[0], result):
             return result
         Operators.failed.append(f"AssertionError: {SEES_PLAIN}")
         raise AssertionError(SEES_PLAIN)
 
     return functools.update_wrapper(guard, original) if type(original) is types.FunctionType else guard
+
+
+def _is_as_plain(name: str, one: Any, other: Any, result: Any) -> bool:
+    """False if an operator of a class of numbers gives another number than the numbers themselves would."""
+    data, number = plain_copy(one), plain_copy(result)
+    if data is one or not isinstance(data, NUMBERS) or not isinstance(number, NUMBERS):
+        return True
+    plain = getattr(data, name, None) or getattr(data, name.replace("__i", "__", 1), None)
+    return plain is not None and bool(plain(other) == number)
 
 
 def _silent(original: Any) -> Any:
@@ -393,18 +392,18 @@ def _is_programs(known: dict[str, Any]) -> bool:
 
 
 def _defines(value: Any, dunders: tuple[str, ...]) -> bool:
-    """True if a class of the program defines one of these operators, or any class defines it as something other than a function (`__eq__ =
-    bool`)."""
+    """True if a class of the program defines one of these operators, or any class defines it oddly."""
     for kind in MRO(type(value)):
         held = HELD_BY(kind)
-        operators = [held[name] for name in dunders if name in held] if FLAGS(kind) & MADE_IN_PYTHON else []
-        if operators and (_is_own(kind) or any(map(_is_odd, operators))):
+        operators = {name: held[name] for name in dunders if name in held} if FLAGS(kind) & MADE_IN_PYTHON else {}
+        if operators and (_is_own(kind) or any(_is_odd(*one) for one in operators.items())):
             return True
     return False
 
 
-def _is_odd(held: Any) -> bool:
-    return type(held) not in (types.FunctionType, *OF_C)
+def _is_odd(name: str, held: Any) -> bool:
+    """True for an operator that is no function, or another operator of a class in C (`__sub__ = float.__mul__`)."""
+    return held.__name__ != name if type(held) in OF_C else type(held) is not types.FunctionType
 
 
 def _decides(value: Any, dunders: tuple[str, ...], depth: int = 0) -> bool:
@@ -414,12 +413,29 @@ def _decides(value: Any, dunders: tuple[str, ...], depth: int = 0) -> bool:
     return _defines(value, dunders)
 
 
-def _state(value: Any, above: tuple[int, ...] = ()) -> Any:
+def _state(value: Any) -> Any:
+    """Attributes of the program's objects, to be compared. Objects of Python's classes compare by themselves."""
+    return _without_order(_held(value, ()))
+
+
+def _held(value: Any, above: tuple[int, ...]) -> Any:
     def refer(one: Any) -> Any:
+        if id(type(one)) in LOADED.classes and not callable(one):
+            return one
         if id(one) in above or not _is_own(type(one)):
             return {"same": above.index(id(one)) if id(one) in above else id(one)}
         slots = [name for kind in type(one).__mro__ for name in getattr(kind, "__slots__", ()) if isinstance(name, str)]
         held = {name: getattr(one, name) for name in slots if hasattr(one, name)} | getattr(one, "__dict__", {})
-        return {type(one).__qualname__: [[name, _state(held[name], (*above, id(one)))] for name in sorted(held)]}
+        return {type(one).__qualname__: [[name, _held(held[name], (*above, id(one)))] for name in sorted(held)]}
 
     return encode(value, refer)
+
+
+def _without_order(code: Any) -> Any:
+    """Sort what `encode` gives for sets and dicts, which are equal in any order."""
+    if type(code) is list:
+        return [_without_order(one) for one in code]
+    if type(code) is not dict:
+        return code
+    inner = {name: _without_order(one) for name, one in code.items()}
+    return {name: sorted(one, key=repr) if name in ("s", "d") and type(one) is list else one for name, one in inner.items()}

@@ -26,8 +26,8 @@ from collections.abc import Callable
 from typing import Any, NoReturn, TextIO
 
 from roll_lite.sandbox.asserts import Tests, find, import_modules, serve
-from roll_lite.sandbox.inside import LOADED
 from roll_lite.sandbox.kernel import OUT_OF_TIME, limit_cpu
+from roll_lite.sandbox.loaded import LOADED
 from roll_lite.sandbox.values import FROM_PROGRAM, decode, encode
 
 RESULT = 3

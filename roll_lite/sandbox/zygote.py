@@ -27,8 +27,8 @@ from typing import Any, NoReturn
 from roll_lite.sandbox import kernel
 from roll_lite.sandbox.cgroup import Group, die_first, make_group
 from roll_lite.sandbox.filesystem import WORK, claim, claimed_by_none, remove_folder
-from roll_lite.sandbox.inside import LOADED
 from roll_lite.sandbox.isolation import Walls, build_outer_walls, go_inside, reset_signals
+from roll_lite.sandbox.loaded import LOADED
 from roll_lite.sandbox.programs import run_program
 from roll_lite.sandbox.shared import share_in_files
 from roll_lite.sandbox.usage import Usage

@@ -177,6 +177,119 @@ def test_a_program_that_takes_a_guard_from_the_tests_fails_them(guard: str) -> N
     assert verdict(program, "p = P()\nassert p.x() == 5\nassert p.x() == 5").endswith(f"replaced {guard} of a module or class")
 
 
+FRESH = """
+def fresh():
+    class Number(float):
+        def __sub__(self, other): return 0.0
+    return Number(0)
+class P:
+    def __init__(self): self.total = None
+    def __getitem__(self, key): return fresh()
+    def __iter__(self): return iter((fresh(), fresh()))
+    def x(self): return {'area': fresh(), 'rows': [[fresh()]]}
+    def each(self): return (fresh() for _ in range(2))
+    def learn(self): type(self).__sub__ = lambda *others: 0.0
+    def nameless(self): raise type('', (BaseException,), {'__traceback__': property(lambda s: None)})()
+class Own(float):
+    def __sub__(self, other): return Own(0.0)
+    __rsub__ = __sub__
+class Borrowed(float):
+    __module__ = 'builtins'
+    __sub__ = float.__mul__
+    __eq__ = float.__ne__
+    __hash__ = None
+class Distance:
+    def __abs__(self): return 0.0
+class Area:
+    def __init__(self, *r): pass
+    def __sub__(self, other): return Distance()
+"""
+FOUND = [
+    "assert abs(Area(3) - 28.274) < 1e-3",
+    "assert abs(Own(1) - 28.274) < 1e-3",
+    "assert abs(28.274 - Own(1)) < 1e-3",
+    "assert Own(1) - 28.274 == 0",
+    "x = Own(1)\nx -= 28.274\nassert x == 0",
+    "import math\nassert math.isclose(Own(1) - 28.274, 0, abs_tol=1e-3)",
+    "assert Borrowed(0) == 28.274",
+    "assert Borrowed(0) - 28.274 == 0",
+    "assert [28.274].count(Borrowed(0)) == 1",
+    "assert abs(P()[0, 0] - 28.274) < 1e-3",
+    "d = P()[0] - 28.274\nassert d == 0",
+    "d = P().x()['area'] - 28.274\nassert d == 0",
+    "d = P().x()['rows'][0][0] - 28.274\nassert d == 0",
+    "a, b = P()\nd = a - 28.274\nassert d == 0",
+    "for one in P().each():\n    d = one - 28.274\n    assert d == 0",
+    "assert all(one - 28.274 == 0 for one in P().each())",
+    "p = P()\np.learn()\nd = p - 28.274\nassert d == 0",
+    "assert P().nameless() == 5",
+]
+
+
+@pytest.mark.parametrize("tests", FOUND)
+def test_no_number_of_a_program_lies_about_its_difference(tests: str) -> None:
+    said = verdict(FRESH, f"{tests}\nP()")
+    assert said.startswith("test 1: failed: "), said
+
+
+@pytest.mark.parametrize(
+    ("change", "tests"),
+    [
+        ("Fraction._numerator = Fraction._denominator = property(lambda s: 1, lambda s, v: None)", "assert P().x() == Fraction(1, 3)"),
+        ("Fraction.from_float = classmethod(lambda c, x: P().x())", "assert P().x() == Fraction.from_float(0.5)"),
+    ],
+)
+def test_descriptors_of_pythons_classes_are_put_back(change: str, tests: str) -> None:
+    program = f"from fractions import Fraction\nclass P:\n    def x(self): return Fraction(9, 7)\n{change}\n"
+    said = verdict(program, f"from fractions import Fraction\n{tests}\nP()")
+    assert said.startswith("test 1: failed: "), said
+
+
+ITEMS = """
+import dataclasses, pathlib
+@dataclasses.dataclass
+class Item:
+    name: object
+class Box:
+    def __init__(self, *items): self.items = items
+    def __contains__(self, item): return item in self.items
+class Poly:
+    def __init__(self, terms): self.terms, self.used = terms, set(terms)
+    def __add__(self, o): return Poly({k: self.terms.get(k, 0) + o.terms.get(k, 0) for k in [*o.terms, *self.terms]})
+    def __eq__(self, o): return self.terms == o.terms
+"""
+IN_UNITTEST = [
+    "self.assertIsInstance(Item(1), Item)",
+    "self.assertNotIsInstance(Item(1), Box)",
+    "self.assertIsNotNone(Item(1), 'none')",
+    "self.assertTrue(Item(1), 'none')",
+    "self.assertNotEqual(Item(1), None)",
+    "self.assertNotEqual(Item(1), 5)",
+    "self.assertIsNot(Item(1), None)",
+    "self.assertNotIn(Item(1), [])",
+    "self.assertIn(Item(1), [Item(2), Item(1)])",
+    "self.assertIn(Item(1), Box(Item(1)))",
+    "self.assertIn('a', {'a': Item(1)})",
+    "self.assertIn(Item(1), {'a': Item(1)}.values())",
+    "self.assertEqual({'a': Item(1)}, {'a': Item(1)})",
+    "self.assertEqual(first=Item(1), second=Item(1))",
+    "self.assertEqual(Poly({1: 2}) + Poly({0: 1}), Poly({0: 1, 1: 2}))",
+    "self.assertEqual(Item(pathlib.Path('a')), Item(pathlib.Path('a')))",
+]
+
+
+@pytest.mark.parametrize("line", IN_UNITTEST)
+def test_unittests_asserts_take_a_programs_objects(line: str) -> None:
+    tests = f"import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        {line}"
+    assert verdict(ITEMS, tests) == "passed"
+    wrong = line.replace("assertNot", "assert#").replace("assertIsNot", "assertIs#")
+    for name in ("IsInstance", "Equal", "In", "True"):
+        wrong = wrong.replace(f"assert{name}(", f"assertNot{name}(".replace("NotTrue", "False"))
+    wrong = wrong.replace("assert#", "assert").replace("assertIs#", "assertIs")
+    said = verdict(ITEMS, tests.replace(line, wrong))
+    assert said.startswith("test 1: failed: "), said
+
+
 VECTOR = """
 import collections, dataclasses, functools, heapq
 class Vector:
