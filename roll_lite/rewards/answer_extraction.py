@@ -88,8 +88,8 @@ def last_boxed(text: str) -> str | None:
 
 
 def last_boxes(text: str) -> list[str]:
-    r"""Contents of the last \boxed{} and of those before it from which only `and`, `or` or a comma separates the next; in order, at most
-    MOST_BOXES. Empty ones are skipped."""
+    r"""Contents of the last group of \boxed{}, joined only by `and`, `or` or commas; in order, at most MOST_BOXES. Empty boxes are
+    skipped."""
     found: list[str] = []
     before = len(text)
     for start, end in _boxes(text):

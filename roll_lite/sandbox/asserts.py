@@ -74,7 +74,7 @@ class Tests:
         self._deadline = 0.0
         self._remotes: dict[int, Remote] = {}
         self._ended = self._inside = self._stopped = ""
-        """In this order: why the program's process is unusable; why the test must run inside it; the limit that was exceeded."""
+        """Why the program's process is unusable, why the test must run inside it, which limit was exceeded; empty if not."""
         self._used = False
 
     def run(self, tests: list[dict[str, Any]], fail_fast: bool) -> Iterator[dict[str, Any]]:

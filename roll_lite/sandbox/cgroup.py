@@ -47,7 +47,7 @@ class Group:
         os.write(self._open["cgroup.procs"], b"0")
 
     def cpu_s(self) -> float:
-        """CPU time of the current program, without that of this process, also a member."""
+        """CPU time of the current program, excluding this process, also a member of the group."""
         return self._total_s() - self._before_s
 
     def out_of_memory(self) -> bool:

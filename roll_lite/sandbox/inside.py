@@ -146,7 +146,7 @@ def _iter(first: Any, *last: Any) -> Iterator[Any]:
 
 
 CALLING = {"map": _map, "filter": _filter, "iter": _iter}
-"""Replacements in tests: with Python's own, a program's StopIteration ends the test's loop early; a generator makes it an error."""
+"""Replace Python's own in tests, where a program's StopIteration would end a loop early. A generator turns it into an error."""
 
 
 def _all_reached(failed: list[str], reached: set[int], line: int) -> None:

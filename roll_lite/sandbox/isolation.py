@@ -20,7 +20,7 @@ from roll_lite.sandbox.kernel import checked, libc
 
 NOBODY = 65534
 FIRST_OF_OWN = 2_000_000_000
-"""First user id of sandboxes that have one each, so that their processes can be counted and signalled separately."""
+"""First of the per-sandbox user ids, which let each sandbox's processes be counted and signalled separately."""
 SHARED_BYTES = 16 << 20
 ROOM = 2
 """Ratio of the address space limit to the memory limit, since programs reserve more than they use."""

@@ -98,7 +98,7 @@ class Usage:
         return "" if self._fits(deleted) else "output"
 
     def folder_is_full(self, members: Callable[[], Iterable[int]]) -> bool:
-        """Measured only after a change of free disk space: less if the program writes, more if others delete, which hides its writes."""
+        """True if the folder exceeds a limit. Measured only after free disk space rose (others' deletions hide writes) or fell enough."""
         if self._namespaces or abs(self._free - (free := _free_bytes(self._folder))) <= self._limits["folder_bytes"] // 4:
             return False
         self._free = free

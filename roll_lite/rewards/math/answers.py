@@ -160,7 +160,7 @@ def without_form(text: str) -> str:
 
 
 def _unit(rest: str) -> str:
-    """Words of a known unit, or of a scale such as million, that a text begins with."""
+    """Leading words of the text that name a known unit or a scale such as million."""
     end = place = 0
     while word := UNIT_WORD.match(rest, place):
         place = word.end()

@@ -130,7 +130,7 @@ def _close(one: Fraction, other: Fraction) -> bool:
 
 
 def written_form(text: str) -> str | tuple[Fraction, ...]:
-    """A numeral such as 1001_2 or 0x2A, or the shares of a ratio such as 2:3, which are compared by their form only; else empty."""
+    """Normalized numeral (1001_2, 0x2A) or the shares of a ratio (2:3), both compared by form only; else empty."""
     text = re.sub(r"[ {}]", "", unwrapped(text)).lower().replace("\\colon", ":")
     if NUMERAL.fullmatch(text):
         return re.sub(r"\A([+-]?0[xob]|)0*(?=.)", r"\1", text)

@@ -156,8 +156,8 @@ def quantity(text: str) -> Quantity | None:
 
 
 def split_unit(text: str) -> tuple[str, Unit, Fraction]:
-    r"""Split into number, unit, and factor of words such as million. Letters of a product are no unit: 2t and 3 pi are terms, 5cm and
-    3\text{ t} have units."""
+    r"""Split into number, unit, and scale factor (million). Letters of a product are not units: 2t and 3 pi have none, 5cm and
+    3\text{ t} do."""
     bare = plain(text)
     found = UNIT.search(bare, max(0, len(bare) - 100))
     before = bare[: found.start()].rstrip() if found else ""

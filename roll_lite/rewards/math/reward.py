@@ -95,8 +95,8 @@ class MathReward(RewardType):
     additions, products or powers than it has (`(x-1)(x+1)` for `x^2-1`, `x^2+2x+1` for `(x+1)^2`, `x^2x^8` or `(x^2)^5` for `x^{10}`,
     `[1,2]\cup[2,3]` for `[1,3]`), an inequality that is not solved. A response without an answer, or one that takes longer than
     `cpu_limit_s`, is wrong. A reference answer that cannot be read, a sentence with formulas, the answers of several parts, or numbers of
-    several things (3 red, 5 blue), is a failure. Of a reference with "####", as GSM8K has them, what is behind it counts; one in words,
-    such as no solution, is compared as text, without regard to case. `extracted` in the details is what was compared.
+    several things (3 red, 5 blue), is a failure. Of a GSM8K reference, the part after "####" counts. A reference in words, such as no
+    solution, is compared as text, ignoring case. `extracted` in the details is the compared answer.
 
     ```yaml
     reward:
@@ -147,7 +147,7 @@ class MathReward(RewardType):
             verdict = "comparison takes too long"
         except (RecursionError, MemoryError):
             verdict = "answer too large"
-        except Exception:  # the policy writes what is read here: were it a failure, the policy could have a wrong answer left out
+        except Exception:  # not a failure: the policy could provoke one to have its wrong answer left out
             verdict = "cannot be computed"
             try:
                 limited(self.cpu_limit_s, lambda: equality.same_expression(gold.parsed, gold.parsed))

@@ -136,8 +136,8 @@ class BatchScorer:
                 return
 
     def _in_lists(self, function: RewardFunction, entries: list[_Entry], until: float, scored: Scored) -> None:
-        """Call a function with as many samples as it scores side by side: each has the full time limit. If a call fails as a whole,
-        retry each sample alone to find the culprit."""
+        """Call a function on batches of its `at_once` samples, each with the full time limit. If a call fails as a whole, retry each
+        sample alone to find the culprit."""
         open_ = self._unfailed(entries)
         if not open_ or scored.suspects:
             return

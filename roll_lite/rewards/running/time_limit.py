@@ -53,6 +53,6 @@ def limited(seconds: float, call: Callable[[], T], *, waiting: bool = False) -> 
         signal.signal(number, before)
         if not waiting:
             signal.setitimer(signal.ITIMER_REAL, *clock)
-    if interrupted:  # swallowed on its way up: the result is that of a broken-off computation
+    if interrupted:  # the function swallowed the exception: its result is incomplete
         raise TimeLimitExceeded(f"more than {seconds:g} s{what}")
     return result
