@@ -54,7 +54,7 @@ class RewardFunction:
         self.is_batched = is_batched(function)
         self._type = function if isinstance(function, RewardType) else RewardType()
         self.at_once = self._type.at_once()
-        """Maximum number of samples in one call with a list; None: any number. They are scored side by side, so each may take the whole
+        """Maximum number of samples in one call with a list; None: any number. They are scored concurrently, so each may take the whole
         time limit of a sample."""
         self._function = function
         self._args = dict(args)
@@ -94,7 +94,7 @@ class RewardFunction:
         return self._many(results, len(items))
 
     async def scores_async(self, items: Sequence[RewardInput]) -> list[Score | RewardFailed]:
-        """Scores from an async function, as of a sync one; one that takes no list gets a single sample."""
+        """Like `scores`, for an async function; one that takes no list gets a single sample."""
         if len(items) == 1:
             return [await self.score(items[0])]
         with self._failures():

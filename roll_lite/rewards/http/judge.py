@@ -52,7 +52,7 @@ CREDENTIAL = re.compile(
     r"(?:api[_-]?key|(?:^|access[_-]?|auth[_-]?|bearer[_-]?|^x-)token|^key|secret(?:[_-]key)?|passw(?:or)?d|credentials?|authorization)$",
     re.IGNORECASE,
 )
-"""Field names under which services take a key; `prompt_cache_key` is none."""
+"""Field names under which services take a key; `prompt_cache_key` is not one."""
 AGAIN_TEMPERATURE = 0.7
 """Sampling temperature of a repeated greedy question, which would get the same answer again."""
 UNFINISHED = "\0cut"

@@ -87,7 +87,7 @@ class BatchScorer:
         return cls(reward, config.timeout_s, format_check(config, path)), reward
 
     def __call__(self, items: Mapping[int, RewardInput], slice_s: float) -> Scored:
-        """Score `items`, by numbers of the caller's. Items not begun within `slice_s` come back without a result. Async items still in
+        """Score `items`, keyed by the caller's numbers. Items not begun within `slice_s` come back without a result. Async items still in
         flight are missing; a later call returns them, and may have no new items."""
         started = time.monotonic()
         entries = [_Entry(number, item) for number, item in items.items()]

@@ -121,7 +121,7 @@ def _chosen(response: str, extract: Extract, options: dict[str, str]) -> set[str
 
 
 LONGEST_TEXT, WINDOW = 10_000, 100
-"""Maximum characters: read, from the end; read in front of a mention."""
+"""Maximum number of characters read from the response's end, and before a mention."""
 WRAPPED = re.compile(r"\\(?:text\w*|math\w*|rm|bf|boxed)\s*\{([^{}]*)\}")
 MARKS = re.compile(r"^[ \t]*#+|[*`$\"“”]|\\[()\[\]]|(?<!\w)['‘](?=[A-Za-z]['’])|(?<=(?<!\w)[A-Za-z])['’](?!\w)", re.MULTILINE)
 BLANK = r"\s+"
@@ -133,7 +133,7 @@ STATED = re.compile(
     rf"(?i:\b(?:answer|ans|response|option|choice)\b(?:(?!{DENIAL})[^.:=;!?\n]){{0,60}}?\s*{IS}|\bit\s*{IS}|\bnot\s+\(?[A-Z]\)?,?\s+but\b"
     r"|\b(?:choose|select|pick|go(?:ing)?\s+with)\b|答案\s*[是为:]|选择?)(?i:\s*(?:\b(?:definitely|both|either|the|option|answer)\b|:))*+\s*\Z"
 )
-"""Words in front of a choice. A bare letter needs them, or those behind it, as it may be a word."""
+"""Words before a choice. A bare letter needs these, or those after it, as it may be a word."""
 REVISED = re.compile(r"(?i)\b(?:actually|wait|hence|thus|therefore|so)\b[\s,:—-]*(?:no\b[\s,:—-]*)?\Z")
 DENIED = re.compile(
     rf"(?i)(?:(?:{DENIAL}|\b(?:if|whether|unless|than|instead\s+of)\b)(?![^.,;:!?\n]*\bbut\b)[^.,;:!?\n]*|[不别非]\s*选?\s*"
