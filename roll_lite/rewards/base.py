@@ -85,8 +85,8 @@ class RewardFunction:
             return self._lowest(failure)
 
     def scores(self, items: Sequence[RewardInput]) -> list[Score | RewardFailed]:
-        """Scores from a sync function for lists, in one call. RewardFailed if the whole call failed, ResponseSuspected if each sample is to
-        be scored alone: a suspected response that is alone has a score."""
+        """Scores from a sync function for lists, in one call. RewardFailed if the whole call failed, ResponseSuspected if the caller must
+        score each sample alone, where a suspected response gets a score."""
         if len(items) == 1:
             return [self(items[0])]
         with self._failures():

@@ -97,5 +97,5 @@ def every(parts: Sequence[Part], fits: Callable[[Part], object]) -> bool:
 
 
 def neighbours(parts: Sequence[Part], fit: Callable[[Part, Part], object], least: int = 0) -> bool:
-    """True if all adjacent parts fit, of `least` parts or more."""
+    """True if there are at least `least` parts and every adjacent pair fits."""
     return len(parts) >= least and all(fit(one, two) for one, two in pairwise(parts))
