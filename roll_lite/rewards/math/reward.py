@@ -95,7 +95,7 @@ class MathReward(RewardType):
     additions, products or powers than it has (`(x-1)(x+1)` for `x^2-1`, `x^2+2x+1` for `(x+1)^2`, `x^2x^8` or `(x^2)^5` for `x^{10}`,
     `[1,2]\cup[2,3]` for `[1,3]`), an inequality that is not solved. A response without an answer, or one that takes longer than
     `cpu_limit_s`, is wrong. A reference answer that cannot be read, a sentence with formulas, the answers of several parts, or numbers of
-    several things (3 red, 5 blue), is a failure. Of a GSM8K reference, the part after "####" counts. A reference in words, such as no
+    several things (3 red, 5 blue), is a failure. Of a reference with "####" (GSM8K), what follows counts. A reference in words, such as no
     solution, is compared as text, ignoring case. `extracted` in the details is the compared answer.
 
     ```yaml
