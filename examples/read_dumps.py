@@ -17,7 +17,7 @@ from roll_lite.data.dumps import load_dump
 
 
 def samples(dumps: list[Path]) -> pd.DataFrame:
-    """All of a run: failed and filtered ones and greedy baselines too."""
+    """All samples of a run, with failed and filtered ones and greedy baselines."""
     return pd.concat([pd.read_parquet(path).assign(step=int(path.stem.removeprefix("step_"))) for path in dumps], ignore_index=True)
 
 

@@ -665,7 +665,7 @@ class Recomputation:
     def updates(
         self, step: Step, role: str, model: Policy | ValueModel, adam: Adam, share: Callable[[Step, list[Row], torch.Tensor], torch.Tensor]
     ) -> None:
-        """Those that the run made: after an early stop there are fewer than mini-batches. A skipped one left everything alone."""
+        """Redo the updates the run made; an early stop leaves fewer than mini-batches. A skipped update changes nothing."""
         section = self.run.config["actor_train" if role == "actor" else role]
         for reported, (update, weights) in zip(step.reported[role], step.mini_batches.items(), strict=False):
             where = f"step {step.number}, {role} update {reported['update']}"
@@ -740,7 +740,7 @@ class Recomputation:
 
 
 EXACT = {"advantages", "returns", "loss_weight", "learning rate"}
-"""Computed from numbers in the files alone. Everything else follows the weights, in which Adam makes much of a gradient's last digits."""
+"""Computed from the files alone. Everything else depends on weights, where Adam amplifies rounding of gradients."""
 
 
 def main() -> int:

@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 API_KEY = os.environ.get("REWARD_SERVER_KEY")
-"""Where set, requests must carry `Authorization: Bearer` with it."""
+"""If set, requests must send `Authorization: Bearer KEY`."""
 
 
 def rewards_of(prompts: list[str], responses: list[str], labels: list[Any]) -> dict[str, Any]:
@@ -51,7 +51,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: Any) -> None:
-        """One line per request would be too many."""
+        """Discard the log line per request."""
 
 
 def main() -> None:

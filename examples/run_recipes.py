@@ -23,7 +23,7 @@ def recipes() -> list[str]:
 
 
 def run(name: str, overrides: list[str]) -> tuple[float | None, float | None, float]:
-    """Accuracy before and after, and seconds; None where the run failed."""
+    """Accuracy before and after (None if the run failed), and seconds."""
     run_dir = next((Path(one.removeprefix("run_dir=")) for one in overrides if one.startswith("run_dir=")), Path("runs/recipes"))
     started = time.monotonic()
     command = [sys.executable, "examples/start_rlvr_pipeline.py", "--config-name", name, f"run_dir={run_dir}", *overrides]

@@ -37,14 +37,14 @@ from roll_lite.pipeline.checkpoint_files import check_resumption, resumption_not
 from roll_lite.rewards.registry import address_notes, check_rewards
 
 WRONG_CONFIGURATION = 2
-"""Exit code; argparse's own for a wrong command line."""
+"""Exit code that argparse also uses."""
 INTERRUPTED = 130
 OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
 OUTPUT_FAILED = 74
 """EX_IOERR: a full disk, a lost terminal."""
 CHECKS = (check_resumption, check_dumps, engine_arguments_fit, check_data, check_rewards)
 OF_MACHINE = (devices_are_there, needs_gpus)
-"""Checks of this machine; for `check` only notes: the configuration may be meant for another one."""
+"""Checks of this machine. `check` prints failures as notes: the configuration may target another machine."""
 OF_RUNS = (*CHECKS, *OF_MACHINE, check_run_dir)
 SEEN_ENOUGH = 141
 """Exit code after SIGPIPE."""
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = _main(arguments)
         sys.stdout.flush()
     except OSError as error:
-        if error.filename is not None or error.errno not in OUTPUT_ERRORS:  # not of an output
+        if error.filename is not None or error.errno not in OUTPUT_ERRORS:  # not an output stream's error
             raise
         code = SEEN_ENOUGH if isinstance(error, BrokenPipeError) else OUTPUT_FAILED  # `| head` has seen enough
         with suppress(OSError):
@@ -122,7 +122,7 @@ def _loaded(parsed: argparse.Namespace, overrides: Sequence[str], further: Seque
 
 
 def _without_values(parsed: argparse.Namespace, overrides: Sequence[str], error: ConfigError) -> RunConfig:
-    """Configuration whose missing values are left out; if it has other mistakes too, its valid part."""
+    """Configuration without its missing values; if it has other mistakes too, its valid part."""
     try:
         return _loaded(parsed, overrides, (), files=False)
     except ConfigError:
