@@ -1,4 +1,4 @@
-"""Files and folders of the user, and those that ship with the package. Every failure is a ValueError that names the file.
+"""Reading of the user's and the package's files. A file that cannot be read is a ValueError that names it.
 
 Only plain files are opened: reading a pipe or a device might never end.
 """

@@ -27,6 +27,7 @@ from roll_lite.distributed import session_guard
 from roll_lite.distributed.liveness import is_stopped
 from roll_lite.distributed.rank_group import WATCH
 from roll_lite.distributed.watchdog import WATCHDOG
+from roll_lite.observability.report import SUMMARY_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -303,7 +304,8 @@ def _is_alive(process: int, identity: str) -> bool:
 def _start_guard(folder: Path, mark: str, run_folder: Path | None) -> subprocess.Popen[bytes]:
     # -I -S: only the standard library, for a fast start. A new session, so that Ctrl-C does not reach it.
     command = [sys.executable, "-I", "-S", session_guard.__file__, str(os.getpid()), mark, str(folder)]
-    command += [str(run_folder.resolve() / session_guard.SUMMARY_FILE)] if run_folder is not None else []
+    if run_folder is not None:
+        command.append(str(run_folder.resolve() / SUMMARY_FILE))
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
 
 

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 MARK = "ROLL_LITE_SESSION"
-SUMMARY_FILE, RUNNING, KILLED = "summary.json", "running", "failed: the driver was killed"
+KILLED = "failed: the driver was killed"
 SHARED = Path("/dev/shm")
 GRACE_SECONDS = 3.0
 PATIENCE_SECONDS = 20.0
@@ -129,7 +129,7 @@ def record_death(summary: Path) -> None:
     """Replace "running" in a killed driver's summary.json."""
     try:
         told = json.loads(summary.read_text(encoding="utf-8"))
-        if told["exit"] == RUNNING:
+        if told["exit"] == "running":
             draft = summary.with_name(f".{summary.name}.{os.getpid()}")
             draft.write_text(json.dumps({**told, "exit": KILLED}, indent=2) + "\n", encoding="utf-8")
             draft.replace(summary)

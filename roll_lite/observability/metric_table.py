@@ -29,8 +29,8 @@ class Metric:
     description: str
     by: Literal["domain", "phase", "role", "transport"] | None = None
     count: tuple[str, ...] = ()
-    """For a mean whose sum losses report: metrics that may hold its count; the first present one is used. Empty: each optimizer step counts
-    1."""
+    """Names of metrics that may hold the mean's count, if losses report its sum; the first one present counts. Empty: each optimizer step
+    counts 1."""
     shown: bool = True
     """False for inputs of derived metrics."""
 

@@ -99,7 +99,7 @@ def supervised_rows(config: RunConfig) -> tuple[SupervisedRows | None, list[str]
 
 
 def initialize(models: Sequence[Model[Any]], live: LiveRollouts | None) -> None:
-    """Initialize all workers: in parallel those that stay loaded, then one after the other those that offload and may share devices."""
+    """Initialize all workers: in parallel if they stay loaded, one after the other if they offload, since these may share devices."""
     together: list[Pending[Any]] = [model.ranks.start_all(ModelWorker.initialize) for model in models if not model.role.offload]
     if live is not None:
         together += starting(live)

@@ -70,12 +70,11 @@ class Checkpoints:
         return whole
 
     def _start(self, models: Models, source: BatchSource, pipeline: dict[str, Any], folder: Path) -> None:
-        asynchronous = self._config.checkpoint.asynchronous
         saved = self._stateful(models)
         for role, model in saved.items():
             (folder / role).mkdir()
             with model.loaded(states(Phase.CHECKPOINT)):
-                model.ranks.all(ModelWorker.start_checkpoint, (folder / role).resolve(), asynchronous)
+                model.ranks.all(ModelWorker.start_checkpoint, (folder / role).resolve(), self._config.checkpoint.asynchronous)
         state = {
             "schema_version": SCHEMA_VERSION,
             "listed": True,
@@ -202,7 +201,7 @@ def _removed_on_failure(folder: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        free = shutil.disk_usage(folder.parent).free
+        free = shutil.disk_usage(folder.parent).free if folder.parent.is_dir() else FULL
         shutil.rmtree(folder, ignore_errors=True)
         if free >= FULL:
             raise

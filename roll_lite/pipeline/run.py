@@ -146,7 +146,7 @@ class RunEnd:
             self._journal.close(exit_state)
         except OSError as error:
             self.code = code or FAILED
-            sys.stderr.write(f"the end of the run could not be recorded in {self._journal.folder}: {error.strerror or error}\n")
+            sys.stderr.write(f"the end of the run could not be recorded in {self._journal.folder}: {error}\n")
         if code != COMPLETED:
             with suppress(ValueError):  # no checkpoint
                 console.message(f"go on from its last checkpoint with checkpoint.resume={resumption(self._journal.folder).checkpoint}")
@@ -154,15 +154,13 @@ class RunEnd:
 
 def report_failure(error: Exception, folder: Path, what: str) -> None:
     """Print a failure without the worker's traceback, which failure.txt gets."""
-    told = REMOTE_TRACEBACK.split(str(error))[0].rstrip()
     more = folder / "failure.txt"
+    note = f"more in {more}"
     try:
         with more.open("a", encoding="utf-8") as file:
             file.write("".join(traceback.format_exception(error)))
     except OSError as other:
-        told += f"\n({more} cannot be written: {other.strerror})"
-    else:
-        told += f"\n(more in {more})"
+        note = f"{more} cannot be written: {other.strerror}"
     with suppress(OSError):  # its reader may be gone
-        sys.stderr.write(f"\n{what}: {told}\n")
+        sys.stderr.write(f"\n{what}: {REMOTE_TRACEBACK.split(str(error))[0].rstrip()}\n({note})\n")
         sys.stderr.flush()

@@ -79,14 +79,15 @@ class _Guards(ast.NodeTransformer):
         kinds = ast.List([ast.Constant(type(one).__name__) for one in node.ops], ast.Load())
         return _call(node, "__compare__", kinds, node.left, *node.comparators)
 
-    def visit_Attribute(self, node: ast.Attribute | ast.Subscript) -> ast.AST:
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         self.generic_visit(node)
         return _call(node, "__seen__", node) if isinstance(node.ctx, ast.Load) else node
 
-    visit_Subscript = visit_Attribute
-
-    def visit_Name(self, node: ast.Name) -> ast.AST:
+    def visit_Name(self, node: ast.Name | ast.Subscript) -> ast.AST:
+        self.generic_visit(node)
         return _call(node, "__named__", node) if isinstance(node.ctx, ast.Load) else node
+
+    visit_Subscript = visit_Name
 
     def visit_pattern(self, node: ast.AST) -> ast.AST:
         return node  # Python allows no calls in patterns
@@ -208,12 +209,7 @@ def _compared(kind: str, one: Any, other: Any) -> Any:
                 return kind == "NotEq"
             raise AssertionError(SEES_PLAIN)
     result = operation(one, other)
-    if (
-        all(own)
-        and type(result).__module__ == "numpy"
-        and type(result).__name__ in ("bool", "bool_")
-        and id(type(result)) in LOADED.classes
-    ):
+    if id(type(result)) in LOADED.classes and type(result).__name__ in ("bool", "bool_"):  # numpy's too
         result = bool(result)
     if all(own) and type(result) is not bool:
         raise AssertionError(f"a comparison of the program's gave a {type(result).__name__}")
@@ -273,7 +269,7 @@ def seen(value: Any) -> Any:
 
 
 def seen_by_name(value: Any) -> Any:
-    """Guard the class of a value that has a name in the test, such as an item in a loop; containers were seen before."""
+    """Guard the class of a named value or an item; not the items of a plain container, which a test may read one by one."""
     return value if id(type(value)) in LOADED.classes and not isinstance(value, type) else seen(value)
 
 

@@ -28,7 +28,7 @@ from roll_lite.distributed.cluster import ClusterSpec, start_cluster
 from roll_lite.distributed.placement import anywhere
 from roll_lite.distributed.ray_session import ray_session
 from roll_lite.distributed.watchdog import WATCHDOG
-from roll_lite.observability.report import write_summary
+from roll_lite.observability.report import SUMMARY_FILE, write_summary
 
 HERE = Path(__file__).parent
 SECONDS = 60.0
@@ -212,7 +212,7 @@ def test_the_summary_of_a_run_that_ended_stays(tmp: Path) -> None:
     summary = write_summary(tmp, accuracy={}, validation={}, steps=3, wall_s={"total": 1.0}, tokens={}, exit_state="failed: no disk")
     before = summary.read_text()
     session_guard.record_death(summary)
-    session_guard.record_death(tmp / "no run" / session_guard.SUMMARY_FILE)
+    session_guard.record_death(tmp / "no run" / SUMMARY_FILE)
     assert summary.read_text() == before and list(tmp.iterdir()) == [summary]
 
 

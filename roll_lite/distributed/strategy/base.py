@@ -232,7 +232,7 @@ class TrainStrategy(ForwardStrategy):
 
     @abstractmethod
     def take_moved(self) -> Moved:
-        """Return what was moved since the last call."""
+        """Return what `load` and `offload` moved since the last call."""
 
     @abstractmethod
     def save_checkpoint(self, folder: Path, asynchronous: bool = False) -> CheckpointWrite:
@@ -276,7 +276,7 @@ class EngineHealth:
 
 @dataclass(frozen=True)
 class EngineNode:
-    """One node of an engine that spans several. Node 0 takes requests and calls all workers; the others only run workers."""
+    """One node of an engine that spans several nodes. Node 0 takes requests and calls all workers; other nodes only run workers."""
 
     nodes: int
     number: int

@@ -1,4 +1,4 @@
-r"""Read an engine's weights back as Hugging Face tensors: what it computes with, not what it was sent.
+r"""Read the weights that an engine computes with, as Hugging Face tensors.
 
 vLLM and SGLang share the design of their layers: both fuse projections and shard them over workers. vLLM on a CPU also packs matrices into
 an opaque layout and drops the original. A packed matrix is read by multiplying the identity with it, through inference's kernel. That is
@@ -134,7 +134,7 @@ def _embedding(path: str, module: Any, model: nn.Module, layers: Layers) -> Iter
 
 
 def _matrix(module: Any, columns: int) -> torch.Tensor:
-    """This worker's weight of a layer, [rows, columns]."""
+    """Weight matrix of a layer on this worker, [rows, columns]."""
     multiply = getattr(module, "cpu_linear", None)
     weight: torch.Tensor = module.weight.detach()
     if multiply is None:

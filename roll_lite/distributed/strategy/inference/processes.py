@@ -52,14 +52,14 @@ class EngineProcesses:
         return any(not own.isdisjoint(_ancestors(compiler)) for compiler in compilers)
 
     async def end(self, ask: Callable[[], None]) -> None:
-        """Ask the processes to end by `ask`, which must be quick, and kill those that remain."""
+        """Call `ask`, which tells the processes to end; kill those that remain."""
         await asyncio.wait({asyncio.create_task(asyncio.to_thread(ask))}, timeout=_PATIENCE_S)
         self._kill()
         await asyncio.to_thread(psutil.wait_procs, self.all, _PATIENCE_S)
         remove(self._shared)
 
     def kill(self) -> None:
-        """Kill them and remove their shared memory, without waiting: whoever ends a lost engine may be killed itself at any time."""
+        """Kill the processes and remove their shared memory at once: the caller may be killed before it could wait."""
         self._kill()
         remove(self._shared)
 

@@ -134,8 +134,8 @@ class HfExporter:
         return cuts
 
     def _cuts(self, entry: Entry, joined: torch.Tensor) -> list[torch.Tensor]:
-        """This rank's cuts of the Hugging Face tensors in a Megatron tensor. `joined`: that tensor, joined over ranks that share a
-        key/value head."""
+        """Cut a Megatron tensor into this rank's parts of Hugging Face tensors. `joined`: the Megatron tensor, joined over ranks that
+        share a key/value head."""
         sharing = ranks_of_a_group(entry, self._hf, self._tensor_group.size())
         return [cut.chunk(sharing)[self._tensor_group.rank() % sharing] for cut in take_apart(entry, joined, self._hf)]
 

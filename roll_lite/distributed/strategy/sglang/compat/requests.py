@@ -74,8 +74,8 @@ def reports_survivors(request: GenerationRequest) -> bool:
 
 
 def new_tokens(request: GenerationRequest, state: Any, first: int, version: int) -> Completion | None:
-    """Tokens that SGLang has reported (every 50) after the `first` ones, without the newest; None if there are none. `version`: their
-    weight version."""
+    """Collect the tokens from index `first` on that SGLang has reported so far, except the newest; None if there are none. It reports
+    every 50 tokens. `version`: weight version of these tokens."""
     end = min(len(state.output_ids), len(state.output_token_logprobs_val)) - 1
     kept: tuple[tuple[int, ...], ...] | None = None
     if request.sampling.keep_mask:

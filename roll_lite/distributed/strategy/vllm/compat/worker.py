@@ -165,7 +165,7 @@ def _experts_without_adapters() -> None:
 
 
 def _pack_lm_head_again(model: torch.nn.Module) -> None:
-    """Pack a tied LM head again. The reload skips it, since it has no weights of its own, and leaves the old packed copy."""
+    """Pack a tied LM head again. It shares the embedding's weights, so the reload skips it and leaves its old packed copy."""
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
