@@ -65,12 +65,6 @@ LIES = [
 ]
 
 
-@pytest.mark.parametrize("tests", LIES)
-def test_no_operator_of_a_program_decides_about_a_plain_value(tests: str) -> None:
-    said = verdict(AREA, f"{tests}\nArea(3)")
-    assert said.startswith("test 1: failed: "), said
-
-
 HIDDEN = {
     "its module": f"{LIAR.format(name='E')}    __module__ = 'builtins'",
     "its operators, by its metaclass": "class M(type):\n    __mro__ = __dict__ = __flags__ = property(lambda c: ())\n"
@@ -226,9 +220,9 @@ FOUND = [
 ]
 
 
-@pytest.mark.parametrize("tests", FOUND)
-def test_no_number_of_a_program_lies_about_its_difference(tests: str) -> None:
-    said = verdict(FRESH, f"{tests}\nP()")
+@pytest.mark.parametrize(("program", "tests"), [(AREA, tests) for tests in LIES] + [(FRESH, tests) for tests in FOUND])
+def test_no_operator_of_a_program_decides_about_a_plain_value(program: str, tests: str) -> None:
+    said = verdict(program, f"{tests}\nArea(3)")
     assert said.startswith("test 1: failed: "), said
 
 
@@ -258,35 +252,32 @@ class Poly:
     def __add__(self, o): return Poly({k: self.terms.get(k, 0) + o.terms.get(k, 0) for k in [*o.terms, *self.terms]})
     def __eq__(self, o): return self.terms == o.terms
 """
-IN_UNITTEST = [
-    "self.assertIsInstance(Item(1), Item)",
-    "self.assertNotIsInstance(Item(1), Box)",
-    "self.assertIsNotNone(Item(1), 'none')",
-    "self.assertTrue(Item(1), 'none')",
-    "self.assertNotEqual(Item(1), None)",
-    "self.assertNotEqual(Item(1), 5)",
-    "self.assertIsNot(Item(1), None)",
-    "self.assertNotIn(Item(1), [])",
-    "self.assertIn(Item(1), [Item(2), Item(1)])",
-    "self.assertIn(Item(1), Box(Item(1)))",
-    "self.assertIn('a', {'a': Item(1)})",
-    "self.assertIn(Item(1), {'a': Item(1)}.values())",
-    "self.assertEqual({'a': Item(1)}, {'a': Item(1)})",
-    "self.assertEqual(first=Item(1), second=Item(1))",
-    "self.assertEqual(Poly({1: 2}) + Poly({0: 1}), Poly({0: 1, 1: 2}))",
-    "self.assertEqual(Item(pathlib.Path('a')), Item(pathlib.Path('a')))",
-]
+IN_UNITTEST = {
+    "assertIsInstance(Item(1), Item)": "assertNotIsInstance(Item(1), Item)",
+    "assertNotIsInstance(Item(1), Box)": "assertIsInstance(Item(1), Box)",
+    "assertIsNotNone(Item(1), 'none')": "assertIsNone(Item(1), 'none')",
+    "assertTrue(Item(1), 'none')": "assertFalse(Item(1), 'none')",
+    "assertNotEqual(Item(1), None)": "assertEqual(Item(1), None)",
+    "assertNotEqual(Item(1), 5)": "assertEqual(Item(1), 5)",
+    "assertIsNot(Item(1), None)": "assertIs(Item(1), None)",
+    "assertNotIn(Item(1), [])": "assertIn(Item(1), [])",
+    "assertIn(Item(1), [Item(2), Item(1)])": "assertNotIn(Item(1), [Item(2), Item(1)])",
+    "assertIn(Item(1), Box(Item(1)))": "assertNotIn(Item(1), Box(Item(1)))",
+    "assertIn('a', {'a': Item(1)})": "assertNotIn('a', {'a': Item(1)})",
+    "assertIn(Item(1), {'a': Item(1)}.values())": "assertNotIn(Item(1), {'a': Item(1)}.values())",
+    "assertEqual({'a': Item(1)}, {'a': Item(1)})": "assertNotEqual({'a': Item(1)}, {'a': Item(1)})",
+    "assertEqual(first=Item(1), second=Item(1))": "assertNotEqual(first=Item(1), second=Item(1))",
+    "assertEqual(Poly({1: 2}) + Poly({0: 1}), Poly({0: 1, 1: 2}))": "assertNotEqual(Poly({1: 2}) + Poly({0: 1}), Poly({0: 1, 1: 2}))",
+    "assertEqual(Item(pathlib.Path('a')), Item(pathlib.Path('a')))": "assertNotEqual(Item(pathlib.Path('a')), Item(pathlib.Path('a')))",
+}
+"""Asserts that hold, and their opposites."""
 
 
-@pytest.mark.parametrize("line", IN_UNITTEST)
-def test_unittests_asserts_take_a_programs_objects(line: str) -> None:
-    tests = f"import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        {line}"
-    assert verdict(ITEMS, tests) == "passed"
-    wrong = line.replace("assertNot", "assert#").replace("assertIsNot", "assertIs#")
-    for name in ("IsInstance", "Equal", "In", "True"):
-        wrong = wrong.replace(f"assert{name}(", f"assertNot{name}(".replace("NotTrue", "False"))
-    wrong = wrong.replace("assert#", "assert").replace("assertIs#", "assertIs")
-    said = verdict(ITEMS, tests.replace(line, wrong))
+@pytest.mark.parametrize("holds", IN_UNITTEST)
+def test_unittests_asserts_take_a_programs_objects(holds: str) -> None:
+    tests = "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        self."
+    assert verdict(ITEMS, f"{tests}{holds}") == "passed"
+    said = verdict(ITEMS, f"{tests}{IN_UNITTEST[holds]}")
     assert said.startswith("test 1: failed: "), said
 
 
