@@ -261,7 +261,9 @@ def seen(value: Any) -> Any:
     """Guard the class of a value that reaches the test, and of its items: the program may have just made it."""
     if id(type(value)) in LOADED.classes and type(value) not in PLAIN_CONTAINERS and not isinstance(value, type):
         return value
-    for kind in (*_kinds(value).values(), *([value] if type in MRO(type(value)) else [])):
+    items = [*value, *value.values()] if type(value) is dict else value if type(value) in PLAIN_CONTAINERS else [value]
+    kinds = {id(kind): kind for kind in map(type, items)}.values()  # by id: a metaclass may not hash
+    for kind in (*kinds, *([value] if type in MRO(type(value)) else [])):
         for one in MRO(kind):
             if id(one) not in LOADED.classes:
                 guard_class(one)
@@ -271,18 +273,6 @@ def seen(value: Any) -> Any:
 def seen_by_name(value: Any) -> Any:
     """Guard the class of a named value or an item; not the items of a plain container, which a test may read one by one."""
     return value if id(type(value)) in LOADED.classes and not isinstance(value, type) else seen(value)
-
-
-def _kinds(value: Any, depth: int = 0) -> dict[int, type]:
-    """Classes of a value, or of the items of plain containers, by id: a metaclass may not hash."""
-    if type(value) not in PLAIN_CONTAINERS or depth == DEEPEST:
-        return {id(type(value)): type(value)}
-    items = [*value, *value.values()] if type(value) is dict else value
-    found = {id(kind): kind for kind in map(type, items)}
-    if found.keys() & set(map(id, PLAIN_CONTAINERS)):
-        for one in items:
-            found |= _kinds(one, depth + 1) if type(one) in PLAIN_CONTAINERS else {}
-    return found
 
 
 def minus(one: Any, other: Any) -> Any:

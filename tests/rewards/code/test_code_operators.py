@@ -384,6 +384,12 @@ def test_operators_between_a_programs_objects_and_in_its_own_code_work(tests: st
     assert verdict(VECTOR, tests) == "passed"
 
 
+def test_a_large_table_may_be_read_item_by_item() -> None:
+    program = "class Table:\n    def __init__(self, n): self.rows = [[i * j for j in range(n)] for i in range(n)]\n"
+    tests = "t = Table(100)\nfor i in range(100):\n    for j in range(100):\n        assert t.rows[i][j] == i * j"
+    assert verdict(program, tests) == "passed"
+
+
 def test_what_equals_everything_does_so_only_if_the_tests_name_it() -> None:
     program = "from unittest.mock import ANY, Mock\nclass K: pass\nclass P:\n    x = ANY\n    def ok(self): return self.x == 5\n"
     for tests in ("assert P().x == 5", "assert P().x == K()", "assert [5].count(P().x)", "assert not P().x != 5"):
