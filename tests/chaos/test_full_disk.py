@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """12 MB, room for two checkpoints and a half."""
     place = tmp_path / "disk"
     place.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(place)], check=True)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(place)], check=False, capture_output=True, text=True)
+    if mounted.returncode:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(f"no file system can be mounted here: {mounted.stderr}")
     try:
         yield place
     finally:

@@ -527,6 +527,7 @@ def test_nothing_is_left_after_the_driver_was_killed(start: Any, tmp_path: Path)
     run.process.communicate(timeout=30)
     assert until_gone(processes, 60) == []
     traces.assert_nothing_shared()
+    assert run.summary()["exit"] == "failed: the driver was killed"
 
 
 def test_a_wrong_configuration_ends_with_exit_code_2_before_anything_starts(start: Any) -> None:
