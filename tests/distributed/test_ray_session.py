@@ -46,8 +46,9 @@ def family(process: int) -> list[psutil.Process]:
     """All that belong to the driver's session, also those whose parent has died: the guard is told its mark and its folder."""
     for child in psutil.Process(process).children():
         command = child.cmdline()
-        if any(part.endswith("session_guard.py") for part in command):
-            return [psutil.Process(pid) for pid in session_guard.session_processes(command[-2], Path(command[-1]))]
+        if session_guard.__file__ in command:
+            _, mark, folder = command[command.index(session_guard.__file__) + 1 :][:3]
+            return [psutil.Process(pid) for pid in session_guard.session_processes(mark, Path(folder))]
     return []
 
 
