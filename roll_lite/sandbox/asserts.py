@@ -1,8 +1,7 @@
-"""Assert-style tests: the tests' process calls the program's functions with plain values and judges the results (docs/code_reward.md).
+"""Assert-style tests of an untrusted program (docs/code_reward.md).
 
-Two processes in two sandboxes share a socket. The tests' process (`Tests`) runs no code of the program; the program's (`serve`) sees
-only the arguments of calls. A test that needs more runs there, see `inside.py`.
-"""
+The tests' process (`Tests`) calls the program's functions over a socket, with plain values, and judges the results; it runs no code of
+the program. The program's process (`serve`) sees only the arguments of calls. A test that needs more runs there, see `inside.py`."""
 
 from __future__ import annotations
 
@@ -25,24 +24,24 @@ from roll_lite.sandbox.loaded import LOADED, Loaded
 from roll_lite.sandbox.values import FROM_PROGRAM, decode, encode
 
 LONGEST = 8 << 20
-"""Maximum number of bytes of an answer."""
+"""Maximum bytes of an answer of the program."""
 CHANGING = (list, dict, set, bytearray)
 """Types of arguments that a function can change in place."""
 CONTROL = (StopIteration, StopAsyncIteration)
-"""Exceptions of the program that would silently end a loop of the tests, which get a plain Exception instead."""
+"""Exceptions that would silently end a loop of the tests, which get a plain Exception instead."""
 NO_ANSWER = (ValueError, TypeError, LookupError, AttributeError, RecursionError, ArithmeticError, MemoryError)
 """Exceptions that decoding a forged answer may raise."""
 
 
 class _Aborted(BaseException):
-    """Ends a test from within a call; a BaseException, which the tests' own handlers do not catch."""
+    """Ends a test from within a call. A BaseException, which the tests' own handlers do not catch."""
 
 
 # ---------------------------------------------------------------- the tests' side
 
 
 class Remote:
-    """Proxy for a function, class or object of the program: can be called and passed back, has no operators and equals nothing else.
+    """Proxy for a function, class or object of the program. It can be called and passed back, has no operators and equals nothing else.
 
     `at`: a name, an object's number, or [number, method name]. `has_methods`: an object of LeetCode's class Solution."""
 
@@ -53,8 +52,8 @@ class Remote:
         return self._tests.call(self._at, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """On an object of Solution: its method. On a function or class: aborts the test, which starts again in the program's process. Other
-        objects have no attributes."""
+        """Return a method of a Solution object. On a function or class, abort the test: it runs again in the program's process. Other
+        objects raise AttributeError."""
         if self._has_methods:
             return Remote(self._tests, [self._at, name])
         if isinstance(self._at, str):
@@ -74,7 +73,7 @@ class Tests:
         self._deadline = 0.0
         self._remotes: dict[int, Remote] = {}
         self._ended = self._inside = self._stopped = ""
-        """Why the program's process is unusable, why the test must run inside it, which limit was exceeded; empty if not."""
+        """Why the program's process is unusable; why the test must run inside it; which limit was exceeded. Empty if not."""
         self._used = False
 
     def run(self, tests: list[dict[str, Any]], fail_fast: bool) -> Iterator[dict[str, Any]]:
@@ -185,14 +184,14 @@ class Tests:
 
 
 def import_modules(test: dict[str, Any]) -> dict[str, Any]:
-    """Run the test's import statements; returns, by name, the modules that it uses without importing them (`modules`: name -> path)."""
+    """Run the test's import statements. Returns, by name, the modules that it uses without importing them (`modules`: name -> path)."""
     for statement in test["imports"]:
         exec(statement, {})
     return {name: importlib.import_module(path) for name, path in test["modules"].items()}
 
 
 def _error(answer: dict[str, Any]) -> Exception:
-    """The program's exception, as the first class of its MRO that exists here, with its text."""
+    """Rebuild the program's exception: the first class of its MRO that exists here, with its text."""
     kind = next((kind for name in answer["error"] if (kind := _known_kind(str(name))) is not None), RuntimeError)
     text, args = str(answer["text"]), decode(answer["args"])
     error = kind.__new__(kind, *args)
@@ -212,7 +211,7 @@ def _known_kind(name: str) -> type[Exception] | None:
 
 
 def run_test(test: dict[str, Any], names: dict[str, Any], inside: bool = False) -> str:
-    """Run one test in a fresh `__main__`; returns what failed, or "". `names`: the program's names. `inside`: in the program's process,
+    """Run one test in a fresh `__main__`. Returns what failed, or "". `names`: the program's names. `inside`: in the program's process,
     with guards."""
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module  # where unittest.main() looks for the tests
@@ -248,7 +247,7 @@ def _is_left_by(tests: dict[str, Any], end: SystemExit) -> bool:
 
 
 def run_test_classes(names: dict[str, Any]) -> None:
-    """Run unittest's cases and classes named Test... AssertionError unless tests were found and all passed."""
+    """Run unittest's test cases and pytest-style `Test...` classes. Raises AssertionError unless tests were found and all passed."""
     classes = [one for one in names.values() if isinstance(one, type) and one.__module__ == names["__name__"]]
     unittest = importlib.import_module("unittest")
     result, load = unittest.TestResult(), unittest.defaultTestLoader.loadTestsFromTestCase
@@ -279,7 +278,7 @@ def _what_failed(error: BaseException, source: str) -> str:
 
 
 def find(names: dict[str, Any], function: str) -> Any:
-    """Function, or method of a class, by name; `Solution.` may be omitted."""
+    """Return a function or `Class.method` of the program by name; `Solution.` may be omitted."""
     owner, _, method = function.rpartition(".")
     if not owner and function not in names and isinstance(names.get("Solution"), type):
         owner, method = "Solution", function

@@ -1,4 +1,4 @@
-"""Control group (version 2) for the programs of one sandbox, if one can be created: the kernel counts everything they use."""
+"""Control group (cgroup v2) of a sandbox, where one can be created: the kernel counts and limits all that its programs use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REMOVAL_S = 2.0
 
 
 class Group:
-    """A control group. Its files are opened before the walls are built, and used behind them."""
+    """Control group whose files are opened before the sandbox is isolated, and used afterwards."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -47,7 +47,7 @@ class Group:
         os.write(self._open["cgroup.procs"], b"0")
 
     def cpu_s(self) -> float:
-        """CPU time of the current program, excluding this process, also a member of the group."""
+        """CPU seconds of the current program, without this process, which is a member too."""
         return self._total_s() - self._before_s
 
     def out_of_memory(self) -> bool:
@@ -67,13 +67,13 @@ class Group:
 
 
 def die_first() -> None:
-    """Make this process, a program, the first that the kernel kills for memory, ahead of the zygote."""
+    """Make this process, a program, the first that the kernel kills when memory runs out, ahead of the zygote."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as stream:  # noqa: PTH123
         stream.write("1000")
 
 
 def make_group() -> Group | None:
-    """Create a group below this process's own or, for an ordinary user, beside it; None if refused."""
+    """Create a group below this process's own or, for an ordinary user, beside it. Returns None if refused."""
     # Of two candidates the one that counts more resources wins: the kernel grants fewer controllers below a group that has processes
     # itself.
     best: Group | None = None
@@ -99,7 +99,7 @@ def make_group() -> Group | None:
 
 
 def remove_group(folder: str) -> None:
-    """Remove the group, with retries: killed processes leave it late."""
+    """Remove the group; retry while killed processes have not left it."""
     deadline = time.monotonic() + REMOVAL_S
     while os.path.exists(folder) and time.monotonic() < deadline:  # noqa: PTH110
         try:

@@ -1,5 +1,6 @@
-"""The file system as a program sees it: interpreter and system libraries read-only, and its own empty folder. Without a mount namespace,
-that folder is measured and removed from outside."""
+"""File system of a sandboxed program: interpreter and system libraries, read-only, and an empty folder to write to.
+
+Without a mount namespace, that folder is measured and removed from outside."""
 
 from __future__ import annotations
 
@@ -36,12 +37,12 @@ SYSTEM = (
     *(f"/usr/share/{name}" for name in ("zoneinfo", "locale", "i18n", "terminfo", "perl", "perl5", "nodejs", "node_modules")),
     "/usr/share/rubygems-integration",
 )
-"""Programs, libraries and the files these load; no data, no sources."""
+"""Executables, libraries and the files these load, shown to programs; no data, no sources."""
 PACKAGES = ("site-packages", "dist-packages")
 """Installed packages, hidden from programs: a data set may be among them, with its answers."""
 SETTINGS = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime", "/etc/ssl/openssl.cnf")
 DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
-"""Devices that programs may use. /dev/zero is left out: mapped, it would be memory that no process is charged for."""
+"""Devices that programs may use. /dev/zero is left out: memory mapped from it is charged to no process."""
 CLAIM_S = 60.0
 REMOVED = "removed-"
 DEEPEST = 256
@@ -51,11 +52,11 @@ BLOCK = 512
 """Bytes per unit of `st_blocks`."""
 SHARED = "/dev/shm"
 WORK = "/sandbox"
-"""The program's own view of its folder. /tmp links to it, unless a path below the machine's /tmp is shown."""
+"""Path at which a program sees its folder. /tmp links to it, unless a path below the machine's /tmp is shown."""
 
 
 def readable_paths(more: Iterable[str] = ()) -> list[str]:
-    """Paths shown besides SYSTEM: the interpreter and `more`. A path below another is left out, unless it is hidden there."""
+    """Paths shown besides SYSTEM: the interpreter's and `more`. A path below another is left out, unless hidden there."""
     hidden, kept = hidden_paths(more), list[str]()
     for path in sorted({*_interpreter(), *more}):
         if _below(path, hidden) or not _below(path, (*SYSTEM, *kept)):
@@ -64,7 +65,7 @@ def readable_paths(more: Iterable[str] = ()) -> list[str]:
 
 
 def hidden_paths(more: Iterable[str] = ()) -> list[str]:
-    """Package folders below shown ones that must stay hidden, unless `more` asks for them."""
+    """Package folders to hide below shown paths, except those that `more` contains."""
     libraries = [os.path.dirname(os.path.realpath(os.__file__)), *glob.glob("/usr/local/lib/python3*")]  # noqa: PTH120, PTH207
     found = {os.path.realpath(f"{library}/{name}") for library in libraries for name in PACKAGES}
     asked = [os.path.realpath(path) for path in more]
@@ -81,7 +82,7 @@ def _below(path: str, others: Iterable[str]) -> bool:
 
 
 def without_hidden(path: str, hidden: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split a folder around hidden ones: paths that may be read, and folders of which only the names may be listed."""
+    """Split a folder around hidden ones, into paths that may be read and folders of which only names may be listed."""
     if path in hidden:
         return [], []
     if not any(_below(one, [path]) for one in hidden):
@@ -131,7 +132,7 @@ def build_root(more: Iterable[str]) -> None:
 
 
 def _covered(shown: Iterable[str]) -> str:
-    """Existing folder, without shown paths in it, to mount the new root over."""
+    """Find a folder to mount the new root over, without shown paths in it."""
     for folder in (tempfile.gettempdir(), "/mnt", "/media", "/srv", "/run"):
         if os.path.isdir(folder) and not any(f"{path}/".startswith(f"{folder}/") for path in shown):  # noqa: PTH112
             return folder
@@ -153,11 +154,11 @@ def _make_target(path: str, target: str, folder: bool) -> None:
 
 
 def fits(folder: str, most_bytes: int, most_files: int) -> bool:
-    """True if the folder keeps the limits, even while the program runs: files that vanish meanwhile do not count.
+    """Return True if the folder is within the limits. The program may be running: files that vanish meanwhile do not count.
 
-    A tree that is nested too deeply, or whose paths are too long, does not fit. The walk is breadth-first, to meet many names early."""
+    A tree that is nested too deeply, or has too long paths, does not fit."""
     taken = seen = 0
-    waiting, root = collections.deque([folder]), os.path.realpath(folder)
+    waiting, root = collections.deque([folder]), os.path.realpath(folder)  # breadth-first, to count many names early
     if most_bytes < 0:
         return False
     while waiting:
@@ -182,7 +183,7 @@ def fits(folder: str, most_bytes: int, most_files: int) -> bool:
 
 @contextlib.contextmanager
 def _entries(place: str, root: str) -> Iterator[Any]:
-    """Scan a folder while the program may run. It is pinned, so that no link can replace it, and made readable."""
+    """List a folder while the program may run. It is pinned, so that no symlink can replace it, and made readable."""
     pinned = os.open(place, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         itself = f"/proc/self/fd/{pinned}"
@@ -203,7 +204,7 @@ def _entries(place: str, root: str) -> Iterator[Any]:
 
 
 def remove_folder(folder: str) -> None:
-    """Remove an ended program's folder, even if nested deeply or unreadable. It may be missing."""
+    """Remove an ended program's folder, even if deeply nested or unreadable. Errors are ignored."""
     with contextlib.suppress(OSError):
         top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
@@ -216,7 +217,7 @@ def remove_folder(folder: str) -> None:
 
 
 def _empty(name: str, parent: int, top: int, moved: Iterator[int], depth: int) -> list[str]:
-    """Empty and remove a folder; the top one (empty `name`) is only emptied. Folders nested too deeply are moved to the top; returns their
+    """Empty and remove a folder; only empty the top one (empty `name`). Folders nested too deeply are moved to the top; returns their
     new names."""
     found = list[str]()
     with contextlib.suppress(OSError):
@@ -253,14 +254,14 @@ def _free_name(folder: int, numbers: Iterator[int]) -> str:
 
 
 def claim(folder: str) -> int:
-    """Lock a folder as in use while the returned file stays open."""
+    """Lock a folder as in use while the returned file descriptor stays open."""
     held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
     return held
 
 
 def claimed_by_none(parent: str, prefix: str) -> Iterator[str]:
-    """Folders of this user that no process claims. A new one has CLAIM_S to be claimed."""
+    """Yield this user's folders that no process claims, except those younger than CLAIM_S, whose claim may follow."""
     for name in os.listdir(parent):  # noqa: PTH208
         path = f"{parent}/{name}"
         with contextlib.suppress(OSError):

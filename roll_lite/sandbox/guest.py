@@ -1,7 +1,7 @@
-"""Runs jobs inside a foreign sandbox that can only run a Python program with a few files (`job.json` in, `outcome.json` out).
+"""Run jobs inside a remote sandbox that only runs a Python program with a few files (`job.json` in, `outcome.json` out).
 
-Standard library only; see `rewards/code/backends.py`. The foreign sandbox isolates programs from the outside. Inside it, each program gets
-a process group, a folder, the job's limits and a fresh interpreter, which never had the tests in memory."""
+Standard library only; see `rewards/code/backends.py`. The sandbox isolates programs from the outside. Each program gets a process group,
+a folder, the job's limits and a fresh interpreter, which never had the tests in memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from roll_lite.sandbox.kernel import OUT_OF_TIME, PR_SET_DUMPABLE, memory_file, 
 LOOK_S = 0.01
 LINGER_S = 0.2
 ORDER = 5
-"""File number of the order (see programs.py), after the program's 0 to 4."""
+"""File descriptor of the order (what to run, see programs.py), after the program's 0 to 4."""
 BOOT = f"""
 import json, sys
 sys.path.insert(0, sys.argv[1])
@@ -36,7 +36,7 @@ run_program(order)
 
 
 def main(harness: str) -> None:
-    """Run the job in the current folder. `harness`: zip file with roll_lite.sandbox."""
+    """Run `job.json` of the current folder. `harness`: zip file with roll_lite.sandbox."""
     job = Path("job.json")
     asked = json.loads(job.read_text(encoding="utf-8"))
     job.unlink()  # it holds the tests, which a program must not read
@@ -48,7 +48,7 @@ def main(harness: str) -> None:
 
 
 def _run_pair(asked: dict[str, Any], harness: str) -> dict[str, Any]:
-    """Outcome of the tests, with the program's stderr and the CPU time of both."""
+    """Run a program and its tests. Returns the tests' outcome, with the program's stderr and the CPU time of both."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         program, tests = _Running(asked["program"], harness, ours.fileno()), _Running(asked["tests"], harness, theirs.fileno())
@@ -73,7 +73,7 @@ class _Running:
             os.close(file)
 
     def _become(self, files: list[int], harness: str, address_space: bool) -> None:
-        """Replace this process, and all that it knows of the job, with a fresh interpreter."""
+        """Replace this process, whose memory holds the job, with a fresh interpreter."""
         try:
             os.setsid()
             for number, file in enumerate([os.dup2(file, 64 + place) for place, file in enumerate(files)]):
@@ -98,7 +98,7 @@ class _Running:
             resource.setrlimit(which, (value, value))
 
     def ended(self, patience: float | None = None) -> dict[str, Any]:
-        """Outcome of the process, killed at its time limit (reported as "wall") or after `patience` seconds."""
+        """Wait for the outcome; kill the process at its time limit (reported as "wall") or after `patience` seconds."""
         limits, stopped, most = self._limits, "", self._limits["output_kb"] * 1024
         until = min(self._started + limits["wall_s"], time.monotonic() + (limits["wall_s"] if patience is None else patience))
         while not (found := os.wait4(self._pid, os.WNOHANG))[0]:

@@ -1,6 +1,6 @@
-"""Guards for a test that runs in the program's process, where the program could decide its own verdict (docs/code_reward.md).
+"""Guards for a test that runs in the program's process, where the program could forge its own verdict (docs/code_reward.md).
 
-Its classes could equal everything (`__eq__`), or read the expected value (`Area(3) - 28.274`). A program that reads the interpreter's
+Its classes could equal everything (`__eq__`), or see the expected value (`Area(3) - 28.274`). A program that reads the interpreter's
 frames or memory can still forge a verdict."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RICH = ("__eq__", "__ne__", "__lt__", "__gt__", "__le__", "__ge__")
 COMPARING = (*RICH, "__sub__", "__rsub__")
 ARITHMETIC = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow", "lshift", "rshift", "and", "or", "xor")
 OF_ARRAYS = ("__array_ufunc__", "__array_function__")
-"""numpy's f(a, b) asks a.__array_ufunc__(f, "__call__", a, b) or a.__array_function__(f, types, (a, b), {})."""
+"""Operators of arrays: for f(a, b), numpy calls a.__array_ufunc__(f, "__call__", a, b) or a.__array_function__(f, types, (a, b), {})."""
 OPERATORS = {*RICH, *(f"__{kind}{name}__" for name in ARITHMETIC for kind in ("", "r", "i")), *OF_ARRAYS, "__array_wrap__"}
 SEES_PLAIN = "an operator of the program's class would see the plain value that is expected of it"
 OF_C = (types.WrapperDescriptorType, types.MethodDescriptorType)
@@ -44,14 +44,14 @@ RAISING = ("raises", "assertRaises", "assertRaisesRegex", "suppress", "warns", "
 
 
 def replaced_by(source: str) -> set[str]:
-    """Names that the tests themselves may replace: attributes that they set, and all their strings, as for `setattr`."""
+    """Names that the tests themselves may replace: attributes that they assign, and all their strings, as for `setattr`."""
     nodes = list(ast.walk(ast.parse(source)))
     texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     return texts | {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
 
 
 def guarded(source: str, names: dict[str, Any], failed: list[str]) -> ast.Module:
-    """Insert calls of guards into the tests' syntax tree; add the guards to `names`. Failed asserts go to `failed`, even if the program
+    """Parse the tests, insert calls of guards, and add these to `names`. Failed asserts are appended to `failed`, even if the program
     catches them."""
     names |= {
         "__builtins__": BUILTINS,
@@ -107,7 +107,7 @@ class _Guards(ast.NodeTransformer):
         return _call(node, "__seen__", node)
 
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
-        """Record a failure as well as raise it: the program may catch it."""
+        """Record a failed assert before it raises, since the program may catch the exception."""
         self.generic_visit(node)
         line = ast.Constant(self._lines[node.lineno - 1].strip())
         note = ast.copy_location(ast.Expr(_call(node, "__failed__", line, *([node.msg] if node.msg else []))), node)
@@ -115,7 +115,7 @@ class _Guards(ast.NodeTransformer):
         return ast.copy_location(ast.If(ast.UnaryOp(ast.Not(), _call(node, "__true__", node.test)), [note, raised], []), node)
 
     def visit_With(self, node: ast.With) -> Any:
-        """Check that a context manager does not swallow its block, except a final call or `raise`."""
+        """Check that a `with` block ran to its end: a context manager may swallow only a final call or `raise`."""
         called = [one.context_expr for one in node.items if isinstance(one.context_expr, ast.Call)]
         names = {getattr(one.func, "attr", getattr(one.func, "id", "")) for one in called}
         self.generic_visit(node)
@@ -147,7 +147,7 @@ def _iter(first: Any, *last: Any) -> Iterator[Any]:
 
 
 CALLING = {"map": _map, "filter": _filter, "iter": _iter}
-"""Replace Python's own in tests, where a program's StopIteration would end a loop early. A generator turns it into an error."""
+"""Replacements for Python's own in tests: in a generator, a program's StopIteration is an error, not the end of a loop."""
 
 
 def _all_reached(failed: list[str], reached: set[int], line: int) -> None:
@@ -156,7 +156,7 @@ def _all_reached(failed: list[str], reached: set[int], line: int) -> None:
 
 
 def _guard_unittest(failed: list[str]) -> None:
-    """Guard unittest's comparing assert methods: no operator of the program decides about a plain value."""
+    """Guard unittest's comparing assert methods: an operator of the program may not compare with a plain value."""
     import unittest
 
     holds: dict[str, Callable[[Any, Any], Any]] = {
@@ -225,11 +225,11 @@ def _holds(container: Any, item: Any) -> bool:
 
 
 class Operators:
-    """Guards on the operators of the program's classes. Such an operator may not decide about a plain value when the test applies it,
-    directly or through Python's functions. Between tests the guards do nothing."""
+    """Guards on the operators of the program's classes, while a test runs: they may not decide about a plain value if the test applies
+    them, directly or through Python's functions."""
 
     tests: Any = None
-    """Names of the running test."""
+    """Globals of the running test, or None."""
     failed: ClassVar[list[str]] = []
 
     def __init__(self, tests: dict[str, Any], failed: list[str], source: str) -> None:
@@ -249,7 +249,7 @@ class Operators:
                 self._guards += [(kind, name, held) for name, held in HELD_BY(kind).items() if _is_guard(held)]
 
     def end(self) -> set[str]:
-        """Names of guarded operators that the program has replaced, and of guards that it took from the tests."""
+        """Stop guarding. Returns the names of guarded operators, and of guards among the tests' globals, that the program replaced."""
         taken = {name for name, one in self._known.items() if Operators.tests.get(name) is not one}
         Operators.tests = None
         for kind, name, original in self._silent:
@@ -258,7 +258,7 @@ class Operators:
 
 
 def seen(value: Any) -> Any:
-    """Guard the class of a value that reaches the test, and of its items: the program may have just made it."""
+    """Guard the class of a value that reaches the test, and of its items: the program may have just created it."""
     if id(type(value)) in LOADED.classes and type(value) not in PLAIN_CONTAINERS and not isinstance(value, type):
         return value
     items = [*value, *value.values()] if type(value) is dict else value if type(value) in PLAIN_CONTAINERS else [value]
@@ -271,12 +271,12 @@ def seen(value: Any) -> Any:
 
 
 def seen_by_name(value: Any) -> Any:
-    """Guard the class of a named value or an item; not the items of a plain container, which a test may read one by one."""
+    """Like `seen`, for a name or a subscript: skips the items of a plain container, which a test may read one by one."""
     return value if id(type(value)) in LOADED.classes and not isinstance(value, type) else seen(value)
 
 
 def minus(one: Any, other: Any) -> Any:
-    """Difference within abs(): of the data if only one side is the program's, as in `abs(area - 28.27) < 0.01`."""
+    """Subtract within abs(): plain data if only one side is the program's, as in `abs(area - 28.27) < 0.01`."""
     own = [_decides(value, ("__sub__", "__rsub__")) for value in (one, other)]
     if any(own) and not all(own):
         one, other = plain_copy(one), plain_copy(other)
@@ -318,7 +318,7 @@ def _guard(name: str, original: Any) -> Any:
 
 
 def _is_as_plain(name: str, one: Any, other: Any, result: Any) -> bool:
-    """False if an operator of a class of numbers gives another number than the numbers themselves would."""
+    """False if the program's number class computes another number than plain numbers would."""
     data, number = plain_copy(one), plain_copy(result)
     if data is one or not isinstance(data, NUMBERS) or not isinstance(number, NUMBERS):
         return True
@@ -338,14 +338,14 @@ def _is_guard(held: Any) -> bool:
 
 
 def _is_of_objects(value: Any) -> bool:
-    """True for an object of the program, or a container of nothing else."""
+    """True for an object of the program, or a non-empty container of only such objects."""
     if type(value) in PLAIN_CONTAINERS:
         return bool(value) and all(map(_is_of_objects, value))
     return any(map(_is_own, MRO(type(value))))
 
 
 def _is_by_test(frame: types.FrameType | None) -> bool:
-    """True if the test rather than the program applies an operator, directly or through Python's modules."""
+    """True if the test, not the program, applies an operator, directly or through Python's modules."""
     while frame is not None and Operators.tests is not None:
         if frame.f_globals is Operators.tests:
             return True
@@ -359,26 +359,25 @@ OURS = globals()
 
 
 def _is_own(kind: type) -> bool:
-    """True if the program created the class: its `__module__` says so, or it has one of the program's functions."""
+    """True if the program created the class: its `__module__` says so, or the program made a function in it."""
     if not FLAGS(kind) & MADE_IN_PYTHON or id(kind) in LOADED.classes:
         return False
     return kind.__module__ == FROM_PROGRAM or any(type(one) is types.FunctionType and _made(one) for one in HELD_BY(kind).values())
 
 
 def _made(function: types.FunctionType) -> bool:
-    """True if the program made the function: judged by globals and code, since `FunctionType` can combine a module's globals with any
-    code."""
+    """True if the program made the function. Checks globals and code, since `FunctionType` can combine a module's globals with any code."""
     code, known = function.__code__, function.__globals__
     return code is GUARD or _is_programs(known) or (known is not Operators.tests and id(code) not in LOADED.codes)
 
 
 def _is_programs(known: dict[str, Any]) -> bool:
-    """True for the globals of the program, or of a module that was loaded after it began."""
+    """True for the globals of the program, or of a module loaded after it started."""
     return id(known) not in LOADED.names and known is not Operators.tests and known is not OURS
 
 
 def _defines(value: Any, dunders: tuple[str, ...]) -> bool:
-    """True if a class of the program defines one of these operators, or any class defines it oddly."""
+    """True if a class of the program defines one of these operators, or any class defines it oddly (`_is_odd`)."""
     for kind in MRO(type(value)):
         held = HELD_BY(kind)
         operators = {name: held[name] for name in dunders if name in held} if FLAGS(kind) & MADE_IN_PYTHON else {}
@@ -388,19 +387,19 @@ def _defines(value: Any, dunders: tuple[str, ...]) -> bool:
 
 
 def _is_odd(name: str, held: Any) -> bool:
-    """True for an operator that is no function, or another operator of a class in C (`__sub__ = float.__mul__`)."""
+    """True if an operator is no function, or is another operator of a C class (`__sub__ = float.__mul__`)."""
     return held.__name__ != name if type(held) in OF_C else type(held) is not types.FunctionType
 
 
 def _decides(value: Any, dunders: tuple[str, ...], depth: int = 0) -> bool:
-    """True if a program's operator would be called for the value or its items."""
+    """True if an operator of the program would be called for the value or its items."""
     if type(value) in PLAIN_CONTAINERS and depth < DEEPEST:
         return any(_decides(one, dunders, depth + 1) for one in (*value, *(value.values() if type(value) is dict else ())))
     return _defines(value, dunders)
 
 
 def _state(value: Any) -> Any:
-    """Attributes of the program's objects, to be compared. Objects of Python's classes compare by themselves."""
+    """Attributes of the program's objects, for comparison. Objects of Python's classes stay as they are."""
     return _without_order(_held(value, ()))
 
 
@@ -418,7 +417,7 @@ def _held(value: Any, above: tuple[int, ...]) -> Any:
 
 
 def _without_order(code: Any) -> Any:
-    """Sort what `encode` gives for sets and dicts, which are equal in any order."""
+    """Sort the encoded items of sets and dicts, which are equal in any order."""
     if type(code) is list:
         return [_without_order(one) for one in code]
     if type(code) is not dict:

@@ -1,7 +1,6 @@
-"""Walls around programs, of two kinds: namespaces if the platform allows them, else landlock and seccomp.
+"""Isolation ("walls") of programs: namespaces if the platform allows them, else landlock and seccomp.
 
-A warm interpreter (zygote.py) goes behind the outer walls once; each program that it forks gets inner walls.
-"""
+Outer walls isolate a warm interpreter (zygote.py) once; each program that it forks gets inner walls."""
 
 from __future__ import annotations
 
@@ -20,22 +19,22 @@ from roll_lite.sandbox.kernel import checked, libc
 
 NOBODY = 65534
 FIRST_OF_OWN = 2_000_000_000
-"""First of the per-sandbox user ids, which let each sandbox's processes be counted and signalled separately."""
+"""First of the per-sandbox user ids, by which each sandbox's processes are counted and signalled separately."""
 SHARED_BYTES = 16 << 20
 ROOM = 2
-"""Ratio of the address space limit to the memory limit, since programs reserve more than they use."""
+"""Ratio of the address space limit to the memory limit: programs reserve more than they use."""
 NEIGHBOURS = 512
-"""Room in RLIMIT_NPROC for the same user's processes that start elsewhere meanwhile."""
+"""Processes added to RLIMIT_NPROC for those that the same user starts elsewhere meanwhile."""
 OTHERS = kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | kernel.CLONE_NEWCGROUP
 NO_WALLS = 47
-"""Exit status of the trial process if its walls cannot be built."""
+"""Exit status of the trial process if it cannot be isolated."""
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
 READ = EXECUTE | READ_FILE | READ_DIR
 RIGHTS_BY_ABI = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}
 TRUNCATE_ABI = 3
 SCOPE_ABI = 6
-"""First landlock version that also confines signals and abstract sockets."""
+"""First landlock version that also restricts signals and abstract sockets."""
 TRIAL = {
     "cpu_s": 10,
     "memory_bytes": 1 << 30,
@@ -50,20 +49,20 @@ TRIAL = {
 
 @dataclass
 class Walls:
-    """Outer walls. `held`: mechanism of each protection; `why_not`: reasons for missing ones."""
+    """Outer isolation. `held`: mechanism of each protection; `why_not`: reasons for missing ones."""
 
     kind: str
-    """namespaces, landlock or none."""
+    """"namespaces", "landlock" or "none"."""
     held: dict[str, str]
     why_not: list[str]
     own_users: bool = False
     filter: bytes = b""
     user: int = NOBODY
-    """User id of programs if root starts them without a user namespace."""
+    """User id that programs get if root starts them without a user namespace."""
 
 
 def build_outer_walls(readable: Sequence[str], wanted: str) -> Walls:
-    """Build the strongest kind of walls that works here, at most `wanted`. The pid namespace applies from the next fork on."""
+    """Isolate this process by the strongest kind that works here, at most `wanted`. A pid namespace applies from the next fork on."""
     why_not: list[str] = []
     if wanted == "namespaces":
         trouble = _trouble_with_namespaces(readable)
@@ -75,7 +74,7 @@ def build_outer_walls(readable: Sequence[str], wanted: str) -> Walls:
 
 
 def _trouble_with_namespaces(readable: Sequence[str]) -> str:
-    """Why namespaces cannot be built; empty if they can. A child tries it, since half-built walls cannot be removed."""
+    """Why namespaces cannot be built; empty if they can. A child process tries it, since half-built ones cannot be removed."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -127,7 +126,7 @@ def _is_root_of_machine() -> bool:
 
 
 def _become_nobody() -> bool:
-    """Become an ordinary user in a user namespace. False if the platform refuses one: programs then change user themselves."""
+    """Become an ordinary user in a user namespace. Returns False if the platform refuses one: programs then change user themselves."""
     if not _works(_as_nobody):
         if not _may_use_another_user():
             raise PermissionError("no user namespace, and no right to start programs as another user and to kill them")
@@ -203,7 +202,7 @@ def _without_namespaces(why_not: list[str], wanted: str) -> Walls:
 
 
 def _open_to_others(abi: int, filtered: bool, is_root: bool, other_user: bool) -> str:
-    """Why programs without a pid namespace could reach other processes or become too many; empty if they cannot."""
+    """Why programs without a pid namespace could reach other processes or start too many; empty if they cannot."""
     if not abi or not filtered:
         return "keeping to themselves takes landlock and seccomp"
     if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):  # noqa: PTH110
@@ -216,7 +215,7 @@ def _open_to_others(abi: int, filtered: bool, is_root: bool, other_user: bool) -
 
 
 def go_inside(walls: Walls, folder: str, limits: Mapping[str, Any], readable: Sequence[str]) -> None:
-    """Build the inner walls and limits, in the program's process before its first line. OSError if one cannot be built."""
+    """Isolate and limit a program's process, before its first line. OSError if that fails."""
     os.setsid()  # signals to the own process group pass through pid namespaces
     if walls.kind == "namespaces":
         _own_namespaces(walls, limits)
@@ -247,7 +246,7 @@ def go_inside(walls: Walls, folder: str, limits: Mapping[str, Any], readable: Se
 
 @functools.cache
 def _shown_by_landlock(readable: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """Paths to read, and folders of which only names may be listed: landlock cannot hide a path below a folder it shows."""
+    """Paths that may be read, and folders of which only names may be listed. Landlock cannot hide a path below a readable folder."""
     hidden, shown, named = filesystem.hidden_paths(readable), list[str](filesystem.SETTINGS), list[str]()
     for path in dict.fromkeys(map(os.path.realpath, (*filesystem.SYSTEM, *filesystem.readable_paths(readable)))):
         if os.path.exists(path):  # noqa: PTH110
@@ -277,7 +276,7 @@ def _own_namespaces(walls: Walls, limits: Mapping[str, Any]) -> None:
 
 
 def _threads_of(user: int) -> int:
-    """Threads of a user on this machine, which RLIMIT_NPROC counts outside a user namespace."""
+    """Number of a user's threads on this machine, as RLIMIT_NPROC counts them outside a user namespace."""
     total = 0
     for name in os.listdir("/proc"):  # noqa: PTH208
         if not name.isdigit():
@@ -292,7 +291,7 @@ def _threads_of(user: int) -> int:
 
 
 def _set_limits(limits: Mapping[str, Any], others: int) -> None:
-    """Set resource limits. `others`: threads of other processes that RLIMIT_NPROC counts too."""
+    """`others`: threads of other processes that RLIMIT_NPROC counts too."""
     space = ROOM * int(limits["memory_bytes"])
     cpu = int(limits["cpu_s"]) + 1
     wanted = {
@@ -324,13 +323,12 @@ def reset_signals() -> None:
 
 
 def landlock_abi() -> int:
-    """Landlock's version in this kernel; 0: none."""
+    """Landlock version of this kernel; 0 if it has none."""
     return max(0, int(libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), 1)))
 
 
 def restrict_files(readable: Iterable[str], writable: Iterable[str], devices: Iterable[str], named: Iterable[str]) -> None:
-    """Restrict this process and its children to these paths; needs no_new_privs. `named`: folders whose names may be listed, nothing
-    more."""
+    """Restrict this process and its children to these paths; needs no_new_privs. `named`: folders of which only names may be listed."""
     abi = landlock_abi()
     rights = RIGHTS_BY_ABI[max(known for known in RIGHTS_BY_ABI if known <= abi)]
     size = 24 if abi >= SCOPE_ABI else 16 if abi >= 4 else 8

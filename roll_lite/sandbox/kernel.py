@@ -63,7 +63,7 @@ def memory_file(content: bytes = b"") -> int:
 
 
 OUT_OF_TIME = int(signal.SIGPROF)
-"""Exit status of a process that `limit_cpu` ended."""
+"""Exit status of a process ended by `limit_cpu`."""
 
 
 def limit_cpu(seconds: float) -> None:
@@ -87,7 +87,7 @@ def mount(source: str, target: str, kind: str | None, flags: int, options: str |
 
 
 def make_read_only(target: str) -> None:
-    """Make a mount and all below it read-only, without set-user-ID programs and devices."""
+    """Make a mount and all below it read-only, and ignore set-user-ID bits and devices there."""
     attributes = struct.pack("QQQQ", MOUNT_ATTR_RDONLY_NOSUID_NODEV, 0, 0, 0)
     buffer = ctypes.create_string_buffer(attributes, len(attributes))
     result = libc.syscall(SYS_MOUNT_SETATTR, AT_FDCWD, target.encode(), AT_RECURSIVE, buffer, ctypes.c_size_t(len(attributes)))
@@ -128,7 +128,7 @@ def has_capabilities(wanted: int) -> bool:
 
 
 def write_id_maps(uid: int, gid: int) -> None:
-    """Map root of this process's new user namespace to `uid` outside."""
+    """Map root of this process's new user namespace to `uid` and `gid` outside."""
     for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
         fd = os.open(f"/proc/self/{name}", os.O_WRONLY)
         try:

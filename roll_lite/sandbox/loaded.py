@@ -1,4 +1,4 @@
-"""Snapshot of the modules that were loaded before a program, to undo its changes and to tell its classes and functions from others."""
+"""Snapshot of the modules loaded before a program runs, to undo its changes and to tell its classes and functions from others."""
 
 from __future__ import annotations
 
@@ -11,23 +11,21 @@ BUILTINS = dict(vars(builtins))
 OF_CLASS = type.__dict__
 MRO, HELD_BY, FLAGS = (OF_CLASS[name].__get__ for name in ("__mro__", "__dict__", "__flags__"))
 DERIVED = OF_CLASS["__subclasses__"]
-"""Attributes of a class as Python reads them; a metaclass could override them."""
+"""Readers of a class's attributes that no metaclass can override."""
 MADE_IN_PYTHON = 1 << 9
 """Flag of classes created at run time (Py_TPFLAGS_HEAPTYPE)."""
 CONSTANT = (int, float, complex, str, bytes)
 
 
 class Loaded:
-    """Snapshot of modules, their classes' attributes and functions' code, to undo a program's changes."""
-
     def __init__(self) -> None:
         self.modules: dict[str, types.ModuleType] = {}
         self.names: dict[int, dict[str, Any]] = {}
-        """Globals of the modules, by id. Neither these nor the classes and the code below are the program's."""
+        """Globals of the modules, by id. The program made neither these nor the classes and the code below."""
         self.classes: dict[int, type] = {}
-        """All classes, by id."""
+        """All classes that existed, by id."""
         self.codes: set[int] = set()
-        """Ids of the functions' code."""
+        """Ids of the functions' code objects."""
         self._held: dict[int, tuple[Any, dict[str, Any]]] = {}
         self._code: dict[int, tuple[Any, ...]] = {}
 
@@ -51,8 +49,8 @@ class Loaded:
         return self
 
     def put_back(self) -> set[str]:
-        """Undo what the program changed in the loaded modules, their classes and functions, except state such as sys.stdout. Returns names
-        of the functions, classes and modules that it had replaced."""
+        """Undo the program's changes to modules, classes and functions, except state such as sys.stdout. Returns the names of functions,
+        classes and modules that it had replaced."""
         replaced = {name for name, module in self.modules.items() if sys.modules.get(name) is not module}
         sys.modules.update(self.modules)
         for function, code, defaults, named in self._code.values():

@@ -47,12 +47,12 @@ class SandboxTrouble(Exception):
 
 
 class SandboxDied(SandboxTrouble):
-    """A sandbox died or stopped answering during a program. A retry must show whether the program is to blame."""
+    """A sandbox died or stopped answering during a program. A retry shows whether the program is to blame."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one program and its children together, unless stated per process."""
+    """Each limit holds for all processes of a program together, unless stated otherwise."""
 
     cpu_s: float = 5.0
     wall_s: float = 15.0
@@ -69,12 +69,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class Program:
-    """`order`: kind and arguments, see `MODES` in programs.py."""
+    """`order`: kind and arguments of the program, see `MODES` in programs.py."""
 
     order: dict[str, Any]
     stdin: bytes = b""
     artifact: bytes = b""
-    """File that an earlier program compiled, open as file number 4."""
+    """File compiled by an earlier program, open as file descriptor 4."""
     address_space: bool = True
     """False for interpreters that reserve far more address space than they use."""
     limits: Limits = field(default_factory=Limits)
@@ -94,11 +94,11 @@ class Outcome:
     exit: int
     """Exit status, negative for a signal."""
     stopped: str
-    """Limit that ended it: cpu, wall, memory, processes, output (or the folder's size), sandbox (it killed its sandbox); or empty."""
+    """Limit that ended it: cpu, wall, memory, processes, output (printed or stored too much), sandbox (it killed its sandbox); or empty."""
     stdout: bytes
     stderr: bytes
     result: bytes
-    """What the program wrote to file number 3."""
+    """Bytes that the program wrote to file descriptor 3."""
     seconds: float
     cpu_s: float
 
@@ -144,11 +144,11 @@ class Protections:
 
 
 class Sandbox:
-    """A warm interpreter behind walls (isolation.py); runs one program at a time."""
+    """An isolated warm interpreter (zygote.py) that runs one program at a time."""
 
     def __init__(self, walls: str = "namespaces", readable: Sequence[str] = (), python_path: Sequence[str] = ()) -> None:
-        """`walls`: strongest kind to try. `readable`: further folders that programs may read. `python_path`: folders that they may read and
-        import from."""
+        """`walls`: strongest isolation to try. `readable`: further folders that programs may read. `python_path`: folders that they may
+        read and import from."""
         self._settings: dict[str, Any] = {"walls": walls, "readable": [*readable, *python_path], "python_path": list(python_path)}
         self._settings |= {"root": ROOT, "control_group": True}
         self._process: subprocess.Popen[bytes] | None = None
@@ -156,7 +156,7 @@ class Sandbox:
         self._running: tuple[Program, list[int], float] | None = None
         self._companion: Sandbox | None = None
         self._group = ""
-        """The programs' control group, which the sandbox cannot remove from behind its walls."""
+        """Path of the programs' control group, removed here since the isolated sandbox cannot."""
         self.protections: Protections | None = None
 
     def start(self) -> Protections:
@@ -192,7 +192,7 @@ class Sandbox:
         return self.protections
 
     def begin(self, program: Program, peer: int = -1) -> None:
-        """Start a program; `fileno()` becomes readable when it ends. `peer`: socket that it gets as file number 4."""
+        """Start a program; `fileno()` becomes readable when it ends. `peer`: socket that it gets as file descriptor 4."""
         if self._running is not None:  # of a program whose wait was interrupted
             self.close()
         self._ensure_started()
@@ -270,7 +270,7 @@ class Sandbox:
             self._group = ""
 
     def _ensure_started(self) -> None:
-        """Start if not running. SandboxTrouble if that fails, or a restart lacks a protection that was held before."""
+        """Start the sandbox if necessary. SandboxTrouble if that fails, or if it lacks a protection that it had before."""
         if self._line is not None and self._process is not None and self._process.poll() is None:
             return
         before = self.protections
@@ -378,8 +378,7 @@ class SandboxPool:
         return outcomes
 
     def _begin(self, sandbox: Sandbox, job: Program | Pair) -> Sandbox:
-        """Start the job; returns the sandbox to wait for, which for a pair is the one of the tests. A pair's two processes share a
-        socket."""
+        """Start the job. Returns the sandbox to wait for: for a pair, that of the tests. A pair's two processes share a socket."""
         if isinstance(job, Program):
             sandbox.begin(job)
             return sandbox
@@ -405,7 +404,7 @@ class SandboxPool:
         return replace(said, stopped=said.stopped or ran.stopped, stderr=ran.stderr, cpu_s=said.cpu_s + ran.cpu_s)
 
     def _once_more(self, job: Program | Pair, sandbox: Sandbox) -> Ended:
-        """Retry a job whose sandbox died. If the fresh sandbox dies too, but a next one runs a harmless program, the job is to blame."""
+        """Retry a job whose sandbox died. If the sandbox dies again, but then runs a harmless program, the job is to blame."""
         try:
             self._begin(sandbox, job)
             return self._finish(sandbox, job)

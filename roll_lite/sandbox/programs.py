@@ -1,5 +1,5 @@
-"""Runs a program in its sandboxed process, in one of several modes (`MODES`). Returned values leave through open file RESULT, and are
-judged outside."""
+"""Run a program in its sandboxed process, in one of several modes (`MODES`). Results are written to file descriptor RESULT and judged
+outside."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _is_closed(stream: TextIO) -> bool:
 
 
 def _set_limit(which: int, limits: tuple[int, int]) -> None:
-    """Stands in for `resource.setrlimit`: attempts to raise limits, common in contest programs, do nothing."""
+    """Replacement for `resource.setrlimit` that ignores attempts to raise limits, which are common in contest programs."""
     try:
         SET_LIMIT(which, limits)
     except ValueError:
@@ -133,7 +133,7 @@ def _exec(order: dict[str, Any]) -> None:
 
 
 def _module(order: dict[str, Any], name: str) -> dict[str, Any]:
-    """Run prelude and program in a module of this name; returns its globals."""
+    """Run prelude and program as a module of this name. Returns its globals."""
     source = order["source"]
     module = types.ModuleType(name)
     sys.modules[name] = module
@@ -152,8 +152,8 @@ def _calls(order: dict[str, Any]) -> None:
 
 
 def _call_in_child(names: dict[str, Any], order: dict[str, Any], arguments: list[Any], named: dict[str, Any]) -> dict[str, Any]:
-    """Return {"line": JSON of a value or error}, {"stopped": limit} or {"error": text}. A function that returns None may work in place: its
-    first argument is sent too."""
+    """Return {"line": JSON of a value or error}, {"stopped": limit} or {"error": text}. If the function returns None, its first
+    argument, which it may have changed, is sent too."""
     here, there = os.pipe()
     if (pid := os.fork()) == 0:
         try:
@@ -199,8 +199,8 @@ def _expression(order: dict[str, Any]) -> None:
 
 
 def _serve(order: dict[str, Any]) -> None:
-    """Answer calls and run tests. Modules that tests and program import are loaded before the program runs, and trusted. It may have
-    written any module that is loaded later."""
+    """Answer calls and run tests. Modules that tests and program import are loaded before the program runs, and trusted. It could
+    replace any that is loaded later."""
     with contextlib.suppress(Exception):  # the tests' process reports what cannot be imported
         import_modules(order)
     for statement in _imports(f"{order.get('prelude', '')}\n{order['source']}"):

@@ -12,7 +12,7 @@ from roll_lite.sandbox.kernel import PR_SET_DUMPABLE, PR_SET_SECCOMP, prctl
 
 
 def _calls(table: str) -> list[tuple[int, int]]:
-    """(number on x86_64, on aarch64) of each call; -1: no such call."""
+    """(number on x86_64, number on aarch64) of each call in a table; -1: missing."""
     rows = [line.partition("#")[0].split() for line in table.splitlines()]
     return [(int(one), int(other)) for _, one, other in filter(None, rows)]
 
@@ -168,15 +168,15 @@ ioctl 16 29
 fcntl 72 25
 """)
 IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
-"""Allowed: TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX. Others could set flags of readable files."""
+"""Allowed requests: TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX. Others could set flags of readable files."""
 FCNTLS = (8, 10, 15, 1024, 1026, 1031, 1036, 1038)
-"""Denied: F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY, F_SETPIPE_SZ, F_SET_RW_HINT, F_SET_FILE_RW_HINT."""
+"""Denied commands: F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY, F_SETPIPE_SZ, F_SET_RW_HINT, F_SET_FILE_RW_HINT."""
 SHARED, ANONYMOUS = 0x01, 0x20
 STREAM, PACKETS_IN_ORDER = 1, 5
 NEW_NAMESPACES = 0x7E020000
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 X32 = 0x40000000
-"""Bit of the x32 ABI, a second way to make x86_64's calls."""
+"""Bit of call numbers of the x32 ABI, a second way to make x86_64's calls."""
 
 LOAD, AND, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 ARGUMENTS = 16
@@ -192,7 +192,7 @@ def build_filter(own_pid: int | None = None, signals_stay: bool = False) -> byte
     """Build the filter; OSError on machines other than x86_64 and aarch64.
 
     `own_pid`: pid of a program without namespaces, which may not change file or process attributes, nor signal others. `signals_stay`:
-    another wall confines its signals."""
+    its signals are already confined."""
     machine = platform.machine()
     if machine not in AUDIT_ARCH:
         raise OSError(errno.ENOSYS, f"no seccomp filter for {machine}")
@@ -231,7 +231,7 @@ def _only_own(own_pid: int, calls: list[tuple[int, int]], column: int) -> list[t
 
 
 def _where(number: int, argument: int, tests: list[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
-    """Refuse a call if every test of its argument falls through; a test allows it by jumping one past the refusal."""
+    """Refuse a call if every test of its argument falls through. A test allows it by jumping past the refusal."""
     block = [(LOAD, 0, 0, ARGUMENTS + 8 * argument), *tests, (RETURN, 0, 0, _refuse(errno.EPERM)), (LOAD, 0, 0, 0)]
     return [(JUMP_EQUAL, 0, len(block), number), *block]
 

@@ -1,5 +1,4 @@
-"""Locks and shared memory for multiprocessing, in files of the program's folder. Python's own need /dev/shm, which landlock does not
-show."""
+"""Locks and shared memory for multiprocessing, in files of the program's folder. Python's own need /dev/shm, which landlock hides."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from typing import Any
 RECURSIVE = 0
 SIZE = 64
 LOOK_S = 1.0
-"""Interval at which a waiting process handles its signals."""
+"""Seconds after which a process that waits for a lock handles signals."""
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -24,7 +23,7 @@ class Time(ctypes.Structure):
 
 
 class SemLock:
-    """Stands in for `_multiprocessing.SemLock`, for forked processes only."""
+    """Replacement for `_multiprocessing.SemLock`, for forked processes only."""
 
     SEM_VALUE_MAX = 2**31 - 1
     handle = 0

@@ -18,15 +18,15 @@ from roll_lite.sandbox.filesystem import BLOCK, fits
 PAGE = os.sysconf("SC_PAGE_SIZE")
 TICKS = os.sysconf("SC_CLK_TCK")
 STACK = 25
-"""Index of the stack's start address among the fields behind the name in /proc/PID/stat."""
+"""Index of the stack's start address among the fields after the name in /proc/PID/stat."""
 FORKED_AND_NO_MORE = 0x40
 OF_MAPPING = 512
 """Approximate bytes of kernel memory for each memory mapping."""
 MOST_MAPPINGS = 65530
 BESIDE_RESIDENT = (b"VmPTE:", b"VmSwap:")
-"""Lines of /proc/PID/status, in kB, that count as memory beside the resident set."""
+"""Lines of /proc/PID/status, in kB, that count as memory in addition to the resident set."""
 LONGEST_MAPS = 1 << 20
-"""Bytes read of a process's table of mappings. A longer one counts as full."""
+"""Maximum bytes read of a process's table of mappings. A longer one counts as full."""
 
 
 class Usage:
@@ -34,7 +34,7 @@ class Usage:
         self._group = group
         self._namespaces = namespaces
         self._seen: dict[tuple[int, int], float] = {}
-        """CPU time of each process at its last sample; for an unreaped child, the only record."""
+        """CPU time of each process at its last sample; for a child that was not waited for, the only record."""
         self._unseen_s = 0.0
         """Estimated CPU time of processes that lived only between two samples."""
         self._looked = 0.0
@@ -43,7 +43,7 @@ class Usage:
             """Pages shared with forked programs; not counted until these exec another program."""
         self._own_stack = _fields(os.getpid())[STACK]
         self._mappings: dict[tuple[int, int], int] = {}
-        """Mappings by process; one random process is counted per sample."""
+        """Number of memory mappings by process. Each sample counts one random process."""
         with socket.socketpair()[0] as one:
             self._socket_bytes = one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
 
@@ -57,7 +57,7 @@ class Usage:
             self._group.begin(limits)
 
     def passed(self, first: int, members: Sequence[int]) -> str:
-        """Name of the limit that is exceeded, or empty. `first`: the process that was started."""
+        """Return the name of the exceeded limit, or empty. `first`: the process that was started."""
         limits = self._limits
         now = time.monotonic()
         since, self._looked = now - self._looked, now
@@ -98,7 +98,8 @@ class Usage:
         return "" if self._fits(deleted) else "output"
 
     def folder_is_full(self, members: Callable[[], Iterable[int]]) -> bool:
-        """True if the folder exceeds a limit. Measured only after free disk space rose (others' deletions hide writes) or fell enough."""
+        """True if the folder exceeds a limit. Measured only after free disk space changed by a quarter of the limit, up (others'
+        deletions hide writes) or down."""
         if self._namespaces or abs(self._free - (free := _free_bytes(self._folder))) <= self._limits["folder_bytes"] // 4:
             return False
         self._free = free
@@ -108,7 +109,7 @@ class Usage:
         return fits(self._folder, self._limits["folder_bytes"] - deleted, self._limits["folder_files"])
 
     def _open_files(self, members: Iterable[int]) -> tuple[int, int]:
-        """Bytes of deleted files that are still open or mapped, hence on the disk; and the number of sockets."""
+        """Bytes of deleted files that are still open or mapped, and so take disk space; and the number of sockets."""
         device, found, inside = os.stat(self._folder).st_dev, dict[int, int](), f"{self._folder}/".encode()  # noqa: PTH116
         sockets = set[int]()
         for process in members:
@@ -143,12 +144,13 @@ class Usage:
         return self._group is not None and self._group.out_of_memory()
 
     def _is_forked(self, stat: list[bytes]) -> bool:
-        """True if a process still runs the warm interpreter's image: its stack lies at the same address or, if the kernel hides that, it
-        has the flag "forked, no exec"."""
+        """True if a process has not executed another program: its stack lies at the warm interpreter's address or, if the kernel hides
+        that, it has the flag "forked, no exec"."""
         return stat[STACK] == self._own_stack if stat[STACK] != b"0" else bool(int(stat[6]) & FORKED_AND_NO_MORE)
 
     def _in_sockets(self) -> int:
-        """Maximum of bytes in socket buffers, which no process is charged for; 0 without namespaces, where other programs' would count."""
+        """Upper bound of bytes in socket buffers, which no process is charged for. 0 without namespaces, where other programs' would
+        count."""
         if not self._namespaces:
             return 0
         with open("/proc/net/sockstat", encoding="ascii") as stream:  # noqa: PTH123
@@ -166,7 +168,7 @@ def _content(process: int, name: str, most: int = -1) -> bytes:
 
 
 def _fields(process: int, thread: str = "") -> list[bytes]:
-    """Fields of /proc/PID/stat behind the name, which may contain spaces and brackets."""
+    """Fields of /proc/PID/stat after the name, which may contain spaces and brackets."""
     return _content(process, f"{thread}stat").rpartition(b")")[2].split()
 
 
@@ -175,7 +177,7 @@ def _tasks_of(process: int) -> list[str]:
 
 
 def _living_thread(process: int, fields: list[bytes]) -> str:
-    """Path of a living thread if the main one has ended: then the process itself shows no memory."""
+    """Path of a living thread if the main one has ended, since the process then shows no memory; else empty."""
     if fields[0] != b"Z":
         return ""
     for thread in _tasks_of(process):
@@ -186,7 +188,7 @@ def _living_thread(process: int, fields: list[bytes]) -> str:
 
 
 def _lines(status: bytes, names: bytes | tuple[bytes, ...]) -> list[list[bytes]]:
-    """Lines that start with one of the names. Split at line feeds only: a program's name may contain any other line end."""
+    """Words of lines that start with one of the names. Split at line feeds only: a process name may contain other line ends."""
     return [line.split() for line in status.split(b"\n") if line.startswith(names)]
 
 

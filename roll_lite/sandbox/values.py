@@ -1,4 +1,4 @@
-"""Plain Python data as JSON: nothing else crosses between a program and the processes that judge it."""
+"""Plain Python data as JSON. Nothing else is exchanged between a program and the processes that judge it."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ STANDARD: dict[type, Callable[[Any], list[Any]]] = {
     datetime.timedelta: lambda value: [value.days, value.seconds, value.microseconds],
     datetime.timezone: lambda value: [value.utcoffset(None)],
 }
-"""Standard library types that count as plain, with the arguments that rebuild an equal value."""
+"""Standard library types that count as plain data, with the arguments that rebuild an equal value."""
 NAMED = {kind.__name__: kind for kind in STANDARD}
 MADE_OF = {"bytearray": bytes, "frozenset": list, "deque": list, "Counter": dict, "OrderedDict": list}
-"""Required type of the first argument: a number or range could expand to a huge object in the process that decodes it."""
+"""Required type of the first argument. A number or range could expand to a huge object when it is decoded."""
 MADE_OF_PARTS = {"range": int, "Fraction": int, "date": int, "Decimal": str, "timedelta": int}
-"""Required type of every argument: Fraction("1e99999999"), for one, would be computed when decoded."""
+"""Required type of every argument. Decoding Fraction("1e99999999"), for example, would compute that number."""
 LONGEST_NUMBER = 10_000
-"""Maximum number of digits of these arguments: a Fraction of larger numbers takes long to reduce."""
+"""Maximum number of digits of these arguments: Fractions of larger numbers are slow to reduce."""
 SAME_HASH = 100
-"""Maximum number of items of a decoded set or dict with the same hash: each lookup would compare with all of them."""
+"""Maximum number of items with the same hash in a decoded set or dict: each lookup compares with all of them."""
 HELD: dict[type, Callable[[Any], Any]] = {
     bool: lambda value: value,
     list: lambda value: list(list.__iter__(value)),
@@ -51,7 +51,7 @@ HELD: dict[type, Callable[[Any], Any]] = {
     bytes: lambda value: bytes(bytes.__iter__(value)),
     complex: lambda value: complex(complex.__pos__(value)),
 }
-"""Functions that read plain data by the base type's methods, since a subclass may override them."""
+"""Functions that read plain data by the base type's methods, which a subclass may override."""
 MOST_ITEMS = 100_000
 """Maximum number of items read from an iterator, which may be endless."""
 VIEWS: dict[str, Callable[[Any], Any]] = {
@@ -64,7 +64,7 @@ FROM_PROGRAM = "solution"
 
 
 def encode(value: Any, refer: Callable[[Any], Any] | None = None) -> Any:
-    """JSON form of plain data. Other values are encoded by `refer`; TypeError without it."""
+    """Return plain data as JSON. Other values are encoded by `refer`; TypeError without it."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
         return _scalar(value)
     if type(value) in STANDARD:
@@ -94,7 +94,7 @@ def encode(value: Any, refer: Callable[[Any], Any] | None = None) -> Any:
 
 
 def plain_copy(value: Any) -> Any:
-    """Data of a list, tuple, set, dict, text or number without a subclass's overrides; other values unchanged."""
+    """Return the data of a list, tuple, set, dict, text or number without a subclass's overrides; other values unchanged."""
     for base, read in HELD.items():
         if isinstance(value, base):
             return value if type(value) is base else read(value)

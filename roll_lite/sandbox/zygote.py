@@ -1,8 +1,7 @@
-"""Warm Python interpreter behind walls that forks a process per program, watches it, and kills it with all its children.
+"""Isolated warm Python interpreter that forks a process per program, watches it, and kills it with all its children.
 
-It shares its namespaces with one program at a time. A request consists of the limits as JSON and of open files: the order (see programs.py)
-and the program's files 0 to 4. Only the forked process reads these, since later programs could read the zygote's memory: secrets are never
-sent here."""
+It shares its namespaces with one program at a time. A request has the limits as JSON and open files: the order (what to run, see
+programs.py) and the program's files 0 to 4. Only the forked process reads these: later programs could read the zygote's memory."""
 
 from __future__ import annotations
 
@@ -38,15 +37,15 @@ array bisect collections copy datetime decimal fractions functools heapq itertoo
 string threading traceback typing linecache ast types enum io time atexit inspect dataclasses abc numbers cmath textwrap
 """
 FIRST_LOOK_S, LOOK_S = 0.02, 0.05
-"""Seconds before the first sample, and on average between later ones: random, so that a program cannot time its pauses."""
+"""Seconds until the first sample of usage, and on average between later ones: random, so that a program cannot time its pauses."""
 DISK_LOOK_S = 0.002
-"""Seconds between checks of free disk space between two samples."""
+"""Seconds between checks of free disk space, made between samples."""
 LONGEST_LIMITS = 4096
 HIGHEST_FILE = 1024
 FOLDER = "code-"
 PATIENCE_S = 5.0
 LEFT, MOST_LEFT = "left-", 4
-"""Prefix of ended programs' folders, and how many may await removal."""
+"""Prefix of ended programs' folders, and maximum number of them that await removal."""
 M_ARENA_MAX = -8
 
 
@@ -99,7 +98,7 @@ def main(control: int, settings: dict[str, Any]) -> None:
 
 
 def _clean_up_after(zygote: int, folder: str, left: int) -> NoReturn:
-    """Remove ended programs' folders, which may take long, and clean up after the zygote, even if it is killed."""
+    """Remove ended programs' folders, which may take long. When the zygote has ended, even if killed, clean up after it."""
     # Namespaces end with the zygote. If this process, its parent, is killed, the zygote cleans up instead.
     while os.read(left, 1):
         for old in _left_folders(folder):
@@ -117,7 +116,8 @@ def _left_folders(folder: str) -> list[str]:
 
 class Zygote:
     def __init__(self, line: socket.socket, walls: Walls, readable: list[str], folder: str, group: Group | None, say_left: int) -> None:
-        """`folder`: parent of programs' folders, empty with namespaces. `say_left`: pipe that tells the parent to remove old ones."""
+        """`folder`: parent of the programs' folders; empty with namespaces. `say_left`: pipe that tells the parent process to remove old
+        ones."""
         self._line = line
         self._walls = walls
         self._readable = readable
@@ -141,7 +141,8 @@ class Zygote:
             self._line.sendall(json.dumps(report).encode() + b"\n")
 
     def _receive(self) -> tuple[dict[str, Any], list[int]] | None:
-        """Limits and open files of the next request; None at the end. Skips spaces: requests to kill a program that has already ended."""
+        """Return limits and open files of the next request; None at the end. Skips spaces: requests to kill a program that has already
+        ended."""
         files, data, ancillary = array.array("i"), b" ", list[Any]()
         while data and not data.strip():
             data, ancillary, _, _ = self._line.recvmsg(LONGEST_LIMITS, socket.CMSG_SPACE(6 * files.itemsize))
@@ -247,7 +248,7 @@ class Zygote:
         return {"exit": os.waitstatus_to_exitcode(status), "stopped": stopped, "cpu_s": cpu_s}
 
     def _wait(self, poller: select.poll, pause: float, pid: int) -> list[tuple[int, int]] | None:
-        """Wait for an event or the next sample; None if the folder is full."""
+        """Wait for an event or the next sample. Returns None if the folder is full."""
         until, step = time.monotonic() + pause, pause if self._namespaces else DISK_LOOK_S
         while not (events := poller.poll(step * 1000)) and time.monotonic() < until:
             if self._usage.folder_is_full(lambda: self._members(pid)):
@@ -262,7 +263,7 @@ class Zygote:
 
 
 def descendants() -> list[int]:
-    """Descendants of this process, orphans too: as a subreaper it inherits them."""
+    """Descendants of this process, including orphans, which it inherits as a subreaper."""
     found = _children(os.getpid())
     for process in found:
         found.extend(child for child in _children(process) if child not in found)
@@ -270,7 +271,7 @@ def descendants() -> list[int]:
 
 
 def _children(pid: int) -> list[int]:
-    """Children of all threads: a child belongs to the thread that forked it."""
+    """Children of all threads of a process: a child belongs to the thread that forked it."""
     found: list[int] = []
     try:
         threads = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208
