@@ -1,4 +1,4 @@
-"""Checks of the domains' data: files, rows, tags, filters, chat templates. Rows are read as the run reads them."""
+"""Checks of the domains' data: files, rows, tags, filters, chat templates."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from roll_lite.files import is_folder, read_text
 from roll_lite.models.model_files import chat_templates
 
 SCANNED_ROWS, TABLE_ROWS = 200_000, 1000
-"""Maximum numbers of rows to check in a file, for about two seconds: SCANNED_ROWS of JSON lines and of a table's tags, TABLE_ROWS of its
-other columns."""
+"""Maximum rows checked per file, for about two seconds: SCANNED_ROWS of JSON lines and of a table's tags, TABLE_ROWS of its other
+columns."""
 NAMED_LINES = 5
 
 
@@ -89,7 +89,7 @@ class _Column:
     setting: str
     name: str
     value_of: Callable[[Mapping[str, Any]], Any]
-    """Value in a row; RowError if unusable."""
+    """Reads the value from a row; RowError if unusable."""
 
 
 def _columns(path: str, domain: DomainConfig, split: str) -> list[_Column]:
@@ -126,14 +126,13 @@ class _Scan:
     owners: TagOwners | None
     rows: int = 0
     columns: dict[str, None] = field(default_factory=dict)
-    """Columns seen, in order."""
     without: dict[str, list[str]] = field(default_factory=dict)
     """Rows without a column, by column."""
     unfit: dict[str, tuple[str, str]] = field(default_factory=dict)
     """First unusable value and reason, by setting."""
     mistakes: list[str] = field(default_factory=list)
     strays: dict[tuple[str, Path], tuple[str, str]] = field(default_factory=dict)
-    """Place of the first row without a domain, and the reason, by tag and file."""
+    """First row whose tag no domain lists, and the reason, by tag and file."""
 
     def check_row(self, row: Row, where: str) -> None:
         content = row.content
@@ -177,7 +176,7 @@ class _Scan:
 
 
 def columns_missing(data: DataConfig, wanted: Collection[str]) -> Iterator[tuple[str, str]]:
-    """(column, message) for wanted columns that a file lacks; unreadable files are reported elsewhere."""
+    """Yield (column, message) for wanted columns that a file lacks. Unreadable files are reported elsewhere."""
     given = [data.train, data.validation]
     for file in dict.fromkeys(path for files in given if files is not None for path in paths_of(files)):
         seen: dict[str, None] = {}
@@ -198,7 +197,7 @@ def columns_missing(data: DataConfig, wanted: Collection[str]) -> Iterator[tuple
 
 
 _NOT_READ = object()
-"""Marks a table's unread value, which is not checked."""
+"""Marks values that were not read from a table and are not checked."""
 
 
 def _lines(shards: list[Shard]) -> Iterator[Row]:
@@ -207,8 +206,8 @@ def _lines(shards: list[Shard]) -> Iterator[Row]:
 
 
 def _table_rows(shards: list[Shard], scan: _Scan) -> Iterator[Row]:
-    """Rows of a table: the first TABLE_ROWS with all configured columns, further ones with only the tag. If a configured column is missing:
-    only tags, or one row without values."""
+    """Yield rows of a table: the first TABLE_ROWS with all configured columns, later ones with only the tag. If a configured column is
+    missing: only tags, or one row without values."""
     tag = scan.data.tag
     wanted = list(dict.fromkeys(column.name for column in scan.wanted))
     for index, shard in enumerate(shards):

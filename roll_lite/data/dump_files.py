@@ -1,4 +1,4 @@
-"""Files and headers of dumps, and checks that a run can train on them. data/dumps.py writes and reads the rows."""
+"""Files and headers of rollout dumps, and checks that a run can train on them. data/dumps.py writes and reads the rows."""
 
 from __future__ import annotations
 
@@ -187,8 +187,8 @@ def _fits_model(config: RunConfig, header: DumpHeader) -> Iterator[Problem]:
 
 
 def _same_policy(config: RunConfig, headers: Sequence[DumpHeader]) -> Iterator[Problem]:
-    """Check that settings which shape the policy equal those of the dumped run. Only then is this run's policy at a step the one that
-    sampled its dump, as old_log_probs `current` and `recompute` assume."""
+    """Check that training settings equal those of the dumped run. Otherwise this run's policy differs, after the first step, from the
+    one that sampled the dumps; old_log_probs `current` and `recompute` take them for the same."""
     algorithm = config.algorithm
     if algorithm.weighs_by_rollout:
         return
@@ -203,7 +203,7 @@ def _same_policy(config: RunConfig, headers: Sequence[DumpHeader]) -> Iterator[P
 
 
 def _differences(config: Mapping[str, Any], made: Mapping[str, Any]) -> str:
-    """Changed settings that affect the policy of later steps, as text."""
+    """Name the changed settings that affect the policy after the first step; empty if none."""
     if made["mode"] != "full":
         return f"mode {made['mode']} sampled all dumps with the same weights"
     mine, its = _learning(config), _learning(made)
@@ -245,7 +245,7 @@ def _adapters(lora: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _plain(config: RunConfig) -> dict[str, Any]:
-    """Configuration as in a dump's header. Raises Refused if the schema has refused a field that matters here."""
+    """Configuration as in a dump's header. Raises Refused if a field that matters here is invalid."""
     for name in ("seed", "model", "steps", "algorithm", "actor_train", "reference", "critic", "domains"):
         _read_all(getattr(config, name))
     return config.model_dump(mode="json")

@@ -1,7 +1,6 @@
 """Dumps of rollouts: the samples of a step in a Parquet file (zstd); docs/replay.md lists the columns.
 
-`load_dump` returns the samples that trained; a Parquet reader sees all: failed, filtered, and greedy baselines. Missing values are null.
-"""
+`load_dump` returns the samples that trained; the file also has failed and filtered ones and greedy baselines. Missing values are null."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ ROW_GROUP_TOKENS = 2**21
 """Tokens written and read at a time: 30 MB."""
 
 Fetch = Callable[[Sequence[Any]], Sequence[DataProto | None]]
-"""Gets references; returns their token blocks (workers/token_blocks.py), None for one that is gone."""
+"""Fetches token blocks (workers/token_blocks.py) by reference; None for a lost block."""
 
 DESCRIPTION = {
     "sample": pa.int64(),
@@ -61,7 +60,7 @@ DESCRIPTION = {
     "scored_at": pa.float64(),
     "columns": pa.string(),
 }
-"""Columns of every dump, from the samples. The batch's other row columns are added."""
+"""Columns of every dump, filled from the samples. Other row columns of the batch follow."""
 TOKENS = {"input_ids": pa.int64(), "response_mask": pa.bool_(), "rollout_log_probs": pa.float32()}
 KEPT_IDS = "kept_ids"
 LONGEST_COLUMN = 1000
@@ -123,7 +122,7 @@ def write_dump(
 
 
 def _entries(groups: Sequence[SampleGroup], rows: DataProto) -> list[_Entry]:
-    """Samples group by group; a group's baseline comes last in it."""
+    """All samples by group; a group's baseline is last."""
     row_of = {place: row for row, place in enumerate(zip(rows.tensor("group").tolist(), rows.tensor("index").tolist(), strict=True))}
     entries: list[_Entry] = []
     for group in groups:
@@ -193,7 +192,7 @@ def _text(text: str | None) -> str | None:
 
 
 def _row_groups(entries: Sequence[_Entry]) -> Iterator[list[_Entry]]:
-    """Row groups of about ROW_GROUP_TOKENS tokens; at least one, since the first fixes the column types."""
+    """Split into row groups of about ROW_GROUP_TOKENS tokens; at least one, since the first fixes the column types."""
     part: list[_Entry] = []
     tokens = 0
     for entry in entries:
@@ -207,8 +206,7 @@ def _row_groups(entries: Sequence[_Entry]) -> Iterator[list[_Entry]]:
 
 
 def _token_columns(entries: Sequence[_Entry], fetch: Fetch, schema: pa.Schema) -> dict[str, pa.Array]:
-    """Token columns, null for a sample without tokens. If a token block is gone: null for samples that do not train, RuntimeError for one
-    that does."""
+    """Token columns; null for samples without tokens. If a token block is lost: RuntimeError for samples that train, else null."""
     names = [name for name in (*TOKENS, KEPT_IDS) if name in schema.names]
     blocks = _blocks(entries, fetch)
     members: dict[Any, list[int]] = {}
@@ -258,12 +256,12 @@ def _sizes(rows: DataProto) -> dict[str, dict[str, int]]:
 
 
 def load_dump(path: Path | str) -> DataProto:
-    """Samples that trained, in order, bit for bit. ValueError for another file, a damaged one, or another schema version."""
+    """Return the samples that trained, in order, bit-identical. ValueError for another file, a damaged one, or another schema version."""
     return DataProto.concat(list(dump_parts(Path(path))))
 
 
 def dump_parts(path: Path) -> Iterator[DataProto]:
-    """`load_dump` in parts, one row group each: joining them takes twice the memory."""
+    """Yield `load_dump`'s rows one row group at a time: joining them takes twice the memory."""
     read_header(path)
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:

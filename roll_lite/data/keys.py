@@ -1,4 +1,4 @@
-"""Every column of a batch, declared once; DataProto refuses others."""
+"""Declaration of every column that a batch may have; DataProto refuses others."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Columns:
     """Columns that a computation reads and writes."""
 
     reads: tuple[str, ...] = ()
-    """Required."""
+    """Required columns."""
     if_there: tuple[str, ...] = ()
-    """Taken if present."""
+    """Columns used if present."""
     writes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -43,7 +43,7 @@ class Columns:
         return {*self.reads, *self.if_there}
 
     def of(self, present: Iterable[str]) -> list[str]:
-        """Names to take from a batch with the columns `present`."""
+        """Columns to take from a batch that has `present`."""
         held = set(present)
         return list(dict.fromkeys([*self.reads, *(name for name in self.if_there if name in held)]))
 

@@ -46,13 +46,13 @@ class Multiples:
     tokens: int = 1
     """Micro-batches are padded to a multiple of this many tokens, for sequence and context parallelism."""
     count: int = 1
-    """A pass has a multiple of this many micro-batches: interleaved pipeline stages switch model chunks after as many."""
+    """The number of micro-batches per pass is a multiple of this: interleaved pipeline stages switch model chunks after as many."""
 
 
 class MicroBatchPlanner(Protocol):
     def cut(self, lengths: torch.Tensor, parts: int = 1) -> list[np.ndarray]:
-        """Row numbers of each micro-batch; every row is in exactly one. `lengths` [rows]: tokens. `parts`: micro-batches that run anyway,
-        because other ranks run as many; rows may be spread over them."""
+        """Return row numbers of each micro-batch; every row is in exactly one. `lengths` [rows]: tokens. `parts`: micro-batches that run
+        anyway, because other ranks run as many; rows may be spread over them."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class RowsAtATime:
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """Fewest micro-batches of at most `tokens` tokens, of about equal cost, so that pipeline stages and ranks do not wait for each other. A
-    longer row gets its own. Rows are sorted, longest first."""
+    """Fewest micro-batches of at most `tokens` tokens and about equal cost, so that pipeline stages and ranks do not wait for each
+    other. A longer row gets its own. Rows are sorted, longest first."""
 
     tokens: int
     rows: int | None = None
@@ -119,9 +119,8 @@ class MicroBatchPlan:
 
     parts: tuple[np.ndarray, ...]
     count: int
-    """Micro-batches that this rank runs, at least 1; those beyond `parts` are empty, because other ranks run as many."""
+    """Number of micro-batches that this rank runs, at least 1. Those beyond `parts` are empty: other ranks run as many."""
     token_multiple: int = 1
-    """Tokens of a micro-batch are padded to a multiple of this."""
 
     @staticmethod
     def of(
@@ -187,7 +186,7 @@ class MicroBatchPlan:
 
     @property
     def _order(self) -> torch.Tensor | None:
-        """Index that brings rows of micro-batches into the batch's order; None if they have it."""
+        """Index that restores the batch's row order; None if micro-batches keep it."""
         planned = torch.from_numpy(np.concatenate([np.empty(0, dtype=np.int64), *self.parts]))
         return None if bool((planned[1:] > planned[:-1]).all()) else torch.argsort(planned)
 
@@ -196,8 +195,8 @@ class MicroBatchPlan:
 
 
 def padded(rows: DataProto) -> MicroBatch:
-    """Rows padded to the longest, by VECTORS or with 0. OBJECT columns are dropped. Without a response_mask every real transition counts.
-    Without rows the width is one transition, for losses."""
+    """Pad rows to the longest, with the column's value in VECTORS or 0. Drops OBJECT columns. Without a response_mask every real
+    transition counts. Without rows the width is one transition, for losses."""
     lengths = rows.lengths
     width = int(lengths.max()) if len(rows) else 2
     columns: dict[str, torch.Tensor] = {}

@@ -1,5 +1,5 @@
-"""Rows of optimizer steps, and their distribution over data-parallel ranks. The global batch is cut before it is spread: a mini-batch's
-rows and token weights never depend on the layout."""
+"""Rows of optimizer steps, and their distribution over data-parallel ranks. Mini-batches are cut from the global batch: their rows and
+token weights do not depend on the layout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from roll_lite.algorithms.losses import Aggregation, row_weights
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """Rows of an optimizer step, or a rank's share."""
+    """Rows of an optimizer step, or a rank's share of them."""
 
     epoch: int
     samples: np.ndarray
@@ -53,7 +53,7 @@ def cut_mini_batches(
 
 
 def row_costs(tokens: np.ndarray, attention_par: float) -> np.ndarray:
-    """Relative cost by length: attention is quadratic, and equals the rest at `attention_par` tokens."""
+    """Relative cost by row length: attention is quadratic, and equals the rest at `attention_par` tokens."""
     return tokens * (1 + tokens / attention_par)
 
 
@@ -67,11 +67,10 @@ def spread(mini_batches: list[MiniBatch], costs: dict[int, float], ranks: int) -
 
 
 def balanced_partition(costs: Sequence[float] | np.ndarray | torch.Tensor, parts: int, most_rows: int | None = None) -> list[np.ndarray]:
-    """Ascending row numbers of parts of about equal cost, with at most `most_rows` rows.
+    """Split rows into parts of about equal cost and at most `most_rows` rows. Returns ascending row numbers per part.
 
-    Rows go, costliest first, to the lightest part; ties go to fewer rows, then to the lower number. No part is empty if there are enough
-    rows.
-    """
+    Rows go, costliest first, to the cheapest part; ties go to fewer rows, then to the lower number. No part is empty if there are enough
+    rows."""
     if parts < 1:
         raise ValueError(f"balanced_partition: {parts} is no number of parts")
     each = np.asarray(costs)

@@ -28,7 +28,7 @@ ROWS_AT_ONCE = 1024
 
 
 class PromptSet:
-    """Prompts by uid, their row number."""
+    """Prompts of a domain, indexed by uid."""
 
     def __init__(self, domain: str) -> None:
         self.domain = domain
@@ -53,7 +53,7 @@ class PromptSet:
         weight: float = 1.0,
         question: Any = None,
     ) -> None:
-        """`weight`: of the samples in the loss. `question`: the prompt without template."""
+        """`weight`: loss weight of the samples. `question`: the prompt without template."""
         columns = columns or {}
         names = tuple(columns)
         if names not in self._numbers:
@@ -104,10 +104,9 @@ def load_prompts(
     domains: Mapping[str, DomainConfig] | None = None,
     limit: int | None = None,
 ) -> PromptSet:
-    """Read a domain's files; one ValueError reports up to ten mistakes.
+    """Read a domain's files. One ValueError reports up to ten mistakes.
 
-    `domains`: all domains, for shared files; rows of others are left out. `limit`: maximum number of prompts.
-    """
+    `domains`: all domains, whose rows in shared files are left out. `limit`: maximum number of prompts."""
     setting = f"domains.{domain}.data.{split}"
     files = config.data.train if split == "train" else config.data.validation
     if files is None:
@@ -184,7 +183,7 @@ class _Loader:
         self.prompts.parts.append(len(self.prompts) - before)
 
     def _read(self, row: Row) -> _Read | None:
-        """Row to use, None if left out; ValueError if unusable."""
+        """Check and render a row; None if it is left out, ValueError if unusable."""
         content, data = row.content, self._data
         if isinstance(content, str):
             raise ValueError(content)
@@ -267,7 +266,7 @@ class PromptOrder:
         return self._epoch + (self._position == self._count)
 
     def next(self) -> tuple[int, int]:
-        """(epoch, row number)."""
+        """Return (epoch, uid) of the next prompt."""
         if self._position == self._count:
             self._epoch += 1
             self._position = 0
@@ -285,8 +284,8 @@ class PromptOrder:
         return {"count": self._count, "seed": self._seed, "domain": self._domain, "epoch": self._epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where the state was saved. ValueError if number of prompts, seed or domain differ, or if the state is of several files
-        with shares. Prompts are not compared."""
+        """Continue where the state was saved. ValueError if number of prompts, seed or domain differ, or if the saved order had several
+        files with shares. Prompts are not compared."""
         if "parts" in state:
             raise ValueError(f"domain {self._domain}: the checkpoint's prompts came from several files with shares, this run's do not")
         for name, mine in (("count", self._count), ("seed", self._seed), ("domain", self._domain)):

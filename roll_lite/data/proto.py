@@ -1,4 +1,4 @@
-"""DataProto: named columns of a batch's rows, declared in keys.py. Immutable."""
+"""DataProto: an immutable batch of named columns, declared in keys.py."""
 
 from __future__ import annotations
 
@@ -88,26 +88,23 @@ class DataProto:
         return self.columns[name]
 
     def tensor(self, name: str) -> torch.Tensor:
-        """ROW column, [rows]."""
         column = self[name]
         assert isinstance(column, torch.Tensor), f"{name} is not a column of rows"
         return column
 
     def ragged(self, name: str) -> Ragged:
-        """TOKENS or TRANSITIONS column."""
         column = self[name]
         assert isinstance(column, Ragged), f"{name} is not a column of tokens or transitions"
         return column
 
     def objects(self, name: str) -> np.ndarray:
-        """OBJECT column."""
         column = self[name]
         assert isinstance(column, np.ndarray), f"{name} is not a column of objects"
         return column
 
     @property
     def lengths(self) -> torch.Tensor:
-        """[rows] int64: prompt and response tokens."""
+        """Number of prompt and response tokens, [rows] int64."""
         for name, column in self.columns.items():
             if isinstance(column, Ragged):
                 return column.lengths if KEYS[name].kind is Kind.TOKENS else column.lengths + 1
@@ -155,7 +152,7 @@ class DataProto:
         return DataProto(joined)
 
     def group_by(self, key: str) -> dict[Hashable, DataProto]:
-        """Rows by value, in order of first appearance."""
+        """Group rows by a column's value, in order of first appearance."""
         column = self[key]
         if isinstance(column, Ragged):
             raise ValueError(f"group_by: {key!r} has several entries per row; only columns with one value per row can group")

@@ -17,8 +17,7 @@ Index = Sequence[int] | np.ndarray | torch.Tensor
 class Ragged:
     """Row i is values[offsets[i]:offsets[i + 1]].
 
-    `offsets` [rows + 1] int64 from 0. `values` [sum of lengths, ...]: numbers, or tensors of one shape (a token's alternatives).
-    """
+    `offsets` [rows + 1] int64 from 0. `values` [sum of lengths, ...]: numbers, or tensors of one shape."""
 
     values: torch.Tensor
     offsets: torch.Tensor
@@ -45,7 +44,7 @@ class Ragged:
 
     @staticmethod
     def from_padded(padded: torch.Tensor, lengths: Index) -> Ragged:
-        """First lengths[i] entries of each row of `padded` [rows, width, ...]."""
+        """Take the first lengths[i] entries of row i of `padded` [rows, width, ...]."""
         sizes = as_index(lengths)
         if padded.dim() < 2 or len(sizes) != padded.shape[0]:
             raise ValueError(f"ragged: {len(sizes)} lengths for a padded tensor of shape {tuple(padded.shape)}")
@@ -102,7 +101,7 @@ class Ragged:
         return Ragged(torch.cat(values), _offsets(torch.cat([part.lengths for part in parts])))
 
     def to_padded(self, pad_value: float | int | bool, length: int | None = None) -> torch.Tensor:
-        """[rows, length, ...]; by default the longest row's length."""
+        """Pad to [rows, length, ...]; by default to the longest row."""
         longest = int(self.lengths.max()) if len(self) else 0
         width = longest if length is None else length
         if width < longest:
@@ -124,12 +123,12 @@ class Ragged:
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """Contiguous array: its pickle does not hold the tensor that it is a slice of."""
+    """Convert to a contiguous array: pickling a slice then does not pickle the whole tensor."""
     return tensor.detach().contiguous().numpy()
 
 
 class _Writable:
-    """Presents read-only memory, the normal case here, as writable, since torch would warn; keeps it alive."""
+    """Presents read-only memory as writable, since torch would warn; keeps it alive."""
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
@@ -137,7 +136,7 @@ class _Writable:
 
 
 def from_numpy(array: np.ndarray) -> torch.Tensor:
-    """View of an array, which may be read-only: never write to it."""
+    """View an array, which may be read-only, as a tensor: never write to it."""
     if array.flags.writeable:
         return torch.from_numpy(array)
     return torch.from_numpy(np.asarray(_Writable(array)) if array.size else array.copy())

@@ -104,7 +104,7 @@ def files_read(*given: DataFiles | None) -> set[Path]:
 
 
 class TagOwners:
-    """Finds a row's domain in files that several domains read: the one with this file and tag column that lists the row's tag."""
+    """Finds the domain of a row in files that several domains read: the one with this file and tag column that lists the row's tag."""
 
     def __init__(self, domains: Mapping[str, DomainConfig], column: str) -> None:
         tagged = {name: domain.data for name, domain in domains.items() if domain.data.tag == column}

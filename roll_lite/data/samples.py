@@ -11,7 +11,7 @@ if TYPE_CHECKING:  # keeps `roll-lite check` fast
     import numpy as np
 
 TURN = "/turn"
-"""Separates sample id and turn number in request ids of later turns."""
+"""Separator of sample id and turn number in request ids of later turns."""
 
 
 class FinishReason(StrEnum):
@@ -27,7 +27,7 @@ class SampleOutcome(StrEnum):
 
 
 class Packed:
-    """Base of records that often cross processes: pickled as values alone, in a third of the time."""
+    """Base of records that often cross processes. Pickling only the values takes a third of the time."""
 
     __slots__: tuple[str, ...] = ()
 
@@ -39,7 +39,7 @@ class Packed:
 class Prompt:
     domain: str
     uid: int
-    """Row number in the domain's file; stable over epochs and restarts."""
+    """Index among the domain's prompts; stable over epochs and restarts."""
     text: str
     """Model input, with template."""
     token_ids: tuple[int, ...]
@@ -72,7 +72,7 @@ class SampleId:
 
 @dataclass(frozen=True, slots=True)
 class Sampling(Packed):
-    """Temperature 0 is greedy."""
+    """Sampling parameters. Temperature 0 is greedy."""
 
     temperature: float
     max_tokens: int
@@ -102,21 +102,20 @@ class GenerationRequest(Packed):
     prompt_ids: tuple[int, ...]
     sampling: Sampling
     context: TokenRow | None = None
-    """Tokens of an earlier request, before prompt_ids. The worker beside the engine puts them in front: engines take whole prompts."""
+    """Tokens of an earlier request, before prompt_ids. The engine's worker prepends them, since engines take whole prompts."""
     resumed: int = 0
-    """Tokens at the end of the context that an earlier request generated for this response.
+    """Number of tokens at the end of the context that an earlier request generated for this response.
 
-    The returned text includes them, and stop strings may begin in them; all else counts new tokens.
-    """
+    The returned text includes them, and stop strings may begin in them; all else counts new tokens."""
 
     @property
     def resumed_ids(self) -> tuple[int, ...]:
-        """Resumed tokens, the last of prompt_ids once these include the context."""
+        """Resumed tokens: the last of prompt_ids, once these include the context."""
         return self.prompt_ids[len(self.prompt_ids) - self.resumed :]
 
 
 class VersionSpan(NamedTuple):
-    """Weight version from response token `start` on."""
+    """Weight version of response tokens from `start` on."""
 
     start: int
     version: int
@@ -156,7 +155,7 @@ class Completion:
 
 
 class Turn(NamedTuple):
-    """Completion as the scheduler gets it: numbers, text, and a reference to the tokens."""
+    """Completion as the scheduler sees it: counts, text and a reference to the tokens."""
 
     request_id: str
     length: int = 0
@@ -195,7 +194,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """Segments of a sample: prompt, then responses of the policy and parts of the environment."""
+    """Segments of a sample: prompt, then policy responses and environment messages."""
 
     segments: tuple[Segment, ...] = ()
     text: str = ""

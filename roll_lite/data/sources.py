@@ -21,7 +21,7 @@ SPLITS = {
     "test": "test testing eval evaluation",
     "held-out": "heldout holdout",
 }
-"""Words in file names by split, as Hugging Face names them."""
+"""Words that mark a split in file names, as on Hugging Face."""
 _SPLIT_OF = {word: split for split, words in SPLITS.items() for word in words.split()}
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 

@@ -29,7 +29,8 @@ class SupervisedRows:
         self._order = PromptOrder(len(self._prompts), seed, "ptx")
 
     def draw(self) -> DataProto:
-        """Rows of one optimizer step. Learned tokens weigh coef / their number: the loss is coef times the mean cross-entropy."""
+        """Draw the rows of one optimizer step. Each learned token weighs coef / their number: the loss is coef times the mean
+        cross-entropy."""
         rows = [self._row(self._order.next()[1]) for _ in range(self._config.samples)]
         targets = sum(int(counts[1:].sum()) for _, counts in rows)
         return DataProto(
@@ -47,7 +48,7 @@ class SupervisedRows:
         return {token for number in range(min(len(self._prompts), LOOKED_AT)) for token in self._row(number)[0].tolist()}
 
     def shares(self, updates: int, ranks: int, attention_par: float) -> list[list[DataProto]]:
-        """Rows of the next optimizer steps, by rank."""
+        """Draw the rows of the next optimizer steps, by rank."""
         drawn = [self.draw() for _ in range(updates)]
         parts = [balanced_partition(row_costs(rows.lengths.numpy(), attention_par), ranks) for rows in drawn]
         return [[rows.take(part[rank]) for rows, part in zip(drawn, parts, strict=True)] for rank in range(ranks)]

@@ -12,7 +12,7 @@ from roll_lite.data.row_values import RowError, messages_of, text_of
 from roll_lite.files import first_line, read_text
 
 Tokenizer = Any
-"""Hugging Face tokenizer; transformers is slow to import and loaded only when one is made."""
+"""Hugging Face tokenizer; untyped, since importing transformers is slow."""
 
 
 def load_tokenizer(path: Path | str, setting: str = "model.path") -> Tokenizer:
@@ -59,8 +59,8 @@ class Template:
             raise RowError(self._prompt_column, f"the chat template refuses the messages: {error}") from error
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokenize. Plain text gets the tokenizer's special tokens, as in pre-training (BOS for Llama, none for Qwen); a chat template
-        has written them into the text."""
+        """Plain text gets the tokenizer's special tokens, as in pre-training (BOS for Llama, none for Qwen); a chat template has written
+        them into the text."""
         if not texts:
             return []
         add = isinstance(self._config, PlainTemplateConfig)

@@ -1,4 +1,4 @@
-"""User functions by dotted path."""
+"""Loading of user functions by dotted path."""
 
 from __future__ import annotations
 
@@ -40,5 +40,5 @@ def load_function(name: str, path: str, shape: str) -> Callable[..., Any]:
 
 
 def nearest_aside(word: str, known: list[str]) -> str:
-    """Hint at the nearest known name, for the middle of a message."""
+    """Hint at the nearest known name, to insert into a message."""
     return or_nearest(word, known).replace(";", ",", 1)
