@@ -37,14 +37,14 @@ from roll_lite.pipeline.checkpoint_files import check_resumption, resumption_not
 from roll_lite.rewards.registry import address_notes, check_rewards
 
 WRONG_CONFIGURATION = 2
-"""Exit code that argparse also uses."""
+"""Exit code for a wrong configuration, as in argparse."""
 INTERRUPTED = 130
 OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
 OUTPUT_FAILED = 74
-"""EX_IOERR: a full disk, a lost terminal."""
+"""Exit code EX_IOERR: a full disk, a lost terminal."""
 CHECKS = (check_resumption, check_dumps, engine_arguments_fit, check_data, check_rewards)
 OF_MACHINE = (devices_are_there, needs_gpus)
-"""Checks of this machine. `check` prints failures as notes: the configuration may target another machine."""
+"""Checks of this machine. `roll-lite check` prints failures as notes: the configuration may target another machine."""
 OF_RUNS = (*CHECKS, *OF_MACHINE, check_run_dir)
 SEEN_ENOUGH = 141
 """Exit code after SIGPIPE."""
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _make_output_usable() -> None:
-    """Open closed streams on /dev/null; write characters that the encoding lacks as escapes."""
+    """Open closed standard streams on /dev/null; write characters that the encoding lacks as escapes."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:  # else the next opened file gets its number
         os.set_inheritable(number, True)
     os.close(number)
@@ -122,7 +122,7 @@ def _loaded(parsed: argparse.Namespace, overrides: Sequence[str], further: Seque
 
 
 def _without_values(parsed: argparse.Namespace, overrides: Sequence[str], error: ConfigError) -> RunConfig:
-    """Configuration without its missing values; if it has other mistakes too, its valid part."""
+    """Configuration without its missing values or, if it has other mistakes too, its valid part."""
     try:
         return _loaded(parsed, overrides, (), files=False)
     except ConfigError:

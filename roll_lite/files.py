@@ -1,7 +1,6 @@
-"""Reading of the user's and the package's files. A file that cannot be read is a ValueError that names it.
+"""Reading of files. An unreadable file raises a ValueError that names it.
 
-Only plain files are opened: reading a pipe or a device might never end.
-"""
+Only plain files are opened: reading a pipe or a device might never end."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 EXAMPLES = (Path(__file__).parent / "examples").resolve()
-"""Shipped files: configurations, the tiny model, toy data, rewards. A link to examples/ in a checkout, a folder in an installed package."""
+"""Shipped configurations, tiny model, toy data, rewards: a link to examples/ in a checkout, a folder in an installed package."""
 CONFIGS = EXAMPLES / "configs"
 
 LARGEST = 1 << 30
@@ -51,7 +50,7 @@ def flush(paths: Iterable[Path]) -> None:
 
 
 def absolute_path(path: Path) -> Path:
-    """Absolute path, relative to the current folder; the package's file if the path begins with examples/ and does not exist."""
+    """Make a path absolute, from the current folder. A path in examples/ that does not exist there is the package's file."""
     path = path.expanduser()
     here = path.absolute()
     if path.parts[:1] == (EXAMPLES.name,):
@@ -117,7 +116,6 @@ def read_json(file: Path) -> Any:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Read a JSON object."""
     found = read_json(file)
     if not isinstance(found, dict):
         raise ValueError(f"{file} holds no JSON object")
@@ -131,7 +129,7 @@ def unreadable(path: Path, error: Exception) -> ValueError:
 
 
 def elsewhere(path: Path) -> str:
-    """Hint for a missing relative path: it counts from the current folder, and may exist from one of its parents."""
+    """Hint for a missing relative path: it counts from the current folder, and may exist in a parent of that."""
     current = Path.cwd()
     if not path.is_relative_to(current):
         return ""

@@ -28,7 +28,7 @@ _WITHOUT_EFFECT = (
     *("target_modules", "exclude_modules", "layers_pattern", "ensure_weight_tying", "megatron_config", "megatron_core"),
     *("lora_dropout", "eva_config", "loftq_config", "corda_config", "lora_ga_config", "qalora_group_size"),
 )
-"""Ignored PEFT settings: the weights file shows the adapted layers, init_lora_weights their initialization."""
+"""Ignored PEFT settings. The weights file shows the adapted layers, init_lora_weights their initialization."""
 _LEAVES_BASE_UNCHANGED = (None, True, False, "gaussian", "orthogonal", "eva", "mica")
 """Values of init_lora_weights that leave the base unchanged; others move part of its weights into the adapters."""
 
@@ -91,7 +91,6 @@ def adapter_name(weight: str, matrix: str) -> str:
 
 
 def adapter_shapes(weights: Mapping[str, tuple[int, ...]], targets: Collection[str], rank: int) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a model's adapters."""
     shapes: dict[str, tuple[int, ...]] = {}
     for weight, shape in weights.items():
         if target_of(weight) in targets:

@@ -29,7 +29,7 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     feed_forward: int | None
-    """Size in layers without experts; None if all have them."""
+    """Feed-forward size of layers without experts; None if all have experts."""
     vocab_size: int
     max_positions: int | None
     tied_embeddings: bool
@@ -54,7 +54,7 @@ class ExpertsConfig:
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3.1's frequency-dependent scaling."""
+    """Llama 3.1's frequency-dependent RoPE scaling."""
 
     factor: float
     low_freq_factor: float
@@ -97,7 +97,7 @@ class HfConfig:
 
     @property
     def attention_par(self) -> float:
-        """Row length at which attention costs as many operations as the weight matrices."""
+        """Row length in tokens at which attention costs as many operations as the weight matrices."""
         # A token meets each matrix once, and on average half of the row's tokens twice (scores, values).
         widths = [self._used_feed_forward(layer) for layer in range(self.layers)]
         matrices = (2 * self.heads + 2 * self.key_value_heads) * self.head_dim + 3 * sum(widths) / len(widths)

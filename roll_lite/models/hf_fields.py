@@ -1,7 +1,7 @@
-"""Known fields of config.json. Other fields are refused by name, since they might change what a model computes.
+"""Known fields of config.json. Others are refused by name, since they might change what a model computes.
 
-Collected from transformers' Qwen2Config, Qwen3Config, Qwen3MoeConfig, LlamaConfig, MistralConfig, and published models. A field is ignored
-only if engines do not use it either; they read more fields than transformers (vLLM: is_causal, layer_types)."""
+Collected from transformers' Qwen2Config, Qwen3Config, Qwen3MoeConfig, LlamaConfig, MistralConfig, and published models. A field is
+ignored only if engines ignore it too; they read more fields than transformers (vLLM: is_causal, layer_types)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ READ_OF_EXPERTS = _names(
     """num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob decoder_sparse_step mlp_only_layers
     router_aux_loss_coef output_router_logits"""
 )
-"""The last two are ignored: balance_coef sets the load-balancing loss."""
+"""Fields of models with experts. The last two are ignored: balance_coef sets the load-balancing loss."""
 
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "hidden_act": (("silu",), "the MLP here is SwiGLU; engines know its function (SiLU, swish) by this name alone"),
@@ -51,11 +51,11 @@ OF_FILES = _names(
     cross_attention_hidden_size output_attentions output_hidden_states return_dict use_return_dict torchscript tf_legacy_loss
     use_bfloat16 tokenizer_class prefix task_specific_params finetuning_task unsloth_fixed unsloth_version is_llama_config"""
 )
-"""Ignored: about files, training, and transformers itself."""
+"""Ignored fields: about files, training, and transformers itself."""
 OF_HEADS = _names("problem_type id2label label2id num_labels classifier_dropout")
-"""Ignored: about classifiers; reward models are checked in config/checks/scoring_models.py."""
+"""Ignored fields of classifiers; reward models are checked in config/checks/scoring_models.py."""
 OF_LENGTHS = _names("max_sequence_length model_max_length seq_length")
-"""Ignored: length limits; engines report requests beyond them themselves."""
+"""Ignored length limits; engines report requests beyond them themselves."""
 OF_GENERATION = _names(
     """bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id unk_token_id decoder_start_token_id end_token_id max_length
     max_new_tokens min_length min_new_tokens min_p do_sample early_stopping num_beams num_beam_groups diversity_penalty
@@ -65,14 +65,14 @@ OF_GENERATION = _names(
     begin_suppress_tokens assistant_confidence_threshold assistant_lookbehind num_assistant_tokens num_assistant_tokens_schedule
     target_lookbehind"""
 )
-"""Ignored: special tokens and sampling defaults; requests carry their own sampling."""
+"""Ignored special tokens and sampling defaults; requests carry their own sampling."""
 WITH_EXPERTS = ("qwen3_moe",)
 _CLASSES = {"qwen3_moe": "Qwen3Moe"}
 WITHOUT_EFFECT = OF_FILES | OF_HEADS | OF_LENGTHS | OF_GENERATION
 HEADS = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "Model")
-"""Suffixes of an architecture's name."""
+"""Supported suffixes of an architecture's name."""
 POLICY_HEADS = ("ForCausalLM",)
-"""Suffixes of models that generate; engines load others as models that cannot."""
+"""Suffixes of architectures that generate text; engines would load others without generation."""
 LLAMA3_FIELDS = frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"})
 _ROPE_FIELDS = {
     "default": frozenset[str](),
@@ -102,7 +102,7 @@ def refusals(raw: Mapping[str, Any], heads: Sequence[str] = HEADS) -> Iterator[s
 
 
 def _layer_types(raw: Mapping[str, Any], value: Any) -> Iterator[str]:
-    """Refuse a list of differing layers: vLLM follows it, transformers only in some families."""
+    """Refuse layers of differing attention, which vLLM applies, but transformers only in some families."""
     has_window = raw["model_type"] == "mistral" and raw.get("sliding_window", 0) is not None
     wanted = "sliding_attention" if has_window else "full_attention"
     others = [one for one in value if one != wanted] if isinstance(value, list) else [] if value is None else [value]
@@ -176,7 +176,7 @@ def _is_number(value: Any) -> TypeGuard[float]:
 
 
 def _filled(fields: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Fill in missing values like transformers."""
+    """Fill in transformers' defaults."""
     filled = {name: value for name, value in fields.items() if value is not None and name != "type"}
     return {
         **filled,

@@ -17,15 +17,15 @@ from roll_lite.models.hf_config import HfConfig
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 EMBEDDING, HEAD, VALUE_HEAD = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
 READ_AS_WEIGHTS = ("F32", "BF16", "F16")
-"""Types of weights; integers and 8-bit floats would need their quantization's scales."""
+"""Supported types of weights; integers and 8-bit floats would need their quantization's scales."""
 _LARGEST_HEADER = 100 << 20
 _BLOCK = 16 << 20
 _SAMPLE = 4096
 _MOST_SAMPLED = 500
 _EXPONENTS = {"F32": (0x7F800000, 4), "BF16": (0x7F80, 2), "F16": (0x7C00, 2)}
-"""Exponent bits, all set in NaN and infinity; bytes per number."""
+"""By type: exponent bits, all set in NaN and infinity; bytes per number."""
 _HARMLESS = ("rotary_emb.inv_freq",)
-"""Ignored: computed tensors that old checkpoints store."""
+"""Ignored tensors: computed ones that old checkpoints store."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ PROGRESS_EVERY_S = 10.0
 START_OF_LINE = "\r\x1b[2K"
 DOMAIN_WIDTH = 10
 SMALLEST_CHANGE = 0.05
-"""Percentage points; smaller changes are shown as 0."""
+"""Smallest change shown, in percentage points; smaller ones are shown as 0."""
 SHORT_PHASES = {
     "sync_weights": "sync",
     "generate": "gen",
@@ -50,7 +50,7 @@ class Cell:
 
 
 class _LastingConsole(Console):
-    """Console that prints nothing more once its reader is gone (`| head`, a closed terminal); the run continues."""
+    """Console that stops printing once its reader is gone (`| head`, a closed terminal); the run continues."""
 
     _shown = False
     """True while the terminal shows a line that the next one replaces."""
@@ -144,8 +144,8 @@ class RunConsole:
         self._line(f"{step}/{self._total}", self._scores(metrics, "reward/mean", "reward/accuracy"), [speed, total, *phases])
 
     def validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show held-out results: in the columns of a step's line if that is the last line, otherwise as sentences. pass@k and maj@k are
-        shown for the largest k."""
+        """Show held-out results, pass@k and maj@k for the largest k: in the columns of the step's line if that is the last line, else as
+        sentences."""
         k = largest_k(metrics)
         measures = {"held-out": ("validation/reward", "validation/accuracy")}
         if k is not None:

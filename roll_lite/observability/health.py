@@ -10,7 +10,7 @@ from dataclasses import dataclass
 Metrics = Mapping[str, float]
 
 IN_A_ROW = 3
-"""Consecutive steps with a sign after which it is reported."""
+"""Number of consecutive steps after which a sign is reported."""
 GROUPS = 12
 """Minimum number of a domain's groups in these steps: equal scores in a few small groups may be chance."""
 TRUNCATED_ABOVE = 0.5
@@ -38,13 +38,13 @@ class Sign:
     name: str
     in_a_row: int
     holds: Callable[[Metrics, Sequence[Metrics]], bool]
-    """True if a step shows the sign. Gets its metrics and earlier ones: of the first step with an entropy, and of the latest."""
+    """True if a step shows the sign. Gets the step's metrics and earlier ones: the first with an entropy, and the latest."""
     says: Callable[[Metrics], str]
     by_domain: bool = False
 
 
 class RunHealth:
-    """Looks for signs in each step. A sign is reported once; further steps with it are counted."""
+    """Looks for signs of failing training. A sign is reported once; later steps with it are counted."""
 
     def __init__(self, compares_groups: bool, domains: Sequence[str] = ()) -> None:
         """`compares_groups`: advantages compare a prompt's samples, so that equal scores teach nothing. `domains`: also checked one by
@@ -58,7 +58,6 @@ class RunHealth:
         self._earlier: list[Metrics] = []
 
     def new_signs(self, step: int, metrics: Metrics) -> list[str]:
-        """Messages of newly found signs."""
         told = []
         for domain, sign in self._signs:
             of_place = metrics if not domain else _of_domain(metrics, domain)

@@ -1,8 +1,7 @@
 """Table of all metrics of a run: reduction over ranks and steps, unit, description; `docs/metrics.md` is generated from it.
 
-A mean is kept as sum and count and divided when read: averages are never averaged. A metric `by` domain is read as `domain/<domain>/<name>`
-and, over all domains, as `<name>`; one `by` phase, role or transport as `<name>/<phase>`.
-"""
+A mean is kept as sum and count, and divided when read. A metric `by` domain is read as `domain/<domain>/<name>` and, over all domains,
+as `<name>`; one `by` phase, role or transport as `<name>/<phase>`."""
 
 from __future__ import annotations
 
@@ -29,10 +28,10 @@ class Metric:
     description: str
     by: Literal["domain", "phase", "role", "transport"] | None = None
     count: tuple[str, ...] = ()
-    """Names of metrics that may hold the mean's count, if losses report its sum; the first one present counts. Empty: each optimizer step
-    counts 1."""
+    """Metrics that may hold the mean's count, if losses report its sum; the first one present is used. Empty: each optimizer step counts
+    1."""
     shown: bool = True
-    """False for inputs of derived metrics."""
+    """False for metrics that are only inputs of derived ones."""
 
 
 MEAN, SUM, MAX, MIN, LAST = Reduction.MEAN, Reduction.SUM, Reduction.MAX, Reduction.MIN, Reduction.LAST
@@ -328,4 +327,4 @@ DERIVED: dict[str, Derived] = {
         _explained_variance,
     ),
 }
-"""Functions of other metrics; by domain if their inputs are."""
+"""Metrics computed from others; by domain if their inputs are."""

@@ -44,9 +44,8 @@ class MetricSums:
     def add(self, name: str, value: float, count: float = 1.0, *, label: str | None = None, part: str = "") -> None:
         """Add a value; for means, the sum over `count` items.
 
-        `label`: domain, phase or role, as the metric's `by` demands; NO_DOMAIN: a value over all domains that does not add up from theirs.
-        `part`: part of the domain, whose whole is added separately.
-        """
+        `label`: domain, phase or role, as the metric's `by` demands; NO_DOMAIN: a value over all domains that is not the sum of theirs.
+        `part`: part of the domain, whose whole is added separately."""
         metric = metric_of(name)
         if label == NO_DOMAIN and metric.by == "domain":
             self._put((name, None), float(value), count)

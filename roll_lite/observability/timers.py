@@ -1,8 +1,6 @@
 """Times of a step's phases. Used by one thread.
 
-`@phase("generate")` times a method of an object with `timers`. A phase inside another is kept as `outer/inner` and not added to the step's
-sum again; time outside all phases is `other`.
-"""
+A phase inside another is kept as `outer/inner` and not added to the step's sum again; time outside all phases is `other`."""
 
 from __future__ import annotations
 
@@ -104,7 +102,7 @@ T = TypeVar("T", bound=HasTimers)
 
 
 def phase(name: str) -> Callable[[Callable[Concatenate[T, P], R]], Callable[Concatenate[T, P], R]]:
-    """Decorate a method of an object with `timers`: each call is timed as this phase."""
+    """Decorate a method of an object with `timers`, as in `@phase("generate")`: each call is timed as this phase."""
 
     def decorate(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P], R]:
         @functools.wraps(method)

@@ -1,4 +1,4 @@
-"""Trackers get flat metric names and numbers once per step."""
+"""Trackers: files and services that get flat metric names and numbers of each step."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log metrics of a step. Further calls for the same step bring other names."""
+        """Log metrics of a step. Later calls for the same step have other names."""
 
     @abstractmethod
     def close(self, exit_state: str = "completed") -> None:
@@ -120,7 +120,7 @@ class Trackers(Tracker):
 
 STEP = "step"
 MLFLOW_BATCH = 100
-"""MLflow's limit of parameters per call; of metrics ten times as many."""
+"""Maximum parameters per MLflow call; of metrics, ten times as many."""
 MLFLOW_LONGEST = 500
 
 
@@ -245,7 +245,7 @@ SHORTEST_SECRET = 6
 
 
 def for_trackers(settings: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Settings without the section `trackers` and without secrets, among them values of environment variables with such names."""
+    """Settings without the section `trackers` and without secrets, such as values of environment variables with secret-like names."""
     secrets = {value: name for name, value in environment.items() if SECRET_VARIABLE.search(name) and len(value) >= SHORTEST_SECRET}
 
     def shown(value: Any) -> Any:
