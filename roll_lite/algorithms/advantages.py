@@ -1,8 +1,7 @@
 """Advantages of tokens and samples, and whitening.
 
-Token tensors are [B, T-1] with a bool mask of policy tokens; entry t belongs to token t+1. Masked columns (a tool's output) are skipped:
-the token before a gap is followed by the one after it. Sums are float64; results are 0 where masked.
-"""
+Token tensors are [B, T-1] with a bool mask of policy tokens; entry t belongs to token t+1. Masked columns (a tool's output) are skipped,
+as if the policy tokens around them were adjacent. Sums are float64; results are 0 where masked."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ def last_policy_token(mask: torch.Tensor) -> torch.Tensor:
 
 
 def token_rewards(rewards: torch.Tensor, mask: torch.Tensor, kl_rewards: torch.Tensor | None = None) -> torch.Tensor:
-    """Rewards [B], mask and kl_rewards [B, T-1] -> [B, T-1], 0 where masked. The last policy token, not always the row's last column,
-    gets the row's reward."""
+    """Rewards [B], mask and kl_rewards [B, T-1] -> [B, T-1], 0 where masked. The last policy token gets the row's reward."""
     # float64, since a token's KL may be millions of times smaller than the reward.
     # numpy has huge pages, and zeros that cost nothing until they are read: torch.zeros takes 60 ms at 512 x 32k.
     tokens = torch.from_numpy(np.zeros(mask.shape))
@@ -140,8 +138,7 @@ def _sum_of_group(x: torch.Tensor, member: torch.Tensor) -> torch.Tensor:
 def grpo(rewards: torch.Tensor, groups: torch.Tensor, normalize_std: bool, before_kl: torch.Tensor | None = None) -> torch.Tensor:
     """Reward minus group mean (Dr. GRPO); with `normalize_std` divided by the group's standard deviation (ddof 1).
 
-    before_kl [N]: rewards without KL. With `normalize_std`, a group in which these are equal gets 0: its deviation is KL's alone and would
-    be scaled up to a signal."""
+    before_kl [N]: rewards without KL. With `normalize_std`, a group in which these are equal gets 0: its spread is KL's alone."""
     of = _Groups.of(rewards, groups)
     if normalize_std and before_kl is not None:
         of = replace(of, flat=_Groups.of(before_kl, groups).flat)
@@ -175,9 +172,9 @@ def opo(rewards: torch.Tensor, groups: torch.Tensor, policy_tokens: torch.Tensor
 def gpg(
     rewards: torch.Tensor, groups: torch.Tensor, before_kl: torch.Tensor | None = None, trains: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """(reward - group mean) * samples / samples of groups with spread, so that flat groups do not dilute the gradient.
+    """(reward - group mean) * samples / samples of groups with unequal rewards: groups of equal rewards do not dilute the gradient.
 
-    before_kl [N]: rewards without KL, which decide whether a group has spread, since KL gives some to nearly every group. trains [N] bool:
+    before_kl [N]: rewards without KL, which decide whether a group's rewards are equal: KL makes nearly all differ. trains [N] bool:
     samples counted in the factor."""
     of = _Groups.of(rewards, groups)
     spread = ~(of if before_kl is None else _Groups.of(before_kl, groups)).flat

@@ -1,5 +1,5 @@
-"""Estimates of pass@k, best@k and maj@k from n samples per prompt. pass@k and best@k: mean over all choices of k samples, in closed
-form. maj@k: mean over n // k votes of k consecutive samples, which is unbiased too."""
+"""Estimates of pass@k, best@k and maj@k from n samples per prompt. pass@k and best@k average over all choices of k samples, in closed
+form; maj@k over n // k votes of k consecutive samples, which is unbiased too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NO_ANSWER, READS_NONE = -1, -2
 
 
 def every_k(most: int) -> list[int]:
-    """Values of k to report: powers of two up to `most`, and `most`; without 1, the mean."""
+    """Values of k to report: powers of two up to `most`, and `most`; without 1, which is the mean."""
     return sorted({*(2**power for power in range(1, most.bit_length())), most} - {1})
 
 
@@ -58,9 +58,9 @@ class SampledPrompts:
         return self.scores[np.lexsort((self.scores, self.prompt))]
 
     def majority(self, k: int) -> np.ndarray:
-        """[P] maj@k. A prompt's samples are cut into groups of k in a row, and each group elects its most frequent answer; this is the
-        share of groups that elect a correct one. At a tie a group counts as the mean correctness of the tied answers. Samples without an
-        answer are ignored; a group without any answer is wrong. NaN for n < k, or if the reward extracts no answers."""
+        """[P] maj@k. A prompt's samples are cut into votes of k in a row; each elects its most frequent answer. The result is the share
+        of votes that elect a correct one; a tie counts as the mean correctness of the tied answers. Samples without an answer are
+        ignored; a vote without any is wrong. NaN for n < k, or if the reward extracts no answers."""
         votes = self.samples // k
         first_vote = np.cumsum(votes) - votes
         vote = first_vote[self.prompt] + self.place // k

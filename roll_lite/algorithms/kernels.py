@@ -1,7 +1,7 @@
-"""Recurrences and row sums over padded rows, compiled with numba: tensor operations are slow at them.
+"""Recurrences and row sums over padded rows, compiled with numba, since tensor operations are slow at them.
 
-Inputs, in host memory, are token tensors [B, T-1] of float32 or float64 with a bool mask, and row tensors [B]. Sums run in float64; outputs
-are 0 where masked. The split over threads does not change results."""
+Inputs, in host memory, are token tensors [B, T-1] of float32 or float64 with a bool mask, and row tensors [B]. Sums run in float64;
+outputs are 0 where masked. The number of threads does not change results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PARTS_PER_THREAD = 4
 
 
 def compiled(function: Callable[..., None]) -> Any:
-    """Compile at the first call and cache on disk: beside the source, or in the user's cache folder."""
+    """Compile at the first call, and cache on disk if possible."""
     try:
         return njit(nogil=True, cache=True)(function)
     except RuntimeError:  # no writable folder: compile in every process
@@ -76,8 +76,8 @@ def gae(
     returns: Any,
     moments: Any,
 ) -> None:
-    """Write only moments; if `moments` has no rows, write advantages (from lam) and returns (from lam_critic). Arguments as in
-    advantages.gae."""
+    """Write the row moments of the advantages; if `moments` has no rows, write advantages (from lam) and returns (from lam_critic)
+    instead. Arguments as in advantages.gae."""
     paid, measured = rewards.size > 0, moments.size > 0
     for row in range(first, stop):
         following, advantage, critic, reward = bootstrap[row], 0.0, 0.0, at_end[row]
@@ -112,7 +112,8 @@ def gae(
 def discounted_returns(
     first: int, stop: int, rewards: Any, mask: Any, gamma: float, at_end: Any, shift: float, scale: float, out: Any, moments: Any
 ) -> None:
-    """Write only moments; if `moments` has no rows, write G_t = r_t + gamma * G of the next policy token. at_end as in gae."""
+    """Write the row moments of the returns; if `moments` has no rows, write the returns instead: G_t = r_t + gamma * G of the next
+    policy token. at_end as in gae."""
     paid, measured = rewards.size > 0, moments.size > 0
     for row in range(first, stop):
         carried = at_end[row]
@@ -138,7 +139,7 @@ def discounted_returns(
 
 @compiled
 def _put_moments(moments: Any, row: int, count: int, origin: float, total: float, squares: float) -> None:
-    """Store a row's moments from sums relative to one of its entries, `origin`: a common offset does not hide the spread."""
+    """Store a row's moments from sums relative to one of its entries, `origin`, so that a large common offset costs no precision."""
     moments[row, 0] = count
     moments[row, 1] = total + count * origin
     moments[row, 2] = max(0.0, squares - total * total / max(count, 1))

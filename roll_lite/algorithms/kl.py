@@ -29,7 +29,7 @@ def clamped(log_ratio: torch.Tensor) -> torch.Tensor:
 
 
 def kl_estimate(new: torch.Tensor, ref: torch.Tensor, estimator: KlEstimator) -> torch.Tensor:
-    """KL estimate of each token. Its own gradient is not KL's: see `kl_loss`."""
+    """KL estimate of each token. Its gradient is not KL's, see `kl_loss`."""
     ratio = clamped_log_ratio(new, ref)
     if estimator == "k1":
         return ratio
@@ -57,14 +57,13 @@ def full_kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
 def kl_loss(
     new: torch.Tensor, ref: torch.Tensor, estimator: KlEstimator, unbiased_gradient: bool = False, old: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """KL estimate of each token, with a useful gradient, to `new` only.
+    """KL estimate of each token, with a gradient (to `new` only) that lowers KL.
 
-    k1: its own gradient, grad log new, has expectation 0. It gets the score-function gradient r * grad log new, unbiased for KL(new || ref)
-    on tokens sampled by `new`. k2: its own, which is the same. k3: its own, (1 - exp(-r)) * grad log new, which belongs to KL(ref || new);
-    GRPO uses it. abs: sign(r) * grad log new.
+    k1: r * grad log new, unbiased for KL(new || ref) on tokens sampled by `new`; k1's own gradient has expectation 0. k2: its own gradient,
+    which is the same. k3: its own, (1 - exp(-r)) * grad log new, that of KL(ref || new); GRPO uses it. abs: sign(r) * grad log new.
 
-    unbiased_gradient: gradient (new / old) * r * grad log new for any estimator, unbiased also on tokens sampled by an older policy;
-    without `old` the ratio is 1."""
+    unbiased_gradient: (new / old) * r * grad log new for any estimator, unbiased also on tokens sampled by an older policy; without
+    `old` the ratio is 1."""
     # The clamp limits r in the gradient, not the gradient to 0: distant tokens are still pulled back, unless k3's exp saturates.
     current = new.detach()
     log_ratio = clamped_log_ratio(current, ref.detach())

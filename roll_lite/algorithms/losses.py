@@ -1,9 +1,8 @@
-"""Token losses [B, T-1], 0 where masked: policy, critic, entropy; correction of the mismatch between engine and trainer; weights of the
-sum.
+"""Token losses [B, T-1], 0 where masked: policy, critic, entropy. Also the correction of the engine-trainer mismatch, and row weights.
 
 Policy losses take `PolicyTerms.filled()`. A loss of sequences puts the sequence's loss on each policy token, so that
-`sequence_mean_token_mean` is the mean over sequences. Tokens with advantage 0 have no gradient (except in Kimi's loss) and never count as
-clipped."""
+`sequence_mean_token_mean` is the mean over sequences. Tokens with advantage 0 have no gradient (except in Kimi's loss) and never count
+as clipped."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ class PolicyTerms:
     """bool: tokens that count."""
 
     def filled(self) -> PolicyTerms:
-        """Zero masked entries, so that NaN there reaches neither loss nor gradient; detach what gets no gradient. A token with advantage 0
+        """Zero masked entries, so that NaN there reaches neither loss nor gradient; detach all but log_probs. A token with advantage 0
         that is impossible under both policies has no ratio: its log-probs become 0."""
         masked, advantages = ~self.mask, self.advantages.detach()
         impossible = (self.log_probs == -torch.inf) & (self.old_log_probs == -torch.inf)
@@ -74,10 +73,10 @@ class PolicyLoss:
     ratio: torch.Tensor
     """new / old probability of the token, or of its sequence if the loss judges sequences; 1 where masked."""
     clipped_low: torch.Tensor
-    """bool: no gradient, because the ratio is below the clip range or the clamp of log-ratios. In losses that limit a weight: the weight
-    was raised to its bound."""
+    """bool: no gradient, because the ratio is below the clip range or the clamp of log-ratios; or, in losses that limit a weight, it was
+    raised to its bound."""
     clipped_high: torch.Tensor
-    """bool: the same above; a limited weight was lowered to its bound."""
+    """bool: no gradient, because the ratio is above the range or clamp; or a weight was lowered to its bound."""
 
 
 def row_sum(x: torch.Tensor) -> torch.Tensor:
@@ -328,7 +327,6 @@ def clipped_value_loss(
 
 
 def entropy_loss(entropy: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Negative entropy by token."""
     return -entropy.masked_fill(~mask, 0.0)
 
 
@@ -343,9 +341,8 @@ def row_weights(
     """Weight [B] float32 of each policy token of a row, from policy_tokens [B] of ALL rows of the global mini-batch.
 
     token_mean: 1 / all tokens. sequence_mean_token_mean: 1 / (rows * the row's tokens). sequence_mean_token_sum: 1 / rows. constant: 1 /
-    (rows * constant), Dr. GRPO's. Rows without policy tokens or with train_weight 0 weigh 0 and count neither as rows nor as tokens; other
-    train_weights are factors and change no count.
-    """
+    (rows * constant), Dr. GRPO's. Rows without policy tokens or with train_weight 0 weigh 0 and are not counted; other train_weights are
+    factors and change no count."""
     factors = torch.ones_like(policy_tokens, dtype=torch.float64) if train_weights is None else train_weights.double()
     counted = (policy_tokens > 0) & (factors != 0)
     tokens = policy_tokens.double().masked_fill(~counted, 0.0)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 SPREAD_RESOLUTION = 1e-12
-"""Standard deviation, relative to the root mean square, below which it is rounding, not spread."""
+"""Standard deviation, relative to the root mean square, below which it is rounding error and counts as 0."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class RewardRows:
     policy_tokens: torch.Tensor
     """int64: response tokens that the policy chose."""
     max_tokens: torch.Tensor
-    """int64, by the row's domain."""
+    """int64: response limit of the row's domain."""
     truncated: torch.Tensor
     """bool: cut at max_tokens."""
     group: torch.Tensor
@@ -87,10 +87,9 @@ def overlong_rewards(rows: RewardRows, buffer_tokens: int, penalty: float) -> np
 
 
 class RunningMoments:
-    """Count, mean and sum of squared deviations (Welford; merged after Chan, Golub and LeVeque) in float64.
+    """Count, mean and sum of squared deviations (Welford), in float64.
 
-    Sums within a batch are exactly rounded: the order of its rows changes nothing.
-    """
+    Sums within a batch are exactly rounded: the order of its rows changes nothing."""
 
     def __init__(self) -> None:
         self.count = 0

@@ -1,5 +1,5 @@
-"""Token metrics of a micro-batch by domain: sums, which add up over micro-batches and ranks; peaks, which do not; histograms of policy
-ratios, whose fixed bins add up, unlike percentiles. Names are `<name>#<number>` with the domain's index."""
+"""Token metrics of a micro-batch by domain: sums and histograms of policy ratios, which add up over micro-batches and ranks; peaks,
+which do not. Names are `<name>#<number>` with the domain's index."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from roll_lite.algorithms.kl import LOG_RATIO_LIMIT, kl_estimate
 
 BINS = 801
-"""Odd, so that the middle bin is centred at log-ratio 0."""
+"""Number of bins; odd, so that the middle one is centred at log-ratio 0."""
 
 FINE = 1e-3
 """Log-ratio up to which bins are about equally wide; beyond it, widths grow with the log-ratio."""
@@ -73,7 +73,6 @@ class RowSums:
     _seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def record(self, samples: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> None:
-        """Record values with mask [B, T-1] of the samples [B]."""
         self._seen.append((samples, values.detach().sum(1, dtype=torch.float64), mask.sum(1)))
 
     def collect(self) -> SampleSums:
@@ -85,7 +84,7 @@ class RowSums:
 
 @dataclass
 class RatioHistogram:
-    """Counts by domain, kept on the device until read."""
+    """Histogram of log-ratios by domain, kept on the device until read."""
 
     domains: int = 1
     _counts: torch.Tensor | None = None
