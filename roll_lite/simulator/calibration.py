@@ -1,7 +1,6 @@
-"""Turns a run's measurements into the simulator's assumptions.
+"""Turn a run's measurements into the simulator's assumptions.
 
-An engine's time per step is fitted as `passes * pass_s + tokens * request_s`. Trainer, weight updates and rewards take mean times.
-"""
+An engine's time per step is fitted as `passes * pass_s + tokens * request_s`. Trainer, weight updates and rewards take mean times."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from roll_lite.config.schema.simulation import (
 )
 
 QUANTILES = 21
-"""Length quantiles of a domain: every 5%."""
+"""Number of length quantiles of a domain, one every 5%."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ def read_run(folder: Path) -> MeasuredRun:
 
 
 def _refuse_unrecorded(folder: Path, rollout: Mapping[str, Any], metrics: Iterable[Mapping[str, float]]) -> None:
-    """Refuse runs that generated more than the samples of their batches: lengths of the rest are not recorded."""
+    """Refuse runs that generated more samples than their batches hold: the lengths of the rest are not recorded."""
     filtered = round(sum(record.get("rollout/filtered_groups", 0.0) for record in metrics))
     oversample = rollout.get("oversample", 1)
     if filtered:
@@ -140,7 +139,7 @@ def _engine(run: MeasuredRun, steps: Sequence[int], assumed: SimulatedEngineConf
 
 
 def passes(lengths: Sequence[int], slots: int) -> int:
-    """Forward passes of an engine for these responses, `slots` at a time."""
+    """Number of forward passes in which an engine generates these responses, `slots` at a time."""
     ends = [0] * min(slots, len(lengths))
     for tokens in lengths:
         heapq.heapreplace(ends, ends[0] + tokens)
@@ -148,7 +147,7 @@ def passes(lengths: Sequence[int], slots: int) -> int:
 
 
 def fit(rows: Sequence[tuple[float, float]], seconds: Sequence[float]) -> tuple[float, float]:
-    """Seconds per pass and per token, non-negative: least-squares fit to `rows` of (passes, tokens)."""
+    """Fit seconds per pass and per token, non-negative, to `rows` of (passes, tokens) by least squares."""
     work, time = np.array(rows, dtype=float), np.array(seconds)
     if len(rows) > 1:
         (pass_s, request_s), _, rank, _ = np.linalg.lstsq(work, time, rcond=1e-6)

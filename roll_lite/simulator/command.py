@@ -1,4 +1,4 @@
-"""`roll-lite simulate`: compare how a run would do with other supplies, staleness and numbers of engines."""
+"""`roll-lite simulate`: predict a run's speed, also with other supply modes (sync, async), staleness and numbers of engines."""
 
 from __future__ import annotations
 

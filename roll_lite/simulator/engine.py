@@ -1,4 +1,4 @@
-"""Engine model: continuous batching, computed from event to event, not token by token."""
+"""Model of an engine with continuous batching, computed from event to event, not token by token."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from roll_lite.data.samples import FinishReason, GenerationRequest, TokenRow, Tu
 from roll_lite.scheduler.engines import Asked, EngineLost
 
 REPORT_S = 5.0
-"""Interval of progress reports, as in the engine workers. Reported tokens survive the engine's death."""
+"""Seconds between progress reports, as in the engine workers. Reported tokens survive the engine's death."""
 HAIR = 1e-6
 """Tolerance for rounding errors of token counts."""
 
 
 @dataclass(frozen=True)
 class EngineRates:
-    """Costs in seconds. A pass adds one token to each running request."""
+    """Costs in seconds. A forward pass adds one token to each running request."""
 
     pass_s: float
     """Fixed cost of a pass: reading weights."""
@@ -32,7 +32,7 @@ class EngineRates:
     """Cost per prompt token; decoding stops meanwhile."""
 
     def seconds(self, tokens: float, running: int, cached: float) -> float:
-        """Time in which each of `running` requests gets `tokens` more. The cache of `cached` tokens grows by `running` in a pass."""
+        """Time for `tokens` more tokens of each of `running` requests. The cache of `cached` tokens grows by `running` per pass."""
         pace = self.pass_s + running * self.request_s + cached * self.cached_token_s
         return tokens * pace + running * self.cached_token_s * tokens * tokens / 2
 
@@ -54,7 +54,7 @@ class EngineLimits:
     slots: int
     """Maximum number of running requests."""
     cached_tokens: int | None = None
-    """Size of the KV cache; None: unlimited. Requests that do not fit wait, or are put back and prefilled again."""
+    """Size of the KV cache; None: unlimited. Requests that do not fit wait, or are preempted and prefilled again."""
     reserve: float = 0.01
     """Share of the cache left free at admission."""
 
@@ -73,8 +73,8 @@ class Span:
 
 @dataclass(eq=False, slots=True)
 class _Run:
-    """Request in the engine. Running requests share a count of decoded tokens, `SimulatedEngine._decoded`; `zero` is the count at which
-    this one had none."""
+    """Request in the engine. Running requests share a count of decoded tokens, `SimulatedEngine._decoded`; `zero` is its value when this
+    one had none."""
 
     asked: Asked
     prompt: int
@@ -82,7 +82,7 @@ class _Run:
     tokens: int
     reason: FinishReason
     generated: float = 0.0
-    """Tokens generated before it was put back."""
+    """Tokens generated before it was preempted."""
     zero: float = 0.0
     prefix: str = ""
     """Identifies the prompt that a group shares."""
@@ -117,7 +117,7 @@ class SimulatedEngine:
         self.generated = 0
         self.prefilled = 0
         self.put_back = 0
-        """Requests that lost their cache and were prefilled again."""
+        """Number of preempted requests, which were prefilled again."""
         self._length = length
         self._spans = spans
         self._loop = asyncio.get_running_loop()
@@ -229,7 +229,7 @@ class SimulatedEngine:
         self._cached += running * tokens
 
     def _look_soon(self) -> None:
-        """Schedule `_look` after other events of this moment."""
+        """Schedule `_look` after the other events of this moment."""
         if not self._arming and self.dead is None:
             self._arming = True
             self._loop.call_soon(self._look)
@@ -352,13 +352,12 @@ class SimulatedEngine:
         return min(run.tokens, int(self._decoded - run.zero + HAIR))
 
     def _stamp(self, run: _Run) -> None:
-        """Give the request's further tokens the current weight version."""
+        """Record the current weight version for the request's next tokens."""
         start = self._tokens(run)
         kept = [span for span in run.versions if span.start < start]
         run.versions = kept if kept and kept[-1].version == self.version else [*kept, VersionSpan(start, self.version)]
 
     def _record_span(self, run: _Run) -> None:
-        """Record the request's time since `since` as a span."""
         if self._spans is not None and not self._frozen and run.slot >= 0 and self._settled > run.since:
             version, domain = run.versions[-1].version, run.asked.request.request_id.partition("/")[0]
             self._spans.append(Span(self.number, run.slot, run.since, self._settled, version, domain))

@@ -19,7 +19,7 @@ VERSION_COLORS = ("#3b6fb6", "#e07b39", "#3f9b62", "#b5497f", "#8a6bbf", "#c9a22
 PHASE_COLORS = {"train": "#444444", "hold": "#f0b4b4", "sync": "#d62728", "move": "#bbbbbb"}
 """Colours of training, draining, weight updates, and moves of engines to and from the host."""
 MOST_ROWS = 96
-"""Maximum number of slots drawn one by one; above, a row is an engine, paler if fewer requests run."""
+"""Maximum number of slots drawn one by one. With more, a row is an engine, paler if fewer requests run."""
 COLUMNS = 1400
 
 

@@ -1,4 +1,4 @@
-"""Scenarios of the simulator."""
+"""Scenarios: all parameters of a simulated run."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class TrainerModel:
 @dataclass(frozen=True)
 class Failures:
     given: tuple[tuple[float, int], ...] = ()
-    """(second, engine) of deaths."""
+    """(second, engine) of planned deaths."""
     mean_s: float | None = None
     """Mean time between random failures of an engine, exponential; None: no random ones."""
     hangs: tuple[tuple[float, int], ...] = ()
-    """(second, engine) of hangs."""
+    """(second, engine) of planned hangs."""
     mean_hang_s: float | None = None
     """Mean time between random hangs of an engine; None: no random ones."""
     hang_s: float = 7.0
@@ -83,8 +83,7 @@ class Scenario:
 
     @property
     def mean_slots(self) -> int:
-        """Average number of requests that fit into an engine and its cache. Running responses are taken as half done, and weighted by
-        their length."""
+        """Average number of requests that fit into an engine and its cache. Assumes running responses half done, weighted by length."""
         most = self.limits.cached_tokens
         if most is None:
             return self.limits.slots

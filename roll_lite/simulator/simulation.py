@@ -1,4 +1,4 @@
-"""Simulated training loop: schedulers and router are real; durations stand in for engines, rewards and trainer."""
+"""Simulated training loop: schedulers and router are real; engines, rewards and trainer are modelled by durations."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from roll_lite.simulator.scenario import Scenario
 from roll_lite.simulator.workload import domains, lengths, uniform
 
 LOOK_S = 1.0
-"""Interval of polling for finished groups, for early log-prob passes."""
+"""Seconds between polls for finished groups, for early log-prob passes."""
 GC_THRESHOLDS = (1_000_000, 50, 1000)
-"""Make garbage collections rare: each scans hundreds of thousands of samples."""
+"""Thresholds that make garbage collections rare: each scans hundreds of thousands of samples."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class SimulatedRun:
     """(second, engine); these engines die later."""
     failed: int = 0
     put_back: int = 0
-    """Number of requests put back because the KV cache was full."""
+    """Number of requests preempted because the KV cache was full."""
     filtered: int = 0
     lost: int = 0
     behind_s: float = 0.0
@@ -207,7 +207,7 @@ class _Simulation:
         self.record(result, ready - asked, self.clock() - ready)
 
     async def move_engines(self) -> None:
-        """Load the engines; the time to offload them is included."""
+        """Load the engines; includes the time to offload them."""
         if self.scenario.offload_s is not None:
             started = self.clock()
             await asyncio.sleep(self.scenario.offload_s)
@@ -227,7 +227,7 @@ class _Simulation:
                 await asyncio.sleep(LOOK_S)
 
     async def train(self, result: RolloutResult) -> None:
-        """Train, after the early pass that may still run."""
+        """Train, once a running early pass has ended."""
         await asyncio.sleep(max(0.0, self.passing_until - self.clock()))
         early = [group for group in result.groups if group.group in self.early]
         self.outcome.early += sum(len(accepted(group)) for group in early)

@@ -1,4 +1,4 @@
-"""Workload: prompts, response lengths and scores, drawn by a hash of the sample's identity: all policies get the same."""
+"""Workload: prompts, response lengths and scores, drawn by a hash of the sample's identity, so that all policies get the same."""
 
 from __future__ import annotations
 
