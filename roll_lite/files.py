@@ -37,7 +37,7 @@ def record(path: Path) -> FileRecord:
 
 
 def flush(paths: Iterable[Path]) -> None:
-    """Wait until files, and the entries of folders, are on the disk."""
+    """Wait until files and folder entries are on the disk."""
     for path in paths:
         handle = os.open(path, os.O_RDONLY)
         try:

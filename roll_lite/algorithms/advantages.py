@@ -14,7 +14,7 @@ from roll_lite.algorithms import kernels
 from roll_lite.algorithms.kernels import Whitening
 
 STD_OFFSET = 1e-6
-"""Added to a standard deviation."""
+"""Added to a standard deviation before division by it."""
 
 VARIANCE_OFFSET = 1e-8
 """Added to a variance before its root."""

@@ -15,7 +15,7 @@ import torch
 from numba import njit
 
 ENTRIES_PER_THREAD = 1 << 17
-"""Fewest entries worth a thread."""
+"""Minimum number of entries per thread."""
 
 PARTS_PER_THREAD = 4
 """Portions of rows per thread: with several, a delayed thread does not hold up others."""

@@ -22,7 +22,7 @@ ROUNDING = 1e-4
 
 @dataclass(frozen=True)
 class PolicyTerms:
-    """Inputs [B, T-1]; B is 0 for a rank without rows. Gradients flow to log_probs only."""
+    """Inputs of a policy loss, [B, T-1]; B is 0 for a rank without rows. Gradients flow to log_probs only."""
 
     log_probs: torch.Tensor
     old_log_probs: torch.Tensor

@@ -38,7 +38,7 @@ NAMED_LINES = 5
 
 
 def check_data(config: RunConfig) -> Iterator[Problem]:
-    """Check all data that the run reads: the domains', unless it replays dumps, and that of algorithm.ptx."""
+    """Check all data that the run reads: that of the domains, unless dumps are replayed, and of algorithm.ptx."""
     if vars(config).get("mode") != "train_only":
         for name, domain in config.domains.items():
             yield from _domain(config, f"domains.{name}", domain)
@@ -52,7 +52,7 @@ def _domain(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Prob
 
 
 def _data_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
-    """Check columns and values of the first rows, except what only the tokenizer can tell."""
+    """Check columns and values of the first rows, except what needs the tokenizer."""
     data = domain.data
     owners = TagOwners(config.domains, data.tag) if data.tag is not None else None
     given = {"train": data.train} | ({"validation": data.validation} if data.validation is not None else {})

@@ -44,6 +44,6 @@ def as_array(column: Column) -> pa.Array:
 
 
 def _entries(values: torch.Tensor) -> pa.Array:
-    """Convert [n] to numbers, [n, k] to lists of k."""
+    """Convert values [n] to numbers, [n, k] to lists of k."""
     flat = pa.array(np.ascontiguousarray(values.numpy()).reshape(-1))
     return flat if values.dim() == 1 else pa.FixedSizeListArray.from_arrays(flat, values.shape[1])

@@ -35,7 +35,7 @@ class MicroBatchOutputs:
     distribution: torch.Tensor | None = None
     """[B, T-1, V] log-probs of the vocabulary."""
     final_value: torch.Tensor | None = None
-    """[B], after the last token."""
+    """[B]: value after the last token."""
 
 
 # ---------------------------------------------------------------- planning
@@ -51,8 +51,8 @@ class Multiples:
 
 class MicroBatchPlanner(Protocol):
     def cut(self, lengths: torch.Tensor, parts: int = 1) -> list[np.ndarray]:
-        """Return row numbers of each micro-batch; every row is in exactly one. `lengths` [rows]: tokens. `parts`: micro-batches that run
-        anyway, because other ranks run as many; rows may be spread over them."""
+        """Return row numbers of each micro-batch; every row is in exactly one. `lengths` [rows]: tokens. `parts`: number of
+        micro-batches that other ranks run; this rank runs as many, and may spread its rows over them."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class TokenBudget:
     rows: int | None = None
     attention_par: float = inf
     with_padding: bool = False
-    """Count padding as tokens: for padded outputs of more than a few numbers per token."""
+    """Whether padding counts as tokens: for padded outputs of many numbers per token."""
 
     def cut(self, lengths: torch.Tensor, parts: int = 1) -> list[np.ndarray]:
         tokens = lengths.numpy()

@@ -42,7 +42,7 @@ class PromptSet:
         self.parts: list[int] = []
         self._names: list[tuple[str, ...]] = []
         self._numbers: dict[tuple[str, ...], int] = {}
-        """Numbers of distinct tuples of column names; rows store the number."""
+        """Number of each distinct tuple of column names; rows store it."""
 
     def add(
         self,

@@ -84,7 +84,7 @@ class Sampling(Packed):
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
     keep_mask: bool = False
-    """Ask for the tokens that survived truncation (Completion.kept_ids)."""
+    """Request the ids that survive truncation by top-p, top-k or min-p (Completion.kept_ids)."""
 
 
 class TokenRow(NamedTuple):

@@ -1,4 +1,4 @@
-"""Adapters in PEFT's format: adapter_config.json and adapter_model.safetensors."""
+"""LoRA adapters in PEFT's format: adapter_config.json and adapter_model.safetensors."""
 
 from __future__ import annotations
 

@@ -34,7 +34,6 @@ class ModelShape:
     max_positions: int | None
     tied_embeddings: bool
     window: int | None
-    """Sliding window in tokens; None: whole context."""
     experts: int | None = None
     """Number of experts; None for a dense model, or if config.json names them in an unknown way."""
     expert_feed_forward: int | None = None

@@ -163,7 +163,6 @@ def _or_zero(value: float | None) -> float:
 
 
 def _points(records: Records, name: str) -> tuple[list[int], list[float]]:
-    """Steps and values of finite measurements."""
     steps = [step for step in sorted(records) if math.isfinite(records[step].get(name, math.nan))]
     return steps, [records[step][name] for step in steps]
 

@@ -49,7 +49,6 @@ def held_out_change(before: Mapping[str, float], after: Mapping[str, float]) -> 
 
 
 def largest_k(metrics: Iterable[str]) -> int | None:
-    """Largest k of pass@k in a validation's metrics."""
     found = [int(known[1]) for name in metrics if (known := PASS_AT.fullmatch(name)) is not None]
     return max(found, default=None)
 

@@ -45,7 +45,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def close(self, exit_state: str = "completed") -> None:
-        """Close; may be called twice. `exit_state`: completed, interrupted, or failed: <cause>."""
+        """May be called twice. `exit_state`: completed, interrupted, or failed: <cause>."""
 
 
 class JsonlTracker(Tracker):
@@ -261,7 +261,7 @@ def for_trackers(settings: Mapping[str, Any], environment: Mapping[str, str]) ->
 
 
 def build_trackers(configs: Sequence[TrackerConfig], run: TrackedRun, goes_on_from: Path | None = None) -> list[Tracker]:
-    """Build the configured trackers. `goes_on_from`: folder of the resumed run."""
+    """`goes_on_from`: folder of the resumed run."""
     known = _ids(goes_on_from) if goes_on_from is not None else {}
     built = [_built(config, replace(run, id=known.get(config.name)), f"trackers.{index}") for index, config in enumerate(configs)]
     ids = {config.name: tracker.run_id for config, tracker in zip(configs, built, strict=True) if tracker.run_id is not None}

@@ -28,7 +28,7 @@ LONGEST = 8 << 20
 CHANGING = (list, dict, set, bytearray)
 """Types of arguments that a function can change in place."""
 CONTROL = (StopIteration, StopAsyncIteration)
-"""Exceptions that would silently end a loop of the tests, which get a plain Exception instead."""
+"""Exceptions that would silently end a loop in the tests, where the program's are raised as plain Exception."""
 NO_ANSWER = (ValueError, TypeError, LookupError, AttributeError, RecursionError, ArithmeticError, MemoryError)
 """Exceptions that decoding a forged answer may raise."""
 
@@ -191,7 +191,7 @@ def import_modules(test: dict[str, Any]) -> dict[str, Any]:
 
 
 def _error(answer: dict[str, Any]) -> Exception:
-    """Rebuild the program's exception: the first class of its MRO that exists here, with its text."""
+    """Rebuild the program's exception in this process: the first class of its MRO that exists here, with its text."""
     kind = next((kind for name in answer["error"] if (kind := _known_kind(str(name))) is not None), RuntimeError)
     text, args = str(answer["text"]), decode(answer["args"])
     error = kind.__new__(kind, *args)

@@ -47,7 +47,7 @@ class Group:
         os.write(self._open["cgroup.procs"], b"0")
 
     def cpu_s(self) -> float:
-        """CPU seconds of the current program, without this process, which is a member too."""
+        """CPU seconds of the group since `begin`, without those of this process, which is a member too."""
         return self._total_s() - self._before_s
 
     def out_of_memory(self) -> bool:
@@ -73,7 +73,7 @@ def die_first() -> None:
 
 
 def make_group() -> Group | None:
-    """Create a group below this process's own or, for an ordinary user, beside it. Returns None if refused."""
+    """Create a control group below this process's own or, for an ordinary user, beside it. Returns None if refused."""
     # Of two candidates the one that counts more resources wins: the kernel grants fewer controllers below a group that has processes
     # itself.
     best: Group | None = None

@@ -56,7 +56,7 @@ WORK = "/sandbox"
 
 
 def readable_paths(more: Iterable[str] = ()) -> list[str]:
-    """Paths shown besides SYSTEM: the interpreter's and `more`. A path below another is left out, unless hidden there."""
+    """Paths to show besides SYSTEM: those of the interpreter and `more`. Omits paths inside others, except in hidden folders."""
     hidden, kept = hidden_paths(more), list[str]()
     for path in sorted({*_interpreter(), *more}):
         if _below(path, hidden) or not _below(path, (*SYSTEM, *kept)):

@@ -147,7 +147,7 @@ def _iter(first: Any, *last: Any) -> Iterator[Any]:
 
 
 CALLING = {"map": _map, "filter": _filter, "iter": _iter}
-"""Replacements for Python's own in tests: in a generator, a program's StopIteration is an error, not the end of a loop."""
+"""Generator versions of Python's functions, for tests. In a generator, a program's StopIteration is an error, not the end of a loop."""
 
 
 def _all_reached(failed: list[str], reached: set[int], line: int) -> None:
@@ -225,8 +225,8 @@ def _holds(container: Any, item: Any) -> bool:
 
 
 class Operators:
-    """Guards on the operators of the program's classes, while a test runs: they may not decide about a plain value if the test applies
-    them, directly or through Python's functions."""
+    """Guards on the operators of the program's classes, while a test runs. If the test applies one to a plain value, directly or through
+    Python's functions, the program may not decide the result."""
 
     tests: Any = None
     """Globals of the running test, or None."""

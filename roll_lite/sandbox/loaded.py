@@ -21,9 +21,9 @@ class Loaded:
     def __init__(self) -> None:
         self.modules: dict[str, types.ModuleType] = {}
         self.names: dict[int, dict[str, Any]] = {}
-        """Globals of the modules, by id. The program made neither these nor the classes and the code below."""
+        """Globals of the modules, by id. These, and the classes and code below, are not the program's."""
         self.classes: dict[int, type] = {}
-        """All classes that existed, by id."""
+        """All classes at that time, by id."""
         self.codes: set[int] = set()
         """Ids of the functions' code objects."""
         self._held: dict[int, tuple[Any, dict[str, Any]]] = {}

@@ -30,11 +30,11 @@ STANDARD: dict[type, Callable[[Any], list[Any]]] = {
 """Standard library types that count as plain data, with the arguments that rebuild an equal value."""
 NAMED = {kind.__name__: kind for kind in STANDARD}
 MADE_OF = {"bytearray": bytes, "frozenset": list, "deque": list, "Counter": dict, "OrderedDict": list}
-"""Required type of the first argument. A number or range could expand to a huge object when it is decoded."""
+"""By type name: required type of the first argument. A number or range could expand to a huge object when decoded."""
 MADE_OF_PARTS = {"range": int, "Fraction": int, "date": int, "Decimal": str, "timedelta": int}
-"""Required type of every argument. Decoding Fraction("1e99999999"), for example, would compute that number."""
+"""By type name: required type of all arguments. Fraction("1e99999999"), for example, would be computed when decoded."""
 LONGEST_NUMBER = 10_000
-"""Maximum number of digits of these arguments: Fractions of larger numbers are slow to reduce."""
+"""Maximum number of digits of arguments in MADE_OF_PARTS: larger Fractions are slow to reduce."""
 SAME_HASH = 100
 """Maximum number of items with the same hash in a decoded set or dict: each lookup compares with all of them."""
 HELD: dict[type, Callable[[Any], Any]] = {

@@ -121,7 +121,7 @@ class SimulatedRun:
 
 
 def simulate(scenario: Scenario, spans: bool = False) -> SimulatedRun:
-    """Simulate a run. `spans`: record the requests' spans, for a picture."""
+    """`spans`: record the requests' spans, for a picture."""
     before = gc.get_threshold()
     gc.collect()
     gc.set_threshold(*GC_THRESHOLDS)
@@ -149,7 +149,7 @@ class _Simulation:
         self.gone: list[SimulatedEngine] = []
         self.slots = scenario.mean_slots
         self.early: dict[int, int] = {}
-        """Tokens of groups in early passes, by group number."""
+        """Tokens of groups whose log-probs were computed early, by group number."""
         self.passing_until = 0.0
         self.given_up = asyncio.Event()
 
