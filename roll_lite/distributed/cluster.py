@@ -57,11 +57,12 @@ def start_cluster(spec: ClusterSpec, worker_class: Callable[P, W], *args: P.args
     """
     assert isinstance(worker_class, type) and issubclass(worker_class, Worker), "workers derive from Worker or AsyncWorker"
     actor_class, watch = _actor_class(worker_class)
-    actors = [
-        actor_class.options(max_restarts=worker_class.max_restarts, **actor_options(spec, rank)).remote(*args, **kwargs)
-        for rank in range(len(spec.slots))
-    ]
-    return Cluster(RankGroup(spec.name, actors, watch, spec.log_folder, spec.timeout_s, worker_class.lives_alone))
+
+    def make(rank: int) -> Any:
+        return actor_class.options(max_restarts=worker_class.max_restarts, **actor_options(spec, rank)).remote(*args, **kwargs)
+
+    actors = [make(rank) for rank in range(len(spec.slots))]
+    return Cluster(RankGroup(spec.name, actors, watch, spec.log_folder, spec.timeout_s, worker_class.lives_alone, make))
 
 
 def actor_options(spec: ClusterSpec, rank: int) -> dict[str, Any]:
@@ -120,10 +121,10 @@ class Cluster(Generic[W_co]):
 
     @property
     def left(self) -> list[int]:
-        """Living ranks; RankFailed if none is left."""
+        """Living ranks; RankFailed if none is left and no lost one gets a successor."""
         lost = self.lost
         left = [rank for rank in range(self.world_size) if rank not in lost]
-        if not left:
+        if not left and not self.group.replaceable:
             nobody_is_left(self.group)
         return left
 

@@ -145,9 +145,13 @@ class Fleet(Generic[M]):
         return [seat.member for seat in self._seats.values() if seat.state is MemberState.SERVING]
 
     @property
-    def down(self) -> dict[int, str]:
-        """Causes of members without restarts left, by number."""
-        return {seat.place: seat.cause for seat in self._seats.values() if seat.state is MemberState.DOWN}
+    def lost(self) -> dict[int, str]:
+        """Causes of lost members, by number, until their successors serve."""
+        return {seat.place: seat.cause for seat in self._seats.values() if seat.cause}
+
+    async def until(self, member: M, *states: MemberState) -> None:
+        """Wait until the member is in one of these states."""
+        await self._until(lambda: self.state(member) in states)
 
     async def in_service(self) -> None:
         """Wait until a member serves; raises FleetDown if none is left."""
@@ -191,7 +195,7 @@ class Fleet(Generic[M]):
             cause = None if seat.state is MemberState.SERVING else await self._try_to_start(seat)
             while True:
                 if cause is None:
-                    cause = await self._until_lost(seat)
+                    cause = seat.cause = await self._until_lost(seat)
                     self._enter(seat, MemberState.LOST)
                     if self._lost is not None:
                         self._lost(seat.member, cause)
@@ -249,6 +253,7 @@ class Fleet(Generic[M]):
                 raise
             where = f" ({self._policy.path}.start_timeout_s)" if self._policy.path else ""
             raise SlowStart(f"{seat.member.name} was not ready within {self._policy.start_timeout_s:g} s{where}") from None
+        seat.cause = ""
         self._enter(seat, MemberState.SERVING)
 
     def _enter(self, seat: _Seat[M], state: MemberState) -> None:

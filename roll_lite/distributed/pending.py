@@ -136,23 +136,40 @@ def _wait(
         remaining = min(first.deadline(timeout_s), limit.deadline if limit else float("inf")) - time.monotonic()
         if remaining <= 0:
             _time_out(first, limit)
-        if silent := WATCH.silent():
-            group, rank, seconds = silent
-            _give_up(group, [rank], group.phase, f"nothing was heard of its process for {seconds:g} s (limits.silence)")
-        deaths = WATCH.deaths()
-        refs = [*waiting, *deaths]
-        ready, _ = ray.wait(refs, num_returns=1, timeout=min(POLL_SECONDS, remaining), fetch_local=False)
-        if ready:
-            ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
-        _report_deaths([deaths[ref] for ref in ready if ref in deaths])
-        for ref in ready:
-            if ref in waiting:
-                _take(waiting[ref], list(waiting.values()))
+        for ref in _ready(list(waiting), min(POLL_SECONDS, remaining)):
+            _take(waiting[ref], list(waiting.values()))
         if meanwhile is not None:
             meanwhile()
     for pending in pendings:
         if pending.done:
             pending.settle()
+
+
+def pause(group: RankGroup, rank: int, waits_for: str) -> None:
+    """Wait a moment for something that no call returns; raises what a wait for calls would raise. `waits_for`: of this rank."""
+    WATCHDOG.check()
+    limit = WATCHDOG.nearest
+    if limit is not None and time.monotonic() >= limit.deadline:
+        raise RankFailed(group.name, rank, limit.phase, f"{waits_for} took longer than the phase may last ({limit})")
+    _ready([], POLL_SECONDS / 2)
+
+
+def _ready(refs: Sequence[ray.ObjectRef], timeout_s: float) -> list[ray.ObjectRef]:
+    """Wait for at least one of the references, or for the time; raises the failure of a dead or silent rank."""
+    if silent := WATCH.silent():
+        group, rank, seconds = silent
+        _give_up(group, [rank], group.phase, f"nothing was heard of its process for {seconds:g} s (limits.silence)")
+    WATCH.run_errand()
+    deaths = WATCH.deaths()
+    both = [*refs, *deaths]
+    if not both:
+        time.sleep(timeout_s)
+        return []
+    ready, _ = ray.wait(both, num_returns=1, timeout=timeout_s, fetch_local=False)
+    if ready:
+        ready, _ = ray.wait(both, num_returns=len(both), timeout=0, fetch_local=False)
+    _report_deaths([deaths[ref] for ref in ready if ref in deaths])
+    return [ref for ref in ready if ref not in deaths]
 
 
 def _take(call: Call, waiting: Sequence[Call], deaths_too: bool = True) -> None:
@@ -207,9 +224,8 @@ def _fail_dead(group: RankGroup, rank: int, phase: str) -> NoReturn:
 
 
 def _death_of(group: RankGroup, rank: int) -> BaseException:
-    ref = next(ref for ref, number in group.deaths.items() if number == rank)
     try:
-        ray.get(ref)
+        ray.get(group.death_of(rank))
     except Exception as error:
         return error
     raise AssertionError(f"{group.name} rank {rank}: until_death returned")

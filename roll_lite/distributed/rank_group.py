@@ -65,6 +65,7 @@ class RankGroup:
         log_folder: Path | None,
         timeout_s: float | None,
         live_alone: bool = False,
+        make: Callable[[int], Any] | None = None,
     ) -> None:
         self.name = name
         self.actors = list(actors)
@@ -72,6 +73,9 @@ class RankGroup:
         self.timeout_s = timeout_s
         self.live_alone = live_alone
         """True if ranks die alone: a fleet handles deaths, the group only records them."""
+        self.replaceable: set[int] = set()
+        """Ranks that get a successor if they are lost."""
+        self._make = make
         self._lost: dict[int, str] = {}
         self.phases: list[str] = []
         """Methods in flight, oldest first."""
@@ -112,6 +116,25 @@ class RankGroup:
     def lose(self, rank: int, error: BaseException) -> None:
         self._lost.setdefault(rank, failure_text(error, self.log_file(rank)))
 
+    def restart(self, rank: int) -> Any:
+        """Start a successor of a lost rank; it counts as lost until `regain`. Returns the actor."""
+        assert self._make is not None and self._watch is not None and rank in self._lost
+        kill_actors([self.actors[rank]], [self.pulses[rank].place])
+        self.deaths = {ref: number for ref, number in self.deaths.items() if number != rank}
+        actor = self.actors[rank] = self._make(rank)
+        self.deaths[actor.until_death.options(**self._watch).remote()] = rank
+        return actor
+
+    def death_of(self, rank: int) -> ray.ObjectRef:
+        """Reference that becomes ready, with an error, when the rank dies."""
+        return next(ref for ref, number in self.deaths.items() if number == rank)
+
+    def regain(self, rank: int) -> None:
+        """Count a successor, which has started, as a living rank."""
+        assert self._watch is not None
+        self.pulses[rank] = Pulse(self.actors[rank].place.options(**self._watch).remote)
+        del self._lost[rank]
+
     def check(self) -> None:
         if self.end is not None:
             raise ClusterDead(self.name, self.end)
@@ -134,14 +157,23 @@ class LivenessWatch:
     def __init__(self) -> None:
         self.groups: weakref.WeakKeyDictionary[RankGroup, None] = weakref.WeakKeyDictionary()
         """Oldest first. Held weakly: Ray ends actors without handles."""
+        self.errand: Callable[[], None] | None = None
+        """Called about once a second by every wait; must not wait itself."""
         self._silence_s: float | None = None
-        self._listened = 0.0
+        self._listened = self._ran = 0.0
 
     def forget_all(self) -> None:
         """Drop all groups, since the Ray session ends with every actor."""
         for group in self.groups:
             group.end = "the Ray session has ended"
         self.groups.clear()
+        self.errand = None
+
+    def run_errand(self) -> None:
+        now = time.monotonic()
+        if self.errand is not None and now - self._ran >= LISTEN_SECONDS:
+            self._ran = now
+            self.errand()
 
     def deaths(self) -> dict[ray.ObjectRef, tuple[RankGroup, int]]:
         """References that become ready, with an error, when a rank dies whose group dies together."""

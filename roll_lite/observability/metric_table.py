@@ -123,6 +123,7 @@ METRICS: dict[str, Metric] = {
     ),
     "rollout/failed": by_domain(SUM, "samples", "Samples that failed permanently; they do not train."),
     "rollout/engines_lost": Metric(SUM, "engines", "Engines that died or hung; the others continued their responses."),
+    "rollout/engines_returned": Metric(SUM, "engines", "Lost engines whose successors began to serve."),
     "rollout/engine_silent_seconds": Metric(
         MAX, "s", "Time from the last answer of a lost engine's process to its removal; the longest since the last batch."
     ),

@@ -36,6 +36,7 @@ from roll_lite.models.model_files import tokenizer_checksum, zero_embeddings
 from roll_lite.pipeline.batch_files import BatchFiles
 from roll_lite.pipeline.checkpoint import Checkpoints
 from roll_lite.pipeline.clusters import Engines, Model, Models, RewardModels
+from roll_lite.pipeline.engine_returns import EngineReturns
 from roll_lite.pipeline.journal import Journal
 from roll_lite.pipeline.nodes import check_nodes
 from roll_lite.pipeline.rlvr import RLVRPipeline
@@ -119,6 +120,7 @@ def initialize(models: Sequence[Model[Any]], live: LiveRollouts | None) -> None:
         live.engines.start_first_ones().result()
         live.engines.start_later_ones()
         live.engines.replicas.all(InferWorker.offload, tuple(EngineMemory))
+    live.returns.begin()
 
 
 def starting(live: LiveRollouts) -> list[Pending[Any]]:
@@ -149,12 +151,13 @@ class Starter:
     def live(self, models: Models, journal: Journal) -> LiveRollouts:
         config, role = self.config, self.config.actor_infer
         engines, rollouts, weights = self.engines(), self.rollouts(), None
+        returns = EngineReturns(engines, rollouts, config.actor_infer.restarts, journal)
         if trains(config):
             sizes = model_parallel_size(role), infer_dtype(config), role.strategy.expert_parallel
             settings = config.weight_sync.model_copy(update={"verify": verification(config)})
-            weights = WeightSync(models.actor, engines.replicas, rollouts, settings, *sizes)
+            weights = WeightSync(models.actor, returns, rollouts, settings, *sizes)
         prompts = config.rollout.prompts_per_step
-        return LiveRollouts(engines, rollouts, self.reward_models(), self.judges(), prompts, journal, weights)
+        return LiveRollouts(engines, returns, rollouts, self.reward_models(), self.judges(), prompts, journal, weights)
 
     def models(self) -> Models:
         config = self.config
@@ -218,6 +221,7 @@ class Starter:
             reward_models=config.reward_models,
             steps=config.steps,
             engines_rest=config.actor_infer.offload,
+            engines_return=config.actor_infer.restarts > 0,
             engine_silence_s=config.limits.engine_silence or None,
             trained_embeddings=trained_embeddings(config),
             columns=extra_token_columns(config),

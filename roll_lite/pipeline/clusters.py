@@ -115,7 +115,10 @@ class Engines(Movable):
 
     def loaded(self, phase: Phase, beside: Sequence[tuple[Model[Any], Sequence[StateGroup]]] = ()) -> AbstractContextManager[None]:
         """Load the parts that the phase needs inside the block. A weight update needs only weights, which leaves room for the trainer's."""
-        return loaded(self, tuple(EngineMemory(part) for part in PHASES[phase].parts["actor_infer"]), beside)
+        return loaded(self, self.parts(phase), beside)
+
+    def parts(self, phase: Phase) -> tuple[EngineMemory, ...]:
+        return tuple(EngineMemory(part) for part in PHASES[phase].parts["actor_infer"])
 
 
 @dataclass(frozen=True)

@@ -129,6 +129,13 @@ class Journal:
             left = engines - len(self._lost_engines)
             self.console.message(f"actor_infer[{number}] is lost: {causes[number].splitlines()[0]}; {left} of {engines} engines are left")
 
+    def engine_returned(self, number: int, seconds: float, version: int | None) -> None:
+        """Report an engine whose successor serves. `seconds`: since its loss; `version`: of its weights; None: nothing trains."""
+        self._lost_engines.discard(number)
+        self._sums.add("rollout/engines_returned", 1)
+        weights = "" if version is None else f", with the weights of version {version}"
+        self.console.message(f"actor_infer[{number}] serves again, {seconds:.0f} s after its loss{weights}")
+
     def rollouts(
         self, rows: DataProto, stats: RolloutStats, version: int, replaced: Mapping[str, int], silences: Iterable[float] = ()
     ) -> None:

@@ -196,15 +196,15 @@ class RLVRPipeline:
     def validate(self) -> None:
         if not validates(self.config):
             return
-        self.validation.finish()
+        self.validation.finish(self.version)
         with self.source.loaded(Phase.SYNC_WEIGHTS, self.version):
             self.source.sync(self.version)
             with self.source.loaded(Phase.GENERATE, self.version):
-                self.validation.begin(self.steps_done)
+                self.validation.begin(self.steps_done, self.version)
 
     @phase("validation")
     def look_at_validation(self) -> None:
-        self.validation.finish_if_complete()
+        self.validation.finish_if_complete(self.version)
 
     @phase("checkpoint")
     def refresh_reference(self) -> None:

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from roll_lite.config.arithmetic import generates_ahead, held_out_sampling
@@ -14,8 +15,10 @@ from roll_lite.config.schema.domains import SamplingConfig
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.proto import DataProto
 from roll_lite.distributed.cluster import Cluster, Pending
+from roll_lite.distributed.strategy.inference.life import EngineMemory
 from roll_lite.observability.console import RunConsole
 from roll_lite.pipeline.clusters import Engines, RewardModels, states
+from roll_lite.pipeline.engine_returns import EngineReturns
 from roll_lite.pipeline.journal import Journal
 from roll_lite.pipeline.weights import Pushed, WeightSync
 from roll_lite.scheduler.stats import Progress, RolloutStats
@@ -49,8 +52,8 @@ class BatchSource(ABC):
         """Start a validation with `samples` responses per held-out prompt; `sampling` by domain."""
         raise NotImplementedError("held-out prompts need engines")
 
-    def finish_validation(self, validation: Pending[HeldOut]) -> HeldOut:
-        """Wait for the result."""
+    def finish_validation(self, validation: Pending[HeldOut], version: int) -> HeldOut:
+        """Wait for the result. `version`: of the trainer's weights."""
         return validation.result()
 
     def state_dict(self) -> dict[str, Any]:
@@ -68,6 +71,7 @@ class LiveRollouts(BatchSource):
     """Batches from engines and rewards."""
 
     engines: Engines
+    returns: EngineReturns
     rollouts: Cluster[RolloutWorker]
     reward_models: RewardModels
     judges: Mapping[str, Cluster[JudgeWorker]]
@@ -78,38 +82,48 @@ class LiveRollouts(BatchSource):
     """None: nothing trains."""
 
     def loaded(self, phase: Phase, version: int) -> AbstractContextManager[None]:
+        if phase is Phase.SYNC_WEIGHTS:
+            self.returns.take(tuple(EngineMemory))
+            self.returns.living(tuple(EngineMemory))  # waits for one
         sender = self.weights.sender(version) if phase is Phase.SYNC_WEIGHTS and self.weights is not None else None
         return self.engines.loaded(phase, beside=[] if sender is None else [(sender, states(phase))])
 
     def sync(self, version: int) -> Pushed | None:
-        if self.weights is None:
-            return None
-        pushed = self.weights.push(version)
-        self.tell_losses()
+        pushed = self.weights.push(version) if self.weights is not None else None
+        self.returns.tell_losses()
+        self.returns.hand_over(None if self.weights is None else version)
         return pushed
 
     def next_batch(self, step: int, meanwhile: Callable[[Cluster[RolloutWorker]], None]) -> RolloutBatch:
+        version = 0 if self.weights is None else self.weights.version
+
         def poll() -> None:
-            self.tell_losses()
+            self.replace_engines(version)
             meanwhile(self.rollouts)
 
         pending = self.rollouts.start_one(RolloutWorker.next_batch, self.prompts_per_step, step)
         batch = shown(pending, self.rollouts, self.journal.console, f"step {step}", poll)
-        self.tell_losses()
+        self.returns.tell_losses()
         return batch
 
     def start_validation(self, samples: int, sampling: Mapping[str, SamplingConfig], steps_done: int) -> Pending[HeldOut]:
         return self.rollouts.start_one(RolloutWorker.evaluate, samples, sampling, steps_done)
 
-    def finish_validation(self, validation: Pending[HeldOut]) -> HeldOut:
-        return shown(validation, self.rollouts, self.journal.console, "held-out", self.tell_losses, held_out=True)
+    def finish_validation(self, validation: Pending[HeldOut], version: int) -> HeldOut:
+        return shown(validation, self.rollouts, self.journal.console, "held-out", partial(self.replace_engines, version), held_out=True)
 
-    def tell_losses(self) -> None:
-        """Report each lost engine once, with the rollout service's cause, or the driver's if it noticed first."""
-        replicas = self.engines.replicas
-        if not self.journal.knows_lost(lost := dict(replicas.lost)):
-            lost |= self.rollouts.one(RolloutWorker.lost_engines)
-            self.journal.engines_lost(lost, replicas.world_size)
+    def replace_engines(self, version: int) -> None:
+        """Report lost engines, and let successors that have started serve. `version`: of the trainer's weights, which they get."""
+        self.returns.tell_losses()
+        if not self.returns.may_serve():
+            return
+        # On a shared device the trainer's weights come beside the engine's, in the room of its KV cache.
+        self.returns.take((EngineMemory.KV_CACHE,))
+        if self.weights is not None:
+            self.weights.send_to_newcomers(version)
+        self.returns.hand_over(None if self.weights is None else version)
+        if self.engines.offloads:
+            self.engines.start_load(self.engines.parts(Phase.GENERATE)).result()
 
     def state_dict(self) -> dict[str, Any]:
         return self.rollouts.one(RolloutWorker.state_dict)
@@ -173,21 +187,21 @@ class Validations:
         self._journal = journal
         self._running: RunningValidation | None = None
 
-    def begin(self, step: int) -> None:
-        """Start a validation; wait for it unless further steps run beside generation."""
+    def begin(self, step: int, version: int) -> None:
+        """Start a validation; wait for it unless further steps run beside generation. `version`: of the trainer's weights."""
         assert self._running is None
         config = self._config
         sampling = {name: held_out_sampling(config, domain) for name, domain in config.domains.items()}
         self._running = RunningValidation(step, self._source.start_validation(config.validation.samples_per_prompt, sampling, step))
         if step == config.steps or not generates_ahead(config):
-            self.finish()
+            self.finish(version)
 
-    def finish_if_complete(self) -> None:
+    def finish_if_complete(self, version: int) -> None:
         if self._running is not None and self._running.answers.answer() is not None:
-            self.finish()
+            self.finish(version)
 
-    def finish(self) -> None:
+    def finish(self, version: int) -> None:
         """Wait for the validation, and report it."""
         if self._running is not None:
             running, self._running = self._running, None
-            self._journal.validation(running.step, *self._source.finish_validation(running.answers))
+            self._journal.validation(running.step, *self._source.finish_validation(running.answers, version))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -14,6 +14,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from roll_lite.config.device_phases import Phase
 from roll_lite.config.schema.run import WeightSyncConfig
 from roll_lite.distributed.cluster import Cluster, Pending, gather
+from roll_lite.distributed.strategy.inference.life import EngineMemory
 from roll_lite.distributed.weight_sync.group import Transferred, interrupt, largest, rendezvous_client
 from roll_lite.distributed.weight_sync.plan import ExportPlan, TransferPlan, plan_transfers
 from roll_lite.distributed.weight_sync.update import require_equal, sample
@@ -21,6 +22,9 @@ from roll_lite.pipeline.clusters import Model, states
 from roll_lite.workers.actor import ActorWorker
 from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.rollout import RolloutWorker
+
+if TYPE_CHECKING:
+    from roll_lite.pipeline.engine_returns import EngineReturns  # its journal knows what this file returns
 
 LOSS_SECONDS = 5.0
 """Time to look for a lost engine after another one failed, perhaps because it read from the lost one."""
@@ -43,12 +47,12 @@ class Pushed:
 
 
 class WeightSync:
-    """Sends the actor's weights to all living engines."""
+    """Sends the actor's weights to all living engines, or to newcomers alone."""
 
     def __init__(
         self,
         actor: Model[ActorWorker],
-        engines: Cluster[InferWorker],
+        engines: EngineReturns,
         rollouts: Cluster[RolloutWorker],
         config: WeightSyncConfig,
         workers_per_engine: int,
@@ -57,7 +61,8 @@ class WeightSync:
     ) -> None:
         """`dtype`, `expert_parallel`: the engines'."""
         self._model = actor
-        self._engines = engines
+        self._returns = engines
+        self._engines = engines.replicas
         self._rollouts = rollouts
         self._config = config
         self._workers_per_engine = workers_per_engine
@@ -72,34 +77,48 @@ class WeightSync:
         self._version: int | None = None
         """Version last sent; None before the first `push`, which sends even the start weights."""
 
+    @property
+    def version(self) -> int:
+        assert self._version is not None, "no weights were sent yet"
+        return self._version
+
     def push(self, version: int) -> Pushed | None:
-        """Send weights to every living engine; None if they have this version."""
-        if version == self._version:
-            return None
+        """Send weights to every living engine or, if the others have this version, to newcomers alone; None if all have it."""
+        if version != self._version:
+            pushed = self._send(version, lambda: self._returns.living((EngineMemory.KV_CACHE,)))
+            self._rollouts.one(RolloutWorker.set_version, version)
+            self._version = version
+            return pushed
+        return self.send_to_newcomers(version)
+
+    def send_to_newcomers(self, version: int) -> Pushed | None:
+        """Send weights to engines that do not serve yet, while the others generate. `version`: of the trainer's weights."""
+        return self._send(version, lambda: self._returns.newcomers) if self._returns.newcomers else None
+
+    def _send(self, version: int, engines: Callable[[], list[int]]) -> Pushed | None:
         with self._model.loaded(states(Phase.SYNC_WEIGHTS)):
-            pushed = self._update(version)
-            while pushed is None:  # an engine was lost: the others connect again and get everything
-                pushed = self._update(version)
-            if self._config.verify != "none":
+            pushed = None
+            while pushed is None and (receivers := engines()):
+                pushed = self._update(version, receivers)  # None: one was lost; the others connect again and get everything
+            if pushed is not None and self._config.verify != "none":
                 started = time.monotonic()
-                self._verify(version)
+                self._verify(version, receivers)
                 pushed = replace(pushed, phases={**pushed.phases, "verify": time.monotonic() - started})
-        self._rollouts.one(RolloutWorker.set_version, version)
-        self._version = version
         return pushed
 
     def sender(self, version: int) -> Model[ActorWorker] | None:
         """Model that `push` needs on the devices; None if nothing is to be sent."""
-        return self._model if version != self._version else None
+        return self._model if version != self._version or self._returns.newcomers else None
 
-    def _update(self, version: int) -> Pushed | None:
+    def _update(self, version: int, receivers: list[int]) -> Pushed | None:
         """Run an update. None if an engine was lost: the others may have old weights, new ones, or both."""
-        if self._plan is not None and list(self._plan.engines) != self._engines.left:
+        if self._plan is not None and (list(self._plan.engines) != receivers or self._returns.newcomers):
             self._plan = None
-        plan = self._plan = self._plan or self._connect()
+        plan = self._plan = self._plan or self._connect(receivers)
         if plan is None:
             return None
-        self._rollouts.one(RolloutWorker.hold)
+        if receivers != self._returns.newcomers:  # they generate
+            self._rollouts.one(RolloutWorker.hold)
         started = time.monotonic()
         engines = self._engines.start_each_own(InferWorker.update_weights, dict.fromkeys(plan.engines, plan.routes), version)
         said = self._await_both("update_weights", engines, self._model.ranks.start_all(ActorWorker.send_weights))
@@ -113,16 +132,15 @@ class WeightSync:
         seconds, phases = time.monotonic() - started, largest(one.seconds for one in said)
         return Pushed(version, plan.nbytes / 2**20, seconds, phases, by_transport, largest(one.by_transport for one in said))
 
-    def _connect(self) -> TransferPlan | None:
-        """Connect trainers and living engines anew; None if an engine was lost."""
+    def _connect(self, receivers: list[int]) -> TransferPlan | None:
+        """Connect trainers and engines anew; None if an engine was lost."""
         timeout_s = self._config.timeout_s
         export = self._export = self._export or self._model.ranks.all(ActorWorker.export_plan, self._config.bucket_mb << 20)[0]
         if self._rendezvous is None:
             self._rendezvous = self._model.ranks.one(ActorWorker.host_weight_transfer, timeout_s)
             self._interrupts = rendezvous_client(*self._rendezvous)  # its host is up by now
         self._epoch += 1
-        engines_left = dict.fromkeys(self._engines.left, self._workers_per_engine)
-        plan = plan_transfers(export, engines_left, self._dtype, self._expert_parallel)
+        plan = plan_transfers(export, dict.fromkeys(receivers, self._workers_per_engine), self._dtype, self._expert_parallel)
         membership = plan.membership(self._epoch, self._config.transport, *self._rendezvous, timeout_s)
         first_members = {engine: plan.first_member(engine) for engine in plan.engines}
         engines = self._engines.start_each_own(InferWorker.connect_weights, first_members, membership)
@@ -166,7 +184,7 @@ class WeightSync:
             time.sleep(0.1)
         return lost
 
-    def _verify(self, version: int) -> None:
+    def _verify(self, version: int, receivers: list[int]) -> None:
         assert self._export is not None
         names = [tensor.name for tensor in self._export.tensors]
         if self._config.verify == "sampled":
@@ -174,7 +192,8 @@ class WeightSync:
         sent: dict[str, str] = {}
         for owned in self._model.ranks.all(ActorWorker.weight_checksums, names):
             sent |= owned
-        for engine, held in self._engines.each(InferWorker.weight_checksums, names).items():
+        asked = self._engines.start_each_own(InferWorker.weight_checksums, dict.fromkeys(receivers, names))
+        for engine, held in asked.result().items():
             require_equal(sent, held, engine, version)
 
 

@@ -56,11 +56,14 @@ class Router:
         deterministic: bool = False,
         engine_slots: int | None = None,
         engine_tokens: int | None = None,
+        engines_return: bool = False,
     ) -> None:
+        """`engines_return`: lost engines will be added again, so requests wait even if none is left."""
         self.engines = [EngineLoad(client) for client in engines]
         self.gate = WaveGate() if deterministic else None
         self.clock = EngineClock()
         self.on_room: Callable[[], None] = lambda: None
+        self._engines_return = engines_return
         self._timeout_s = timeout_s
         self._slots = engine_slots
         self._most = None if engine_slots is None or deterministic else engine_slots + max(1, int(engine_slots * READY_SHARE))
@@ -165,8 +168,14 @@ class Router:
     # ------------------------------------------------------------ engines come and go
 
     def add(self, client: EngineClient) -> None:
-        self.engines.append(EngineLoad(client))
-        self._choice.add(self.engines[-1])
+        """Add an engine, in the place of a lost one of its name if there is one."""
+        engine = EngineLoad(client)
+        lost = [place for place, other in enumerate(self.engines) if other.dead is not None and other.client.name == client.name]
+        if lost:
+            self.engines[lost[0]] = engine
+        else:
+            self.engines.append(engine)
+        self._choice.add(engine)
         self._send_waiting()
         self.on_room()
 
@@ -265,6 +274,8 @@ class Router:
         if self.gate is None and (found := self._choice.choose(flight.prefix, shared, own)) is not None:
             return found
         if not self._choice.serving:
+            if self._engines_return:
+                return None
             causes = "; ".join(f"{engine.client.name}: {engine.dead or 'drained'}" for engine in self.engines)
             raise NoEngineLeft(f"no engine is left to generate ({causes})")
         if self.gate is None:

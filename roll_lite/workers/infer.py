@@ -163,8 +163,35 @@ class InferWorker(AsyncWorker):
             raise MemberLost(self._strategy.life.failure or str(error)) from error
 
 
+class EngineSeat:
+    """Member of the fleet of engines: an engine and, if it is lost, its successors, which the driver starts."""
+
+    def __init__(self, engine: RemoteEngine) -> None:
+        self.name = engine.name
+        self.engine = engine
+        self.successors: asyncio.Queue[RemoteEngine | MemberLost] = asyncio.Queue()
+        """MemberLost: none comes."""
+        self._served = False
+
+    async def start(self) -> None:
+        """Wait until the driver has started the engine, or has handed over a successor."""
+        if self._served:
+            successor = await self.successors.get()
+            if isinstance(successor, MemberLost):
+                raise successor
+            self.engine = successor
+        self._served = True
+        await self.engine.start()
+
+    async def until_lost(self) -> str:
+        return await self.engine.until_lost()
+
+    def kill(self) -> None:
+        self.engine.kill()
+
+
 class RemoteEngine(BatchedEngine):
-    """Client of an InferWorker, as a member of a fleet. If the worker's process dies, the call for completions fails at once.
+    """Client of an InferWorker. If the worker's process dies, the call for completions fails at once.
 
     `silence_s`: time in which it must answer a heartbeat; None: unlimited.
     """

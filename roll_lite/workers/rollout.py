@@ -20,7 +20,8 @@ from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import FinishReason, Prompt, RewardInput, SampleGroup, Sampling
 from roll_lite.data.templates import load_tokenizer
 from roll_lite.distributed.dataflow import Block
-from roll_lite.distributed.fleet import Fleet, Policy
+from roll_lite.distributed.failures import MemberLost
+from roll_lite.distributed.fleet import Fleet, MemberState, Policy
 from roll_lite.distributed.worker import AsyncWorker, freeze_heap
 from roll_lite.models.model_files import zero_embeddings
 from roll_lite.rewards.base import RewardFailed
@@ -31,15 +32,13 @@ from roll_lite.scheduler.router import Router
 from roll_lite.scheduler.service import RolloutService, accepted
 from roll_lite.scheduler.stats import Progress, RolloutStats
 from roll_lite.scheduler.supply import pacing_of
-from roll_lite.workers.infer import RemoteEngine
+from roll_lite.workers.infer import EngineSeat, RemoteEngine
 from roll_lite.workers.judge import JudgeAddress, with_addresses
 from roll_lite.workers.reward import RewardPool
 from roll_lite.workers.reward_model_pool import RewardModelClient, RewardModelPool
 from roll_lite.workers.rollout_output import DumpSpec, held_out_rows, rows_of, tokens_of, write_samples
 
 CANNED_RESPONSE = "The answer is 1."
-ENGINE_POLICY = Policy(start_timeout_s=None, restarts=0)
-"""Lost engines are not replaced; the others continue."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +58,8 @@ class RolloutSpec:
     steps: int | None = None
     """Number of steps; nothing is generated beyond them."""
     engines_rest: bool = False
+    engines_return: bool = False
+    """The driver replaces lost engines."""
     engine_silence_s: float | None = None
     """Time in which an engine's process must answer; None: unlimited."""
     trained_embeddings: dict[str, Path] = field(default_factory=dict)
@@ -118,7 +119,8 @@ class Trial:
 
 class RolloutWorker(AsyncWorker):
     _service: RolloutService
-    _engines: Fleet[RemoteEngine]
+    _engines: Fleet[EngineSeat]
+    _router: Router
 
     def __init__(self, spec: RolloutSpec) -> None:
         super().__init__()
@@ -147,16 +149,18 @@ class RolloutWorker(AsyncWorker):
     async def initialize(self, engines: Sequence[Any]) -> None:
         """Serve batches, once prepared. `engines`: InferWorker actors."""
         spec = self._spec
-        clients = [RemoteEngine(f"actor_infer[{i}]", engine, spec.deterministic, spec.engine_silence_s) for i, engine in enumerate(engines)]
-        rollout = spec.rollout
-        router = Router(clients, rollout.request_timeout_s, spec.deterministic, spec.engine_slots, rollout.max_tokens_per_engine)
+        clients = [self._client(number, engine) for number, engine in enumerate(engines)]
+        rollout, limits = spec.rollout, (spec.engine_slots, spec.rollout.max_tokens_per_engine)
+        router = self._router = Router(clients, rollout.request_timeout_s, spec.deterministic, *limits, spec.engines_return)
 
-        def lost(engine: RemoteEngine, cause: str) -> None:
-            engine.lost(cause)
-            self._silences.append(engine.silent_s)
-            router.engine_lost(engine.name, cause)
+        def lost(seat: EngineSeat, cause: str) -> None:
+            seat.engine.lost(cause)
+            self._silences.append(seat.engine.silent_s)
+            router.engine_lost(seat.name, cause)
 
-        self._engines = Fleet("actor_infer", clients, ENGINE_POLICY, lost=lost, down=self.tell_end)
+        # The driver counts restarts, and says when none is left.
+        policy = Policy(start_timeout_s=None, restarts=None if spec.engines_return else 0, attempts=1)
+        self._engines = Fleet("actor_infer", [EngineSeat(client) for client in clients], policy, lost=lost, down=self.tell_end)
         self._engines.tend()
         self._service = RolloutService(
             self._domains,
@@ -267,8 +271,24 @@ class RolloutWorker(AsyncWorker):
     def _tokens_of(self, groups: Sequence[SampleGroup]) -> Block:
         return tokens_of(groups, self._spec.columns)
 
+    def _client(self, number: int, engine: Any) -> RemoteEngine:
+        return RemoteEngine(f"actor_infer[{number}]", engine, self._spec.deterministic, self._spec.engine_silence_s)
+
     async def lost_engines(self) -> dict[int, str]:
-        return self._engines.down
+        """Causes of lost engines, by number, until their successors serve."""
+        return self._engines.lost
+
+    async def engine_returned(self, number: int, engine: Any) -> None:
+        """Serve with the successor of a lost engine, which has the current weights."""
+        seat, client = self._engines.members[number], self._client(number, engine)
+        await self._engines.until(seat, MemberState.LOST, MemberState.STARTING)  # the driver may have noticed the loss first
+        seat.successors.put_nowait(client)
+        await self._engines.until(seat, MemberState.SERVING, MemberState.DOWN)
+        self._router.add(client)
+
+    async def engine_given_up(self, number: int, cause: str) -> None:
+        """Serve without a lost engine, for which no successor comes."""
+        self._engines.members[number].successors.put_nowait(MemberLost(cause))
 
     async def progress(self, held_out: bool) -> dict[str, Progress]:
         return self._service.progress(held_out)

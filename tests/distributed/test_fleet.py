@@ -271,11 +271,11 @@ def test_without_restarts_the_others_go_on_and_the_last_death_is_the_end() -> No
         fleet.tend()
         await fleet.in_service()
         await asyncio.sleep(3.5)
-        assert (desk.ends, fleet.down, fleet.serving) == ([], {1: "b died"}, [members[0]])
+        assert (desk.ends, fleet.lost, fleet.serving) == ([], {1: "b died"}, [members[0]])
         assert members[1].log == ["0 starts", "0 serves", "3 killed"], "not started again"
         await asyncio.sleep(3.0)
         assert [(end.fleet, end.place, end.cause) for end in desk.ends] == [("actor_infer", 0, "a died")]
-        assert fleet.down == {0: "a died", 1: "b died"}
+        assert fleet.lost == {0: "a died", 1: "b died"}
         copy = pickle.loads(pickle.dumps(desk.ends[0]))
         assert (copy.fleet, copy.place, copy.cause) == ("actor_infer", 0, "a died")
         fleet.close()

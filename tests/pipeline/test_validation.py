@@ -83,7 +83,7 @@ class Source:
         self.started.append(Pending(self, steps_done, self.looks))
         return self.started[-1]
 
-    def finish_validation(self, pending: Pending) -> Any:
+    def finish_validation(self, pending: Pending, version: int) -> Any:
         self.story.append(f"end {pending.step}")
         return pending.value()
 

@@ -20,6 +20,17 @@ from roll_lite.pipeline.weights import WeightSync
 PLAN = ExportPlan((ExportedTensor("a", (2,), torch.float32, 0, 0),))
 
 
+class Returns:
+    """Engines of which none is lost unless a test says so; `newcomers` lack the current weights."""
+
+    def __init__(self, replicas: Cluster) -> None:
+        self.replicas = replicas
+        self.newcomers: list[int] = []
+
+    def living(self, parts: Any) -> list[int]:
+        return self.replicas.left
+
+
 class Cluster:
     left: ClassVar[list[int]] = [0]
     lost: ClassVar[dict[int, str]] = {}
@@ -28,6 +39,8 @@ class Cluster:
         self.checksums = checksums
         self.calls: list[str] = []
         self.memberships: list[Membership] = []
+        self.receivers: list[tuple[str, list[int]]] = []
+        """Calls to engines, with their numbers."""
 
     def all(self, method: Any, *arguments: Any) -> list[Any]:
         self.calls.append(method.__name__)
@@ -37,15 +50,16 @@ class Cluster:
         self.calls.append(method.__name__)
         return ("host", 1) if method.__name__ == "host_weight_transfer" else None
 
-    def each(self, method: Any, *arguments: Any) -> dict[int, Any]:
-        return {0: self.all(method)[0]}
-
     def start_all(self, method: Any, *arguments: Any) -> Any:
         self.calls.append(method.__name__)
         self.memberships += [argument for argument in arguments if isinstance(argument, Membership)]
         return SimpleNamespace(calls=[SimpleNamespace(rank=rank, lost=False, value=None) for rank in self.left])
 
-    start_each_own = start_all
+    def start_each_own(self, method: Any, own: dict[int, Any], *arguments: Any) -> Any:
+        self.receivers.append((method.__name__, list(own)))
+        pending = self.start_all(method, *arguments)
+        pending.result = lambda: dict.fromkeys(own, self.checksums)
+        return pending
 
 
 @pytest.fixture
@@ -73,8 +87,9 @@ def sync(monkeypatch: pytest.MonkeyPatch) -> Any:
     def make(held: str) -> Any:
         actor, engines, rollouts = Cluster({"a": "1"}), Cluster({"a": held}), Cluster({})
         model = SimpleNamespace(ranks=actor, loaded=loaded)
-        sync = WeightSync(model, engines, rollouts, WeightSyncConfig(verify="full"), 1, "float32")  # type: ignore[arg-type]
-        return SimpleNamespace(sync=sync, actor=actor, rollouts=rollouts, loads=loads)
+        returns = Returns(engines)
+        sync = WeightSync(model, returns, rollouts, WeightSyncConfig(verify="full"), 1, "float32")  # type: ignore[arg-type]
+        return SimpleNamespace(sync=sync, actor=actor, rollouts=rollouts, loads=loads, engines=engines, returns=returns)
 
     return make
 
@@ -88,6 +103,32 @@ def test_a_version_is_pushed_once_with_the_actor_on_its_devices(sync: Any) -> No
     assert made.loads == ["in", "out"] and made.actor.calls.count("send_weights") == 1
     assert made.sync.push(3) is None and made.loads == ["in", "out"]
     assert made.sync.push(4).version == 4 and made.actor.calls.count("export_plan") == 1
+
+
+def test_a_newcomer_gets_the_version_that_the_others_have_alone(sync: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = sync("1")
+    monkeypatch.setattr(Cluster, "left", [0, 1])
+    made.sync.push(3)
+    made.returns.newcomers = [1]
+    made.engines.receivers.clear()
+    made.rollouts.calls.clear()
+    assert made.sync.push(3).version == 3
+    assert made.engines.receivers == [("connect_weights", [1]), ("update_weights", [1]), ("weight_checksums", [1])]
+    assert made.rollouts.calls == [], "the others generate on"
+    made.returns.newcomers = []
+    assert made.sync.push(3) is None
+    made.engines.receivers.clear()
+    made.sync.push(4)
+    assert made.engines.receivers[0] == ("connect_weights", [0, 1]), "all of them join one group again"
+
+
+def test_a_successor_of_the_only_engine_connects_anew(sync: Any) -> None:
+    made = sync("1")
+    made.sync.push(3)
+    made.returns.newcomers = [0]
+    made.engines.receivers.clear()
+    made.sync.push(4)
+    assert [method for method, _ in made.engines.receivers] == ["connect_weights", "update_weights", "weight_checksums"]
 
 
 def test_an_engine_with_other_weights_is_noticed_before_anything_is_sampled(sync: Any) -> None:

@@ -475,6 +475,22 @@ async def test_an_engine_that_comes_gets_what_waits_and_one_that_leaves_ends_wha
     await asyncio.gather(*tasks)
 
 
+async def test_requests_wait_for_the_successor_of_the_last_engine_which_takes_its_place() -> None:
+    lost, other, successor = HeldEngine("a"), HeldEngine("b"), HeldEngine("a")
+    router = Router([lost, other], timeout_s=60, engines_return=True)
+    router.engine_lost("b", "power")
+    task = asyncio.create_task(router.generate("d", request("r")))
+    await settle()
+    lost.held.pop("r").set_exception(EngineLost("a", "power"))
+    await settle()
+    assert not task.done() and router.has_room()
+    router.add(successor)
+    await settle()
+    successor.answer("r")
+    assert (await task).length == 10
+    assert [(load.client, load.dead) for load in router.engines] == [(successor, None), (other, "power")], "hashes choose by place"
+
+
 async def test_of_an_engine_that_is_removed_the_rest_goes_on_elsewhere_with_its_tokens() -> None:
     class Partial(HeldEngine):
         def abort(self, request_ids: Sequence[str]) -> None:

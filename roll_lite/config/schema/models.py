@@ -326,6 +326,8 @@ class InferRoleConfig(Section):
     """Precision; absent: model.dtype. float32 weights are cast to bfloat16 before the transfer."""
     offload: bool = False
     """Free the engines' memory while the actor trains."""
+    restarts: Annotated[int, Field(ge=0)] = 3
+    """Restarts of each lost engine within an hour. Beyond them the run continues with the other engines; it ends if none is left."""
     threads: PositiveInt = 1
     """CPU threads per engine."""
 

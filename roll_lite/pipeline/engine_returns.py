@@ -1,0 +1,139 @@
+"""Successors of lost engines: started at once, given the weights, then handed to the rollout service."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import ray
+
+from roll_lite.distributed.cluster import Cluster
+from roll_lite.distributed.failures import cause_of
+from roll_lite.distributed.pending import pause
+from roll_lite.distributed.rank_group import WATCH
+from roll_lite.distributed.strategy.inference.life import EngineMemory
+from roll_lite.pipeline.clusters import Engines
+from roll_lite.pipeline.journal import Journal
+from roll_lite.workers.infer import InferWorker
+from roll_lite.workers.rollout import RolloutWorker
+
+BUDGET_SECONDS = 3600.0
+"""Time in which an engine may be restarted `actor_infer.restarts` times."""
+
+
+@dataclass
+class _Start:
+    """A successor on its way. `started`: the call that starts its engine."""
+
+    started: ray.ObjectRef
+    is_ready: bool = False
+
+
+class EngineReturns:
+    """Replaces lost engines. A successor is `ready` once started, a newcomer from `take` to `hand_over`, and gets the weights meanwhile.
+
+    Engines with `offload: true` start only while the driver waits for rollouts, when their devices are theirs.
+    """
+
+    def __init__(self, engines: Engines, rollouts: Cluster[RolloutWorker], restarts: int, journal: Journal) -> None:
+        """`restarts`: maximum of each engine within BUDGET_SECONDS."""
+        self.replicas = engines.replicas
+        self._engines = engines
+        self._rollouts = rollouts
+        self._restarts = restarts
+        self._journal = journal
+        self._group = engines.replicas.group
+        self._starts: dict[int, _Start] = {}
+        self._newcomers: list[int] = []
+        self._lost_at: dict[int, float] = {}
+        self._restarted: dict[int, list[float]] = {}
+        """Times of restarts, by engine."""
+
+    def begin(self) -> None:
+        """Replace engines from now on; one that is lost in its first start ends the run."""
+        if self._restarts:
+            self._group.replaceable = set(range(self.replicas.world_size))
+            if not self._engines.offloads:
+                WATCH.errand = self.tend
+
+    @property
+    def newcomers(self) -> list[int]:
+        """Living engines that lack the current weights and do not serve yet."""
+        lost = self._group.lost
+        self._newcomers = [engine for engine in self._newcomers if engine not in lost]
+        return self._newcomers
+
+    def tell_losses(self) -> None:
+        """Report each loss once, with the rollout service's cause, or the driver's if it noticed first."""
+        if not self._journal.knows_lost(lost := dict(self.replicas.lost)):
+            lost |= self._rollouts.one(RolloutWorker.lost_engines)
+            self._journal.engines_lost(lost, self.replicas.world_size)
+
+    def tend(self) -> None:
+        """Start successors of lost engines, and see which have started. Does not wait."""
+        for engine, cause in self._group.lost.items():
+            if engine not in self._group.replaceable:
+                continue
+            self._lost_at.setdefault(engine, time.monotonic())
+            start = self._starts.get(engine)
+            failure = None if start is None else self._failure(engine, start)
+            if start is None or failure is not None:
+                self._restart(engine, failure or cause)
+
+    def may_serve(self) -> bool:
+        """True if successors are ready and may get the weights now: on shared devices, only if the step waits for them."""
+        self.tend()
+        ready = any(start.is_ready for start in self._starts.values())
+        return ready and (not self._engines.offloads or not self.replicas.left)
+
+    def take(self, parts: Sequence[EngineMemory]) -> None:
+        """Make newcomers of all ready successors. `parts`: to offload, if engines offload."""
+        self.tell_losses()
+        for engine in [engine for engine, start in self._starts.items() if start.is_ready]:
+            del self._starts[engine]
+            self._group.regain(engine)
+            self._newcomers.append(engine)
+            if self._engines.offloads:
+                self.replicas.start_each_own(InferWorker.offload, {engine: parts}).result()
+
+    def living(self, parts: Sequence[EngineMemory]) -> list[int]:
+        """Living engines; waits for a successor if none is left, and offloads these parts of it, if engines offload."""
+        while not (left := self.replicas.left):
+            self.tend()
+            pause(self._group, next(iter(self._starts), 0), "the start of its successor")
+            self.take(parts)
+        return left
+
+    def hand_over(self, version: int | None) -> None:
+        """Let newcomers serve. `version`: of their weights; None: nothing trains."""
+        newcomers, self._newcomers = self.newcomers, []
+        for engine in newcomers:
+            self._rollouts.one(RolloutWorker.engine_returned, engine, self.replicas.actors[engine])
+            self._journal.engine_returned(engine, time.monotonic() - self._lost_at.pop(engine), version)
+
+    def _failure(self, engine: int, start: _Start) -> str | None:
+        """Cause of a failed start, or of the successor's death since."""
+        for call in [start.started, self._group.death_of(engine)]:
+            if ray.wait([call], timeout=0, fetch_local=False)[0]:
+                try:
+                    ray.get(call)
+                except Exception as error:  # a process edge: it becomes the cause
+                    return cause_of(error)
+                start.is_ready = True
+        return None
+
+    def _restart(self, engine: int, cause: str) -> None:
+        self._starts.pop(engine, None)
+        now = time.monotonic()
+        times = self._restarted[engine] = [at for at in self._restarted.get(engine, []) if now - at < BUDGET_SECONDS]
+        if len(times) >= self._restarts:
+            self._group.replaceable.discard(engine)
+            why = f"{cause.splitlines()[0]} (after {self._restarts} restarts within an hour, actor_infer.restarts)"
+            self._journal.console.message(f"actor_infer[{engine}] is not started again: {why}")
+            self._rollouts.actors[0].engine_given_up.remote(engine, why)
+            return
+        times.append(now)
+        turns = self._engines.turns
+        actor = self._group.restart(engine)
+        self._starts[engine] = _Start(actor.initialize.remote(engine % turns, turns))
