@@ -33,7 +33,7 @@ class _Start:
 class EngineReturns:
     """Replaces lost engines. A successor is `ready` once started, a newcomer from `take` to `hand_over`, and gets the weights meanwhile.
 
-    Engines with `offload: true` start only while the driver waits for rollouts, when their devices are theirs.
+    With `offload: true` engines start only while the driver waits for rollouts, when they have the devices.
     """
 
     def __init__(self, engines: Engines, rollouts: Cluster[RolloutWorker], restarts: int, journal: Journal) -> None:
@@ -104,6 +104,14 @@ class EngineReturns:
             pause(self._group, next(iter(self._starts), 0), "the start of its successor")
             self.take(parts)
         return left
+
+    def settle(self) -> None:
+        """Wait for starting successors that share devices, and offload them: other roles come next."""
+        while self._engines.offloads and any(not start.is_ready for start in self._starts.values()):
+            pause(self._group, next(iter(self._starts)), "the start of its successor")
+            self.tend()
+        if self._engines.offloads:
+            self.take(tuple(EngineMemory))
 
     def hand_over(self, version: int | None) -> None:
         """Let newcomers serve. `version`: of their weights; None: nothing trains."""

@@ -21,6 +21,7 @@ from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import FinishReason
 from roll_lite.distributed.strategy.base import Moved
+from roll_lite.distributed.weight_sync.group import Pushed
 from roll_lite.observability.console import RunConsole
 from roll_lite.observability.curves import CURVES_FILE, draw_curves
 from roll_lite.observability.health import RunHealth
@@ -30,7 +31,6 @@ from roll_lite.observability.timers import StepTimers
 from roll_lite.observability.trackers import HistoryTracker, TrackedRun, Trackers, build_trackers, for_trackers
 from roll_lite.pipeline.checkpoint_files import resumption
 from roll_lite.pipeline.skipped_updates import Skipped
-from roll_lite.pipeline.weights import Pushed
 from roll_lite.scheduler.filters import FUNCTION, HIGH, LOW
 from roll_lite.scheduler.stats import RolloutStats, commonest
 from roll_lite.workers.actor import CreditReport

@@ -16,11 +16,12 @@ from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.proto import DataProto
 from roll_lite.distributed.cluster import Cluster, Pending
 from roll_lite.distributed.strategy.inference.life import EngineMemory
+from roll_lite.distributed.weight_sync.group import Pushed
 from roll_lite.observability.console import RunConsole
 from roll_lite.pipeline.clusters import Engines, RewardModels, states
 from roll_lite.pipeline.engine_returns import EngineReturns
 from roll_lite.pipeline.journal import Journal
-from roll_lite.pipeline.weights import Pushed, WeightSync
+from roll_lite.pipeline.weights import WeightSync
 from roll_lite.scheduler.stats import Progress, RolloutStats
 from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.judge import JudgeWorker
@@ -104,13 +105,17 @@ class LiveRollouts(BatchSource):
         pending = self.rollouts.start_one(RolloutWorker.next_batch, self.prompts_per_step, step)
         batch = shown(pending, self.rollouts, self.journal.console, f"step {step}", poll)
         self.returns.tell_losses()
+        self.returns.settle()
         return batch
 
     def start_validation(self, samples: int, sampling: Mapping[str, SamplingConfig], steps_done: int) -> Pending[HeldOut]:
         return self.rollouts.start_one(RolloutWorker.evaluate, samples, sampling, steps_done)
 
     def finish_validation(self, validation: Pending[HeldOut], version: int) -> HeldOut:
-        return shown(validation, self.rollouts, self.journal.console, "held-out", partial(self.replace_engines, version), held_out=True)
+        poll = partial(self.replace_engines, version)
+        held_out = shown(validation, self.rollouts, self.journal.console, "held-out", poll, held_out=True)
+        self.returns.settle()
+        return held_out
 
     def replace_engines(self, version: int) -> None:
         """Report lost engines, and let successors that have started serve. `version`: of the trainer's weights, which they get."""

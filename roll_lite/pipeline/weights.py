@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -15,35 +15,17 @@ from roll_lite.config.device_phases import Phase
 from roll_lite.config.schema.run import WeightSyncConfig
 from roll_lite.distributed.cluster import Cluster, Pending, gather
 from roll_lite.distributed.strategy.inference.life import EngineMemory
-from roll_lite.distributed.weight_sync.group import Transferred, interrupt, largest, rendezvous_client
+from roll_lite.distributed.weight_sync.group import Pushed, Transferred, interrupt, largest, rendezvous_client
 from roll_lite.distributed.weight_sync.plan import ExportPlan, TransferPlan, plan_transfers
 from roll_lite.distributed.weight_sync.update import require_equal, sample
 from roll_lite.pipeline.clusters import Model, states
+from roll_lite.pipeline.engine_returns import EngineReturns
 from roll_lite.workers.actor import ActorWorker
 from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.rollout import RolloutWorker
 
-if TYPE_CHECKING:
-    from roll_lite.pipeline.engine_returns import EngineReturns  # its journal knows what this file returns
-
 LOSS_SECONDS = 5.0
 """Time to look for a lost engine after another one failed, perhaps because it read from the lost one."""
-
-
-@dataclass(frozen=True)
-class Pushed:
-    """Completed update."""
-
-    version: int
-    megabytes: float
-    seconds: float
-    """Time until the last engine has the new weights."""
-    phases: Mapping[str, float]
-    """Seconds of the slowest rank or worker; phases overlap."""
-    by_transport: Mapping[str, float]
-    """Megabytes sent, by transport; a broadcast counts once."""
-    transport_seconds: Mapping[str, float]
-    """Seconds of the slowest trainer rank, by transport."""
 
 
 class WeightSync:

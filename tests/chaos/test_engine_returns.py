@@ -25,7 +25,8 @@ def begun(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 
         def begin(make: Make, *overrides: str) -> Run:
             require(make)
-            run = runs.enter_context(Run(tmp_path, "tiny_grpo", *SETTINGS, f"actor_infer.strategy={make}", *overrides))
+            settings = [setting for setting in SETTINGS if "restarts" not in setting]
+            run = runs.enter_context(Run(tmp_path, "tiny_grpo", *settings, f"actor_infer.strategy={make}", *overrides))
             run.wait_for_step(2)
             return run
 

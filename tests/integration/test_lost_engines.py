@@ -23,6 +23,7 @@ SETTINGS = [
     "validation.enabled=false",
     "actor_infer.devices=2",
     "weight_sync.verify=full",
+    "actor_infer.restarts=0",
 ]
 NOTICED_S = 10.0
 """By the clock of whoever listens, which counts little of the time in which a busy machine does not let it."""

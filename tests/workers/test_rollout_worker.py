@@ -269,29 +269,6 @@ def test_the_loss_of_one_of_two_engines_is_told_and_costs_no_sample(model: Model
             assert len(service.one(RolloutWorker.next_batch, 8, 2).rows) == 32
 
 
-def test_a_service_goes_on_with_the_successor_of_its_only_engine(model: ModelConfig, tmp_path: Path) -> None:
-    with engines(model, 1, DoomedWorker) as infer:
-        service = start_cluster(ClusterSpec("rollouts", anywhere(1)), RolloutWorker, replace(spec_of(model, tmp_path), engines_return=True))
-        service.one(RolloutWorker.prepare, {}, {})
-        service.one(RolloutWorker.initialize, infer.group.actors)
-        assert len(service.one(RolloutWorker.next_batch, 8, 1).rows) == 32
-        psutil.Process(infer.one(InferWorker.process_id)).kill()
-        waiting = service.start_one(RolloutWorker.next_batch, 8, 2)
-        while 0 not in infer.lost:
-            time.sleep(0.05)
-        actor = infer.group.restart(0)
-        ray.get(actor.initialize.remote())
-        infer.group.regain(0)
-        service.one(RolloutWorker.engine_returned, 0, actor)
-        assert len(waiting.result().rows) == 32 and service.one(RolloutWorker.lost_engines) == {}
-        psutil.Process(infer.one(InferWorker.process_id)).kill()
-        while not infer.lost:
-            time.sleep(0.05)
-        service.actors[0].engine_given_up.remote(0, "it died too often")
-        with pytest.raises(RankFailed, match="actor_infer rank 0 failed"):
-            service.one(RolloutWorker.next_batch, 8, 3)
-
-
 def seams(batch: RolloutBatch) -> list[int]:
     """Where another engine went on, of each response: what a scripted engine says goes up by one from token to token."""
     columns = [batch.rows[name].tolist() for name in ("group", "index", "prompt_length", "response_length")]

@@ -100,6 +100,22 @@ class Transferred:
         return cls(str(error), stale=isinstance(error, StaleEpoch))
 
 
+@dataclass(frozen=True)
+class Pushed:
+    """Completed update of engines."""
+
+    version: int
+    megabytes: float
+    seconds: float
+    """Time until the last engine has the new weights."""
+    phases: Mapping[str, float]
+    """Seconds of the slowest rank or worker; phases overlap."""
+    by_transport: Mapping[str, float]
+    """Megabytes sent, by transport; a broadcast counts once."""
+    transport_seconds: Mapping[str, float]
+    """Seconds of the slowest trainer rank, by transport."""
+
+
 def largest(members: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Seconds of the slowest member, by phase."""
     slowest: dict[str, float] = {}

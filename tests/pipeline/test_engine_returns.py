@@ -1,0 +1,189 @@
+"""Successors of lost engines on Ray, with a real rollout service; engines are scripted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from rollout_cases import engines, rollouts, spec_of, toy_model
+from support_scripted import ScriptedWorker
+
+from roll_lite.config.schema.models import InferRoleConfig, ModelConfig
+from roll_lite.distributed.cluster import Cluster, RankFailed
+from roll_lite.distributed.rank_group import WATCH
+from roll_lite.distributed.strategy.base import EngineSpec
+from roll_lite.distributed.strategy.inference.life import EngineMemory
+from roll_lite.pipeline.clusters import Engines
+from roll_lite.pipeline.engine_returns import EngineReturns
+from roll_lite.workers.infer import InferWorker
+from roll_lite.workers.rollout import RolloutWorker
+
+pytestmark = pytest.mark.usefixtures("ray_local")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    return toy_model(tmp_path_factory.mktemp("model"))
+
+
+class FailsToReturn(ScriptedWorker):
+    """Engine whose second process cannot start."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        super().__init__(spec)
+        self._mark = spec.model.path / "started"
+
+    async def initialize(self, turn: int = 0, turns: int = 1) -> None:
+        if self._mark.exists():
+            raise RuntimeError("no memory is free")
+        self._mark.touch()
+        await super().initialize(turn, turns)
+
+
+class Moves(ScriptedWorker):
+    async def away(self) -> list[str]:
+        return sorted(self._strategy.life.away)
+
+
+@dataclass
+class Record:
+    """What the journal is told."""
+
+    told: list[str] = field(default_factory=list)
+    lost: set[int] = field(default_factory=set)
+
+    def knows_lost(self, engines: Any) -> bool:
+        return self.lost.issuperset(engines)
+
+    def engines_lost(self, causes: dict[int, str], engines: int) -> None:
+        self.told += [f"{number} lost" for number in causes if number not in self.lost]
+        self.lost |= causes.keys()
+
+    def engine_returned(self, number: int, seconds: float, version: int | None) -> None:
+        self.lost.discard(number)
+        self.told.append(f"{number} returned with {version}")
+
+    @property
+    def console(self) -> Any:
+        return self
+
+    def message(self, text: str) -> None:
+        self.told.append(text)
+
+
+@dataclass
+class House:
+    returns: EngineReturns
+    infer: Cluster[InferWorker]
+    service: Cluster[RolloutWorker]
+    record: Record
+
+    def kill(self, engine: int) -> None:
+        psutil.Process(self.infer.each(InferWorker.process_id)[engine]).kill()
+        until(lambda: engine in self.infer.lost)
+
+    def batch(self, step: int) -> int:
+        return len(self.service.one(RolloutWorker.next_batch, 8, step).rows)
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60.0
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@contextmanager
+def house(
+    model: ModelConfig, folder: Path, count: int, restarts: int = 3, offload: bool = False, worker: type[InferWorker] = ScriptedWorker
+) -> Iterator[House]:
+    record = Record()
+    with (
+        engines(model, count, worker) as infer,
+        rollouts(replace(spec_of(model, folder), engines_return=restarts > 0), infer) as service,
+    ):
+        returns = EngineReturns(Engines(infer, InferRoleConfig(offload=offload)), service, restarts, record)  # type: ignore[arg-type]
+        returns.begin()
+        try:
+            yield House(returns, infer, service, record)
+        finally:
+            WATCH.errand = None
+
+
+def test_a_successor_serves_once_it_is_handed_over(model: ModelConfig, tmp_path: Path) -> None:
+    with house(model, tmp_path, 2) as made:
+        assert made.batch(1) == 32
+        made.kill(1)
+        assert made.infer.left == [0]
+        until(made.returns.may_serve)
+        assert made.infer.left == [0], "started, and not yet called"
+        made.returns.take(())
+        assert (made.returns.newcomers, made.infer.left) == ([1], [0, 1])
+        assert made.service.one(RolloutWorker.lost_engines).keys() == {1}, "it serves nobody yet"
+        made.returns.hand_over(7)
+        assert made.record.told == ["1 lost", "1 returned with 7"] and made.returns.newcomers == []
+        assert made.service.one(RolloutWorker.lost_engines) == {} and made.batch(2) == 32
+
+
+def test_a_batch_waits_for_the_successor_of_the_only_engine_which_starts_while_the_driver_waits(model: ModelConfig, tmp_path: Path) -> None:
+    with house(model, tmp_path, 1) as made:
+        made.kill(0)
+        batch = made.service.start_one(RolloutWorker.next_batch, 8, 1)
+        assert made.returns.living(()) == [0] == made.returns.newcomers
+        made.returns.hand_over(None)
+        assert len(batch.result().rows) == 32
+
+
+def test_a_newcomer_that_dies_before_it_serves_gets_a_successor_too(model: ModelConfig, tmp_path: Path) -> None:
+    with house(model, tmp_path, 2) as made:
+        made.kill(0)
+        until(made.returns.may_serve)
+        made.returns.take(())
+        made.kill(0)
+        assert made.returns.newcomers == []
+        until(made.returns.may_serve)
+        made.returns.take(())
+        made.returns.hand_over(1)
+        assert made.record.told == ["0 lost", "0 returned with 1"] and made.batch(1) == 32
+
+
+def test_after_its_restarts_an_engine_stays_away_and_with_the_last_one_the_run_ends(model: ModelConfig, tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match="actor_infer rank 0 failed"), house(model, tmp_path, 1, restarts=1) as made:
+        made.kill(0)
+        made.returns.living(())
+        made.returns.hand_over(1)
+        made.kill(0)
+        made.returns.tell_losses()
+        made.returns.tend()
+        assert "actor_infer[0] is not started again" in made.record.told[-1]
+        assert "after 1 restarts within an hour, actor_infer.restarts" in made.record.told[-1]
+        made.batch(1)
+
+
+def test_a_start_that_fails_counts_as_a_restart(tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match="actor_infer rank 0 failed"):
+        with house(toy_model(tmp_path / "model"), tmp_path, 1, restarts=2, worker=FailsToReturn) as made:
+            made.kill(0)
+            until(lambda: made.returns.tend() or len(made.record.told) > 0)  # type: ignore[func-returns-value]
+            (told,) = made.record.told
+            assert "RuntimeError: no memory is free (after 2 restarts" in told
+            made.batch(1)
+
+
+def test_on_shared_devices_a_successor_starts_only_where_it_may_and_leaves_them(model: ModelConfig, tmp_path: Path) -> None:
+    with house(model, tmp_path, 2, offload=True, worker=Moves) as made:
+        assert WATCH.errand is None, "other roles have the devices while the driver waits for them"
+        made.kill(1)
+        made.returns.tend()
+        made.returns.settle()
+        assert not made.returns.may_serve() and made.returns.newcomers == [1]
+        assert made.infer.each(Moves.away) == {0: [], 1: ["kv_cache", "weights"]}  # type: ignore[arg-type]
+        made.infer.each(InferWorker.load, tuple(EngineMemory))
+        made.returns.hand_over(1)
+        assert made.batch(1) == 32
