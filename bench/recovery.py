@@ -1,0 +1,104 @@
+"""Seconds from the SIGKILL of a run's only engine to the next sample, its successor's start included.
+
+    .venv/bin/python bench/recovery.py [--engine vllm|sglang] [--quick]
+
+A run of the tiny model with one engine, whose host process is killed in the middle of a step, three times (once with --quick). Times are
+those that the run writes beside its samples. `share_lost` is what the loss cost, in steps of the time of the quiet ones before it. No other
+project starts a lost engine again, so there is no peer to run: `ratio` is 30 s, the aim, over the median.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+ROOT = Path(__file__).resolve().parents[1]
+AIM_S = 30.0
+LIMIT_S = 300.0
+QUIET_STEPS = 4
+SETTINGS = ["validation.enabled=false", "steps=100000", "actor_infer.restarts=10", "rollout.prompts_per_step=8"]
+
+
+def steps_of(folder: Path) -> list[dict[str, Any]]:
+    try:
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+    except OSError:
+        return []
+    return [record for record in map(json.loads, lines) if "time/step" in record]
+
+
+def wait_for_step(run: subprocess.Popen[bytes], folder: Path, step: int) -> list[dict[str, Any]]:
+    deadline = time.monotonic() + LIMIT_S
+    while len(steps := steps_of(folder)) < step:
+        if run.poll() is not None or time.monotonic() > deadline:
+            raise SystemExit(f"no step {step}: see {folder}")
+        time.sleep(0.05)
+    return steps
+
+
+def next_sample(folder: Path, killed_at: float, steps: range) -> float:
+    """Time at which the first response after the kill was complete."""
+    lines = [line for step in steps for line in (folder / "samples" / f"step_{step:06d}.jsonl").read_text().splitlines()]
+    times = [json.loads(line)["generated_at"] for line in lines]
+    return min(at for at in times if at is not None and at > killed_at + 1.0)  # what had left the engine may arrive in its first second
+
+
+def kill_host(run: subprocess.Popen[bytes]) -> float:
+    (host,) = [one for one in psutil.Process(run.pid).children(recursive=True) if "InferWorker" in " ".join(one.cmdline())]
+    killed_at = time.time()
+    host.kill()
+    return killed_at
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--engine", choices=["vllm", "sglang"], default="vllm")
+    parser.add_argument("--quick", action="store_true")
+    chosen = parser.parse_args()
+    seconds, shares = [], []
+    with tempfile.TemporaryDirectory() as place:
+        command = [sys.executable, "examples/start_rlvr_pipeline.py", "--config-name", "tiny_grpo", f"run_dir={place}", *SETTINGS]
+        run = subprocess.Popen(
+            [*command, f"actor_infer.strategy={chosen.engine}"],
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        folder = Path(place) / "latest"
+        try:
+            for loss in range(1 if chosen.quick else 3):
+                before = len(wait_for_step(run, folder, len(steps_of(folder)) + QUIET_STEPS))
+                killed_at = kill_host(run)
+                steps = wait_for_step(run, folder, before + 3)
+                seconds.append(next_sample(folder, killed_at, range(before, before + 3)) - killed_at)
+                quiet = statistics.median(step["time/step"] for step in steps[before - 3 : before])
+                shares.append(max(step["time/step"] for step in steps[before:]) / quiet - 1)
+                print(f"loss {loss + 1}: {seconds[-1]:.1f} s to the next sample", file=sys.stderr, flush=True)
+        finally:
+            run.terminate()
+            run.wait(60)
+    median = statistics.median(seconds)
+    result = {
+        "name": "recovery",
+        "engine": chosen.engine,
+        "ours": round(median, 1),
+        "unit": "s",
+        "each": [round(one, 1) for one in seconds],
+    }
+    print(json.dumps({**result, "share_lost": round(statistics.median(shares), 1), "ratio": round(AIM_S / median, 2)}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
