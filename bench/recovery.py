@@ -3,7 +3,7 @@
     .venv/bin/python bench/recovery.py [--engine vllm|sglang] [--quick]
 
 A run of the tiny model with one engine, whose host process is killed in the middle of a step, three times (once with --quick). Times are
-those that the run writes beside its samples. `share_lost` is what the loss cost, in steps of the time of the quiet ones before it. No other
+those that the run writes beside its samples. `steps_lost` is what the loss cost, in quiet steps of the same run. No other
 project starts a lost engine again, so there is no peer to run: `ratio` is 30 s, the aim, over the median.
 """
 
@@ -69,12 +69,8 @@ def main() -> int:
     seconds, shares = [], []
     with tempfile.TemporaryDirectory() as place:
         command = [sys.executable, "examples/start_rlvr_pipeline.py", "--config-name", "tiny_grpo", f"run_dir={place}", *SETTINGS]
-        run = subprocess.Popen(
-            [*command, f"actor_infer.strategy={chosen.engine}"],
-            cwd=ROOT,
-            stdout=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        run = subprocess.Popen([*command, f"actor_infer.strategy={chosen.engine}"], cwd=ROOT, stdout=subprocess.DEVNULL, env=environment)
         folder = Path(place) / "latest"
         try:
             for loss in range(1 if chosen.quick else 3):
@@ -89,14 +85,8 @@ def main() -> int:
             run.terminate()
             run.wait(60)
     median = statistics.median(seconds)
-    result = {
-        "name": "recovery",
-        "engine": chosen.engine,
-        "ours": round(median, 1),
-        "unit": "s",
-        "each": [round(one, 1) for one in seconds],
-    }
-    print(json.dumps({**result, "share_lost": round(statistics.median(shares), 1), "ratio": round(AIM_S / median, 2)}))
+    result = {"name": "recovery", "engine": chosen.engine, "ours": round(median, 1), "unit": "s", "ratio": round(AIM_S / median, 2)}
+    print(json.dumps({**result, "each": [round(one, 1) for one in seconds], "steps_lost": round(statistics.median(shares), 1)}))
     return 0
 
 

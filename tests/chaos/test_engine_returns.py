@@ -99,7 +99,7 @@ def test_two_engines_return_one_after_the_other(begun: Any, make: Make) -> None:
     whole(run)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_an_engine_that_keeps_dying_is_given_up(begun: Any) -> None:
     run = begun("vllm", "actor_infer.devices=1", "actor_infer.restarts=1", "steps=100000")

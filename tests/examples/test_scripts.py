@@ -49,7 +49,15 @@ FALLS_SHORT = {"examples/run_recipes.py": "tiny_raft"}
 """Scripts that end with 1 where a model has not learned, as it cannot in one step; and what they say of it."""
 
 
-DEAR = {"bench/engines.py", "bench/lora_sync.py", "bench/rollout.py", "bench/routing_replay.py", "bench/step.py", "examples/run_recipes.py"}
+DEAR = {
+    "bench/engines.py",
+    "bench/lora_sync.py",
+    "bench/recovery.py",
+    "bench/rollout.py",
+    "bench/routing_replay.py",
+    "bench/step.py",
+    "examples/run_recipes.py",
+}
 """Scripts that start engines or whole runs, or make an environment of their own for a competitor."""
 ALSO_CALLED = {"bench/reward_code.py", "bench/reward_faults.py"}
 """Their measurements are called by tests/rewards/code/test_code.py and tests/workers/test_reward_faults.py."""

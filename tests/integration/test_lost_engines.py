@@ -75,9 +75,9 @@ def test_a_run_goes_on_without_an_engine_that_is_lost(begun: Any, make: Make, ho
     goes_on(begun(make, f"steps={STEPS}"), how, of_engine)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("make", ["vllm", pytest.param("sglang", marks=NIGHTLY)])
+@pytest.mark.parametrize("make", ["vllm", "sglang"])
 def test_a_run_whose_engines_get_adapters_alone_goes_on(begun: Any, make: Make) -> None:
     run = begun(make, f"steps={STEPS}", "actor_train.lora={rank: 4, engines: adapter}", "actor_train.optimizer.lr=1e-3")
     output = goes_on(run, "kill", of_engine=make == "sglang")
