@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,11 @@ def next_sample(folder: Path, killed_at: float, steps: range) -> float:
 
 
 def kill_host(run: subprocess.Popen[bytes]) -> float:
-    (host,) = [one for one in psutil.Process(run.pid).children(recursive=True) if "InferWorker" in " ".join(one.cmdline())]
+    hosts = []
+    for process in psutil.Process(run.pid).children(recursive=True):
+        with suppress(psutil.Error):  # programs of the sandbox come and go
+            hosts += [process] if "InferWorker" in " ".join(process.cmdline()) else []
+    (host,) = hosts
     killed_at = time.time()
     host.kill()
     return killed_at

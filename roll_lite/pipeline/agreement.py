@@ -18,6 +18,9 @@ from roll_lite.config.arithmetic import generates, infer_dtype, trains
 from roll_lite.config.keep_mask import is_truncated
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.proto import DataProto
+from roll_lite.distributed.strategy.base import StateGroup
+from roll_lite.pipeline.clusters import Model
+from roll_lite.workers.model import ModelWorker
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +49,26 @@ CURRENT = (0, 0)
 
 
 class DifferentModels(RuntimeError):
-    """Engine and trainer give the same tokens different log-probs."""
+    """Engine and trainer give the same tokens different log-probs, or data-parallel replicas hold different weights."""
+
+
+def compare_replicas(model: Model[Any], step: int) -> None:
+    """Raise DifferentModels if data-parallel replicas hold different weights after this step."""
+    if model.ranks.data_size == 1:
+        return
+    with model.loaded((StateGroup.WEIGHTS,)):
+        found = model.ranks.all(ModelWorker.replica_checksums)
+    ranks: dict[str, dict[str, list[int]]] = {}
+    for rank, checksums in enumerate(found):
+        for name, digest in checksums.items():
+            ranks.setdefault(name, {}).setdefault(digest, []).append(rank)
+    wrong = {name: list(by_digest.values()) for name, by_digest in ranks.items() if len(by_digest) > 1}
+    for name, groups in wrong.items():
+        held = " and ".join(f"rank{'s' * (len(group) > 1)} {', '.join(map(str, group))}" for group in groups)
+        raise DifferentModels(
+            f"{model.ranks.name}: data-parallel replicas hold different weights after step {step}: {held} differ in {name}, "
+            f"{len(wrong)} of {len(ranks)} tensors differ; memory or a device of one of them is likely faulty"
+        )
 
 
 class Agreement:

@@ -10,6 +10,7 @@ from typing import Any
 from roll_lite.algorithms.kl import KlController
 from roll_lite.config.arithmetic import aggregation_constant, trains, validates
 from roll_lite.config.device_phases import Phase
+from roll_lite.config.schema.models import TrainRoleConfig
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.minibatches import MiniBatch, cut_mini_batches
 from roll_lite.data.proto import DataProto
@@ -17,7 +18,7 @@ from roll_lite.data.stable_hash import derived_seed
 from roll_lite.data.supervised import SupervisedRows
 from roll_lite.distributed.dataflow import Batch
 from roll_lite.observability.timers import phase
-from roll_lite.pipeline.agreement import Agreement
+from roll_lite.pipeline.agreement import Agreement, compare_replicas
 from roll_lite.pipeline.batch_files import BatchFiles
 from roll_lite.pipeline.checkpoint import Checkpoints
 from roll_lite.pipeline.clusters import DeviceTurn, Model, Models, states, take_turns
@@ -187,7 +188,9 @@ class RLVRPipeline:
         self.skipped.check()
         if self.refresh is not None and self.due(self.refresh.every):
             self.refresh_reference()
-        if self.due(self.config.checkpoint.every) or (self.config.checkpoint.every > 0 and self.steps_done == self.config.steps):
+        saves = self.due(self.config.checkpoint.every) or (self.config.checkpoint.every > 0 and self.steps_done == self.config.steps)
+        self.compare_replicas(saves)
+        if saves:
             self.save_checkpoint()
         if self.due(self.config.validation.every) or self.steps_done == self.config.steps:
             self.validate()
@@ -205,6 +208,16 @@ class RLVRPipeline:
     @phase("validation")
     def look_at_validation(self) -> None:
         self.validation.finish_if_complete(self.version)
+
+    @phase("train")
+    def compare_replicas(self, saves: bool) -> None:
+        """Compare the weights of data-parallel replicas, if configured for this step or a checkpoint follows."""
+        roles: dict[str, TrainRoleConfig | None] = {"actor_train": self.config.actor_train, "critic": self.config.critic}
+        for name, model in self.models.trained.items():
+            role = roles[name]
+            every = role.compare_replicas_every if role is not None else 0
+            if every and (saves or self.due(every)):
+                compare_replicas(model, self.steps_done)
 
     @phase("checkpoint")
     def refresh_reference(self) -> None:

@@ -113,6 +113,9 @@ class ModelWorker(Worker):
     def take_moved(self) -> Moved:
         return self.strategy.take_moved()
 
+    def replica_checksums(self) -> dict[str, str]:
+        return self.strategy.replica_checksums()
+
     def start_checkpoint(self, folder: Path, asynchronous: bool) -> None:
         self._checkpoint = self.strategy.save_checkpoint(folder, asynchronous)
 

@@ -46,3 +46,19 @@ def test_wrong_weights_are_named_at_the_update_that_brought_them(
     summary = json.loads((run.folder / "summary.json").read_text())
     assert summary["steps"] == UPDATE and summary["exit"].startswith("failed: "), "nothing trained on what it sampled"
     assert sorted(one.name for one in run.folder.glob("checkpoints/step_*")) == ["step_000001", "step_000002"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("checkpoints", [1, pytest.param(0, marks=pytest.mark.nightly)])
+def test_a_damaged_replica_is_named_before_it_is_saved(checkpoints: int, tmp_path: Path) -> None:
+    require("vllm")
+    path = os.pathsep.join([str(FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])])
+    wrong = {"WRONG_HOW": "replica", "WRONG_FROM_UPDATE": str(UPDATE), "PYTHONPATH": path}
+    settings = ["actor_infer.devices=1", "actor_train.devices=2", "algorithm.mini_batches=1", "steps=5", f"checkpoint.every={checkpoints}"]
+    every = ["actor_train.compare_replicas_every=2", "actor_train.strategy.distributed_optimizer=false"]
+    with Run(tmp_path, "tiny_grpo", *SETTINGS, *settings, *every, environment=wrong) as run:
+        code, output = run.finish(400)
+    says = rf"actor_train: data-parallel replicas hold different weights after step {UPDATE}: rank 0 and rank 1 differ in .*linear_proj"
+    assert code == 1 and re.search(says, output), output
+    assert sorted(one.name for one in run.folder.glob("checkpoints/step_*")) == ["step_000001"] * checkpoints

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from roll_lite.config.loading import load_config
 from roll_lite.data.proto import DataProto, object_column
-from roll_lite.pipeline.agreement import Agreement, DifferentModels
+from roll_lite.pipeline.agreement import Agreement, DifferentModels, compare_replicas
 
 ROOT = Path(__file__).resolve().parents[2]
 TOP_K = "domains.{}.sampling.top_k=20"
@@ -149,3 +152,27 @@ def test_what_cannot_be_compared_is_said_once(caplog: pytest.LogCaptureFixture) 
     (never,) = said(agreement(*map(TOP_K.format, ("add", "make", "repeat"))), agreeing, agreeing)
     assert "not compared on samples of add, make, repeat" in never
     assert said(agreement("rollout.max_mismatch=null", TOP_K.format("add")), agreeing) == []
+
+
+class Ranks:
+    name = "actor_train"
+
+    def __init__(self, *held: dict[str, str]) -> None:
+        self.held, self.data_size = held, len(held)
+
+    def all(self, method: Any) -> list[dict[str, str]]:
+        return list(self.held)
+
+
+def replicas(*held: dict[str, str]) -> Any:
+    return SimpleNamespace(ranks=Ranks(*held), loaded=lambda groups: nullcontext())
+
+
+def test_replicas_are_compared_where_they_hold_the_same_shard() -> None:
+    compare_replicas(replicas({"a (shard 0)": "1", "b": "2"}, {"a (shard 1)": "3", "b": "2"}), 4)
+    compare_replicas(SimpleNamespace(ranks=SimpleNamespace(data_size=1)), 4)  # type: ignore[arg-type]
+    with pytest.raises(DifferentModels) as failure:
+        compare_replicas(replicas({"a": "1", "b": "2"}, {"a": "1", "b": "7"}, {"a": "1", "b": "2"}), 4)
+    assert str(failure.value).startswith(
+        "actor_train: data-parallel replicas hold different weights after step 4: ranks 0, 2 and rank 1 differ in b, 1 of 2 tensors differ"
+    )

@@ -246,6 +246,9 @@ class TrainRoleConfig(ForwardRoleConfig):
     """Weight of the load-balancing loss of models with experts: the Switch Transformer's per sample and layer, 1 if experts are used
     equally; its mean over a mini-batch is added per layer. The default 0 ignores config.json's router_aux_loss_coef, which would pull
     the policy away from the rewards."""
+    compare_replicas_every: Annotated[int, Field(ge=0)] = 10
+    """Steps between comparisons of data-parallel replicas' weights by checksum; they are also compared before every checkpoint. A
+    difference ends the run. 0: never."""
     train_micro_batch_tokens: PositiveInt | None = None
     """Maximum number of tokens in a rank's forward and backward pass; absent: micro_batch_tokens."""
     train_micro_batch_size: PositiveInt | None = None

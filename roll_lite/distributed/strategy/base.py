@@ -231,6 +231,11 @@ class TrainStrategy(ForwardStrategy):
         continues."""
 
     @abstractmethod
+    def replica_checksums(self) -> dict[str, str]:
+        """Checksums of this rank's weights. A key names a tensor and the shard of it that the rank holds, so that ranks with equal keys
+        are data-parallel replicas and must have equal checksums."""
+
+    @abstractmethod
     def take_moved(self) -> Moved:
         """Return what `load` and `offload` moved since the last call."""
 

@@ -1,4 +1,5 @@
-"""Python runs this in every process that finds it on its path: an engine of a run gets wrong weights from one update on."""
+"""Python runs this in every process that finds it on its path: an engine of a run gets wrong weights from one update on, or a rank of the
+trainer holds another weight after one."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 HOW, FROM, ENGINE = "WRONG_HOW", "WRONG_FROM_UPDATE", "WRONG_ENGINE"
-"""Variables: `negated` (a quarter of a tensor) or `stale` (the update is skipped); the first such update, from 0; the engine."""
+"""Variables: `negated` (a quarter of a tensor), `stale` (the update is skipped) or `replica` (one entry of a weight in the trainer's last
+rank); the first such update, from 0; the engine."""
 
 
 def _change(receiver: Any) -> None:
@@ -33,6 +35,20 @@ def _change(receiver: Any) -> None:
     receiver.load, receiver.finish = load_wrong, counted_finish
 
 
+def _damage(strategy: Any) -> None:
+    train_step, steps = strategy.train_step, 0
+
+    def train_and_damage(self: Any, *arguments: Any) -> Any:
+        nonlocal steps
+        result = train_step(self, *arguments)
+        steps += 1
+        if steps == int(os.environ[FROM]) and self.layout.rank == self.layout.world_size - 1:
+            next(weight for chunk in self._chunks for name, weight in chunk.named_parameters() if "linear_proj" in name).data[0, 0] += 0.5
+        return result
+
+    strategy.train_step = train_and_damage
+
+
 def _quarter_negated(tensor: Any) -> Any:
     changed = tensor.clone()
     changed[: len(changed) // 4] *= -1
@@ -41,7 +57,11 @@ def _quarter_negated(tensor: Any) -> Any:
 
 if HOW in os.environ:
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    from when_imported import change_receiver
+    from when_imported import WhenImported, change_receiver
 
     sys.path.pop(0)
-    change_receiver(_change)
+    if os.environ[HOW] == "replica":
+        name = "roll_lite.distributed.strategy.megatron.strategy"
+        sys.meta_path.insert(0, WhenImported(name, lambda module: _damage(module.MegatronStrategy)))
+    else:
+        change_receiver(_change)

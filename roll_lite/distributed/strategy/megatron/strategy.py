@@ -53,6 +53,7 @@ from roll_lite.distributed.strategy.megatron.optimizer import Optimizer
 from roll_lite.distributed.strategy.megatron.parallel import join_groups, layout_multiples
 from roll_lite.distributed.strategy.megatron.routing import EXPERTS, REPLAYED, collect_routes
 from roll_lite.distributed.weight_sync.plan import ExportPlan
+from roll_lite.distributed.weight_sync.update import checksum
 from roll_lite.models.adapter_files import adapter_config, adapter_shapes
 from roll_lite.models.hf_config import read_hf_config
 from roll_lite.models.model_files import weight_shapes
@@ -240,6 +241,18 @@ class MegatronStrategy(TrainStrategy):
 
     def offload(self, groups: Iterable[StateGroup]) -> None:
         self._mover.offload(groups)
+
+    def replica_checksums(self) -> dict[str, str]:
+        self._mover.require(StateGroup.WEIGHTS)
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        dense = str(parallel_state.get_tensor_model_parallel_rank())
+        experts = f"{parallel_state.get_expert_model_parallel_rank()}.{parallel_state.get_expert_tensor_parallel_rank()}"
+        found = {}
+        for part, chunk in enumerate(self._chunks):
+            for name, weight in chunk.named_parameters():
+                shard = dense if getattr(weight, "allreduce", True) else experts
+                found[f"{name} (stage {stage}.{part}, shard {shard})"] = checksum(weight)
+        return found
 
     def take_moved(self) -> Moved:
         moved, self._mover.moved = self._mover.moved, Moved()

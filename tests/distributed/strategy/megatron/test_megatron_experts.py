@@ -5,7 +5,19 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_cases import assert_same, batch_of, expected_of, hf_gradients, hf_loss, own_gradients, shard, started, tiny, weighted_loss
+from megatron_cases import (
+    assert_same,
+    batch_of,
+    expected_of,
+    hf_gradients,
+    hf_loss,
+    own_gradients,
+    parameters_of,
+    shard,
+    started,
+    tiny,
+    weighted_loss,
+)
 from megatron_ranks import RankPool
 from safetensors.torch import load_file
 from support_models import by_checkpoint, load_hf
@@ -17,6 +29,7 @@ from test_megatron_values import check_values, reward_model
 from test_megatron_weights import round_trip
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter, load_balancing_loss_func
 
+from roll_lite.config.schema.models import OptimizerConfig
 from roll_lite.data.microbatch import TokenBudget
 from roll_lite.data.proto import DataProto
 
@@ -297,3 +310,33 @@ def test_a_critic_with_experts(ranks: RankPool, tmp_path: Path) -> None:
     base = tiny(tmp_path / "base", "qwen3_moe")
     for name in ("EP2", "TP2 EP2"):
         ranks(2, check_values, path, base, head, LAYOUTS[name], "reward_model")
+
+
+def replica_checksums(path: Path, options: dict[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
+    """Of a rank after a step, and after one entry of its output layer has changed on the last rank."""
+    strategy = started(path, OptimizerConfig(lr=1e-2), **options)
+    train_step(strategy, shard(batch_of(), strategy), weighted_loss, ["log_probs", "entropy"], 3)
+    sound = strategy.replica_checksums()
+    if strategy.layout.rank == strategy.layout.world_size - 1:
+        next(weight for weight in parameters_of(strategy) if weight.dim() == 2).data[0, 0] += 1.0
+    return sound, strategy.replica_checksums()
+
+
+@pytest.mark.parametrize(
+    ("layout", "world_size", "dense", "experts"),
+    [("DP2", 2, 2, 2), ("EP2", 2, 2, 1), pytest.param("EP2", 4, 4, 2, marks=pytest.mark.nightly)],
+)
+def test_replicas_have_equal_checksums_and_shards_have_keys_of_their_own(
+    ranks: RankPool, models: dict[str, Path], layout: str, world_size: int, dense: int, experts: int
+) -> None:
+    options = {"DP2": {}, **LAYOUTS}[layout]
+    returned = ranks(world_size, replica_checksums, next(iter(models.values())), options)
+    holders: dict[str, list[str]] = {}
+    for sound, _ in returned:
+        for name, digest in sound.items():
+            holders.setdefault(name, []).append(digest)
+    assert all(len(set(digests)) == 1 for digests in holders.values()), "no false alarm"
+    assert {len(digests) for name, digests in holders.items() if ".experts." in name} == {experts}
+    assert {len(digests) for name, digests in holders.items() if ".experts." not in name} == {dense}
+    changed = [name for name, digest in returned[-1][1].items() if returned[-1][0][name] != digest]
+    assert len(changed) == 1 and all(before == after for before, after in returned[:-1])
