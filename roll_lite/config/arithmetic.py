@@ -43,26 +43,26 @@ class ClusterArithmetic:
 
 @dataclass(frozen=True)
 class PassArithmetic:
-    """Micro-batches of a role's forward or training pass. Ranks get about equal work, and each runs as many as the rank with most. That
-    depends on the rows' lengths; here all are maximal."""
+    """Micro-batches of a role's forward or training pass; every rank runs as many as the busiest. Their number depends on the samples'
+    lengths; here every sample (row) has the maximum length."""
 
     role: str
     what: Literal["forward", "training"]
     rows: int
-    """Rows of the fullest rank, if all rows are equally long."""
+    """Rows of the fullest rank if all are equally long."""
     most_rows: int
-    """Maximum number of rows that a rank can get: if they are so short that each other rank has one."""
+    """Maximum number of rows of a rank, when each other rank has one."""
     longest: int
     """Maximum number of tokens of a row."""
     budget: int
-    """Maximum number of tokens of a micro-batch of several rows; a longer row runs alone."""
+    """Token limit of a micro-batch; a longer row is a micro-batch alone."""
     row_limit: int | None = None
     token_multiple: int = 1
     count_multiple: int = 1
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of a rank, if all rows have the maximal length."""
+        """Micro-batches of a rank if all rows have the maximum length."""
         return ceil(ceil(self.rows / self._rows_at_a_time) / self.count_multiple) * self.count_multiple
 
     @property
@@ -83,10 +83,10 @@ class DomainArithmetic:
     name: str
     share: Fraction
     prompts_per_step: Fraction
-    """Average over steps; a single step's number differs from it by less than two."""
+    """Average over steps; a single step differs from it by less than two."""
     samples_per_prompt: int
     max_tokens: int
-    """Tokens of prompt and response together."""
+    """Maximum tokens of prompt plus response."""
 
     @property
     def samples_per_step(self) -> Fraction:
@@ -98,11 +98,11 @@ class BatchArithmetic:
     clusters: dict[str, ClusterArithmetic]
     passes: tuple[PassArithmetic, ...]
     learning_rates: dict[str, str]
-    """Schedule in words, by role; empty while `steps` or an optimizer's value is missing."""
+    """Schedule in words, by role; empty if `steps` or an optimizer's value is missing."""
     domains: tuple[DomainArithmetic, ...]
     prompts_per_step: int
     samples_per_step: Fraction
-    """Average, if domains have different samples per prompt."""
+    """Average over steps, if domains differ in samples per prompt."""
     mini_batch_samples: Fraction
     ppo_epochs: int
     mini_batches: int
@@ -116,7 +116,7 @@ class BatchArithmetic:
 
 
 def device_numbers(devices: Devices) -> tuple[int, ...]:
-    """Device numbers; a count n means 0 to n-1. Refused if placement could not resolve them."""
+    """Device numbers; a count n means 0 to n-1. Raises Refused if placement could not resolve them."""
     if isinstance(devices, int):
         return tuple(range(devices))
     if any(isinstance(one, str) for one in devices):
@@ -125,12 +125,12 @@ def device_numbers(devices: Devices) -> tuple[int, ...]:
 
 
 def max_model_len(config: RunConfig) -> int:
-    """Engines' limit of prompt plus response in tokens: the setting, else the longest request."""
+    """Engines' limit of prompt plus response in tokens: the setting, else the longest request's."""
     return config.actor_infer.strategy.max_model_len or max(one.tokens for one in requests(config))
 
 
 def longest_sequence(config: RunConfig) -> int:
-    """Maximum number of tokens of prompt plus response in training."""
+    """Maximum tokens of prompt plus response in training."""
     return max(domain.sampling.max_prompt_tokens + domain.sampling.max_tokens for domain in config.domains.values())
 
 
@@ -140,7 +140,7 @@ def held_out_sampling(config: RunConfig, domain: DomainConfig) -> SamplingConfig
 
 
 def held_out_path(config: RunConfig, name: str, key: str) -> str:
-    """YAML path of the setting that decides `key` for a domain's held-out prompts."""
+    """YAML path of the setting that determines `key` for a domain's held-out prompts."""
     domain = f"domains.{name}"
     given = {f"{domain}.validation_sampling": config.domains[name].validation_sampling, "validation.sampling": config.validation.sampling}
     return f"{next((path for path, one in given.items() if getattr(one, key) is not None), f'{domain}.sampling')}.{key}"
@@ -169,14 +169,14 @@ def group_size(config: RunConfig, domain: DomainConfig) -> int:
 
 
 def aggregation_constant(config: RunConfig) -> int | None:
-    """Tokens that divide a sequence's loss under `aggregation: constant`; else None."""
+    """Divisor of a sequence's summed loss under `aggregation: constant`; else None."""
     if config.algorithm.aggregation != "constant":
         return None
     return config.algorithm.aggregation_constant or max(domain.sampling.max_tokens for domain in config.domains.values())
 
 
 def updates(config: RunConfig, role: str) -> int:
-    """Optimizer steps of a role in the run; the actor does not train in the critic's warm-up."""
+    """Optimizer steps of a role in the run; the actor has none during the critic's warm-up."""
     steps = config.steps - (config.algorithm.critic_warmup_steps if role == "actor_train" else 0)
     return steps * config.algorithm.ppo_epochs * config.algorithm.mini_batches
 
@@ -186,7 +186,7 @@ def infer_dtype(config: RunConfig) -> Literal["float32", "bfloat16"]:
 
 
 def adapters_of_engines(config: RunConfig) -> LoraConfig | None:
-    """LoRA settings if engines get the adapters alone; None if they get whole weights."""
+    """LoRA settings if engines receive only the adapters; None if all weights."""
     lora = config.actor_train.lora
     return lora if lora is not None and lora.engines == "adapter" and config.mode == "full" else None
 
@@ -199,18 +199,18 @@ def model_parallel_size(role: Role) -> int:
 
 
 def count_multiple(strategy: MegatronStrategyConfig) -> int:
-    """Divisor of a pass's number of micro-batches: interleaved pipeline stages switch parts after so many."""
+    """A pass's number of micro-batches must be divisible by this: the pipeline size if interleaved, else 1."""
     return strategy.pipeline_parallel if strategy.virtual_pipeline_parallel > 1 else 1
 
 
 def layers_of_parts(strategy: MegatronStrategyConfig, layers: int) -> list[int]:
-    """Number of layers by part; part i is on stage i modulo pipeline_parallel."""
+    """Number of layers of each part; part i is on stage i modulo pipeline_parallel."""
     parts = strategy.pipeline_parallel * strategy.virtual_pipeline_parallel
     return strategy.pipeline_layers or [layers // parts + (number < layers % parts) for number in range(parts)]
 
 
 def pipeline_problem(strategy: MegatronStrategyConfig, layers: int) -> tuple[str, str] | None:
-    """Setting that does not fit the layers, and the reason; None if all fit."""
+    """Setting that does not fit the number of layers, and why; None if all fit."""
     pipeline, virtual, given = strategy.pipeline_parallel, strategy.virtual_pipeline_parallel, strategy.pipeline_layers
     if given is not None:
         return ("pipeline_layers", f"adds up to {sum(given)}; the model has {layers} layers") if sum(given) != layers else None
@@ -223,15 +223,16 @@ def pipeline_problem(strategy: MegatronStrategyConfig, layers: int) -> tuple[str
 
 
 def tensor_parallel_fits(size: int, heads: int, key_value_heads: int, head_dim: int | None) -> bool:
-    """Check that ranks have equal numbers of attention and key/value heads, or that groups of ranks share a key/value head. `head_dim`: for
-    trainers, which split a shared head; None for engines, which hold it whole."""
+    """True if attention heads divide among the ranks, and key/value heads do or are shared by equal groups of ranks. Give
+    `head_dim` for trainers, which split a shared head; None for engines, which replicate it."""
     if heads % size or (key_value_heads % size and size % key_value_heads):
         return False
     return head_dim is None or size <= key_value_heads or head_dim % (size // key_value_heads) == 0
 
 
 def token_multiple(strategy: MegatronStrategyConfig) -> int:
-    """Divisor of a micro-batch's number of tokens: each context-parallel rank has two parts, which sequence parallelism splits further."""
+    """A micro-batch's number of tokens must be divisible by this: each context-parallel rank has two chunks, which sequence parallelism
+    splits further."""
     parts = 2 * strategy.context_parallel if strategy.context_parallel > 1 else 1
     return parts * (strategy.tensor_parallel if strategy.sequence_parallel else 1)
 
@@ -245,7 +246,7 @@ def trains(config: RunConfig) -> bool:
 
 
 def validates(config: RunConfig) -> bool:
-    """Validation needs engines, and a model that trains."""
+    """True if validation is enabled and the run generates and trains."""
     return config.validation.enabled and config.mode == "full"
 
 
@@ -254,7 +255,7 @@ def generates_ahead(config: RunConfig) -> bool:
 
 
 def kl_terms(config: RunConfig) -> dict[str, KlInRewardConfig | KlInLossConfig]:
-    """KL terms with a coefficient above 0, by their key in `algorithm`."""
+    """KL terms with a coefficient above 0, by key in `algorithm`."""
     terms: dict[str, KlInRewardConfig | KlInLossConfig] = {
         "kl_in_reward": config.algorithm.kl_in_reward,
         "kl_in_loss": config.algorithm.kl_in_loss,
@@ -263,7 +264,7 @@ def kl_terms(config: RunConfig) -> dict[str, KlInRewardConfig | KlInLossConfig]:
 
 
 def loss_reads_reference(config: RunConfig) -> bool:
-    """The user's loss has a parameter for the reference's log-probs."""
+    """True if the user's loss has a parameter for the reference's log-probs."""
     loss = config.algorithm.policy_loss
     return isinstance(loss, CustomLossConfig) and "ref_log_probs" in parameters_of(loss.function) - loss.args.keys()
 
@@ -273,7 +274,7 @@ def uses_reference(config: RunConfig) -> bool:
 
 
 def actor_is_reference(config: RunConfig) -> bool:
-    """The actor without its adapters is the reference, as no other is configured."""
+    """True if the actor without adapters is the KL reference."""
     return trains(config) and config.actor_train.lora is not None and config.reference is None and uses_reference(config)
 
 
@@ -282,7 +283,7 @@ def actor_gives_log_probs(config: RunConfig) -> bool:
 
 
 def replays_engines(config: RunConfig) -> bool:
-    """True if the actor's passes use the engines' choice of experts."""
+    """True if the actor's passes use the experts that engines chose."""
     return trains(config) and config.algorithm.routing_replay == "rollout"
 
 
@@ -293,7 +294,7 @@ def extra_token_columns(config: RunConfig) -> tuple[str, ...]:
 
 
 def roles(config: RunConfig) -> dict[str, Role]:
-    """Roles of a run of this mode, by configuration path."""
+    """Roles that this mode runs, by configuration path."""
     named = {"actor_train": config.actor_train, "actor_infer": config.actor_infer, "reference": config.reference, "critic": config.critic}
     reward_models = {f"reward_models.{name}": model for name, model in config.reward_models.items()}
     judges: dict[str, Role] = {f"judges.{name}": judge for name, judge in config.judges.items()}
@@ -302,7 +303,7 @@ def roles(config: RunConfig) -> dict[str, Role]:
 
 
 def derive(config: RunConfig) -> BatchArithmetic:
-    """Derive all values; the configuration must have no mistakes."""
+    """Derive all values from a configuration without mistakes."""
     shares = {name: Fraction(str(domain.share)) for name, domain in config.domains.items()}
     prompts, algorithm, by_role = config.rollout.prompts_per_step, config.algorithm, roles(config)
     domains = tuple(
@@ -335,7 +336,7 @@ def derive(config: RunConfig) -> BatchArithmetic:
 
 
 def _learning_rate(optimizer: OptimizerConfig, total: int) -> str:
-    """Learning rate in words, over `total` updates."""
+    """Learning-rate schedule over `total` updates, in words."""
     lr, warmup, decay, least = optimizer.lr, optimizer.warmup_steps, optimizer.decay, f"{optimizer.min_lr:g}"
     if warmup > total:
         return f"rises over {warmup} updates; the {total} of this run take it to {lr * total / warmup:g}"
@@ -380,8 +381,8 @@ def _passes(config: RunConfig, by_role: Mapping[str, Role], domains: Sequence[Do
 
 
 def _largest_batch(domains: Sequence[DomainArithmetic]) -> int:
-    """Maximum number of samples of a step. Over any number of steps a domain's prompts differ from its share by less than one, so in a
-    single step by less than two; not at all if its share of a step is whole."""
+    """Maximum number of samples of a step. A domain's prompts in a step differ from its share by less than two, or not at all if the share
+    is an integer."""
     prompts = int(sum(one.prompts_per_step for one in domains))
     spare = {one.name: 0 if one.prompts_per_step.denominator == 1 else 2 for one in domains}
     least = {one.name: max(ceil(one.prompts_per_step) - spare[one.name], 0) for one in domains}
@@ -396,5 +397,5 @@ def _largest_batch(domains: Sequence[DomainArithmetic]) -> int:
 
 
 def _fullest_rank(rows: int, ranks: int) -> tuple[int, int]:
-    """Rows of the fullest rank: if all are equally long, and at most (each other rank has one)."""
+    """Rows of the fullest rank: if all are equally long, and at most, when each other rank has one."""
     return ceil(rows / ranks), max(rows - (ranks - 1), 1)

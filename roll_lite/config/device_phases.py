@@ -1,8 +1,8 @@
 """Model parts on the devices in each phase; runs follow this table, `roll-lite check` draws it.
 
-Parts are those of `StateGroup` and `EngineMemory`. A role with `offload: true` is loaded for a phase and offloaded afterwards; others stay
-loaded. From weight sync to generation: engines load weights beside the trainer's, the trainer sends and offloads, engines allocate the KV
-cache, generate, and offload both.
+Parts are those of `StateGroup` and `EngineMemory`. Roles with `offload: true` are loaded for a phase only, others stay loaded. From weight
+sync to generation, engines load weights beside the trainer's, the trainer sends and offloads its own, and engines allocate the KV cache.
+After generation engines offload both.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Phase(StrEnum):
 @dataclass(frozen=True)
 class Presence:
     parts: Mapping[str, tuple[str, ...]]
-    """Loaded parts by role, in the order of turns; a role whose devices are free starts before an earlier one that waits. `reward_models`
-    and `judges` mean all of them."""
+    """Loaded parts by role, in loading order; a role may start before an earlier one that still waits for its devices. `reward_models` and
+    `judges` mean all of them."""
     in_turns: bool = False
-    """Roles with `offload` that share a device are loaded one after the other."""
+    """Load roles with `offload` that share a device one after the other."""
     of_step: bool = True
 
 
@@ -61,7 +61,7 @@ WHOLE: Mapping[str, tuple[str, ...]] = {
 
 
 def startable(waiting: Sequence[T], present: Sequence[T], exclude: Callable[[T, T], bool]) -> list[T]:
-    """Roles that can start now: waiting ones, in order, that no present or already chosen one excludes."""
+    """Waiting roles that can start now, in order: no present or already chosen role excludes them."""
     starting: list[T] = []
     for one in waiting:
         if not any(exclude(one, other) for other in (*present, *starting)):

@@ -1,14 +1,15 @@
-"""Keep masks: which tokens survived truncated sampling. Engines report log-probs of the likeliest tokens, enough to include all survivors;
-minus infinity marks the rest."""
+"""Keep masks: the tokens that truncated sampling (top-k, top-p, min-p) could draw. Engines report log-probs of the likeliest tokens,
+enough to include these; minus infinity marks the rest."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
 KEEP_LIMIT = 1024
-"""Maximum number of log-probs that an engine reports for a token."""
+"""Maximum number of log-probs that an engine reports per sampled token."""
 TIE_ROOM = 8
-"""Tokens reported beyond top_k, since engines keep all ties of the k-th token, common in bfloat16. More ties are missing in the mask."""
+"""Tokens reported beyond top_k. Engines keep all tokens tied with the k-th, which bfloat16 makes common; further ties are missing in the
+mask."""
 
 
 class Truncation(Protocol):
@@ -25,19 +26,19 @@ class Truncation(Protocol):
 
 
 def is_truncated(sampling: Truncation) -> bool:
-    """True if tokens are sampled from a part of the vocabulary. min_tokens counts: it forbids the end of sequence until then."""
+    """True if some tokens of the vocabulary cannot be sampled. min_tokens counts: it forbids the end of sequence until then."""
     return sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0 or sampling.min_tokens > 0
 
 
 def keep_mask_width(sampling: Truncation, vocab_size: int) -> int:
-    """Number of likeliest tokens that include all survivors; 0 if all survive."""
+    """Number of likeliest tokens to report, to include all that can be sampled; 0 without truncation."""
     if not is_truncated(sampling):
         return 0
     return min(sampling.top_k + TIE_ROOM, vocab_size) if sampling.top_k else vocab_size
 
 
 def keep_mask_available(sampling: Truncation, vocab_size: int) -> str | None:
-    """Reason why an engine cannot give the keep mask; None if it can."""
+    """Return why an engine cannot give the keep mask; None if it can."""
     width = keep_mask_width(sampling, vocab_size)
     if width <= KEEP_LIMIT:
         return None

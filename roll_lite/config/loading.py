@@ -1,4 +1,4 @@
-"""Loading of a configuration by name, with overrides: a checked, frozen RunConfig, or a ConfigError with all mistakes."""
+"""Loads a configuration by name, with overrides: returns a checked, frozen RunConfig or raises ConfigError with all mistakes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from roll_lite.files import absolute_path, is_file, is_folder, listing
 
 
 def located(name: str, folder: FilePath | None) -> tuple[str, FilePath]:
-    """Name and folder of a configuration. Without a folder, `name` is a path; if no such file exists, `find` searches the shipped ones."""
+    """Split `name` into name and folder of a configuration. Without `folder`, `name` is a path, or else a shipped configuration."""
     with suppress(ValueError):  # reported as a mistake of --config-name
         path = absolute_path(FilePath(f"{name.removesuffix('.yaml')}.yaml"))
         if folder is None and is_file(path):
@@ -37,8 +37,8 @@ def load_config(
 ) -> RunConfig:
     """Load and check a configuration.
 
-    `name`: a file in `folder` or a shipped one. `further`: as for `check`. `files`: False to read no model or data; paths may then be wrong
-    or missing. `tell`: gets a line per shipped configuration hidden by a user's file.
+    `name`: a file in `folder` or a shipped one. `further`: more checks. `files`: False skips reading models and data. `tell`: called with a
+    line for each shipped configuration that a user's file of the same name replaces.
     """
     name = name.removesuffix(".yaml")
     if (wrong := _no_such_config(name, folder)) is not None:
@@ -81,7 +81,7 @@ def _meant_for_a_sweep(problem: Problem, overrides: Sequence[str]) -> Problem:
 
 
 def _without_secrets(problem: Problem, composed: Composed) -> Problem:
-    """Replace values from the environment by the text as written."""
+    """Show values from environment variables as written in the file."""
     for path, (text, secret) in composed.secrets.items():
         if problem.value is not NO_VALUE and problem.path == dotted(path):
             problem = replace(problem, value=text)
@@ -93,7 +93,7 @@ def _without_secrets(problem: Problem, composed: Composed) -> Problem:
 
 
 def _with_source(problem: Problem, origins: dict[Path, str]) -> Problem:
-    """Add the place where the value, or its section, was written."""
+    """Add file and line of the value or its section."""
     path: Path = tuple(problem.path.split("."))
     while path and path not in origins:
         path = path[:-1]

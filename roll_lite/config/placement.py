@@ -1,6 +1,6 @@
-"""Turns `placement` and the roles' `devices` into device numbers: afterwards every role has a count from 0 or a list.
+"""Turns `placement` and the roles' `devices` into device numbers: afterwards each role has a count n (0 to n-1) or a list.
 
-A preset is a table of groups. Roles of a group share devices, groups do not; devices that a role lists are excluded.
+A preset is a table of groups. Roles of a group share devices, groups do not. Devices that a role lists are not used for groups.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GROUPS: Mapping[str, Sequence[Sequence[str]]] = {
     "pairs": (("actor_train", "reference"), ("critic", "reward_models"), ("actor_infer",)),
     "apart": (),
 }
-"""Roles that share devices, by preset; others are separate. Under by_role, which has no groups, every count begins at device 0."""
+"""Groups of roles by preset; a role in no group has separate devices. Under by_role every count begins at device 0."""
 
 
 def placed(config: RunConfig) -> tuple[RunConfig, list[Problem]]:
@@ -40,7 +40,7 @@ def placed(config: RunConfig) -> tuple[RunConfig, list[Problem]]:
 
 
 def describe(nodes: Sequence[tuple[str, int]], what: str = "devices") -> str:
-    """Describe nodes and devices in the same words before and after the cluster starts."""
+    """Describe nodes and their devices; used before and after the cluster starts."""
     if len(nodes) > 4 and len({number for _, number in nodes}) == 1:
         return f"{len(nodes)} nodes ({nodes[0][0]} to {nodes[-1][0]}) with {nodes[0][1]} {what} each"
     each = ", ".join(f"{name} has {number}" for name, number in nodes)
@@ -52,7 +52,7 @@ def nodes_of(placement: PlacementConfig) -> list[tuple[str, int]]:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Numbers as ranges: 0-3, 6."""
+    """Write numbers as ranges: 0-3, 6."""
     ordered, known = sorted(set(numbers)), frozenset(numbers)
     starts = [number for number in ordered if number - 1 not in known]
     ends = [number for number in ordered if number + 1 not in known]
@@ -63,7 +63,7 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def _numbers(placement: PlacementConfig, by_role: Mapping[str, Role]) -> dict[str, list[int]]:
-    """Devices by role, in rank order."""
+    """Device numbers by role, in rank order."""
     listed = {name: _listed(placement, role.devices) for name, role in by_role.items() if not isinstance(role.devices, int)}
     numbers = dict(listed)
     taken = {number for one in listed.values() for number in one} if placement.name != "by_role" else set()
@@ -88,8 +88,8 @@ def _groups(placement: PlacementConfig, names: Sequence[str]) -> list[list[str]]
 
 
 def _counts(placement: PlacementConfig, group: Mapping[str, Role], is_alone: bool) -> dict[str, int]:
-    """Number of devices by role. Default: the most that a role of its group asks for; else all for a group that is alone, without judges;
-    else 1."""
+    """Number of devices by role. Default: the highest given in its group. If none is given: all devices if colocated roles are the only
+    group and include no judge, else 1."""
     given = {name: role.devices for name, role in group.items() if "devices" in role.model_fields_set and isinstance(role.devices, int)}
     is_judge = any(isinstance(role, JudgeServerConfig) for role in group.values())
     default = max(given.values()) if given else placement.devices if is_alone and placement.devices and not is_judge else 1
@@ -97,8 +97,8 @@ def _counts(placement: PlacementConfig, group: Mapping[str, Role], is_alone: boo
 
 
 def _free(placement: PlacementConfig, taken: set[int], wanted: int, together: int) -> list[int]:
-    """Next `wanted` free devices. Each `together` of them (tensor-parallel ranks) are on one node if possible, else equally many on the
-    fewest nodes. Leftovers of nodes come last, then numbers beyond the last device, reported later."""
+    """Next `wanted` free devices. Blocks of `together` tensor-parallel ranks are on one node if they fit, else split equally over the
+    fewest nodes. Devices outside whole blocks come last, then nonexistent ones, which a later check reports."""
     of_node = placement.devices_per_node
     if placement.nodes is None or (placement.name == "by_role" and placement.fill == "pack"):
         return list(islice((number for number in count() if number not in taken), wanted))
@@ -134,7 +134,7 @@ def _parts(text: str) -> tuple[int, int, int]:
 
 
 def _changed(config: RunConfig, by_role: Mapping[str, Role], numbers: Mapping[str, list[int]]) -> RunConfig:
-    """Configuration with these devices; roles that share them by a preset take turns, unless they work all the time."""
+    """Configuration with these devices. Roles that share them by a preset get `offload: true`, unless set or always at work."""
     staying = {f"reward_models.{name}" for name in config.reward_models if config.rollout.supply != "sync"}
     staying |= set(TRAINING_ROLES if config.rollout.stream_log_probs else ())
     update: dict[str, Any] = {}
@@ -186,7 +186,7 @@ def _impossible(placement: PlacementConfig, by_role: Mapping[str, Role]) -> Iter
 
 
 def _engines_on_nodes(placement: PlacementConfig, name: str, role: InferRoleConfig | JudgeServerConfig) -> Iterator[Problem]:
-    """Check that an engine is on one node if it fits; larger ones have equally many devices on each of their nodes."""
+    """Check that an engine is on one node if it fits; a larger one needs equally many devices of each node."""
     size, of_node = model_parallel_size(role), placement.devices_per_node
     if size > of_node and isinstance(role, JudgeServerConfig):
         message = f"a judge's devices are on one node, which has {of_node}; use at most as many"
@@ -214,5 +214,5 @@ def engines(role: InferRoleConfig | JudgeServerConfig) -> list[list[int]]:
 
 
 def nodes_of_engine(placement: PlacementConfig, devices: Sequence[int]) -> list[list[int]]:
-    """Devices by node, in rank order."""
+    """An engine's devices by node, in rank order."""
     return [list(own) for _, own in groupby(devices, key=lambda number: number // placement.devices_per_node)]

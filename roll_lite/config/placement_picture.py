@@ -58,7 +58,7 @@ def _works(config: RunConfig, phase: Phase, name: str) -> bool:
 
 
 def _turns(config: RunConfig, phase: Phase, by_role: Mapping[str, Role]) -> dict[str, int]:
-    """Turn numbers of roles that wait for each other, assuming equal durations."""
+    """Turn number of each role that waits for another, assuming equal durations."""
     presence = PHASES[phase]
     working = [name for name in presence.parts if presence.in_turns and name in by_role and _works(config, phase, name)]
     devices = {name: set(device_numbers(by_role[name].devices)) for name in working if getattr(by_role[name], "offload", False)}
@@ -70,7 +70,7 @@ def _turns(config: RunConfig, phase: Phase, by_role: Mapping[str, Role]) -> dict
 
 
 def _blocks(placement: PlacementConfig, numbers: Mapping[str, frozenset[int]]) -> list[tuple[str, Sequence[str]]]:
-    """Devices with the same roles, and those roles, by node; equal nodes are merged."""
+    """(Devices, roles on them), grouped by equal roles within a node; equal adjacent nodes are merged."""
 
     def names(device: int) -> tuple[str, ...]:
         return tuple(name for name, own in numbers.items() if device in own)

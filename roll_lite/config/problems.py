@@ -17,21 +17,21 @@ DEEPEST = 50
 
 
 ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*:/+)[^/?#\s\"@]*@", re.IGNORECASE)
-"""Address with a login or token; perhaps with one slash, as conversion to a path drops one."""
+"""Address with a login or token. One slash is enough: conversion to a path drops the second."""
 LOGIN = re.compile(r"(?<![\w.:-])[\w.-]+:[^\s/@:\"']+@(?=\w)")
-"""Login before a host, without a scheme."""
+"""Login before a host name, without a scheme."""
 KEY = re.compile(
     r"([?&](?:[a-z0-9_.-]*(?:key|token|secret|passw(?:or)?d|signature|credential)|sig|auth|authorization|pwd)=)[^&#\s\"]+", re.IGNORECASE
 )
-"""Secret in an address's query."""
+"""Secret in an address's query string."""
 _SECRETS = r"(?:key|token|secret|passw(?:or)?d|pwd|credentials?|authorization)"
 SECRET = re.compile(rf"{_SECRETS}$", re.IGNORECASE)
-"""Settings that are never shown. `api_key_env` names a variable, `max_tokens` is a number."""
+"""Settings whose values are never shown; not `api_key_env`, which names a variable, nor `max_tokens`."""
 ASSIGNED = re.compile(rf"({_SECRETS}[\"']?\s*[=:]\s*).+", re.IGNORECASE | re.DOTALL)
-"""Secret in a text that could not be parsed."""
+"""Assignment of a secret in a text that could not be parsed."""
 HIDDEN = "***"
 LEFT_OUT = "???"
-"""Replaces secrets in a written configuration; its reader must give the value."""
+"""Replaces secrets in a saved configuration; to load it, give the values."""
 
 
 def secret_in_address(text: str) -> str | None:
@@ -41,7 +41,7 @@ def secret_in_address(text: str) -> str | None:
 
 
 class _NoValue:
-    """Type of NO_VALUE: nothing to show, unlike null."""
+    """Type of NO_VALUE: no value to show, not even null."""
 
 
 NO_VALUE = _NoValue()
@@ -70,15 +70,15 @@ class Problem:
 
 
 Mistake = tuple[str, str] | Problem
-"""(YAML path, mistake and remedy), for which the value is looked up; or a whole Problem."""
+"""A whole Problem; or (YAML path, mistake and remedy), whose value is looked up."""
 
 
 class Missing(Problem):
-    """Missing required value."""
+    """Problem of a missing required value."""
 
 
 class ConfigError(ValueError):
-    """All mistakes of a configuration. `partial`: its valid part, where refused fields raise Refused."""
+    """All mistakes of a configuration. `partial`: its valid part; reading a refused field raises Refused."""
 
     def __init__(self, name: str, problems: Sequence[Problem], partial: Any = None) -> None:
         self.name = name
@@ -93,7 +93,7 @@ def dotted(path: Path) -> str:
 
 
 def is_secret(path: str) -> bool:
-    """True if the setting's name, or its list's, marks a secret."""
+    """True if the name of the setting, or of its list, marks a secret."""
     return SECRET.search(re.sub(r"(?:\.[0-9]+)+$", "", path)) is not None
 
 
@@ -119,7 +119,7 @@ def _tells_nothing(value: Any) -> bool:
 
 
 def show(value: Any, path: str = "") -> str:
-    """Value as on the command line, shortened. `path`: its setting, which may be secret."""
+    """Value as on the command line, shortened, without secrets. `path`: its setting."""
     try:
         text = json.dumps(without_secrets(value, path), default=str, ensure_ascii=False)
     except (ValueError, TypeError, RecursionError):  # a number of thousands of digits, keys that are paths, a list that contains itself
@@ -129,12 +129,12 @@ def show(value: Any, path: str = "") -> str:
 
 
 def printable(text: str) -> str:
-    """Escape characters that might control a terminal."""
+    """Escape characters that could control a terminal."""
     return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
 
 
 def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
-    """Suggest close names, else list all."""
+    """Suggest close names; without any, list all."""
     names = sorted(valid)
     if close := close_names(wrong, names):
         return f"did you mean {' or '.join(repr(name) for name in close)}?"
@@ -142,19 +142,19 @@ def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
 
 
 def close_names(wrong: str, valid: Iterable[str], most: int = 2) -> list[str]:
-    """Closest first, ignoring case."""
+    """Closest names first; case is ignored."""
     by_lower = {name.lower(): name for name in valid}
     return [by_lower[name] for name in difflib.get_close_matches(wrong.lower(), by_lower, n=most, cutoff=0.6)]
 
 
 def or_nearest(wrong: str, valid: Iterable[str], most: int = 1) -> str:
-    """End of a message with the nearest name; empty if none is near."""
+    """Words "did you mean" with the nearest names, to append to a message; empty if none is near."""
     close = close_names(wrong, valid, most)
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 def space_missing(value: Any) -> str:
-    """End of a message if a text looks like a key and its value."""
+    """Hint to append to a message if a text looks like `key:value` without a space; else empty."""
     if not isinstance(value, str) or (found := re.match(r"([A-Za-z_]\w*):(?=[^\s/])", value)) is None:
         return ""
     return "; YAML wants a space after the colon: " + hidden(f"{found[1]}: {value[found.end() :].split(' ')[0]}")

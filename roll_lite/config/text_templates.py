@@ -9,7 +9,7 @@ BRACES = "write {{ and }} for braces that stay"
 
 
 def placeholders(text: str) -> list[str]:
-    """Distinct placeholders; ValueError if the text is no template."""
+    """Distinct placeholders of a template; ValueError if it is invalid."""
     try:
         fields = [(name, spec, conversion) for _, name, spec, conversion in Formatter().parse(text) if name is not None]
     except ValueError as error:
@@ -21,7 +21,7 @@ def placeholders(text: str) -> list[str]:
 
 
 def compile_format(pattern: str) -> re.Pattern[str]:
-    """Compile a format's pattern; `.` matches line breaks. ValueError with the reason."""
+    """Compile a format's regular expression; `.` matches line breaks. ValueError gives the reason."""
     if not pattern:
         raise ValueError("the empty pattern matches every response")
     try:

@@ -1,7 +1,7 @@
-"""Validation of plain data against the schema: all mistakes are collected, the valid part is built.
+"""Validation of plain data against the schema: collects all mistakes and builds the valid part.
 
-Sections are walked here, not by pydantic: its error locations name union members, not YAML paths, and one wrong leaf leaves nothing for
-cross-checks. pydantic validates leaves, strictly: the text "3" is no number.
+This module walks the sections: pydantic's error locations name union members, not YAML paths, and one wrong leaf would leave no object to
+check. pydantic validates leaves, strictly: the text "3" is not a number.
 """
 
 from __future__ import annotations
@@ -29,19 +29,18 @@ OTHERS_NAMES = {
     "num_generations": "samples_per_prompt",
     "rollout_batch_size": "prompts_per_step",
 }
-"""Settings' names in other trainers, and ours."""
+"""Settings' names in other trainers, with ours."""
 
 
 class _Invalid:
-    """Type of _INVALID: a refused value, whose problem is noted."""
+    """Type of _INVALID, a refused value whose problem is recorded."""
 
 
 _INVALID = _Invalid()
 
 
 def validate(data: dict[str, Any], broken: frozenset[Path] = frozenset()) -> tuple[RunConfig, list[Problem]]:
-    """Valid part of the configuration, where reading a refused field raises Refused, and problems of the rest. `broken` paths are
-    skipped."""
+    """Valid part of the configuration, and all problems. Reading a refused field raises Refused. `broken` paths are skipped."""
     walker = _Walker(broken)
     config = walker.section(RunConfig, data, ())
     assert isinstance(config, RunConfig)
@@ -106,8 +105,7 @@ class _Walker:
         return built if isinstance(value, dict) else list(built.values())
 
     def _item(self, cls: type[Section], data: Any, path: Path) -> Section:
-        """Build an item of a mapping or list. A refused one stays as an object without attributes: otherwise checks would take the others
-        for all."""
+        """Build an item of a mapping or list. A refused item stays as an object without attributes, since checks must not overlook it."""
         built = _INVALID if path in self.broken else self.section(cls, data, path)
         if isinstance(built, Section):
             return built
@@ -116,7 +114,7 @@ class _Walker:
         return hollow
 
     def _tell_strays(self, cls: type[Section], items: dict[str, Any], path: Path) -> None:
-        """Report misspelt entries, which lack required keys and have a name close to another's."""
+        """Report misspelt entries: without required keys, and with a name close to a complete entry's."""
         needed = {name for name, info in cls.model_fields.items() if info.is_required()}
         for name, item in items.items():
             others = [other for other in items if other != name and isinstance(items[other], dict) and needed <= items[other].keys()]
@@ -132,10 +130,10 @@ class _Walker:
             return _INVALID
 
     def _variant(self, variants: list[type[Section]], info: FieldInfo, value: Any, path: Path) -> type[Section] | None:
-        """Choose a member of a union by `name`; by default the default's."""
+        """Choose a union's member by `name`; the default needs none."""
         by_name = {_word(variant): variant for variant in variants}
         if not isinstance(value, dict):
-            # Short forms are sections by now; text comes from an interpolation.
+            # Short forms are sections by now; a text comes from an interpolation.
             hint = f"; to interpolate the name, write it as {path[-1]}.name" if isinstance(value, str) else ""
             self._refuse(path, value, f"expected one of {', '.join(by_name)}, or a section with such a name{hint}")
             return None
@@ -149,8 +147,8 @@ class _Walker:
         return by_name[name]
 
     def _unknown_key(self, cls: type[Section], key: str, data: dict[str, Any], path: Path) -> list[str]:
-        """Report an unknown key and suggest the same name within the section, a close one here, or one elsewhere. Returns close names that
-        are not set: probably meant, they must not be reported as missing."""
+        """Report an unknown key; suggest the same name within the section, close ones here, or one elsewhere. Returns close names that are
+        not set: probably meant, they must not count as missing."""
         value = data[key]
         if key in FORMER_NAMES and "name" in cls.model_fields:
             self._refuse((*path, key), value, "is called name here, as in every section that is chosen by a word")
@@ -178,7 +176,7 @@ class _Walker:
 
 
 def value_at(section: Any, path: str) -> Any:
-    """Value to show for a dotted path; NO_VALUE if it is or holds a section, is refused or missing."""
+    """Value at a dotted path, to show; NO_VALUE if missing, refused, or a section or group of sections."""
     for key in path.split("."):
         items = vars(section) if isinstance(section, Section) else section if isinstance(section, dict) else {}
         section = section[int(key)] if isinstance(section, list) and key.isdigit() else items.get(key, NO_VALUE)
@@ -188,8 +186,8 @@ def value_at(section: Any, path: str) -> Any:
 
 @dataclass(frozen=True)
 class Shape:
-    """Kind of a field. No variant: a leaf; one: a section; several: a union keyed on `name`. `container`: many of them in a mapping or
-    list."""
+    """Kind of a field: no variant is a leaf, one a section, several a union keyed on `name`. `container`: the field holds a dict or list
+    of them."""
 
     variants: list[type[Section]]
     container: type[dict[Any, Any]] | type[list[Any]] | None = None
@@ -226,7 +224,7 @@ def _leaf_adapter(cls: type[Section], name: str) -> TypeAdapter[Any]:
 
 
 def sections(cls: type[Section] = RunConfig, path: Path = ()) -> Iterator[tuple[Path, type[Section]]]:
-    """Sections of the schema by path; `<name>` is a user's key, `<n>` a list index."""
+    """Sections of the schema with their paths; `<name>` stands for a user's key, `<n>` for an index."""
     yield path, cls
     for name, info in cls.model_fields.items():
         shape = shape_of(info.annotation)
@@ -245,7 +243,7 @@ def _places() -> dict[Path, list[type[Section]]]:
 
 @lru_cache(maxsize=4096)
 def sections_at(path: Path) -> list[type[Section]]:
-    """Sections valid at a path with the user's keys, the default first."""
+    """Sections that the schema allows at a path, the default first."""
 
     def fits(place: Path) -> bool:
         return len(path) == len(place) and all(wanted in (key, "<name>", "<n>") for key, wanted in zip(path, place, strict=True))
@@ -258,14 +256,14 @@ def _fields_at(path: Path) -> list[FieldInfo]:
 
 
 def words_at(path: Path) -> str:
-    """Type of a setting in words; empty if the path has none."""
+    """Describe a setting's type; empty if the path has none."""
     fields = _fields_at(path)
     return in_words(field_type(fields[0])) if fields else ""
 
 
 def is_removed_by_null(path: Path, inherited: bool) -> bool:
-    """True if null removes the key: an inherited entry of a mapping; or a setting that has a default and cannot be null, if it is inherited
-    or a section."""
+    """True if null removes the key: an inherited mapping entry; or a setting with a default that cannot be null, if inherited or a
+    section."""
     fields = _fields_at(path)
     if not inherited and (len(sections_at(path)) != 1 or not fields):
         return False

@@ -1,4 +1,4 @@
-"""Types of fields, and pydantic's refusals, in words."""
+"""Describes types of fields, and values that pydantic refuses."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
 def field_type(field: FieldInfo) -> Any:
-    """Annotation with its constraints, which pydantic stores apart."""
+    """Annotation with its constraints, which pydantic stores separately."""
     return Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
 
 
 def refusal(field: FieldInfo, value: Any, errors: Sequence[ErrorDetails]) -> str:
-    """Message of our own validator, else the expected type with a remedy."""
+    """Return our own validator's message, else the expected type with a remedy."""
     for error in errors:
         if error["type"] == "value_error":
             return str(error["ctx"]["error"])
