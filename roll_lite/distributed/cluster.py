@@ -1,8 +1,8 @@
-"""A role's workers as one object. Calls name the method itself, so that going to its definition works: `cluster.scatter(ActorWorker.train,
-shards)`.
+"""A role's workers as one object.
 
-`all` calls every rank; `each` every living rank, where ranks die alone; `one` rank 0; `scatter` sends one shard to every data-parallel
-rank; `heads_scatter` only to the heads, which return results, one per data-parallel rank. The `start_` twins do not wait.
+Calls name the method itself, so that editors find its definition: `cluster.scatter(ActorWorker.train, shards)`. `all` calls every rank;
+`each` every living rank, where ranks die alone; `one` rank 0; `scatter` sends one shard to every data-parallel rank; `heads_scatter` only
+to the heads, which return results, one per data-parallel rank. The `start_` variants do not wait.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["Cluster", "ClusterDead", "ClusterSpec", "Pending", "RankFailed", "fi
 
 START_SECONDS = 300.0
 WATCH_THREADS = 2
-"""Threads beside the worker's own: one waits for its death, one reads the stacks of a stuck rank."""
+"""Threads besides the worker's own: one waits for its death, one reads the stacks of a stuck rank."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,8 @@ class ClusterSpec:
 
 
 def start_cluster(spec: ClusterSpec, worker_class: Callable[P, W], *args: P.args, **kwargs: P.kwargs) -> Cluster[W]:
-    """Start one worker per slot, all with the same arguments, without waiting; the first call to the cluster waits.
-
-    A constructor that raises is a failure in the phase `start`.
-    """
+    """Start one worker per slot, all with the same arguments, without waiting: the first call to the cluster waits. A failing constructor
+    is reported as phase `start`."""
     assert isinstance(worker_class, type) and issubclass(worker_class, Worker), "workers derive from Worker or AsyncWorker"
     actor_class, watch = _actor_class(worker_class)
 
@@ -121,7 +119,7 @@ class Cluster(Generic[W_co]):
 
     @property
     def left(self) -> list[int]:
-        """Living ranks; RankFailed if none is left and no lost one gets a successor."""
+        """Living ranks; RankFailed if there is none and no lost one gets a successor."""
         lost = self.lost
         left = [rank for rank in range(self.world_size) if rank not in lost]
         if not left and not self.group.replaceable:
@@ -130,7 +128,7 @@ class Cluster(Generic[W_co]):
 
     @property
     def layouts(self) -> list[RankLayout]:
-        """Layouts in rank order, fetched at first use; strategies have one once initialized."""
+        """Layouts in rank order, fetched at first use, after strategies are initialized."""
         if self._layouts is None:
             found = self.all(Worker.layout)
             self._layouts = [layout or RankLayout.of_copy(rank, self.world_size) for rank, layout in enumerate(found)]

@@ -1,8 +1,8 @@
-"""Data flow of a batch: numbers per row pass through the driver, token columns from worker to worker through Ray's object store.
+"""Data flow of a batch: the driver sees one number per row; token columns pass from worker to worker through Ray's object store.
 
-A worker stores its columns as one block. The driver sends shards, which say where each row's columns lie; workers fetch them. The driver
-fetches a shard only to write batches for ranks that do not share the run's folder (pipeline/batch_files.py). A block lives as long as a
-Batch or a shard refers to it.
+A worker stores its columns as one block. The driver sends shards, which say where each row's columns are stored; workers fetch them. The
+driver fetches a shard only to write batches for ranks that do not share the run's folder (pipeline/batch_files.py). A block lives as long
+as a Batch or a shard refers to it.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Batch:
         self._blocks: list[Block] = []
         self._refs: list[ray.ObjectRef] = []
         self._where: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-        """Object number and row for every row, by column; NOWHERE if no block has it yet."""
+        """Object number and row in the object for every row, by column; NOWHERE if no block has it yet."""
         self.add(blocks)
 
     def __len__(self) -> int:

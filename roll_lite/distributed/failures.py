@@ -30,7 +30,7 @@ class RankFailed(RuntimeError):
 
 
 class MemberLost(Exception):
-    """A fleet's member (an engine, a reward worker) is lost for this cause."""
+    """Loss of a fleet's member (an engine, a reward worker), with its cause."""
 
     def __init__(self, cause: str) -> None:
         super().__init__(cause)
@@ -72,12 +72,12 @@ def is_loss(error: BaseException) -> bool:
 
 
 def may_be_aftermath(error: BaseException) -> bool:
-    """True if the error may follow from another rank's death: collectives report that as RuntimeError or OSError."""
+    """True if another rank's death may have caused the error: collectives report that as RuntimeError or OSError."""
     return isinstance(error, RayTaskError) and isinstance(error.cause, RuntimeError | OSError)
 
 
 def cause_of(error: BaseException, name: str = "") -> str:
-    """Cause in one line. `name`: for errors that do not say who failed."""
+    """Cause in one line. `name`: used if the error does not say who failed."""
     if isinstance(error, RayTaskError) and error.cause is not None:
         error = error.cause
     if isinstance(error, MemberLost):
@@ -109,7 +109,7 @@ def _death(text: str) -> str:
 
 
 def _logged_cause(log_file: Path | None) -> str | None:
-    """Last exception in the rank's log that does not only point to another."""
+    """Last exception in the rank's log that does not merely refer to another error."""
     try:
         lines = log_file.read_text(errors="replace").splitlines() if log_file is not None else []
     except OSError:  # on another node

@@ -1,4 +1,4 @@
-"""Fleets of members that die alone: engines, reward workers, reward models, judge servers.
+"""Fleets of members that die independently: engines, reward workers, reward models, judge servers.
 
 A fleet knows neither Ray nor samples, and belongs to one event loop. Training ranks, which die together, form a `RankGroup`.
 """
@@ -30,7 +30,7 @@ class Member(Protocol):
         ...
 
     async def until_lost(self) -> str:
-        """Wait for the member's end; returns its cause. Called once after every start."""
+        """Wait until the member dies; returns the cause. Called once after every start."""
         ...
 
     def kill(self) -> None:

@@ -13,8 +13,8 @@ T = TypeVar("T")
 
 
 class Silence:
-    """Seconds without an answer, added up by looks. Each adds a limited time, so that time in which this process itself did not run hardly
-    counts."""
+    """Seconds without an answer, summed over calls of `look`. Each call adds a limited time: time in which this process itself did not run
+    hardly counts."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.seconds = 0.0
@@ -31,7 +31,7 @@ class Silence:
 
 
 class Heartbeat:
-    """Asks a process for an answer now and then. A process that is stopped, hangs or holds Python's lock gives none."""
+    """Asks a process for an answer at intervals. A process that is stopped, hangs or holds Python's GIL gives none."""
 
     def __init__(
         self,
@@ -41,8 +41,8 @@ class Heartbeat:
         look_s: float = 0.5,
         is_busy: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`limit_s`: time for an answer; None: unlimited. `pause_s`: from an answer to the next question. `is_busy()`: True to ask nothing
-        now."""
+        """`limit_s`: time for an answer; None: unlimited. `pause_s`: pause between an answer and the next question. `is_busy()`: ask
+        nothing while true."""
         self.waited_s = 0.0
         self._silence = Silence(lambda: asyncio.get_running_loop().time())
         self._ask = ask
@@ -59,7 +59,7 @@ class Heartbeat:
         return self._limit_s
 
     async def until_silent(self) -> float:
-        """Wait until an answer takes too long; returns the limit. Raises what a question raises."""
+        """Wait until an answer exceeds the limit; returns the limit. Exceptions of a question are passed on."""
         self.listen(0.0)
         while True:
             if not self._is_busy():

@@ -72,7 +72,7 @@ class Pending(Generic[T]):
         return self._collect([call.value for call in self.calls])
 
     def answer(self) -> T | None:
-        """Result if it is ready; otherwise None. A rank that raised ends its cluster, as in `result`; a death is left to the next wait."""
+        """Result if it is ready; otherwise None. If a rank raised, its cluster ends, as in `result`; a death is left to the next wait."""
         waiting = {cast(ray.ObjectRef, call.ref): call for call in self.calls if not call.done}
         ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=0, fetch_local=False) if waiting else ([], [])
         for ref in ready:
@@ -108,9 +108,9 @@ def first_done(pendings: Sequence[Pending[T]]) -> list[Pending[T]]:
 
 
 def nobody_is_left(group: RankGroup) -> NoReturn:
-    """Raise the failure of a group whose ranks, which die alone, are all dead.
+    """Raise the failure of a group of independent ranks that are all dead.
 
-    A worker that owns these ranks as a fleet knows the cause best: if it ends in time, its failure is raised instead.
+    If a worker owns these ranks as a fleet and ends in time, its failure is raised instead, since it knows the cause best.
     """
     deaths = WATCH.deaths()
     ready, _ = ray.wait(list(deaths), num_returns=1, timeout=BLAME_SECONDS, fetch_local=False) if deaths else ([], [])
@@ -146,7 +146,8 @@ def _wait(
 
 
 def pause(group: RankGroup, rank: int, waits_for: str) -> None:
-    """Wait a moment for something that no call returns; raises what a wait for calls would raise. `waits_for`: of this rank."""
+    """Wait a moment for an event that no call reports; raises what a wait for calls would raise. `waits_for`: what is awaited from this
+    rank, for messages."""
     WATCHDOG.check()
     limit = WATCHDOG.nearest
     if limit is not None and time.monotonic() >= limit.deadline:
@@ -188,7 +189,7 @@ def _report_deaths(dead: Sequence[tuple[RankGroup, int]]) -> None:
 
 
 def _blame(call: Call, error: Exception, unanswered: Sequence[int]) -> NoReturn:
-    """Raise the failure of the rank that caused the error. A broken collective points to a dead or stuck rank elsewhere."""
+    """Raise the failure of the rank that caused the error: a broken collective is reported by other ranks than the dead or stuck one."""
     group = call.group
     if not may_be_aftermath(error) or not group.deaths:
         _fail(group, call.rank, call.phase, error)
@@ -209,7 +210,7 @@ def _end(group: RankGroup, failure: RankFailed) -> NoReturn:
 
 
 def _fail_dead(group: RankGroup, rank: int, phase: str) -> NoReturn:
-    """Raise the failure of a dead rank or, if it ended because its fleet is down, of the member whose loss ended the fleet."""
+    """Raise the failure of a dead rank. If it ended because its fleet had no member left, name the member whose loss caused that."""
     error = _death_of(group, rank)
     down = error.cause if isinstance(error, RayTaskError) else None
     if isinstance(down, FleetDown):

@@ -1,7 +1,8 @@
-"""Placement of workers on devices. Device numbers count over the cluster's nodes; roles with the same number share the device.
+"""Placement of workers on devices.
 
-A device is a GPU or, on a cluster without GPUs, a share of a core, so that two cores can host every role. One placement group holds all
-devices: a run gets all or none. With `placement.nodes` each device lies on its configured node; otherwise Ray packs them.
+Device numbers count over the cluster's nodes; roles with the same number share the device. A device is a GPU or, without GPUs, a share of a
+core, so that two cores can host every role. One placement group holds all devices: a run gets all or none. With `placement.nodes` each
+device is on its configured node; otherwise Ray packs them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ SMALLEST_SLOT = 0.01
 CHOOSE_AGAIN_S = 10.0
 """Seconds to wait for devices that seemed free before trying other nodes."""
 USABLE_SHARE = 0.9
-"""Share of a node's cores used for devices; services without a device use the rest."""
+"""Share of a node's cores for devices; services without a device use the rest."""
 
 
 class PlacementTimeout(TimeoutError):
@@ -178,7 +179,7 @@ def _on_nodes(wanted: _Wanted, layout: PlacementConfig) -> tuple[PlacementGroup,
 
 
 def _nodes_of_the_run(wanted: _Wanted, layout: PlacementConfig, counts: Mapping[int, int]) -> dict[int, Node]:
-    """Choose a node for each configured one; waits for missing or busy nodes. `counts`: devices on each."""
+    """Choose a node for each configured one; wait for missing or busy nodes. `counts`: devices on each."""
     assert layout.nodes is not None
     while True:
         nodes, free = _nodes(wanted.kind), _free(wanted.kind)

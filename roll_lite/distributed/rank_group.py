@@ -33,7 +33,7 @@ class Pulse:
         self._silence = Silence()
 
     def listen(self) -> float:
-        """Seconds that the open question has waited while this process listened."""
+        """Seconds that the unanswered question has waited, without time in which this process did not listen."""
         if self._question is None:
             if time.monotonic() >= self._next:
                 self._question, self._silence = self._ask(), Silence()
@@ -117,7 +117,7 @@ class RankGroup:
         self._lost.setdefault(rank, failure_text(error, self.log_file(rank)))
 
     def restart(self, rank: int) -> Any:
-        """Start a successor of a lost rank; it counts as lost until `regain`. Returns the actor."""
+        """Start and return the successor of a lost rank, which counts as lost until `regain`."""
         assert self._make is not None and self._watch is not None and rank in self._lost
         kill_actors([self.actors[rank]], [self.pulses[rank].place])
         self.deaths = {ref: number for ref, number in self.deaths.items() if number != rank}
@@ -158,7 +158,7 @@ class LivenessWatch:
         self.groups: weakref.WeakKeyDictionary[RankGroup, None] = weakref.WeakKeyDictionary()
         """Oldest first. Held weakly: Ray ends actors without handles."""
         self.errand: Callable[[], None] | None = None
-        """Called about once a second by every wait; must not wait itself."""
+        """Called about once a second by every wait; must not block."""
         self._silence_s: float | None = None
         self._listened = self._ran = 0.0
 

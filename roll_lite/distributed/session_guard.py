@@ -1,10 +1,9 @@
 """Guard process: ends the processes and folder of a dead driver's Ray session, and records its death.
 
 Ray's own processes die with their driver, but not all of their children. When the driver dies or reports its end, the guard kills every
-process that has the session's mark in its environment, which children inherit, or open files of the session. It uses only the standard
-library. It has a twin, in case it is killed with the driver; if both are, the next session here cleans up.
-
-Every Ray worker imports this file at its start, for `keep_exit_codes`.
+process that has the session's mark in its environment, which children inherit, or open files of the session. A second guard runs in case
+the first is killed with the driver; if both are, the next session here cleans up. Every Ray worker imports this file at its start, for
+`keep_exit_codes`: it uses only the standard library.
 """
 
 from __future__ import annotations
@@ -65,8 +64,8 @@ def _is_titled_user(process: Path, folder: Path) -> bool:
 
 
 def end_processes(mark: str, folder: Path, grace_s: float) -> None:
-    """Kill the session's processes until several scans find none: a dying process may still start another, and one that starts a program
-    shows an empty environment."""
+    """Kill the session's processes until several scans find none: a dying process may still start another, and a process that is starting a
+    program shows an empty environment."""
     start = time.monotonic()
     unseen = 0
     while unseen < QUIET_SCANS and time.monotonic() - start < PATIENCE_SECONDS:
@@ -82,10 +81,8 @@ def end_processes(mark: str, folder: Path, grace_s: float) -> None:
 
 
 def wait_for_driver(driver: int, folder: Path) -> bool:
-    """Wait for the driver: True if it reported its end, False if it died.
-
-    Returns in two processes, which watch each other too: one may be killed together with the driver.
-    """
+    """Wait for the driver: True if it reported its end, False if it died. Two guard processes run this and watch each other too: one may be
+    killed together with the driver."""
     try:
         handle = os.pidfd_open(driver)
     except ProcessLookupError:

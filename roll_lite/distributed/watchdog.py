@@ -21,7 +21,7 @@ from roll_lite.distributed.liveness import StoppedTime, is_running, name_of
 
 PATROL_SECONDS = 0.5
 STUCK_SECONDS = 15.0
-"""Time for the main thread to act on a passed limit before the watchdog's thread ends the process."""
+"""Time for the main thread to act on a passed limit before the watchdog ends the process."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Watchdog:
 
     @contextmanager
     def patrol(self, give_up: Callable[[str], None]) -> Iterator[None]:
-        """Run the thread, which calls `give_up(cause)`, to end the process, if the main thread is stuck."""
+        """Run the thread. If the main thread is stuck, it calls `give_up(cause)` to end the process."""
         ended = threading.Event()
         main = threading.get_ident()
         thread = threading.Thread(target=self._patrol, args=(ended, main, give_up), name="watchdog", daemon=True)

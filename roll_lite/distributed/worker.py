@@ -93,11 +93,11 @@ class Worker:
     # ------------------------------------------------------------ watch
 
     def until_death(self) -> None:
-        """Never return; the call fails when this process dies."""
+        """Never return: the call fails when this process dies."""
         threading.Event().wait()
 
     def place(self) -> Place:
-        """Place of the process; also the heartbeat's answer."""
+        """Node and pid of the process; also used as heartbeat."""
         return Place.here()
 
     def stacks(self) -> str:
@@ -161,7 +161,7 @@ def use_interface_of(host: str) -> None:
 
 
 def freeze_heap() -> None:
-    """Exclude all present objects from garbage collection: with an engine loaded, a full one takes a quarter of a second."""
+    """Exclude all existing objects from garbage collection: with an engine loaded, a full collection takes a quarter of a second."""
     gc.collect()
     gc.freeze()
 

@@ -1,8 +1,9 @@
-"""Watch over the weights that sample: engine and trainer must give the same tokens the same log-probs, in every step.
+"""Check that engine and trainer give the same tokens the same log-probs, in every step.
 
-If they read a model differently (config.json, a tied head, an engine argument), or an engine misses part of an update, a run trains without
-error on another policy's samples. The mismatch is measured in a forward pass that runs anyway. Samples are compared by engine and by the
-weight versions that sampled them: with the trainer's current version only rounding makes a difference, with older ones the updates since.
+If they read a model differently (config.json, a tied head, an engine argument), or an engine misses part of an update, a run would train
+without error on another policy's samples. The mismatch is measured in a forward pass that runs anyway. Samples are compared by engine and
+by the weight versions that sampled them: with the trainer's current version only rounding makes a difference, with older ones the updates
+since.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ If engines are meant to differ that much, raise rollout.max_mismatch; null allow
 UPDATED = """The engine's weights have likely gone wrong in that update; weight_sync.verify: full compares all of them after each one.
 If engines are meant to differ that much, raise rollout.max_mismatch; null allows any difference."""
 FLOOR = {"float32": 1e-3, "bfloat16": 0.03}
-"""Mean difference that is never reported, by the lower precision of the two: the rounding of kernels."""
+"""Mean difference below which nothing is reported, by the lower precision of the two: kernels round differently."""
 STALE_FLOOR = 0.05
-"""The same for samples of older weights."""
+"""FLOOR for samples of older weights."""
 FACTOR, STALE_FACTOR = 5.0, 10.0
-"""Multiples of the usual difference that are reported; that of older weights varies with the size of updates."""
+"""Multiples of the usual difference above which it is reported; with older weights it varies with the size of updates."""
 LEAST_TOKENS = {"float32": 20, "bfloat16": 1000}
-"""Fewest tokens of an engine that are compared, by the same: single tokens differ much in bfloat16."""
+"""Minimum of an engine's tokens to compare, by precision as in FLOOR: single tokens differ much in bfloat16."""
 STEPS, REMEMBERED = 5, 50
-"""Fewest and most earlier steps for the median that counts as usual."""
+"""Minimum and maximum of earlier steps whose median counts as usual."""
 Age = tuple[int, int]
 """How many versions ago a sample's oldest and newest token were sampled."""
 CURRENT = (0, 0)
@@ -111,7 +112,6 @@ class Agreement:
                 self._compare(version, age, engines, self._bound)
 
     def _places(self, version: int, rows: DataProto, sums: SampleSums) -> dict[tuple[int, Age], tuple[float, int]]:
-        """Sums by engine and age."""
         places: dict[tuple[int, Age], tuple[float, int]] = {}
         engines, newest = (rows.tensor(name).tolist() if name in rows else [-1] * len(rows) for name in ("engine", "max_version"))
         samples, oldest = rows.tensor("sample").tolist(), rows.tensor("min_version").tolist()

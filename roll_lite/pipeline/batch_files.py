@@ -36,14 +36,14 @@ WHOLE_VOCABULARY = ("ref_distribution", "old_distribution")
 
 class BatchFiles:
     def __init__(self, config: RunConfig, run_folder: Path, shared: bool = True) -> None:
-        """`shared`: the actor's ranks see the run's folder."""
+        """`shared`: True if the actor's ranks see the run's folder."""
         self._config = config
         self._folder = run_folder
         self._shared = shared
         self.are_written = batches_are_written(config)
 
     def keep_start(self, models: Models) -> None:
-        """Keep start weights: copies of adapters and small models, paths of others."""
+        """Keep the start weights: copies of adapters and small models, paths of other models."""
         if not self.are_written:
             return
         start = self._folder / "start"

@@ -56,7 +56,7 @@ W = TypeVar("W", bound=ModelWorker)
 
 LOCAL_PATIENCE_S = 5.0
 QUIET = {"VLLM_NO_USAGE_STATS": "1", "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-"""Keeps libraries from reporting and fetching; the user's own settings win."""
+"""Keeps libraries from reporting usage and downloading; the user's own settings win."""
 
 
 def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal) -> RLVRPipeline:
@@ -100,7 +100,7 @@ def supervised_rows(config: RunConfig) -> tuple[SupervisedRows | None, list[str]
 
 
 def initialize(models: Sequence[Model[Any]], live: LiveRollouts | None) -> None:
-    """Initialize all workers: in parallel if they stay loaded, one after the other if they offload, since these may share devices."""
+    """Initialize all workers: in parallel if they stay loaded, one after the other if they offload and may share devices."""
     together: list[Pending[Any]] = [model.ranks.start_all(ModelWorker.initialize) for model in models if not model.role.offload]
     if live is not None:
         together += starting(live)

@@ -35,7 +35,7 @@ from roll_lite.workers.model import ModelWorker
 
 EXPORTED = {"actor_train": "model", "critic": "critic"}
 SEEN_WITHIN_S = 60.0
-"""Time for other nodes' files to appear: a network file system may cache for so long that they do not exist."""
+"""Time for other nodes' files to appear: a network file system may cache their absence for so long."""
 FULL = 16 << 20
 """Free bytes below which a disk counts as full."""
 INTERRUPTED_S = 3.0
@@ -95,10 +95,8 @@ class Checkpoints:
 
     @contextmanager
     def finished(self) -> Iterator[None]:
-        """If the block fails, complete a checkpoint in progress, if possible.
-
-        At an interruption, only if all ranks report within INTERRUPTED_S that they have written it.
-        """
+        """If the block fails, complete a checkpoint in progress, if possible. After an interruption, only if all ranks report within
+        INTERRUPTED_S that they have written it."""
         try:
             yield
         except Exception:
@@ -196,8 +194,8 @@ class Checkpoints:
 
 @contextmanager
 def _removed_on_failure(folder: Path) -> Iterator[None]:
-    """Remove a checkpoint that cannot be completed, since a full disk has no room to record the run's end. Name the full disk: libraries
-    report their own consequences of it."""
+    """Remove a checkpoint that cannot be completed: a full disk has no room to record the run's end. Name the full disk in the error, since
+    libraries report only its consequences."""
     try:
         yield
     except Exception as error:
@@ -210,7 +208,7 @@ def _removed_on_failure(folder: Path) -> Iterator[None]:
 
 def expect_files(folder: Path, sizes: Mapping[str, int], role: str) -> None:
     """Wait, at most SEEN_WITHIN_S, until this node sees the files that ranks have written, with exactly these sizes in bytes. RuntimeError
-    if it does not, since the files would be lost, or if `sizes` is empty."""
+    if it does not, or if `sizes` is empty."""
     deadline = time.monotonic() + SEEN_WITHIN_S
     while wrong := [name for name, size in sizes.items() if _size(folder / name) != size]:
         if time.monotonic() >= deadline:

@@ -53,8 +53,8 @@ def is_finished(checkpoint: Path) -> bool:
 
 
 def resumption(folder: Path) -> Resumption:
-    """Choose a checkpoint; ValueError if there is none. `folder`: a checkpoint, or a run, whose newest finished one is taken. A resumed run
-    without checkpoints leads to the one that it resumed from."""
+    """Choose a checkpoint; ValueError if there is none. `folder`: a checkpoint, or a run, whose newest finished one is taken. For a resumed
+    run without checkpoints, the one that it resumed from."""
     if NAME.fullmatch(folder.name) or (folder / STATE_FILE).is_file():
         if is_finished(folder):
             return Resumption(folder, _unlisted(folder))
@@ -77,7 +77,7 @@ def resumption(folder: Path) -> Resumption:
 
 
 def _no_checkpoints(folder: Path) -> str:
-    """Message: the folder is no run's, or the run wrote no checkpoints, or ended before the first."""
+    """Message: the folder is not a run, or the run wrote no checkpoint, or ended before the first."""
     every = checkpoint_setting(folder, "every")
     if not isinstance(every, int):
         return f"{folder} is no checkpoint (no {STATE_FILE}) and no run with finished checkpoints (no {FOLDER}/step_*)"
@@ -258,8 +258,8 @@ def resumption_notes(config: RunConfig) -> list[str]:
 
 
 def _reference_notes(config: RunConfig, state: Mapping[str, Any]) -> Iterator[str]:
-    """Note that KL is measured against other weights than before: a checkpoint does not hold a fixed reference. Not with adapters: there
-    model.path must hold the same weights."""
+    """Notes that KL is measured against other weights than before: a checkpoint does not contain a fixed reference. None with adapters:
+    there model.path must have the same weights."""
     if not trains(config) or not uses_reference(config) or follows_actor(config.reference):
         return
     now, made, had = config.model.path.resolve(), _saved(state, "model"), _saved(state, "reference")

@@ -178,7 +178,7 @@ def lengths(batch: Batch) -> torch.Tensor:
 
 
 def states(phase: Phase) -> tuple[StateGroup, ...]:
-    """State groups loaded in this phase; the table gives all roles but the engines the same ones, except in `generate`."""
+    """State groups loaded in this phase: the same for all roles but the engines. Not for `generate`, where roles differ."""
     (parts,) = {parts for role, parts in PHASES[phase].parts.items() if role != "actor_infer"}
     return tuple(StateGroup(part) for part in parts)
 
@@ -207,7 +207,7 @@ def loaded(role: Movable, parts: Sequence[Any], beside: Sequence[tuple[Movable, 
 
 
 def take_turns(turns: Sequence[DeviceTurn[R]], parts: Sequence[Any]) -> list[R]:
-    """Results of all turns, in order. A turn starts when no other role is loaded on its devices."""
+    """Run all turns; returns their results in order. A turn starts when no other role is loaded on its devices."""
     waiting = list(range(len(turns)))
     present: dict[int, Generator[Pending[Any], Any, R]] = {}
     pending: dict[int, Pending[Any]] = {}

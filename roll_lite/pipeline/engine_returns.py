@@ -24,17 +24,15 @@ BUDGET_SECONDS = 3600.0
 
 @dataclass
 class _Start:
-    """A successor on its way. `started`: the call that starts its engine."""
+    """A starting successor. `started`: the call that starts its engine."""
 
     started: ray.ObjectRef
     is_ready: bool = False
 
 
 class EngineReturns:
-    """Replaces lost engines. A successor is `ready` once started, a newcomer from `take` to `hand_over`, and gets the weights meanwhile.
-
-    With `offload: true` engines start only while the driver waits for rollouts, when they have the devices.
-    """
+    """Replaces lost engines. A successor is `ready` once started. From `take` to `hand_over`, while it gets the weights, it is a newcomer.
+    With `offload: true` engines start only while the driver waits for rollouts, when they have the devices."""
 
     def __init__(self, engines: Engines, rollouts: Cluster[RolloutWorker], restarts: int, journal: Journal) -> None:
         """`restarts`: maximum of each engine within BUDGET_SECONDS."""
@@ -82,7 +80,7 @@ class EngineReturns:
                 self._restart(engine, failure or cause)
 
     def may_serve(self) -> bool:
-        """True if successors are ready and may get the weights now: on shared devices, only if the step waits for them."""
+        """True if successors are ready and may get the weights now: on shared devices, only if no engine is left."""
         self.tend()
         ready = any(start.is_ready for start in self._starts.values())
         return ready and (not self._engines.offloads or not self.replicas.left)
@@ -98,7 +96,7 @@ class EngineReturns:
                 self.replicas.start_each_own(InferWorker.offload, {engine: parts}).result()
 
     def living(self, parts: Sequence[EngineMemory]) -> list[int]:
-        """Living engines; waits for a successor if none is left, and offloads these parts of it, if engines offload."""
+        """Living engines. If none is left, wait for a successor and, if engines offload, offload these parts of it."""
         while not (left := self.replicas.left):
             self.tend()
             pause(self._group, next(iter(self._starts), 0), "the start of its successor")
@@ -106,7 +104,7 @@ class EngineReturns:
         return left
 
     def settle(self) -> None:
-        """Wait for starting successors that share devices, and offload them: other roles come next."""
+        """Wait for starting successors that share devices, and offload them before other roles load."""
         while self._engines.offloads and any(not start.is_ready for start in self._starts.values()):
             pause(self._group, next(iter(self._starts)), "the start of its successor")
             self.tend()

@@ -71,7 +71,7 @@ class Journal:
         self._new_losses = 0
         """Engines lost since the last batch."""
         self._told: dict[tuple[str, str], tuple[int, str]] = {}
-        """(times reported, first full text), by place and by text without its numbers: texts that differ only in numbers count as one."""
+        """(number of reports, first full text), by place and by text without its numbers."""
         self._picture = LivePicture(self._draw)
         self._current = 0
         self._shaped: DataProto | None = None
@@ -172,7 +172,7 @@ class Journal:
         add("rollout/tokens_per_second", stats.response_tokens, stats.wall_s)
 
     def _tell_failures(self, stats: RolloutStats, of: str = "") -> None:
-        """Report failures and retries, a line per domain: their text is arbitrary and cannot name a metric."""
+        """Log failures and retries, a line per domain: their text is arbitrary and cannot name a metric."""
         for name, domain in stats.domains.items():
             if domain.failures:
                 self._tell_once(f"{of}domain {name}", f"{domain.failed} sample(s) failed for good, {commonest(domain.failures)}")
@@ -181,7 +181,7 @@ class Journal:
                 self._tell_once(f"{of}domain {name}", attempts)
 
     def _tell_once(self, place: str, text: str) -> None:
-        """Report a text the 1st, 10th, 100th, ... time; texts that differ only in numbers are one. `close` reports the counts."""
+        """Report a text the 1st, 10th, 100th, ... time; texts that differ only in numbers count as one. `close` reports the totals."""
         key = (place, NUMBER.sub("", text))
         times, first = self._told.get(key, (0, text))
         times += 1

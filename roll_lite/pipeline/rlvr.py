@@ -267,7 +267,7 @@ class RLVRPipeline:
 
     @property
     def remembering(self) -> dict[str, RewardShaping | KlController | SkippedUpdates | Agreement | SupervisedRows]:
-        """Driver state in a checkpoint, besides the counts."""
+        """Further driver state in a checkpoint, besides the counts."""
         of_ptx = {} if self.ptx is None else {"ptx": self.ptx}
         return {
             "shaping": self.shaping,

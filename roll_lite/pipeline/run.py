@@ -72,8 +72,8 @@ def announce(config: RunConfig, journal: Journal) -> None:
 
 
 class Interruption:
-    """Lets SIGTERM, and SIGHUP of a closed terminal, end a run like Ctrl-C; nohup stays in force. Until the end is recorded only the first
-    signal counts, since closing terminals send several."""
+    """Lets SIGTERM, and SIGHUP of a closed terminal, end a run like Ctrl-C; nohup is respected. Only the first signal counts until the end
+    is recorded, since closing terminals send several."""
 
     def __init__(self) -> None:
         self._is_deaf = False
@@ -94,14 +94,14 @@ class Interruption:
 
     @contextmanager
     def ignored(self) -> Iterator[None]:
-        """Ignore signals inside the block, which records the run's end; a later one cuts the clean-up short."""
+        """Ignore signals inside the block, which records the run's end; later ones interrupt the clean-up."""
         self._is_deaf = True
         yield
         self._is_deaf = False
 
 
 class RunEnd:
-    """End of a run; the first cause counts, later ones belong to the clean-up."""
+    """End of a run. The first cause counts; later ones come from the clean-up."""
 
     def __init__(self, journal: Journal, interruption: Interruption) -> None:
         self.code = COMPLETED
@@ -125,7 +125,7 @@ class RunEnd:
                 self._close("completed", COMPLETED)
 
     def give_up(self, cause: str) -> None:
-        """End the process from another thread, since the main one hangs; the Ray session's guard cleans up."""
+        """End the process from another thread because the main one hangs; the Ray session's guard cleans up."""
         try:
             self._fail(RuntimeError(cause))
         finally:

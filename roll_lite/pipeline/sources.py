@@ -34,7 +34,7 @@ HeldOut = tuple[DataProto, RolloutStats]
 
 
 class BatchSource(ABC):
-    """Source of batches. The defaults are those of one that has no engines and keeps no state."""
+    """Source of batches. The defaults suit a source without engines and state."""
 
     def loaded(self, phase: Phase, version: int) -> AbstractContextManager[None]:
         """Load the engine parts of the phase inside the block. `version`: of the actor's weights; if it is still to be sent, the trainer's
@@ -193,7 +193,7 @@ class Validations:
         self._running: RunningValidation | None = None
 
     def begin(self, step: int, version: int) -> None:
-        """Start a validation; wait for it unless further steps run beside generation. `version`: of the trainer's weights."""
+        """Start a validation; wait for it unless training continues meanwhile. `version`: of the trainer's weights."""
         assert self._running is None
         config = self._config
         sampling = {name: held_out_sampling(config, domain) for name, domain in config.domains.items()}

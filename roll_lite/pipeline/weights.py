@@ -25,7 +25,7 @@ from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.rollout import RolloutWorker
 
 LOSS_SECONDS = 5.0
-"""Time to look for a lost engine after another one failed, perhaps because it read from the lost one."""
+"""Time to look for a lost engine after another one failed, which may have been reading from it."""
 
 
 class WeightSync:
@@ -55,7 +55,7 @@ class WeightSync:
         self._interrupts: TCPStore | None = None
         self._epoch = 0
         self._plan: TransferPlan | None = None
-        """Plan by which engines are connected; None: they must connect."""
+        """Plan by which engines are connected; None if they must connect."""
         self._version: int | None = None
         """Version last sent; None before the first `push`, which sends even the start weights."""
 

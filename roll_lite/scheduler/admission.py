@@ -15,7 +15,7 @@ from roll_lite.scheduler.supply import Pacing
 
 
 class Admission:
-    """Starts as many prompts as the supply, the engines' queues and the rewards' queues allow, in the proportions of the mix."""
+    """Starts prompts in the proportions of the mix, as many as the supply, the engines' queues and the rewards' queues allow."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class Admission:
         self.plan = BatchPlan({name: one.share for name, one in domains.items()}, {name: one.least for name, one in domains.items()})
         self.asked = self.handed_out = self._resumed_at = 0
         self.announced, self._announced_tokens = 0, 0.0
-        """Requests of groups that have just started, which the router does not count yet."""
+        """Requests of groups just started, which the router does not count yet."""
         self._domains, self._schedulers = domains, schedulers
         self._router = router
         self._recorder = recorder
@@ -38,7 +38,7 @@ class Admission:
         self._batches = batches
         self._loop = asyncio.get_running_loop()
         self._behind: set[str] = set()
-        """Domains whose rewards lag: they start nothing for later batches."""
+        """Domains whose rewards lag: they start no prompts for later batches."""
         self._looked = 0.0
 
     def admit(self) -> None:
@@ -69,7 +69,7 @@ class Admission:
                     room[name] -= self._domains[name].group_size
 
     def _announce(self, name: str) -> None:
-        """Count a new group's requests until its tasks have run and the router counts them."""
+        """Count a new group's requests until the router does."""
         domain = self._domains[name]
         requests = domain.group_size
         tokens = requests * self._router.expected_tokens(name, domain.sampling.max_tokens)
@@ -92,16 +92,16 @@ class Admission:
         return self.plan.exhausted
 
     def is_due(self, domain: str) -> bool:
-        """True if a batch already asked for still lacks a prompt of this domain."""
+        """True if a requested batch still lacks a prompt of this domain."""
         return self.plan.has_open(domain, self._due_places()) and not self._schedulers[domain].exhausted
 
     def oldest_at_next_turn(self, domain: str) -> int:
-        """Earliest admission (in batches asked for) that may still train in the next batch with this domain."""
+        """Earliest admission, in batches asked for, that is not too old for the next batch with this domain."""
         most = self._pacing.supply.max_staleness
         return self.asked + self.plan.turns_until(domain, most) - most
 
     def _has_enough(self, domain: str) -> bool:
-        """True if finished groups fill the next batch and two more, so that new ones would only grow stale."""
+        """True if finished groups fill the next batch and two more: new ones would only grow stale."""
         return self._schedulers[domain].finished >= 3 * self._of_a_batch(self._domains[domain])
 
     def _most_places(self) -> int:
@@ -117,12 +117,9 @@ class Admission:
     # ------------------------------------------------------------ rewards that lag
 
     def _room_in_rewards(self) -> dict[str, float]:
-        """Samples of each domain that may start for later batches.
-
-        At most one batch of samples may wait for scores, beyond those being scored: more would grow stale while engines could serve other
-        domains. Prompts of batches already asked for always start, so every batch completes. Supplies that make whole batches need no
-        bound.
-        """
+        """Number of samples that each domain may start for later batches. At most one batch of samples may wait for scores: more would grow
+        stale while engines could serve other domains. Prompts of batches already asked for always start, so every batch completes. Supplies
+        that make whole batches need no bound."""
         if self._pacing.supply.whole_batches:
             return dict.fromkeys(self._domains, inf)
         groups = {name: self._of_a_batch(one) * one.group_size for name, one in self._domains.items()}
@@ -132,7 +129,7 @@ class Admission:
         return max(1, domain.least, ceil(self.plan.shares.get(domain.name, 0.0) * self.plan.size))
 
     def _note_behind(self, behind: set[str]) -> None:
-        """Add the time since the last call to the domains that have lagged since."""
+        """Add the time since the last call to the domains whose rewards have lagged since then."""
         if self._behind or behind:
             now = self._loop.time()
             for name in self._behind:

@@ -49,7 +49,7 @@ class EngineChoice:
         # many loads at once, are applied at the next choice.
         self._heap: list[tuple[float, int, EngineLoad]] = []
         self._reported: set[EngineLoad] = set()
-        """Engines with outdated heap entries."""
+        """Engines whose heap entries are outdated."""
         self._numbers = itertools.count()
         self.serving = 0
         self._tokens = 0.0
@@ -70,7 +70,7 @@ class EngineChoice:
         return engine
 
     def takes(self, tokens: float) -> float:
-        """Number of requests with this many tokens that all engines together take."""
+        """Number of requests of this many tokens that all engines together can take."""
         by_requests = inf if self._most_requests is None else self._most_requests * self.serving
         return by_requests if self._most_tokens is None else min(by_requests, self._most_tokens * self.serving / max(1.0, tokens))
 
@@ -85,8 +85,8 @@ class EngineChoice:
             heapq.heapify(self._heap)
 
     def choose(self, prefix: str, shared_tokens: int, own_tokens: float) -> tuple[EngineLoad, float] | None:
-        """Engine, and the tokens that the request adds to its load; None if all are full. `prefix`: name of the first `shared_tokens`,
-        which other requests share."""
+        """Choose an engine; returns it and the load in tokens that the request adds, or None if all are full. `prefix`: name of the first
+        `shared_tokens`, which other requests share."""
         best, cost = self._least(), shared_tokens + own_tokens
         for holder in self._prefixes.get(prefix, ()):
             # An engine that has the prefix cached wins, unless it is busier by more than what the prefill costs elsewhere.

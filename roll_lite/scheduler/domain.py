@@ -17,9 +17,9 @@ from roll_lite.scheduler.runner import RewardClient, SampleRunner
 from roll_lite.scheduler.stats import SURPLUS, UNFINISHED, Recorder, commonest, loss_of
 
 LEAST_LOSSES = 8
-"""A run ends if this many prompts in a row are lost, or 3 times the domain's places in a batch if that is more."""
+"""The run fails if this many prompts in a row are lost, or 3 times the domain's places in a batch if that is more."""
 LONGER, MOST_LOST = 4, 7 / 8
-"""A run also ends if the share MOST_LOST of LONGER times as many prompts is lost."""
+"""The run also fails if the share MOST_LOST of LONGER times as many prompts is lost."""
 
 
 class DomainFailed(RuntimeError):
@@ -54,7 +54,7 @@ class Domain:
     epochs: int | None = None
     """Passes over the prompts; None: endless."""
     least: int = 0
-    """Minimum of groups in each batch, whatever the share."""
+    """Minimum number of groups in each batch, whatever the share."""
 
     @property
     def group_size(self) -> int:
@@ -63,7 +63,7 @@ class Domain:
 
 @dataclass
 class Counts:
-    """Numbers of prompts over the run. An admitted one is in flight, or has ended in exactly one of the other ways."""
+    """Numbers of prompts over the run. An admitted prompt is in flight or counted in exactly one of the other fields."""
 
     admitted: int = 0
     delivered: int = 0
@@ -84,7 +84,7 @@ class _Live:
     row: tuple[int, int]
     """Epoch and row number of its prompt."""
     admitted: int
-    """Batches asked for at its admission (Admission.asked): the clock of staleness."""
+    """Batches asked for at its admission; staleness is counted from here."""
     samples: asyncio.Future[list[Sample]] | None = None
     group: SampleGroup | None = None
 
@@ -110,7 +110,7 @@ class DomainScheduler:
         self.counts = Counts()
         self.epoch = 0
         self.owed = 0
-        """Batch places whose groups ended undelivered: each needs another prompt."""
+        """Batch places whose groups ended undelivered, so that each needs another prompt."""
         self._domain = domain
         self._runner = runner
         self._recorder = recorder
@@ -123,7 +123,7 @@ class DomainScheduler:
         self._ends: deque[str | None] = deque(maxlen=LONGER * LEAST_LOSSES)
         """Causes of loss of the latest groups, None for those not lost; stale groups are not counted."""
         self._given_up = 0
-        """Places of coming batches that stay empty, since their groups were filtered."""
+        """Places of coming batches that stay empty because their groups were filtered."""
         self._tries_left = 0
         """Groups that may still be filtered and replaced."""
         self._waits_for: int | None = None
@@ -261,10 +261,10 @@ class DomainScheduler:
             )
 
     def take(self, count: int, oldest_next: int) -> list[SampleGroup] | None:
-        """The next batch's `count` groups in the order of admission; None if they are not ready.
+        """Take the next batch's `count` groups in the order of admission; None if they are not ready.
 
-        Groups admitted before `oldest_next` come first, and the batch waits for them: they would be too old for the domain's next turn,
-        and which of them train must not depend on their length. The oldest finished groups fill the rest.
+        Groups admitted before `oldest_next` come first, and the batch waits for them: they would be too old for the domain's next batch,
+        and selection must not depend on their length. The oldest finished groups fill the rest.
         """
         if self._waits_for is not None and self._waits_for in self._running:
             return None
@@ -287,7 +287,7 @@ class DomainScheduler:
         return groups
 
     def certain(self, count: int) -> list[SampleGroup]:
-        """Groups that the next batch of `count` will surely contain: finished, and among the `count` oldest of all."""
+        """Finished groups that the next batch of `count` will surely contain: they are among the `count` oldest of all."""
         oldest = sorted([*self._running, *self._finished])[:count]
         return [group for number in oldest if number in self._finished and (group := self._finished[number].group) is not None]
 
@@ -331,7 +331,7 @@ def is_cancelled(samples: asyncio.Future[list[Sample]]) -> bool:
 
 
 def ended(group: SampleGroup, outcome: SampleOutcome, cause: str) -> SampleGroup:
-    """Copy of a group in which accepted samples, but not the baseline, have this outcome, with the cause as `failure`."""
+    """Copy of a group whose accepted samples, except the baseline, get this outcome, with the cause as `failure`."""
     samples = [replace(one, outcome=outcome, failure=cause) if one.outcome is SampleOutcome.ACCEPTED else one for one in group.samples]
     return replace(group, samples=tuple(samples))
 

@@ -1,4 +1,4 @@
-"""Engines as the router sees them: the router gets a future per request, the engine batches of requests.
+"""Clients of engines. The router gets a future per request; the engine gets requests in batches.
 
 A remote call costs about as much as a short sample on a small model. So the requests of one event-loop turn travel together, and one call
 returns everything that finished since the last one.
@@ -17,7 +17,7 @@ from roll_lite.data.samples import FinishReason, GenerationRequest, TokenRow, Tu
 
 
 class EngineLost(Exception):
-    """An engine died with a request in flight. Another can start the request again, or continue it from `partial`, the tokens handed out so
+    """An engine died with a request in flight. Another engine can restart the request, or continue from `partial`, the tokens reported so
     far."""
 
     def __init__(self, engine: str, cause: str, partial: Turn | None = None) -> None:
@@ -38,12 +38,13 @@ class Asked:
     def ask(self, request: GenerationRequest) -> None:
         self.request = request
         self.answer: asyncio.Future[Turn | None] = asyncio.get_running_loop().create_future()
-        """Response, with `error` set if the request failed; EngineLost if the engine died. None: it did not answer an abort."""
+        """Response, with `error` set if the request failed. None if the engine did not answer an abort. Raises EngineLost if the engine
+        died."""
         self.parts: list[Turn] = []
-        """Parts of the response, used if the engine dies before the rest."""
+        """Parts of the response so far, used if the engine dies."""
 
     def generated(self, tokens: int) -> None:
-        """Note progress, in response tokens so far: called when the engine begins, and every few seconds."""
+        """Record the number of response tokens so far. Called when the engine begins, and every few seconds."""
 
 
 class EngineClient(Protocol):
@@ -62,7 +63,7 @@ class EngineClient(Protocol):
 class Collected:
     turns: list[Turn]
     generated: Mapping[str, int] = field(default_factory=dict)
-    """Tokens of unfinished responses by request id, at the start of a request and every few seconds."""
+    """Response tokens so far of unfinished requests, by id; reported at a request's start and every few seconds."""
     dead: str | None = None
     """Cause of the engine's death; its unanswered requests are lost."""
     blocks_waiting: int = 0
@@ -100,7 +101,7 @@ class BatchedEngine(ABC):
 
     @abstractmethod
     async def _joined(self, request: GenerationRequest, parts: Sequence[TokenRow]) -> TokenRow:
-        """Row with the request's context, prompt and `parts` of its response. ConnectionError if any of them is lost."""
+        """Fetch a row with the request's context, its prompt and `parts` of its response. ConnectionError if any of them is lost."""
 
     @abstractmethod
     async def _abort(self, request_ids: list[str]) -> None: ...

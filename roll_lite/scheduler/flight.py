@@ -1,4 +1,4 @@
-"""Requests in flight: the engines that each goes through, its time limit, its load."""
+"""A request's way through the engines: its time limit and its load."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from roll_lite.scheduler.choice import EngineChoice, EngineLoad
 from roll_lite.scheduler.engines import Asked, EngineLost
 
 PRIOR_RESPONSES = 8
-"""Number of responses of max_tokens tokens assumed at the start, because short ones finish first."""
+"""Number of full-length responses assumed at the start, because short ones finish first."""
 RESPONSES_REMEMBERED = 512
-"""Only this many latest lengths count, since they drift during training."""
+"""Number of latest lengths that count; lengths drift during training."""
 REFRESH = 16
 """Lengths are sorted again when 1/REFRESH of them are new."""
 CLOCK_S = 1e-6
@@ -56,7 +56,7 @@ class ExpectedLength:
 
 
 def joined(before: Turn | None, turn: Turn) -> Turn:
-    """Join a response's parts: of an interrupted request and of its continuation."""
+    """Join the response of an interrupted request and that of its continuation."""
     if before is None:
         return turn
     shifted = tuple(VersionSpan(before.length + span.start, span.version) for span in turn.versions)
@@ -95,7 +95,7 @@ class EngineClock:
 
 
 class Flight(Asked):
-    """A request on its way, over all engines that work on it."""
+    """A request, over all engines that work on it."""
 
     __slots__ = (
         "_choice",
@@ -125,7 +125,7 @@ class Flight(Asked):
     engine: EngineLoad
     cost: float
     place: asyncio.Future[None]
-    """Done when a waiting request has got an engine."""
+    """Done when a waiting request has been assigned to an engine."""
 
     def __init__(
         self, domain: str, first: GenerationRequest, expected: ExpectedLength, timeout_s: float, choice: EngineChoice, clock: EngineClock
@@ -153,15 +153,12 @@ class Flight(Asked):
 
     @property
     def own_tokens(self) -> int:
-        """Tokens to prefill besides the shared ones: a later turn's prompt, and the response so far."""
+        """Tokens to prefill, apart from the shared ones: a later turn's prompt, and the response so far."""
         new = len(self.first.prompt_ids) if self.first.context is not None else 0
         return new + (self.so_far.length if self.so_far is not None else 0)
 
     def left(self, generated: int = 0) -> float:
-        """Load on the engine after `generated` tokens there: the response tokens still expected.
-
-        The prompt counts only before its prefill, in `cost`.
-        """
+        """Response tokens still expected after `generated` tokens. The prompt counts only until its prefill, in `cost`."""
         done = generated + (self.so_far.length if self.so_far is not None else 0)
         return max(1.0, min(self.expected.left(done), self.first.sampling.max_tokens - done))
 
@@ -199,7 +196,8 @@ class Flight(Asked):
         self._report(self.cost - left, tokens + left - self._length)
 
     def _report(self, done: float, grown: float) -> None:
-        """`done`: load finished since the request was sent to this engine; `grown`: change of the expected length since then."""
+        """Report progress to the engine's load. `done`: load finished since the request was sent to this engine; `grown`: change of the
+        expected length since then."""
         done += grown
         self._choice.report(self.engine, done - self._done, grown - self._grown)
         self._done, self._grown = done, grown
@@ -213,7 +211,8 @@ class Flight(Asked):
             self._look()
 
     def _look(self) -> None:
-        """Abort a request that has used up its time since its start or, before its start, if its engine was idle for a whole time limit."""
+        """Abort a request whose time since its start is up. If it has not started, abort it if its engine was idle for a whole time
+        limit."""
         now = self._clock.time()
         if self.begun:
             used = self._generating_s + now - self._since

@@ -1,4 +1,4 @@
-"""The mix: how many groups of a batch each domain gets, and how many prompts of a domain each file. Shares are exact over a run."""
+"""The mix: number of groups per domain in a batch, and of prompts per file in a domain. Shares are exact over a run."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from roll_lite.data.prompts import PromptOrder
 
 
 class DomainMix:
-    """Apportions places by Tijdeman's rule: after any number of places, cut into batches in any way, every domain's count differs from
-    share * places by less than one."""
+    """Assigns batch places to domains by Tijdeman's rule: after any number of places, every domain's count differs from share * places by
+    less than one."""
 
     def __init__(self, shares: Mapping[str, float]) -> None:
         # Through the decimal text, so that 0.1 means one tenth.
@@ -95,7 +95,7 @@ class BatchPlan:
         self._least = {name: count for name, count in (least or {}).items() if count}
         self._handed_out = self._mix.state_dict()
         self._open: dict[str, deque[int]] = {name: deque() for name in shares}
-        """Numbers, over all batches, of planned places without an admitted prompt, by domain."""
+        """Planned places without an admitted prompt, by domain; places are numbered over all batches."""
         self._places = 0
         self._planned: deque[_Batch] = deque()
         self.charged = 0
@@ -130,7 +130,7 @@ class BatchPlan:
         return {name: given[name] for name in self._names}
 
     def turns_until(self, domain: str, most: int) -> int:
-        """Batches until one with this domain, at most `most` + 1."""
+        """Number of batches until one with this domain, at most `most` + 1."""
         while len(self._planned) < most and not self.exhausted and not any(domain in batch.places for batch in self._planned):
             self._plan()
         return next((turn for turn, batch in enumerate(self._planned, 1) if domain in batch.places), most + 1)

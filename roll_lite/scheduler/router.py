@@ -1,4 +1,4 @@
-"""The router: which engine gets a request, and when. All domains share it, as they share the engines."""
+"""The router: which engine gets a request, and when. All domains share it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from roll_lite.scheduler.flight import EngineClock, ExpectedLength, Flight, join
 NEW_COST = 0.1
 """Weight of the newest request in a domain's average load."""
 READY_SHARE = 0.25
-"""Requests sent to an engine beyond its slots, as a share of them, so that a free slot is filled at once."""
+"""Requests sent to an engine beyond its slots, as a share of the slots: a free slot is then filled at once."""
 DEADLY = 3
-"""Lost engines after which a request is given up: it may have caused the losses."""
+"""A request is given up after losing this many engines: it may have caused the losses."""
 FRUITLESS = 3
 """Aborts in a row without progress after which a request fails."""
 
@@ -28,7 +28,7 @@ class RequestFailed(Exception):
     """Failure of one generation request; another attempt may succeed."""
 
     def __init__(self, cause: str, partial: Turn | None = None, timed_out: bool = False, began: bool = False, final: bool = False) -> None:
-        """`partial`: response so far. `began`: generation has, or may have, started. `final`: no further attempt is allowed."""
+        """`partial`: response so far. `began`: generation may have started. `final`: no further attempt is allowed."""
         super().__init__(cause)
         self.cause = cause
         self.final = final
@@ -44,9 +44,9 @@ class NoEngineLeft(RuntimeError):
 class Router:
     """Sends each request to the least loaded engine; if `deterministic`, by a hash of the request's id and in waves (WaveGate).
 
-    `engine_slots`: most running requests per engine. It and `engine_tokens` limit what is in flight to an engine; the rest waits here. The
-    limit `timeout_s` runs from a request's start in the engine; a request that has not started fails only if its engine is idle for that
-    long. An interrupted or aborted request continues from its tokens.
+    `engine_slots`: most running requests per engine. It and `engine_tokens` limit what is in flight to an engine; other requests wait here.
+    The limit `timeout_s` runs from a request's start in the engine; a request that has not started fails only if its engine is idle for
+    that long. An interrupted or aborted request continues from its tokens.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Router:
         self._waiting = 0
         self._in_flight: dict[str, int] = {}
         self._at_engines: dict[str, EngineLoad] = {}
-        """Engine of each request in flight, by its id there (new after an interruption)."""
+        """Engine of each request in flight, by its current request id, which changes after an interruption."""
         self._held = False
         self._idle = asyncio.Event()
         self._expected: dict[str, ExpectedLength] = {}
@@ -110,7 +110,7 @@ class Router:
             self._go_on_from(flight, turn)
 
     def _go_on_from(self, flight: Flight, turn: Turn) -> None:
-        """Let an aborted request continue if it made progress or requests are held; otherwise count the abort as fruitless."""
+        """Continue an aborted request if it made progress or requests are on hold; otherwise count the abort as fruitless."""
         if turn.length and turn.tokens is not None:
             flight.interrupted(turn)
             flight.fruitless = 0
@@ -123,8 +123,8 @@ class Router:
     # ------------------------------------------------------------ load
 
     def has_room(self, announced: int = 0, tokens: float = 0.0) -> bool:
-        """True if more prompts may be admitted. `announced`: requests, of `tokens` in all, that were admitted but have not arrived here.
-        Few may wait, since staleness counts from admission."""
+        """True if more prompts may be admitted. `announced`: number of admitted requests that have not arrived here, `tokens` in all. Few
+        requests may wait, since staleness counts from admission."""
         if self._held or self._slots is None or self.gate is not None:
             return not self._held
         each = tokens / announced if announced else fmean(self._costs.values()) if self._costs else 0.0
@@ -195,7 +195,7 @@ class Router:
         self.engines.remove(engine)
 
     def engine_lost(self, name: str, cause: str) -> None:
-        """Take out a lost engine, even an idle one: it would be the first choice for new requests."""
+        """Remove a lost engine, even an idle one: otherwise it would be the first choice for new requests."""
         for engine in self.engines:
             if engine.client.name == name:
                 self._take_out(engine, cause)
@@ -211,7 +211,7 @@ class Router:
     # ------------------------------------------------------------ placing
 
     async def _place(self, flight: Flight) -> None:
-        """Choose the engine, waiting for room, and count the request as in flight."""
+        """Wait for room, choose the engine, and count the request as in flight."""
         if self._waiting or self._held or not self._give(flight):
             await self._queue(flight, has_begun=bool(flight.legs) or flight.first.context is not None)
             while self._held or not flight.engine.serves:  # this may have changed since the place was found
@@ -254,7 +254,8 @@ class Router:
             self.on_room()
 
     def _send_waiting(self) -> None:
-        """Send waiting requests, first of the domain with the fewest in flight: long responses of one do not hold up others."""
+        """Send waiting requests, first those of the domain with the fewest in flight: long responses of one domain do not hold up the
+        others."""
         while not self._held and (waiting := [name for name, queue in self._queues.items() if queue]):
             queue = self._queues[min(waiting, key=lambda name: self._in_flight.get(name, 0))]
             flight = queue[0]
@@ -308,11 +309,8 @@ class Router:
 
 
 class WaveGate:
-    """Waves of requests, for deterministic runs.
-
-    A request waits until every live sample waits here or is done; then all leave in one event-loop turn. So an engine gets the same
-    requests together in every run, whatever their timing. Retries form the next wave.
-    """
+    """Waves of requests, for deterministic runs. A request waits until every live sample waits here or is done; then all leave in one
+    event-loop turn. So an engine gets the same requests together in every run, independent of timing. Retries form the next wave."""
 
     def __init__(self) -> None:
         self._members = 0

@@ -101,7 +101,7 @@ Seeds = Callable[[SampleId], int | None]
 
 
 def seeds_from(run_seed: int) -> Seeds:
-    """Seed of each attempt at each sample. The group's number is left out: a prompt started again gets the same samples."""
+    """Seeds for each attempt at each sample. The group's number is not used: a prompt started again gets the same samples."""
 
     def seed(sample: SampleId) -> int:
         return stable_hash(run_seed, sample.domain, sample.prompt_uid, sample.epoch, sample.index, sample.attempt)

@@ -88,7 +88,7 @@ class RolloutService:
         return self._next_group - 1
 
     def _admit_soon(self) -> None:
-        """Admit in the next turn of the event loop, once for all requests that end in this one."""
+        """Admit prompts in the next turn of the event loop, once for all requests that end in this turn."""
         if not self._admits_soon and not self._loop.is_closed():
             self._admits_soon = True
             self._loop.call_soon(self._admit)
@@ -101,7 +101,7 @@ class RolloutService:
             self._validation.start(self._room_for_validation())
 
     def _room_for_validation(self) -> float:
-        """Number of held-out samples that may run: what training leaves, but at least what one more domain would get."""
+        """Number of held-out samples that may run: the capacity that training leaves, but at least the share of one more domain."""
         assert self._validation is not None
         longest = self._validation.longest.items()
         capacity = self._router.takes(max((self._router.expected_tokens(_held_out(name), most) for name, most in longest), default=0.0))
@@ -117,7 +117,7 @@ class RolloutService:
             self._left_out.append(group)
 
     def _break_off(self, error: BaseException) -> None:
-        """Fail `next_batch`, now and later."""
+        """Make this and later calls of `next_batch` fail."""
         self._error = self._error or error
         self._changed.set()
 
@@ -182,7 +182,6 @@ class RolloutService:
             await self._changed.wait()
 
     def finished(self) -> list[SampleGroup]:
-        """Finished groups that will surely be in the current batch."""
         certain = {name: self._schedulers[name].certain(count) for name, count in self._making.items() if name not in self._taken}
         return [group for groups in (self._taken | certain).values() for group in groups]
 
@@ -246,7 +245,7 @@ class RolloutService:
         return RolloutResult(groups, recorder.finish(self._time(), self._version))
 
     def close(self) -> None:
-        """Abort everything in flight; nothing is admitted in its place."""
+        """Abort everything in flight and admit nothing more."""
         closed = RuntimeError("the rollout service is closed")
         self._break_off(closed)
         if self._validation is not None:

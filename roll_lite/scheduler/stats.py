@@ -87,8 +87,8 @@ class RolloutStats:
 
 
 class RunTotals:
-    """Sums over the run by domain, for the domains' shares: scored samples and generated tokens before filters; groups, samples and tokens
-    as delivered in batches."""
+    """Sums over the run, for the domains' shares: samples scored and tokens generated before filters, and delivered groups, samples and
+    tokens."""
 
     TOTALS: ClassVar = (
         ("scored_samples", "scored", "scored_share"),
@@ -184,13 +184,13 @@ class Recorder:
 
 
 def commonest(causes: Counter[str]) -> str:
-    """Commonest cause and its count, on one line of limited length."""
+    """Most common cause and its count, on one line of limited length."""
     cause, count = causes.most_common(1)[0]
     return f"{count} of them: {' '.join(cause.split())[:200]}"
 
 
 def loss_of(group: SampleGroup) -> str | None:
-    """Cause of a group's loss; None if it is not lost. A failed greedy baseline is such a cause: its missing score is no score of 0."""
+    """Cause of a group's loss; None if it is not lost. A failed greedy baseline loses the group: its missing score is not a score of 0."""
     if group.baseline is not None and group.baseline.outcome is SampleOutcome.FAILED:
         return f"greedy baseline: {group.baseline.failure or 'unknown'}"
     if all(sample.outcome is SampleOutcome.FAILED for sample in group.samples):

@@ -88,7 +88,8 @@ class Pacing:
     """Prompts admitted for a batch, as a multiple of its size. Only for the synchronous supply: with others the surplus would be too old at
     every step."""
     engines_rest: bool = False
-    """Engines are offloaded between batches: at an update all responses have been interrupted, since the last batch was complete."""
+    """Engines are offloaded between batches: no response is running at an update, because all were interrupted when the last batch was
+    complete."""
 
 
 SYNCHRONOUS = Pacing()

@@ -67,7 +67,7 @@ class Validation:
 
     @property
     def _with_engines(self) -> float:
-        """Samples at the engines or waiting for a reward worker: both hold back further prompts."""
+        """Number of samples at the engines or waiting for a reward worker."""
         scored_now = (min(self._runners[name].scoring, domain.rewards.capacity) for name, domain in self._domains.items())
         return self._unfinished - sum(scored_now)
 

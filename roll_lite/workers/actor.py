@@ -104,7 +104,8 @@ class ActorWorker(ModelWorker):
         self.strategy.save_adapters(folder)
 
     def train(self, share: TrainShare, kl_coef: float) -> list[Update]:
-        """Train on every mini-batch of every epoch, or until an update has moved the policy too far. `kl_coef`: of the KL in the loss."""
+        """Train on every mini-batch of every epoch; stop early if an update has moved the policy too far. `kl_coef`: coefficient of the KL
+        in the loss."""
         loss = replace(self.loss, kl_coef=kl_coef)
         updates: list[Update] = []
         for update in self._train(share, loss):
@@ -141,7 +142,7 @@ class ActorWorker(ModelWorker):
 
 
 class AdaptedActorWorker(ActorWorker):
-    """Actor that trains adapters, and without them serves as the reference: one more pass instead of another model."""
+    """Actor that trains adapters. Without them it also serves as the reference, at the cost of a forward pass."""
 
     computes: ClassVar[Mapping[str, str]] = {**ReferenceWorker.computes, **ActorWorker.computes}
 
@@ -167,7 +168,7 @@ def transferred(transfer: Callable[[], None]) -> Transferred:
 
 
 def moved_too_far(metrics: Mapping[str, float], limit: float | None) -> bool:
-    """True if the policy's KL, the mean over the update's tokens, exceeds the limit or is NaN. The sums are equal on all ranks, so all stop
+    """True if the policy's KL, averaged over the update's tokens, exceeds the limit or is NaN. The sums are equal on all ranks, so all stop
     together."""
     if limit is None:
         return False

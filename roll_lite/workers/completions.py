@@ -55,11 +55,11 @@ class CompletionPump:
         self._entering: set[str] = set()
         """Requests whose context is being fetched."""
         self._generated: dict[str, int] = {}
-        """Response tokens so far of requests that made progress since the last `collect`."""
+        """Response tokens so far, of requests that made progress since the last `collect`."""
         self._changed = asyncio.Event()
 
     async def submit(self, requests: Sequence[GenerationRequest], frozen: bool) -> None:
-        """Give requests to the engine. `frozen`: the engine starts when it has all of them, so that batches repeat in every run."""
+        """Give requests to the engine. `frozen`: the engine starts only when it has all of them, which makes batches reproducible."""
         self._before |= {request.request_id: [TokenRecord.given(request.prompt_ids)] for request in requests}
         self._entering.update(request.request_id for request in requests)
         prompts = [prompt for request in requests if (prompt := await self._whole_prompt(request)) is not None]
@@ -71,8 +71,8 @@ class CompletionPump:
             await self._strategy.resume()
 
     async def _whole_prompt(self, request: GenerationRequest) -> GenerationRequest | None:
-        """The request with the tokens of its earlier turns (`context`) put before its prompt. If the process that held them has died, the
-        request is answered as failed, and None is returned."""
+        """Return the request with the tokens of its earlier turns (`context`) before its prompt. If the process that held them has died,
+        answer the request as failed and return None."""
         if request.context is None:
             return request
         try:
@@ -130,8 +130,8 @@ class CompletionPump:
         await self._strategy.abort(request_ids)
 
     async def collect(self, max_wait_s: float, most_blocks: int = 1) -> tuple[Collected, list[DataProto]]:
-        """Completions and progress since the last call, with tokens as blocks. Waits for the first completion, and `linger_s` for more;
-        leaves those beyond `most_blocks` to the next call."""
+        """Return completions and progress since the last call, with tokens as blocks. Waits for the first completion, then `linger_s` for
+        more; completions beyond `most_blocks` are left for the next call."""
         if not self._ready and not self._generated and self._strategy.life.failure is None:
             self._changed.clear()
             try:

@@ -1,6 +1,6 @@
-"""Credit assignment on one rank's rows: reward and KL become token rewards, token rewards become advantages; with their metrics.
+"""Credit assignment on one rank's rows, with its metrics: reward and KL become token rewards, token rewards become advantages.
 
-Group baselines and whitening need numbers of the global batch, from an exchange in which every rank takes part, even without rows.
+Group baselines and whitening need the global batch: all ranks, even without rows, exchange numbers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Parts of an engine that spans nodes: an actor on each further node holds its part, and belongs to the engine's InferWorker."""
+"""Parts of an engine that spans nodes: on each further node an actor, which belongs to the engine's InferWorker."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class EngineParts:
         self._start_is_over.set()
 
     def _look_after(self, started: Mapping[ray.ObjectRef, int]) -> None:
-        """Watch the start on a thread: a starting engine may block the event loop, and wait without limit for a dead part."""
+        """Watch the start on a thread: a starting engine may block the event loop, and wait forever for a dead part."""
         pending = list(started)
         while pending and not self._start_is_over.is_set():
             ready, pending = ray.wait(pending, timeout=1.0)

@@ -34,7 +34,7 @@ WATCH_SECONDS = 0.5
 LAST_SECONDS = 2.0
 """Time for a dead engine's clean-up, before its end is reported."""
 PULSE_SECONDS = 2.0
-"""Pause between an answer and the next heartbeat."""
+"""Pause between a heartbeat's answer and the next heartbeat."""
 MOST_BLOCKS = 32
 """Maximum of token blocks returned by one call."""
 POLL_SECONDS = 10.0
@@ -106,10 +106,8 @@ class InferWorker(AsyncWorker):
         await self._pump.submit(requests, frozen)
 
     async def collect(self, most_blocks: int = 1, max_wait_s: float = POLL_SECONDS) -> tuple[Collected | DataProto | None, ...]:
-        """Everything that finished since the last call, then `most_blocks` token blocks, padded with None.
-
-        Returned objects belong to the caller and outlive this process; objects that it put into the store itself would not.
-        """
+        """Return everything that finished since the last call, then `most_blocks` token blocks, padded with None. Ray makes the caller the
+        owner of returned objects, which therefore outlive this process."""
         collected, blocks = await self._pump.collect(max_wait_s, most_blocks)
         return collected, *blocks, *[None] * (most_blocks - len(blocks))
 
@@ -164,17 +162,17 @@ class InferWorker(AsyncWorker):
 
 
 class EngineSeat:
-    """Member of the fleet of engines: an engine and, if it is lost, its successors, which the driver starts."""
+    """Place in the fleet of engines: holds an engine and, after a loss, the successor that the driver started."""
 
     def __init__(self, engine: RemoteEngine) -> None:
         self.name = engine.name
         self.engine = engine
         self.successors: asyncio.Queue[RemoteEngine | MemberLost] = asyncio.Queue()
-        """MemberLost: none comes."""
+        """MemberLost: no successor comes."""
         self._served = False
 
     async def start(self) -> None:
-        """Wait until the driver has started the engine, or has handed over a successor."""
+        """Wait until the driver has started the engine or handed over a successor."""
         if self._served:
             successor = await self.successors.get()
             if isinstance(successor, MemberLost):
@@ -191,7 +189,7 @@ class EngineSeat:
 
 
 class RemoteEngine(BatchedEngine):
-    """Client of an InferWorker. If the worker's process dies, the call for completions fails at once.
+    """Client of an InferWorker. If the worker's process dies, the pending `collect` fails at once.
 
     `silence_s`: time in which it must answer a heartbeat; None: unlimited.
     """
@@ -205,7 +203,6 @@ class RemoteEngine(BatchedEngine):
         """Number of token blocks to request next."""
 
     async def start(self) -> None:
-        """Wait until the driver has started the engine."""
         await self._worker.until_ready.remote()
 
     async def until_lost(self) -> str:
@@ -224,7 +221,7 @@ class RemoteEngine(BatchedEngine):
 
     @property
     def silent_s(self) -> float:
-        """Seconds from the worker's last answer to its loss."""
+        """Seconds between the worker's last answer and its loss."""
         return self._heartbeat.silent_s
 
     def _die(self, cause: str) -> None:
@@ -233,7 +230,7 @@ class RemoteEngine(BatchedEngine):
         super()._die(cause)
 
     def kill(self) -> None:
-        """Kill the worker, even a stopped one, which might come back with old weights."""
+        """Kill the worker, even a stopped one: if it woke up later, it would serve old weights."""
         kill_actors([self._worker], [self._place])
 
     def lost(self, cause: str) -> None:

@@ -133,7 +133,7 @@ class JudgeServer:
 
 
 class JudgeWorker(AsyncWorker):
-    """Keeps one server alive. The run ends if that fails."""
+    """Keeps one server alive. The run ends if it cannot."""
 
     def __init__(self, config: JudgeServerConfig) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Ranks that hold a model behind a train strategy: their base, the reference and the critic; the actor is in actor.py."""
+"""Workers with a model behind a train strategy: base class, reference and critic. The actor is in actor.py."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class ModelRole:
 
 @dataclass(frozen=True)
 class TrainShare:
-    """Part of a step for one data-parallel rank: its rows, and which of them each mini-batch has."""
+    """One data-parallel rank's part of a step: its rows, and the rows of each mini-batch."""
 
     shard: BatchShard
     mini_batches: list[MiniBatch]
@@ -129,7 +129,7 @@ class ModelWorker(Worker):
         self.strategy.load_checkpoint(folder)
 
     def file_records(self, folder: Path, names: Sequence[str]) -> dict[str, FileRecord]:
-        """Sizes and checksums of this rank's share of the files, every world_size-th."""
+        """Sizes and checksums of this rank's share of the files: every world_size-th file."""
         return {name: record(folder / name) for name in names[self.rank :: self.world_size]}
 
     def save_hf(self, folder: Path, average: bool = False) -> dict[str, int]:

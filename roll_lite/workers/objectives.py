@@ -58,7 +58,7 @@ class ActorLoss:
     domains: int = 1
     """Rows without the column domain_number belong to domain 0."""
     given: tuple[str, ...] = field(init=False)
-    """Inputs of GIVEN_TO_LOSSES that the user's loss asks for."""
+    """Those of the optional inputs (GIVEN_TO_LOSSES) that the user's loss asks for."""
     mismatch: RowSums = field(init=False)
     """Receives each sample's difference of engine and trainer."""
     peaks: Peaks = field(init=False)
@@ -264,7 +264,7 @@ USERS_LOSS = "algorithm.policy_loss.function"
 
 
 def given_to(config: PolicyLossConfig) -> tuple[str, ...]:
-    """Inputs of GIVEN_TO_LOSSES that the user's function has parameters for, except those set in the configuration."""
+    """Optional inputs (GIVEN_TO_LOSSES) that the user's function has parameters for, except those set in the configuration."""
     if not isinstance(config, CustomLossConfig):
         return ()
     parameters = list(signature(_users_function(config)).parameters.values())[1:]

@@ -33,7 +33,8 @@ RewardJob = ScoringJob[RewardInput, Score]
 
 
 class RewardWorker:
-    """Synchronous actor, so that reward functions run in the main thread of their process; one `async def` method would move them."""
+    """Synchronous actor, so that reward functions run in the main thread of their process; a single `async def` method would move them to
+    another."""
 
     _scorer: BatchScorer
 
@@ -47,7 +48,7 @@ class RewardWorker:
         return reward.is_async, reward.is_batched, reward.describe()
 
     def score(self, items: dict[int, RewardInput]) -> Scored:
-        """Score items by number. Unfinished ones are returned by a later call."""
+        """Score items, given and returned by number. Unfinished ones are returned by a later call."""
         return self._scorer(items, SLICE_SECONDS)
 
     def place(self) -> Place:
@@ -87,9 +88,9 @@ class PooledWorker:
 class RewardPool(ScoringPool[PooledWorker, RewardInput, Score]):
     """RewardClient over the reward workers of one domain.
 
-    A function that hangs or kills its process fails its own sample and costs a worker, which is replaced; other samples of the call are
-    scored again. A hang in Python is interrupted inside the worker; others (a stopped process, a call into C) end with the process, when
-    `_call` times out. A worker with an async function takes further samples while others run.
+    A function that hangs or kills its process fails its own sample. Its worker is replaced; other samples of the call are scored again. A
+    hang in Python is interrupted inside the worker; other hangs (a stopped process, a call into C) end with the process, when `_call` times
+    out. A worker with an async function takes further samples while others run.
     """
 
     def __init__(self, domain: str, config: RewardConfig) -> None:
@@ -154,7 +155,7 @@ class RewardPool(ScoringPool[PooledWorker, RewardInput, Score]):
     # ------------------------------------------------------------ samples
 
     def _join(self, under_way: dict[int, RewardJob]) -> list[RewardJob]:
-        """Further samples for a busy worker: its share of those waiting; none if one must run alone."""
+        """Further samples for a busy worker: its share of the waiting ones; none if one must run alone."""
         if any(job.alone for job in under_way.values()):
             return []
         return self._next(min(MOST_SAMPLES - len(under_way), math.ceil(len(self._queue) / (self._idle + 1))), joins=True)
@@ -188,7 +189,7 @@ class RewardPool(ScoringPool[PooledWorker, RewardInput, Score]):
         self._seconds_per_sample = seconds if known is None else max(seconds, 0.8 * known + 0.2 * seconds)
 
     def _blame(self, under_way: dict[int, RewardJob], cause: str) -> None:
-        """Handle the samples of a failed call: a single one fails, several are scored again one by one to find the cause."""
+        """Handle the samples of a failed call. A single sample fails; several are scored again one by one to find the cause."""
         jobs = [under_way.pop(number) for number in sorted(under_way, reverse=True)]
         if len(jobs) == 1:
             self._fail(jobs, cause)

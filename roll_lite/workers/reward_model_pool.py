@@ -57,7 +57,7 @@ def copies_of(actors: Sequence[Any], layouts: Sequence[RankLayout]) -> list[Copy
 
 
 def is_gone(error: BaseException) -> bool:
-    """True if the process died, or Ray restarted it and it has no model yet."""
+    """True if the process died, or Ray restarted it and it has not loaded its model yet."""
     return is_death(error) or (isinstance(error, RayTaskError) and isinstance(error.cause, NotInitialized))
 
 
@@ -99,7 +99,7 @@ class Ranks:
         self.guilty = None
 
     async def until_lost(self) -> str:
-        """Wait until a rank is silent or dead, which ends all; returns the cause."""
+        """Wait until a rank is silent or dead, then end all; returns the cause."""
 
         async def ask() -> None:
             if await self._find_places() != self._places:
@@ -114,7 +114,7 @@ class Ranks:
         return list(await asyncio.gather(*(actor.place.remote() for actor in self._actors)))
 
     def kill(self) -> None:
-        """Kill the ranks for a restart. Connected ranks cannot take in a new one, so all restart."""
+        """Kill the ranks for a restart. Connected ranks cannot accept a new one, so all restart."""
         self._was_killed = self._are_connected or not self._is_gone
         self._is_gone = False
         if self._was_killed:
@@ -138,7 +138,7 @@ class Ranks:
             raise MemberLost(f"{self.name}: it hangs: no scores within {HANG_SECONDS:g} s") from None
 
     async def move(self, to_devices: bool) -> None:
-        """Load or offload the model. A rank found dead when offloading is no error: the next sample notices."""
+        """Load or offload the model. A rank found dead when offloading raises nothing: the next sample notices."""
         async with self._moving:
             if self._is_resident == to_devices:
                 return
@@ -171,11 +171,8 @@ async def _reached(actor: Any) -> None:
 
 
 class RewardModelPool(ScoringPool[Ranks, ScoredText, float]):
-    """Client of one reward model, which batches the samples of all domains.
-
-    A copy that loses a process fails its samples with the cause and is started again; others serve meanwhile. If no other is left, waiting
-    samples fail too and may be retried.
-    """
+    """Client of one reward model, which batches the samples of all domains. If a copy loses a process, its samples fail with the cause and
+    it is started again; others serve meanwhile. If no copy is left, waiting samples fail too and may be retried."""
 
     def __init__(self, name: str, actors: Sequence[Any], config: RewardModelConfig) -> None:
         self.name = name

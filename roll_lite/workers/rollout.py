@@ -82,7 +82,8 @@ class RolloutBatch:
 
 
 GC_THRESHOLDS = (100_000, 50, 100)
-"""Makes garbage collection rare: by default, scanning the live objects of 8,192 samples takes three quarters of the time."""
+"""Thresholds that make garbage collection rare: with the defaults, scanning the objects of 8,192 samples takes three quarters of the
+time."""
 
 
 @dataclass(frozen=True)
@@ -91,15 +92,15 @@ class Trial:
 
     domain: str
     place: str
-    """In the YAML."""
+    """Path in the YAML."""
     retries: int
     prompts: Sequence[Prompt]
     pool: RewardPool | RewardModelClient
     is_part: bool = False
-    """The pool has this part alone, and is used for the trial only."""
+    """True if the pool has only this part; it is used for the trial only."""
 
     async def problem(self) -> str | None:
-        """Message if no prompt gets a score; one unreadable reference costs its samples only."""
+        """Message if no prompt gets a score, otherwise None: an unreadable reference may concern a single sample."""
         causes = await asyncio.gather(*map(self._failure, self.prompts))
         if not all(causes):
             return None
@@ -184,7 +185,8 @@ class RolloutWorker(AsyncWorker):
             raise ValueError("\n".join(problems))
 
     def _trials(self, judges: Mapping[str, JudgeAddress]) -> list[Trial]:
-        """Trials of all rewards; beside a model or judge of this run, which has not started, of the other parts one by one."""
+        """Trials of all rewards. If a reward uses a model or judge of this run, which has not started yet, its other parts are tried one by
+        one."""
 
         def waits(reward: RewardConfig) -> bool:
             return reward.name == MODEL_REWARD or with_addresses(reward, judges) != reward

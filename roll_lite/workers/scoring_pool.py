@@ -1,4 +1,4 @@
-"""Pool of workers that score samples with reward functions or models: the samples that wait, and the fleet that takes them."""
+"""Pool of workers that score samples with reward functions or models."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ScoringJob(Generic[Item, Result]):
     item: Item
     answer: asyncio.Future[Result]
     alone: bool = False
-    """Score it on its own next, since its last batch hung or died: so the right sample is blamed."""
+    """Score it alone next: its last batch hung or died, and only a sample that was alone can be blamed."""
 
 
 class ScoringPool(ABC, Generic[M, Item, Result]):
@@ -50,7 +50,7 @@ class ScoringPool(ABC, Generic[M, Item, Result]):
 
     @abstractmethod
     def _most(self, member: M) -> int:
-        """Maximum number of samples in the member's next batch."""
+        """Maximum size of the member's next batch."""
 
     def newly_replaced(self) -> int:
         return self._fleet.newly_replaced()
@@ -88,7 +88,7 @@ class ScoringPool(ABC, Generic[M, Item, Result]):
             self._idle -= 1
 
     def _next(self, most: int, joins: bool = False) -> list[ScoringJob[Item, Result]]:
-        """Up to `most` waiting samples. One that must run alone comes alone, and not to a busy worker (`joins`)."""
+        """Up to `most` waiting samples. One that must run alone is returned alone, and only to an idle worker (not `joins`)."""
         batch: list[ScoringJob[Item, Result]] = []
         while self._queue and len(batch) < most and not (self._queue[0].alone and (batch or joins)):
             job = self._queue.popleft()

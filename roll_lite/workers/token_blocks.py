@@ -1,7 +1,7 @@
 """Token blocks: generated tokens as columns, written in the engine's worker.
 
-A row is a whole sample so far: prompt, responses, and what an environment wrote in between. A later block repeats a sample's earlier
-turns."""
+A row is a whole sample so far: prompt, responses, and what an environment wrote in between. A later block repeats a sample's earlier turns.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TokenRecord:
     log_probs: np.ndarray
     """float32, under the sampling distribution; 0 where the mask is 0."""
     extra: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """[T, K] by name of EXTRA_COLUMNS; absent: all -1."""
+    """[T, K], by name in EXTRA_COLUMNS; a missing name means all -1."""
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -40,7 +40,7 @@ from roll_lite.files import FileRecord, flush, record
 @dataclass(frozen=True)
 class RankLayout:
     """Place of a rank among the parallel groups. Head ranks (tensor rank 0, context rank 0, last pipeline stage), one per data-parallel
-    rank, return results; they have nothing to do with a model's LM head."""
+    rank, return results; the name is unrelated to the LM head."""
 
     rank: int
     world_size: int
@@ -170,7 +170,7 @@ class ForwardStrategy(ABC):
     def plan(self, lengths: torch.Tensor, planner: MicroBatchPlanner, together: bool = True) -> MicroBatchPlan:
         """Plan one pass over this rank's rows, of `lengths` tokens.
 
-        `together`: all data-parallel ranks make this call and run equally many micro-batches; otherwise each copy of the model plans alone.
+        `together`: all data-parallel ranks make this call and run equally many micro-batches; otherwise each model copy plans alone.
         """
 
     @abstractmethod
@@ -178,8 +178,8 @@ class ForwardStrategy(ABC):
         """Forward pass without gradients. Head ranks return the columns `outputs`, others None. Possible outputs: log_probs, entropy,
         distribution; with a value head values, final_value; with experts `experts`, the chosen ids.
 
-        Here and in train_step the softmax is of logits / temperature, a column of the batch; with a column kept_ids it is over these tokens
-        and the target only. A model with experts replays the column old_experts or rollout_experts, if there is one.
+        Here and in train_step, logits are divided by the column temperature before the softmax. A column kept_ids restricts the softmax to
+        these tokens and the target. A model with experts replays the column old_experts or rollout_experts, if there is one.
         """
 
     @abstractmethod
@@ -193,14 +193,14 @@ class ForwardStrategy(ABC):
 
 @dataclass
 class CheckpointWrite:
-    """Part of a checkpoint that this rank writes. This class has written it; a subclass may write beside the next steps."""
+    """This rank's part of a checkpoint. In this class it is already written; a subclass may write it during the next steps."""
 
     folder: Path
     files: Sequence[Path] = ()
 
     @property
     def is_done(self) -> bool:
-        """True if written or failed, so that `finish` does not wait."""
+        """True if the part is written or has failed: `finish` will not wait."""
         return True
 
     def finish(self) -> dict[str, FileRecord]:
@@ -335,7 +335,7 @@ class InferenceStrategy(ABC):
 
     @property
     def notes(self) -> Sequence[str]:
-        """Messages at the start about settings of the user that the engine overrides."""
+        """Start-up messages about user settings that the engine overrides."""
         return ()
 
     @abstractmethod
@@ -394,8 +394,8 @@ class InferenceStrategy(ABC):
 
     @abstractmethod
     async def offload(self, parts: Iterable[EngineMemory] = tuple(EngineMemory)) -> None:
-        """Free the device memory of parts: weights move to host memory, keys and values are dropped. Running requests end as aborted; new
-        ones wait until every part is back. An engine that cannot free memory does all but that."""
+        """Free the device memory of parts: weights move to host memory, the KV cache is dropped. Running requests end as aborted; new ones
+        wait until every part is back, even if the engine cannot free memory."""
 
     @abstractmethod
     async def health(self) -> EngineHealth: ...

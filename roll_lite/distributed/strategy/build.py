@@ -43,7 +43,7 @@ def _hf(spec: ModelSpec) -> ForwardStrategy:
 class ModelStrategy:
     build: Callable[[ModelSpec], ForwardStrategy]
     connects_ranks: bool
-    """True if a process group spans all ranks, so that none can be replaced alone."""
+    """True if one process group spans all ranks: a single rank cannot be replaced then."""
 
 
 STRATEGIES: Mapping[str, ModelStrategy] = {"megatron": ModelStrategy(_megatron, True), "hf": ModelStrategy(_hf, False)}
@@ -90,7 +90,7 @@ def build_part(spec: EngineSpec) -> EnginePart:
 
 
 QUANTIZATION = dict.fromkeys(("quantization", "quantization_config", "modelopt_quant"), "quantization")
-"""Engine argument -> key to use instead, for rollout engines, whose weights are replaced; a judge may use any."""
+"""Engine argument -> key to use instead. For rollout engines, whose weights are replaced; a judge may use any argument."""
 
 
 def engine_arguments_fit(config: RunConfig) -> Iterator[Problem]:
@@ -124,8 +124,8 @@ def _problems(
 
 
 def declared_fields(package: str, places: Sequence[tuple[str, str | None]]) -> frozenset[str]:
-    """Fields of an installed package's classes, read from source because importing takes seconds. Empty if not found; then the engine
-    itself complains at its start."""
+    """Field names of an installed package's classes, read from source because importing takes seconds. Empty if none are found; the engine
+    then reports unknown arguments at its start."""
     spec = find_spec(package)
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec is not None else []
     names: set[str] = set()

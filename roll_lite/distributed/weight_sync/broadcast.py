@@ -1,8 +1,8 @@
 """Weight transfer by broadcast: gloo for host memory and TCP, NCCL between GPUs.
 
-Each channel has its own process group, so that owners send in parallel. Before each bucket the members meet at the rendezvous, since a
+Each channel has its own process group, so owners send in parallel. Before each bucket the members meet at the rendezvous, since a
 collective cannot name a missing member. Broadcasts run on a thread, beside gathering and loading. A gloo broadcast, or the creation of an
-NCCL communicator, cannot be cancelled before its own time-out: if other members break off, its thread is abandoned.
+NCCL communicator, ends only at its own time-out: if other members fail, its thread is abandoned.
 """
 
 from __future__ import annotations
@@ -271,7 +271,7 @@ def neighbours(group: TransferGroup, route: Route, of: int) -> tuple[int, ...]:
 
 
 def to_machines(group: TransferGroup, route: Route) -> Route:
-    """Route to the first receiver of each machine."""
+    """Shorten the route to the first receiver of each machine."""
     return replace(route, receivers=tuple(dict.fromkeys(neighbours(group, route, one)[0] for one in route.receivers)))
 
 
@@ -311,7 +311,7 @@ class GlooReceiver(BroadcastReceiver):
         return unflatten(segment.whole, sent.tensors, flat_layout(sent.tensors))
 
     def _here(self, route: Route) -> Route:
-        """Route from the first receiver of this machine to the others."""
+        """Make the route from this machine's first receiver to its other receivers."""
         first, *others = neighbours(self.group, route, self.group.number)
         return replace(route, sender=first, receivers=tuple(others))
 

@@ -193,7 +193,7 @@ class WeightSender:
             self.nbytes = {name: sum(part.nbytes for other, part in ways if other == name) for name in dict(ways)}
 
     def send(self) -> None:
-        """Gather and send all buckets. After a failure the rest is still gathered, since other ranks need this one."""
+        """Gather and send all buckets. After a failure, continue to gather the rest, since other ranks need this one."""
         failure: TransferError | None = None
         self.seconds, self.by_transport = defaultdict(float), defaultdict(float)
         if self._half is not None:

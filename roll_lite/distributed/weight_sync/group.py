@@ -62,7 +62,7 @@ _LONGER = 1.2
 _CLIENT_S = 30.0
 _EPOCH = "epoch"
 _INTERRUPTED = "interrupted"
-"""Key written by `interrupt`; member 0 writes _EPOCH. One writer each, so that neither value decreases."""
+"""Key written by `interrupt`; _EPOCH is written by member 0. Each has one writer, so that its value never decreases."""
 _CLOSED = "closed"
 _OPENED = "opened/"
 _KEPT_STEPS = 2
@@ -78,7 +78,7 @@ class TransferTimeout(TransferError):
 
 
 class StaleEpoch(TransferError):
-    """Membership has changed, or another member broke off: the cause is elsewhere."""
+    """Membership has changed, or another member failed: this member is not the cause."""
 
 
 @dataclass(frozen=True)

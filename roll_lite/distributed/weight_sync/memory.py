@@ -25,16 +25,16 @@ Export = tuple[Callable[..., torch.Tensor], Sequence[Any]]
 
 
 class Lent(NamedTuple):
-    """Export whose memory stays allocated until its reader, once it has opened it, gives it back."""
+    """Exported memory; it stays allocated until its reader, after opening it, gives it back."""
 
     to: Home
     export: Export
     name: str
-    """Key under which the reader records that it opens it."""
+    """Key under which the reader records that it opens the memory."""
 
 
 class Watched:
-    """Bytes that know whether views of them are in use."""
+    """Memory that can tell whether views of it are in use."""
 
     def __init__(self, whole: torch.Tensor) -> None:
         self.whole = whole
@@ -49,7 +49,7 @@ def _users(tensor: torch.Tensor) -> int:
 
 
 def _roomy(nbytes: int) -> int:
-    """Round up to a power of two, so that buckets share segments. Unwritten host memory costs nothing."""
+    """Round up to a power of two, so that buckets of similar size share segments. Host memory that is not written costs nothing."""
     return 1 << (nbytes - 1).bit_length()
 
 
@@ -109,7 +109,7 @@ def export(tensor: torch.Tensor) -> Export:
 
 
 def take_back(lent: Iterable[Lent], homes: Collection[Home], was_opened: Callable[[str], bool]) -> None:
-    """Free exports whose readers died or never opened them. `homes`: the living processes, which give back their own.
+    """Free exports whose readers died or never opened them. `homes`: living processes, which give exports back themselves.
 
     torch keeps exported memory, even after the exporter dropped it, until every reader has decremented its counter.
     """

@@ -174,7 +174,7 @@ def plan_transfers(
 
 
 def _require_one_owner(export: ExportPlan) -> None:
-    """Assert that each bucket has one owner: with gloo a worker forwards all through the same two buffers, where two owners could
+    """Assert that each bucket has one owner: with gloo a worker forwards all buckets through the same two buffers, where two owners could
     deadlock."""
     for bucket in export.buckets():
         owners = sorted({tensor.owner for tensor in bucket})

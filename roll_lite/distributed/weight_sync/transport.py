@@ -1,13 +1,12 @@
 """Common parts of the transports: a sending half in trainers, a receiving half in engine workers.
 
 The halves announce each bucket through the transfer group. Before a collective both wait for each other (`TransferGroup.meet`). If
-receivers fetch, a receiver waits for the sender, and the sender for `done` before it reuses a buffer.
+receivers fetch, a receiver waits for the sender, and the sender for `done` before it reuses a buffer. A bucket travels as one byte buffer
+whose layout both halves compute from the same list of tensors; the receiver returns views of it. A sender fills one buffer per channel
+while another travels and is loaded.
 
-A bucket travels as one byte buffer whose layout both halves compute from the same list of tensors; the receiver cuts views. A sender has
-two buffers per channel: it fills one while the other travels and is loaded.
-
-The first transport is here too: memory that both sides can read, of a machine or of a GPU. A segment is reused once every worker is done
-with its bucket and keeps none of its tensors: an engine may hold some until a layer is complete.
+The simplest transport is here too: memory, of a machine or a GPU, that both sides can read. A segment is reused once every worker has
+loaded its bucket and keeps none of its tensors: an engine may keep some until a layer is complete.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-r"""Adapter-only weight updates: the engine keeps the weights it loaded, with A and B beside its layers.
-
-B arrives multiplied by alpha / rank. Engines fuse projections; those of a fused layer that have no adapter get zeros, because an engine may
-track adapters by layer.
-"""
+r"""Weight updates that bring only LoRA adapters: the engine keeps the weights it loaded, with A and B beside its layers. B arrives already
+multiplied by alpha / rank. Engines fuse projections: in a fused layer, projections without an adapter get zeros, because an engine may
+track adapters by layer."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ class IncomingAdapters:
         self.put_in_place()
 
     def begin(self, again: bool) -> None:
-        """Begin an update; `again` if an earlier one broke off and left part of its tensors."""
+        """Begin an update. `again`: an earlier update broke off and left some of its tensors."""
         self._come.clear()
 
     def take(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -47,7 +45,7 @@ class IncomingAdapters:
 
 @dataclass(frozen=True)
 class AdaptedLayer:
-    """Layer of an engine's model with its worker's part of all adapters in it."""
+    """Layer of an engine's model, with this worker's part of its adapters."""
 
     path: str
     layer: Any

@@ -1,7 +1,7 @@
 r"""Return a worker's exception as a value, and raise it in the hosting process after all workers have answered.
 
-vLLM's executor raises at the first worker that fails and leaves the other answers in their queues, where the next call takes them for its
-own. SGLang's RPC reports the first worker's outcome only.
+vLLM's executor raises at the first failing worker and leaves the other answers in their queues, where the next call takes them for its own.
+SGLang's RPC reports only the first worker's outcome.
 """
 
 from __future__ import annotations

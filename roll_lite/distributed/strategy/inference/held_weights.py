@@ -1,8 +1,8 @@
 r"""Read the weights that an engine computes with, as Hugging Face tensors.
 
-vLLM and SGLang share the design of their layers: both fuse projections and shard them over workers. vLLM on a CPU also packs matrices into
-an opaque layout and drops the original. A packed matrix is read by multiplying the identity with it, through inference's kernel. That is
-exact except for the sign of zero and, on some CPUs, subnormal numbers.
+vLLM and SGLang have similar layers: both fuse projections and shard them over workers. vLLM on a CPU also packs matrices into an opaque
+layout and drops the original. A packed matrix is read by multiplying the identity with it. That is exact except for the sign of zero and,
+on some CPUs, subnormal numbers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Layers:
     gather: Gather
 
     def whole(self, part: torch.Tensor, dim: int, copies: int = 1) -> torch.Tensor:
-        """Join a sharded tensor. `copies`: number of workers that repeat each part; RuntimeError if they differ."""
+        """Join a sharded tensor. `copies`: number of workers that hold the same part; RuntimeError if their copies differ."""
         if self.workers == 1:
             return part
         parts = self.gather(part.contiguous(), dim).chunk(self.workers, dim)
@@ -95,7 +95,7 @@ def _linear(names: Sequence[str], module: Any, layers: Layers) -> Iterator[tuple
 
 
 def _experts(path: str, count: int, gate_up: torch.Tensor, down: torch.Tensor, layers: Layers) -> Iterator[tuple[str, torch.Tensor]]:
-    """Expert tensors. Each worker holds a part of every expert, or whole experts in worker order."""
+    """Yield expert tensors. Workers hold either a part of every expert, or whole experts, numbered in worker order."""
     here = len(gate_up)
     for number in range(here):
         for part, tensor, dim in zip(EXPERT, (*gate_up[number].chunk(2), down[number]), (0, 0, 1), strict=True):
@@ -111,7 +111,7 @@ def _columns(module: Any) -> int:
 
 
 def shares(module: Any, rows: int, layers: Layers) -> tuple[list[int], list[int]]:
-    """Rows of each fused matrix on this worker, and the number of workers that hold the same ones."""
+    """Rows of each fused matrix on this worker, and how many workers hold a copy of these rows."""
     if isinstance(module, layers.linear.QKVParallelLinear):
         keys = module.num_kv_heads * module.head_size
         values = module.num_kv_heads * int(getattr(module, "v_head_size", module.head_size))

@@ -27,9 +27,9 @@ class EngineState(StrEnum):
     PAUSED = "paused"
     """Paused by `pause`: generates nothing until `resume`, and keeps its memory."""
     UPDATING = "updating"
-    """Holds parts of two sets of weights."""
+    """A weight update is loading: the weights are partly old, partly new."""
     HALF_UPDATED = "half updated"
-    """Holds parts of two sets of weights because an update broke off; needs another, whole one."""
+    """An update broke off: the weights are partly old, partly new. Only a complete update helps."""
     CACHE_OFFLOADED = "cache offloaded"
     """KV cache offloaded; the weights are on the device."""
     WEIGHTS_OFFLOADED = "weights offloaded"
@@ -71,7 +71,7 @@ ALLOWED: Mapping[EngineEvent, Set[EngineState]] = {
     _E.LOAD: _ALIVE,
     _E.DIE: frozenset(EngineState),
 }
-"""States that allow an event; any other refuses it."""
+"""States in which an event is allowed."""
 
 _MEANWHILE = {
     _E.CONNECT: "finish it first",
@@ -198,7 +198,7 @@ class EngineLife:
             self._died.set()
 
     def _follow(self) -> None:
-        """Enter the state that a pause or offloaded parts demand, unless an update is under way or broke off."""
+        """Enter the state that follows from a pause or offloaded parts, unless an update is running or broke off."""
         if self.state not in (EngineState.UPDATING, EngineState.HALF_UPDATED):
             self._enter_whole()
 

@@ -48,7 +48,7 @@ class EngineMake(EnginePart, Protocol):
         """Finish the start, once the processes are watched."""
 
     async def answered(self) -> object:
-        """Ask the engine's step loop, which answers between two steps, also while paused."""
+        """Wait for an answer of the engine's step loop, which answers between two steps, also while paused."""
         ...
 
     # ------------------------------------------------------------ requests

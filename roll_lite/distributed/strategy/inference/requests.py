@@ -15,18 +15,18 @@ from roll_lite.distributed.strategy.base import Report, RequestProgress
 from roll_lite.models.hf_config import ExpertsConfig
 
 SEAM = "roll_lite_seam"
-"""Key under which a request carries `seam_tokens` through an engine."""
+"""Key of the extra request argument that gives the engine the number of `seam_tokens`."""
 TOKENS_PER_CHARACTER = 4
 WITHOUT_TEXT = 32
-"""Allowance, in tokens, for special tokens and those whose text appears only with the next one."""
+"""Extra `seam_tokens`: special tokens have no text, and an incomplete character gets its text with the next token."""
 BEGUN_POLL_S = 1.0
 PARTS_EVERY = 5
-"""Polls between two reports of new tokens; a dying process loses those since the last."""
+"""Polls between two reports of new tokens. If the process dies, tokens since the last report are lost."""
 
 
 @dataclass(eq=False)
 class InFlight:
-    """A request in an engine: the one record of it in this process."""
+    """Record of a request in an engine."""
 
     request: GenerationRequest
     report: Report
@@ -43,7 +43,7 @@ class InFlight:
 
 
 Look = Callable[[Sequence[InFlight], bool], Awaitable[Sequence[RequestProgress | None]]]
-"""Gets requests, and whether to return their new tokens as parts. Returns the progress of each, None if it has not begun."""
+"""Function that returns the progress of requests, None for one that has not begun. Its flag: include new tokens as parts."""
 
 
 class ProgressReports:
@@ -55,7 +55,6 @@ class ProgressReports:
         self._polling: asyncio.Task[None] | None = None
 
     def add(self, flight: InFlight, answer: asyncio.Future[Any]) -> None:
-        """Report a request's progress until it is answered."""
         self.flights[flight] = answer
         answer.add_done_callback(lambda _: self.flights.pop(flight))
         if self._polling is None or self._polling.done():
@@ -83,14 +82,14 @@ class ProgressReports:
 
 
 def seam_tokens(request: GenerationRequest) -> int:
-    """Number of the prompt's last tokens that belong to a resumed response and may hold the beginning of a stop string."""
+    """Number of tokens at the prompt's end that belong to a resumed response and may contain the beginning of a stop string."""
     longest = max(map(len, request.sampling.stop), default=0)
     return min(request.resumed, longest * TOKENS_PER_CHARACTER + WITHOUT_TEXT) if longest else 0
 
 
 def chosen_experts(told: np.ndarray, experts: ExpertsConfig) -> np.ndarray:
-    """[tokens, expert layers x experts per token] int16 from `told` [tokens, layers, experts per token], which covers expert layers or
-    all layers."""
+    """Flatten the engine's report `told` [tokens, layers, experts per token] to int16 [tokens, expert layers x experts per token]. The
+    engine may report all layers or only expert layers."""
     if told.shape[1] == len(experts.layers):
         told = told[:, np.array(experts.layers)]
     assert told.shape[1:] == (sum(experts.layers), experts.per_token), f"the engine tells of {told.shape[1:]} experts of a token"

@@ -20,11 +20,8 @@ _LONGEST_BASE = 50  # a socket's path has at most 107 bytes, and the engines' ow
 
 
 class Scratch:
-    r"""Folder that is made when an engine starts and removed when it shuts down or its host ends.
-
-    If the host was killed, the engine's own processes remove it; if there were none yet, the next engine of this make on the machine
-    does.
-    """
+    r"""Folder that is made when an engine starts and removed when it shuts down or its host ends. If the host was killed, the engine's
+    processes remove it. If the host had started none yet, the next vLLM or SGLang engine of the same kind on this machine does."""
 
     def __init__(self, prefix: str, *variables: str) -> None:
         """`variables`: further environment variables that name the folder to the engine."""
@@ -61,14 +58,14 @@ class Scratch:
 
 
 def _remove_in(pid: int, path: str, lock: int) -> None:
-    """Remove the folder, but not in processes forked from the one that made it."""
+    """Remove the folder. A process forked from its maker does nothing."""
     if os.getpid() == pid:
         remove_folder(Path(path))
         os.close(lock)
 
 
 def _locked(path: str) -> int | None:
-    """Lock the folder; None if another host just took it for abandoned."""
+    """Lock the folder; returns the lock's descriptor. None if another host has just removed the folder as abandoned."""
     try:
         lock = os.open(f"{path}/{_LOCK}", os.O_CREAT | os.O_RDWR, 0o600)
     except FileNotFoundError:

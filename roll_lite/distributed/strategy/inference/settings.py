@@ -15,10 +15,11 @@ from roll_lite.config.schema.models import EngineStrategyConfig
 
 CPU_KV_CACHE_MB = 256
 FP8_CAPABILITY = (8, 9)
-"""Compute capability of Ada. vLLM refuses older GPUs; SGLang packs weights for them so that updates cannot reach them."""
+"""Least GPU compute capability for fp8 (Ada). vLLM refuses older GPUs; on these SGLang packs weights in a way that updates cannot write
+to."""
 
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
-"""Layers that engines fuse, for models that do not declare it themselves."""
+"""Fused layers and the projections in them, for models that do not declare them."""
 
 Range = tuple[str, str]
 """First supported version and first unsupported one."""
@@ -49,7 +50,6 @@ class Environment:
     """Values decided by YAML or the placement."""
 
     def variables(self, given: Mapping[str, str] = os.environ) -> dict[str, str]:
-        """Variables with the user's values in place of defaults."""
         return {name: given.get(name, value) for name, value in self.preset.items()} | dict(self.required) | dict(self.settings)
 
     def notes(self, given: Mapping[str, str] = os.environ) -> list[str]:

@@ -1,11 +1,11 @@
-r"""Detect an engine that takes no steps although its processes live: a hung kernel or a deadlocked loop has no other sign.
+r"""Detect an engine that takes no steps although its processes live, as with a hung kernel or a deadlocked loop.
 
 The engine's loop answers a question only between two steps. Steps are bounded, because prompts are prefilled in chunks of at most
-`max_batched_tokens`: an engine that answers much later than after any step so far is stuck. Tokens would be a worse sign: a long prompt
-yields none for many steps.
+`max_batched_tokens`. So an engine is stuck if it answers much later than after any step so far. Tokens show less: a long prompt yields none
+for many steps.
 
-On GPUs a step may wait for a kernel to be compiled: long at the start, with CUDA graphs and tuning, and sometimes later. Compilers are
-separate processes and can be seen.
+On GPUs a step may wait for a kernel to be compiled: long at the start, and sometimes later. Compilers are separate processes and can be
+seen.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ ASK_S = 1.0
 """Seconds between an answer and the next question."""
 LISTEN_S = 0.25
 LATE = 0.5
-"""Share of the limit after which to look for compilers; while one runs, time does not count. Compilation in the engine's own process is not
+"""Share of the limit after which to look for compilers; time does not count while one runs. Compilation inside the engine's process is not
 seen, but shorter."""
 SLOWER = 4.0
-"""The limit is at least this many times the longest step, counted anew once the first response has ended."""
+"""Minimum of the limit, as a multiple of the longest step. The longest step is measured anew once the first response has ended."""
 FIRST_STEPS = 40.0
 """Factor on the limit until the first response has ended: kernels are compiled until then."""
 

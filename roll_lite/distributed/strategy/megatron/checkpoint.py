@@ -86,8 +86,8 @@ def write_base(folder: Path, model: Path) -> Path:
 
 
 def check_base(folder: Path, model: Path, adapters: bool) -> None:
-    """Raise ValueError if the checkpoint holds adapters and all weights train, or the reverse, or if its adapters belong to another
-    model."""
+    """Raise ValueError if the checkpoint and the run differ in what trains (adapters or all weights), or if the checkpoint's adapters
+    belong to another model."""
     of_adapters = is_file(folder / BASE_FILE)
     if of_adapters != adapters:
         holds, remedy = ("adapters", "set it") if of_adapters else ("a whole model", "leave it out")
@@ -238,11 +238,9 @@ class _SaveThrough(TorchDistSaveShardedStrategy):
 
 
 def _keep_padding(chunks: Sequence[Any]) -> None:
-    """Work around Megatron-Core 0.16, whose distributed optimizer drops the padding between buckets when saving, but looks parameters up at
-    offsets with padding.
-
-    It would store neighbours' values for parameters behind padding. Several buckets come from `overlap_grad_reduce`, and from tied
-    embeddings under pipeline parallelism."""
+    """Work around a bug of Megatron-Core 0.16: saving, its distributed optimizer drops the padding between buckets, but looks parameters up
+    at offsets with padding. For parameters behind padding it would store their neighbours' values. Several buckets come from
+    `overlap_grad_reduce`, and from tied embeddings under pipeline parallelism."""
     for chunk in chunks:
         for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
             buffer.numel_unpadded = buffer.numel

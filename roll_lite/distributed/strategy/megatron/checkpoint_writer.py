@@ -1,8 +1,9 @@
-"""Write a rank's part of a checkpoint in a separate process, beside the next training steps.
+"""Write a rank's part of a checkpoint in a separate process, during the next training steps.
 
-The process is a fresh interpreter: a thread would hold up the rank, since torch.save mostly holds the GIL, and a fork, as in Megatron's
+The process is a fresh interpreter. A thread would hold up the rank, since torch.save mostly holds the GIL; a fork, as in Megatron's
 asynchronous save, can hang beside the threads of Ray, gloo and CUDA. It inherits anonymous memory (memfd, not limited by /dev/shm) with the
-copied tensors, the job and its result. Its exit code is lost: Ray reaps child processes."""
+copied tensors, the job and its result. Its exit code is lost: Ray reaps child processes.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Make Megatron-Core run on a machine without CUDA.
 
 Megatron-Core 0.16 names CUDA throughout, though little of the training path needs it. `install()` adds an import hook that rewrites the
-source of the modules in EXPECTED while they load. If a module's number of rewrites differs from EXPECTED, upstream has changed: its import
-fails, so that a person reads the change first."""
+source of the modules in EXPECTED while they load. If a module's number of rewrites differs from EXPECTED, upstream has changed, and its
+import fails: a person must read the change first.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ import torch
 from roll_lite.distributed.strategy.megatron import cpu_device
 
 SUPPORTED = ((0, 16, 1), (0, 17, 0))
-"""First supported and first unsupported version of megatron-core."""
+"""Versions of megatron-core: first supported, first unsupported."""
 
 _STAND_IN = "_roll_lite_cpu_device"
 """Global name of cpu_device in rewritten modules; an import statement would shift line numbers."""

@@ -145,8 +145,7 @@ class ExpertRouter(TopKRouter):
 
 
 class Experts(MoELayer):
-    """Expert layer that sets the router's rows again when the backward pass recomputes it: later micro-batches have replaced them by
-    then."""
+    """Expert layer that restores the router's rows when the backward pass recomputes it: later micro-batches have replaced them."""
 
     router: ExpertRouter
 

@@ -40,9 +40,9 @@ def weights(parameter: torch.nn.Parameter) -> torch.Tensor:
 class _Source:
     group: dist.ProcessGroup
     ranks: Sequence[int]
-    """Ranks of the tensor-parallel group; the first receives full tensors."""
+    """Ranks of the tensor-parallel group; the first gets full tensors."""
     takes_part: bool
-    """False for data-parallel copies of another group."""
+    """True in the first data-parallel copy, which exports."""
 
     @staticmethod
     def of_layers() -> _Source:
@@ -96,8 +96,8 @@ class HfExporter:
         return [binding for binding in bindings if self._sources[binding.entry.of_experts].takes_part]
 
     def plan(self, bucket_bytes: int) -> ExportPlan:
-        """Plan the export; collective. Each owner's tensors are divided into buckets in layer order, experts apart. Owners alternate: while
-        engines load one's bucket, others gather and write theirs."""
+        """Plan the export; collective. Each owner's tensors are divided into buckets in layer order, experts separately. Owners take turns:
+        while engines load one owner's bucket, other owners gather and write theirs."""
         mine: dict[bool, list[_Described]] = {False: [], True: []}
         for name, (binding, number) in self._places.items():
             if self._sources[binding.entry.of_experts].owns:
@@ -154,7 +154,7 @@ class HfExporter:
         return torch.empty(sharing * len(local), *local.shape[1:], dtype=local.dtype, device="meta")
 
     def _gather(self, tensors: Sequence[ExportedTensor], cuts: Sequence[torch.Tensor], source: _Source) -> dict[str, torch.Tensor] | None:
-        """Gather a bucket at its owner in one collective: cut tensors travel flat; of replicated ones the owner keeps its own."""
+        """Gather a bucket at its owner in one collective. Cut tensors are flattened; the owner has the replicated ones."""
         entries = [self._places[tensor.name][0].entry for tensor in tensors]
         spread = [cut for cut, entry in zip(cuts, entries, strict=True) if entry.cut is not None]
         pieces: list[torch.Tensor] = []

@@ -155,9 +155,8 @@ def bind(chunks: Sequence[Any], hf: HfConfig) -> list[Binding]:
 
 
 def ranks_of_a_group(entry: Entry, hf: HfConfig, tensor_ranks: int) -> int:
-    """Number of consecutive tensor ranks that share a key/value head: more than 1 where ranks outnumber heads.
-
-    Megatron cuts a group's rows (queries, key, value) evenly over them and gathers their outputs in every layer."""
+    """Number of consecutive tensor ranks that share a key/value head; more than 1 if there are more ranks than heads. Megatron cuts the
+    rows of such a group (queries, key, value) evenly over its ranks and gathers their outputs in every layer."""
     return max(tensor_ranks // hf.key_value_heads, 1) if entry.layout is Layout.GROUPED else 1
 
 

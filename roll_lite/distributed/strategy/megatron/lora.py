@@ -1,11 +1,10 @@
 """LoRA: low-rank matrices beside frozen layers, in PEFT's arithmetic (docs/lora.md).
 
-Each Hugging Face projection has its own A [rank, in] and B [out, rank]; a Megatron layer may hold several. Tensor parallelism cuts B
-where it cuts a layer's rows (q, k, v, gate, up), A where it cuts columns (o, down); the other matrix is replicated. Only the product
-with A crosses ranks.
-
-An expert's adapters are not cut: each rank that holds the expert has them, and gradients are summed over these ranks. Layouts in which
-tensor ranks share a key/value head, or an expert's matrices, are refused (config/checks/lora.py)."""
+Each Hugging Face projection has its own A [rank, in] and B [out, rank]; a Megatron layer may hold several. Tensor parallelism cuts B where
+it cuts a layer's rows (q, k, v, gate, up), A where it cuts columns (o, down); the other matrix is replicated. Only the product with A
+crosses ranks. An expert's adapters are not cut: each rank that holds the expert has them, and their gradients are summed. Layouts in which
+tensor ranks share a key/value head, or an expert's matrices, are refused (config/checks/lora.py).
+"""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class ModelInput:
     """Numbers of the rows whose last tokens are at the end of `positions`."""
     targets: torch.Tensor
     micro_batch: MicroBatch
-    """Rows for the loss; none if this rank runs only to keep in step with others."""
+    """Rows for the loss. Empty if this rank has no rows and runs only because the other ranks do."""
     kept: torch.Tensor | None = None
     temperatures: torch.Tensor | None = None
     """[N] temperature of the position's row; None for a value head."""

@@ -3,8 +3,9 @@
 A refilled storage keeps its identity: all views (parameters, main_grad, optimizer shards) become valid again. Its host copy (pinned if
 there is a GPU) stays current until the state changes: a reference model is copied once per run.
 
-Copies use a stream of their own. `load` only starts them; `require` makes the computation wait for the groups it names, so that the
-optimizer's state arrives while the first micro-batches run. On a CPU copies are immediate."""
+Copies use a separate stream. `load` only starts them; `require` makes the computation wait for the groups it names, so the optimizer's
+state arrives during the first micro-batches. On a CPU copies are immediate.
+"""
 
 from __future__ import annotations
 

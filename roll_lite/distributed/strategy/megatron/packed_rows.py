@@ -19,15 +19,15 @@ class PackedRows:
     them row by row in every layer, and wait for the device each time."""
 
     runs: tuple[tuple[int, int, int], ...]
-    """(pieces, tokens per piece, tokens that a piece attends to) of adjacent equal pieces. A piece is a row or, under context parallelism,
-    consecutive tokens of one. Its last token attends to all of these, the one before it to one fewer."""
+    """Runs of equal adjacent pieces: (pieces, tokens per piece, tokens attended to). A piece is a row or, under context parallelism,
+    consecutive tokens of a row. Its last token attends to all of these, the one before it to one fewer."""
     places: torch.Tensor
     """[tokens] int64: position in the row, from 0."""
     starts: torch.Tensor
     """[pieces + 1] int32: start of each piece, and the end of the last."""
     longest: int
     row_of: torch.Tensor
-    """[tokens] int64 number of the row; padding is a row after the last."""
+    """[tokens] int64: row number of each token; padding counts as a further row."""
     lengths: torch.Tensor
     """[rows] int64: lengths of whole rows, without padding."""
     seen: torch.Tensor | None = None
@@ -78,8 +78,8 @@ def _runs(pieces: list[tuple[int, int]]) -> tuple[tuple[int, int, int], ...]:
 
 @dataclass(frozen=True)
 class ContextCut:
-    """Split of `tokens` over context-parallel `ranks`. Of twice as many parts, each rank takes one from the front and its mirror image from
-    the back: equal work in causal attention."""
+    """Split of `tokens` over context-parallel `ranks`: of twice as many parts, rank i takes part i from the front and part i from the back.
+    This evens out the work of causal attention."""
 
     tokens: int
     rank: int
@@ -120,8 +120,8 @@ class ContextCut:
 def packed(
     ids: torch.Tensor, lengths: torch.Tensor, token_multiple: int, rank: int, ranks: int
 ) -> tuple[torch.Tensor, PackedRows, ContextCut]:
-    """Pack rows; returns this rank's token ids and layout, and the split. A padding row fills up to a multiple; without other rows it is
-    the only one."""
+    """Pack rows; returns this rank's token ids and layout, and the split. A padding row fills up to a multiple; without any row it is the
+    only one."""
     missing = -len(ids) % token_multiple if len(ids) else token_multiple
     if missing:
         ids, lengths = torch.cat([ids, ids.new_zeros(missing)]), torch.cat([lengths, lengths.new_tensor([missing])])

@@ -17,10 +17,9 @@ REPLAYED = ("old_experts", "rollout_experts")
 
 @dataclass(frozen=True)
 class Routes:
-    """Routes of a rank's tokens in a micro-batch.
-
-    Layers get them with the rows, since layers are recomputed and pipeline stages run ahead of their gradients. Megatron's RouterReplay
-    keeps one list, which passes must consume in order."""
+    """Routes (chosen experts) of a rank's tokens in a micro-batch. They are passed to layers with the rows, because layers are recomputed
+    and pipeline stages run several micro-batches before a backward pass. Megatron's RouterReplay cannot do that: it keeps one list, which
+    passes must consume in order."""
 
     places: torch.Tensor
     """[tokens] int64: index among all ranks' tokens."""

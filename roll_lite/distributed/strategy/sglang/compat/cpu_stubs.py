@@ -1,7 +1,7 @@
 r"""Stand-ins for packages that SGLang imports but never calls on a CPU: Triton, its CUDA kernels, torchvision, IPython.
 
-SGLang's wheel is built for GPUs. With stand-ins it imports without one and takes its native torch paths. They exist only in the engine's
-own processes (`server.py` installs them), and never with CUDA. One operator is real: the hash of seeds.
+SGLang's wheel is built for GPUs. With stand-ins it imports on a CPU and takes its native torch paths. They exist only in the engine's
+processes (`server.py` installs them), and never with CUDA. Only the hash of seeds is implemented.
 """
 
 from __future__ import annotations

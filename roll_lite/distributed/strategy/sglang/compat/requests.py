@@ -52,9 +52,12 @@ def generate_input(
 
 
 def _choice(request: GenerationRequest, vocabulary: int) -> dict[str, Any]:
-    """Sampling parameters for SGLang, which decodes greedily exactly if top_k is 1. A request with top_k 1 and a temperature is sent as
-    min_p 1: that also keeps only the likeliest token, but reports its log-prob as 0 (greedy: under the whole distribution, see
-    RolloutSampler). SGLang reports kept tokens only with a top_k; without one, the vocabulary's size is sent."""
+    """Sampling parameters for SGLang, which decodes greedily exactly if top_k is 1.
+
+    Greedy decoding reports log-probs under the whole distribution (see RolloutSampler). A request with top_k 1 and a temperature must
+    report 0 instead, so it is sent as min_p 1, which also keeps only the likeliest token. SGLang reports kept tokens only with a top_k; a
+    request without one gets the vocabulary's size.
+    """
     sampling = request.sampling
     if sampling.temperature == 0:
         return {"temperature": 1.0, "top_k": 1}
@@ -69,7 +72,7 @@ def _choice(request: GenerationRequest, vocabulary: int) -> dict[str, Any]:
 
 
 def reports_survivors(request: GenerationRequest) -> bool:
-    """True if SGLang must report kept tokens; greedy decoding truncates nothing."""
+    """True if SGLang must report the tokens that truncation kept. Greedy decoding truncates nothing."""
     return request.sampling.keep_mask and request.sampling.temperature > 0 and is_truncated(request.sampling)
 
 
@@ -128,8 +131,8 @@ def _experts(meta: Mapping[str, Any], experts: ExpertsConfig) -> np.ndarray | No
 
 
 class StopText:
-    """Text of a response, token by token: stop strings are found where vLLM finds them. Special tokens have no text; a character of several
-    tokens appears with the last."""
+    """Text of a response, token by token. Stop strings are found at the same tokens as in vLLM. Special tokens have no text; a character of
+    several tokens appears with its last token."""
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], stops: Sequence[str], seam: int = 0) -> None:
         """`seam`: number of tokens at the prompt's end that belong to the response."""
@@ -144,7 +147,7 @@ class StopText:
         self._text = ""
         self._longest = max(map(len, stops))
         self.tokens = -seam
-        """Number of tokens generated so far; negative while the seam is read."""
+        """Number of tokens generated so far; negative while tokens of the earlier part are read."""
         for token in prompt_ids[begin:]:
             self.next(token)
 

@@ -135,7 +135,8 @@ class RolloutScheduler(Scheduler):
         super().handle_generate_request(recv_req, **options)
 
     def abort_request(self, recv_req: AbortReq) -> None:
-        """Abort requests. Of one that a pause has put back into the queue SGLang reports only the streamed tokens; this reports all."""
+        """Abort requests. If a pause has put a request back into the queue, SGLang reports only its streamed tokens; this method reports
+        all of them."""
         begun = [r for r in self.waiting_queue if r.output_ids and (recv_req.abort_all or r.rid.startswith(recv_req.rid))]
         for request in begun:
             self.waiting_queue.remove(request)
@@ -193,8 +194,8 @@ def _with_seeds(make: Any) -> Any:
 
 
 class MinTokens(penaltylib.BatchedMinNewTokensPenalizer):
-    """Count of generated tokens for min_tokens, over all prefills. SGLang's own restarts at 0 when a pause or a full cache puts a request
-    back, and would forbid the end token again."""
+    """Number of generated tokens, for min_tokens, over all prefills of a request. SGLang's own count restarts at 0 when a pause or a full
+    cache puts a request back: it would forbid the end token again."""
 
     def _prepare(self) -> None:
         super()._prepare()
@@ -244,8 +245,8 @@ def _read_experts(module: Any) -> tuple[int, torch.Tensor, torch.Tensor]:
 
 
 def _of_this_worker_alone(multiply: Any) -> Any:
-    """Restrict SGLang's native path to this worker's experts. Others are marked by -1 for GPU kernels; the native path would take -1 for an
-    index."""
+    """Restrict SGLang's native path to this worker's experts. SGLang marks other experts by -1 for GPU kernels; the native path would use
+    -1 as an index."""
 
     def moe_forward_native(layer: Any, x: torch.Tensor, chosen: Any, config: Any) -> torch.Tensor:
         if layer.num_local_experts == layer.num_experts:

@@ -1,4 +1,4 @@
-r"""SGLang engine as a separate program: an exception in SGLang's scheduler kills all processes above it, and must not kill the hosting
+r"""SGLang engine as a separate program: an exception in SGLang's scheduler kills all parent processes, and must not kill the hosting
 process.
 
 Started as `python -m roll_lite.distributed.strategy.sglang.compat.server FD` in its own session; FD is its end of a channel.
@@ -226,7 +226,7 @@ class EngineServer:
             self._start(self._generate(running))
 
     async def _drain(self, abort: bool) -> None:
-        """Wait until the requests running now have ended, with `abort` by aborting them; otherwise a paused scheduler continues until then.
+        """Wait until the requests running now have ended; `abort`: abort them. Without `abort`, a paused scheduler continues until then.
         Requests that arrive meanwhile are held."""
         self._held = []
         if self._paused and not abort:
@@ -285,7 +285,7 @@ class EngineServer:
         return json.loads(answer.read_text(encoding="utf-8"))
 
     async def _flush(self) -> None:
-        """Clear the KV cache. SGLang refuses while a request runs; to release memory would then kill the engine."""
+        """Clear the KV cache. SGLang refuses while a request runs; releasing memory after a refusal would kill the engine."""
         deadline = asyncio.get_running_loop().time() + _FLUSH_TIMEOUT_S
         while not (await self._manager.flush_cache()).success:
             if asyncio.get_running_loop().time() > deadline:
@@ -305,8 +305,8 @@ class EngineServer:
 
 
 def end(engine: Any) -> None:
-    """End the engine's processes. SGLang's own shutdown also kills the process that clears shared memory, which its watchdog reports as a
-    crash."""
+    """End the engine's processes. SGLang's own shutdown also kills the process that clears shared memory, and SGLang's watchdog reports
+    that as a crash."""
     atexit.unregister(engine.shutdown)
     if engine.tokenizer_manager is not None:
         engine.tokenizer_manager._subprocess_watchdog.stop()

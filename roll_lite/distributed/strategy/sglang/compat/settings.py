@@ -109,7 +109,6 @@ def engine_environment(threads: int, cuda: bool, workers: int = 1, node: EngineN
 def engine_arguments(
     model: ModelConfig, strategy: SglangStrategyConfig, max_model_len: int, seed: int, cuda: bool, lora: LoraConfig | None = None
 ) -> dict[str, Any]:
-    """Keyword arguments of sglang.Engine."""
     arguments: dict[str, Any] = {
         "model_path": str(model.path),
         "dtype": model.dtype,
@@ -159,10 +158,8 @@ def node_arguments(node: EngineNode | None) -> dict[str, Any]:
 def check_cache(
     model: ModelConfig, strategy: SglangStrategyConfig, max_model_len: int, cuda: bool, cache_tokens: int, page_size: int
 ) -> None:
-    r"""ValueError if the longest request does not fit into the KV cache: SGLang would silently cut its response.
-
-    `cache_tokens`: size of SGLang's cache. To admit a request, it wants a page and a token to spare.
-    """
+    r"""Raise ValueError if the longest request does not fit into the KV cache: SGLang would silently cut its response. `cache_tokens`: size
+    of SGLang's cache. SGLang admits a request only if a page and a token remain free."""
     needed = max_model_len + 2 * page_size
     if cache_tokens >= needed:
         return
@@ -198,7 +195,7 @@ def keep_files_in(folder: Path) -> None:
 
 
 def logged_error(folder: Path) -> str | None:
-    """Exception of the first error that the engine's processes logged; the others follow from it."""
+    """First exception that the engine's processes logged, in one line; later ones follow from it."""
     try:
         text = (folder / _ERRORS).read_text(encoding="utf-8", errors="replace")
     except OSError:

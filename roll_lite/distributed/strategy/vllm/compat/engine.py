@@ -39,7 +39,7 @@ _LAST_S = 3.0  # seconds that vLLM gets for a clean shutdown
 
 
 def engine_args(spec: EngineSpec, cuda: bool) -> AsyncEngineArgs:
-    """Engine arguments. The parts of an engine differ only in their node's number."""
+    """Engine arguments; only the node's number differs between an engine's parts."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     assert isinstance(spec.strategy, VllmStrategyConfig)

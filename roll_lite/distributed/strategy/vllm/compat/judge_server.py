@@ -1,7 +1,7 @@
 r"""vLLM's OpenAI-compatible server as a separate program, which ends with the process that started it.
 
-Started as `python -m roll_lite.distributed.strategy.vllm.compat.judge_server ARGUMENTS`, in its own session, so that one signal
-reaches all its processes.
+Started as `python -m roll_lite.distributed.strategy.vllm.compat.judge_server ARGUMENTS` in its own session: one signal reaches all its
+processes.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _words(key: str, value: Any) -> list[str]:
 
 
 def _stand_in_for_sagemaker() -> None:
-    """Replace SageMaker's package, for whose two routes vLLM's CPU build would need five more packages, by a dummy."""
+    """Replace SageMaker's package by a dummy: vLLM's CPU build would need five more packages for two SageMaker routes."""
     if find_spec(SAGEMAKER) is not None:
         return
 

@@ -58,7 +58,7 @@ def sampling_params(request: GenerationRequest, alternatives: int = 0) -> Sampli
 
 
 def prompt_input(token_ids: tuple[int, ...]) -> Any:
-    """Tokenized prompt in the one form that vLLM accepts without a thread; in other forms requests may overtake each other."""
+    """Tokenized prompt in the only form that vLLM handles without a thread; in other forms requests may overtake each other."""
     from vllm.inputs.engine import tokens_input
 
     return tokens_input(list(token_ids))
@@ -115,10 +115,8 @@ def new_tokens(flight: InFlight, state: RequestState, alternatives: int | None) 
 
 
 def _kept_ids(found: FlatLogprobs, alternatives: int) -> tuple[tuple[int, ...], ...]:
-    r"""Tokens that truncation kept, by position; all empty, which stands for all tokens, if `alternatives` is 0.
-
-    vLLM's own `return_sampling_mask` is for GPUs and refuses requests without top_k.
-    """
+    r"""Tokens that truncation kept, by position. If `alternatives` is 0, all are empty, which means that no token was dropped. vLLM's own
+    `return_sampling_mask` is for GPUs and refuses requests without top_k."""
     if alternatives == 0:
         return ((),) * len(found)
     pairs = list(zip(found.token_ids, found.logprobs, strict=True))
@@ -130,10 +128,8 @@ def _kept_ids(found: FlatLogprobs, alternatives: int) -> tuple[tuple[int, ...], 
 
 
 def look_across_seams(processor: OutputProcessor) -> None:
-    """Find stop strings that begin before a resume point; vLLM searches only what it generates.
-
-    The detokenizer of a request with SEAM = n starts with the text of the last n prompt tokens, which nothing else reads.
-    """
+    """Find stop strings that begin before a resume point; vLLM searches only what it generates. The detokenizer of a request with SEAM = n
+    starts with the text of the last n prompt tokens, which no other code reads."""
     add = processor.add_request
 
     def add_request(request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:

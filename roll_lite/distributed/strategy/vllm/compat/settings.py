@@ -122,7 +122,6 @@ def batched_tokens(strategy: VllmStrategyConfig, longest: int | None, cuda: bool
 
 
 def notes(strategy: VllmStrategyConfig, longest: int | None, cuda: bool, environment: Environment) -> list[str]:
-    """Messages about settings of the user that are overridden."""
     tokens = batched_tokens(strategy, longest, cuda)
     raised = (
         f"max_batched_tokens is {tokens} instead of {strategy.max_batched_tokens}: on a CPU vLLM's longest prompt must fit into one pass"
@@ -133,7 +132,6 @@ def notes(strategy: VllmStrategyConfig, longest: int | None, cuda: bool, environ
 def engine_arguments(
     model: ModelConfig, strategy: VllmStrategyConfig, max_model_len: int, seed: int, cuda: bool, lora: LoraConfig | None = None
 ) -> dict[str, Any]:
-    """Keyword arguments of AsyncEngineArgs."""
     arguments: dict[str, Any] = {
         "model": str(model.path),
         "dtype": model.dtype,

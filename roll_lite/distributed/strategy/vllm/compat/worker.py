@@ -184,7 +184,8 @@ _DIGIT = 128
 
 
 def _read_experts(module: Any) -> tuple[int, torch.Tensor, torch.Tensor]:
-    """Number of experts, and this worker's weights without the CPU's packing and padding. GPU layouts are not supported."""
+    """Number of experts, and this worker's weights without the packing and padding that vLLM adds on a CPU. GPU layouts are not
+    supported."""
     if module.w13_weight.device.type != "cpu":
         raise RuntimeError("weight_sync.verify: experts cannot be read back from vLLM on a GPU; use none")
     rows, isa = module.moe_config.intermediate_size_per_partition_unpadded, module.quant_method.experts_cls.isa
