@@ -1,6 +1,6 @@
 """Checks across fields; they yield problems and change nothing.
 
-Reading a field that the schema has refused raises Refused, which ends that check only: one mistake neither hides nor causes others.
+Reading a field that the schema has refused raises Refused, which ends that check only.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ OVERALL = "overall"
 SEARCHED = 100_000
 LOCAL = ("jsonl", "tensorboard")
 SERVICES = ("wandb", "mlflow", "swanlab")
-"""Trackers that need a package; package and optional dependency have the same name."""
+"""Trackers that need a package, an optional dependency of the same name."""
 
 Check = Callable[[RunConfig], Iterable[Mistake]]
 SectionCheck = Callable[[RunConfig, str, Any], Iterable[Mistake]]
 
 
 def check(config: RunConfig, *, further: Sequence[Check] = (), files: bool = True) -> list[Problem]:
-    """Find all problems beyond the schema. `further`: checks that other packages add. `files`: also check files and this machine."""
+    """Find all problems beyond the schema's. `further`: checks of other packages. `files`: False skips files and this machine."""
     of_files = (*GPU_CHECKS, *FILE_CHECKS, *LORA_FILE_CHECKS) if files else ()
     found: list[Mistake] = []
     for one in (*RUN_CHECKS, *ALGORITHM_CHECKS, *LAYOUT_CHECKS, *of_files, *further):
@@ -79,7 +79,7 @@ def _role(config: RunConfig, name: str) -> Iterator[Mistake]:
 
 
 def _mini_batches_divide(config: RunConfig) -> Mistakes:
-    """Check that every step's samples can be cut into equal mini-batches: domains may differ in group size, steps in their mix."""
+    """Check that every step's samples divide into equal mini-batches. With different group sizes the number of samples varies."""
     prompts, parts = config.rollout.prompts_per_step, config.algorithm.mini_batches
     sizes = {name: group_size(config, domain) for name, domain in config.domains.items()}
     first = next(iter(sizes.values()))
@@ -213,7 +213,7 @@ SECTION_CHECKS: dict[str, Sequence[SectionCheck]] = {
 
 
 def _decay(path: str, optimizer: OptimizerConfig, total: int) -> Mistakes:
-    """Check the learning rate's schedule. `total`: optimizer steps of the run."""
+    """Check the learning-rate schedule. `total`: optimizer steps of the run."""
     warmup, steps = optimizer.warmup_steps, optimizer.decay_steps
     if warmup >= total and optimizer.decay != "constant":
         message = f"leaves nothing of the run's {total} optimizer steps to the {optimizer.decay} decay; use less, or decay: constant"
@@ -224,7 +224,7 @@ def _decay(path: str, optimizer: OptimizerConfig, total: int) -> Mistakes:
 
 
 def simulated_domains(config: RunConfig) -> Mistakes:
-    """Check the names of `simulation.domains`, for `roll-lite simulate`. Of a domain that the run has dropped nothing is read."""
+    """Report misspelt names in `simulation.domains`. Names unlike any domain are ignored: the run may have dropped theirs."""
     for name in config.simulation.domains.keys() - config.domains.keys():
         if close_names(name, config.domains.keys() - config.simulation.domains.keys()):
             yield f"simulation.domains.{name}", f"no such domain; {did_you_mean(name, config.domains)}"

@@ -1,4 +1,4 @@
-"""Checks of the algorithm, also against domains and roles."""
+"""Checks of the algorithm, alone and against domains and roles."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from roll_lite.config.schema.run import RunConfig
 
 COMPARES_GROUPS = ("grpo", "rloo", "opo", "gpg")
 TRUNCATION = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "min_tokens": 0}
-"""Values that remove no token."""
+"""Sampling values that exclude no token."""
 
 
 def compares_groups(config: RunConfig) -> bool:
-    """True if advantages compare the samples of a prompt."""
+    """True if advantages compare samples of the same prompt."""
     advantage = config.algorithm.advantage
     return advantage.name in COMPARES_GROUPS or (isinstance(advantage, ReinforcePlusPlusAdvantageConfig) and advantage.baseline == "group")
 
@@ -54,7 +54,7 @@ def _own_functions(config: RunConfig) -> Iterator[Problem]:
 
 
 def _full_kl(config: RunConfig) -> Mistakes:
-    """Check that the object store has room for a step's distributions: `full` keeps one over the vocabulary per token."""
+    """Check that the object store has room for a step's distributions: estimator `full` stores one over the vocabulary per token."""
     full = [name for name, term in kl_terms(config).items() if term.estimator == "full"]
     shape = known_shape(config.model.path)
     if not full or shape is None:
@@ -85,7 +85,7 @@ def _keep_mask_has_a_use(config: RunConfig) -> Mistakes:
 
 
 def _remax(config: RunConfig) -> Mistakes:
-    """Refuse reward terms beside the score: a greedy sample has only a score."""
+    """Refuse reward terms beside the score: ReMax's greedy sample has only a score."""
     if config.algorithm.advantage.name != "remax":
         return
     reward = config.algorithm.reward

@@ -55,7 +55,7 @@ def _tokenizer_misfit(folder: Path, vocab_size: int) -> str | None:
 
 
 def _weights_misfit(folder: Path, hf: HfConfig | None, head: str) -> str | None:
-    """Check that the safetensors are complete and, given `hf`, have config.json's shapes."""
+    """Check that the safetensors are complete and, given `hf`, have config.json's shapes. Returns the problem or None."""
     stored = stored_tensors(folder)
     if head == VALUE_HEAD and head not in stored:
         return f"its safetensors have no {head}, the value head of a critic or reward model; use init: actor for a new one"
@@ -91,7 +91,7 @@ def _critic(config: RunConfig) -> Iterator[Problem]:
 def _readable(
     path: str, folder: Path, architectures: Sequence[str] = HEADS
 ) -> Generator[Problem, None, tuple[ModelShape | None, HfConfig | None]]:
-    """Read a model folder and yield its problem, if any. Returns (None, None) if unreadable, HfConfig None if it cannot be trained."""
+    """Read a model folder and yield its problem, if any. Returns (None, None) if unreadable; HfConfig None if it cannot be trained."""
     shape = None
     try:
         shape = read_model_shape(folder)

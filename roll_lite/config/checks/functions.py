@@ -1,7 +1,7 @@
-"""Checks that a dotted path leads to a user's function that takes its arguments.
+"""Checks that a dotted path leads to a user's function with fitting arguments.
 
-Modules are located and read with ast, not imported: they may import torch or start a client. Results of decorators and calls, and names
-created at run time, are left to the start of the run.
+Modules are located and read with ast. Importing them might load torch or start a client. Results of decorators and calls, and names created
+at run time, are checked when the run starts.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ CONSTANTS = (ast.Constant, ast.JoinedStr, ast.List, ast.Tuple, ast.Set, ast.Dict
 def check_function(
     path: str, key: str, name: str, arguments: Mapping[str, Any], or_class: bool = False, given: Collection[str] = ()
 ) -> Iterator[Problem]:
-    """Check the function named by `key` of the section at `path`, and the section's `args`. `or_class`: allow a class, with unchecked
-    arguments. `given`: parameters that the run fills if the function has them."""
+    """Check the function named by `key` of the section at `path`, and the section's `args`. `or_class`: allow a class; its arguments are
+    not checked. `given`: parameters that the run fills if the function has them."""
     try:
         found = _definition(name)
     except ValueError as error:
@@ -54,7 +54,7 @@ def _by_name(parameters: ast.arguments) -> set[str]:
 
 
 def _definition(name: str, chain: int = LONGEST_CHAIN) -> ast.AST | None:
-    """Syntax tree of what a dotted name is bound to, through assignments and imports. None if only running the code could tell (no Python
+    """Syntax tree of a dotted name's object, found through assignments and imports. None if it is known only at run time (no Python
     source, bound twice, `import *`). ValueError if module or name is missing, or the source unreadable."""
     module, _, attribute = name.rpartition(".")
     if not module:
@@ -108,7 +108,7 @@ def _located(module_name: str) -> ModuleSpec:
 
 
 def _bound(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, ast.AST | None]]:
-    """Names bound by statements, also inside `if`, `try` and `with`, and their values; None if only running the code could tell."""
+    """Names bound by statements, also inside `if`, `try` and `with`, with their values; None for a value known only at run time."""
     for node in nodes:
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():

@@ -1,5 +1,7 @@
-"""Checks of settings that need GPUs: fp8 engines, Transformer Engine, weight transfer between GPUs. `needs_gpus` is for runs only: `check`
-may be for another machine."""
+"""Checks of settings that need GPUs: fp8 engines, Transformer Engine, weight transfer between GPUs.
+
+Only runs call `needs_gpus`: `check` may be for another machine.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,11 @@ from roll_lite.config.schema.models import SglangStrategyConfig, VllmStrategyCon
 from roll_lite.config.schema.run import RunConfig
 
 SGLANG_FP8 = ("qwen2", "qwen3")
-"""Families that SGLang's QuantizedRLModelLoader can update in fp8."""
+"""Model families that SGLang's QuantizedRLModelLoader can update in fp8."""
 
 
 VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Head sizes of vLLM's attention on CPUs."""
+"""Head sizes that vLLM's attention supports on CPUs."""
 
 
 def no_gpus(config: RunConfig) -> bool:
@@ -63,8 +65,8 @@ GPU_CHECKS = (_fp8_rollouts, _heads_of_vllm, _adapters_alone)
 
 
 def needs_gpus(config: RunConfig) -> Mistakes:
-    """Check that this machine has what settings for GPUs need. On a cluster nothing is checked here: its machines report when they start.
-    Whether a transport suits the GPUs that trainer and engines share is known only when they connect."""
+    """Check that this machine has the GPUs and packages that settings need. Machines of a cluster report that when they start. Whether a
+    transport suits GPUs shared by trainer and engines is known only when they connect."""
     if layout.is_elsewhere(config):
         return
     there, none, transport = layout.gpus_visible(), "none are visible here", config.weight_sync.transport
@@ -85,12 +87,12 @@ def needs_gpus(config: RunConfig) -> Mistakes:
 
 
 SMALL_RUN = 8
-"""Processes that any machine may be meant to start on its cores."""
+"""Processes that may be meant to run on any machine's cores."""
 
 
 def gpu_notes(config: RunConfig) -> list[str]:
-    """Note that a run meant for GPUs would start on CPU slots: no GPU is visible, and the model is in bfloat16 or has more devices than
-    this machine has cores."""
+    """Note that a run meant for GPUs would start on CPU slots. No GPU is visible, and the model is in bfloat16 or has more processes than
+    cores."""
     if layout.gpus_visible() or layout.is_elsewhere(config):
         return []
     counts = {name: len(device_numbers(role.devices)) for name, role in roles(config).items()}

@@ -1,4 +1,4 @@
-"""Checks of devices and parallel sizes, also against the model."""
+"""Checks of devices and parallel sizes, alone and against the model."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _replicas_share_a_device(config: RunConfig, name: str, role: Role) -> Mistak
 
 
 def _sizes_fit_the_model(config: RunConfig, name: str, role: Role) -> Mistakes:
-    """Check heads, feed-forward size, and layers of pipeline parts."""
+    """Check that parallel sizes fit the model's heads, feed-forward size and layers."""
     shape, strategy = known_shape(model_folder(config, role)), role.strategy
     if shape is None:
         return
@@ -151,8 +151,8 @@ def _model_is_long_enough(config: RunConfig) -> Mistakes:
 
 
 def _engine_knows_the_model(config: RunConfig) -> Mistakes:
-    """Refuse models that SGLang computes unlike the trainer: it has no sliding window in Llama's family, and takes every layer for one with
-    experts if any is."""
+    """Refuse models that SGLang computes differently from the trainer. It ignores Llama's sliding window, and treats all layers as having
+    experts if any has."""
     shape = known_shape(config.model.path)
     if shape is None or not generates(config) or not isinstance(config.actor_infer.strategy, SglangStrategyConfig):
         return
@@ -178,14 +178,14 @@ def _verified_weights(config: RunConfig) -> Mistakes:
 
 
 def verification(config: RunConfig) -> Literal["none", "sampled", "full"]:
-    """The setting weight_sync.verify, with `auto` decided."""
+    """Value of weight_sync.verify, with `auto` resolved."""
     if config.weight_sync.verify != "auto":
         return config.weight_sync.verify
     return "sampled" if unreadable_weights(config) is None else "none"
 
 
 def unreadable_weights(config: RunConfig) -> str | None:
-    """Reason why the engines' weights cannot be compared with the trainer's; None if they can."""
+    """Why the engines' weights cannot be compared with the trainer's; None if they can."""
     strategy, shape = config.actor_infer.strategy, known_shape(config.model.path)
     if config.mode == "rollout_only":
         return "in mode: rollout_only nothing trains, and no weights are sent that could be compared"
@@ -197,7 +197,7 @@ def unreadable_weights(config: RunConfig) -> str | None:
 
 
 def _experts_over_an_update(config: RunConfig) -> Mistakes:
-    """Refuse paused requests with routing replay: SGLang recomputes their tokens with new weights, and reports only the experts of that
+    """Refuse routing replay if requests are paused for new weights: SGLang recomputes their tokens and reports only the experts of that
     pass."""
     rollout = config.rollout
     pauses = rollout.on_sync == "pause" or (rollout.on_sync is None and rollout.supply == "async")
@@ -216,7 +216,7 @@ LAYOUT_CHECKS = (
 
 
 def devices_are_there(config: RunConfig) -> Mistakes:
-    """Check that this machine has the GPUs, unless the run is on a cluster; CPU slots are created as needed."""
+    """Check that this machine has the configured GPUs, unless the run is on a cluster. CPU slots are created as needed."""
     if not gpus_visible() or is_elsewhere(config):
         return
     there = gpu_count()
@@ -229,7 +229,7 @@ def devices_are_there(config: RunConfig) -> Mistakes:
 
 
 def sharing_notes(config: RunConfig) -> list[str]:
-    """Notes on roles that share GPUs and both stay loaded, and on engines that stay loaded beside roles that come in."""
+    """Notes on roles that share GPUs: both stay loaded, or engines leave little memory to a role that is loaded beside them."""
     if not gpus_visible():
         return []
     by_role = roles(config)
@@ -248,7 +248,7 @@ def sharing_notes(config: RunConfig) -> list[str]:
 
 
 def _left_beside(role: Role) -> float | None:
-    """Share of a GPU's memory that engines or judges leave to others; None for a fixed cache size and for other roles."""
+    """Share of a GPU's memory that engines or judges leave free; None for other roles and for a fixed cache size."""
     strategy = getattr(role, "strategy", None)
     if not isinstance(strategy, EngineStrategyConfig) or strategy.kv_cache_mb is not None:
         return None
@@ -264,12 +264,12 @@ def model_folder(config: RunConfig, role: Role) -> Path:
 
 
 def is_elsewhere(config: RunConfig) -> bool:
-    """True on a cluster, where this machine's devices do not matter."""
+    """True if the run is on a cluster, not on this machine's devices."""
     return bool(config.ray.address or os.environ.get("RAY_ADDRESS") or config.placement.nodes is not None)
 
 
 def gpus_visible() -> bool:
-    """True if GPUs are visible; does not import torch, which takes seconds."""
+    """True if GPUs are visible. Does not import torch, which takes seconds."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
     return not hidden and any(Path("/dev").glob("nvidia[0-9]*"))
 
@@ -280,7 +280,7 @@ def gpu_count() -> int:
 
 
 def known_shape(folder: Path) -> ModelShape | None:
-    """Shape of the model; None if unreadable, which the file checks report."""
+    """Shape of the model; None if unreadable, which checks/files.py reports."""
     try:
         return read_model_shape(folder)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Checks of adapters."""
+"""Checks of LoRA adapters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from roll_lite.models.model_files import weight_shapes
 
 
 def _layers(config: RunConfig) -> Mistakes:
-    """Check that tensor parallelism can split the adapted layers, and that engines get adapters of experts only merged."""
+    """Check that tensor parallelism can split the adapted layers. Adapters of experts must be merged for engines."""
     lora, strategy, shape = config.actor_train.lora, config.actor_train.strategy, known_shape(config.model.path)
     if lora is None or shape is None:
         return
@@ -66,7 +66,7 @@ def reference_notes(config: RunConfig) -> list[str]:
 
 
 def engine_notes(config: RunConfig) -> list[str]:
-    """Note on an update's size if engines get adapters alone."""
+    """Note on the size of weight updates of adapters only."""
     lora = adapters_of_engines(config)
     if lora is None:
         return []

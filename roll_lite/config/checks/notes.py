@@ -26,11 +26,11 @@ def mode_notes(config: RunConfig) -> list[str]:
 
 
 RECOMPUTED_LOSSES = ("ppo", "gspo", "cispo", "topr", "policy_gradient", "raft")
-"""Policy losses that examples/recompute.py has formulas for."""
+"""Policy losses that examples/recompute.py can recompute."""
 
 
 def without_formula(config: RunConfig) -> list[str]:
-    """Settings of this run whose training examples/recompute.py cannot recompute."""
+    """Settings of this run that examples/recompute.py cannot recompute."""
     lora, algorithm = config.actor_train.lora, config.algorithm
     feeds_forward = lora is not None and not set(FEED_FORWARD).isdisjoint(lora.targets)
     found = {
@@ -53,7 +53,7 @@ def batch_notes(config: RunConfig) -> list[str]:
 
 
 def notes_on(config: RunConfig, *further: Callable[[RunConfig], list[str]]) -> list[str]:
-    """Collect all notes. `further`: notes that other packages add."""
+    """Collect all notes. `further`: notes of other packages."""
     notes_of_parts = (
         mode_notes,
         gpu_notes,

@@ -70,7 +70,7 @@ def _group_filter(config: RunConfig) -> Iterator[Mistake]:
 
 
 def staleness_notes(config: RunConfig) -> list[str]:
-    """Note that samples of older weights train without correction."""
+    """Note that samples of older weights train without importance weights."""
     rollout, algorithm = config.rollout, config.algorithm
     stale = rollout.supply != "sync" if rollout.max_staleness is None else rollout.max_staleness > 0
     if not stale or algorithm.weighs_by_rollout:

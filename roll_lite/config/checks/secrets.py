@@ -1,4 +1,4 @@
-"""Checks for secrets in a configuration, which is logged and saved: addresses must hold none, others are not written."""
+"""Checks for secrets in a configuration, which is logged and saved. Addresses must hold none; other secrets are left out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from roll_lite.config.schema.run import RunConfig
 
 
 def addresses_without_secrets(config: RunConfig) -> Iterator[Problem]:
-    """Check all texts, also arguments of rewards, engines and functions."""
+    """Check all texts, including arguments of rewards, engines and functions."""
     for path, text in texts_in(config, ""):
         what = secret_in_address(text)
         if what is not None:
@@ -28,7 +28,7 @@ def plain_secrets(config: RunConfig) -> list[str]:
 
 
 def texts_in(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Texts of a section with their paths, without refused fields."""
+    """Texts in a section with their paths; refused fields are skipped."""
     if isinstance(value, str):
         yield path, value
     items = vars(value) if isinstance(value, Section) else value

@@ -1,6 +1,6 @@
 """Merging of configuration files: `defaults:` lists and overrides as in Hydra, `${...}` by OmegaConf.
 
-Hydra stops at the first mistake and refuses keys that no file sets; here all mistakes are collected.
+Hydra stops at the first mistake and refuses keys that no file sets; this module collects all mistakes.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ DEEPEST = 50
 
 @dataclass(frozen=True)
 class Composed:
-    """Merged and resolved tree, without the values in `broken`."""
+    """Merged tree with `${...}` resolved, without the values in `broken`."""
 
     data: dict[str, Any]
     problems: list[Problem]
     broken: frozenset[Path]
-    """Paths of unresolved values; the root if a whole file is unreadable."""
+    """Paths of unresolvable values; the root if a whole file is unreadable."""
     origins: dict[Path, str]
     secrets: dict[Path, tuple[str, Any]]
     """Values from the environment: (text as written, value)."""
     hidden: list[str]
-    """Notes on shipped files replaced by the user's of the same name."""
+    """Notes on shipped files that a user's file of the same name replaces."""
 
 
 @dataclass
@@ -55,7 +55,7 @@ class _Composer:
     hidden: list[str] = field(default_factory=list)
 
     def add_file(self, path: FilePath, name: str, stack: tuple[FilePath, ...]) -> None:
-        """Append the layers of a file: its defaults in order, then itself unless `_self_` says otherwise."""
+        """Append a file's layers: its defaults in order, then itself, unless `_self_` gives another place."""
         label = f"{name}.yaml"
         try:
             text = read_text(path)
@@ -84,12 +84,12 @@ class _Composer:
         return path
 
     def refuse(self, place: str, message: str, value: Any = NO_VALUE, broken: Path = ()) -> None:
-        """Report a problem and mark its path as broken: the root for an unreadable file, whose settings do not count as missing."""
+        """Report a problem and mark a path as broken. An unreadable file breaks the root: its settings do not count as missing."""
         self.problems.append(Problem(place, message, value))
         self.broken.add(broken)
 
     def _entries(self, defaults: Any, place: str) -> list[tuple[str | None, str]]:
-        """Names in a `defaults:` list with their places; None is the file itself (`_self_`)."""
+        """Names in a `defaults:` list with their places; None means the file itself (`_self_`)."""
         items = [defaults] if isinstance(defaults, str) else defaults
         if not isinstance(items, list):
             self.refuse(place, "has to be a file's name or a list of them", defaults)
@@ -126,7 +126,7 @@ class _Composer:
 
 
 def find(name: str, folder: FilePath) -> FilePath | None:
-    """File in the folder, else the shipped one."""
+    """Path of the file in `folder`, else of the shipped one, else None."""
     return next((path for path in (folder / f"{name}.yaml", CONFIGS / f"{name}.yaml") if is_file(path)), None)
 
 
@@ -135,14 +135,14 @@ def searched(folder: FilePath) -> str:
 
 
 def suggestion(name: str, folder: FilePath) -> str:
-    """Suggest names close to `name`, of the user's `folder` and of the shipped files. If none is close, list the user's; if there are none,
-    the shipped ones."""
+    """Suggest close names among the user's `folder` and the shipped files. If none is close, list the user's, or without any the shipped
+    ones."""
     own, shipped = ([path.stem for path in one.glob("*.yaml")] for one in (folder, CONFIGS))
     return did_you_mean(name, [*own, *shipped] if close_names(name, [*own, *shipped]) or not own else own)
 
 
 def compose(name: str, folder: FilePath, overrides: Sequence[str], *, may_be_left_out: bool = False) -> Composed:
-    """Merge a file, its defaults and the overrides; resolve `${...}`. `may_be_left_out`: keep `???`, do not report it."""
+    """Merge a file, its defaults and the overrides; resolve `${...}`. `may_be_left_out`: keep `???` instead of reporting it."""
     composer = _Composer(folder, may_be_left_out)
     parsed = [parse_override(text) for text in overrides]
     composer.problems += [one for one in parsed if isinstance(one, Problem)]
@@ -177,7 +177,7 @@ def _environment(key: str, *default: Any) -> Any:
 
 
 def _resolve(node: DictConfig | ListConfig, path: Path, composer: _Composer) -> Any:
-    """Plain data with interpolations replaced; an unresolvable one is reported, and its path marked as broken."""
+    """Plain data with `${...}` replaced. Reports one that cannot be resolved and marks its path as broken."""
     keys: list[Any] = list(range(len(node))) if isinstance(node, ListConfig) else list(node.keys())
     result: dict[str, Any] = {}
     for key in keys:
@@ -218,7 +218,7 @@ def _resolve(node: DictConfig | ListConfig, path: Path, composer: _Composer) -> 
 
 
 def _why(error: Exception, variables: list[str]) -> str:
-    """Reason of the error, without contents of variables."""
+    """The error's message, without values of environment variables."""
     for variable in variables:
         if f"Environment variable '{variable}' not found" in str(error):
             return f"the environment variable {variable} is not set"

@@ -1,7 +1,7 @@
-"""Merging by the schema: `strategy: sglang` means `strategy: {name: sglang}`, a new name drops the former one's own keys, null removes
+"""Merging by the schema: `strategy: sglang` means `strategy: {name: sglang}`, a new name drops keys only the former one has, null removes
 inherited settings.
 
-Words are expanded when a file or override is read: merging sees sections only.
+Words are expanded when a file or override is read, before merging.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from roll_lite.config.validation import is_removed_by_null, sections_at
 
 
 def spell_out(data: Any, path: Path, lines: dict[Path, int]) -> Any:
-    """Expand words at `path` and below, `sglang` to `{name: sglang}`; `lines` gets the lines of the names."""
+    """Expand words at `path` and below: `sglang` becomes `{name: sglang}`. Adds the names' lines to `lines`."""
     if isinstance(data, dict):
         return {key: spell_out(value, (*path, key), lines) for key, value in data.items()}
     if isinstance(data, list):
@@ -28,14 +28,14 @@ def spell_out(data: Any, path: Path, lines: dict[Path, int]) -> Any:
 
 
 def is_short_form(value: Any, path: Path) -> bool:
-    """True for a word that stands for a section; false for an interpolation, which may give a whole section."""
+    """True if the value is a word that stands for a section; an interpolation may give a whole section."""
     is_word = isinstance(value, str) and "${" not in value and value != "???"
     return is_word and any("name" in cls.model_fields for cls in sections_at(path))
 
 
 def merge(tree: dict[str, Any], layer: Mapping[str, Any], path: Path = ()) -> None:
-    """Merge `layer` into `tree`, both at `path`: sections are merged, other values replaced; null restores the default of what cannot be
-    null."""
+    """Merge `layer` into `tree`, both at `path`. Sections are merged, other values replaced; null restores defaults of settings that
+    cannot be null."""
     for key in _ended(tree, layer, path):
         del tree[key]
     for key, value in layer.items():
@@ -48,8 +48,8 @@ def merge(tree: dict[str, Any], layer: Mapping[str, Any], path: Path = ()) -> No
 
 
 def _ended(tree: Mapping[str, Any], layer: Mapping[str, Any], path: Path) -> list[str]:
-    """Keys to drop because the layer changes the section's name: arguments, and fields that the new choice lacks or reads differently. None
-    if a name is interpolated or open."""
+    """Keys to drop because the layer changes the section's name: `args`, and fields that the new choice lacks or defines differently.
+    Empty if the new name is interpolated or missing."""
     former, chosen = (None if "${" in str(one.get("name")) or one.get("name") == "???" else one.get("name") for one in (tree, layer))
     classes = sections_at(path)
     if chosen is None or former == chosen or not any("name" in cls.model_fields for cls in classes):

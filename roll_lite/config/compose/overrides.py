@@ -21,7 +21,7 @@ GRAMMAR = "write key=value, +key=value to add, or ~key to delete"
 _KEY = re.compile(r"[A-Za-z0-9_\-/]+(?:\.[A-Za-z0-9_\-/]+|\[[0-9]+\])*")
 
 _CALL = re.compile(r"\s*(range|choice|interval|glob|shuffle|sort|tag)\((.*)\)\s*", re.DOTALL)
-"""Functions of Hydra's sweeps."""
+"""Function of Hydra's sweep syntax."""
 MOST_RUNS = 1000
 
 
@@ -34,7 +34,7 @@ class Override:
 
 
 def parse_override(text: str) -> Override | Problem:
-    """Parse `key=value`, `+key=value` or `~key`. Values are YAML; braces and colons in texts need no quotes."""
+    """Parse `key=value`, `+key=value` or `~key`. Values are YAML; in text settings, braces and colons need no quotes."""
     delete = text.startswith("~")
     key, separator, raw = text.lstrip("~+").partition("=") if not delete else (text[1:], "", "")
     if delete and "=" in key:
@@ -55,7 +55,7 @@ def parse_override(text: str) -> Override | Problem:
 
 
 def names_first(overrides: Sequence[Override]) -> list[Override]:
-    """Move the choice of a section's name before other settings of that section: it would drop them."""
+    """Move overrides of a section's name before its other settings, which a new name would drop."""
     ordered: list[Override] = []
     for one in overrides:
         named = isinstance(one.value, dict) and "name" in one.value
@@ -71,7 +71,7 @@ def names_first(overrides: Sequence[Override]) -> list[Override]:
 
 
 def alternatives(text: str) -> list[str]:
-    """Expand a sweep: `key=a,b` or `key=choice(a,b)` to `key=a` and `key=b`, `key=range(1,3)` to `key=1` and `key=2`. Commas in quotes and
+    """Expand a sweep: `key=a,b` or `key=choice(a,b)` to `key=a` and `key=b`, `key=range(1,3)` to `key=1` and `key=2`. Commas in quotes or
     brackets do not separate. ValueError if invalid."""
     key, separator, raw = text.partition("=")
     if (called := _CALL.fullmatch(raw)) is None:
@@ -148,8 +148,8 @@ def apply_override(tree: dict[str, Any], override: Override) -> list[Problem]:
 
 
 def _holder(tree: dict[str, Any], override: Override) -> tuple[dict[str, Any] | list[Any], int]:
-    """Innermost existing section or list on the override's path, and the number of keys to it. LookupError with a message if it cannot hold
-    the next key."""
+    """Innermost existing section or list on the override's path, and the number of keys to it. LookupError, with a message, if it cannot
+    hold the next key."""
     container: Any = tree
     for depth, key in enumerate(override.path):
         here, below = dotted(override.path[:depth]), override.path[depth + 1 :]

@@ -1,4 +1,4 @@
-"""Parsing of YAML to plain data, with lines of values and all mistakes."""
+"""Parsing of YAML to plain data, with line numbers and all mistakes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from roll_lite.config.problems import NO_VALUE, Path, Problem, dotted, show, spa
 from roll_lite.files import first_line
 
 MOST_VALUES = 100_000
-"""Maximum number of values in a text, aliases expanded."""
+"""Maximum number of values in a text, with aliases expanded."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -40,11 +40,11 @@ class YamlSource:
     lines: dict[Path, int] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     broken: set[Path] = field(default_factory=set)
-    """Paths of unreadable values, null in `data`; the root if all is unreadable."""
+    """Paths of unreadable values, null in `data`; the root if none is readable."""
 
 
 def parse_yaml(text: str, place: str, root: Path = ()) -> YamlSource:
-    """`place`: how messages name the text; `root`: path of its data in the configuration."""
+    """Parse a text that messages call `place`, for the configuration's path `root`."""
     source = YamlSource()
     try:
         loader = _Loader(text)
@@ -58,7 +58,7 @@ def parse_yaml(text: str, place: str, root: Path = ()) -> YamlSource:
 
 
 def _values(node: yaml.Node, known: dict[int, int | None]) -> int:
-    """Number of values, aliases expanded; YAMLError if an alias stands for a section around it."""
+    """Number of values, aliases expanded. YAMLError if an alias stands for a section that contains it."""
     if id(node) not in known:
         known[id(node)] = None
         parts = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
@@ -98,7 +98,7 @@ def _convert(loader: _Loader, node: yaml.Node, path: Path, place: str, source: Y
 
 
 def _scalar(loader: _Loader, node: yaml.Node, path: Path, place: str, source: YamlSource) -> Any:
-    """Value of a scalar; None and a problem if invalid."""
+    """Value of a scalar. If invalid, records a problem and returns None."""
     value, message = None, ""
     try:
         value = loader.construct_object(node, deep=True)
