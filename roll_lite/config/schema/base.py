@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def from_current_folder(path: Path) -> Path:
-    """Make a path absolute by the start folder of the run, so that workers agree; shipped files are found from any folder. ValueError if
+    """Resolve a path against the folder the run starts in, so that workers agree; shipped files are found from any folder. ValueError if
     unreadable."""
     try:
         path = absolute_path(path)
@@ -52,11 +52,11 @@ UserPath = Annotated[Path, AfterValidator(from_current_folder)]
 
 
 class Refused(Exception):
-    """A field was read that the schema has refused."""
+    """Raised on reading a field that the schema refused."""
 
 
 def readable(found: Iterable[T]) -> list[T]:
-    """Items found before a refused field is read."""
+    """List the items found before a refused field ends the search."""
     mistakes: list[T] = []
     with suppress(Refused):
         mistakes.extend(found)  # keeps those before the exception
@@ -92,7 +92,7 @@ class Section(BaseModel):
             return super().__getattr__(name)
 
     def mistakes(self) -> list[tuple[str, str]]:
-        """Mistakes by the section's rules; a refused field ends only rules that read it."""
+        """Mistakes found by the section's rules. A refused field ends only rules that read it."""
         return [found for one in _rules(type(self)) for found in readable(one(self))]
 
     @property
