@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
-from collections.abc import Iterator
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from itertools import count
 from pathlib import Path
@@ -16,6 +21,9 @@ from roll_lite.config.schema.run import RunConfig
 from roll_lite.files import kind_of
 
 CONFIG_FILE = "config.yaml"
+LOCK_FILE = ".lock"
+BY_STEP = re.compile(r"(step|validation)_(\d{6,})")
+"""Begin of the names of files and folders of one step."""
 LATEST = "latest"
 
 
@@ -35,6 +43,54 @@ def create_run_folder(run_dir: Path, experiment: str, now: datetime | None = Non
             continue
         return folder
     raise AssertionError("there is always another number")
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other drivers out of a run's folder inside the block; ValueError if one is there. The lock ends with this process."""
+    with (folder / LOCK_FILE).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another driver still writes to {folder}: end it first") from None
+        yield
+
+
+def is_within(checkpoint: Path, run_folder: Path) -> bool:
+    return checkpoint.parent.parent.resolve() == run_folder.resolve()
+
+
+def keep_config(folder: Path, text: str) -> None:
+    """Write config.yaml; an earlier one that differs becomes config-1.yaml, config-2.yaml, ..."""
+    file = folder / CONFIG_FILE
+    if file.exists() and file.read_text(encoding="utf-8") != text:
+        file.rename(next(older for number in count(1) if not (older := folder / f"config-{number}.yaml").exists()))
+    file.write_text(text, encoding="utf-8")
+
+
+def cut_after(folder: Path, step: int, files: Sequence[str]) -> None:
+    """Remove what a run wrote about later steps and about the validation of this one, since it repeats them. `files`: of lines."""
+    for name in files:
+        if not (folder / name).exists():
+            continue
+        with (folder / name).open("r+", encoding="utf-8") as file:  # in place: trackers append to the same file
+            lines = file.readlines()
+            file.seek(0)
+            file.writelines(line for line in lines if _stays(line, step))
+            file.truncate()
+    for path in folder.glob("*/*"):
+        kind = BY_STEP.match(path.name)
+        if kind is None or path.parent.name == "checkpoints" or int(kind[2]) < step + (kind[1] == "step"):
+            continue
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _stays(line: str, step: int) -> bool:
+    try:
+        record = json.loads(line)
+    except ValueError:  # its writer was killed
+        return False
+    return record["step"] < step or (record["step"] == step and not any("validation/" in name for name in record))
 
 
 def point_latest(run_dir: Path, folder: Path) -> None:

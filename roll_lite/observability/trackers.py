@@ -87,6 +87,12 @@ class HistoryTracker(Tracker):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.records[step] = {**self.records.get(step, {}), **metrics}
 
+    def restore(self, file: Path) -> None:
+        """Take over what an earlier part of the run wrote to metrics.jsonl."""
+        for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+            record = json.loads(line)
+            self.log(record.pop("step"), {name: math.nan if value is None else value for name, value in record.items()})
+
     def close(self, exit_state: str = "completed") -> None:
         pass
 

@@ -47,8 +47,10 @@ class BatchFiles:
         if not self.are_written:
             return
         start = self._folder / "start"
+        if start.exists():  # the run goes on in its folder
+            return
         start.mkdir()
-        resumed = self._config.checkpoint.resume
+        resumed = self._config.checkpoint.source
         described: dict[str, Any] = {"resumed_from": None if resumed is None else str(resumed), "models": {}}
         for role, path in _models_of(self._config).items():
             described["models"][role] = self._keep(path.resolve(), start / role)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -15,11 +16,13 @@ from roll_lite.config.device_phases import Phase
 from roll_lite.config.schema.models import RefreshConfig
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.files import FileRecord, first_line, flush, record
+from roll_lite.observability.run_folder import is_within
 from roll_lite.pipeline.checkpoint_files import (
     FOLDER,
     LIST_FILE,
     SCHEMA_VERSION,
     STATE_FILE,
+    DamagedCheckpoint,
     check_sums,
     finished_checkpoints,
     follows_actor,
@@ -32,6 +35,8 @@ from roll_lite.pipeline.checkpoint_files import (
 from roll_lite.pipeline.clusters import Model, Models, states
 from roll_lite.pipeline.sources import BatchSource
 from roll_lite.workers.model import ModelWorker
+
+logger = logging.getLogger(__name__)
 
 EXPORTED = {"actor_train": "model", "critic": "critic"}
 SEEN_WITHIN_S = 60.0
@@ -54,6 +59,12 @@ class Checkpoints:
         self._config = config
         self._run_folder = run_folder
         self._running: Unfinished | None = None
+
+    @property
+    def goes_on(self) -> bool:
+        """True if the run goes on in its own folder (`checkpoint.resume: auto`)."""
+        source = self._config.checkpoint.source
+        return source is not None and is_within(source, self._run_folder)
 
     def save(self, models: Models, source: BatchSource, pipeline: dict[str, Any]) -> Path:
         """Save a checkpoint. `pipeline`: the driver's state. With checkpoint.asynchronous the folder exists only after `finish_if_written`
@@ -140,24 +151,38 @@ class Checkpoints:
                 shutil.rmtree(old.rename(old.with_name(f"{old.name}.removed")))
 
     def load(self, models: Models, source: BatchSource) -> dict[str, Any] | None:
-        """Load `checkpoint.resume` after verifying all checksums. Returns the driver's state; None without `resume`."""
-        if self._config.checkpoint.resume is None:
+        """Load `checkpoint.resume` after verifying all checksums. Returns the driver's state; None without `resume`. A run that goes on in
+        its own folder renames a damaged checkpoint and takes the one before."""
+        if self._config.checkpoint.source is None:
             return None
-        folder = resumption(self._config.checkpoint.resume).checkpoint
+        folder = resumption(self._config.checkpoint.source).checkpoint
+        while True:
+            try:
+                state = self._verified(folder, models)
+                break
+            except DamagedCheckpoint as error:
+                if not self.goes_on:
+                    raise
+                logger.warning("%s", error)
+                folder.rename(folder.with_name(f"{folder.name}.damaged"))
+                folder = resumption(self._run_folder.resolve()).checkpoint
+        for role, model in self._stateful(models).items():
+            with model.loaded(states(Phase.CHECKPOINT)):
+                model.ranks.all(ModelWorker.load_checkpoint, (folder / role).resolve())
+        source.load_state_dict(state["rollouts"])
+        return state["pipeline"]
+
+    def _verified(self, folder: Path, models: Models) -> dict[str, Any]:
+        """State of a checkpoint whose files all have the checksums with which they were written; the ranks share the reading."""
         state, wanted = read_state(folder), read_list(folder) or {}
         saved = self._stateful(models)
         if missing := [role for role in saved if not (folder / role).is_dir()]:
             raise ValueError(f"checkpoint.resume: {folder} holds nothing for {', '.join(missing)}; was it written without?")
         for role, model in saved.items():
             own = sorted(name for name in wanted if name.startswith(f"{role}/"))
-            # The ranks share the reading.
             for records in model.ranks.all(ModelWorker.file_records, folder.resolve(), own) if own else ():
                 check_sums(folder, wanted, records.items())
-        for role, model in saved.items():
-            with model.loaded(states(Phase.CHECKPOINT)):
-                model.ranks.all(ModelWorker.load_checkpoint, (folder / role).resolve())
-        source.load_state_dict(state["rollouts"])
-        return state["pipeline"]
+        return state
 
     def export_model(self, models: Models) -> Path:
         """Export the actor to `model/`, the critic to `critic/`, in Hugging Face format."""

@@ -76,6 +76,25 @@ def resumption(folder: Path) -> Resumption:
     return Resumption(checkpoints[-1], notes + _unlisted(checkpoints[-1]))
 
 
+def settled(config: RunConfig) -> tuple[RunConfig, list[str]]:
+    """Configuration with a checkpoint, or none, in the place of `resume: auto`, and notes on the choice."""
+    if config.checkpoint.resume != "auto":
+        return config, []
+    runs = sorted(folder for folder in (config.run_dir / config.experiment).glob("*") if folder.is_dir())
+    chosen, notes = None, list[str]()
+    for checkpoint in (checkpoint for run in reversed(runs) for checkpoint in reversed(finished_checkpoints(run))):
+        try:
+            read_state(checkpoint)
+        except (ValueError, OSError) as error:
+            notes.append(f"{str(error).split('; ')[0]}; an older one is looked for")
+            continue
+        chosen = checkpoint.resolve()
+        break
+    if chosen is None:
+        notes.append(f"checkpoint.resume: auto: no checkpoint in {config.run_dir / config.experiment}, the run starts afresh")
+    return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": chosen})}), notes
+
+
 def _no_checkpoints(folder: Path) -> str:
     """Message: the folder is not a run, or the run wrote no checkpoint, or ended before the first."""
     every = checkpoint_setting(folder, "every")
@@ -170,8 +189,12 @@ def check_sums(checkpoint: Path, wanted: Mapping[str, FileRecord], records: Iter
             raise damaged(checkpoint, name, "has changed since it was written: its checksum is another one")
 
 
-def damaged(checkpoint: Path, name: str, what: str) -> ValueError:
-    return ValueError(f"checkpoint.resume: {checkpoint / name} {what}. The checkpoint is damaged; {remedy(checkpoint)}")
+class DamagedCheckpoint(ValueError):
+    pass
+
+
+def damaged(checkpoint: Path, name: str, what: str) -> DamagedCheckpoint:
+    return DamagedCheckpoint(f"checkpoint.resume: {checkpoint / name} {what}. The checkpoint is damaged; {remedy(checkpoint)}")
 
 
 def _read_json(checkpoint: Path, name: str) -> Any:
@@ -194,7 +217,8 @@ def saved_roles(config: RunConfig) -> list[str]:
 
 
 def check_resumption(config: RunConfig) -> Iterator[Problem]:
-    folder = config.checkpoint.resume
+    config, _ = settled(config)
+    folder = config.checkpoint.source
     if folder is None:
         return
     if (found := kind_of(folder)) != "folder":
@@ -250,11 +274,12 @@ MOST_CHANGES = 12
 
 
 def resumption_notes(config: RunConfig) -> list[str]:
-    if config.checkpoint.resume is None:
-        return []
-    chosen = resumption(config.checkpoint.resume)
+    config, notes = settled(config)
+    if config.checkpoint.source is None:
+        return notes
+    chosen = resumption(config.checkpoint.source)
     state = read_state(chosen.checkpoint)
-    return [*chosen.notes, *_reference_notes(config, state), _changes(config, state)]
+    return [*notes, *chosen.notes, *_reference_notes(config, state), _changes(config, state)]
 
 
 def _reference_notes(config: RunConfig, state: Mapping[str, Any]) -> Iterator[str]:

@@ -27,8 +27,9 @@ from roll_lite.observability.curves import CURVES_FILE, draw_curves
 from roll_lite.observability.health import RunHealth
 from roll_lite.observability.metrics import NO_DOMAIN, MetricSums
 from roll_lite.observability.report import OVERALL, Accuracy, BeforeAfter, LivePicture, accuracy_change, held_out_change, write_summary
+from roll_lite.observability.run_folder import cut_after, is_within
 from roll_lite.observability.timers import StepTimers
-from roll_lite.observability.trackers import HistoryTracker, TrackedRun, Trackers, build_trackers, for_trackers
+from roll_lite.observability.trackers import METRICS_FILE, HistoryTracker, TrackedRun, Trackers, build_trackers, for_trackers
 from roll_lite.pipeline.checkpoint_files import resumption
 from roll_lite.pipeline.skipped_updates import Skipped
 from roll_lite.scheduler.filters import FUNCTION, HIGH, LOW
@@ -79,7 +80,7 @@ class Journal:
 
     def connect(self) -> None:
         """Start the trackers; ValueError for one that fails."""
-        config, resume = self._config, self._config.checkpoint.resume
+        config, resume = self._config, self._config.checkpoint.source
         settings = for_trackers(config.model_dump(mode="json"), os.environ)
         earlier = resumption(resume).checkpoint.parent.parent if resume is not None else None
         built = build_trackers(config.trackers, TrackedRun(self.folder, config.experiment, settings), earlier)
@@ -337,7 +338,11 @@ class Journal:
 
     def resumed(self, step: int) -> None:
         self._first = self._steps = step
-        self.console.message(f"resumed after step {step} from {self._config.checkpoint.resume}")
+        source = self._config.checkpoint.source
+        if source is not None and is_within(source, self.folder):
+            cut_after(self.folder, step, (METRICS_FILE, UPDATES_FILE))
+            self.history.restore(self.folder / METRICS_FILE)
+        self.console.message(f"resumed after step {step} from {self._config.checkpoint.source}")
 
     def validation(self, step: int, rows: DataProto, stats: RolloutStats) -> None:
         sums = held_out_metrics(rows, self._config.validation.samples_per_prompt)

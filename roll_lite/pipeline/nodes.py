@@ -95,8 +95,8 @@ def readers(config: RunConfig) -> list[Reader]:
     lora = config.actor_train.lora
     if lora is not None and lora.path is not None:
         found["actor_train.lora.path", lora.path] = ["actor_train"]
-    if config.checkpoint.resume is not None:
-        found[RESUME, resumption(config.checkpoint.resume).checkpoint.resolve()] = saved_roles(config)
+    if config.checkpoint.source is not None:
+        found[RESUME, resumption(config.checkpoint.source).checkpoint.resolve()] = saved_roles(config)
     return [Reader(setting, folder, tuple(names)) for (setting, folder), names in found.items()]
 
 

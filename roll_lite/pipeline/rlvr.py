@@ -72,7 +72,8 @@ class RLVRPipeline:
 
     def run(self) -> None:
         self.resume()
-        self.validate()
+        if not self.checkpoints.goes_on or self.due(self.config.validation.every):  # otherwise it was validated where it was due
+            self.validate()
         with self.checkpoints.finished():
             while self.steps_done < self.config.steps:
                 with self.journal.step(self.steps_done + 1):

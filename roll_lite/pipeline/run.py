@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -22,9 +23,10 @@ from roll_lite.distributed.ray_session import ray_session
 from roll_lite.distributed.watchdog import WATCHDOG
 from roll_lite.distributed.worker import freeze_heap
 from roll_lite.files import first_line
-from roll_lite.observability.run_folder import CONFIG_FILE, create_run_folder, point_latest
+from roll_lite.observability.report import SUMMARY_FILE
+from roll_lite.observability.run_folder import create_run_folder, keep_config, locked, point_latest
 from roll_lite.pipeline.build import build
-from roll_lite.pipeline.checkpoint_files import resumption, resumption_notes
+from roll_lite.pipeline.checkpoint_files import resumption, resumption_notes, settled
 from roll_lite.pipeline.journal import Journal
 
 COMPLETED, FAILED, INTERRUPTED = 0, 1, 130
@@ -34,15 +36,36 @@ REMOTE_TRACEBACK = re.compile(r"\n\s*\n(?=\S*ray::)")
 
 def run(config: RunConfig) -> int:
     """Start, train, clean up; returns the exit code. The cause of a failure is on standard error and in summary.json."""
+    goes_on = config.checkpoint.resume == "auto"
+    config, notes = settled(config)
+    checkpoint = config.checkpoint.source if goes_on else None
+    with ExitStack() as lock:
+        try:
+            folder = create_run_folder(config.run_dir, config.experiment) if checkpoint is None else checkpoint.parent.parent
+            lock.enter_context(locked(folder))
+            # Written before `latest` points here: a later run reads in it what this one resumed from.
+            keep_config(folder, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+            point_latest(config.run_dir, config.run_dir / config.experiment / folder.name)
+        except (OSError, ValueError) as error:
+            place = config.run_dir / config.experiment
+            sys.stderr.write(f"run_dir: {place} cannot be written to: {getattr(error, 'strerror', None) or error}; name another folder\n")
+            return FAILED
+        if checkpoint is not None and is_over(folder, config.steps):
+            sys.stderr.write(f"{folder}: all {config.steps} steps are done; to go on, raise steps\n")
+            return COMPLETED
+        return _run(config, folder, notes)
+
+
+def is_over(folder: Path, steps: int) -> bool:
+    """True if the run in this folder has completed so many steps."""
     try:
-        folder = create_run_folder(config.run_dir, config.experiment)
-        # Written before `latest` points here: a later run reads in it what this one resumed from.
-        (folder / CONFIG_FILE).write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
-        point_latest(config.run_dir, folder)
-    except (OSError, ValueError) as error:
-        place = config.run_dir / config.experiment
-        sys.stderr.write(f"run_dir: {place} cannot be written to: {getattr(error, 'strerror', None) or error}; name another folder\n")
-        return FAILED
+        summary = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
+        return summary["exit"] == "completed" and summary["steps"] >= steps
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _run(config: RunConfig, folder: Path, notes: Sequence[str]) -> int:
     journal = Journal(config, folder)
     journal.timers.around = lambda phase: WATCHDOG.limit(phase, getattr(config.limits, phase, config.limits.other))
     WATCHDOG.silence_s = config.limits.silence or None
@@ -51,7 +74,7 @@ def run(config: RunConfig) -> int:
     # `handled` and `recorded` come twice: the end is recorded before Ray shuts down, which may end this process, and Ray installs its own
     # signal handlers.
     with interruption.handled(), WATCHDOG.patrol(end.give_up), end.recorded():
-        announce(config, journal)
+        announce(config, journal, notes)
         journal.connect()
         with ray_session(config.ray, folder) as session, interruption.handled(), end.recorded():
             with journal.timers.phase("start"):
@@ -65,8 +88,8 @@ def run(config: RunConfig) -> int:
     return end.code
 
 
-def announce(config: RunConfig, journal: Journal) -> None:
-    for note in notes_on(config, resumption_notes):
+def announce(config: RunConfig, journal: Journal, notes: Sequence[str]) -> None:
+    for note in [*notes, *notes_on(config, resumption_notes)]:
         journal.console.message(note)
     journal.console.message(f"{config.experiment}: everything is written to {journal.folder}; starting Ray")
 

@@ -537,3 +537,35 @@ def test_a_wrong_configuration_ends_with_exit_code_2_before_anything_starts(star
     for path in ("actor_train.optimizer.learning_rate", "rollout.prompts_per_step", "domains.add.reward.name"):
         assert path in output
     assert not run.run_dir.exists()
+
+
+@pytest.mark.timeout(900)
+def test_the_same_command_goes_on_after_its_driver_was_killed(tmp_path: Path) -> None:
+    """In its own folder, each step once, bit for bit as a run that nobody disturbed."""
+    settings = ["tiny_grpo", *SMALL[:2], "deterministic=true", "steps=6", "checkpoint.every=2", "checkpoint.resume=auto"]
+    settings += ["validation.every=3", "validation.samples_per_prompt=1", "batches.write=always"]
+    with Run(tmp_path / "quiet", *settings) as quiet:
+        code, output = quiet.finish(400)
+    assert code == 0 and "no checkpoint in" in output, output
+    with Run(tmp_path / "killed", *settings) as first:
+        first.wait_for_step(5)
+        folder, processes = first.folder, first.tree()
+        first.process.kill()
+        first.process.communicate()
+    assert until_gone(processes, 60) == []
+    with Run(tmp_path / "killed", *settings) as again:
+        code, output = again.finish(400)
+    assert code == 0 and again.folder == folder and "resumed after step 4" in output, output
+    assert (folder / "config-1.yaml").exists()
+    ours, theirs = again.metrics(), quiet.metrics()
+    kept = ("reward/score", "actor/grad_norm", "actor/loss", "validation/accuracy", "rollout/samples")
+    assert [(line["step"], *(line.get(name) for name in kept)) for line in ours] == [
+        (line["step"], *(line.get(name) for name in kept)) for line in theirs
+    ]
+    assert [line["step"] for line in ours if "time/step" in line] == list(range(1, 7))
+    for name in ("model/model.safetensors", "updates.jsonl"):
+        same = (folder / name).read_bytes() == (quiet.folder / name).read_bytes()
+        assert same, name
+    with Run(tmp_path / "killed", *settings) as over:
+        code, output = over.finish(120)
+    assert code == 0 and "all 6 steps are done" in output

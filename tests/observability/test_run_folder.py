@@ -1,9 +1,12 @@
+import json
+import subprocess
+import sys
 from datetime import datetime
 from pathlib import Path
 
 import pytest
 
-from roll_lite.observability.run_folder import create_run_folder, point_latest
+from roll_lite.observability.run_folder import create_run_folder, cut_after, keep_config, locked, point_latest
 
 NOON = datetime(2026, 3, 4, 12, 0, 5)
 
@@ -45,3 +48,57 @@ def test_a_dead_link_is_replaced_and_a_folder_is_not(tmp_path: Path) -> None:
 def test_experiments_that_would_not_be_a_folder_of_their_own(tmp_path: Path, experiment: str) -> None:
     with pytest.raises(ValueError, match=f"experiment: '{experiment}'"):
         create_run_folder(tmp_path, experiment, NOON)
+
+
+HOLDS = """
+import sys, time
+from pathlib import Path
+from roll_lite.observability.run_folder import locked
+with locked(Path(sys.argv[1])):
+    print("in", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_one_driver_writes_to_a_folder_until_it_dies(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", HOLDS, tmp_path], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "in\n"
+        with pytest.raises(ValueError, match="another driver still writes to"), locked(tmp_path):
+            pass
+        other.kill()
+    with locked(tmp_path):
+        pass
+
+
+def test_an_earlier_configuration_is_kept_if_it_differs(tmp_path: Path) -> None:
+    for text in ("a", "a", "b", "c"):
+        keep_config(tmp_path, text)
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"config-1.yaml": "a", "config-2.yaml": "b", "config.yaml": "c"}
+
+
+def test_what_is_repeated_is_cut(tmp_path: Path) -> None:
+    lines = [
+        {"step": 0, "validation/accuracy": 0.1},
+        {"step": 1, "a": 1},
+        {"step": 2, "a": 2},
+        {"step": 2, "validation/accuracy": 0.2},
+        {"step": 3},
+    ]
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 4, "a')
+    names = (
+        "samples/step_000002.jsonl",
+        "samples/step_000003.jsonl",
+        "samples/validation_000002.jsonl",
+        "batches/step_000003/rows",
+        "logs/x.log",
+    )
+    for name in (*names, "checkpoints/step_000003/state.json"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    with file.open("a") as tracker:
+        cut_after(tmp_path, 2, ("metrics.jsonl", "updates.jsonl"))
+        tracker.write('{"step": 3, "again": 1}\n')
+    assert [json.loads(line) for line in file.read_text().splitlines()] == [*kept, {"step": 3, "again": 1}]
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == {"metrics.jsonl", *stay}

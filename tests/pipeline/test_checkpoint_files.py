@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+from roll_lite.config.loading import load_config
+from roll_lite.config.schema.run import RunConfig
 from roll_lite.files import record
-from roll_lite.pipeline.checkpoint_files import check_sums, finished_checkpoints, read_list, read_state, resumption, write_list
+from roll_lite.pipeline.checkpoint_files import check_sums, finished_checkpoints, read_list, read_state, resumption, settled, write_list
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def checkpoint(run: Path, step: int, listed: bool = True) -> Path:
@@ -27,6 +32,27 @@ def resumed(run: Path, from_folder: Path | None) -> Path:
     run.mkdir(parents=True, exist_ok=True)
     (run / "config.yaml").write_text(json.dumps({"checkpoint": {"resume": str(from_folder) if from_folder else None}}))
     return run
+
+
+def config_of(run_dir: Path) -> RunConfig:
+    return load_config("tiny_grpo", ROOT / "examples/configs", [f"run_dir={run_dir}", "experiment=demo", "checkpoint.resume=auto"])
+
+
+def test_auto_is_the_newest_good_checkpoint_of_the_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    config, notes = settled(config_of(tmp_path))
+    assert (config.checkpoint.resume, config.checkpoint.source) == (None, None)
+    assert notes == [f"checkpoint.resume: auto: no checkpoint in {tmp_path / 'demo'}, the run starts afresh"]
+    older, newer, newest = (checkpoint(tmp_path / "demo" / run, step) for run, step in (("1", 9), ("2", 3), ("2", 4)))
+    checkpoint(tmp_path / "other" / "3", 10)
+    (tmp_path / "demo" / "3").mkdir()
+    assert settled(config_of(tmp_path))[0].checkpoint.source == newest
+    (newest / "actor_train" / "weights").unlink()
+    config, (note,) = settled(config_of(tmp_path))
+    assert config.checkpoint.source == newer
+    assert "step_000004/actor_train/weights is missing. The checkpoint is damaged; an older one is looked for" in note
+    shutil.rmtree(newer)
+    assert settled(config_of(tmp_path))[0].checkpoint.source == older, "of the run before"
 
 
 def test_the_newest_of_a_run_or_a_checkpoint_itself(tmp_path: Path) -> None:

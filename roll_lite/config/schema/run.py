@@ -58,10 +58,16 @@ class CheckpointConfig(Section):
     asynchronous: bool = False
     """Write in background processes. The run waits only for the copy in host memory (which needs that much more), and for the last
     checkpoint when the next is due."""
-    resume: Annotated[UserPath, AfterValidator(Path.resolve)] | None = None
-    """Folder of a checkpoint to resume from, or of a run, for its newest one."""
+    resume: Literal["auto"] | Annotated[UserPath, AfterValidator(Path.resolve)] | None = None
+    """Folder of a checkpoint to resume from, or of a run, for its newest one. auto: the newest good checkpoint of this experiment, in its
+    run's folder, if there is one; so the same command starts a run and goes on with it."""
     export_model: bool = True
     """Write the final model in Hugging Face format."""
+
+    @property
+    def source(self) -> Path | None:
+        """Folder to resume from; None also for `auto`, before a checkpoint is chosen (pipeline/checkpoint_files.py)."""
+        return None if self.resume == "auto" else self.resume
 
     @rule
     def _kept(self) -> Mistakes:
