@@ -77,28 +77,16 @@ def test_an_earlier_configuration_is_kept_if_it_differs(tmp_path: Path) -> None:
 
 
 def test_what_is_repeated_is_cut(tmp_path: Path) -> None:
-    lines = [
-        {"step": 0, "validation/accuracy": 0.1},
-        {"step": 1, "a": 1},
-        {"step": 2, "a": 2},
-        {"step": 2, "validation/accuracy": 0.2},
-        {"step": 3},
-    ]
+    kept = [{"step": 0, "validation/accuracy": 0.1}, {"step": 1, "a": 1}, {"step": 2, "a": 2}]
+    lines = [*kept, {"step": 2, "validation/accuracy": 0.2}, {"step": 3}]
     file = tmp_path / "metrics.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 4, "a')
-    names = (
-        "samples/step_000002.jsonl",
-        "samples/step_000003.jsonl",
-        "samples/validation_000002.jsonl",
-        "batches/step_000003/rows",
-        "logs/x.log",
-    )
-    for name in (*names, "checkpoints/step_000003/state.json"):
+    stay = {"samples/step_000002.jsonl", "logs/x.log", "checkpoints/step_000003/state.json"}
+    for name in (*stay, "samples/step_000003.jsonl", "samples/validation_000002.jsonl", "batches/step_000003/rows"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     with file.open("a") as tracker:
         cut_after(tmp_path, 2, ("metrics.jsonl", "updates.jsonl"))
         tracker.write('{"step": 3, "again": 1}\n')
     assert [json.loads(line) for line in file.read_text().splitlines()] == [*kept, {"step": 3, "again": 1}]
-    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
-    assert left == {"metrics.jsonl", *stay}
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()} == {"metrics.jsonl", *stay}

@@ -181,7 +181,9 @@ def run_with(config: RunConfig, folder: Path, steps: list[list[Update]], monkeyp
     actor = Model(ranks, SimpleNamespace(offload=False), ActorWorker)  # type: ignore[arg-type]
     journal = Journal(config, folder)
     journal.connect()
-    checkpoints: Any = SimpleNamespace(load=lambda *_: None, finished=nullcontext, finish_if_written=lambda: None, finish=lambda: None)
+    checkpoints: Any = SimpleNamespace(
+        load=lambda *_: None, finished=nullcontext, finish_if_written=lambda: None, finish=lambda: None, goes_on=False
+    )
     monkeypatch.setattr(RLVRPipeline, "validate", lambda self: None)
     source: Any = SimpleNamespace(loaded=lambda *_: nullcontext())
     return RLVRPipeline(config, Models(actor), source, journal, checkpoints, BatchFiles(config, folder))

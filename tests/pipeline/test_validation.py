@@ -102,7 +102,9 @@ def pipeline_of(folder: Path, source: Source, monkeypatch: pytest.MonkeyPatch, *
         self.version += 1
 
     monkeypatch.setattr(RLVRPipeline, "step", step)
-    checkpoints: Any = SimpleNamespace(load=lambda *_: None, finished=nullcontext, finish_if_written=lambda: None, finish=lambda: None)
+    checkpoints: Any = SimpleNamespace(
+        load=lambda *_: None, finished=nullcontext, finish_if_written=lambda: None, finish=lambda: None, goes_on=False
+    )
     pipeline = RLVRPipeline(config, Models(None), source, journal, checkpoints, BatchFiles(config, folder))  # type: ignore[arg-type]
     monkeypatch.setattr(pipeline.agreement, "check", lambda *_: None)
     monkeypatch.setattr(pipeline, "export_model", lambda: None)
