@@ -272,11 +272,11 @@ class RolloutConfig(Section):
     """sync: generation and training alternate. one_step_off: the next batch is generated while one is trained. async: engines always
     generate, at most max_staleness steps ahead."""
     max_staleness: Annotated[int, Field(ge=0)] | None = None
-    """Largest age of a sample that trains, in steps: between the weights that generated it and those that it trains. Absent: 0 for sync,
-    else 1. A batch waits for samples near the limit. Prompts of older samples are generated again."""
+    """Largest age, in steps, of a sample that trains: from the weights that generated it to those that it trains. Absent: 0 for sync, else
+    1. A batch waits for samples near the limit; prompts of older samples are generated again."""
     on_sync: Literal["drain", "pause", "abort"] | None = None
-    """Running responses at a weight update. drain: they finish first. pause: their engines continue them after recomputing the KV cache.
-    abort: any engine continues them. Absent: abort if engines offload, else drain for one_step_off, pause for others."""
+    """What a weight update does to running responses. drain: it waits until they end. pause: each continues in its engine, which recomputes
+    the KV cache. abort: each continues in any engine. Absent: abort if engines offload, else drain for one_step_off, pause for others."""
     oversample: Annotated[float, Field(ge=1, le=16)] = 1.0
     """Prompts started for a batch, as a multiple of its size, if some are filtered or slow. Only with `supply: sync`; others generate ahead
     anyway."""
@@ -292,9 +292,9 @@ class RolloutConfig(Section):
     keep_mask: bool = False
     """Record the tokens that survived top-k, top-p and min-p, and compute training log-probs over them."""
     max_mismatch: PositiveFloat | None = 0.2
-    """Largest mean difference between log-probs of engines and trainer in the first batch, and later of an engine's samples of the
-    trainer's weights, in nats; above it they hold different models, and the run ends. It also ends where an engine differs several times
-    as much as usual, or as the others. Usual in bfloat16: 0.01 to 0.05. null: unlimited."""
+    """Largest mean difference, in nats, between the log-probs that engines and trainer give the same tokens: in the first batch, and later
+    in each engine's samples of the trainer's current weights. A larger one ends the run, since they hold different models. So does an
+    engine that differs several times as much as usual, or as the others. Usual in bfloat16: 0.01 to 0.05. null: unlimited."""
 
     @rule
     def _ahead(self) -> Mistakes:

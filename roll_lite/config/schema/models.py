@@ -38,8 +38,8 @@ class OptimizerConfig(Section):
     decay_steps: PositiveInt | None = None
     """Optimizer steps of wsd's decay to min_lr, at the end of the run."""
     decay_shape: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
-    """Shape of wsd's decay: the rest of lr - min_lr, with x from 0 to 1 over decay_steps, is 1 - x; (1 + cos(pi x)) / 2; 2 * 0.5^x - 1;
-    1 - sqrt(x)."""
+    """Shape of wsd's decay: what is left of lr - min_lr, where x grows from 0 to 1 over decay_steps. linear: 1 - x; cosine: (1 + cos(pi x))
+    / 2; exponential: 2 * 0.5^x - 1; minus_sqrt: 1 - sqrt(x)."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay of matrices, embeddings, output layer and value head; not of biases and norms."""
     betas: tuple[_Beta, _Beta] = (0.9, 0.95)
@@ -112,9 +112,9 @@ class MegatronStrategyConfig(Section):
     virtual_pipeline_parallel: PositiveInt = 1
     """Parts of the model per pipeline rank, interleaved: ranks wait less but exchange more (needs pipeline_parallel > 1)."""
     pipeline_layers: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
-    """Layers of each pipeline part: pipeline_parallel x virtual_pipeline_parallel numbers in layer order, first parts of all stages,
-    then second ones. The first and last part also hold embeddings and output layer; fewer layers balance that, 0 leaves them alone.
-    Absent: equal numbers, one more in the first parts if they do not divide."""
+    """Number of layers of each pipeline part, in layer order: first the first parts of all stages, then the second ones (pipeline_parallel
+    x virtual_pipeline_parallel numbers). The first and the last part also hold embeddings and output layer; fewer layers balance that, 0
+    leaves them alone. Absent: equal numbers; if layers remain, the first parts get one more each."""
     context_parallel: PositiveInt = 1
     """Ranks that share the tokens of every micro-batch, for samples too long for one."""
     expert_parallel: PositiveInt = 1
@@ -243,9 +243,9 @@ class TrainRoleConfig(ForwardRoleConfig):
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """Optimizer and learning rate."""
     balance_coef: NonNegativeFloat = 0.0
-    """Weight of the load-balancing loss of models with experts: the Switch Transformer's per sample and layer, 1 if experts are used
-    equally; its mean over a mini-batch is added per layer. The default 0 ignores config.json's router_aux_loss_coef, which would pull
-    the policy away from the rewards."""
+    """Weight of the load-balancing loss of models with experts: the Switch Transformer's, per sample and layer (1 if all experts are used
+    equally), averaged over a mini-batch and added up over layers. The default 0 ignores config.json's router_aux_loss_coef, which would
+    pull the policy away from the rewards."""
     compare_replicas_every: Annotated[int, Field(ge=0)] = 10
     """Steps between comparisons of data-parallel replicas' weights by checksum; they are also compared before every checkpoint. A
     difference ends the run. 0: never."""

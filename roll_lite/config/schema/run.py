@@ -100,9 +100,10 @@ class TrackerConfig(Section):
 
 class WeightSyncConfig(Section):
     transport: Literal["auto", "shared_memory", "gloo", "cuda_ipc", "nccl"] = "auto"
-    """shared_memory: through host memory, on one machine; gloo: over TCP, once to each machine; cuda_ipc: engines read on the trainer's
-    GPU, which they must see; nccl: from the trainer's GPU to others. auto: by engine, possibly several in one update (cuda_ipc if it
-    sees the trainer's GPU, nccl to other GPUs; without GPUs shared_memory on the trainer's machine, gloo to others)."""
+    """Way of the weights to the engines. shared_memory: through host memory, on one machine. gloo: over TCP, once to each machine.
+    cuda_ipc: engines read on the trainer's GPU, which they must see. nccl: from the trainer's GPU to others. auto chooses for each engine,
+    possibly several in one update: cuda_ipc if it sees the trainer's GPU, nccl to other GPUs; without GPUs shared_memory on the trainer's
+    machine, gloo to others."""
     bucket_mb: PositiveInt = 256
     """Size of a transfer in MB."""
     verify: Literal["auto", "none", "sampled", "full"] = "auto"
@@ -135,14 +136,15 @@ class LimitsConfig(Section):
     other: TimeLimit = 3600.0
     """Calls outside these phases: loading a role onto its devices, resuming."""
     silence: TimeLimit = 300.0
-    """Silence of a process, busy or idle: it is stopped, or never releases Python's lock. Counts once all processes are ready."""
+    """Time in which a process must answer, busy or idle. One that is stopped, or never releases Python's lock, does not. Counts once all
+    processes are ready."""
     engine_silence: TimeLimit = 7.0
-    """Silence of an engine: its worker does not answer, or one of its processes is stopped. The run continues with other engines, if
-    any. Slow work, such as a long prompt, is not silence."""
+    """Time in which an engine must answer. One whose worker does not, or of which a process is stopped, is lost and replaced
+    (actor_infer.restarts). Slow work, such as a long prompt, is not silence."""
     engine_step: TimeLimit | Literal["auto"] = "auto"
-    """Pass of an engine's model: an engine beyond the limit counts as hung, and the run continues with others, if any. The limit is this
-    value or four times the longest pass so far, whichever is longer; forty times this value until a first response has ended. Kernel
-    compilation does not count. auto: 7 with GPUs, 300 without."""
+    """Time limit of one forward pass of an engine's model; an engine beyond it hangs, and is lost. The limit is this value, or four times
+    the longest pass so far if that is longer; until a first response has ended it is forty times this value. Kernel compilation does not
+    count. auto: 7 with GPUs, 300 without."""
 
 
 LONGEST_NAME = 200
