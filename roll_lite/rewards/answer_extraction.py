@@ -1,4 +1,4 @@
-r"""Finds answers in a response: after the thinking, before a cut at the token limit, in <answer></answer>, in \boxed{}."""
+r"""Answers in a response: after the thinking, before a cut at the token limit, in <answer></answer>, in \boxed{}."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ESCAPES = ("\\\\", "\\{", "\\}")
 BOX_NAME = re.compile(r"\\(?:boxed|fbox)\s*\{")
 BARE_BOX = re.compile(r"\\(?:boxed|fbox)(?:\s+|(?=\d))(-?[\w.,]*\w)")
 BLANK = re.compile(r"(?:\\[hv]?phantom\{[^{}]*\}|\\hspace\*?\{[^{}]*\}|\\q?quad|\\[ ,;:!]|\\_|[\s~?_.…])*")
-"""Content of a box to fill in, quoted from the question."""
+"""Content of an empty box, as in a quoted question."""
 _SPACE = r"(?:[\s,;$]|\\[()\[\],;:! ]|\\q?quad(?![A-Za-z]))*+"
 BETWEEN_BOXES = re.compile(rf"{_SPACE}(?:\b(?:or|and)\b|\\text\s*\{{\s*,?\s*(?:or|and)\s*\}}|[或和])?{_SPACE}")
 MOST_BOXES = 20
@@ -28,37 +28,37 @@ DISPLAY = re.compile(r"\$\$.*?(?:(\$\$)|\Z)|\\\[.*?(?:(\\\])|\Z)", re.DOTALL)
 
 
 def narrow(text: str) -> str:
-    """East Asian text with ASCII digits, letters and marks, and a blank between adjacent words and numbers."""
+    """Convert full-width characters to ASCII, and put spaces between East Asian characters and words or numbers."""
     return text if text.isascii() else BESIDE_HAN.sub(" ", text.translate(WIDE))
 
 
 def after_thinking(sample: RewardInput) -> str:
-    """Response without its thinking, which the chat template may have opened."""
+    """Response without its thinking; the prompt may end with the opening <think>."""
     return without_thinking(sample.response, sample.prompt)
 
 
 def without_thinking(text: str, prompt: str = "") -> str:
-    """Text after the last </think>; empty if a thought is not closed."""
+    """Text after the last </think>; empty if the last <think> is not closed."""
     tags = list(THINKING.finditer(text))
     is_open = tags[-1][1] == "" if tags else prompt.rstrip().lower().endswith(("<think>", "<thinking>"))
     return "" if is_open else text[tags[-1].end() :] if tags else text
 
 
 def is_cut(sample: RewardInput) -> bool:
-    """True if the token limit cut the response: its end may be a fragment, as 12 is of 123."""
+    """True if the token limit cut the response. Its end may be a fragment: 12 of 123."""
     return sample.finish_reason == FinishReason.LENGTH
 
 
 def complete(sample: RewardInput) -> str:
-    """Response for a reward that judges all of it: empty if it was cut."""
+    """Response for a reward that judges all of it; empty if cut."""
     return "" if is_cut(sample) else after_thinking(sample)
 
 
 def finished(sample: RewardInput) -> str:
     """Response for a reward that searches an answer in it.
 
-    Of a cut response, parts that the cut cannot have shortened: whole sentences and lines, and closed boxes and tags of the last
-    sentence. An open displayed formula is dropped.
+    If it was cut, only parts remain that the cut cannot have shortened: whole sentences and lines, and closed boxes and tags of the
+    last sentence. An open displayed formula is dropped.
     """
     if not is_cut(sample):
         return after_thinking(sample)
@@ -88,7 +88,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def last_boxes(text: str) -> list[str]:
-    r"""Contents of the last group of \boxed{}, joined only by `and`, `or` or commas; in order, at most MOST_BOXES. Empty boxes are
+    r"""Contents of the last \boxed{}s with only `and`, `or` or commas between them, in order, at most MOST_BOXES. Empty boxes are
     skipped."""
     found: list[str] = []
     before = len(text)

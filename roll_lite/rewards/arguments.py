@@ -15,7 +15,7 @@ from roll_lite.rewards.reward_type import RewardType, Unshown
 
 
 def read_arguments(name: str, cls: type[RewardType], args: Mapping[str, Any], place: str) -> RewardType | list[Problem]:
-    """The type with these arguments, or the problems with them. As everywhere in the YAML, the text "3" is no number."""
+    """The reward type with these arguments, or the problems with them. The text "3" is no number."""
     unquoted = list(_unquoted(args, place))
     if unquoted:
         return unquoted
@@ -52,8 +52,8 @@ def _problem(name: str, cls: type[RewardType], args: Mapping[str, Any], error: E
 
 
 def _where(cls: type[RewardType], args: Mapping[str, Any], error: ErrorDetails) -> tuple[list[str], type[BaseModel], Any]:
-    """Path below the arguments, the model that has its last key as a field, and the value: pydantic's location also has members of
-    unions and indices of lists."""
+    """YAML path of an error, the model with its last key as a field, and the value. Pydantic's location also has union members and list
+    indices."""
     first, *rest = map(str, error["loc"])
     path, value = [first], args.get(first)
     section = _section(cls.model_fields[first].annotation) if first in cls.model_fields else None

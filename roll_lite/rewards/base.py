@@ -1,7 +1,7 @@
-"""Reward functions: how they are called, and which results are scores and which failures.
+"""Calls reward functions and tells scores from failures.
 
-What the response alone causes is a score, 0 unless it is right. A failure, which takes the sample out of training, is caused by the
-reference answer, a service or the machine; otherwise a policy could learn to have its wrong responses left out.
+A failure takes the sample out of training. Only the reference answer, a service or the machine may cause one; a bad response gets a
+low score, or the policy could learn to have wrong responses left out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from roll_lite.rewards.reward_type import RewardType
 SCORE_KEYS = ("value", "correct", "details", "answer")
 HARMLESS_RESPONSE = "I do not know."
 BY_INPUT = (RecursionError, ValueError, ArithmeticError, LookupError)
-"""Exceptions of built-in types that make the response suspected; others (OSError, MemoryError) may be the machine's."""
+"""Exceptions in built-in rewards that the response may have caused; others (OSError) may come from the machine."""
 LARGEST_SCORE = (2 - 2**-23) * 2.0**127
 """Largest float32, the type used in training."""
 
@@ -38,7 +38,7 @@ class RewardFailed(Exception):
 
 
 class ResponseSuspected(RewardFailed):
-    """A failure that the response may have caused.
+    """Failure that the response may have caused.
 
     RewardFunction then scores a harmless response to the same prompt. If that fails too, the cause is elsewhere; otherwise the response
     gets the lowest score.
@@ -46,7 +46,7 @@ class ResponseSuspected(RewardFailed):
 
 
 class RewardFunction:
-    """A reward with its arguments. Sync or async, for a sample or a list; returns a Score or raises RewardFailed."""
+    """Reward function with its arguments: sync or async, for a sample or a list."""
 
     def __init__(self, name: str, function: Callable[..., Any], args: Mapping[str, Any]) -> None:
         self.name = name
@@ -54,14 +54,13 @@ class RewardFunction:
         self.is_batched = is_batched(function)
         self._type = function if isinstance(function, RewardType) else RewardType()
         self.at_once = self._type.at_once()
-        """Maximum number of samples in one call with a list; None: any number. They are scored concurrently, so each may take the whole
-        time limit of a sample."""
+        """Maximum samples in one list call; None: any number. They run concurrently, each within a sample's whole time limit."""
         self._function = function
         self._args = dict(args)
         self._runner: asyncio.Runner | None = None
 
     def __call__(self, item: RewardInput) -> Score:
-        """Score outside an event loop; an async function keeps its own loop, with its connections."""
+        """Score outside an event loop. An async function keeps its loop and connections between calls."""
         if self.is_async:
             self._runner = self._runner or asyncio.Runner()
             return self._runner.run(self.score(item))
@@ -85,8 +84,8 @@ class RewardFunction:
             return self._lowest(failure)
 
     def scores(self, items: Sequence[RewardInput]) -> list[Score | RewardFailed]:
-        """Scores from a sync function for lists, in one call. RewardFailed if the whole call failed, ResponseSuspected if the caller must
-        score each sample alone, where a suspected response gets a score."""
+        """Score a list in one call of a sync function. Raises RewardFailed if the call failed, ResponseSuspected if one response may be
+        the cause: score each sample alone."""
         if len(items) == 1:
             return [self(items[0])]
         with self._failures():
@@ -94,7 +93,7 @@ class RewardFunction:
         return self._many(results, len(items))
 
     async def scores_async(self, items: Sequence[RewardInput]) -> list[Score | RewardFailed]:
-        """Like `scores`, for an async function; one that takes no list gets a single sample."""
+        """Like `scores`, for an async function. If it takes no list, pass a single item."""
         if len(items) == 1:
             return [await self.score(items[0])]
         with self._failures():
@@ -102,11 +101,11 @@ class RewardFunction:
         return self._many(results, len(items))
 
     def warm(self) -> None:
-        """Do the work of a first call (imports, tables) before a time limit runs."""
+        """Do the slow work of a first call (imports, tables)."""
         self._type.warm()
 
     def describe(self) -> str:
-        """Describe, for the user, how it runs on this machine."""
+        """Text for the user on how the reward runs here; may be empty."""
         return self._type.describe()
 
     def close(self) -> None:
@@ -153,7 +152,7 @@ class RewardFunction:
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
-        """Record an exception of the function as a failure."""
+        """Turn an exception of the function into RewardFailed or ResponseSuspected."""
         try:
             yield
         except RewardFailed:
@@ -166,7 +165,7 @@ class RewardFunction:
 
 
 def is_batched(function: Callable[..., Any]) -> bool:
-    """True if the function takes a list: by its attribute `batched`, else by its first parameter's annotation."""
+    """True if the function takes a list of samples. Its attribute `batched` decides, else its first parameter's annotation."""
     said = getattr(function, "batched", None)
     if said is not None:
         return bool(said)
@@ -180,7 +179,7 @@ def is_batched(function: Callable[..., Any]) -> bool:
 
 
 def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Types of the parameters; empty if annotations cannot be resolved at run time."""
+    """Type hints of the function; empty if annotations cannot be resolved at run time."""
     try:
         return typing.get_type_hints(function if inspect.isroutine(function) else type(function).__call__, include_extras=True)
     except (NameError, TypeError):
@@ -188,7 +187,7 @@ def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def to_score(result: Any, name: str) -> Score:
-    """Score of a number, a bool, a Score or a dict of its fields. RewardFailed for anything else, and for numbers that are not finite."""
+    """Convert a number, bool, Score or dict of its fields. RewardFailed for anything else, infinity and NaN."""
     result, reward = _plain(result), f"reward {name}"
     given: Any = {key: getattr(result, key) for key in SCORE_KEYS} if isinstance(result, Score) else result
     if not isinstance(given, Mapping):
@@ -215,7 +214,7 @@ def to_score(result: Any, name: str) -> Score:
 
 
 def checked_score(number: float, name: str) -> float:
-    """The number; RewardFailed if it is not finite as float32."""
+    """RewardFailed if the number is not finite as float32."""
     if not abs(number) <= LARGEST_SCORE:
         what = f"is beyond float32, whose largest number is {LARGEST_SCORE:.5g}" if math.isfinite(number) else "is not finite"
         raise RewardFailed(f"reward {name}: returned {number:.5g}, which {what}")
@@ -230,5 +229,5 @@ def _float(value: Any) -> float:
 
 
 def _plain(value: Any) -> Any:
-    """Convert numpy's bool, no number for Python, without importing numpy, which is slow."""
+    """Convert numpy's bool, without importing numpy, which is slow."""
     return bool(value) if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_") else value

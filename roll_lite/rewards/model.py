@@ -1,4 +1,4 @@
-"""Reward `model`: the domain's side; the models run in clusters (workers/reward_model.py)."""
+"""Reward `model`: arguments, model inputs and scores. The models run in workers/reward_model.py."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def _is_template(template: str) -> str:
 class ModelReward(RewardType):
     """Score by a sequence-classification model: the output of the model in `reward_models.<model>`.
 
-    A copy of the model takes up to `micro_batch_size` samples at a time, from any domain, and reads them in one forward pass, or in
+    A replica of the model takes up to `micro_batch_size` samples at a time, from any domain. It reads them in one forward pass, or in
     several if they exceed `micro_batch_tokens`.
 
     A response that makes the text longer than the model's max_length scores 0. With `scale: none` that may be more than bad responses
-    get: use sigmoid where outputs may be negative. If a process of a reward model dies, it (with `hf`), or all of the model's processes
-    (Megatron), are restarted. The samples that it was scoring fail with the cause and are retried (`retries`); other copies keep
-    serving. Without any copy, samples wait until the model is back, and their `timeout_s` is paused.
+    get: use sigmoid where outputs may be negative. If a process of the model dies, it is restarted (`hf`), or all processes of the model
+    are (Megatron). The samples that it was scoring fail with the cause and are retried (`retries`); other replicas keep serving. While
+    no replica runs, samples wait and their `timeout_s` is paused.
 
     ```yaml
     reward_models:
@@ -65,8 +65,8 @@ class ModelReward(RewardType):
     {response} the policy's response without special tokens and thinking, {answer} the reference answer, any other name a column of the
     data. chat: use the reward model's chat template, with `question` as the user's message and the response as the assistant's."""
     question: Annotated[str, AfterValidator(_is_text)] = "{question}"
-    """User's message with `template: chat`, with the same placeholders. The response follows the messages if it is a single placeholder
-    for a chat."""
+    """User's message with `template: chat`, with the same placeholders. A single placeholder whose value is a chat gives all messages
+    before the response."""
     scale: Literal["none", "sigmoid"] = "none"
     """none: the output itself. sigmoid: its sigmoid, between 0 and 1."""
     threshold: float = 0.0
@@ -120,5 +120,5 @@ class ModelReward(RewardType):
 
 
 def nothing(sample: RewardInput) -> float:
-    """Return zero: reward workers add the domain's terms and format to it, the model's output comes later."""
+    """Base score of 0 in reward workers, to which terms are added; the model's output comes later."""
     return 0.0

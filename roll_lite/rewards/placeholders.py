@@ -1,4 +1,4 @@
-"""Templates of the texts that judges and reward models read, and their placeholders."""
+"""Placeholders in the templates of texts that judges and reward models read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def template_parts(template: str) -> tuple[tuple[str, str | None], ...]:
 
 
 def checked_template(template: str) -> str:
-    """The template; ValueError if it is malformed or lacks the response."""
+    """Return the template; ValueError if it is malformed or lacks {response}."""
     if "response" not in placeholders(template):
         raise ValueError("never shows the response; put {response} where it belongs")
     return template
@@ -39,7 +39,7 @@ def columns_in(template: str) -> tuple[str, ...]:
 
 
 def filled(template: str, sample: RewardInput, reward: str, response: str | None = None) -> str:
-    """Fill all placeholders in one pass, so that braces in a prompt or response stay. `response` replaces the sample's own."""
+    """Fill all placeholders in one pass, so that braces in a prompt or response stay. `response` replaces the sample's."""
     parts = []
     for text, name in template_parts(template):
         value = "" if name is None else response if name == "response" and response is not None else filling(name, sample)
@@ -71,7 +71,7 @@ def is_chat(value: Any) -> TypeGuard[list[dict[str, Any]]]:
 
 
 def chat_as_text(messages: Sequence[dict[str, Any]]) -> str:
-    """The messages with their roles; a single one without."""
+    """Text of the messages, each with its role; a single message without."""
     if len(messages) == 1:
         return str(messages[0]["content"])
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)

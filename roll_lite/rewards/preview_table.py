@@ -26,7 +26,7 @@ class Looked:
     prompt: Prompt
     response: str
     score: Score | str
-    """Score, or cause of failure."""
+    """Score, or the cause of failure."""
     seconds: float
 
 
@@ -34,7 +34,7 @@ class Looked:
 class References:
     total: int
     unreadable: dict[int, str]
-    """Cause of failure by prompt."""
+    """Cause of failure by the prompt's uid."""
     read: int
     """Number of references read; less than all if the time ran out."""
 
@@ -132,7 +132,7 @@ def _verdict(score: Score | str) -> Text:
 
 
 def _short(text: str) -> str:
-    """Beginning and end of a long text: a prompt's question may be at either."""
+    """Shorten a long text to its beginning and end: a prompt's question may be at either."""
     text = text.strip().replace("\n", "⏎ ")
     half = (LONGEST_CELL - 5) // 2
     return text if len(text) <= LONGEST_CELL else f"{text[:half]} ... {text[-half:]}"

@@ -1,4 +1,4 @@
-"""Reward types by name, building a domain's reward, and checks of the rewards in a configuration."""
+"""Reward types by name, construction of a domain's reward, and checks of the rewards in a configuration."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ REWARDS = {
     "judge": "roll_lite.rewards.http.judge.JudgeReward",
     "remote": "roll_lite.rewards.http.remote.RemoteReward",
 }
-"""Built-in types, imported on first use."""
+"""Built-in reward types, imported on first use."""
 
 
 def reward_type(name: str) -> type[RewardType]:
@@ -51,7 +51,7 @@ def reward_type(name: str) -> type[RewardType]:
 
 
 def typed_reward(name: str, args: Mapping[str, Any], path: str) -> RewardType:
-    """A built-in type with its arguments; ValueError with all problems."""
+    """Create a built-in reward from its arguments; ValueError with all problems."""
     read = read_arguments(name, reward_type(name), args, f"{path}.args")
     if isinstance(read, RewardType):
         return read
@@ -127,7 +127,7 @@ def check_rewards(config: RunConfig) -> Iterator[Problem]:
 
 
 def address_notes(config: RunConfig) -> list[str]:
-    """Notes about reward addresses that do not answer now: a service may start later, or be visible from other machines only."""
+    """Notes on reward addresses that do not answer now: a service may start later, or be reachable from other machines only."""
     sections = {f"domains.{name}.reward": domain.reward for name, domain in config.domains.items()}
     addresses = {text: path for place, reward in sections.items() for path, text in texts_in(reward, place) if ADDRESS.match(text)}
     silent: dict[str, str] = {}

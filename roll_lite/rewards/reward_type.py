@@ -20,57 +20,57 @@ class ArgumentSection(BaseModel):
 
 
 class RewardType(ArgumentSection):
-    """A reward type, whose fields are its arguments. Validators report contradictory ones.
+    """Reward type; its fields are its arguments in YAML.
 
     docs/rewards.md is generated from the docstrings of the class, which ends with a YAML example, and of its fields.
     """
 
     within_a_run: ClassVar[bool] = False
-    """True if only processes of a run can score it."""
+    """True if only the processes of a run can compute the reward."""
     reads_answer_first: ClassVar[bool] = False
-    """True if it reads the reference answer before the response, and scores an empty response quickly."""
+    """True if the reward reads the reference answer before the response, and scores an empty response quickly."""
 
     def __call__(self, sample: Any) -> Any:
         """Score a sample, or a list of samples, sync or async, like a user's function."""
         raise NotImplementedError
 
     def lowest(self) -> float:
-        """Score of a response that the reward cannot read."""
+        """Score of a response that makes the reward fail."""
         return 0.0
 
     def warm(self) -> None:
-        """Do the work of a first call (imports, tables) before a time limit runs; ValueError if something is missing."""
+        """Do the slow work of a first call (imports, tables), before time limits; ValueError if something is missing."""
 
     def at_once(self) -> int | None:
-        """Maximum number of samples of a list scored side by side, each of which may take the whole time limit; None: any number."""
+        """Maximum samples in one list call, run concurrently, each within the whole time limit; None: any number."""
         return None
 
     def describe(self) -> str:
-        """Describe, for the user, how it runs on this machine."""
+        """Text for the user on how the reward runs here; may be empty."""
         return ""
 
     def in_run(self, config: RunConfig, place: str, timeout_s: float) -> Iterator[Problem]:
-        """Problems within this configuration. `place`: path of its section; `timeout_s`: time limit of a sample."""
+        """Problems in this configuration. `place`: YAML path of the reward; `timeout_s`: time limit of a sample."""
         yield from ()
 
     def needs_answer(self) -> bool:
         return False
 
     def named_columns(self) -> dict[str, tuple[str, ...]]:
-        """Data columns that its arguments name, by argument; defaults excluded."""
+        """Data columns that the arguments name, by argument; defaults excluded."""
         return {}
 
     def no_response(self) -> str | None:
-        """What the reference answers are, in words, if they are no responses; else None."""
+        """Describe the reference answers, for a message, if they cannot serve as responses; else None."""
         return None
 
     def response_for(self, answer: Any) -> str | None:
-        """Response that should be correct; None if the answer cannot be written as one."""
+        """Response that should be correct for this answer; None if the answer cannot be written as one."""
         return written(answer)
 
 
 def too_slow(place: str, argument: str, value: float, seconds: float, timeout_s: float) -> Iterator[Problem]:
-    """Problem if a limit inside the scoring of a sample is not below its time-out, which is a failure: retried and left out."""
+    """Problem if an inner limit is not below the sample's `timeout_s`: that time-out would come first and fail the sample."""
     if seconds >= timeout_s:
         message = f"allows {seconds:g} s by the clock; the whole sample has {timeout_s:g} (the reward's timeout_s): use less, or raise that"
         yield Problem(f"{place}.args.{argument}", message, value)
@@ -80,7 +80,7 @@ WRAPPED = {"boxed": r"\boxed{{{}}}", "tagged": "<answer>{}</answer>"}
 
 
 def written(answer: Any, extract: str = "") -> str | None:
-    """Text of the answer where `extract` finds it; None if it cannot be written as a response."""
+    """Response with the answer where `extract` looks for it; None if the answer is no text or number."""
     first = answer[0] if isinstance(answer, list) and answer else answer  # of a list any entry counts
     if isinstance(first, bool) or not isinstance(first, str | int | float):
         return None

@@ -1,4 +1,4 @@
-"""Terms of a reward, with `length` and `repetition`, and their sum with the base."""
+"""Sum of a base reward and weighted terms, and the reward types `length` and `repetition`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from roll_lite.rewards.reward_type import RewardType
 @dataclass(frozen=True)
 class Term:
     label: str
-    """Name in details and causes; unique within its reward."""
+    """Name in details and causes of failure; unique within the reward."""
     weight: float
     function: RewardFunction
 
 
 class Reward:
-    """Sum of base and weight * term. The base alone decides whether a sample is correct; if a term fails, the sample fails."""
+    """Sum of a base and weighted terms. Only the base decides whether a sample is correct. If a term fails, the sample fails."""
 
     def __init__(self, base: RewardFunction, terms: Sequence[Term] = ()) -> None:
         self.name = base.name
@@ -86,8 +86,7 @@ Count = Annotated[int, Field(ge=0)]
 class LengthReward(RewardType):
     """Length of the response, as a term: 1 for an ideal length, falling linearly to 0 at a distance of `width`.
 
-    Without `target` and `limit` the value is the share of `width` that the response fills, at most 1: longer is better. Length counts
-    characters or words (by white space).
+    Without `target` and `limit` longer is better: the value is length / `width`, at most 1. Words are separated by white space.
 
     ```yaml
     reward:
@@ -137,8 +136,8 @@ class LengthReward(RewardType):
 
 
 class RepetitionReward(RewardType):
-    """Repetition, as a term: the share of n-grams that occurred before, from 0 to almost 1, whatever their case; its weight should be
-    negative. A response with fewer than `n` words (or characters) repeats nothing.
+    """Share of n-grams that occurred earlier in the response, from 0 to almost 1, ignoring case. As a term, it needs a negative weight.
+    A response with fewer than `n` words (or characters) scores 0.
 
     ```yaml
     reward:
@@ -153,7 +152,7 @@ class RepetitionReward(RewardType):
     unit: Literal["words", "characters"] = "words"
     """Unit of the n-grams."""
     free: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of repetition that costs nothing; from there the value rises linearly to 1."""
+    """Share up to which the value is 0; from there it rises linearly to 1."""
 
     def __call__(self, sample: RewardInput) -> Score:
         text = sample.response.casefold()

@@ -20,25 +20,24 @@ from roll_lite.rewards.terms import Reward
 from roll_lite.rewards.text.format import FormatCheck, format_check
 
 WAIT_SECONDS = 0.1
-"""Longest wait of a call of the scorer for async functions in flight; new samples can join them afterwards."""
+"""Maximum wait of one scorer call for async functions in flight; new samples can join them afterwards."""
 LINGER_SECONDS = 0.005
-"""Wait for further results after the first; a call of the scorer costs about as much."""
+"""Wait for more results after the first; a scorer call costs about as much."""
 LEAST_SECONDS = 0.01
-"""Minimum time of a part if earlier ones have used up the limit."""
+"""Minimum time of a function if earlier ones have used up the limit."""
 BUSY = 3
-"""Multiple of its time limit after which a process is killed from outside. Limits of CPU time, which take longer on a busy machine, must
-end first."""
+"""A process is killed from outside at this multiple of its time limit: CPU-time limits, slower on a busy machine, must end first."""
 
 
 @dataclass
 class Scored:
     results: dict[int, Score | str | None] = field(default_factory=dict)
-    """Score, cause of failure, or None (score it again) of each sample no longer in flight."""
+    """Score, cause of failure, or None (score it again), for each sample that is not in flight."""
     seconds: float = 0.0
     interrupted: bool = False
     """A function was interrupted at an unknown point: the process must be replaced, even with samples in flight."""
     suspects: set[int] = field(default_factory=set)
-    """Samples without a result whose shared call took too long: one of them is to blame."""
+    """Samples whose shared call timed out: any may be the cause. They have no result."""
 
 
 def time_out(name: str, seconds: float) -> str:
@@ -59,7 +58,7 @@ class _Entry:
     parts: dict[RewardFunction, Score | RewardFailed] = field(default_factory=dict)
     format_ok: bool | None = None
     seconds: float = 0.0
-    """Used part of its time limit."""
+    """Time used of the sample's limit."""
     failure: str | None = None
     is_suspect: bool = False
 
@@ -87,8 +86,8 @@ class BatchScorer:
         return cls(reward, config.timeout_s, format_check(config, path)), reward
 
     def __call__(self, items: Mapping[int, RewardInput], slice_s: float) -> Scored:
-        """Score `items`, keyed by the caller's numbers. Items not begun within `slice_s` come back without a result. Async items still in
-        flight are missing; a later call returns them, and may have no new items."""
+        """Score `items`, keyed by the caller's numbers. Items not begun within `slice_s` have the result None. Async items in flight are
+        missing; a later call returns them, and may have no new items."""
         started = time.monotonic()
         entries = [_Entry(number, item) for number, item in items.items()]
         scored = Scored(dict.fromkeys(items))
@@ -109,7 +108,7 @@ class BatchScorer:
         return scored.results[0] or time_out(self._reward.name, self._timeout_s), scored
 
     def _one_by_one(self, entries: list[_Entry], until: float, scored: Scored) -> list[_Entry]:
-        """Check formats and call functions for single samples; returns the entries begun. A time-out ends the call."""
+        """Check formats and call the single-sample functions; return the entries begun. A time-out ends the loop."""
         for count, entry in enumerate(entries):
             started = time.monotonic()
             if count and started > until:
@@ -136,8 +135,8 @@ class BatchScorer:
                 return
 
     def _in_lists(self, function: RewardFunction, entries: list[_Entry], until: float, scored: Scored) -> None:
-        """Call a function on batches of its `at_once` samples, each with the full time limit. If a call fails as a whole, retry each
-        sample alone to find the culprit."""
+        """Call a function on batches of `at_once` samples, each with the time left of a sample's limit. If a call fails, retry each
+        sample alone."""
         open_ = self._unfailed(entries)
         if not open_ or scored.suspects:
             return
@@ -193,7 +192,7 @@ class BatchScorer:
             self._tidy()
 
     def _tidy(self) -> None:
-        """Drop ended tasks. An exception in one is a bug here, and ends the process."""
+        """Drop ended tasks. An exception in one is a bug of this class and is raised."""
         for task in [task for task in self._tasks if task.done()]:
             self._tasks.discard(task)
             task.result()
@@ -238,7 +237,7 @@ class BatchScorer:
         return replace(score, format_ok=entry.format_ok)
 
     def _up_to_failure(self, parts: Sequence[Score | RewardFailed | None]) -> list[Score | RewardFailed]:
-        """Results up to the failure; parts that were not called count as scores of 0, so that they take no blame."""
+        """Results with 0 for functions that were not called, so that the failed one is reported."""
         return [Score(0.0) if part is None else part for part in parts]
 
 

@@ -18,17 +18,17 @@ from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.running.batch_scorer import BUSY, BatchScorer, slow_start, time_out
 
 GRACE_SECONDS = 1.0
-"""Grace period for the reward's own time-out, which is gentler and explains more."""
+"""Extra time for the reward's own time-out, whose message explains more."""
 
 Answer = tuple[Score | str, float]
-"""Score or cause of failure, and seconds."""
+"""Score or cause of failure, and the seconds it took."""
 
 
 class RewardProcess:
-    """Scores samples one after the other. If one hangs or kills the process, it fails, and a new process starts."""
+    """Subprocess that scores one sample at a time. A sample that hangs or kills it fails, and a new process starts."""
 
     def __init__(self, config: RewardConfig, path: str) -> None:
-        """`path`: place of the reward's section; ValueError for a mistake in it."""
+        """`path`: YAML path of the reward; ValueError for a mistake there."""
         self._config = config
         self._path = path
         self._start()
@@ -115,7 +115,7 @@ def _serve(connection: Connection, config: RewardConfig, path: str) -> None:
 
 
 def _end_with_parent() -> None:
-    """End this process with its parent, even if that is killed while a reward hangs."""
+    """Kill this process and its children when the parent ends, even if a reward hangs."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])

@@ -1,4 +1,4 @@
-"""Time limit that interrupts a computation instead of only waiting for it."""
+"""Time limit that interrupts a computation by a signal."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import TypeVar
 T = TypeVar("T")
 
 REPEAT_S = 0.2
-"""Seconds until a repeated interruption, in case a library's bare `except:` swallows the first."""
+"""Interval of repeated interruptions, in seconds: a library's bare `except:` may swallow the first."""
 
 
 class TimeLimitExceeded(Exception):
-    """Raised if the computation was stopped."""
+    """The computation was stopped at its time limit."""
 
 
 class _Interruption(BaseException):
-    """Raised in a computation; a BaseException, because computations catch Exception."""
+    """Raised inside the computation; a BaseException, because computations catch Exception."""
 
 
 def limited(seconds: float, call: Callable[[], T], *, waiting: bool = False) -> T:
-    """Run call(), and interrupt it after this much CPU time: a busy machine changes no outcome. Main thread only.
+    """Run call(); raise TimeLimitExceeded after `seconds` of CPU time, so that a busy machine changes no outcome. Main thread only.
 
-    With `waiting` the limit is wall-clock time; code that sets its own alarms replaces it. A CPU limit inside a waiting one pauses the
-    outer clock, which on a busy machine would end a computation within its limit.
+    With `waiting`, the limit is wall-clock time; code that sets its own SIGALRM replaces it. A CPU limit inside a waiting one pauses
+    the wall clock, which could run out first on a busy machine.
     """
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("a computation can be stopped in the main thread of a process only: run it in a process of its own")
