@@ -115,6 +115,11 @@ def reads_dumps(words: list[str]) -> None:
     assert words[1:] == ["examples/read_dumps.py", "runs/latest"] and (ROOT / words[1]).is_file()
 
 
+def audits_a_ledger(words: list[str]) -> None:
+    """On finished runs: tests/integration/test_ledger.py."""
+    assert words[1:] == ["examples/audit.py", "runs/latest"] and (ROOT / words[1]).is_file()
+
+
 def is_a_benchmark(words: list[str]) -> None:
     """As small as it can be made: tests/examples/test_scripts.py."""
     assert words[1].startswith("bench/") and (ROOT / words[1]).is_file()
@@ -139,6 +144,7 @@ ELSEWHERE = {
     'pip install ".[vllm,dev]"': names_an_extra,
     "python examples/recompute.py runs/latest": recomputes_a_run,
     "python examples/read_dumps.py runs/latest": reads_dumps,
+    "python examples/audit.py runs/latest": audits_a_ledger,
     "RAY_ADDRESS=head:6379 python examples/start_rlvr_pipeline.py ...": starts_the_entry_point,
 }
 """Commands that need a network, a cluster or a finished run, and what is tested of them instead."""

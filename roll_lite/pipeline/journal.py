@@ -31,6 +31,7 @@ from roll_lite.observability.run_folder import cut_after, is_within
 from roll_lite.observability.timers import StepTimers
 from roll_lite.observability.trackers import METRICS_FILE, HistoryTracker, TrackedRun, Trackers, build_trackers, for_trackers
 from roll_lite.pipeline.checkpoint_files import resumption
+from roll_lite.pipeline.ledger import Ledger
 from roll_lite.pipeline.skipped_updates import Skipped
 from roll_lite.scheduler.filters import FUNCTION, HIGH, LOW
 from roll_lite.scheduler.stats import RolloutStats, commonest
@@ -60,6 +61,7 @@ class Journal:
         self.folder = folder
         self.timers = StepTimers()
         self.history = HistoryTracker()
+        self.ledger = Ledger(config, folder)
         self.console = RunConsole(list(config.domains), config.steps)
         self.health = RunHealth(compares_groups(config), list(config.domains))
         self._config = config
@@ -216,6 +218,7 @@ class Journal:
     def shaped(self, rows: DataProto, masked: Masked) -> None:
         """Record rewards and masks of all rows, masked ones included."""
         self._shaped = rows
+        self.ledger.masked(self._current, rows, masked)
         numbers = rows.tensor("domain_number")
         for number, name in enumerate(self._domains):
             own = numbers == number

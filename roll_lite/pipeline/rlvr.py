@@ -72,12 +72,14 @@ class RLVRPipeline:
 
     def run(self) -> None:
         self.resume()
+        self.journal.ledger.start(self.steps_done, self.version)
         if not self.checkpoints.goes_on or self.due(self.config.validation.every):  # otherwise it was validated where it was due
             self.validate()
         with self.checkpoints.finished():
             while self.steps_done < self.config.steps:
                 with self.journal.step(self.steps_done + 1):
                     self.step()
+                    self.journal.ledger.step(self.steps_done, self.version)
                     self.journal.moved(self.models.take_moved())
                 self.between_steps()
         self.export_model()
@@ -171,6 +173,7 @@ class RLVRPipeline:
             turns["critic"] = DeviceTurn(critic, work, partial(self.timers.part, "critic"))
         updates = dict(zip(turns, take_turns(list(turns.values()), states(Phase.TRAIN)), strict=True))
         self.journal.updates(self.steps_done + 1, updates, kl_coef)
+        self.journal.ledger.updates(self.steps_done + 1, batch.rows, mini_batches, updates)
         if not compared_before_training(self.algorithm):
             self.agreement.check(self.version, batch.rows, [update.mismatch for rank in updates.get("actor", []) for update in rank])
         self.version += "actor" in updates

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -103,7 +103,13 @@ class LiveRollouts(BatchSource):
             meanwhile(self.rollouts)
 
         pending = self.rollouts.start_one(RolloutWorker.next_batch, self.prompts_per_step, step)
-        batch = shown(pending, self.rollouts, self.journal.console, f"step {step}", poll)
+        try:
+            batch = shown(pending, self.rollouts, self.journal.console, f"step {step}", poll)
+        except Exception:
+            with suppress(Exception):  # the batch's failure counts
+                self.end_ledger()
+            raise
+        self.journal.ledger.append(batch.ledger)
         self.returns.tell_losses()
         self.returns.settle()
         return batch
@@ -136,7 +142,11 @@ class LiveRollouts(BatchSource):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.rollouts.one(RolloutWorker.load_state_dict, state)
 
+    def end_ledger(self) -> None:
+        self.journal.ledger.append(self.rollouts.one(RolloutWorker.last_ledger))
+
     def close(self) -> None:
+        self.end_ledger()
         self.rollouts.one(RolloutWorker.shutdown)
         self.engines.replicas.each(InferWorker.shutdown)
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from roll_lite.data.prompts import PromptOrder
 from roll_lite.data.samples import Prompt, Sample, SampleGroup, SampleId, SampleOutcome, Sampling
 from roll_lite.scheduler.filters import GroupFilter, LeftOut
+from roll_lite.scheduler.ledger import DELIVERED, DROPPED, FAILED, FILTERED, STALE, group_line
 from roll_lite.scheduler.mix import MixedOrder
 from roll_lite.scheduler.runner import RewardClient, SampleRunner
 from roll_lite.scheduler.stats import SURPLUS, UNFINISHED, Recorder, commonest, loss_of
@@ -119,6 +120,8 @@ class DomainScheduler:
         self._running: OrderedDict[int, _Live] = OrderedDict()
         self._finished: dict[int, _Live] = {}
         self._put_back: deque[tuple[int, int]] = deque()
+        self._ledger: list[dict[str, Any]] = []
+        """Lines of ended groups, until they are taken."""
         self._failure_limit = LEAST_LOSSES
         self._ends: deque[str | None] = deque(maxlen=LONGER * LEAST_LOSSES)
         """Causes of loss of the latest groups, None for those not lost; stale groups are not counted."""
@@ -223,9 +226,11 @@ class DomainScheduler:
         filtered = chosen.cause(group) if lost is None and chosen is not None else None
         del self._running[live.number]
         if lost is not None:
+            self._enter(live, FAILED, lost, group)
             self._left_out(ended(group, SampleOutcome.FAILED, lost))
             self._lose(lost)
         elif chosen is not None and filtered is not None:
+            self._enter(live, FILTERED, filtered.text, group)
             self._left_out(ended(group, SampleOutcome.FILTERED, filtered.text))
             self._leave_out(chosen, filtered)
         else:
@@ -277,9 +282,10 @@ class DomainScheduler:
             return None
         groups = []
         for number in numbers[:count]:
-            group = self._finished.pop(number).group
-            assert group is not None
-            groups.append(group)
+            live = self._finished.pop(number)
+            assert live.group is not None
+            groups.append(live.group)
+            self._enter(live, DELIVERED, None, live.group)
         self.counts.delivered += len(groups)
         # Groups of later batches filled some of the empty places, and need replacements there.
         self.owed += max(0, self._given_up - (count - len(groups)))
@@ -306,12 +312,33 @@ class DomainScheduler:
             self._put_back.appendleft(live.row)
             self.counts.stale += 1
             self.owed += 1
-            self._recorder.domains[self.name].stale_by_cause[UNFINISHED if live.group is None else SURPLUS] += 1
+            cause = UNFINISHED if live.group is None else SURPLUS
+            self._recorder.domains[self.name].stale_by_cause[cause] += 1
+            self._enter(live, STALE, cause)
 
     def cancel(self) -> None:
         for live in self._running.values():
             if live.samples is not None:
                 live.samples.cancel()
+
+    # ------------------------------------------------------------ the ledger
+
+    def _enter(self, live: _Live, end: str, cause: str | None = None, group: SampleGroup | None = None) -> None:
+        self._ledger.append(group_line(live.number, self.name, live.row, live.admitted, end, cause, group))
+
+    @property
+    def live(self) -> list[int]:
+        """Numbers of groups that have not ended."""
+        return [*self._running, *self._finished]
+
+    def take_ledger(self) -> list[dict[str, Any]]:
+        lines, self._ledger = self._ledger, []
+        return lines
+
+    def ledger_if_dropped(self, cause: str) -> list[dict[str, Any]]:
+        """Lines not taken yet, and those of live groups if they were dropped now."""
+        live = [*self._running.values(), *self._finished.values()]
+        return [*self._ledger, *(group_line(one.number, self.name, one.row, one.admitted, DROPPED, cause) for one in live)]
 
     # ------------------------------------------------------------ checkpoints
 

@@ -23,6 +23,8 @@ class RolloutResult:
     """Groups by number, with failed samples for dumps; only accepted samples train."""
     stats: RolloutStats
     left_out: list[SampleGroup] = field(default_factory=list)
+    ledger: list[dict[str, Any]] = field(default_factory=list)
+    """Lines of groups that have ended since the last batch, and the batch's own."""
 
 
 class RolloutService:
@@ -49,6 +51,8 @@ class RolloutService:
         self._supply = pacing.supply
         self._pacing = pacing
         self._left_out: list[SampleGroup] = []
+        self._ledger: list[dict[str, Any]] = []
+        """Lines from a resumed checkpoint, until the first batch."""
         self._keep_left_out = keep_left_out
         self._loop = asyncio.get_running_loop()
         self._time = self._loop.time
@@ -153,7 +157,24 @@ class RolloutService:
         await self._go_on()
         self._tell_mix(stats, quota)
         left_out, self._left_out = self._left_out, []
-        return RolloutResult(groups, stats, left_out)
+        return RolloutResult(groups, stats, left_out, self._take_ledger(stats, quota))
+
+    def _take_ledger(self, stats: RolloutStats, quota: dict[str, int]) -> list[dict[str, Any]]:
+        lines, self._ledger = self._ledger, []
+        lines += [line for scheduler in self._schedulers.values() for line in scheduler.take_ledger()]
+        shares = self._admission.plan.shares
+        return [*lines, {"event": "batch", "version": stats.version, "wanted": quota, "shares": shares, **self._watermark()}]
+
+    def _watermark(self) -> dict[str, Any]:
+        """Groups admitted so far, and those of them that have not ended."""
+        return {"admitted": self._next_group, "open": sorted(n for scheduler in self._schedulers.values() for n in scheduler.live)}
+
+    def last_ledger(self) -> list[dict[str, Any]]:
+        """Lines of a run that ends now."""
+        return [*self._ledger_if_dropped("the run ended"), {"event": "end", "admitted": self._next_group, "open": []}]
+
+    def _ledger_if_dropped(self, cause: str) -> list[dict[str, Any]]:
+        return [*self._ledger, *(line for scheduler in self._schedulers.values() for line in scheduler.ledger_if_dropped(cause))]
 
     def _tell_mix(self, stats: RolloutStats, quota: dict[str, int]) -> None:
         self._totals.add(stats)
@@ -259,12 +280,14 @@ class RolloutService:
             "next_group": self._next_group,
             "ended": {name: self._ended_before[name] + scheduler.counts.ended for name, scheduler in self._schedulers.items()},
             **self._totals.state_dict(),
+            "ledger": self._ledger_if_dropped("in flight at the checkpoint"),
             "domains": {name: scheduler.state_dict() for name, scheduler in self._schedulers.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state; domains that it lacks start from their beginning."""
         self._next_group = state["next_group"]
+        self._ledger = list(state.get("ledger", ()))
         self._ended_before.update({name: count for name, count in state["ended"].items() if name in self._ended_before})
         self._totals.load_state_dict(state)
         for name, domain in state["domains"].items():

@@ -36,7 +36,7 @@ from roll_lite.workers.infer import EngineSeat, RemoteEngine
 from roll_lite.workers.judge import JudgeAddress, with_addresses
 from roll_lite.workers.reward import RewardPool
 from roll_lite.workers.reward_model_pool import RewardModelClient, RewardModelPool
-from roll_lite.workers.rollout_output import DumpSpec, held_out_rows, rows_of, tokens_of, write_samples
+from roll_lite.workers.rollout_output import DumpSpec, held_out_rows, ledger_text, rows_of, tokens_of, write_samples
 
 CANNED_RESPONSE = "The answer is 1."
 
@@ -79,6 +79,8 @@ class RolloutBatch:
     """Reward workers replaced since the last batch, by domain."""
     silences: list[float] = field(default_factory=list)
     """Seconds of silence of each engine lost since the last batch."""
+    ledger: bytes = b""
+    """Lines for the run's ledger."""
 
 
 GC_THRESHOLDS = (100_000, 50, 100)
@@ -261,7 +263,7 @@ class RolloutWorker(AsyncWorker):
         await self._write(writing)
         replaced = {name: pool.newly_replaced() for name, pool in self._pools.items()}
         silences, self._silences = self._silences, []
-        return RolloutBatch(rows, [self._tokens_of(trainable)], result.stats, replaced, silences)
+        return RolloutBatch(rows, [self._tokens_of(trainable)], result.stats, replaced, silences, ledger_text(result.ledger, step))
 
     async def finished(self, known: Collection[int], least: int) -> tuple[DataProto, Block]:
         """Rows and tokens of finished groups that will surely be in the current batch, without those whose numbers are `known`; empty if
@@ -336,6 +338,9 @@ class RolloutWorker(AsyncWorker):
 
     async def load_state_dict(self, state: dict[str, Any]) -> None:
         self._service.load_state_dict(state)
+
+    async def last_ledger(self) -> bytes:
+        return ledger_text(self._service.last_ledger())
 
     async def shutdown(self) -> None:
         self._engines.close(kill=False)

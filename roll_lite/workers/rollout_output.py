@@ -21,6 +21,7 @@ from roll_lite.data.dumps import further_columns, times, write_dump
 from roll_lite.data.proto import DataProto, object_column
 from roll_lite.data.samples import Sample, SampleGroup
 from roll_lite.distributed.dataflow import Block
+from roll_lite.scheduler.ledger import DELIVERED
 from roll_lite.scheduler.stats import RolloutStats
 from roll_lite.workers.token_blocks import KEPT_IDS, TOKEN_COLUMNS
 
@@ -100,6 +101,11 @@ def _baseline_scores(groups: Sequence[SampleGroup]) -> list[float]:
         assert group.baseline is not None and group.baseline.score is not None, f"group {group.group} has no scored greedy baseline"
         scores += [group.baseline.score.value] * len(group.samples)
     return scores
+
+
+def ledger_text(lines: Iterable[dict[str, Any]], step: int | None = None) -> bytes:
+    """Lines of JSON for the ledger. `step`: of the batch and its groups."""
+    return b"".join(_line(line | {"step": step} if line.get("end") == DELIVERED or line["event"] == "batch" else line) for line in lines)
 
 
 # ---------------------------------------------------------------- for people

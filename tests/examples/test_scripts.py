@@ -43,6 +43,7 @@ ELSEWHERE = {
     "examples/start_rlvr_pipeline.py": "tests/integration/test_runs.py",
     "examples/recompute.py": "tests/examples/test_recompute.py",
     "examples/read_dumps.py": "tests/integration/test_replay.py",
+    "examples/audit.py": "tests/integration/test_ledger.py",
 }
 """Scripts that other tests run."""
 FALLS_SHORT = {"examples/run_recipes.py": "tiny_raft"}

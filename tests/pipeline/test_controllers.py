@@ -34,7 +34,8 @@ def config(monkeypatch: pytest.MonkeyPatch) -> RunConfig:
 
 
 def pipeline(config: RunConfig, checkpoints: Any = None, **parts: Any) -> RLVRPipeline:
-    silent = SimpleNamespace(timers=StepTimers(), credit=lambda *_: None, updates=lambda *_: None, **NOTHING_SAID)
+    ledger = SimpleNamespace(updates=lambda *_: None)
+    silent = SimpleNamespace(timers=StepTimers(), ledger=ledger, credit=lambda *_: None, updates=lambda *_: None, **NOTHING_SAID)
     return RLVRPipeline(config, SimpleNamespace(critic=None, **parts), None, silent, checkpoints, None)  # type: ignore[arg-type]
 
 

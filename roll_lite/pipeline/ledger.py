@@ -1,0 +1,105 @@
+"""Ledger of a run, ledger.jsonl: what became of every prompt, sample and update (docs/ledger.md)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from roll_lite.algorithms.rewards import Masked
+from roll_lite.config.arithmetic import group_size, trains
+from roll_lite.config.schema.run import RunConfig
+from roll_lite.data.minibatches import MiniBatch
+from roll_lite.data.proto import DataProto
+from roll_lite.files import flush
+from roll_lite.observability.run_folder import is_within
+from roll_lite.pipeline.checkpoint_files import resumption
+from roll_lite.scheduler.supply import pacing_of
+from roll_lite.workers.model import Update
+
+LEDGER_FILE = "ledger.jsonl"
+
+
+class Ledger:
+    """Appends whole lines; after a kill the last one may be torn."""
+
+    def __init__(self, config: RunConfig, folder: Path) -> None:
+        self._config = config
+        self._path = folder / LEDGER_FILE
+
+    def append(self, lines: bytes) -> None:
+        with self._path.open("ab") as file:
+            file.write(lines)
+
+    def write(self, event: str, **facts: Any) -> None:
+        self.append(json.dumps({"event": event, **facts}).encode() + b"\n")
+
+    def start(self, step: int, version: int) -> None:
+        """Record what the run promises and which run it continues. `step`, `version`: reached so far."""
+        config = self._config
+        with self._path.open("ab+") as file:
+            if file.tell() and (file.seek(-1, 2), file.read())[1] != b"\n":
+                file.write(b"\n")  # an earlier process was killed in the middle of a line
+        self.write(
+            "start",
+            resumed_from=self._earlier(),
+            step=step,
+            version=version,
+            trains=trains(config),
+            replays=config.replay.path is not None,
+            max_staleness=pacing_of(config.rollout).supply.max_staleness,
+            ppo_epochs=config.algorithm.ppo_epochs,
+            short_batches=config.rollout.filter is not None and config.rollout.filter.when_short == "continue",
+            domains={
+                name: {"share": one.share, "least": one.min_prompts, "samples": group_size(config, one)}
+                for name, one in config.domains.items()
+            },
+        )
+
+    def _earlier(self) -> str | None:
+        """Folder of the run that this one continues; "." for itself, whose checkpoint may have been renamed as damaged."""
+        source = self._config.checkpoint.source
+        if source is None:
+            return None
+        return "." if is_within(source, self._path.parent) else str(resumption(source).checkpoint.resolve().parent.parent)
+
+    def step(self, step: int, version: int) -> None:
+        """Record a complete step. `version`: of the weights after it."""
+        self.write("step", step=step, version=version)
+        flush([self._path])
+
+    def masked(self, step: int, rows: DataProto, masked: Masked) -> None:
+        """Record samples that do not train, by cause; a sample may have several."""
+        weightless = masked.weights.numpy() == 0
+        if weightless.any():
+            causes = {cause: _names(rows, np.flatnonzero(of.numpy() & weightless)) for cause, of in masked.causes.items() if of.any()}
+            self.write("masked", step=step, samples=causes)
+
+    def updates(
+        self, step: int, rows: DataProto, mini_batches: Sequence[MiniBatch], updates: Mapping[str, Sequence[Sequence[Update]]]
+    ) -> None:
+        """Record the samples of each mini-batch, and what each role's optimizer did with it: trained, skipped or stopped before it."""
+        place = np.zeros(int(rows.tensor("sample").max()) + 1, dtype=np.int64)
+        place[rows.tensor("sample").numpy()] = np.arange(len(rows))
+        for number, mini_batch in enumerate(mini_batches):
+            done = {role: _outcome(ranks[0], number) for role, ranks in updates.items()}
+            names = _names(rows, place[mini_batch.samples])
+            self.write("update", step=step, update=number + 1, epoch=mini_batch.epoch + 1, roles=done, samples=names)
+
+
+def _outcome(updates: Sequence[Update], number: int) -> str:
+    if number >= len(updates):
+        return "stopped"
+    return "skipped" if updates[number].result.skipped else "trained"
+
+
+def _names(rows: DataProto, places: np.ndarray) -> dict[int, list[int]]:
+    """Indices of samples by group."""
+    groups, indices = rows.tensor("group").numpy()[places].tolist(), rows.tensor("index").numpy()[places].tolist()
+    names: dict[int, list[int]] = {}
+    for group, index in zip(groups, indices, strict=True):
+        names.setdefault(group, []).append(index)
+    return names

@@ -1,0 +1,49 @@
+"""Ledger of prompts: one line per group that ends. The driver writes them to the run's ledger.jsonl."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from roll_lite.data.samples import SampleGroup, SampleOutcome
+
+DELIVERED, FILTERED, FAILED, STALE, DROPPED = "delivered", "filtered", "failed", "stale", "dropped"
+"""Ends of a group. The prompt of a stale or dropped one starts again."""
+LONGEST_CAUSE = 200
+
+
+def group_line(
+    number: int, domain: str, row: tuple[int, int], asked: int, end: str, cause: str | None = None, group: SampleGroup | None = None
+) -> dict[str, Any]:
+    """Line of an ended group. `asked`: batches asked for at its admission. `group`: None if it ended unfinished."""
+    line: dict[str, Any] = {
+        "event": "group",
+        "group": number,
+        "domain": domain,
+        "epoch": row[0],
+        "prompt": row[1],
+        "asked": asked,
+        "end": end,
+    }
+    if cause is not None:
+        line["cause"] = _short(cause)
+    if group is None:
+        return line
+    turns: list[list[list[int | None]]] = []  # engine (None if several took part), first and last version, by sample and turn
+    scores: list[float | None] = []
+    line |= {"turns": turns, "scores": scores}
+    for sample in (*group.samples, group.baseline):
+        if sample is None:
+            continue
+        turns.append([[part.engine, part.versions[0][1], part.versions[-1][1]] for part in sample.transcript.segments if part.versions])
+        scores.append(None if sample.score is None else sample.score.value)
+        if sample.outcome is SampleOutcome.FAILED:
+            line.setdefault("failed", {})[sample.id.index] = _short(sample.failure or "unknown")
+        if sample.id.attempt:
+            line.setdefault("attempts", {})[sample.id.index] = sample.id.attempt
+    if group.baseline is not None:
+        line["baseline"] = len(group.samples)
+    return line
+
+
+def _short(cause: str) -> str:
+    return " ".join(cause.split())[:LONGEST_CAUSE]
