@@ -29,6 +29,8 @@ from roll_lite.workers.replay import ReplayWorker
 from roll_lite.workers.rollout import RolloutBatch, RolloutWorker
 
 T = TypeVar("T")
+LAST_SECONDS = 60.0
+"""Time for the rollout service's last lines of the ledger."""
 HeldOut = tuple[DataProto, RolloutStats]
 """Rows and statistics of held-out samples."""
 
@@ -143,7 +145,7 @@ class LiveRollouts(BatchSource):
         self.rollouts.one(RolloutWorker.load_state_dict, state)
 
     def end_ledger(self) -> None:
-        self.journal.ledger.append(self.rollouts.one(RolloutWorker.last_ledger))
+        self.journal.ledger.append(self.rollouts.start_one(RolloutWorker.last_ledger).result(LAST_SECONDS))
 
     def close(self) -> None:
         self.end_ledger()
