@@ -186,8 +186,8 @@ def value_at(section: Any, path: str) -> Any:
 
 @dataclass(frozen=True)
 class Shape:
-    """Kind of a field: no variant is a leaf, one a section, several a union keyed on `name`. `container`: the field holds a dict or list
-    of them."""
+    """Kind of a field by its variants: none for a plain value, one for a section, several for a union keyed on `name`. `container`: the
+    field holds a dict or list of them."""
 
     variants: list[type[Section]]
     container: type[dict[Any, Any]] | type[list[Any]] | None = None

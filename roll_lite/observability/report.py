@@ -20,7 +20,7 @@ HELD_OUT = re.compile(r"(?:domain/(?P<where>.+)/)?validation/(?P<metric>[^/]+)",
 PASS_AT = re.compile(r"validation/pass@(\d+)")
 
 BeforeAfter = dict[str, dict[str, float | None]]
-"""Name -> {"before": number or None, "after": number or None}."""
+"""Metric -> {"before": its value in the first validation, "after": in the last one}; None: not measured."""
 Accuracy = BeforeAfter
 """Share of correct samples: `overall`, and by domain."""
 

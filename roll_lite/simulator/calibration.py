@@ -37,7 +37,7 @@ class MeasuredRun:
     samples: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     offloads: bool = False
     streams: bool = False
-    """True if some log-probs are computed during generation."""
+    """True if the trainer computes some log-probs during generation (`rollout.stream_log_probs`)."""
 
 
 def calibrated(config: RunConfig, folder: Path) -> RunConfig:

@@ -75,8 +75,8 @@ def assign_credit(rows: MicroBatch, data_rank: int, algorithm: AlgorithmConfig, 
 
 
 def _whitening(rows: MicroBatch, gather: Gather) -> Whitening:
-    """Statistics of the global batch's tokens that train. Rows that are not finite are left out, so that only their own update is
-    skipped."""
+    """Statistics of the global batch's tokens that train. Rows with values that are not finite are left out: they would spoil the
+    advantages of all others, and every update would be skipped."""
 
     def of_global_batch(moments: torch.Tensor) -> tuple[float, float]:
         mine = formulas.merged_moments(moments[(rows.columns["train_weight"] > 0) & moments.isfinite().all(1)])

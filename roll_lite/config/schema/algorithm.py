@@ -34,7 +34,7 @@ class AdaptiveKlConfig(Section):
     """Target KL(policy || reference), in nats per token. It is measured with the term's estimator, except that k3 replaces `abs` and, in
     kl_in_loss, all but `full`."""
     horizon: PositiveFloat = 10000.0
-    """Samples over which the coefficient changes by at most about a fifth; a larger batch counts as this many."""
+    """Number of samples over which the coefficient changes by at most about a fifth. A batch with more samples counts as this many."""
 
 
 KlControllerConfig = Annotated[FixedKlConfig | AdaptiveKlConfig, Field(discriminator="name")]

@@ -143,7 +143,7 @@ class HeldOutSamplingConfig(Section):
 
 
 class ValidationSamplingConfig(HeldOutSamplingConfig):
-    """Sampling of held-out prompts; settings except temperature default to the domain's training."""
+    """Sampling of held-out prompts; settings that are absent, except temperature, are those of the domain's training."""
 
     temperature: _HeldOutTemperature = 1.0
     """0: greedy."""

@@ -349,7 +349,7 @@ class RewardModelConfig(Section):
     micro_batch_tokens: PositiveInt = 16384
     """Maximum number of tokens in a rank's forward pass; hf pads to the longest, and padding counts. A longer sample runs alone."""
     micro_batch_size: PositiveInt = 8
-    """Maximum number of samples in a rank's forward pass, and per call to a copy."""
+    """Maximum number of samples in a rank's forward pass, and in a call to a replica (hf)."""
     max_length: PositiveInt | None = None
     """Longest text in tokens; absent: max_position_embeddings. A longer one fails, it is never cut."""
     offload: bool = False

@@ -54,7 +54,7 @@ def build_model(spec: ModelSpec) -> ForwardStrategy:
 
 
 def build_engine(spec: EngineSpec) -> InferenceStrategy:
-    """Build an engine. Its make is chosen only here, because makes cannot be installed together."""
+    """Build an engine. Only here vLLM or SGLang is imported, because they cannot be installed together."""
     match spec.strategy:
         case VllmStrategyConfig():
             from roll_lite.distributed.strategy.inference.strategy import EngineStrategy

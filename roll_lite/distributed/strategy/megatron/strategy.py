@@ -304,7 +304,7 @@ class WeightAverage:
             mean.copy_(weight)
 
     def read(self, weight: torch.nn.Parameter) -> torch.Tensor:
-        """Average of a weight, which is exported in its place."""
+        """Return the moving average of a weight, to be exported instead of the weight."""
         return self._means[weight].detach().to(weight.device)
 
 
