@@ -114,7 +114,8 @@ def pipeline(ray_local: object, tmp: Path, monkeypatch: pytest.MonkeyPatch) -> I
     actor = model("actor_train", config.actor_train, ActorWorker, config.algorithm, 1)
     reference = model("reference", config.reference, ReferenceWorker)
     critic = model("critic", config.critic, CriticWorker, config.algorithm, 1)
-    silent = SimpleNamespace(timers=StepTimers(), credit=lambda *_: None, updates=lambda *_: None)
+    ledger = SimpleNamespace(updates=lambda *_: None)
+    silent = SimpleNamespace(timers=StepTimers(), ledger=ledger, credit=lambda *_: None, updates=lambda *_: None)
     models = Models(actor, reference, critic)
     files = BatchFiles(config, tmp)
     yield RLVRPipeline(config, models, None, silent, None, files)  # type: ignore[arg-type]
