@@ -539,6 +539,7 @@ def test_a_wrong_configuration_ends_with_exit_code_2_before_anything_starts(star
     assert not run.run_dir.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_same_command_goes_on_after_its_driver_was_killed(tmp_path: Path) -> None:
     """In its own folder, each step once, bit for bit as a run that nobody disturbed."""
