@@ -23,7 +23,7 @@ from roll_lite.files import kind_of
 CONFIG_FILE = "config.yaml"
 LOCK_FILE = ".lock"
 BY_STEP = re.compile(r"(step|validation)_(\d{6,})")
-"""Begin of the names of files and folders of one step."""
+"""Beginning of the names of files and folders that belong to one step."""
 LATEST = "latest"
 
 
@@ -56,8 +56,10 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def is_within(checkpoint: Path, run_folder: Path) -> bool:
-    return checkpoint.parent.parent.resolve() == run_folder.resolve()
+def goes_on(config: RunConfig, run_folder: Path) -> bool:
+    """True if the run goes on in the folder of the checkpoint that it resumes from (`checkpoint.resume: auto`)."""
+    source = config.checkpoint.source
+    return source is not None and source.parent.parent.resolve() == run_folder.resolve()
 
 
 def keep_config(folder: Path, text: str) -> None:
@@ -125,8 +127,10 @@ def checkpoint_setting(run_folder: Path, key: str) -> Any:
 
 
 def resumed_from(run_folder: Path) -> Path | None:
-    """Checkpoint or run that a run resumed from, if any."""
+    """Checkpoint or run in another folder that a run resumed from, if any."""
+    if (resume := checkpoint_setting(run_folder, "resume")) == "auto":
+        return None
     try:
-        return Path(checkpoint_setting(run_folder, "resume")).resolve()
+        return Path(resume).resolve()
     except (OSError, TypeError, ValueError, RuntimeError):  # no path, or circular links
         return None

@@ -29,6 +29,8 @@ class TrackedRun:
     experiment: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Configuration without secrets."""
+    repeats_from: int | None = None
+    """First step that the run repeats in its folder."""
     id: str | None = None
     """Id of the resumed run."""
 
@@ -68,7 +70,7 @@ class TensorBoardTracker(Tracker):
         # Imported here: it takes a second.
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(run.folder / "tensorboard"), flush_secs=10)
+        self._writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.repeats_from, flush_secs=10)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():

@@ -16,7 +16,7 @@ from roll_lite.config.device_phases import Phase
 from roll_lite.config.schema.models import RefreshConfig
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.files import FileRecord, first_line, flush, record
-from roll_lite.observability.run_folder import is_within
+from roll_lite.observability.run_folder import goes_on
 from roll_lite.pipeline.checkpoint_files import (
     FOLDER,
     LIST_FILE,
@@ -59,12 +59,7 @@ class Checkpoints:
         self._config = config
         self._run_folder = run_folder
         self._running: Unfinished | None = None
-
-    @property
-    def goes_on(self) -> bool:
-        """True if the run goes on in its own folder (`checkpoint.resume: auto`)."""
-        source = self._config.checkpoint.source
-        return source is not None and is_within(source, self._run_folder)
+        self.goes_on = goes_on(config, run_folder)
 
     def save(self, models: Models, source: BatchSource, pipeline: dict[str, Any]) -> Path:
         """Save a checkpoint. `pipeline`: the driver's state. With checkpoint.asynchronous the folder exists only after `finish_if_written`

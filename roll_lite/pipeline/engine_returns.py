@@ -55,6 +55,10 @@ class EngineReturns:
             if not self._engines.offloads:
                 WATCH.errand = self.tend
 
+    def end(self) -> None:
+        """Start no more successors while the run closes."""
+        WATCH.errand = None
+
     @property
     def newcomers(self) -> list[int]:
         """Living engines that lack the current weights and do not serve yet."""
@@ -96,7 +100,8 @@ class EngineReturns:
                 self.replicas.start_each_own(InferWorker.offload, {engine: parts}).result()
 
     def living(self, parts: Sequence[EngineMemory]) -> list[int]:
-        """Living engines. If none is left, wait for a successor and, if engines offload, offload these parts of it."""
+        """Living engines, with ready successors as newcomers; waits for one if none is left. `parts`: as in `take`."""
+        self.take(parts)
         while not (left := self.replicas.left):
             self.tend()
             pause(self._group, next(iter(self._starts), 0), "the start of its successor")

@@ -27,10 +27,10 @@ from roll_lite.observability.curves import CURVES_FILE, draw_curves
 from roll_lite.observability.health import RunHealth
 from roll_lite.observability.metrics import NO_DOMAIN, MetricSums
 from roll_lite.observability.report import OVERALL, Accuracy, BeforeAfter, LivePicture, accuracy_change, held_out_change, write_summary
-from roll_lite.observability.run_folder import cut_after, is_within
+from roll_lite.observability.run_folder import cut_after, goes_on
 from roll_lite.observability.timers import StepTimers
 from roll_lite.observability.trackers import METRICS_FILE, HistoryTracker, TrackedRun, Trackers, build_trackers, for_trackers
-from roll_lite.pipeline.checkpoint_files import resumption
+from roll_lite.pipeline.checkpoint_files import resumption, steps_of
 from roll_lite.pipeline.ledger import Ledger
 from roll_lite.pipeline.skipped_updates import Skipped
 from roll_lite.scheduler.filters import FUNCTION, HIGH, LOW
@@ -85,7 +85,8 @@ class Journal:
         config, resume = self._config, self._config.checkpoint.source
         settings = for_trackers(config.model_dump(mode="json"), os.environ)
         earlier = resumption(resume).checkpoint.parent.parent if resume is not None else None
-        built = build_trackers(config.trackers, TrackedRun(self.folder, config.experiment, settings), earlier)
+        repeats_from = steps_of(resume) + 1 if resume is not None and goes_on(config, self.folder) else None
+        built = build_trackers(config.trackers, TrackedRun(self.folder, config.experiment, settings, repeats_from), earlier)
         self._trackers = Trackers([*built, self.history], self.console.message)
         self._summarize("running")
 
@@ -341,8 +342,7 @@ class Journal:
 
     def resumed(self, step: int) -> None:
         self._first = self._steps = step
-        source = self._config.checkpoint.source
-        if source is not None and is_within(source, self.folder):
+        if goes_on(self._config, self.folder):
             cut_after(self.folder, step, (METRICS_FILE, UPDATES_FILE))
             self.history.restore(self.folder / METRICS_FILE)
         self.console.message(f"resumed after step {step} from {self._config.checkpoint.source}")
@@ -361,7 +361,7 @@ class Journal:
         self.console.validation(step, metrics)
 
     def close(self, exit_state: str) -> None:
-        """Write summary, picture and table; close trackers."""
+        """Write summary.json and curves.png, print the closing table, and close the trackers."""
         accuracy, held_out = self._summarize(exit_state)
         self._picture.close()
         self._draw()

@@ -73,7 +73,7 @@ class RLVRPipeline:
     def run(self) -> None:
         self.resume()
         self.journal.ledger.start(self.steps_done, self.version)
-        if not self.checkpoints.goes_on or self.due(self.config.validation.every):  # otherwise it was validated where it was due
+        if not self.checkpoints.goes_on or self.validation_is_due:  # a validation that is not due would come twice into the run's files
             self.validate()
         with self.checkpoints.finished():
             while self.steps_done < self.config.steps:
@@ -196,7 +196,7 @@ class RLVRPipeline:
         self.compare_replicas(saves)
         if saves:
             self.save_checkpoint()
-        if self.due(self.config.validation.every) or self.steps_done == self.config.steps:
+        if self.validation_is_due:
             self.validate()
 
     @phase("validation")
@@ -259,6 +259,10 @@ class RLVRPipeline:
 
     def due(self, every: int) -> bool:
         return every > 0 and self.steps_done % every == 0
+
+    @property
+    def validation_is_due(self) -> bool:
+        return self.due(self.config.validation.every) or self.steps_done == self.config.steps
 
     def wanted(self) -> list[tuple[Model[Any], list[str]]]:
         """Models with a forward pass, and the columns it computes."""

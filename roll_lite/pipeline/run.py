@@ -36,23 +36,22 @@ REMOTE_TRACEBACK = re.compile(r"\n\s*\n(?=\S*ray::)")
 
 def run(config: RunConfig) -> int:
     """Start, train, clean up; returns the exit code. The cause of a failure is on standard error and in summary.json."""
-    goes_on = config.checkpoint.resume == "auto"
-    config, notes = settled(config)
-    checkpoint = config.checkpoint.source if goes_on else None
+    given, (config, notes) = config, settled(config)
+    checkpoint = config.checkpoint.source if given.checkpoint.resume == "auto" else None
     with ExitStack() as lock:
         try:
             folder = create_run_folder(config.run_dir, config.experiment) if checkpoint is None else checkpoint.parent.parent
             lock.enter_context(locked(folder))
+            if checkpoint is not None and is_over(folder, config.steps):
+                sys.stderr.write(f"{folder}: all {config.steps} steps are done; to go on, raise steps\n")
+                return COMPLETED
             # Written before `latest` points here: a later run reads in it what this one resumed from.
-            keep_config(folder, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+            keep_config(folder, yaml.safe_dump(given.model_dump(mode="json"), sort_keys=False))
             point_latest(config.run_dir, config.run_dir / config.experiment / folder.name)
         except (OSError, ValueError) as error:
             place = config.run_dir / config.experiment
             sys.stderr.write(f"run_dir: {place} cannot be written to: {getattr(error, 'strerror', None) or error}; name another folder\n")
             return FAILED
-        if checkpoint is not None and is_over(folder, config.steps):
-            sys.stderr.write(f"{folder}: all {config.steps} steps are done; to go on, raise steps\n")
-            return COMPLETED
         return _run(config, folder, notes)
 
 

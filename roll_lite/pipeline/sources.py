@@ -86,8 +86,7 @@ class LiveRollouts(BatchSource):
 
     def loaded(self, phase: Phase, version: int) -> AbstractContextManager[None]:
         if phase is Phase.SYNC_WEIGHTS:
-            self.returns.take(tuple(EngineMemory))
-            self.returns.living(tuple(EngineMemory))  # waits for one
+            self.returns.living(tuple(EngineMemory))
         sender = self.weights.sender(version) if phase is Phase.SYNC_WEIGHTS and self.weights is not None else None
         return self.engines.loaded(phase, beside=[] if sender is None else [(sender, states(phase))])
 
@@ -148,6 +147,7 @@ class LiveRollouts(BatchSource):
         self.journal.ledger.append(self.rollouts.start_one(RolloutWorker.last_ledger).result(LAST_SECONDS))
 
     def close(self) -> None:
+        self.returns.end()
         self.end_ledger()
         self.rollouts.one(RolloutWorker.shutdown)
         self.engines.replicas.each(InferWorker.shutdown)

@@ -162,24 +162,25 @@ class InferWorker(AsyncWorker):
 
 
 class EngineSeat:
-    """Place in the fleet of engines: holds an engine and, after a loss, the successor that the driver started."""
+    """Member of the fleet of engines: an engine and, if it is lost, its successors, which the driver starts."""
 
     def __init__(self, engine: RemoteEngine) -> None:
         self.name = engine.name
         self.engine = engine
         self.successors: asyncio.Queue[RemoteEngine | MemberLost] = asyncio.Queue()
-        """MemberLost: no successor comes."""
-        self._served = False
+        """Started engines; MemberLost: none comes."""
+        self._is_first = True
 
     async def start(self) -> None:
-        """Wait until the driver has started the engine or handed over a successor."""
-        if self._served:
-            successor = await self.successors.get()
-            if isinstance(successor, MemberLost):
-                raise successor
-            self.engine = successor
-        self._served = True
-        await self.engine.start()
+        """Wait until the driver has started the engine, or has handed over a successor that it has started."""
+        if self._is_first:
+            self._is_first = False
+            await self.engine.start()
+            return
+        successor = await self.successors.get()
+        if isinstance(successor, MemberLost):
+            raise successor
+        self.engine = successor  # if it is dead already, `until_lost` says so, and another one comes
 
     async def until_lost(self) -> str:
         return await self.engine.until_lost()

@@ -557,7 +557,7 @@ def test_the_same_command_goes_on_after_its_driver_was_killed(tmp_path: Path) ->
     with Run(tmp_path / "killed", *settings) as again:
         code, output = again.finish(400)
     assert code == 0 and again.folder == folder and "resumed after step 4" in output, output
-    assert (folder / "config-1.yaml").exists()
+    assert not (folder / "config-1.yaml").exists(), "the same command has the same configuration"
     ours, theirs = again.metrics(), quiet.metrics()
     kept = ("reward/score", "actor/grad_norm", "actor/loss", "validation/accuracy", "rollout/samples")
     assert [(line["step"], *(line.get(name) for name in kept)) for line in ours] == [

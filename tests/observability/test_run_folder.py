@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from roll_lite.observability.run_folder import create_run_folder, cut_after, keep_config, locked, point_latest
+from roll_lite.observability.run_folder import create_run_folder, cut_after, keep_config, locked, point_latest, resumed_from
 
 NOON = datetime(2026, 3, 4, 12, 0, 5)
 
@@ -90,3 +90,9 @@ def test_what_is_repeated_is_cut(tmp_path: Path) -> None:
         tracker.write('{"step": 3, "again": 1}\n')
     assert [json.loads(line) for line in file.read_text().splitlines()] == [*kept, {"step": 3, "again": 1}]
     assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()} == {"metrics.jsonl", *stay}
+
+
+@pytest.mark.parametrize(("resume", "found"), [("auto", None), (None, None), ("/runs/a", Path("/runs/a"))])
+def test_the_run_that_a_run_resumed_from(tmp_path: Path, resume: str | None, found: Path | None) -> None:
+    keep_config(tmp_path, json.dumps({"checkpoint": {"resume": resume}}))
+    assert resumed_from(tmp_path) == found

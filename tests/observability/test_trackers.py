@@ -52,6 +52,19 @@ def test_tensorboard_files_can_be_read_back(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in events.Scalars("domain/math/reward/mean")] == [(1, 0.25), (2, 0.75)]
 
 
+def test_tensorboard_forgets_steps_that_a_run_repeats(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for repeats_from, steps in ((None, (1, 2, 3)), (3, (3, 4))):
+        (tracker,) = build_trackers([TrackerConfig(name="tensorboard")], TrackedRun(tmp_path, repeats_from=repeats_from))
+        for step in steps:
+            tracker.log(step, {"actor/lr": step + (0.5 if repeats_from else 0.0)})
+        tracker.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("actor/lr")] == [(1, 1.0), (2, 2.0), (3, 3.5), (4, 4.5)]
+
+
 def test_the_configured_trackers_are_built(tmp_path: Path) -> None:
     history = HistoryTracker()
     trackers = Trackers([*build_trackers([TrackerConfig(name="jsonl")], TrackedRun(tmp_path)), history])

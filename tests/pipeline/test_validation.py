@@ -176,3 +176,19 @@ def test_a_resumed_run_begins_with_one_whatever_was_under_way_when_it_broke_off(
     pipeline.run()
     assert source.story == ["weights 3", "begin 3", "step 4", "end 3", "weights 4", "begin 4", "end 4"]
     assert told(tmp_path) == [(3, 3, 3), (4, 4, 4)]
+
+
+@pytest.mark.parametrize(
+    ("done", "story"),
+    [(1, ["weights 1", "step 2"]), (2, ["weights 2", "begin 2", "end 2", "step 3"]), (4, ["weights 4", "begin 4", "end 4"])],
+)
+def test_a_run_that_goes_on_in_its_folder_validates_where_it_is_due_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, done: int, story: list[str]
+) -> None:
+    source = Source(looks=0)
+    pipeline = pipeline_of(tmp_path, source, monkeypatch)
+    state = {"steps_done": done, "version": done, **{name: part.state_dict() for name, part in pipeline.remembering.items()}}
+    monkeypatch.setattr(pipeline.checkpoints, "load", lambda *_: state)
+    monkeypatch.setattr(pipeline.checkpoints, "goes_on", True)
+    pipeline.run()
+    assert source.story[: len(story)] == story

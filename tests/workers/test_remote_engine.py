@@ -11,8 +11,10 @@ import pytest
 from ray.exceptions import RayActorError
 
 from roll_lite.distributed import place
+from roll_lite.distributed.failures import FleetDown, MemberLost
+from roll_lite.distributed.fleet import Fleet, MemberState, Policy
 from roll_lite.simulator.clock import run_virtual
-from roll_lite.workers.infer import RemoteEngine
+from roll_lite.workers.infer import EngineSeat, RemoteEngine
 
 
 def worker(answer: Callable[[float], float | None]) -> Any:
@@ -93,3 +95,42 @@ def test_an_engine_whose_process_is_gone_says_so() -> None:
         return cause
 
     assert run_virtual(main()).startswith("its process died: ")
+
+
+class Engine:
+    """Engine that is lost a second after it was handed over, or never."""
+
+    def __init__(self, name: str, lives: bool) -> None:
+        self.name, self._lives = name, lives
+        self.killed = False
+
+    async def start(self) -> None:
+        pass
+
+    async def until_lost(self) -> str:
+        await asyncio.sleep(1e6 if self._lives else 1.0)
+        return f"{self.name} died"
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+def test_a_seat_waits_for_the_next_successor_when_one_dies_at_once_and_is_given_up_when_none_comes() -> None:
+    async def main() -> None:
+        first, second, third = Engine("first", lives=False), Engine("second", lives=False), Engine("third", lives=False)
+        seat, ends = EngineSeat(first), list[FleetDown]()  # type: ignore[arg-type]
+        fleet = Fleet("actor_infer", [seat], Policy(start_timeout_s=None, attempts=1), down=ends.append)
+        fleet.tend()
+        for died, successor in ((first, second), (second, third)):
+            await fleet.until(seat, MemberState.SERVING)
+            await fleet.until(seat, MemberState.STARTING)
+            assert died.killed and not ends and fleet.lost == {0: f"{died.name} died"}
+            seat.successors.put_nowait(successor)  # type: ignore[arg-type]
+            await fleet.until(seat, MemberState.SERVING)
+            assert seat.engine is successor and fleet.lost == {}
+        await fleet.until(seat, MemberState.STARTING)
+        seat.successors.put_nowait(MemberLost("it died too often"))
+        await fleet.until(seat, MemberState.DOWN)
+        assert [str(end) for end in ends] == ["third died; it could not be started again: it died too often"]
+
+    run_virtual(main())
