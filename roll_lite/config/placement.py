@@ -134,7 +134,8 @@ def _parts(text: str) -> tuple[int, int, int]:
 
 
 def _changed(config: RunConfig, by_role: Mapping[str, Role], numbers: Mapping[str, list[int]]) -> RunConfig:
-    """Configuration with these devices. Roles that share them by a preset get `offload: true`, unless set or always at work."""
+    """Return the configuration with these device numbers. Roles that a preset puts on the same devices get `offload: true`, unless the
+    configuration sets it or the role is always in use."""
     staying = {f"reward_models.{name}" for name in config.reward_models if config.rollout.supply != "sync"}
     staying |= set(TRAINING_ROLES if config.rollout.stream_log_probs else ())
     update: dict[str, Any] = {}

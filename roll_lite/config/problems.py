@@ -78,7 +78,8 @@ class Missing(Problem):
 
 
 class ConfigError(ValueError):
-    """All mistakes of a configuration. `partial`: its valid part; reading a refused field raises Refused."""
+    """Error that lists all mistakes of a configuration. `partial`: the valid part of it, in which reading an invalid field raises
+    Refused."""
 
     def __init__(self, name: str, problems: Sequence[Problem], partial: Any = None) -> None:
         self.name = name

@@ -51,8 +51,8 @@ def dump_file(folder: Path, step: int) -> Path:
 
 
 def found_dumps(path: Path) -> dict[int, Path]:
-    """Find dumps by step; ValueError if there are none. `path`: folder of the dumps or of the run. A resumed run also has the dumps of the
-    run that it continues."""
+    """Return the dump of each step; ValueError if there is none. `path`: folder of the dumps, or of a run. For a resumed run, the earlier
+    steps' dumps are taken from the run that it continues."""
     if (kind := kind_of(path)) != "folder":
         raise ValueError(
             f"{path} is a file; name a run's folder, or that of its dumps" if kind else f"no such folder: {path}{elsewhere(path)}"

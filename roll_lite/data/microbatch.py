@@ -79,7 +79,7 @@ class TokenBudget:
     rows: int | None = None
     attention_par: float = inf
     with_padding: bool = False
-    """Whether padding counts as tokens: for padded outputs of many numbers per token."""
+    """True if padding counts as tokens, as it must for padded outputs with many numbers per token."""
 
     def cut(self, lengths: torch.Tensor, parts: int = 1) -> list[np.ndarray]:
         tokens = lengths.numpy()

@@ -22,7 +22,7 @@ class Silence:
         self._looked: float | None = None
 
     def look(self, most_s: float) -> float:
-        """Add the time since the last look, at most `most_s`; returns the sum."""
+        """Add the time since the last call, at most `most_s`, to the silence. Returns the silence so far, in seconds."""
         now = self._clock()
         if self._looked is not None:
             self.seconds += min(now - self._looked, most_s)
@@ -80,7 +80,7 @@ class Heartbeat:
             self.listen(self._pause_s)
 
     def listen(self, most_s: float | None = None) -> None:
-        """Count the time since the last call, at most `most_s`; None: twice `look_s`."""
+        """Add the time since the last call, at most `most_s`, to the silence and to the time waited. None: twice the polling interval."""
         before = self.silent_s
         self.waited_s += self._silence.look(2 * self._look_s if most_s is None else most_s) - before
 

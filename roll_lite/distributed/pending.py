@@ -146,8 +146,8 @@ def _wait(
 
 
 def pause(group: RankGroup, rank: int, waits_for: str) -> None:
-    """Wait a moment for an event that no call reports; raises what a wait for calls would raise. `waits_for`: what is awaited from this
-    rank, for messages."""
+    """Sleep half a second, while waiting for an event that no call reports. Raises RankFailed if a rank fails meanwhile or the phase's time
+    is up. `waits_for`: the event, for the message about `rank`."""
     WATCHDOG.check()
     limit = WATCHDOG.nearest
     if limit is not None and time.monotonic() >= limit.deadline:

@@ -56,7 +56,8 @@ WORK = "/sandbox"
 
 
 def readable_paths(more: Iterable[str] = ()) -> list[str]:
-    """Paths to show besides SYSTEM: those of the interpreter and `more`. Omits paths inside others, except in hidden folders."""
+    """Paths that a program may read besides SYSTEM: those of the interpreter and `more`. Paths below another one are left out, unless a
+    folder that the sandbox hides lies between."""
     hidden, kept = hidden_paths(more), list[str]()
     for path in sorted({*_interpreter(), *more}):
         if _below(path, hidden) or not _below(path, (*SYSTEM, *kept)):

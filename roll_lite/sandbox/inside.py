@@ -249,7 +249,7 @@ class Operators:
                 self._guards += [(kind, name, held) for name, held in HELD_BY(kind).items() if _is_guard(held)]
 
     def end(self) -> set[str]:
-        """Stop guarding. Returns the names of guarded operators, and of guards among the tests' globals, that the program replaced."""
+        """Stop guarding. Returns the names of what the program has replaced: guarded operators, and guards in the tests' globals."""
         taken = {name for name, one in self._known.items() if Operators.tests.get(name) is not one}
         Operators.tests = None
         for kind, name, original in self._silent:

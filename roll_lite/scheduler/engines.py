@@ -69,7 +69,8 @@ class Collected:
     blocks_waiting: int = 0
     """Token blocks still to fetch."""
     parts: list[Turn] = field(default_factory=list)
-    """New tokens of unfinished responses since the last part of each, after a dummy token (PART_PREFIX)."""
+    """Newest tokens of unfinished responses, since the last part of the same response. The row starts with a dummy token (PART_PREFIX) in
+    place of the prompt."""
 
     def lying_in(self, blocks: Sequence[Any]) -> Collected:
         """Replace block numbers by the blocks."""

@@ -179,8 +179,9 @@ class AlgorithmConfig(Section):
     value_loss: ValueLossConfig = Field(default_factory=ValueLossConfig)
     """Loss of the critic."""
     aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] = "token_mean"
-    """How token losses become one loss: mean over tokens; mean over sequences of their token mean or sum; or of the sum divided by a
-    constant. Counts are the global mini-batch's."""
+    """Reduction of token losses to one loss. token_mean: mean over all tokens. sequence_mean_token_mean: mean over sequences of each one's
+    token mean. sequence_mean_token_sum: mean over sequences of each one's sum. constant: the same, with the sum divided by
+    aggregation_constant. Tokens and sequences are those of the mini-batch on all ranks."""
     aggregation_constant: PositiveInt | None = None
     """Tokens that divide a sequence's sum under `aggregation: constant`; absent: the domains' longest max_tokens."""
     kl_in_reward: KlInRewardConfig = Field(default_factory=KlInRewardConfig)

@@ -272,11 +272,12 @@ class RolloutConfig(Section):
     """sync: generation and training alternate. one_step_off: the next batch is generated while one is trained. async: engines always
     generate, at most max_staleness steps ahead."""
     max_staleness: Annotated[int, Field(ge=0)] | None = None
-    """Largest age, in steps, of a sample that trains: from the weights that generated it to those that it trains. Absent: 0 for sync, else
-    1. A batch waits for samples near the limit; prompts of older samples are generated again."""
+    """Largest number of steps between the weights that generate a sample and those that it trains. Absent: 0 for sync, else 1. A batch
+    waits for samples near the limit. Older samples are dropped, and their prompts start again."""
     on_sync: Literal["drain", "pause", "abort"] | None = None
-    """What a weight update does to running responses. drain: it waits until they end. pause: each continues in its engine, which recomputes
-    the KV cache. abort: each continues in any engine. Absent: abort if engines offload, else drain for one_step_off, pause for others."""
+    """Treatment of running responses at a weight update. drain: the update waits until they end. pause: each continues in its engine, which
+    recomputes the KV cache. abort: each continues in any engine. Absent: abort if engines offload, else drain for one_step_off and pause
+    for others."""
     oversample: Annotated[float, Field(ge=1, le=16)] = 1.0
     """Prompts started for a batch, as a multiple of its size, if some are filtered or slow. Only with `supply: sync`; others generate ahead
     anyway."""

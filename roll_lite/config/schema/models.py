@@ -38,8 +38,8 @@ class OptimizerConfig(Section):
     decay_steps: PositiveInt | None = None
     """Optimizer steps of wsd's decay to min_lr, at the end of the run."""
     decay_shape: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
-    """Shape of wsd's decay: what is left of lr - min_lr, where x grows from 0 to 1 over decay_steps. linear: 1 - x; cosine: (1 + cos(pi x))
-    / 2; exponential: 2 * 0.5^x - 1; minus_sqrt: 1 - sqrt(x)."""
+    """Shape of wsd's decay from lr to min_lr. The learning rate is min_lr + f(x) * (lr - min_lr), where x grows from 0 to 1 over
+    decay_steps. linear: f(x) = 1 - x; cosine: (1 + cos(pi x)) / 2; exponential: 2 * 0.5^x - 1; minus_sqrt: 1 - sqrt(x)."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay of matrices, embeddings, output layer and value head; not of biases and norms."""
     betas: tuple[_Beta, _Beta] = (0.9, 0.95)

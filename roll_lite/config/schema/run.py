@@ -33,7 +33,7 @@ class RayConfig(Section):
     placement_timeout_s: PositiveFloat = 60.0
     """Time limit for the cluster to have room for all workers."""
     start_timeout_s: PositiveFloat = 300.0
-    """Time limit for Ray to start, or to admit the run."""
+    """Time limit for starting Ray here, or for connecting to a running cluster."""
 
 
 class ValidationConfig(Section):
@@ -54,13 +54,15 @@ class CheckpointConfig(Section):
     keep: PositiveInt = 2
     """Newest checkpoints to keep."""
     keep_every: Annotated[int, Field(ge=0)] = 0
-    """Steps between checkpoints that are never deleted, besides the newest; a multiple of `every`. 0: none."""
+    """Steps between checkpoints that are kept for ever; a multiple of `every`. The newest ones are kept by `keep`. 0: none is kept for
+    ever."""
     asynchronous: bool = False
     """Write in background processes. The run waits only for the copy in host memory (which needs that much more), and for the last
     checkpoint when the next is due."""
     resume: Literal["auto"] | Annotated[UserPath, AfterValidator(Path.resolve)] | None = None
-    """Folder of a checkpoint to resume from, or of a run, for its newest one. auto: the newest good checkpoint of this experiment, in its
-    run's folder, if there is one; so the same command starts a run and goes on with it."""
+    """Folder of a checkpoint, or of a run to take the newest checkpoint of. The resumed run gets a folder of its own. auto: the newest
+    undamaged checkpoint of this experiment; the run continues in the folder of that checkpoint's run, or starts afresh if there is none. So
+    the same command starts a run and continues it."""
     export_model: bool = True
     """Write the final model in Hugging Face format."""
 
@@ -107,8 +109,9 @@ class WeightSyncConfig(Section):
     bucket_mb: PositiveInt = 256
     """Size of a transfer in MB."""
     verify: Literal["auto", "none", "sampled", "full"] = "auto"
-    """Compare checksums in trainer and engines after each update; a difference ends the run. sampled: of every sixteenth tensor, all
-    within sixteen updates; full: of all; auto: sampled, where the engines' weights can be read back (not in fp8, nor experts on GPUs)."""
+    """Comparison of the tensors' checksums in trainer and engines after each update; a difference ends the run. full: all tensors are
+    compared. sampled: one in sixteen, so that sixteen updates cover all. auto: sampled if the engines' weights can be read back, else none
+    (in fp8, and for experts on GPUs)."""
     timeout_s: PositiveFloat = 300.0
     """Time limit for trainer and engines to wait for each other in a transfer; the whole update has limits.sync_weights."""
 

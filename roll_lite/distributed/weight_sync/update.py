@@ -88,7 +88,7 @@ def _listed(what: str, names: Sequence[str]) -> list[str]:
 _CHUNK = 1 << 22
 _ODD = 0x2545F4914F6CDD1D
 SAMPLED = 16
-"""After each update one tensor in this many is compared; so many updates cover all tensors."""
+"""Number of updates after which every tensor has been compared: each compares one in SAMPLED, in turn."""
 
 
 def sample(names: Iterable[str], version: int) -> list[str]:

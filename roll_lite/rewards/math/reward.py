@@ -247,7 +247,7 @@ def _without_unit(text: str) -> tuple[str, Unit]:
 
 
 def _in_words(text: str) -> str | None:
-    """The text in one way to write it, if it is words, Evelyn or no solution, and no formula."""
+    """Normalize an answer in words, such as `no solution` or a name, for comparison. None if the text has a formula."""
     plain = " ".join(AROUND.sub(" ", TEXT.sub(r" \1 ", text)).split()).rstrip(" .,!").casefold()
     return plain if PROSE.fullmatch(plain) and words(plain) and len(plain.split()) <= MOST_WORDS else None
 

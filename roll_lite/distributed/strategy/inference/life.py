@@ -198,7 +198,7 @@ class EngineLife:
             self._died.set()
 
     def _follow(self) -> None:
-        """Enter the state that follows from a pause or offloaded parts, unless an update is running or broke off."""
+        """Enter the state that a requested pause or offloaded parts demand. A running or broken-off update keeps its state."""
         if self.state not in (EngineState.UPDATING, EngineState.HALF_UPDATED):
             self._enter_whole()
 

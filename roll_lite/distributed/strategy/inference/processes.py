@@ -123,7 +123,7 @@ def end_group_with_host_or_leader() -> None:
 
 
 def _when_gone(pid: int, act: Callable[[], None]) -> None:
-    """Call `act` on a thread when a process is gone. If the host is gone, first remove the scratch folder."""
+    """Call `act` on a thread once process `pid` has ended. If the engine's host has ended too, remove its scratch folder first."""
     watched, host = _process(pid), _process(int(os.environ.get(HOST_PID, os.getpid())))
 
     def watch() -> None:

@@ -15,7 +15,7 @@ from roll_lite.distributed.strategy.vllm.compat.requests import ADAPTERS
 
 
 def put_adapters(runner: Any, rank: int, tensors: dict[str, torch.Tensor]) -> None:
-    """Replace the adapters for all running and further requests. B already contains alpha / rank."""
+    """Replace LoRA's matrices A and B for all running and further requests. B is already multiplied by alpha / rank."""
     known = runner.lora_manager._adapter_manager
     mapper = getattr(known.model, "hf_to_vllm_mapper", None)
     adapters = LoRAModel.from_lora_tensors(
