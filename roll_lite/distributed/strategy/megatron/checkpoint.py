@@ -1,8 +1,8 @@
-"""Checkpoints in Megatron's torch_dist format: weights, optimizer, learning-rate schedule, and every rank's random state.
+"""Save and load checkpoints in Megatron's torch_dist format: weights, optimizer, learning-rate schedule, and every rank's random state.
 
-Tensors are stored with their place in the whole model, so that another layout can load them. Of the optimizer's state, moments and step
-count are stored and, for a bfloat16 model, float32 weights; the rest follows from the configuration. Random state is restored under the
-same layout only."""
+Each shard is stored with its offset in the unsharded tensor, so a run with another parallel layout can load it. The optimizer's moments and
+step count are stored, and for a bfloat16 model its float32 weights; its other settings come from the configuration. Random state is
+restored only under the same layout."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ BASE_FILE = "base.json"
 OPTIMIZER_TENSORS = "optimizer_tensors"
 MAIN_WEIGHTS = re.compile(r"^optimizer\.state\.(fp32_)?param\.")
 _FORMAT = {
-    # The only sharding type that loads under another number of tensor and pipeline ranks.
+    # The only sharding type that can be loaded with another number of tensor or pipeline ranks.
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,
 }
@@ -60,9 +60,8 @@ def save_checkpoint(
     folder: Path,
     writer: FileSystemWriter,
 ) -> list[Path]:
-    """Save; collective, to a folder shared by all nodes. `model`: contents of MODEL_FILE; `writer`: for STATE_FOLDER. Returns this rank's
-    files.
-    """
+    """Save a checkpoint to a folder shared by all nodes; collective. `model`: contents of MODEL_FILE. `writer`: writes the tensors to
+    STATE_FOLDER. Returns the files that this rank is responsible for."""
     state_folder = folder / STATE_FOLDER
     state_folder.mkdir(parents=True, exist_ok=True)
     dist.barrier()
@@ -86,8 +85,8 @@ def write_base(folder: Path, model: Path) -> Path:
 
 
 def check_base(folder: Path, model: Path, adapters: bool) -> None:
-    """Raise ValueError if the checkpoint and the run differ in what trains (adapters or all weights), or if the checkpoint's adapters
-    belong to another model."""
+    """Raise ValueError if the checkpoint holds LoRA adapters but the run trains all weights, or the reverse, or if the checkpoint's
+    adapters were trained on another base model."""
     of_adapters = is_file(folder / BASE_FILE)
     if of_adapters != adapters:
         holds, remedy = ("adapters", "set it") if of_adapters else ("a whole model", "leave it out")
@@ -97,12 +96,12 @@ def check_base(folder: Path, model: Path, adapters: bool) -> None:
 
 
 def _without_optimizer(common: dict[str, Any]) -> dict[str, Any]:
-    """Leave the optimizer, whose parts differ, out of the state that Megatron compares between ranks."""
+    """Drop the optimizer from the state that Megatron requires to be equal on all ranks, since its parts differ between ranks."""
     return {name: value for name, value in common.items() if name != "optimizer"}
 
 
 def load_checkpoint(chunks: Sequence[Any], optimizer: Optimizer | None, layout: RankLayout, model: Mapping[str, Any], folder: Path) -> None:
-    """Load; collective. Learning rate, betas and weight decay stay as configured."""
+    """Load a checkpoint; collective. Learning rate, betas and weight decay stay as configured."""
     check_same_model(folder, model)
     wanted = _sharded_state(chunks, optimizer, loading=True)
     own = wanted.pop("optimizer", None)
@@ -134,7 +133,7 @@ def load_checkpoint(chunks: Sequence[Any], optimizer: Optimizer | None, layout: 
 
 @contextmanager
 def _clear_errors(state_folder: Path) -> Iterator[str]:
-    """Turn Megatron's errors about damaged files into one clear error."""
+    """Yield the folder's path. Turns Megatron's many errors about missing or damaged files into one ValueError."""
     try:
         if not dist_checkpointing.check_is_distributed_checkpoint(str(state_folder)):
             raise ValueError("it is none of this strategy, or not a complete one")
@@ -155,7 +154,7 @@ def _unreadable(state_folder: Path, cause: BaseException) -> ValueError:
 
 
 def _own_rank_file(folder: Path, layout: RankLayout) -> Path | None:
-    """File of this rank; None if fewer ranks saved the checkpoint."""
+    """Path of this rank's random-state file. None if the checkpoint was saved by fewer ranks; raises ValueError if the file is lost."""
     own = _rank_file(folder, layout.rank)
     if own.is_file():
         return own
@@ -183,7 +182,7 @@ def _sharded_state(chunks: Sequence[Any], optimizer: Optimizer | None, loading: 
 
 
 def _state_to_fill(optimizer: Optimizer, weights: Any, metadata: Any) -> Any:
-    """Optimizer state to load into, without the tensors that a ShardReader reads."""
+    """Build the optimizer state to load into. It leaves out the tensors of the distributed optimizer, which ShardReader reads."""
     states = [
         part.state_dict()
         if isinstance(part, DistributedOptimizer)
@@ -194,19 +193,19 @@ def _state_to_fill(optimizer: Optimizer, weights: Any, metadata: Any) -> Any:
 
 
 def _kept_of(chunk: Any, state: dict[str, Any], optimizer: Optimizer | None) -> dict[str, Any]:
-    """Weights to store; only the adapters if only these train."""
+    """Select the weights to store: adapters only, if only they are trained."""
     left_out = _frozen_in(chunk, optimizer)
     return {name: value for name, value in state.items() if not _is_extra(name) and name not in left_out}
 
 
 def _is_extra(name: str) -> bool:
-    """True for Transformer Engine's fp8 scaling factors. Unused here, they are not stored: its layers and torch's can load each other's
-    checkpoints."""
+    """Return True for Transformer Engine's fp8 scaling factors. fp8 is not used here. Without them, models with Transformer Engine's layers
+    and with torch's can load each other's checkpoints."""
     return name.rpartition(".")[2].startswith("_extra_state")
 
 
 def _frozen_in(chunk: Any, optimizer: Optimizer | None) -> set[str]:
-    """Names of frozen weights, which are not stored; none without an optimizer."""
+    """Names of the chunk's frozen weights, which are not stored. Empty without an optimizer: then all weights are stored."""
     return set() if optimizer is None else {name for name, parameter in chunk.named_parameters() if not parameter.requires_grad}
 
 
@@ -216,9 +215,9 @@ def _named_chunks(chunks: Sequence[Any]) -> list[tuple[str, Any]]:
 
 
 class _SaveThrough(TorchDistSaveShardedStrategy):
-    """Save strategy that writes from this process.
+    """Megatron save strategy that writes from this process.
 
-    Megatron's own forks writers and spawns a manager process; beside the threads of Ray, gloo and CUDA, forks can hang.
+    Megatron's default strategy forks writers and spawns a manager process. Forks can hang in a process with threads of Ray, gloo and CUDA.
     """
 
     def __init__(self, writer: FileSystemWriter) -> None:
@@ -238,9 +237,9 @@ class _SaveThrough(TorchDistSaveShardedStrategy):
 
 
 def _keep_padding(chunks: Sequence[Any]) -> None:
-    """Work around a bug of Megatron-Core 0.16: saving, its distributed optimizer drops the padding between buckets, but looks parameters up
-    at offsets with padding. For parameters behind padding it would store their neighbours' values. Several buckets come from
-    `overlap_grad_reduce`, and from tied embeddings under pipeline parallelism."""
+    """Work around a bug in Megatron-Core 0.16: saving, its distributed optimizer drops the padding between buckets, but looks parameters up
+    at offsets that include it. Parameters behind padding would be stored with their neighbours' values. There are several buckets with
+    `overlap_grad_reduce`, and with tied embeddings under pipeline parallelism."""
     for chunk in chunks:
         for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
             buffer.numel_unpadded = buffer.numel
@@ -249,7 +248,8 @@ def _keep_padding(chunks: Sequence[Any]) -> None:
 
 
 def _stored_places(state: Any, stored: Collection[str]) -> list[tuple[Any, Any]]:
-    """Places (container, key) of those tensors of a nested state that are stored; removes the others from it."""
+    """Return (container, key) of each tensor in the nested optimizer `state` that the checkpoint has. Float32 weights that it lacks are
+    removed from `state`. `stored`: the checkpoint's tensor names."""
     places = []
     for key, value in list(_items(state)):
         if isinstance(value, LocalNonpersistentObject):
@@ -271,13 +271,13 @@ def _items(state: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _steps_in(stored: Any) -> float:
-    """Step count stored by any kind of optimizer; 0 if none."""
+    """Find the step count in a stored optimizer state of any kind; 0 if there is none."""
     own = [float(value) for key, value in _items(stored) if key in ("common_step", "step")]
     return max([*own, *(_steps_in(value) for _, value in _items(stored))], default=0.0)
 
 
 def _load_optimizer(optimizer: Optimizer, state: dict[Any, Any], steps: float) -> None:
-    """Load the optimizer. `state`: its state dict, without what ShardReader reads."""
+    """Load the optimizer's state dict, without the tensors that ShardReader reads. `steps`: its step count."""
     parts = optimizer.parts
     for number, part in enumerate(parts):
         own = state if len(parts) == 1 else state[number]
@@ -295,9 +295,8 @@ def _load_optimizer(optimizer: Optimizer, state: dict[Any, Any], steps: float) -
 
 
 def _set_states(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
-    """Replace DistributedOptimizer._set_main_param_and_optimizer_states of Megatron-Core 0.16, which looks up `step` among the tensors,
-    though it is stored with the parameter groups.
-    """
+    """Replacement for DistributedOptimizer._set_main_param_and_optimizer_states of Megatron-Core 0.16. The original looks for `step` among
+    the tensors, though it is stored in the parameter groups."""
     group, place = self.model_param_group_index_map[model_param]
     main = self.optimizer.param_groups[group]["params"][place]
     states = self.optimizer.state[main]

@@ -1,9 +1,9 @@
-"""Write a rank's part of a checkpoint in a separate process, during the next training steps.
+"""Write a rank's part of a checkpoint in a separate process while training continues.
 
-The process is a fresh interpreter. A thread would hold up the rank, since torch.save mostly holds the GIL; a fork, as in Megatron's
-asynchronous save, can hang beside the threads of Ray, gloo and CUDA. It inherits anonymous memory (memfd, not limited by /dev/shm) with the
-copied tensors, the job and its result. Its exit code is lost: Ray reaps child processes.
-"""
+The process is a fresh interpreter. A thread would block the rank, since torch.save mostly holds the GIL; a fork, as in Megatron's
+asynchronous save, can hang beside the threads of Ray, gloo and CUDA. The process inherits anonymous memory (memfd, not limited by /dev/shm)
+with the copied tensors, the job and its result. The result shows whether it succeeded: its exit code may be lost, since Ray reaps child
+processes."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ class SaveJob:
     plan: SavePlan
     contents: dict[Any, TensorPlace | bytes]
     later: list[tuple[Path, int]]
-    """Further files to write, with descriptors of the memory that has their contents."""
+    """Further files to write, each with the descriptor of the memory that holds its contents."""
     others: list[Path]
-    """Existing files, of which size and checksum are recorded."""
+    """Existing files, to be flushed and recorded with size and checksum."""
 
 
 class StagedWriter(FileSystemWriter):
-    """Replaces torch's writer: copies contents to memory, for another process to write."""
+    """Replacement for torch's FileSystemWriter that only copies contents to memory; another process writes them to files."""
 
     memory: io.FileIO
     plan: SavePlan
@@ -102,7 +102,7 @@ class StagedWriter(FileSystemWriter):
         self._metadata = metadata
 
     def complete(self, results: list[list[WriteResult]]) -> dict[Path, FileRecord]:
-        """Write the index of all ranks' files, on the coordinating rank."""
+        """Write the index of all ranks' files if this is the coordinating rank. Returns the records of the files written."""
         if self._metadata is None:
             return {}
         super().finish(self._metadata, results)
@@ -112,15 +112,15 @@ class StagedWriter(FileSystemWriter):
 
 
 class RunningSave(CheckpointWrite):
-    """Asynchronous save: one process per rank writes the staged tensors. Start and finish are collective."""
+    """Running asynchronous save: one process per rank writes the copied tensors. Constructor and `finish` are collective."""
 
     def __init__(self, folder: Path, layout: RankLayout, writer: StagedWriter) -> None:
         super().__init__(folder)
         self._writer = writer
-        dist.barrier()  # until the rest of the checkpoint is written
+        dist.barrier()  # wait until all ranks have written the rest of the checkpoint
         others = [path for path in folder.rglob("*") if path.is_file() and path.suffix != TENSORS_SUFFIX] if layout.rank == 0 else []
         listed = [others]
-        dist.broadcast_object_list(listed, src=0)  # nodes may see each other's new files at different times
+        dist.broadcast_object_list(listed, src=0)  # one rank lists the files, since nodes may see new files at different times
         later = [(file, memory.fileno()) for file, memory in writer.later]
         job = SaveJob(writer.folder, writer.plan, writer.contents, later, listed[0][layout.rank :: layout.world_size])
         self._written, self._errors = _memory("written"), _memory("errors")
@@ -170,7 +170,7 @@ class _Copied(DefaultSavePlanner):
 def write(job_descriptor: int, tensors_descriptor: int, written_descriptor: int) -> None:
     job: SaveJob = pickle.loads(_all_of(io.FileIO(job_descriptor)))
     results = FileSystemWriter(job.folder).write_data(job.plan, _Copied(job.contents, mmap.mmap(tensors_descriptor, 0))).wait()
-    files = sorted(job.folder.glob(f"{job.plan.storage_data.prefix}*"))  # even if it is empty
+    files = sorted(job.folder.glob(f"{job.plan.storage_data.prefix}*"))  # also files without tensors
     for path, descriptor in job.later:
         with io.FileIO(descriptor) as memory, path.open("wb") as file:
             shutil.copyfileobj(memory, file, COPIED_AT_ONCE)

@@ -1,4 +1,4 @@
-"""Stand-in for `torch.cuda` in Megatron-Core on a machine without CUDA. It has only the names that the training path uses."""
+"""Stand-in for `torch.cuda` when Megatron-Core runs without CUDA. It has only the functions that training calls."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def empty_cache() -> None:
     """Do nothing: the CPU allocator keeps no cache."""
 
 
-# Megatron's "CUDA" random streams are streams of the CPU's generator.
+# Megatron's "CUDA" random streams become states of the CPU's random generator.
 
 
 class _DefaultGenerators:
@@ -116,7 +116,7 @@ def stream(which: Stream | None) -> Iterator[None]:
     yield
 
 
-# Collectives over pieces of unequal size, which gloo lacks.
+# Collectives over pieces of unequal size, which gloo does not support.
 
 
 def ragged_all_gather(outputs: list[torch.Tensor], mine: torch.Tensor, group: Any) -> None:

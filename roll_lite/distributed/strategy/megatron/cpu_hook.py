@@ -1,9 +1,8 @@
 """Make Megatron-Core run on a machine without CUDA.
 
-Megatron-Core 0.16 names CUDA throughout, though little of the training path needs it. `install()` adds an import hook that rewrites the
-source of the modules in EXPECTED while they load. If a module's number of rewrites differs from EXPECTED, upstream has changed, and its
-import fails: a person must read the change first.
-"""
+Megatron-Core 0.16 names CUDA everywhere, though training hardly needs it. `install()` adds an import hook that rewrites the source of the
+modules in EXPECTED as they are imported. If a module's number of rewrites differs from EXPECTED, upstream has changed; the import then
+fails, so that a person reviews the change."""
 
 from __future__ import annotations
 
@@ -21,10 +20,10 @@ import torch
 from roll_lite.distributed.strategy.megatron import cpu_device
 
 SUPPORTED = ((0, 16, 1), (0, 17, 0))
-"""Versions of megatron-core: first supported, first unsupported."""
+"""Supported versions of megatron-core: the first supported and the first unsupported one."""
 
 _STAND_IN = "_roll_lite_cpu_device"
-"""Global name of cpu_device in rewritten modules; an import statement would shift line numbers."""
+"""Name under which rewritten modules find cpu_device as a global. An import statement in their source would shift line numbers."""
 
 
 @dataclass(frozen=True)
@@ -38,21 +37,21 @@ _REWRITES = (
     _Rewrite(re.compile(r"""(['"])torch\.cuda\.(Half|Float|BFloat16)Tensor"""), r"\1torch.\2Tensor"),
     # tensor_parallel/random.py imports private helpers that wait for the CUDA driver.
     _Rewrite(re.compile(r"from torch\.cuda import"), f"from {cpu_device.__name__} import"),
-    # Copies to the device (grad_scaler.py, optimizer.py, ...); .cpu() changes nothing on host tensors.
+    # Copies to the device (grad_scaler.py, optimizer.py, ...); .cpu() does nothing for tensors on the host.
     _Rewrite(re.compile(r"\.cuda\((?:non_blocking=True|torch\.cuda\.current_device\(\))?\)"), ".cpu()"),
     # current_device, synchronize, streams, RNG states, nvtx ranges.
     _Rewrite(re.compile(r"\btorch\.cuda\."), f"{_STAND_IN}."),
     # Device literals: torch.zeros(..., device="cuda"), custom_fwd(device_type="cuda"), ...
     _Rewrite(re.compile(r"""(['"])cuda\1"""), '"cpu"'),
-    # Pinned host memory exists only beside a GPU.
+    # Pinned host memory needs a GPU.
     _Rewrite(re.compile(r"\bpin_memory=True"), "pin_memory=False"),
     _Rewrite(re.compile(r"\.cpu\(\)\.pin_memory\(\)"), ".cpu()"),
-    # moe_utils.py moves the dispatcher's counts to the host as numpy arrays only from a GPU.
+    # moe_utils.py converts the dispatcher's token counts to numpy arrays only if they are on a GPU.
     _Rewrite(
         re.compile(r"if torch\.is_tensor\(tensor\) and tensor\.is_cuda:"),
         "if torch.is_tensor(tensor := tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor) and tensor.is_cuda:",
     ),
-    # mappings.py exchanges pieces of unequal size, which gloo cannot.
+    # mappings.py exchanges pieces of unequal size, which gloo does not support.
     _Rewrite(re.compile(r"\btorch\.distributed\.all_gather\(output_tensor_list"), f"{_STAND_IN}.ragged_all_gather(output_tensor_list"),
     _Rewrite(re.compile(r"\btorch\.distributed\.reduce_scatter\(output, "), f"{_STAND_IN}.ragged_reduce_scatter(output, "),
     # jit.py compiles small fusions with torch.compile, which takes minutes on a CPU.
@@ -144,7 +143,7 @@ class _Finder(MetaPathFinder):
 
 class _Loader(SourceFileLoader):
     def get_code(self, fullname: str) -> types.CodeType:
-        """Compile from source: cached bytecode is that of the unchanged module."""
+        """Compile from the rewritten source, since cached bytecode is that of the original."""
         source = self.get_data(self.path).decode()
         return compile(rewrite(fullname.removeprefix("megatron.core."), source), self.path, "exec", dont_inherit=True)
 

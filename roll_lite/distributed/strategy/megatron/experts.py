@@ -1,4 +1,4 @@
-"""Megatron's mixture-of-experts layers, with a router that counts its choices and can be trained to balance them."""
+"""Megatron's mixture-of-experts layers with a router that counts its choices and adds a load-balancing loss."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from roll_lite.distributed.strategy.megatron.routing import ChosenExperts
 from roll_lite.models.hf_config import ExpertsConfig, HfConfig
 
 if not hasattr(moe_utils, "te_general_gemm"):
-    moe_utils.te_general_gemm = None  # Megatron-Core 0.16 reads this name, but defines it only with Transformer Engine
+    moe_utils.te_general_gemm = None  # Megatron-Core 0.16 reads this name but defines it only with Transformer Engine
 
 
 def experts_config(hf: HfConfig) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def experts_config(hf: HfConfig) -> dict[str, Any]:
         "moe_router_pre_softmax": not experts.normalised,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",  # our own balance loss instead
-        # A list also tells Megatron's checkpoints that layers differ.
+        # A list also makes Megatron's checkpoints treat the layers as different.
         "moe_layer_freq": 1 if all(experts.layers) else [int(sparse) for sparse in experts.layers],
     }
 
@@ -45,11 +45,11 @@ def experts_spec(experts: ModuleSpec, balance: Balance) -> Any:
 
 
 class Balance:
-    """Counts the routers' choices over the micro-batches of an optimizer step; computes the balance loss.
+    """Count how often routers choose each expert in an optimizer step, and compute the load-balancing loss.
 
-    A row's loss in a layer is the Switch Transformer's: experts x sum over experts of (share of the row's choices x mean probability), 1
-    for even choices. The objective gets `coef` x its mean over the mini-batch's rows, for every layer. Everything is counted by whole rows,
-    so micro-batches and ranks do not matter."""
+    A row's (sample's) loss in a layer is the Switch Transformer's: experts * sum over experts of (share of the row's choices * mean
+    probability), 1 for even choices. Each layer adds `coef` times the mean over the mini-batch's rows to the objective. Counting whole rows
+    makes the loss independent of micro-batches and ranks."""
 
     def __init__(self, coef: float) -> None:
         self.coef = coef
@@ -66,16 +66,16 @@ class Balance:
         self._choices[layer] = self._choices[layer] + choices if layer in self._choices else choices
 
     def add_rerouted(self, counts: torch.Tensor) -> None:
-        """Add counts [2] from ChosenExperts.rerouted."""
+        """Add the counts [2] of replayed and rerouted choices that ChosenExperts.rerouted returns."""
         self._rerouted.append(counts)
 
     def weighted(self, loss: torch.Tensor) -> torch.Tensor:
-        """Record and weight the balance loss of a micro-batch in one layer. `loss`: sum over its rows."""
+        """Record the balance loss of one layer and micro-batch, and return it scaled for the objective. `loss`: sum over the rows."""
         self._losses.append(loss.detach())
         return loss * (self.coef / self._rows)
 
     def end(self, experts: ExpertsConfig, device: torch.device) -> ExpertUse:
-        """Sum up the step. Collective over all ranks, each with its own tokens and layers."""
+        """Sum the optimizer step's counts and losses over all ranks, each of which has only some tokens and layers. Collective."""
         sums = torch.zeros(len(experts.layers) * experts.count + 3, dtype=torch.float64, device=device)
         choices = sums[:-3].view(len(experts.layers), experts.count)
         for layer, counted in self._choices.items():
@@ -94,7 +94,7 @@ class Balance:
 
 class ExpertRouter(TopKRouter):
     rows: PackedRows
-    """Rows of the tokens; set before every forward pass."""
+    """Layout of the micro-batch's rows (samples); set before every forward pass."""
 
     def __init__(self, config: Any, pg_collection: Any, balance: Balance) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
@@ -107,13 +107,13 @@ class ExpertRouter(TopKRouter):
         weights, chosen = super().routing(logits, padding_mask)
         if replay is not None and routes is not None and routes.taken is not None:
             routes.taken[number] = replay.chosen.to(torch.int16)
-        if torch.is_grad_enabled():  # once per micro-batch, also when layers are recomputed
+        if torch.is_grad_enabled():  # true once per micro-batch, even if layers are recomputed
             weights = self._count(weights, chosen, logits.view(-1, self.num_experts))
         return weights, chosen
 
     @property
     def _number(self) -> int:
-        """Index among the layers with experts."""
+        """Index of this layer among those with experts."""
         layer, frequency = self.layer_number - 1, self.config.moe_layer_freq
         return layer if isinstance(frequency, int) else sum(frequency[:layer])
 
@@ -121,7 +121,7 @@ class ExpertRouter(TopKRouter):
         return tokens.chunk(self.tp_group.size())[self.tp_group.rank()] if self.config.sequence_parallel else tokens
 
     def _count(self, weights: torch.Tensor, chosen: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Count choices and attach the balance loss's gradient to the weights. Padding, an extra row at the end, is left out."""
+        """Count choices and attach the balance loss's gradient to the router's weights. Padding (an extra last row) is not counted."""
         rows, layer = self.rows, self.layer_number - 1
         row_of = self._own(rows.row_of)
         empty = logits.new_zeros(len(rows.lengths) + 1, self.num_experts)
@@ -132,10 +132,10 @@ class ExpertRouter(TopKRouter):
             self._balance.add_rerouted(replay.rerouted())
         if not self._balance.coef:
             return weights
-        if replay is not None:  # the router learns from what it would choose now
+        if replay is not None:  # the balance loss is about the router's own choices, not the replayed ones
             ones = torch.ones_like(replay.own, dtype=logits.dtype)
             choices = empty.index_add(0, row_of, torch.zeros_like(logits).scatter(1, replay.own, ones))[:-1]
-        if self.tp_cp_group.size() > 1:  # the ranks that share the rows
+        if self.tp_cp_group.size() > 1:  # these ranks share the rows
             dist.all_reduce(choices, group=self.tp_cp_group)
         probabilities = empty.index_add(0, row_of, torch.softmax(logits, dim=-1))[:-1]
         scale = self.num_experts / (self.topk * rows.lengths.to(logits.dtype).square())
@@ -145,7 +145,8 @@ class ExpertRouter(TopKRouter):
 
 
 class Experts(MoELayer):
-    """Expert layer that restores the router's rows when the backward pass recomputes it: later micro-batches have replaced them."""
+    """Mixture-of-experts layer that can be recomputed in the backward pass. It first sets the router's `rows` again, because later
+    micro-batches have overwritten them."""
 
     router: ExpertRouter
 

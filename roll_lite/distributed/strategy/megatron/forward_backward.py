@@ -17,12 +17,12 @@ OnHead = Callable[[torch.Tensor, ModelInput], Any]
 
 
 def sum_gradients(chunks: list[Any], num_tokens: torch.Tensor | None = None, **options: Any) -> None:
-    """Megatron's finalize_model_grads without its division by tokens: loss weights already contain the global counts."""
+    """Call Megatron's finalize_model_grads without its division by the token count: the loss weights already contain it."""
     finalize_model_grads(chunks, None, **options)
 
 
 def run_forward(chunks: Sequence[Any], inputs: Sequence[ModelInput], on_head: OnHead) -> list[Any]:
-    """Run without gradients; returns on_head's result for every micro-batch on the last stage, [] elsewhere."""
+    """Run micro-batches forward without gradients. The last pipeline stage returns on_head's result per micro-batch, other stages []."""
 
     def step(iterator: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         given = next(iterator)
@@ -33,16 +33,16 @@ def run_forward(chunks: Sequence[Any], inputs: Sequence[ModelInput], on_head: On
 
 
 def run_training(chunks: Sequence[Any], inputs: Sequence[ModelInput], on_head: OnHead) -> list[Any]:
-    """Forward and backward; gradients are summed over micro-batches and data-parallel ranks.
+    """Run micro-batches forward and backward; gradients are summed over micro-batches and data-parallel ranks.
 
-    on_head returns (loss, value); the values are returned on the last stage, [] elsewhere."""
+    on_head returns (loss, value). The last pipeline stage returns the values, other stages []."""
 
     def step(iterator: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         given = next(iterator)
 
         def loss(result: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
             value, returned = on_head(result, given)
-            # The token count is for Megatron's own averaging, which sum_gradients leaves out.
+            # Megatron wants a token count for its own averaging, which sum_gradients skips.
             return value, torch.zeros([], dtype=torch.int, device=value.device), returned
 
         return chunk(given.input_ids, given.rows, given.positions), loss
@@ -58,7 +58,7 @@ def _run(step: Any, chunks: Sequence[Any], inputs: Sequence[ModelInput], **optio
         data_iterator=iterators if several else iterators[0],
         model=list(chunks) if several else [chunks[0]],
         num_microbatches=len(inputs),
-        # Megatron uses both only if all micro-batches have one shape; here stages tell each other the shapes.
+        # Megatron uses these two only if all micro-batches have the same shape. Here stages send each other the shapes.
         seq_length=inputs[0].input_ids.shape[1],
         micro_batch_size=inputs[0].input_ids.shape[0],
         **options,
@@ -74,7 +74,7 @@ def sum_over_data_ranks(count: int) -> int:
 
 
 def _over_data_ranks(count: int, reduction: Any) -> int:
-    """Reduce a count on the host, without waiting for the device."""
+    """Reduce an integer over data-parallel ranks with gloo on the host, so without waiting for the device."""
     if parallel_state.get_data_parallel_world_size() > 1:
         total = torch.tensor(count)
         dist.all_reduce(total, reduction, group=parallel_state.get_data_parallel_group_gloo())
@@ -83,10 +83,9 @@ def _over_data_ranks(count: int, reduction: Any) -> int:
 
 
 def reduce_sums(sums: Sequence[dict[str, torch.Tensor]], is_last_stage: bool, device: torch.device) -> dict[str, float]:
-    """Sum over micro-batches and data-parallel ranks; all ranks get the sums. Waits for the device once.
+    """Sum metrics over micro-batches and data-parallel ranks; all ranks get the sums. Waits for the device once.
 
-    Context-parallel ranks hold equal sums; they take part so that a non-finite value on one shows on all.
-    """
+    Context-parallel ranks already have equal sums. They are averaged too, so that a value that is not finite on one rank is seen by all."""
     named: tuple[list[str], list[float]] = ([], [])
     if is_last_stage:
         names = sorted(sums[0])

@@ -1,4 +1,4 @@
-"""Export the model as Hugging Face tensors, gathered over tensor ranks, one bucket at a time."""
+"""Export the model as Hugging Face tensors, gathered over tensor-parallel ranks one bucket (group of tensors) at a time."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ from roll_lite.models.hf_fields import architecture
 
 Read = Callable[[torch.nn.Parameter], torch.Tensor]
 CutChange = Callable[[torch.Tensor], torch.Tensor]
-"""Changes a rank's cut of a tensor before export, such as by merging an adapter. Not in place; keeps shape and dtype."""
+"""Function that changes a rank's shard of a tensor before export, for example merges an adapter. Must not work in place; keeps shape and
+dtype."""
 Write = Callable[[Path, bytes], None]
 OF_TORCH = {"format": "pt"}
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
-"""Suffixes of weight files; other files of the model's folder are copied."""
+"""Suffixes of weight files. All other files of the model's folder are copied to an export."""
 
 
 def weights(parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -40,9 +41,9 @@ def weights(parameter: torch.nn.Parameter) -> torch.Tensor:
 class _Source:
     group: dist.ProcessGroup
     ranks: Sequence[int]
-    """Ranks of the tensor-parallel group; the first gets full tensors."""
+    """Global ranks of the tensor-parallel group. The first one gathers the full tensors."""
     takes_part: bool
-    """True in the first data-parallel copy, which exports."""
+    """True on ranks of the first data-parallel replica, the only ones that export."""
 
     @staticmethod
     def of_layers() -> _Source:
@@ -61,11 +62,11 @@ class _Source:
 
 
 _Described = tuple[str, tuple[int, ...], torch.dtype, int]
-"""Name, shape, dtype and owning rank of a tensor."""
+"""Name, full shape, dtype and owner of a tensor. The owner is the rank that gathers the full tensor."""
 
 
 def _in_buckets(tensors: Sequence[_Described], bucket_bytes: int) -> list[list[_Described]]:
-    """Divide into buckets of one dtype each, since a bucket is gathered as one tensor."""
+    """Divide tensors into buckets. All tensors of a bucket have the same dtype, since they are gathered as one."""
     buckets: list[list[_Described]] = []
     filled = bucket_bytes
     for tensor in tensors:
@@ -80,7 +81,7 @@ def _in_buckets(tensors: Sequence[_Described], bucket_bytes: int) -> list[list[_
 
 
 class HfExporter:
-    """Exports weights from the ranks that hold the first data-parallel copy of a pipeline stage or expert."""
+    """Exporter of full Hugging Face tensors. Only the first data-parallel replica of each pipeline stage or expert takes part."""
 
     def __init__(self, bindings: Sequence[Binding], hf: HfConfig, changes: Mapping[str, CutChange] | None = None) -> None:
         self._hf = hf
@@ -96,8 +97,10 @@ class HfExporter:
         return [binding for binding in bindings if self._sources[binding.entry.of_experts].takes_part]
 
     def plan(self, bucket_bytes: int) -> ExportPlan:
-        """Plan the export; collective. Each owner's tensors are divided into buckets in layer order, experts separately. Owners take turns:
-        while engines load one owner's bucket, other owners gather and write theirs."""
+        """Plan the export in buckets; collective. Each bucket is gathered by one rank, its owner.
+
+        An owner's tensors are divided into buckets in layer order, experts' separately. Owners take turns: while engines load one owner's
+        bucket, other owners gather theirs."""
         mine: dict[bool, list[_Described]] = {False: [], True: []}
         for name, (binding, number) in self._places.items():
             if self._sources[binding.entry.of_experts].owns:
@@ -110,7 +113,8 @@ class HfExporter:
         return ExportPlan(tuple(ExportedTensor(*tensor, number) for number, bucket in buckets for tensor in bucket))  # type: ignore[call-arg]
 
     def bucket(self, tensors: Sequence[ExportedTensor], read: Read = weights) -> dict[str, torch.Tensor] | None:
-        """Full tensors on the owner, None elsewhere. See TrainStrategy.export_bucket."""
+        """Gather a bucket: full tensors by name on its owner, None on other ranks. Collective over the owner's tensor group. See
+        TrainStrategy.export_bucket."""
         if tensors[0].name not in self._places:
             return None
         source = self._sources[self._places[tensors[0].name][0].entry.of_experts]
@@ -134,13 +138,14 @@ class HfExporter:
         return cuts
 
     def _cuts(self, entry: Entry, joined: torch.Tensor) -> list[torch.Tensor]:
-        """Cut a Megatron tensor into this rank's parts of Hugging Face tensors. `joined`: the Megatron tensor, joined over ranks that
-        share a key/value head."""
+        """Take this rank's shards of the Hugging Face tensors from a Megatron tensor. `joined`: that of all ranks that share a key/value
+        head."""
         sharing = ranks_of_a_group(entry, self._hf, self._tensor_group.size())
         return [cut.chunk(sharing)[self._tensor_group.rank() % sharing] for cut in take_apart(entry, joined, self._hf)]
 
     def _join_shared(self, entry: Entry, local: torch.Tensor) -> torch.Tensor:
-        """Join the rows of ranks that share a key/value head; if any do, collective over the tensor group."""
+        """Concatenate the Megatron tensors of the ranks that share a key/value head with this one. Collective over the tensor group if
+        ranks share heads; otherwise returns `local`."""
         sharing = ranks_of_a_group(entry, self._hf, self._tensor_group.size())
         if sharing == 1:
             return local
@@ -154,7 +159,8 @@ class HfExporter:
         return torch.empty(sharing * len(local), *local.shape[1:], dtype=local.dtype, device="meta")
 
     def _gather(self, tensors: Sequence[ExportedTensor], cuts: Sequence[torch.Tensor], source: _Source) -> dict[str, torch.Tensor] | None:
-        """Gather a bucket at its owner in one collective. Cut tensors are flattened; the owner has the replicated ones."""
+        """Gather a bucket at its owner in one collective. Shards are flattened and concatenated first. The owner has the replicated
+        tensors."""
         entries = [self._places[tensor.name][0].entry for tensor in tensors]
         spread = [cut for cut, entry in zip(cuts, entries, strict=True) if entry.cut is not None]
         pieces: list[torch.Tensor] = []
@@ -194,9 +200,8 @@ def save_hf(
     read: Read = weights,
     write: Write | None = None,
 ) -> list[Path]:
-    """Write safetensors (one file per bucket, by its owner), config and tokenizer. Collective, to a folder shared by all nodes. Returns
-    this rank's files.
-    """
+    """Write a Hugging Face folder shared by all nodes: safetensors (one file per bucket, written by its owner), config and tokenizer.
+    Collective. Returns the files that this rank wrote."""
     folder.mkdir(parents=True, exist_ok=True)
     buckets = plan.buckets()
     files: dict[str, str] = {}
@@ -228,7 +233,7 @@ def save_hf(
 
 
 def save_adapters(exporter: HfExporter, plan: ExportPlan, folder: Path, config: Mapping[str, Any]) -> list[Path]:
-    """Write adapters in PEFT's format, one file from the first rank. Collective. Returns this rank's files."""
+    """Write LoRA adapters in PEFT's format. Rank 0 writes all of them to one file. Collective. Returns the files that this rank wrote."""
     own: dict[str, torch.Tensor] = {}
     for tensors in plan.buckets():
         own |= {name: tensor.contiguous().to("cpu", copy=True) for name, tensor in (exporter.bucket(tensors) or {}).items()}

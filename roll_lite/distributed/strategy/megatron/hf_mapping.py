@@ -1,8 +1,7 @@
-"""Table of the Hugging Face tensors behind each Megatron tensor, read in both directions.
+"""Table that maps Megatron tensors to Hugging Face tensors, for loading and exporting.
 
-Tensor parallelism cuts every Hugging Face tensor evenly along one dimension; a rank's Megatron tensor is joined from its own cuts. So a
-rank reads only its cuts, and exporting joins the cuts of all tensor ranks.
-"""
+Tensor parallelism shards every Hugging Face tensor evenly along one dimension. A rank's Megatron tensor joins its shards of one or more of
+them. So loading reads only a rank's own shards, and exporting concatenates the shards of all tensor ranks."""
 
 from __future__ import annotations
 
@@ -23,31 +22,31 @@ class Layout(Enum):
 
 
 EXPERT = "<expert>"
-"""Placeholder for an expert's number: global in the checkpoint, local to the rank in Megatron."""
+"""Placeholder for an expert's number in a name. Numbers are global in Hugging Face checkpoints, but local to the rank in Megatron."""
 
 
 @dataclass(frozen=True)
 class Entry:
     megatron: str
-    """Name in Megatron; layer entries below `decoder.layers.<n>.`."""
+    """Parameter name in Megatron; for an entry of LAYER, what follows `decoder.layers.<n>.`."""
     hf: tuple[str, ...]
-    """Names in the checkpoint; layer entries below `model.layers.<n>.`."""
+    """Tensor names in the Hugging Face checkpoint; for an entry of LAYER, what follows `model.layers.<n>.`."""
     cut: int | None
-    """Dimension that tensor parallelism cuts; None: every tensor rank holds the whole."""
+    """Dimension that tensor parallelism shards; None if replicated."""
     layout: Layout = Layout.PLAIN
     vocabulary: bool = False
-    """Cut along a vocabulary padded to equal shares."""
+    """True if dimension 0 is the vocabulary, which is padded so that all ranks have equal shares."""
     only_with: Literal["qkv_bias", "qk_norm", "experts", "no experts"] | None = None
     fused: str | None = None
-    """Name in Transformer Engine's modules, if different."""
+    """Parameter name in Megatron with Transformer Engine's layers, if it differs."""
 
     @property
     def of_experts(self) -> bool:
-        """True if each expert has its own tensor, cut over expert_tensor_parallel."""
+        """True if there is one tensor per expert, sharded by expert_tensor_parallel instead of tensor_parallel."""
         return EXPERT in self.megatron
 
     def megatron_name(self, layer: int, expert: int | None, among: Container[str]) -> str:
-        """Find the entry's Megatron name in `among`; layer and expert are this rank's local numbers."""
+        """Return the entry's Megatron name, the one that is in `among`. `layer` and `expert` are numbers local to this rank."""
         names = [f"decoder.layers.{layer}.{name}".replace(EXPERT, str(expert)) for name in (self.megatron, self.fused) if name]
         found = next((name for name in names if name in among), None)
         assert found is not None, f"the Megatron model has no {' or '.join(names)}"
@@ -114,26 +113,25 @@ EMBEDDING = Entry("embedding.word_embeddings.weight", ("model.embed_tokens.weigh
 FINAL_NORM = Entry("decoder.final_layernorm.weight", ("model.norm.weight",), cut=None)
 LM_HEAD = Entry("output_layer.weight", ("lm_head.weight",), cut=0, vocabulary=True)
 TIED_HEAD = Entry("output_layer.weight", EMBEDDING.hf, cut=0, vocabulary=True)
-"""Copy of tied embeddings on the last pipeline stage."""
+"""Copy of the tied embeddings, which the last pipeline stage uses as output layer."""
 VALUE_HEAD = Entry("output_layer.weight", ("score.weight",), cut=None)
-"""Named as in Hugging Face's sequence classification with one label: transformers loads a saved value model, and a reward model's
-checkpoint can become a critic.
-"""
+"""Head of a value model, named as in Hugging Face's sequence classification with one label. So transformers loads saved value models, and a
+critic can start from a reward model."""
 
 
 @dataclass(frozen=True)
 class Binding:
-    """Parameter of this rank and the checkpoint tensors behind it."""
+    """Link between a parameter of this rank and its tensors in a Hugging Face checkpoint."""
 
     entry: Entry
     hf: tuple[str, ...]
     parameter: torch.nn.Parameter
     exported: bool = True
-    """False for a copy of another stage's parameter."""
+    """False for tied embeddings copied from another pipeline stage, which exports them."""
 
 
 def bind(chunks: Sequence[Any], hf: HfConfig) -> list[Binding]:
-    """Bind all parameters of this rank's chunks (RollModel), each once, in layer order."""
+    """Link each parameter of this rank's model chunks (RollModel) to its Hugging Face tensors, in layer order."""
     bindings: list[Binding] = []
     for chunk in chunks:
         parameters = dict(chunk.named_parameters())
@@ -155,13 +153,13 @@ def bind(chunks: Sequence[Any], hf: HfConfig) -> list[Binding]:
 
 
 def ranks_of_a_group(entry: Entry, hf: HfConfig, tensor_ranks: int) -> int:
-    """Number of consecutive tensor ranks that share a key/value head; more than 1 if there are more ranks than heads. Megatron cuts the
-    rows of such a group (queries, key, value) evenly over its ranks and gathers their outputs in every layer."""
+    """Number of consecutive tensor ranks that share a key/value head: more than 1 if there are more tensor ranks than heads. Megatron
+    shards such a group's rows (queries, key, value) evenly over its ranks, and gathers their outputs in every layer."""
     return max(tensor_ranks // hf.key_value_heads, 1) if entry.layout is Layout.GROUPED else 1
 
 
 def join(entry: Entry, cuts: Sequence[torch.Tensor], hf: HfConfig, dim: int = 0) -> torch.Tensor:
-    """Join this rank's cuts of checkpoint tensors into a Megatron tensor. `dim`: dimension of their rows."""
+    """Join this rank's shards of Hugging Face tensors into a Megatron tensor. `dim`: the dimension to join, rows or output features."""
     match entry.layout:
         case Layout.PLAIN:
             return cuts[0]
@@ -173,7 +171,7 @@ def join(entry: Entry, cuts: Sequence[torch.Tensor], hf: HfConfig, dim: int = 0)
 
 
 def take_apart(entry: Entry, local: torch.Tensor, hf: HfConfig) -> list[torch.Tensor]:
-    """Inverse of `join`."""
+    """Split a Megatron tensor into this rank's shards of Hugging Face tensors, along dimension 0: the inverse of `join`."""
     match entry.layout:
         case Layout.PLAIN:
             return [local]

@@ -1,7 +1,5 @@
-"""Decoder layers: attention over packed rows and the value head are our own; linear layers, experts and norms come from Megatron and torch,
-or from Transformer Engine.
-
-Transformer Engine fuses a norm into the following linear layer and runs all experts in one call."""
+"""Specify the decoder layers. Attention over packed rows and the value head are implemented here. Linear layers, experts and norms come
+from Megatron and torch, or from Transformer Engine, which fuses a norm into the following linear layer and runs all experts in one call."""
 
 from __future__ import annotations
 
@@ -32,16 +30,18 @@ from roll_lite.models.hf_config import HfConfig
 
 
 class TorchRMSNorm(torch.nn.RMSNorm):
-    """RMSNorm for sequence parallelism: Megatron's wrapper of torch's norm refuses it, and its fused norm needs Apex."""
+    """RMSNorm of torch that works under sequence parallelism. Megatron's wrapper of torch's norm refuses sequence parallelism; its fused
+    norm needs Apex."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=current_device())
-        # Each rank sees a part of the sequence: finalize_model_grads adds up what is marked.
+        # Each rank sees only a part of the sequence. The mark makes finalize_model_grads sum the gradients over ranks.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 class SdpaAttention(MegatronModule):
-    """Causal grouped-query attention within packed rows, with the model's sliding window if any.
+    """Causal grouped-query attention over packed rows (samples): a token attends only to its own row, within the model's sliding window if
+    it has one.
 
     Takes [tokens, 1, heads, head_dim] and returns [tokens, 1, heads * head_dim]. Context-parallel ranks gather each other's keys and
     values."""
@@ -84,7 +84,7 @@ class SdpaAttention(MegatronModule):
         return packed(q, k, v, rows).reshape(len(query), 1, -1)
 
     def _variable_length(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: PackedRows) -> torch.Tensor:
-        """Run flash attention. A window of (-1, 0) is causal, aligned at a piece's last token."""
+        """Run variable-length flash attention. In `window`, -1 means all earlier tokens and 0 means no later ones."""
         window = (-1 if self.looks_back is None else self.looks_back, 0)
         seen_starts = rows.starts if rows.seen_starts is None else rows.seen_starts
         sizes = rows.most_tokens, rows.most_seen
@@ -93,7 +93,7 @@ class SdpaAttention(MegatronModule):
         return output
 
     def _run_by_run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: PackedRows) -> torch.Tensor:
-        """Batch adjacent rows of equal length for SDPA, without padding or copies."""
+        """Run torch's SDPA (scaled_dot_product_attention), batching adjacent rows of equal length; needs no padding or copies."""
         cuts = ([count * size for count, size, _ in rows.runs], [count * seen for count, _, seen in rows.runs])
         outputs = []
         for (count, size, seen), *parts in zip(rows.runs, q.split(cuts[0]), k.split(cuts[1]), v.split(cuts[1]), strict=True):
@@ -106,7 +106,7 @@ class SdpaAttention(MegatronModule):
         return torch.cat(outputs)
 
     def _before(self, size: int, seen: int, device: torch.device) -> torch.Tensor | None:
-        """Attention mask [size, seen] of a piece; None for plain causal attention."""
+        """Attention mask [size, seen] for `size` query tokens at the end of `seen` key tokens; None for plain causal attention."""
         windowed = self.looks_back is not None and self.looks_back + 1 < seen
         if size == seen and not windowed:
             return None
@@ -115,18 +115,19 @@ class SdpaAttention(MegatronModule):
 
 
 class ValueHead(torch.nn.Module):
-    """Head with one number per position, replicated over tensor ranks."""
+    """Head of a value model: one number per position. Replicated over tensor ranks."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=current_device()))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Map [N, hidden] to [N], in float32 for the regression."""
+        """Map [N, hidden] to [N]. Computes in float32, since values are regression outputs."""
         return torch.nn.functional.linear(hidden.float(), self.weight.float()).squeeze(-1)
 
 
-# Norms are stored under Transformer Engine's names, so that either kind of layers loads what the other saved.
+# Checkpoints store norms under Transformer Engine's names, so that torch's layers and Transformer Engine's can load each other's
+# checkpoints.
 STORED_NAMES = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
 STORED_NAMES_WITHOUT_EXPERTS = {**STORED_NAMES, "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
@@ -135,7 +136,7 @@ STORED_NAMES_WITHOUT_EXPERTS = {**STORED_NAMES, "pre_mlp_layernorm.": "mlp.linea
 class LayerParts:
     norm: Any
     normed_column: Any
-    """Column-parallel linear with a norm before it, or inside if `fused`."""
+    """Column-parallel linear class whose input is normalised: by itself if `fused`, else by a separate norm."""
     row: Any
     experts: Any
     fused: bool
@@ -151,7 +152,7 @@ TORCH = LayerParts(
 
 
 def chosen_parts(wanted: Literal["auto", "torch", "transformer_engine"], has_adapters: bool) -> LayerParts:
-    """Choose torch's or Transformer Engine's parts. ValueError if the latter are asked for but not available."""
+    """Choose torch's or Transformer Engine's layer classes. Raises ValueError if Transformer Engine is asked for but cannot be used."""
     obstacle = _obstacle(has_adapters)
     if wanted == "transformer_engine" and obstacle is not None:
         raise ValueError(f"strategy.layers: transformer_engine {obstacle}; use torch, or auto")

@@ -1,4 +1,4 @@
-"""Log-probs and entropy from hidden states, without storing large logits (see vocabulary.py), and log-probs of the whole vocabulary."""
+"""Compute log-probs and entropy without storing large logits (see vocabulary.py), and log-probs of the whole vocabulary."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from torch.autograd.function import once_differentiable
 from roll_lite.distributed.strategy.megatron.vocabulary import DROPPED, HeadGradients, SoftmaxSums, Vocabulary
 
 KEPT_LOGITS = 1 << 24
-"""Maximum number of logits kept for the backward pass (64 MiB in float32); more are computed again."""
+"""Maximum number of logits kept for the backward pass (64 MiB in float32). If there are more, the backward pass recomputes them."""
 
 
 def log_probs_and_entropy(
     hidden: torch.Tensor, weight: torch.Tensor, vocabulary: Vocabulary, entropy: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probs and entropy of softmax(hidden @ weight.T / temperatures): both [N] float32, differentiable, equal on all ranks.
+    """Log-probs of the targets, and entropy, of softmax(hidden @ weight.T / temperatures): both [N] float32, differentiable, equal on all
+    ranks.
 
-    hidden [N, H], weight [V/tp, H]. Every rank computes the same loss. The gradient of hidden covers this rank's words only; words outside
-    the softmax add nothing to it."""
+    hidden [N, H], weight [V/tp, H]. Every tensor-parallel rank must compute the same loss. The gradient of `hidden` includes only this
+    rank's words; words outside the softmax add nothing to it."""
     keep = torch.is_grad_enabled() and len(hidden) * len(weight) <= KEPT_LOGITS
     log_probs, entropies = _LogProbs.apply(hidden, weight, vocabulary, entropy, keep)
     return log_probs, entropies if entropy else None
@@ -37,7 +38,7 @@ class _LogProbs(torch.autograd.Function):
             ctx.logits += [(block, logits.clone())] if keep else []
             sums.add(block, logits)
         sums.add_ranks()
-        # z is a scaled logit less the largest, so that the sums are exact for large logits too. Its mean is sum_j(p_j z_j).
+        # z is a scaled logit minus the largest, so that exp cannot overflow. The mean of z is sum_j(p_j z_j).
         log_sum, mean = sums.exponentials.log(), sums.weighted / sums.exponentials
         ctx.save_for_backward(hidden, weight, sums.largest, sums.exponentials, mean)
         ctx.vocabulary = vocabulary
@@ -71,8 +72,8 @@ class _LogProbs(torch.autograd.Function):
 def distribution(hidden: torch.Tensor, weight: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
     """log_softmax(hidden @ weight.T / temperatures): [N, vocab_size] float32, differentiable, equal on all ranks.
 
-    Gathers N x V numbers on every rank: only for small vocabularies or few rows. Tokens outside the softmax have the log-prob DROPPED and
-    no gradient. Arguments as in log_probs_and_entropy."""
+    Every rank holds N x vocab_size numbers, so use this for small vocabularies or few positions only. Words outside the softmax get the
+    log-prob DROPPED and no gradient. Arguments are those of log_probs_and_entropy."""
     result: torch.Tensor = _Distribution.apply(hidden, weight, vocabulary)
     return result
 
@@ -103,7 +104,7 @@ class _Distribution(torch.autograd.Function):
         hidden, weight, log_p = ctx.saved_tensors
         vocabulary: Vocabulary = ctx.vocabulary
         gradients = HeadGradients(hidden, weight, ctx.needs_input_grad)
-        # d sum_k(g_k log p_k) / d z_j = g_j - p_j sum_k(g_k), over the tokens that take part;  z = logits / temperature
+        # d sum_k(g_k log p_k) / d z_j = g_j - p_j sum_k(g_k), over the words in the softmax; z = logits / temperature
         own = (grad * vocabulary.inverse_temperatures[:, None]).masked_fill_(log_p == DROPPED, 0.0)
         total = own.sum(dim=1, keepdim=True)
         for block in vocabulary.blocks():

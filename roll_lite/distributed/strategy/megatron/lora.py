@@ -1,10 +1,10 @@
-"""LoRA: low-rank matrices beside frozen layers, in PEFT's arithmetic (docs/lora.md).
+"""LoRA: trainable low-rank matrices A and B beside frozen linear layers, as in PEFT (docs/lora.md).
 
-Each Hugging Face projection has its own A [rank, in] and B [out, rank]; a Megatron layer may hold several. Tensor parallelism cuts B where
-it cuts a layer's rows (q, k, v, gate, up), A where it cuts columns (o, down); the other matrix is replicated. Only the product with A
-crosses ranks. An expert's adapters are not cut: each rank that holds the expert has them, and their gradients are summed. Layouts in which
-tensor ranks share a key/value head, or an expert's matrices, are refused (config/checks/lora.py).
-"""
+A layer with weight W computes W x + (alpha / rank) B A x. Each Hugging Face projection has its own A [rank, in] and B [out, rank]; a
+Megatron layer may hold several. Tensor parallelism shards B if it shards W's rows (q, k, v, gate, up), A if it shards W's columns (o,
+down); the other matrix is replicated. Ranks exchange only A x. An expert's adapters are not sharded: each rank that holds the expert has
+them, and their gradients are summed. Layouts in which tensor ranks share a key/value head, or an expert's matrices, are refused
+(config/checks/lora.py)."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ if TYPE_CHECKING:
 
 
 class Projection(torch.nn.Module):
-    """A and B of one projection, or this tensor rank's cuts. B starts at zero, so the model is unchanged at first."""
+    """LoRA matrices A and B of one projection, or this tensor rank's shards of them. B starts at zero, so training starts from the
+    unchanged model."""
 
     def __init__(self, name: str, base: torch.Tensor, entry: Entry, lora: LoraConfig, seed: int) -> None:
-        """`base`: this rank's cut of the weight. A starts the same in every layout."""
+        """`base`: this rank's shard of the frozen weight. A's initial values do not depend on the parallel layout."""
         super().__init__()
         rows, columns = base.shape
         group = cut_group(entry.of_experts)
@@ -48,12 +49,12 @@ class Projection(torch.nn.Module):
 
     @torch.no_grad()
     def scaled(self, lora_b: torch.Tensor) -> torch.Tensor:
-        """B times alpha / rank, for engines that add B A x."""
+        """Return the LoRA matrix B times alpha / rank, for engines that add B A x without that factor."""
         return (lora_b.float() * self.scale).to(lora_b.dtype)
 
     @torch.no_grad()
     def merged_with(self, base: torch.Tensor) -> torch.Tensor:
-        """Weight with the adapter merged in; `base` stays unchanged."""
+        """Return base + (alpha / rank) B A; `base` stays unchanged."""
         return (base.float() + self.scale * (self.lora_B.float() @ self.lora_A.float())).to(base.dtype)
 
 
@@ -61,7 +62,8 @@ class Adapter(torch.nn.Module):
     def __init__(
         self, config: Any, entry: Entry, rows: Sequence[int], projections: dict[int, tuple[str, Projection]], hf: HfConfig
     ) -> None:
-        """`rows`: number of rows on this rank, by projection of the layer. `projections`: adapted ones with their names, by index."""
+        """`rows`: output size of each of the layer's projections on this rank. `projections`: index -> (name, LoRA matrices) of those that
+        are adapted."""
         super().__init__()
         self.active = True
         self._entry, self._hf, self._rows = entry, hf, rows
@@ -74,16 +76,17 @@ class Adapter(torch.nn.Module):
                 if entry.of_experts:
                     parameter.allreduce = False  # type: ignore[attr-defined]
                     axis = axis or 0
-                # The gradient norm counts cut weights on every rank, others on tensor rank 0 only; an expert's adapter counts as cut, since
-                # it has no copy on other tensor ranks.
+                # The gradient norm counts sharded weights on every tensor rank, replicated ones on tensor rank 0 only. An expert's adapter
+                # is marked as sharded, since no other tensor rank has a copy.
                 if axis is not None:
                     set_tensor_model_parallel_attributes(parameter, True, axis, 1)
                 else:
-                    # Each rank sees a part of the sequence: finalize_model_grads adds up what is marked.
+                    # Each rank sees only a part of the sequence. The mark makes finalize_model_grads sum the gradients over ranks.
                     parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Map [tokens, 1, in] to [tokens, 1, out]; of experts [tokens, in] to [tokens, out]."""
+        """Return the adapters' addition to the layer's output: [tokens, 1, in] to [tokens, 1, out]; for an expert, [tokens, in] to [tokens,
+        out]."""
         low = torch.nn.functional.linear(inputs, torch.cat([one.lora_A for one in self._projections.values()]))
         low = self._over_tensor_ranks(low)
         lows = iter(low.chunk(len(self._projections), dim=-1))
@@ -96,7 +99,7 @@ class Adapter(torch.nn.Module):
         return join(self._entry, outputs, self._hf, dim=low.dim() - 1)
 
     def _over_tensor_ranks(self, low: torch.Tensor) -> torch.Tensor:
-        """Exchange the small product with A between tensor ranks, as the layer does with its input or output."""
+        """Exchange A x between tensor ranks in the way the layer exchanges its input or output."""
         if self._entry.of_experts:
             return low
         match self._entry.cut, self._sequence_parallel:
@@ -121,13 +124,13 @@ class Adapter(torch.nn.Module):
 
 class Adapters:
     def __init__(self, chunks: Sequence[RollModel], hf: HfConfig, lora: LoraConfig, seed: int) -> None:
-        """Freeze the model and put adapters beside its layers."""
+        """Freeze the model and add LoRA adapters beside its linear layers."""
         self._all: list[Adapter] = []
         self.bindings: list[Binding] = []
         self.merging: dict[str, CutChange] = {}
-        """Functions that merge an adapter into a weight, by the weight's name."""
+        """Name of an adapted weight -> function that returns the weight with its adapter merged in."""
         self.scaling: dict[str, CutChange] = {}
-        """Functions that scale B by alpha / rank, by B's name."""
+        """Name of a LoRA matrix B -> function that scales it by alpha / rank."""
         for chunk in chunks:
             chunk.requires_grad_(False)
             for layer in chunk.decoder.layers:
@@ -141,7 +144,7 @@ class Adapters:
         chosen = {place: name for place, name in enumerate(names) if target_of(name) in lora.targets}
         parent, _, own_name = entry.megatron.replace(EXPERT, str(expert[0])).removesuffix(".weight").rpartition(".")
         linear = layer.get_submodule(parent).get_submodule(own_name)
-        # The hook needs the input of the product; a layer with a fused norm gets the input of the norm.
+        # The hook needs the input of the matrix product. A layer with a fused norm would give it the input of the norm.
         assert isinstance(linear, ColumnParallelLinear | RowParallelLinear), type(linear)
         cuts = take_apart(entry, linear.weight.detach(), hf)
         projections = {}
@@ -174,5 +177,5 @@ def _adaptable(hf: HfConfig, layer: int) -> list[Entry]:
 
 
 def cut_of(matrix: str, entry: Entry) -> int | None:
-    """Dimension of A or B that tensor parallelism cuts, None if replicated."""
+    """Dimension along which tensor parallelism shards the LoRA matrix `matrix` (A or B); None if it is replicated."""
     return entry.cut if matrix.endswith(A if entry.cut == 1 else B) else None

@@ -1,4 +1,5 @@
-"""Inputs and outputs of the model: rows are packed, only required positions reach the head, losses see padded columns."""
+"""Convert between batches and the model's inputs and outputs. Rows (samples) are packed for the model, only required positions reach the
+head, and losses get padded columns."""
 
 from __future__ import annotations
 
@@ -20,26 +21,26 @@ from roll_lite.distributed.strategy.megatron.vocabulary import Vocabulary
 from roll_lite.models.hf_config import ExpertsConfig
 
 KEPT, TEMPERATURE = "kept_ids", "temperature"
-"""Columns that only the head reads: tokens that the softmax covers, and its temperature."""
+"""Batch columns that only the output layer reads: the token ids that a truncated softmax covers, and the softmax temperature."""
 
 
 @dataclass(frozen=True)
 class ModelInput:
     input_ids: torch.Tensor
-    """[1, tokens]: packed rows. Under context parallelism all fields but micro_batch hold this rank's part."""
+    """[1, tokens]: packed rows. Under context parallelism, all fields except micro_batch hold only this rank's part."""
     rows: PackedRows
     positions: torch.Tensor
-    """[N] tokens whose prediction is needed; then, for final values, the last token of each row."""
+    """[N]: indices of the tokens at which a result is needed. If final values are requested, each row's last token follows."""
     slots: torch.Tensor
-    """[N] index b * (T - 1) + t of each result in [B, T - 1]."""
+    """[N]: where each result goes in the flattened padded column [B, T - 1]."""
     ends: torch.Tensor
-    """Numbers of the rows whose last tokens are at the end of `positions`."""
+    """Row numbers of the last tokens at the end of `positions`."""
     targets: torch.Tensor
     micro_batch: MicroBatch
-    """Rows for the loss. Empty if this rank has no rows and runs only because the other ranks do."""
+    """Padded rows for the loss. Empty if this rank has no rows left and only takes part in collectives."""
     kept: torch.Tensor | None = None
     temperatures: torch.Tensor | None = None
-    """[N] temperature of the position's row; None for a value head."""
+    """[N]: softmax temperature at each position; None for a value head."""
 
 
 def model_inputs(
@@ -51,8 +52,8 @@ def model_inputs(
     experts: ExpertsConfig | None = None,
     record: bool = False,
 ) -> list[ModelInput]:
-    """Build the plan's micro-batches. `columns`: those that the loss reads; None: all. `ends`: include the last token of each row.
-    `record`: record routes to experts."""
+    """Build the model inputs of the plan's micro-batches. `columns`: columns that the loss reads; None means all. `ends`: also compute each
+    row's last token. `record`: record routes to experts."""
     inputs = []
     for rows in plan.cut(batch):
         given, cut = _model_input(rows, plan.token_multiple, device, columns, ends)
@@ -69,7 +70,7 @@ def _routes(batch: DataProto, cut: ContextCut, experts: ExpertsConfig, record: b
     places, given = cut.places(), None
     if replayed is not None:
         values, width = batch.ragged(replayed).values, sum(experts.layers) * experts.per_token
-        values = values.expand(-1, width) if values.dim() == 2 else values.new_full((0, width), -1)  # one -1: no row has recorded routes
+        values = values.expand(-1, width) if values.dim() == 2 else values.new_full((0, width), -1)  # width 1: no recorded routes
         whole = torch.nn.functional.pad(values, (0, 0, 0, cut.tokens - len(values)), value=-1)
         given = whole[places].view(len(places), -1, experts.per_token)
     return Routes(places, cut.tokens, given, {} if record else None)
@@ -78,7 +79,7 @@ def _routes(batch: DataProto, cut: ContextCut, experts: ExpertsConfig, record: b
 def _model_input(
     batch: DataProto, token_multiple: int, device: torch.device, columns: Collection[str] | None, ends: bool
 ) -> tuple[ModelInput, ContextCut]:
-    """Build one micro-batch, with positions computed on the host, without waiting for the device."""
+    """Build the input of one micro-batch. Positions are computed on the host, so nothing waits for the device."""
     micro_batch = padded(batch.select(name for name in batch.columns if name not in REPLAYED))
     transitions = micro_batch.mask.shape[1]
     slots = micro_batch.mask.reshape(-1).nonzero().squeeze(1)
@@ -116,8 +117,8 @@ def outputs_of(
     vocab_size: int,
     group: dist.ProcessGroup,
 ) -> MicroBatchOutputs:
-    """Turn the last stage's result (values, or hidden states to multiply with `weight`) into padded columns for the loss, 0 where
-    masked."""
+    """Turn the last stage's result (values, or hidden states to multiply with `weight`) into padded columns for the loss. Entries outside
+    the response mask are 0."""
     shape = given.micro_batch.mask.shape
     if set(outputs) & {"values", "final_value"}:
         values, ends = result.split([len(given.slots), len(result) - len(given.slots)])
@@ -143,7 +144,7 @@ def outputs_of(
 
 
 def to_host(outputs: MicroBatchOutputs) -> MicroBatchOutputs:
-    """Move the large output, `distribution`, to the host after each micro-batch."""
+    """Move `distribution`, the only large output, to the host after each micro-batch."""
     return outputs if outputs.distribution is None else replace(outputs, distribution=outputs.distribution.cpu())
 
 
@@ -156,8 +157,8 @@ def check_outputs(outputs: Sequence[str], value_head: bool, training: bool = Fal
 
 
 def _scatter(flat: torch.Tensor, slots: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Scatter results [N, ...] into [*shape, ...], with those of other context-parallel ranks. Differentiable: each rank computes the whole
-    loss and gets the gradient of its own tokens."""
+    """Scatter this rank's results [N, ...] into a zero tensor [*shape, ...] and add those of other context-parallel ranks. Differentiable:
+    every rank computes the whole loss, and gets the gradient of its own tokens."""
     entry = flat.shape[1:]
     scattered = flat.new_zeros(shape.numel(), *entry).index_copy(0, slots, flat).view(*shape, *entry)
     return tensor_parallel.reduce_from_tensor_model_parallel_region(scattered, group=parallel_state.get_context_parallel_group())

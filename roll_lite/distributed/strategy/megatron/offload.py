@@ -1,11 +1,10 @@
-"""Move state out of device memory and back by emptying the storages that Megatron's buffers and views share.
+"""Move weights, gradients and optimizer state out of device memory and back.
 
-A refilled storage keeps its identity: all views (parameters, main_grad, optimizer shards) become valid again. Its host copy (pinned if
-there is a GPU) stays current until the state changes: a reference model is copied once per run.
+Offloading empties the storages that Megatron's buffers share; loading refills them, and all views (parameters, main_grad, optimizer shards)
+are valid again. Host copies (pinned if there is a GPU) are reused until the state changes: a reference model is copied out once per run.
 
-Copies use a separate stream. `load` only starts them; `require` makes the computation wait for the groups it names, so the optimizer's
-state arrives during the first micro-batches. On a CPU copies are immediate.
-"""
+Copies run on a separate stream. `load` only starts them; `require` makes the computation wait for the groups it names, so the optimizer
+state can arrive during the first micro-batches. On a CPU, copies are immediate."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ class HostCopy:
     storage: torch.UntypedStorage
     size: int
     memory: torch.Tensor | None = None
-    """None for gradients, which are dropped, and for state that was never offloaded."""
+    """Copy in host memory. None for gradients, which are dropped, and for state that was never offloaded."""
     is_current: bool = False
     is_frozen: bool = False
 
@@ -44,7 +43,7 @@ class StateMover:
         self.moved = Moved()
 
     def offload(self, groups: Iterable[StateGroup]) -> None:
-        """Offload groups; their device memory is free on return."""
+        """Offload groups of state. Their device memory is free on return."""
         start = time.perf_counter()
         leaving = [group for group in dict.fromkeys(groups) if group not in self._away]
         copied = freed = 0
@@ -82,7 +81,7 @@ class StateMover:
         self.moved += Moved(in_bytes=copied, in_seconds=time.perf_counter() - start)
 
     def require(self, *groups: StateGroup) -> None:
-        """Make this device's later work wait until the groups have arrived."""
+        """Make later device work wait until the groups have been loaded. They must not be offloaded."""
         missing = [group for group in groups if group in self._away]
         assert not missing, f"{', '.join(missing)} are offloaded: load them first"
         for group in groups:
@@ -90,8 +89,8 @@ class StateMover:
                 event.wait(self._device.current_stream())
 
     def require_to_write(self, *groups: StateGroup, trained_only: bool = False) -> None:
-        """Require groups that are about to change: their host copies become outdated. Without this call the change is lost at the next
-        offload. `trained_only`: frozen weights keep their copies."""
+        """Like `require`, for groups that are about to change: their host copies become outdated. Without this call, the next offload would
+        lose the change. `trained_only`: copies of frozen weights stay valid."""
         self.require(*groups)
         for group in groups:
             for copy in self._copies[group].values():
@@ -112,7 +111,7 @@ class StateMover:
         return event
 
     def _copies_of(self, group: StateGroup) -> dict[int, HostCopy]:
-        """Host copies of the group's storages; these are listed anew, since loading a checkpoint replaces some."""
+        """Host copies of the group's storages. Storages are listed anew, since loading a checkpoint replaces some."""
         known, frozen = self._copies[group], group is StateGroup.WEIGHTS
         training = self._keyed(weight for chunk in self._chunks for weight in chunk.parameters() if weight.requires_grad)
         return {
@@ -122,7 +121,7 @@ class StateMover:
         }
 
     def _storages(self, group: StateGroup) -> list[torch.UntypedStorage]:
-        """Storages of a group. One that several groups use belongs to the first of weights, gradients, optimizer."""
+        """Storages of a group. A storage that several groups use belongs to the first of weights, gradients, optimizer."""
         order = list(StateGroup)
         earlier = {key for other in order[: order.index(group)] for key in self._keyed(self._tensors(other))}
         return [storage for key, storage in self._keyed(self._tensors(group)).items() if key not in earlier]
@@ -155,7 +154,7 @@ class StateMover:
 
 
 def _return_free_memory() -> None:
-    """Return freed memory to the system: CUDA's and glibc's allocators would keep it."""
+    """Return freed memory to the system, which CUDA's and glibc's allocators would otherwise keep."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     elif trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # of glibc

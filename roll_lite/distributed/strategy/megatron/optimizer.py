@@ -1,4 +1,4 @@
-"""Megatron's optimizer and parameter scheduler, one step of both, and AdamW's step on the host."""
+"""Wrap Megatron's optimizer and parameter scheduler; optionally run AdamW's update on the host."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from roll_lite.config.schema.models import OptimizerConfig
 from roll_lite.distributed.strategy.base import current_device
 
 STRETCH = 4096
-"""Entries per float32 partial sum of squares."""
+"""Number of entries summed in float32 before sums are added in float64, on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Optimizer:
         self.on_host = config.on_host
         self._host_steps: list[HostStep] = []
         self._make_states()
-        # The constructor's step(0) also applies the weight-decay multipliers that spare norms and biases. Megatron's warm-up would make the
-        # first update with init_lr. It starts one step higher here, and ends with update number warmup_steps.
+        # The constructor's step(0) also applies the weight-decay multipliers, which exempt norms and biases. Megatron's warm-up would make
+        # the first update with init_lr. Here it starts one step higher and ends with update number warmup_steps.
         rest = max(config.warmup_steps - 1, 0)
         self.scheduler = OptimizerParamScheduler(
             self.megatron,
@@ -66,7 +66,7 @@ class Optimizer:
         return list(self.megatron.chained_optimizers)
 
     def _make_states(self) -> None:
-        """Create the moments before the first step, so that memory use is known from the start and a checkpoint can be loaded into them."""
+        """Create Adam's moments before the first step: memory use is known from the start, and a checkpoint can be loaded into them."""
         for part in self.parts:
             if self.on_host:
                 self._host_steps.append(HostStep(part.optimizer, current_device()))
@@ -77,15 +77,14 @@ class Optimizer:
         self.complete_states()
 
     def _state_without_parameters(self, part: Any) -> dict[str, Any]:
-        """State dict of a part without parameters, as in a stage without experts or adapted layers; Megatron's own would ask a parameter
-        for the step count.
-        """
+        """State dict of an optimizer part without parameters on this rank, such as a pipeline stage without experts or adapted layers.
+        Megatron's own method fails there: it looks up the step count at a parameter."""
         steps = float(self.scheduler.num_steps)
         groups = [{key: value for key, value in group.items() if key != "params"} | {"step": steps} for group in part.param_groups]
         return {"optimizer": {"param_groups": groups}}
 
     def complete_states(self) -> None:
-        """Move moments to the host if configured, and give every parameter its own step counter."""
+        """Move moments to host memory if configured, and give every parameter its own step counter."""
         for step in self._host_steps:
             step.keep_moments()
         # For torch's AdamW, Megatron-Core 0.16 creates no counters, and loads one tensor into all. Every parameter's update would advance
@@ -100,10 +99,10 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, loss: float) -> StepResult:
-        """Clip, update, advance the schedule. If loss or gradient is not finite on any rank, nothing changes on any. (An infinite advantage
-        under a clipped ratio gives an infinite loss without a gradient.)"""
-        # Megatron's own step() checks for infinities only with loss scaling. Its norm and clipping, without Apex or Transformer Engine,
-        # wait for the device once per parameter.
+        """Clip gradients, update weights, advance the schedule. If any rank's loss or gradient is not finite, all ranks skip the update.
+        (An infinite advantage under a clipped ratio gives an infinite loss but no gradient.)"""
+        # Megatron's own step() checks for infinities only with loss scaling. Without Apex or Transformer Engine, its norm and clipping wait
+        # for the device once per parameter.
         lr = self.megatron.param_groups[0]["lr"]
         self.megatron.prepare_grads()
         grad_norm, all_finite = self._grad_norm(math.isfinite(loss))
@@ -111,15 +110,15 @@ class Optimizer:
             return StepResult(grad_norm, lr, skipped=True)
         if 0 < self._clip_grad < grad_norm:
             trained = (parameter for part in self.parts for parameter in part.get_parameters())
-            if gradients := [one.grad for one in trained if one.grad is not None]:  # a rank may hold nothing of a small adapter
+            if gradients := [one.grad for one in trained if one.grad is not None]:  # a rank may hold no part of a small adapter
                 torch._foreach_mul_(gradients, self._clip_grad / (grad_norm + 1e-6))
         self.megatron.step_with_ready_grads()
         self.scheduler.step(increment=1)
         return StepResult(grad_norm, lr, skipped=False)
 
     def _grad_norm(self, is_finite: bool) -> tuple[float, bool]:
-        """Gradient norm of the whole model, shared gradients counted once, and whether all ranks' losses are finite (`is_finite`: this
-        rank's)."""
+        """Return the gradient norm of the whole model, with shared gradients counted once, and whether the losses of all ranks are finite.
+        `is_finite`: whether this rank's loss is. Collective."""
         sums = torch.zeros(2, dtype=torch.float64, device=current_device())
         for part in self.parts:
             squares = squared_norm(part.get_main_grads_for_grad_norm(), current_device())
@@ -151,9 +150,9 @@ def _megatron_optimizer(config: OptimizerConfig, chunks: Sequence[Any], distribu
 
 
 def squared_norm(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Sum of squares over all tensors, in float64 on the device, without waiting for it."""
+    """Return the sum of squares over all tensors, in float64 on the device; does not wait for the device."""
     if device.type == "cpu":
-        # torch adds up a float32 tensor in eight running sums on a CPU: the norm of 10^7 entries is 0.1% too small, of 10^9 almost 2%.
+        # On a CPU torch sums a float32 tensor in eight running sums: the norm of 10^7 entries is 0.1% too small, that of 10^9 almost 2%.
         # Sums of short stretches, added in float64, are exact enough and as fast.
         tensors = [part for tensor in tensors for part in _stretches(tensor)]
         norms = [torch.linalg.vector_norm(part, dim=1) for part in tensors]
@@ -172,24 +171,25 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def take_adam_of_torch() -> None:
-    """Make this process use torch's Adam; Megatron-Core 0.16 prefers Transformer Engine's or Apex's, which compute on the device."""
+    """Make Megatron use torch's Adam in this process. Megatron-Core 0.16 prefers Transformer Engine's or Apex's, which update on the
+    device."""
     optimizer.USING_PYTORCH_OPTIMIZER = True
     distrib_optimizer.HAVE_APEX_OR_TE = False  # Megatron then keeps the step count as torch's Adam does
 
 
 @dataclass
 class Staged:
-    """A weight and its gradient in host memory, for the update."""
+    """Host memory for a weight and its gradient, used for the update."""
 
     weight: torch.Tensor
     gradient: torch.Tensor
 
 
 class HostStep:
-    """Replacement for torch AdamW's `step`: moments stay in host memory, which frees eight bytes per trained weight on the device.
+    """Replacement for torch AdamW's `step` that keeps the moments in host memory and updates there. This frees eight bytes of device memory
+    per trained weight.
 
-    Gradients and weights travel on a separate stream; a weight is updated while others travel.
-    """
+    Gradients and weights are copied on a separate stream, so that one weight is updated while others are being copied."""
 
     def __init__(self, adam: torch.optim.AdamW, device: torch.device) -> None:
         self._optimizer = adam
@@ -205,7 +205,7 @@ class HostStep:
         return torch.zeros(weight.shape, dtype=weight.dtype, pin_memory=self._pin)
 
     def keep_moments(self) -> None:
-        """Move moments to host memory, wherever they were loaded."""
+        """Move moments to (pinned) host memory, for instance after a checkpoint was loaded."""
         for state in self._optimizer.state.values():
             for name in MOMENTS:
                 if not self._pin:

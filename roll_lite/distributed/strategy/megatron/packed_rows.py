@@ -1,4 +1,4 @@
-"""Rows packed into one sequence, and a context-parallel rank's part of it."""
+"""Pack the rows of a micro-batch (one sample each) into one sequence, and split it over context-parallel ranks."""
 
 from __future__ import annotations
 
@@ -13,33 +13,34 @@ from roll_lite.distributed.strategy.megatron.routing import Routes
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Layout of a rank's packed tokens: each token's position in its row, and the tokens that it attends to.
+    """Layout of this rank's packed tokens: the row (sample) and position of each token, and which tokens it attends to.
 
-    Replaces Megatron's PackedSeqParams. In the format sbhd, rotary embeddings are given by token; in `thd`, Megatron would cut and join
-    them row by row in every layer, and wait for the device each time."""
+    Replaces Megatron's PackedSeqParams. With its format "thd", Megatron would split and rejoin rotary embeddings by row in every layer,
+    waiting for the device each time; with "sbhd", they are indexed by token."""
 
     runs: tuple[tuple[int, int, int], ...]
-    """Runs of equal adjacent pieces: (pieces, tokens per piece, tokens attended to). A piece is a row or, under context parallelism,
-    consecutive tokens of a row. Its last token attends to all of these, the one before it to one fewer."""
+    """Runs of adjacent pieces of equal size: (pieces, tokens per piece, tokens that a piece's last token attends to). A piece is a row or,
+    under context parallelism, consecutive tokens of one. Each earlier token attends to one fewer than the next."""
     places: torch.Tensor
-    """[tokens] int64: position in the row, from 0."""
+    """[tokens] int64: position of each token in its row, from 0."""
     starts: torch.Tensor
-    """[pieces + 1] int32: start of each piece, and the end of the last."""
+    """[pieces + 1] int32: index of each piece's first token; the last entry is the number of tokens."""
     longest: int
     row_of: torch.Tensor
-    """[tokens] int64: row number of each token; padding counts as a further row."""
+    """[tokens] int64: row number of each token. Padding tokens form an extra last row."""
     lengths: torch.Tensor
-    """[rows] int64: lengths of whole rows, without padding."""
+    """[rows] int64: full row lengths, even if this rank holds a part; without the padding row."""
     seen: torch.Tensor | None = None
-    """[total seen] int64: tokens that each piece attends to, as indices into all ranks' concatenated tokens. None: its own only."""
+    """[total] int64: tokens that each piece attends to, as indices into all context-parallel ranks' gathered tokens. None: its own tokens
+    only."""
     seen_starts: torch.Tensor | None = None
-    """[pieces + 1] int32: start of each piece in `seen`."""
+    """[pieces + 1] int32: where each piece's entries begin in `seen`."""
     routes: Routes | None = None
     qkv_format = "sbhd"
 
     @staticmethod
     def of(lengths: torch.Tensor, padding: bool = False) -> PackedRows:
-        """Layout of whole rows. `lengths`: on the host. `padding`: the last row is padding."""
+        """Layout without context parallelism. `lengths`: row lengths, on the host. `padding`: whether the last row is padding."""
         starts = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         places = torch.arange(int(starts[-1])) - torch.repeat_interleave(starts[:-1], lengths)
         pieces = [(length, length) for length in lengths.tolist()]
@@ -78,8 +79,8 @@ def _runs(pieces: list[tuple[int, int]]) -> tuple[tuple[int, int, int], ...]:
 
 @dataclass(frozen=True)
 class ContextCut:
-    """Split of `tokens` over context-parallel `ranks`: of twice as many parts, rank i takes part i from the front and part i from the back.
-    This evens out the work of causal attention."""
+    """Split of a sequence over context-parallel ranks. Of 2 * ranks equal parts, rank i gets part i from the front and part i from the
+    back, which balances the work of causal attention."""
 
     tokens: int
     rank: int
@@ -98,7 +99,7 @@ class ContextCut:
         return torch.cat([tokens[low:high] for low, high in self.parts])
 
     def among_all(self, positions: torch.Tensor) -> torch.Tensor:
-        """Convert positions to indices into all ranks' concatenated parts."""
+        """Convert positions in the sequence to indices into the tokens gathered from all ranks in rank order."""
         number = positions // self.part
         early = number < self.ranks
         owner = torch.where(early, number, 2 * self.ranks - 1 - number)
@@ -108,7 +109,8 @@ class ContextCut:
         return torch.arange(self.tokens) if self.ranks == 1 else self.own(torch.arange(self.tokens))
 
     def find(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Find positions [N] on this rank: mask [N] of those it holds, and their local indices."""
+        """Find which of the positions [N] this rank holds. Returns a mask [N] and, for those it holds, their indices among this rank's
+        tokens."""
         if self.ranks == 1:
             return torch.ones_like(positions, dtype=torch.bool), positions
         first = 2 * self.rank * self.part
@@ -120,8 +122,8 @@ class ContextCut:
 def packed(
     ids: torch.Tensor, lengths: torch.Tensor, token_multiple: int, rank: int, ranks: int
 ) -> tuple[torch.Tensor, PackedRows, ContextCut]:
-    """Pack rows; returns this rank's token ids and layout, and the split. A padding row fills up to a multiple; without any row it is the
-    only one."""
+    """Pack rows into a sequence. Returns this rank's token ids, their layout, and the split over ranks. A padding row fills up to a
+    multiple of `token_multiple`; it is the only row of an empty batch."""
     missing = -len(ids) % token_multiple if len(ids) else token_multiple
     if missing:
         ids, lengths = torch.cat([ids, ids.new_zeros(missing)]), torch.cat([lengths, lengths.new_tensor([missing])])

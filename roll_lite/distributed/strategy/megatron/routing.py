@@ -1,4 +1,4 @@
-"""Routes of tokens to experts: recorded in one pass, replayed in others."""
+"""Record which experts tokens are routed to in one forward pass, and replay these routes in others."""
 
 from __future__ import annotations
 
@@ -12,30 +12,32 @@ from megatron.core import parallel_state
 
 EXPERTS = "experts"
 REPLAYED = ("old_experts", "rollout_experts")
-"""Columns with routes to replay; a batch has at most one."""
+"""Batch columns with routes to replay; a batch has at most one of them."""
 
 
 @dataclass(frozen=True)
 class Routes:
-    """Routes (chosen experts) of a rank's tokens in a micro-batch. They are passed to layers with the rows, because layers are recomputed
-    and pipeline stages run several micro-batches before a backward pass. Megatron's RouterReplay cannot do that: it keeps one list, which
-    passes must consume in order."""
+    """Routes (chosen experts) of this rank's tokens in a micro-batch.
+
+    They travel with the micro-batch through the layers, because layers may be recomputed, and a pipeline stage runs several micro-batches
+    before a backward pass. Megatron's RouterReplay cannot handle this: it keeps one list that passes must consume in order."""
 
     places: torch.Tensor
-    """[tokens] int64: index among all ranks' tokens."""
+    """[tokens] int64: index of each token in the whole micro-batch."""
     all_tokens: int
-    """Number of all ranks' tokens, with padding."""
+    """Number of tokens in the whole micro-batch, including padding."""
     given: torch.Tensor | None = None
-    """Routes to replay, [tokens, expert layers, experts per token] int16. -1 leaves a choice to the router; None leaves all."""
+    """Routes to replay: expert ids [tokens, expert layers, experts per token] int16. Where an id is -1, the router chooses. None: the
+    router makes all choices."""
     taken: dict[int, torch.Tensor] | None = None
-    """Recorded routes by expert layer, from 0: [tokens, experts per token] int16. None: nothing is recorded."""
+    """Recorded routes: index of the expert layer, from 0 -> expert ids [tokens, experts per token] int16. None: do not record."""
 
     def on_device(self, to: Callable[[torch.Tensor], torch.Tensor]) -> Routes:
         return replace(self, places=to(self.places), given=None if self.given is None else to(self.given))
 
 
 class ChosenExperts:
-    """Choice of one router for one micro-batch, in place of Megatron's RouterReplay."""
+    """Expert choices of one router for one micro-batch. Given to Megatron's router in place of a RouterReplay."""
 
     def __init__(self, given: torch.Tensor | None) -> None:
         self.given = given
@@ -48,7 +50,8 @@ class ChosenExperts:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (scores, experts), both [tokens, experts per token]. The router learns through the scores."""
+        """Return (scores, expert ids), both [tokens, experts per token]: replayed ids where given, else the router's own choice. Scores are
+        the router's for these experts, so gradients reach it."""
         assert default_compute_topk is not None
         values, self.own = default_compute_topk(scores, topk, num_groups, group_topk)
         self.chosen = self.own
@@ -58,7 +61,7 @@ class ChosenExperts:
         return values, self.chosen
 
     def rerouted(self) -> torch.Tensor:
-        """Counts [2]: replayed choices, and those of them that the router would not have made."""
+        """Return two counts [2]: replayed choices, and how many of them the router would not have made."""
         assert self.given is not None
         replayed = self.given >= 0
         other = (self.chosen[:, :, None] != self.own[:, None, :]).all(2)
@@ -66,8 +69,8 @@ class ChosenExperts:
 
 
 def collect_routes(routes: Sequence[Routes], layers: int, per_token: int, sequence_parallel: bool) -> list[torch.Tensor]:
-    """Recorded routes on the host: [all tokens, layers x per_token] int16 per micro-batch, with padding. Collective over the ranks of a
-    model copy: each has some tokens and layers."""
+    """Collect the recorded routes of all ranks on the host: [all tokens, layers * per_token] int16 per micro-batch, including padding.
+    Collective over the ranks of a model replica, since each has only some tokens and layers."""
     return [_collected(each, layers, per_token, sequence_parallel) for each in routes]
 
 
@@ -80,6 +83,6 @@ def _collected(routes: Routes, layers: int, per_token: int, sequence_parallel: b
         whole[places, layer] = chosen
     tokens = parallel_state.get_tensor_and_context_parallel_group() if sequence_parallel else parallel_state.get_context_parallel_group()
     for group in (tokens, parallel_state.get_pipeline_model_parallel_group()):
-        if dist.get_world_size(group) > 1:  # no back end sums int16; each entry is 0 on all ranks but one, so bytes never carry
+        if dist.get_world_size(group) > 1:  # no backend sums int16; summing bytes is safe, since each entry is 0 on all ranks but one
             dist.all_reduce(whole.view(torch.uint8), group=group)
     return whole.flatten(1).cpu()

@@ -1,7 +1,7 @@
-"""Read from a checkpoint only the part of the distributed optimizer's state that a rank owns.
+"""Load the distributed optimizer's state from a checkpoint, reading only what this rank needs.
 
-Megatron-Core 0.16 reads the state of all the rank's weights, of which a data-parallel rank owns a part. Here a rank reads only rows with
-entries of its own, a few weights at a time and without waiting for others."""
+A data-parallel rank owns a range of each weight's entries; Megatron-Core 0.16 would read the state of whole weights. Here a rank reads only
+rows with entries that it owns, a few weights at a time, without waiting for other ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BATCH_ENTRIES = 1 << 22
-"""Entries read together: 50 MB, unless one weight has more."""
+"""Maximum entries of weights per read (50 MB with moments). A larger weight is read alone."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ class Owned:
 
 class ShardReader:
     def __init__(self, state_folder: str, weights: Any) -> None:
-        """`weights`: sharded_state_dict of the model, with each weight's place in the whole."""
+        """`weights`: the model's sharded_state_dict, which tells each weight's offset in the unsharded tensor."""
         self._reader = FileSystemReader(state_folder)
         self._stored = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._stored, is_coordinator=True)
         self._places = {place.data: place for place in nested_values(extract_sharded_tensors_and_factories(weights)[0])}
 
     def load(self, parts: Iterable[Any]) -> None:
-        gc.collect()  # torch.load has left the weights it read in reference cycles
+        gc.collect()  # torch.load left the weights it read in reference cycles
         for part in parts:
             if isinstance(part, DistributedOptimizer):
                 for batch in _batches(part):
@@ -60,7 +60,8 @@ class ShardReader:
             part._set_main_param_and_optimizer_states(owned.weight, whole)
 
     def _tensors(self, owned: Owned, wanted: dict[str, list[ShardedTensor]]) -> dict[str, list[torch.Tensor]]:
-        """Allocate this rank's pieces of a weight, by Megatron's name (param, exp_avg, ...), and add what to read to `wanted`."""
+        """Allocate memory for the optimizer state of this rank's entries of a weight, by name ("param", "exp_avg", "exp_avg_sq"). The
+        tensors to read into it are appended to `wanted`, by stored name."""
         place = self._places[owned.weight]
         tensors: dict[str, list[torch.Tensor]] = defaultdict(list)
         for piece in place.build() if isinstance(place, ShardedTensorFactory) else [place]:
@@ -77,8 +78,8 @@ class ShardReader:
         return tensors
 
     def _rows(self, key: str, piece: ShardedTensor, start: int, end: int) -> tuple[ShardedTensor, torch.Tensor]:
-        """Memory for the stored rows that have entries `start` to `end` of the piece, and a view of these entries. Zero where nothing is
-        stored (vocabulary padding)."""
+        """Allocate memory for the stored rows with the entries `start` to `end` of this rank's shard `piece`. Returns it as a ShardedTensor
+        to read into, and a flat view of those entries. Starts at 0, since vocabulary padding is not stored."""
         width = math.prod(piece.local_shape[1:])
         first, behind = start // width, -(-end // width)
         axes = piece.prepend_axis_num
@@ -116,7 +117,8 @@ def _owned(part: DistributedOptimizer) -> Iterator[Owned]:
 
 
 def stored_name(name: str, weight: str, stored: Any) -> str | None:
-    """Name of a stored tensor, None if not stored: a float32 model has no separate copy of the weights."""
+    """Return the checkpoint's name of a weight's optimizer tensor (`name`: "param" or a moment). None if it has no such "param":
+    checkpoints of float32 models store no separate main weights."""
     if name in MOMENTS:
         return f"optimizer.state.{name}.{weight}"
     return next((found for found in (f"optimizer.state.{main}.{weight}" for main in ("param", "fp32_param")) if found in stored), None)

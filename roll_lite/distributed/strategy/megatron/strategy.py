@@ -1,4 +1,4 @@
-"""Hugging Face model trained by Megatron-Core, on GPUs or (gloo) on CPUs."""
+"""Train a Hugging Face model with Megatron-Core, on GPUs, or on CPUs with gloo."""
 
 from __future__ import annotations
 
@@ -60,13 +60,14 @@ from roll_lite.models.model_files import weight_shapes
 
 SAVE_BUCKET_BYTES = 4 << 30
 AVERAGE_FOLDER = "ema"
-"""Folder in a checkpoint for the average of the weights, as a float32 model."""
+"""Checkpoint folder with the moving average of the weights, saved as a float32 model."""
 LOSS = ""
-"""Key of the loss among summed metrics; no metric has this name."""
+"""Key under which the loss is summed with the metrics; no metric has an empty name."""
 
 
 class MegatronStrategy(TrainStrategy):
-    """TrainStrategy on Megatron-Core. The caller sets RANK and WORLD_SIZE (LOCAL_RANK on GPUs) and initialises torch.distributed."""
+    """TrainStrategy that uses Megatron-Core. The caller first sets RANK and WORLD_SIZE (also LOCAL_RANK on GPUs) and initialises
+    torch.distributed."""
 
     layout: RankLayout
 
@@ -128,7 +129,8 @@ class MegatronStrategy(TrainStrategy):
             use_distributed_optimizer=self._config.distributed_optimizer,
             check_for_nan_in_grad=False,
         )
-        # As in Megatron, only the first chunk reduces its gradients in buckets; the other chunks' reduction overlaps with computing anyway.
+        # As in Megatron, only the first chunk reduces its gradients in buckets: the reduction of the others overlaps with computation
+        # anyway.
         wrapped = [DistributedDataParallel(config, ddp, chunk, disable_bucketing=number > 0) for number, chunk in enumerate(chunks)]
         config.finalize_model_grads_func = sum_gradients
         if self._config.overlap_grad_reduce:
@@ -184,7 +186,7 @@ class MegatronStrategy(TrainStrategy):
         sums = run_training(self._chunks, inputs, on_head)
         metrics = reduce_sums(sums, self.layout.pipeline_rank == self._config.pipeline_parallel - 1, self.device)
         loss = metrics.pop(LOSS)
-        self._mover.require_to_write(StateGroup.OPTIMIZER)  # first needed here: its copies to the device may still be running
+        self._mover.require_to_write(StateGroup.OPTIMIZER)  # first use of the optimizer state, which may still be on its way to the device
         experts = None if self._hf.experts is None else self._balance.end(self._hf.experts, self.device)
         step = self._optimizer.step(loss)
         if self._average is not None and not step.skipped:
@@ -282,14 +284,14 @@ class MegatronStrategy(TrainStrategy):
 
 
 class WeightAverage:
-    """Exponential moving average of the weights that this rank exports, on the host in float32: in bfloat16 the small steps of a slow
-    average would round to 0."""
+    """Exponential moving average of the weights that this rank exports. It is kept in host memory in float32, because bfloat16 would round
+    the small updates of a slow average to 0."""
 
     def __init__(self, bindings: Sequence[Binding], decay: float) -> None:
         self._decay = decay
         self._means = {binding.parameter: _copy_on_host(binding.parameter) for binding in bindings}
         self.bindings = [replace(binding, parameter=self._means[binding.parameter]) for binding in bindings]
-        """Bindings to the averages: loading through them sets the average."""
+        """Bindings with the averages as parameters: loading a checkpoint through them sets the averages."""
 
     @torch.no_grad()
     def update(self) -> None:
