@@ -1,8 +1,5 @@
-"""Interfaces of training frameworks and inference engines.
-
-Neither knows Ray: a train strategy runs wherever RANK, WORLD_SIZE and a rendezvous are given, an inference strategy wherever an asyncio
-loop runs.
-"""
+"""Interfaces of training frameworks (train strategies) and inference engines (inference strategies). Neither depends on Ray: a train
+strategy needs RANK, WORLD_SIZE and a rendezvous, an inference strategy an asyncio loop."""
 
 from __future__ import annotations
 
@@ -39,8 +36,8 @@ from roll_lite.files import FileRecord, flush, record
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Place of a rank among the parallel groups. Head ranks (tensor rank 0, context rank 0, last pipeline stage), one per data-parallel
-    rank, return results; the name is unrelated to the LM head."""
+    """Coordinates of a rank in the parallel groups. One head rank per data-parallel rank returns results: that with tensor rank 0, context
+    rank 0 and the last pipeline stage. The name is unrelated to the LM head."""
 
     rank: int
     world_size: int
@@ -51,11 +48,11 @@ class RankLayout:
     context_rank: int
     is_head: bool
     attention_par: float = inf
-    """Row length at which attention costs as much as the rest of the model (`row_costs` in data/minibatches.py)."""
+    """Row length in tokens at which attention costs as much as the rest of the model (`row_costs` in data/minibatches.py)."""
 
     @staticmethod
     def of_copy(rank: int, world_size: int) -> RankLayout:
-        """Layout of a rank with a copy of the whole model."""
+        """Layout for a rank that holds the whole model."""
         return RankLayout(rank, world_size, rank, world_size, tensor_rank=0, pipeline_rank=0, context_rank=0, is_head=True)
 
 
@@ -71,8 +68,8 @@ def current_device() -> torch.device:
 
 
 ValueInit = Literal["actor", "reward_model", "path"]
-"""Source of a value model's weights (CriticRoleConfig.init): the actor's model with a new head of zeros (values start at 0), or a
-checkpoint with a head."""
+"""Where a value model's weights come from (CriticRoleConfig.init). "actor": the actor's model with a new head of zeros, so values start at
+0. Otherwise a checkpoint with a value head."""
 
 
 @dataclass(frozen=True)
@@ -81,17 +78,17 @@ class ModelSpec:
     strategy: MegatronStrategyConfig | HfStrategyConfig
     path_key: str
     optimizer: OptimizerConfig | None = None
-    """None: forward passes only."""
+    """None if the model only runs forward passes."""
     total_updates: int | None = None
-    """Optimizer steps of the whole run, for a decaying learning rate."""
+    """Optimizer steps of the whole run; needed for a decaying learning rate."""
     balance_coef: float = 0.0
-    """Weight of the load-balancing loss."""
+    """Weight of the expert load-balancing loss."""
     value_init: ValueInit | None = None
-    """Source of a value head in place of the language model's head."""
+    """Where the value head's weights come from; None for a language model."""
     lora: LoraConfig | None = None
-    """Adapters to train in place of the weights."""
+    """LoRA adapters to train; None to train all weights."""
     ema_decay: float | None = None
-    """Decay of a moving average of the weights."""
+    """Decay of the weights' moving average; None to keep no average."""
     seed: int = 1
     deterministic: bool = False
 
@@ -108,35 +105,35 @@ class StateGroup(StrEnum):
 
 @dataclass(frozen=True)
 class Moved:
-    """State that a rank moved out of device memory and back, in bytes and seconds."""
+    """Amount of state that a rank moved out of device memory and back, in bytes and seconds."""
 
     freed_bytes: int = 0
     out_bytes: int = 0
-    """Bytes copied to the host; dropped state, or state already there, does not count."""
+    """Bytes copied to the host. Dropped state and state with a valid host copy do not count."""
     in_bytes: int = 0
     out_seconds: float = 0.0
     in_seconds: float = 0.0
-    """Seconds until the rank could continue; copies that overlap its computation do not count."""
+    """Seconds that the rank was blocked; copies in the background do not count."""
 
     def __add__(self, other: Moved) -> Moved:
         return Moved(*(own + new for own, new in zip(astuple(self), astuple(other), strict=True)))
 
 
 LossFn = Callable[[MicroBatchOutputs, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""Returns the micro-batch's share of the loss, sum(weight * token loss) with weights from global counts, and metric sums. Both add up over
-micro-batches and ranks."""
+"""Loss of a micro-batch. Returns sum(weight * token loss), with weights that already contain global counts, and sums of metrics: both add
+up over micro-batches and ranks."""
 
 
 @dataclass(frozen=True)
 class ExpertUse:
-    """Balance of the expert choices in an optimizer step; means over the expert layers."""
+    """How evenly an optimizer step used the experts; values are means over the expert layers."""
 
     busiest: float
     """Tokens of the busiest expert relative to the average."""
     balance_loss: float | None
-    """Loss without its coefficient; None if the coefficient is 0."""
+    """Load-balancing loss without its coefficient; None if the coefficient is 0."""
     rerouted: float | None = None
-    """Share of replayed choices that the router would now make differently; None if nothing was replayed."""
+    """Fraction of replayed expert choices that the router would now make differently; None if nothing was replayed."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +141,7 @@ class TrainResult:
     """Result of one optimizer step, equal on every rank."""
 
     metrics: dict[str, float]
-    """Sums over all micro-batches and data-parallel ranks."""
+    """Metrics, summed over all micro-batches and data-parallel ranks."""
     loss: float
     grad_norm: float
     lr: float
@@ -154,12 +151,12 @@ class TrainResult:
 
 
 class ForwardStrategy(ABC):
-    """Model spread over the ranks of one cluster, for forward passes. Every method is called on every rank, in the same order."""
+    """Model sharded over the ranks of one cluster, for forward passes. All ranks must call its methods in the same order."""
 
     needs_process_group: ClassVar[bool] = True
     """True if ranks need a process group before `initialize`."""
     pads_rows: ClassVar[bool] = False
-    """True if each row of a micro-batch costs as much as the longest; otherwise rows are packed."""
+    """True if rows are padded to the longest of their micro-batch; False if they are packed."""
     layout: RankLayout
 
     @abstractmethod
@@ -168,23 +165,23 @@ class ForwardStrategy(ABC):
 
     @abstractmethod
     def plan(self, lengths: torch.Tensor, planner: MicroBatchPlanner, together: bool = True) -> MicroBatchPlan:
-        """Plan one pass over this rank's rows, of `lengths` tokens.
+        """Divide this rank's rows, of `lengths` tokens, into micro-batches.
 
-        `together`: all data-parallel ranks make this call and run equally many micro-batches; otherwise each model copy plans alone.
-        """
+        `together`: all data-parallel ranks make this call, and get the same number of micro-batches. Otherwise each model replica plans
+        alone."""
 
     @abstractmethod
     def forward(self, batch: DataProto, outputs: Sequence[str], plan: MicroBatchPlan) -> DataProto | None:
-        """Forward pass without gradients. Head ranks return the columns `outputs`, others None. Possible outputs: log_probs, entropy,
-        distribution; with a value head values, final_value; with experts `experts`, the chosen ids.
+        """Run a forward pass without gradients. Head ranks return the columns `outputs`, other ranks None. Possible outputs: log_probs,
+        entropy, distribution; with a value head values, final_value; with experts also `experts`, the ids that routers chose.
 
-        Here and in train_step, logits are divided by the column temperature before the softmax. A column kept_ids restricts the softmax to
-        these tokens and the target. A model with experts replays the column old_experts or rollout_experts, if there is one.
-        """
+        Here and in train_step, logits are divided by the column `temperature` before the softmax. A column `kept_ids` restricts the softmax
+        to these tokens and the target. A model with experts replays the routes in the column `old_experts` or `rollout_experts`, if there
+        is one."""
 
     @abstractmethod
     def load(self, groups: Iterable[StateGroup]) -> None:
-        """Bring offloaded state groups back to the device."""
+        """Load offloaded state groups back to the device."""
 
     @abstractmethod
     def offload(self, groups: Iterable[StateGroup]) -> None:
@@ -193,19 +190,20 @@ class ForwardStrategy(ABC):
 
 @dataclass
 class CheckpointWrite:
-    """This rank's part of a checkpoint. In this class it is already written; a subclass may write it during the next steps."""
+    """Save of this rank's part of a checkpoint. In this class, the files are already written; a subclass may write them during the next
+    steps."""
 
     folder: Path
     files: Sequence[Path] = ()
 
     @property
     def is_done(self) -> bool:
-        """True if the part is written or has failed: `finish` will not wait."""
+        """True if the files are written or writing has failed, so that `finish` returns at once."""
         return True
 
     def finish(self) -> dict[str, FileRecord]:
-        """Wait, on every rank, until the files are on the disk. Returns records of this rank's files by path; each file is recorded by one
-        rank. RuntimeError if this part failed."""
+        """Wait until this rank's files are on the disk. Collective. Returns a record of each of them by path; different ranks never record
+        the same file. Raises RuntimeError if writing failed."""
         flush(self.files)
         return {str(file.relative_to(self.folder)): record(file) for file in self.files}
 
@@ -213,8 +211,8 @@ class CheckpointWrite:
 class TrainStrategy(ForwardStrategy):
     @abstractmethod
     def train_step(self, batch: DataProto, loss_fn: LossFn, outputs: Sequence[str], plan: MicroBatchPlan) -> TrainResult:
-        """Run one optimizer step on this data-parallel rank's rows of a mini-batch, possibly none. loss_fn is called on every micro-batch
-        of the plan, even without rows."""
+        """Run one optimizer step on this data-parallel rank's rows of a mini-batch. loss_fn is called for every micro-batch of the plan,
+        even for those without rows."""
 
     @abstractmethod
     def adapters_off(self) -> AbstractContextManager[None]:
@@ -222,42 +220,43 @@ class TrainStrategy(ForwardStrategy):
 
     @abstractmethod
     def export_plan(self, bucket_bytes: int) -> ExportPlan:
-        """Describe what engines get: the model with merged adapters or, with lora.engines: adapter, the adapters alone. Equal on every
-        rank."""
+        """Describe the tensors that engines get: the model's, with adapters merged, or only the adapters if lora.engines is "adapter".
+        Equal on every rank."""
 
     @abstractmethod
     def export_bucket(self, plan: ExportPlan, bucket: int) -> dict[str, torch.Tensor] | None:
-        """Gather one bucket. Returns what this rank sends, or None. Tensors may share the model's memory: valid until training
-        continues."""
+        """Gather one bucket of the plan; collective. Returns the tensors on the rank that sends them, None on others. They may share the
+        model's memory, so they are valid only until training continues."""
 
     @abstractmethod
     def replica_checksums(self) -> dict[str, str]:
-        """Checksums of this rank's weights. A key names a tensor and the shard of it that the rank holds, so that ranks with equal keys
-        are data-parallel replicas and must have equal checksums."""
+        """Checksums of this rank's weights. A key names a tensor and the shard that the rank holds. So ranks with equal keys are replicas,
+        and must have equal checksums."""
 
     @abstractmethod
     def take_moved(self) -> Moved:
-        """Return what `load` and `offload` moved since the last call."""
+        """Return how much `load` and `offload` moved since the last call."""
 
     @abstractmethod
     def save_checkpoint(self, folder: Path, asynchronous: bool = False) -> CheckpointWrite:
-        """Save weights (or only adapters), optimizer, schedule and random state. `asynchronous`: write while steps continue."""
+        """Save weights (or only adapters), optimizer, schedule and random state. `asynchronous`: write the files while training
+        continues."""
 
     @abstractmethod
     def load_checkpoint(self, folder: Path) -> None: ...
 
     @abstractmethod
     def save_hf(self, folder: Path, average: bool = False) -> list[Path]:
-        """Save the weights, or their `average` (ModelSpec.ema_decay), as Hugging Face safetensors with config and tokenizer. Returns this
-        rank's files."""
+        """Save the weights, or their moving `average` (ModelSpec.ema_decay), as Hugging Face safetensors with config and tokenizer. Returns
+        the files that this rank wrote."""
 
     @abstractmethod
     def save_adapters(self, folder: Path) -> list[Path]:
-        """Save the adapters in PEFT's format. Returns this rank's files."""
+        """Save the LoRA adapters in PEFT's format. Returns the files that this rank wrote."""
 
     @abstractmethod
     def load_hf(self, folder: Path) -> None:
-        """Load weights that save_hf wrote for the same model. Only for a model that does not train."""
+        """Load weights that save_hf wrote for the same model. Only for a model without an optimizer."""
 
 
 # ---------------------------------------------------------------- inference
@@ -265,11 +264,11 @@ class TrainStrategy(ForwardStrategy):
 
 class PauseMode(StrEnum):
     ABORT = "abort"
-    """End running requests with the tokens they have."""
+    """End running requests; they return the tokens generated so far."""
     KEEP = "keep"
     """Freeze running requests; they continue after resume."""
     WAIT = "wait"
-    """Admit nothing new and let running requests finish."""
+    """Admit no new requests, and let running ones finish."""
 
 
 @dataclass(frozen=True)
@@ -287,7 +286,7 @@ class EngineNode:
     number: int
     address: str
     meeting: tuple[str, int]
-    """Numeric address and port on node 0 where the workers meet."""
+    """IP address and port on node 0 at which the workers connect."""
 
 
 @dataclass(frozen=True)
@@ -299,16 +298,16 @@ class EngineSpec:
     threads: int = 1
     """CPU threads of each engine process."""
     silence_s: float | None = None
-    """Seconds that a process may stay stopped; None: no limit."""
+    """Seconds that an engine process may be stopped (SIGSTOP) before the engine counts as dead; None: no limit."""
     step_s: float | Literal["auto"] | None = None
-    """Minimum limit for one engine step in seconds; None: no limit. "auto": by device."""
+    """Lower bound of the time limit for one engine step, in seconds. None: no limit; "auto": depends on the device."""
     columns: tuple[str, ...] = ()
-    """Additional columns of token blocks (EXTRA_COLUMNS in workers/token_blocks.py)."""
+    """Optional columns that completions must include (EXTRA_COLUMNS in workers/token_blocks.py)."""
     node: EngineNode | None = None
     sharers: int = 1
-    """Replicas that share its device; their ranks are consecutive."""
+    """Number of replicas on the engine's device; they have consecutive ranks."""
     lora: LoraConfig | None = None
-    """Adapters that updates bring; None: all weights."""
+    """LoRA adapters, if weight updates send only these; None if they send all weights."""
 
     @property
     def reports_experts(self) -> bool:
@@ -319,12 +318,11 @@ class EngineSpec:
 @dataclass(frozen=True, slots=True)
 class RequestProgress:
     generated: int
-    """Tokens so far; may lag slightly."""
+    """Number of tokens generated so far; may lag slightly."""
     part: Completion | None = None
-    """Tokens since the last part, without text and finish reason.
+    """Tokens since the last report that had a part, without text and finish reason.
 
-    The newest token is left out: it may end the response, and a continuation must not go beyond that.
-    """
+    The newest token is left out: it may be the end of the response, after which a retry must not continue."""
 
 
 Report = Callable[[RequestProgress], None]
@@ -343,14 +341,15 @@ class InferenceStrategy(ABC):
 
     @abstractmethod
     def generate(self, request: GenerationRequest, report: Report = lambda progress: None) -> asyncio.Future[Completion]:
-        """Admit a request. The future yields its completion, also if it failed or was aborted; cancelling it aborts the request.
+        """Start a request. The future returns its completion, even if the request fails or is aborted. Cancelling the future aborts the
+        request.
 
-        `report` is called soon after the engine has begun with the request, and with its tokens every few seconds (inference/requests.py).
-        """
+        `report` is called soon after the engine has begun with the request, and then every few seconds with new tokens
+        (inference/requests.py)."""
 
     @abstractmethod
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """End requests (None: all) with the tokens they have; unknown ones are ignored."""
+        """Abort requests (None: all); they return the tokens generated so far. Unknown ids are ignored."""
 
     @abstractmethod
     async def pause(self, mode: PauseMode) -> None: ...
@@ -360,24 +359,24 @@ class InferenceStrategy(ABC):
 
     @abstractmethod
     async def connect_weights(self, first_member: int, membership: Membership) -> None:
-        """Join an epoch of the transfer group and leave the previous one, together with the trainers. `first_member`: member number of the
-        engine's first worker."""
+        """Connect the engine's workers to the trainers' current transfer group, over which weights are sent; earlier connections are
+        closed. Collective with the trainers. `first_member`: number of the engine's first worker among the members."""
 
     @abstractmethod
     async def begin_weight_update(self, tensors: Sequence[ExportedTensor]) -> None:
-        """Check names and shapes (ValueError before anything changes) and prepare to receive."""
+        """Prepare to receive a weight update of these tensors. Raises ValueError if names or shapes are wrong; nothing has changed then."""
 
     @abstractmethod
     async def receive_bucket(self, routes: Sequence[Route], following: Sequence[Route] = ()) -> None:
-        """Take part in one bucket's transfer and load it. `following`: the next bucket, which may travel meanwhile."""
+        """Receive one bucket of tensors and load it. `following`: routes of the next bucket, which may be received meanwhile."""
 
     @abstractmethod
     async def finish_weight_update(self, version: int) -> dict[str, float]:
-        """Use the new weights from now on; clear prefix caches. Returns seconds by phase, of the slowest worker."""
+        """Use the new weights from now on, and clear prefix caches. Returns the slowest worker's seconds by phase."""
 
     async def update_weights(self, routes: Sequence[Route], version: int) -> dict[str, float]:
-        """Run a whole update while the trainers run `WeightSender.send`. After a TransferError the engine continues with the old weights
-        or, if it has some new ones, generates nothing until another update."""
+        """Receive a whole weight update while the trainers run `WeightSender.send`. After a TransferError, the engine continues with the
+        old weights; if it already has some new ones, it stays frozen until a complete update."""
         await self.begin_weight_update(tensors_of(routes))
         buckets = by_bucket(routes)
         for bucket, following in zip(buckets, [*buckets[1:], []], strict=True):
@@ -386,16 +385,16 @@ class InferenceStrategy(ABC):
 
     @abstractmethod
     async def weight_checksums(self, names: Collection[str] | None = None) -> dict[str, str]:
-        """Checksums (`checksum` in weight_sync/update.py) of some or all tensors, by Hugging Face name."""
+        """Checksums of the named tensors (None: all), by Hugging Face name; see `checksum` in weight_sync/update.py."""
 
     @abstractmethod
     async def load(self, parts: Iterable[EngineMemory] = tuple(EngineMemory)) -> None:
-        """Bring offloaded parts back. The weights alone are enough to receive an update."""
+        """Load offloaded parts back to the device. The weights alone are enough to receive an update."""
 
     @abstractmethod
     async def offload(self, parts: Iterable[EngineMemory] = tuple(EngineMemory)) -> None:
-        """Free the device memory of parts: weights move to host memory, the KV cache is dropped. Running requests end as aborted; new ones
-        wait until every part is back, even if the engine cannot free memory."""
+        """Free the device memory of parts: weights move to host memory, the KV cache is dropped. Running requests are aborted. New ones
+        wait until every part is back, even on devices where no memory can be freed."""
 
     @abstractmethod
     async def health(self) -> EngineHealth: ...
@@ -404,5 +403,5 @@ class InferenceStrategy(ABC):
     async def shutdown(self) -> None: ...
 
     def fail(self, why: str) -> None:
-        """Declare the engine dead: something that it needs outside of this process is gone."""
+        """Declare the engine dead, because something outside of this process that it needs is gone."""
         raise NotImplementedError(f"{type(self).__name__} needs nothing outside of its process")

@@ -1,4 +1,5 @@
-"""Strategies by name, and checks of engine arguments. torch, frameworks and engines are imported only to build one."""
+"""Build strategies (training frameworks and engines) from the configuration, and check engine arguments. torch, frameworks and engines are
+imported only when one is built."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def _hf(spec: ModelSpec) -> ForwardStrategy:
 class ModelStrategy:
     build: Callable[[ModelSpec], ForwardStrategy]
     connects_ranks: bool
-    """True if one process group spans all ranks: a single rank cannot be replaced then."""
+    """True if all ranks are in one process group, so that a single rank cannot be replaced."""
 
 
 STRATEGIES: Mapping[str, ModelStrategy] = {"megatron": ModelStrategy(_megatron, True), "hf": ModelStrategy(_hf, False)}
@@ -54,7 +55,7 @@ def build_model(spec: ModelSpec) -> ForwardStrategy:
 
 
 def build_engine(spec: EngineSpec) -> InferenceStrategy:
-    """Build an engine. Only here vLLM or SGLang is imported, because they cannot be installed together."""
+    """Build an engine. vLLM or SGLang is imported only here, because they cannot be installed together."""
     match spec.strategy:
         case VllmStrategyConfig():
             from roll_lite.distributed.strategy.inference.strategy import EngineStrategy
@@ -69,15 +70,15 @@ def build_engine(spec: EngineSpec) -> InferenceStrategy:
 
 
 def share_of_device(strategy: InferStrategyConfig, place: int, sharers: int) -> InferStrategyConfig:
-    """Settings of one of several engines that share a GPU equally. `place`: engines already on it. vLLM's memory setting is a share of the
-    GPU, SGLang's of its free memory."""
+    """Return the settings for one of several engines that share a GPU equally. `place`: number of engines that start on it before. vLLM's
+    memory setting is a fraction of the whole GPU, SGLang's of the free memory."""
     part = strategy.gpu_memory_utilization / sharers
     taken = place * part if isinstance(strategy, SglangStrategyConfig) else 0.0
     return strategy.model_copy(update={"gpu_memory_utilization": part / (1 - taken)})
 
 
 def build_part(spec: EngineSpec) -> EnginePart:
-    """Build an engine's part on a node other than its first."""
+    """Build the part of a multi-node engine that runs on a node other than the first."""
     match spec.strategy:
         case VllmStrategyConfig():
             from roll_lite.distributed.strategy.vllm.compat.engine import VllmPart
@@ -90,11 +91,12 @@ def build_part(spec: EngineSpec) -> EnginePart:
 
 
 QUANTIZATION = dict.fromkeys(("quantization", "quantization_config", "modelopt_quant"), "quantization")
-"""Engine argument -> key to use instead. For rollout engines, whose weights are replaced; a judge may use any argument."""
+"""Engine argument -> configuration key to use instead. Only for rollout engines, whose weights are updated; a judge may use any
+argument."""
 
 
 def engine_arguments_fit(config: RunConfig) -> Iterator[Problem]:
-    """Problems with engine arguments that are reserved, have a key of their own, or are unknown to the engine."""
+    """Yield a problem for each engine argument that is reserved, has its own configuration key, or is unknown to the engine."""
     infer = config.actor_infer.strategy
     if isinstance(infer, EngineStrategyConfig):
         own, settings, fields = (
@@ -112,7 +114,8 @@ def engine_arguments_fit(config: RunConfig) -> Iterator[Problem]:
 def _problems(
     role: str, given: Mapping[str, Any], own: tuple[str, ...], settings: Mapping[str, str], known: Collection[str]
 ) -> Iterator[Problem]:
-    """`known`: names of the engine's arguments; empty if it is not installed, and then unknown arguments are not checked."""
+    """Yield the problems of one role's engine arguments. `known`: the engine's argument names; if empty (not installed), unknown arguments
+    are not reported."""
     for argument, value in sorted(given.items()):
         place = f"{role}.strategy.engine_args.{argument}"
         if argument in own:
@@ -124,8 +127,8 @@ def _problems(
 
 
 def declared_fields(package: str, places: Sequence[tuple[str, str | None]]) -> frozenset[str]:
-    """Field names of an installed package's classes, read from source because importing takes seconds. Empty if none are found; the engine
-    then reports unknown arguments at its start."""
+    """Return the field names of classes in an installed package. They are read from source, because importing takes seconds. Empty if none
+    are found; then the engine itself refuses unknown arguments at its start."""
     spec = find_spec(package)
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec is not None else []
     names: set[str] = set()

@@ -1,4 +1,4 @@
-"""Sequence-classification model on Hugging Face transformers, one whole copy per rank."""
+"""Sequence-classification model run by Hugging Face transformers, with the whole model on each rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OUTPUTS = ["final_value"]
 
 
 class HfRewardStrategy(ForwardStrategy):
-    """Reward model. The caller sets RANK and WORLD_SIZE (LOCAL_RANK on GPUs)."""
+    """Reward model for forward passes. The caller sets RANK and WORLD_SIZE (also LOCAL_RANK on GPUs)."""
 
     needs_process_group = False
     pads_rows = True
@@ -47,7 +47,7 @@ class HfRewardStrategy(ForwardStrategy):
         return MicroBatchPlan.of(lengths, planner)
 
     def forward(self, batch: DataProto, outputs: Sequence[str], plan: MicroBatchPlan) -> DataProto | None:
-        """Score rows. The only output is final_value, the score after each row's last token."""
+        """Score rows (samples). The only output is final_value, the score at each row's last token."""
         if list(outputs) != OUTPUTS:
             raise ValueError(f"outputs {list(outputs)}: a reward model has {', '.join(OUTPUTS)}")
         tokens = batch.select(["input_ids"])
@@ -58,13 +58,13 @@ class HfRewardStrategy(ForwardStrategy):
         return DataProto({"final_value": plan.collect_rows(scores)})
 
     def _scores(self, input_ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """[B, T] token ids, padded on the right, to [B] scores."""
+        """Score token ids [B, T], padded on the right; returns [B]."""
         batch, width = input_ids.shape
         mask = (torch.arange(width) < lengths[:, None]).to(self.device)
         inputs = {"input_ids": input_ids.to(self.device), "attention_mask": mask.long()}
-        if not hasattr(self._model, "score"):  # an encoder, with pooling of its own
+        if not hasattr(self._model, "score"):  # an encoder model, which does its own pooling
             return self._model(**inputs).logits.squeeze(-1)
-        # The models' own pooling takes the last token that is no padding, and refuses batches if no padding token is declared.
+        # Decoder models' own pooling takes the last token that is no padding, and refuses batches if no padding token is declared.
         no_cache = {"use_cache": False} if hasattr(self._model.config, "use_cache") else {}
         hidden = self._model.base_model(**inputs, **no_cache).last_hidden_state
         ends = hidden[torch.arange(batch, device=self.device), (lengths - 1).to(self.device)]

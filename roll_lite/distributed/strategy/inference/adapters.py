@@ -1,6 +1,8 @@
-r"""Weight updates that bring only LoRA adapters: the engine keeps the weights it loaded, with A and B beside its layers. B arrives already
-multiplied by alpha / rank. Engines fuse projections: in a fused layer, projections without an adapter get zeros, because an engine may
-track adapters by layer."""
+"""Receive and read LoRA adapters in an engine's worker, for weight updates that send only adapters.
+
+The engine keeps the base weights that it loaded at start-up, and adds the matrices A and B beside its layers. B arrives already multiplied
+by alpha / rank. Engines fuse projections (q, k, v into one layer). In a fused layer, projections without an adapter get zeros, because an
+engine may track adapters by layer."""
 
 from __future__ import annotations
 
@@ -15,15 +17,15 @@ from roll_lite.distributed.strategy.inference.held_weights import Layers, held_l
 from roll_lite.models.adapter_files import A, B, adapter_name
 
 NAME = "actor_train"
-"""Name of the only adapter in an engine."""
+"""Name of the engine's only adapter."""
 
 
 class IncomingAdapters:
-    """Adapters that a worker receives during an update. The engine computes with the old ones until `put_in_place`."""
+    """Buffer for the adapters that a worker receives in an update. The engine uses the old ones until `put_in_place`."""
 
     def __init__(self, shapes: Mapping[str, Sequence[int]], rank: int, put: Callable[[int, dict[str, torch.Tensor]], None]) -> None:
-        """`shapes`: of all adapter tensors, by PEFT's names; they start as zeros. `put(rank, tensors)` installs tensors of this LoRA
-        rank."""
+        """`shapes`: shapes of all adapter tensors by PEFT name; until the first update they are zeros. `put(rank, tensors)` installs
+        tensors of this LoRA rank in the engine."""
         self.rank = rank
         self._shapes = shapes
         self._put = put
@@ -31,7 +33,7 @@ class IncomingAdapters:
         self.put_in_place()
 
     def begin(self, again: bool) -> None:
-        """Begin an update. `again`: an earlier update broke off and left some of its tensors."""
+        """Begin an update. `again`: an earlier update failed after some tensors had arrived."""
         self._come.clear()
 
     def take(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -45,20 +47,20 @@ class IncomingAdapters:
 
 @dataclass(frozen=True)
 class AdaptedLayer:
-    """Layer of an engine's model, with this worker's part of its adapters."""
+    """Layer of an engine's model that has adapters, with this worker's shards of them."""
 
     path: str
     layer: Any
     a: torch.Tensor
-    """Shape [projections x rank, columns]."""
+    """LoRA matrices A of the layer's projections, stacked: [projections * rank, columns]."""
     b: torch.Tensor
-    """Shape [rows of all projections, rank]."""
+    """LoRA matrices B of the layer's projections, stacked: [rows of all projections, rank]."""
 
 
 def held_adapters(
     adapted: Iterable[AdaptedLayer], model: nn.Module, layers: Layers, names: Collection[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the named tensors, full size, as the engine computes with them. All workers of an engine iterate together."""
+    """Yield the named adapter tensors, unsharded, as the engine uses them. Collective over the engine's workers."""
     for one in adapted:
         projections = [f"{held}.weight" for held in held_layers(one.path, model)]
         sizes, copies = shares(one.layer, len(one.b), layers)

@@ -1,4 +1,4 @@
-"""State machine of an engine: its states, the events that each allows, and where they lead."""
+"""State machine of an engine: its states, the events that each state allows, and the transitions."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class EngineState(StrEnum):
     PAUSED = "paused"
     """Paused by `pause`: generates nothing until `resume`, and keeps its memory."""
     UPDATING = "updating"
-    """A weight update is loading: the weights are partly old, partly new."""
+    """A weight update is being loaded: some weights are old, some new."""
     HALF_UPDATED = "half updated"
-    """An update broke off: the weights are partly old, partly new. Only a complete update helps."""
+    """A weight update failed half-way: some weights are old, some new. Only a complete update makes the engine usable again."""
     CACHE_OFFLOADED = "cache offloaded"
-    """KV cache offloaded; the weights are on the device."""
+    """The KV cache is offloaded; the weights are on the device."""
     WEIGHTS_OFFLOADED = "weights offloaded"
-    """Weights in host memory; the KV cache may be offloaded as well."""
+    """The weights are in host memory; the KV cache may be offloaded too."""
     DEAD = "dead"
 
 
@@ -43,10 +43,10 @@ class EngineEvent(StrEnum):
     RESUME = "resume"
     CONNECT = "connect"
     BEGIN_UPDATE = "begin update"
-    """Announce an update. Nothing has arrived yet; another announcement replaces it."""
+    """Announce a weight update. No tensor has arrived yet; another announcement replaces this one."""
     RECEIVE = "receive"
     BREAK_OFF = "break off"
-    """A bucket did not arrive. If it was the first, the old weights are still whole."""
+    """Transfer of a bucket failed. If it was the update's first, the old weights are still intact."""
     FINISH_UPDATE = "finish update"
     READ_WEIGHTS = "read weights"
     OFFLOAD = "offload"
@@ -79,24 +79,24 @@ _MEANWHILE = {
     _E.OFFLOAD: "finish it before anything is offloaded",
     _E.READ_WEIGHTS: "the engine holds parts of two sets of weights",
 }
-"""Advice for events that an update under way forbids."""
+"""Error text for events that are forbidden during a weight update."""
 
 
 class EngineLife:
-    """State of an engine, and what decides it: a requested pause, offloaded parts, an announced update."""
+    """State of an engine, and the facts that determine it: a requested pause, offloaded parts, an announced update."""
 
     def __init__(self, make: str) -> None:
         self.state = EngineState.STARTING
         self.failure: str | None = NOT_STARTED
-        """Reason why it cannot serve; None if it can."""
+        """Reason why the engine cannot serve; None if it can."""
         self.paused = False
         """True after `pause` until `resume`."""
         self.away: set[EngineMemory] = set()
         """Offloaded parts."""
         self.update: WeightUpdate | None = None
-        """Update that was announced and is not finished."""
+        """Weight update that was announced and is not finished."""
         self.halted: bool | None = False
-        """True if the engine itself is paused. None: unknown, because a call is running or was cancelled."""
+        """True if generation in the engine process is paused. None if unknown, because a call is running or was cancelled."""
         self.version = 0
         """Version of the weights in use."""
         self._make = make
@@ -104,7 +104,7 @@ class EngineLife:
 
     @property
     def held_up(self) -> bool:
-        """True if it cannot generate, whether or not `pause` was called."""
+        """True if the engine cannot generate for another reason than `pause`."""
         return self.state not in (EngineState.SERVING, EngineState.PAUSED)
 
     async def until_dead(self) -> str:
@@ -118,7 +118,7 @@ class EngineLife:
         raise EngineDead(f"{self._make} engine: {await self.until_dead()}")
 
     def require(self, event: EngineEvent) -> None:
-        """Refuse an event that the state does not allow."""
+        """Raise an error if the state does not allow the event."""
         state = self.state
         if state in ALLOWED[event]:
             return
@@ -135,7 +135,7 @@ class EngineLife:
         raise RuntimeError("no weight update is under way")
 
     def require_update(self) -> WeightUpdate:
-        """Return the announced update; raises if none is, or the state accepts no buckets."""
+        """Return the announced update. Raises if there is none, or if the state allows no transfer."""
         self.require(EngineEvent.RECEIVE)
         if self.update is None:
             raise RuntimeError("no weight update has begun: begin_weight_update comes first")
@@ -192,18 +192,18 @@ class EngineLife:
         self._follow()
 
     def die(self, why: str) -> None:
-        """Enter the state DEAD. Of several causes the first is kept."""
+        """Enter the state DEAD. If called again, the first cause is kept."""
         if self.state is not EngineState.DEAD:
             self.state, self.failure = EngineState.DEAD, why
             self._died.set()
 
     def _follow(self) -> None:
-        """Enter the state that a requested pause or offloaded parts demand. A running or broken-off update keeps its state."""
+        """Enter the state that follows from pause and offloaded parts. An update that runs or failed half-way keeps its state."""
         if self.state not in (EngineState.UPDATING, EngineState.HALF_UPDATED):
             self._enter_whole()
 
     def _enter_whole(self) -> None:
-        """Enter the state of an engine whose weights are all of one version."""
+        """Enter the state that follows from pause and offloaded parts, when all weights are of one version."""
         if self.away:
             self.state = EngineState.WEIGHTS_OFFLOADED if EngineMemory.WEIGHTS in self.away else EngineState.CACHE_OFFLOADED
         else:

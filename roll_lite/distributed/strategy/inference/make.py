@@ -1,4 +1,4 @@
-"""Interface of an engine make: what vLLM and SGLang each add to `strategy.py`."""
+"""Interface that vLLM and SGLang each implement for `strategy.py`. They are called the two makes of engine."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from roll_lite.models.hf_config import HfConfig
 
 
 class EnginePart(Protocol):
-    """Processes of an engine on one node."""
+    """One node's processes of an engine."""
 
     @property
     def name(self) -> str: ...
 
     def check_version(self) -> object:
-        """RuntimeError if the engine is not installed or its version is not supported."""
+        """Raise RuntimeError if the engine is not installed or its version is not supported."""
 
     async def start(self) -> list[int]:
-        """Start, and return the process ids."""
+        """Start the processes and return their ids."""
         ...
 
     async def stop(self, processes: EngineProcesses) -> None:
-        """Stop and clean up, however far the start got."""
+        """Stop the processes and clean up, even after a partial start."""
 
 
 class EngineMake(EnginePart, Protocol):
-    r"""Engine in separate processes. EngineStrategy calls it in allowed states only, and raises EngineDead if it dies during a call.
+    """Engine (vLLM or SGLang) in separate processes. EngineStrategy calls these methods only when the engine's state allows it. It raises
+    EngineDead if the engine dies during a call.
 
-    Its workers' methods `roll_lite_connect`, `roll_lite_load_bucket`, `roll_lite_put_in_place`, `roll_lite_weights_touched` and
-    `roll_lite_checksums` move weights, or adapters alone after `roll_lite_take_adapters`.
-    """
+    The engine's workers have methods to receive and read weights: `roll_lite_connect`, `roll_lite_load_bucket`, `roll_lite_put_in_place`,
+    `roll_lite_weights_touched` and `roll_lite_checksums`. After `roll_lite_take_adapters` they handle only LoRA adapters."""
 
     @property
     def notes(self) -> Sequence[str]: ...
@@ -45,20 +45,20 @@ class EngineMake(EnginePart, Protocol):
     def is_dead(self) -> bool: ...
 
     async def prepare(self, config: HfConfig) -> None:
-        """Finish the start, once the processes are watched."""
+        """Finish the start. By then the processes are monitored, so a crash is noticed."""
 
     async def answered(self) -> object:
-        """Wait for an answer of the engine's step loop, which answers between two steps, also while paused."""
+        """Ask the engine's step loop for an answer, which it gives between two steps, also while paused."""
         ...
 
     # ------------------------------------------------------------ requests
 
     async def run(self, flight: InFlight) -> Completion:
-        """Run a checked request; cancelling aborts it in the engine."""
+        """Run a request that has been validated. Cancelling aborts it in the engine."""
         ...
 
     async def progress(self, flights: Sequence[InFlight], parts: bool) -> Sequence[RequestProgress | None]:
-        """Progress of the requests; see `Look` in requests.py."""
+        """Return the progress of requests; see `Look` in requests.py."""
         ...
 
     async def abort(self, flights: Sequence[InFlight]) -> None: ...
@@ -70,14 +70,14 @@ class EngineMake(EnginePart, Protocol):
     # ------------------------------------------------------------ weights, memory
 
     async def call_workers(self, method: str, **arguments: Any) -> list[Any]:
-        """Call a method on all workers; returns their answers in order. TransferError if a transfer broke off."""
+        """Call a method on all workers and return their answers in order. Raises TransferError if a weight transfer failed."""
         ...
 
     async def renew(self, version: int) -> None:
-        """Use new weights: drop cached keys and values of old ones, and give further tokens this version."""
+        """Start using new weights: drop the KV cache's old contents, and give further tokens this weight version."""
 
     async def offload(self, parts: Collection[EngineMemory], cache_stays: bool) -> None:
-        """Offload parts that are on the device. The engine is paused and idle."""
+        """Offload parts that are on the device. The engine is paused and has no running requests."""
 
     async def load(self, parts: Collection[EngineMemory]) -> None:
         """Load parts that are offloaded."""

@@ -1,4 +1,4 @@
-"""Operating system processes of an engine: whether they live, and how they end."""
+"""Monitor and end the operating system processes of an engine."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from roll_lite.distributed.session_guard import SHARED, remove_folder
 from roll_lite.distributed.strategy.inference.scratch import SCRATCH
 
 HOST_PID = "ROLL_LITE_ENGINE_HOST_PID"
-"""Variable with the id of the hosting process, whose end must end the engine's processes too."""
+"""Environment variable with the id of the hosting process. The engine's processes must end when it ends."""
 _PATIENCE_S = 3.5
 _HOST_CHECK_S = 1.0
 
 
 COMPILERS = frozenset({"ninja", "nvcc", "cudafe++", "cicc", "ptxas", "ptxas-blackwell", "nvlink", "fatbinary"})
-"""Compilers that Triton and CUDA's toolchain start, by process name."""
+"""Process names of compilers that Triton and CUDA's toolchain start."""
 
 
 class EngineProcesses:
@@ -42,7 +42,7 @@ class EngineProcesses:
         return bool(self.all)
 
     def running(self) -> bool:
-        """True while all processes run; an engine may notice a loss late."""
+        """True while all processes run. The engine itself may notice a lost process late."""
         return all(is_running(process) for process in self.all)
 
     def are_compiling(self) -> bool:
@@ -52,14 +52,14 @@ class EngineProcesses:
         return any(not own.isdisjoint(_ancestors(compiler)) for compiler in compilers)
 
     async def end(self, ask: Callable[[], None]) -> None:
-        """Call `ask`, which tells the processes to end; kill those that remain."""
+        """End the processes: call `ask`, which asks them to end, then kill those that remain."""
         await asyncio.wait({asyncio.create_task(asyncio.to_thread(ask))}, timeout=_PATIENCE_S)
         self._kill()
         await asyncio.to_thread(psutil.wait_procs, self.all, _PATIENCE_S)
         remove(self._shared)
 
     def kill(self) -> None:
-        """Kill the processes and remove their shared memory at once: the caller may be killed before it could wait."""
+        """Kill the processes and remove their shared memory, without waiting for their end: the caller may be killed itself."""
         self._kill()
         remove(self._shared)
 
@@ -77,7 +77,7 @@ def _ancestors(process: psutil.Process) -> set[int]:
 
 
 def cleans_up(process: psutil.Process) -> bool:
-    """True for Python's resource tracker, which removes shared memory left by others and then ends."""
+    """Return True for Python's resource tracker, which removes the shared memory of dead processes and then ends by itself."""
     try:
         return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
     except psutil.Error:
@@ -85,7 +85,7 @@ def cleans_up(process: psutil.Process) -> bool:
 
 
 def shared_memory(pid: int) -> set[Path]:
-    """Shared-memory files that a process has mapped; a killed process leaves them behind."""
+    """Shared-memory files that a process has mapped. They stay if the process is killed."""
     try:
         lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -95,7 +95,8 @@ def shared_memory(pid: int) -> set[Path]:
 
 
 def _left_behind(processes: Iterable[psutil.Process]) -> set[Path]:
-    """Shared-memory files to remove, except semaphores: they may be the host's, and the resource tracker removes them."""
+    """Shared-memory files to remove for the processes. Semaphores are left out: they may belong to the host, and the resource tracker
+    removes them."""
     return {path for process in processes for path in shared_memory(process.pid) if not path.name.startswith("sem.")}
 
 
@@ -105,13 +106,13 @@ def remove(files: Iterable[Path]) -> None:
 
 
 def when_host_is_gone(act: Callable[[], None]) -> None:
-    """Call `act` in an engine's process when the hosting process is gone, however it ended."""
+    """Call `act` in this engine process when the hosting process has ended for any reason."""
     if HOST_PID in os.environ:
         _when_gone(int(os.environ[HOST_PID]), act)
 
 
 def end_group_with_host_or_leader() -> None:
-    """Kill this process group when the host or the group's leader is gone, even if it was gone before the call."""
+    """Kill this process group when the hosting process or the group's leader has ended, also if that was before the call."""
     leader = os.getpgid(0)
 
     def end() -> None:
@@ -123,7 +124,8 @@ def end_group_with_host_or_leader() -> None:
 
 
 def _when_gone(pid: int, act: Callable[[], None]) -> None:
-    """Call `act` on a thread once process `pid` has ended. If the engine's host has ended too, remove its scratch folder first."""
+    """Start a thread that calls `act` once process `pid` has ended. If the hosting process has ended too, the thread first removes the
+    engine's scratch folder."""
     watched, host = _process(pid), _process(int(os.environ.get(HOST_PID, os.getpid())))
 
     def watch() -> None:
@@ -144,7 +146,7 @@ def _process(pid: int) -> psutil.Process | None:
 
 
 def kill_all(processes: Sequence[psutil.Process]) -> None:
-    """Kill the processes, this one last, except resource trackers, and remove their shared memory."""
+    """Kill the processes and remove their shared memory. This process is killed last; resource trackers are spared."""
     remove(_left_behind(processes))
     killed = [process for process in processes if not cleans_up(process)]
     for process in sorted(killed, key=lambda process: process.pid == os.getpid()):

@@ -1,4 +1,4 @@
-"""Request handling that engines share: record of a request in flight, progress reports, stop strings at a resume point, expert choices."""
+"""Request handling for all engines: requests in flight, progress reports, stop strings across a resume point, expert choices."""
 
 from __future__ import annotations
 
@@ -15,39 +15,40 @@ from roll_lite.distributed.strategy.base import Report, RequestProgress
 from roll_lite.models.hf_config import ExpertsConfig
 
 SEAM = "roll_lite_seam"
-"""Key of the extra request argument that gives the engine the number of `seam_tokens`."""
+"""Key of an extra request argument that carries the number `seam_tokens` returns."""
 TOKENS_PER_CHARACTER = 4
 WITHOUT_TEXT = 32
-"""Extra `seam_tokens`: special tokens have no text, and an incomplete character gets its text with the next token."""
+"""Tokens added to `seam_tokens`, since special tokens have no text, and an incomplete character gets its text with a later token."""
 BEGUN_POLL_S = 1.0
 PARTS_EVERY = 5
-"""Polls between two reports of new tokens. If the process dies, tokens since the last report are lost."""
+"""Number of polls between two reports of new tokens. If the process dies, tokens since the last report are lost."""
 
 
 @dataclass(eq=False)
 class InFlight:
-    """Record of a request in an engine."""
+    """Request in flight in an engine."""
 
     request: GenerationRequest
     report: Report
     version: int = 0
-    """Weight version at its start."""
+    """Weight version when the request was given to the engine."""
     entered: bool = False
-    """True once it was given to the engine."""
+    """True once the request was given to the engine."""
     aborted: bool = False
     begun: bool = False
     reported: int = 0
     """Number of tokens in the parts reported so far."""
     number: int = -1
-    """Number that SglangEngine gives the request."""
+    """Number by which SglangEngine identifies the request."""
 
 
 Look = Callable[[Sequence[InFlight], bool], Awaitable[Sequence[RequestProgress | None]]]
-"""Function that returns the progress of requests, None for one that has not begun. Its flag: include new tokens as parts."""
+"""Function that polls the engine for the progress of requests. Returns None for a request that has not begun. Its flag asks for the new
+tokens too (RequestProgress.part)."""
 
 
 class ProgressReports:
-    """Requests in flight, and the task that reports their progress."""
+    """Requests in flight, and a task that polls and reports their progress."""
 
     def __init__(self, look: Look) -> None:
         self.flights: dict[InFlight, asyncio.Future[Any]] = {}
@@ -68,7 +69,7 @@ class ProgressReports:
             flights = [one for one in self.flights if one.entered and (parts or not one.begun)]
             try:
                 found = await self._look(flights, parts) if flights else ()
-            except Exception:  # a process edge: the engine failed, and its requests say so
+            except Exception:  # the engine failed; its requests will report that
                 found = [None] * len(flights)
             self._report(flights, found)
             await asyncio.sleep(BEGUN_POLL_S)
@@ -82,14 +83,15 @@ class ProgressReports:
 
 
 def seam_tokens(request: GenerationRequest) -> int:
-    """Number of tokens at the prompt's end that belong to a resumed response and may contain the beginning of a stop string."""
+    """Number of tokens at the end of a resumed request's prompt in which a stop string may begin. These tokens belong to the response so
+    far."""
     longest = max(map(len, request.sampling.stop), default=0)
     return min(request.resumed, longest * TOKENS_PER_CHARACTER + WITHOUT_TEXT) if longest else 0
 
 
 def chosen_experts(told: np.ndarray, experts: ExpertsConfig) -> np.ndarray:
-    """Flatten the engine's report `told` [tokens, layers, experts per token] to int16 [tokens, expert layers x experts per token]. The
-    engine may report all layers or only expert layers."""
+    """Flatten an engine's expert choices `told` [tokens, layers, experts per token] to int16 [tokens, expert layers * experts per token].
+    The engine may report all layers or only those with experts."""
     if told.shape[1] == len(experts.layers):
         told = told[:, np.array(experts.layers)]
     assert told.shape[1:] == (sum(experts.layers), experts.per_token), f"the engine tells of {told.shape[1:]} experts of a token"

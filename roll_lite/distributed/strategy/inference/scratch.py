@@ -1,4 +1,4 @@
-"""Temporary folder for an engine's sockets, rendezvous files and caches."""
+"""Temporary folder for an engine's sockets, rendezvous files, semaphores and caches."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from roll_lite.distributed.session_guard import remove_folder
 
 SCRATCH = "ROLL_LITE_ENGINE_SCRATCH"
 _LOCK = ".host"
-"""Lock file that the host keeps locked."""
+"""Lock file that the hosting process keeps locked while it lives."""
 _LONGEST_BASE = 50  # a socket's path has at most 107 bytes, and the engines' own part of it has up to 36
 
 
 class Scratch:
-    r"""Folder that is made when an engine starts and removed when it shuts down or its host ends. If the host was killed, the engine's
-    processes remove it. If the host had started none yet, the next vLLM or SGLang engine of the same kind on this machine does."""
+    """Temporary folder of an engine, removed when the engine shuts down or its hosting process ends. If the host is killed, the engine's
+    processes remove it. If there were none yet, the next engine of the same kind on this machine removes it."""
 
     def __init__(self, prefix: str, *variables: str) -> None:
-        """`variables`: further environment variables that name the folder to the engine."""
+        """`variables`: further environment variables that tell the engine the folder."""
         self._variables = ("TMPDIR", SCRATCH, *variables)
         base = tempfile.gettempdir()
         base = base if len(base) <= _LONGEST_BASE else "/tmp"
@@ -38,7 +38,7 @@ class Scratch:
 
     @contextmanager
     def inherited(self) -> Iterator[None]:
-        """Make processes started inside the block use the folder as temporary folder; the host keeps its own."""
+        """Make processes that are started inside the block use the folder as temporary folder. This process keeps its own."""
         names = dict.fromkeys(self._variables, self.path)
         before = {name: os.environ.get(name) for name in names}
         os.environ.update(names)
@@ -58,19 +58,19 @@ class Scratch:
 
 
 def _remove_in(pid: int, path: str, lock: int) -> None:
-    """Remove the folder. A process forked from its maker does nothing."""
+    """Remove the folder, unless called in a fork of process `pid`, which made it."""
     if os.getpid() == pid:
         remove_folder(Path(path))
         os.close(lock)
 
 
 def _locked(path: str) -> int | None:
-    """Lock the folder; returns the lock's descriptor. None if another host has just removed the folder as abandoned."""
+    """Lock the folder and return the lock's descriptor. None if another process has just removed the folder as abandoned."""
     try:
         lock = os.open(f"{path}/{_LOCK}", os.O_CREAT | os.O_RDWR, 0o600)
     except FileNotFoundError:
         return None
-    with suppress(OSError):  # without locks in the file system nothing counts as abandoned
+    with suppress(OSError):  # if the file system has no locks, no folder counts as abandoned
         fcntl.flock(lock, fcntl.LOCK_EX)
     if not Path(path).exists():
         os.close(lock)
@@ -79,7 +79,7 @@ def _locked(path: str) -> int | None:
 
 
 def _clear_if_abandoned(folder: Path) -> None:
-    with suppress(OSError):  # another user's, already gone, or locked by a host that lives
+    with suppress(OSError):  # another user's folder, already removed, or locked by a living host
         lock = os.open(folder / _LOCK, os.O_RDWR)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -89,10 +89,9 @@ def _clear_if_abandoned(folder: Path) -> None:
 
 
 def name_semaphores() -> None:
-    r"""Name the semaphores of this process and its children after the folder, so that removing it removes them.
+    """Name the semaphores of this process and its children after the scratch folder, so that they are removed with it.
 
-    For an engine's first process, if multiprocessing did not start it inside `inherited`.
-    """
+    For an engine's first process, if it was started without multiprocessing or outside of `inherited`."""
     _call_semaphores(_semaphores_of(os.environ[SCRATCH]))
 
 
@@ -101,7 +100,7 @@ def _semaphores_of(path: str) -> str:
 
 
 def _call_semaphores(prefix: str) -> str:
-    """Set the prefix of semaphore names in this process and those that multiprocessing starts for it. Returns the old prefix."""
+    """Set the prefix of semaphore names in this process and in those that its multiprocessing starts. Returns the old prefix."""
     config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     before, config["semprefix"] = config["semprefix"], prefix
     return str(before)

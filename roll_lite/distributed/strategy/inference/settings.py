@@ -1,4 +1,4 @@
-"""Start-up settings that engines share: supported versions, environment variables, arguments, cache size."""
+"""Start-up settings for all engines: supported versions, environment variables, arguments, cache size."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from roll_lite.config.schema.models import EngineStrategyConfig
 
 CPU_KV_CACHE_MB = 256
 FP8_CAPABILITY = (8, 9)
-"""Least GPU compute capability for fp8 (Ada). vLLM refuses older GPUs; on these SGLang packs weights in a way that updates cannot write
-to."""
+"""Lowest GPU compute capability for fp8 (Ada). vLLM refuses older GPUs. On these, SGLang packs weights into a layout that updates cannot
+write to."""
 
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
-"""Fused layers and the projections in them, for models that do not declare them."""
+"""Fused layer -> projections in it, for models that do not declare this."""
 
 Range = tuple[str, str]
-"""First supported version and first unsupported one."""
+"""First supported version, and the first one that is unsupported again."""
 
 
 def check_version(distributions: Sequence[str], supported: Range, remedy: str) -> str:
-    """Version of the first installed distribution. RuntimeError if none is installed (with the `remedy`) or its version is not
-    supported."""
+    """Return the version of the first of these distributions that is installed. Raises RuntimeError if none is (with the `remedy`) or if
+    its version is not supported."""
     low, high = supported
     for name in distributions:
         try:
@@ -43,17 +43,17 @@ def check_version(distributions: Sequence[str], supported: Range, remedy: str) -
 @dataclass(frozen=True)
 class Environment:
     preset: Mapping[str, str]
-    """Defaults, unless the user sets them."""
+    """Defaults, used if the user has not set the variable."""
     required: Mapping[str, str] = field(default_factory=dict)
-    """Values that override the user's: without them the engine or its results would be wrong."""
+    """Values that override the user's, because the engine or its results would be wrong otherwise."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """Values decided by YAML or the placement."""
+    """Values that follow from the YAML configuration or the placement."""
 
     def variables(self, given: Mapping[str, str] = os.environ) -> dict[str, str]:
         return {name: given.get(name, value) for name, value in self.preset.items()} | dict(self.required) | dict(self.settings)
 
     def notes(self, given: Mapping[str, str] = os.environ) -> list[str]:
-        """Messages for values of the user that are overridden."""
+        """Messages about the user's values that are overridden."""
         return [
             f"the environment's {name}={given[name]} is set to {value!r} for the engine, which needs that"
             for name, value in self.required.items()
@@ -62,17 +62,17 @@ class Environment:
 
 
 def kv_cache_mb(given: int | None, cuda: bool) -> int | None:
-    """Size of the KV cache; None: the rest of the GPU."""
+    """Size of the KV cache in MB; None: use the rest of the GPU's memory."""
     return given if given is not None or cuda else CPU_KV_CACHE_MB
 
 
 def is_fp8(strategy: EngineStrategyConfig, cuda: bool) -> bool:
-    """True if the strategy asks for fp8. ValueError if no GPU supports it."""
+    """Return True if the strategy asks for fp8. Raises ValueError if it does and this machine has no GPU that supports it."""
     if strategy.quantization != "fp8":
         return False
     if not cuda:
         raise ValueError("strategy.quantization: fp8 needs a GPU, and there is none here; use none")
-    import torch  # at the start of a run: configurations are checked without GPUs
+    import torch  # imported only at the start of a run: configurations may be checked on machines without GPUs
 
     if (capability := torch.cuda.get_device_capability()) < FP8_CAPABILITY:
         least, found = (".".join(map(str, numbers)) for numbers in (FP8_CAPABILITY, capability))
@@ -81,13 +81,13 @@ def is_fp8(strategy: EngineStrategyConfig, cuda: bool) -> bool:
 
 
 def with_fused(targets: Collection[str]) -> list[str]:
-    """Names of the linear layers with adapters, and of those that engines fuse with them."""
+    """Names of the linear layers with adapters and of those that engines fuse with them."""
     together = {part for parts in FUSED.values() if not set(parts).isdisjoint(targets) for part in parts}
     return sorted({*targets, *together})
 
 
 def check_engine_args(make: str, given: Mapping[str, Any], own: Collection[str], known: Collection[str]) -> None:
-    """ValueError for an argument that the engine lacks, or that is roll_lite's `own`."""
+    """Raise ValueError for an argument that the engine does not have, or that roll_lite sets itself (`own`)."""
     for name in sorted(given):
         path = f"actor_infer.strategy.engine_args.{name}"
         if name in own:

@@ -1,12 +1,10 @@
-r"""Detect an engine that takes no steps although its processes live, as with a hung kernel or a deadlocked loop.
+"""Detect an engine that takes no steps although its processes live, for example because of a hung kernel or a deadlock.
 
-The engine's loop answers a question only between two steps. Steps are bounded, because prompts are prefilled in chunks of at most
-`max_batched_tokens`. So an engine is stuck if it answers much later than after any step so far. Tokens show less: a long prompt yields none
-for many steps.
+The engine's loop answers a question only between two steps. A step is short, because prompts are prefilled in chunks of at most
+`max_batched_tokens`. So an engine is stuck if its answer takes much longer than the longest step so far. Generated tokens are a worse sign:
+a long prompt yields none for many steps.
 
-On GPUs a step may wait for a kernel to be compiled: long at the start, and sometimes later. Compilers are separate processes and can be
-seen.
-"""
+On GPUs a step may wait until a kernel is compiled, mostly in the beginning. Compilers are separate processes, so this is detected."""
 
 from __future__ import annotations
 
@@ -19,21 +17,21 @@ from roll_lite.distributed.liveness import Heartbeat
 
 AUTO_S = 7.0
 AUTO_CPU_S = 300.0
-"""Limit of `auto` on a CPU, where steps may be slow and vLLM never splits a prompt."""
+"""Limit in seconds for "auto" on a CPU, where steps may be slow and vLLM never splits a prompt."""
 ASK_S = 1.0
 """Seconds between an answer and the next question."""
 LISTEN_S = 0.25
 LATE = 0.5
-"""Share of the limit after which to look for compilers; time does not count while one runs. Compilation inside the engine's process is not
-seen, but shorter."""
+"""Fraction of the limit after which to look for compiler processes; while one runs, the time does not count. Compilation inside the
+engine's process is not seen, but takes less long."""
 SLOWER = 4.0
-"""Minimum of the limit, as a multiple of the longest step. The longest step is measured anew once the first response has ended."""
+"""The limit is at least this multiple of the longest step so far. The longest step is measured anew after the first response."""
 FIRST_STEPS = 40.0
-"""Factor on the limit until the first response has ended: kernels are compiled until then."""
+"""Factor by which the limit is raised until the first response has ended, since kernels are compiled until then."""
 
 
 def step_limit(setting: float | str | None) -> float | None:
-    """`limits.engine_step` in seconds on this machine; None for no limit."""
+    """Return the setting `limits.engine_step` in seconds for this machine; None for no limit."""
     if setting == "auto":
         return AUTO_S if torch.cuda.is_available() else AUTO_CPU_S
     assert not isinstance(setting, str)
@@ -44,7 +42,7 @@ class StepWatch(Heartbeat):
     def __init__(
         self, answer: Callable[[], Awaitable[object]], limit_s: float | None, is_compiling: Callable[[], bool] = lambda: False
     ) -> None:
-        """`answer` returns once the engine's loop has answered between two steps. `is_compiling` is called only when an answer is late."""
+        """`answer` asks the engine's loop and returns once it has answered. `is_compiling` is called only if the answer is late."""
         super().__init__(self._step, limit_s, ASK_S, LISTEN_S)
         self._answer = answer
         self._is_compiling = is_compiling
@@ -53,13 +51,13 @@ class StepWatch(Heartbeat):
         self._suspended = 0
 
     def responded(self) -> None:
-        """Note that a response has ended. The first one resets the longest step: compilation is over."""
+        """Record that a response has ended. The first one resets the longest step, since compilation is over."""
         if not self._has_responded:
             self._has_responded, self._longest_s = True, 0.0
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Suspend the watch while the loop does other work."""
+        """Do not count time inside the block, while the engine's loop does other work than steps."""
         self._suspended += 1
         try:
             yield
@@ -73,7 +71,7 @@ class StepWatch(Heartbeat):
         return f"no step has ended for {limit_s:g} s, {longest} (limits.engine_step)"
 
     async def _step(self) -> None:
-        with suppress(Exception):  # failures are reported by the watch over its processes
+        with suppress(Exception):  # EngineStrategy._watch reports failures
             await self._answer()
             self.listen()
             self._longest_s = max(self._longest_s, self.waited_s)

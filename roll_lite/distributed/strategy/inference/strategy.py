@@ -1,7 +1,6 @@
-r"""Inference engine in separate processes: requests, refusals, order of a weight update, death.
+"""Inference engine in separate processes: handles requests, weight updates, offloading and failures.
 
-Its state is kept in `life.py`; a make of engine implements `make.py`.
-"""
+`life.py` keeps its state; vLLM and SGLang each implement the interface in `make.py`."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ DIED = "the engine's process died"
 
 
 class EngineStrategy(InferenceStrategy):
-    """Engine of any make (vLLM, SGLang), with all that does not depend on the make."""
+    """Engine of either make (vLLM or SGLang): everything that does not depend on the make."""
 
     def __init__(self, make: EngineMake, spec: EngineSpec) -> None:
         assert isinstance(spec.strategy, EngineStrategyConfig)
@@ -56,7 +55,7 @@ class EngineStrategy(InferenceStrategy):
         self._vocabulary = 0
         self._dtypes: dict[str, str] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
-        """Shapes of the tensors that updates bring: the checkpoint's, or the adapters'."""
+        """Shapes of the tensors that weight updates send: those of the checkpoint, or of the adapters."""
 
     @property
     def notes(self) -> Sequence[str]:
@@ -88,7 +87,7 @@ class EngineStrategy(InferenceStrategy):
     async def shutdown(self) -> None:
         for watch in self._watching:
             watch.cancel()
-        if self.life.state is EngineState.DEAD:  # nothing is asked of it any more
+        if self.life.state is EngineState.DEAD:  # kill at once, without a clean shutdown
             self.processes.kill()
         self._give_up("shut down")
         await self.make.stop(self.processes)
@@ -117,7 +116,7 @@ class EngineStrategy(InferenceStrategy):
             if self.life.failure is None:  # cancelled by the caller
                 raise
             return Completion(request.request_id, error=self.life.failure)
-        except Exception as error:  # the edge of the process: this one request failed, whatever the error
+        except Exception as error:  # only this request fails, whatever the error
             return Completion(request.request_id, error=self._check() or f"{type(error).__name__}: {error.__cause__ or error}")
 
     def _refusal(self, request: GenerationRequest) -> str | None:
@@ -152,10 +151,11 @@ class EngineStrategy(InferenceStrategy):
             await self.make.abort(known)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Pause generation. If an update or offloaded memory stops the engine anyway, WAIT only freezes, like KEEP."""
+        """Pause generation. If a weight update or offloaded memory already stops the engine, WAIT does not wait for running requests but
+        freezes them, like KEEP."""
         self._require(EngineEvent.PAUSE)
         if mode is PauseMode.ABORT:
-            await self.abort()  # which also ends an earlier WAIT
+            await self.abort()  # also ends an earlier WAIT
         async with self._turn(EngineEvent.PAUSE):
             if self.life.held_up:
                 if mode is PauseMode.ABORT:
@@ -165,14 +165,14 @@ class EngineStrategy(InferenceStrategy):
             self.life.pause()
 
     async def resume(self) -> None:
-        """Undo `pause`. If an update or offloaded memory still stops the engine, it generates again only after that."""
+        """Undo `pause`. While a weight update or offloaded memory stops the engine, it does not generate yet."""
         async with self._turn(EngineEvent.RESUME):
             self.life.resume()
             await self._settle()
 
     async def _settle(self) -> None:
-        """Pause or resume the engine as its state demands."""
-        self._require(EngineEvent.RESUME)  # refused only before the start and after the death
+        """Pause or resume the engine process as required by the current state."""
+        self._require(EngineEvent.RESUME)  # forbidden only before the start and after the engine's death
         halt = self.life.state is not EngineState.SERVING
         if halt and not self.life.halted:
             await self._halt(PauseMode.KEEP)
@@ -206,7 +206,7 @@ class EngineStrategy(InferenceStrategy):
         self._require(EngineEvent.OFFLOAD)
         leaving = set(parts)
         if leaving and not self.life.away:
-            await self.abort()  # which also ends a WAIT
+            await self.abort()  # also ends a WAIT
         async with self._turn(EngineEvent.OFFLOAD):
             leaving -= self.life.away
             if not leaving:
@@ -226,13 +226,14 @@ class EngineStrategy(InferenceStrategy):
             await self._call_workers("roll_lite_connect", first_member=first_member, membership=membership.plain())
 
     async def begin_weight_update(self, tensors: Sequence[ExportedTensor]) -> None:
-        """Announce an update. Until the first bucket arrives the old weights stay, and announcing again starts over."""
+        """Announce a weight update. The old weights stay until the first bucket arrives; until then a new announcement replaces
+        this one."""
         self._require(EngineEvent.BEGIN_UPDATE)
         check_tensors(tensors, self._shapes)
         self.life.begin_update(WeightUpdate(tensors))
 
     async def receive_bucket(self, routes: Sequence[Route], following: Sequence[Route] = ()) -> None:
-        """Load a bucket. The first one freezes the engine until an update is finished."""
+        """Receive and load one bucket of weights. The first bucket freezes the engine until an update is finished."""
         self._require_update()
         async with self._order:
             tensors = tensors_of(routes)
@@ -244,7 +245,7 @@ class EngineStrategy(InferenceStrategy):
                 await self._call_workers("roll_lite_load_bucket", routes=now, following=then)
             except EngineDead:
                 raise
-            except Exception:  # half-loaded weights must not serve, whatever the error was
+            except Exception:  # whatever the error, half-loaded weights must not be used
                 await self._broke_off()
                 raise
             except asyncio.CancelledError:
@@ -253,7 +254,8 @@ class EngineStrategy(InferenceStrategy):
             update.arrived.update(tensor.name for tensor in tensors)
 
     async def _broke_off(self) -> None:
-        """Handle a failed bucket: an engine with some new weights stays frozen until another update, any other continues with the old."""
+        """Handle a failed bucket transfer. An engine with some new weights stays frozen until a complete update; otherwise it continues
+        with the old weights."""
         try:
             touched = any(await self._call_workers("roll_lite_weights_touched"))
         except Exception as unknown:  # an engine whose state is unknown must not continue
@@ -270,7 +272,7 @@ class EngineStrategy(InferenceStrategy):
             try:
                 answers = await self._call_workers("roll_lite_put_in_place")
                 await self._at_length(self.make.renew(version))
-            except BaseException as error:  # also when cancelled: the engine's contents are unknown now
+            except BaseException as error:  # also if cancelled: the engine's weights are unknown now
                 self.fail(self.life.failure or f"new weights could not be put in place: {error}")
                 raise
             self._dtypes = update.dtypes()
@@ -279,15 +281,16 @@ class EngineStrategy(InferenceStrategy):
         return largest(answers)
 
     async def weight_checksums(self, names: Collection[str] | None = None) -> dict[str, str]:
-        """Checksums of the tensors that updates replace, as the workers hold them (held_weights.py, adapters.py). They are first converted
-        to the dtype in which the last update, if any, sent them: an engine that keeps fewer bits shows another checksum than the sender."""
+        """Checksums of the tensors that updates replace, read back from the workers (held_weights.py, adapters.py). Values are first
+        converted to the dtype in which the last update sent them. So an engine that stores fewer bits gives another checksum than the
+        sender."""
         async with self._turn(EngineEvent.READ_WEIGHTS):
             shapes = {name: list(shape) for name, shape in self._shapes.items()}
             asked = None if names is None else sorted(names)
             answers = await self._call_workers("roll_lite_checksums", dtypes=self._dtypes, shapes=shapes, names=asked)
         expected = shapes.keys() if names is None else set(names)
         sums: dict[str, str] = {}
-        for worker, told in enumerate(answers):  # what is not sharded, each worker holds
+        for worker, told in enumerate(answers):  # all workers hold a copy of what is not sharded
             assert told.keys() == expected, f"held and expected differ: {sorted(told.keys() ^ expected)[:5]}"
             sums |= {name: f"{digest} in worker {worker}" for name, digest in told.items() if digest != answers[0][name]}
         return {**answers[0], **sums}
@@ -296,24 +299,25 @@ class EngineStrategy(InferenceStrategy):
         return await self._at_length(self.make.call_workers(method, **arguments))
 
     async def _at_length(self, call: Awaitable[T]) -> T:
-        """Wait for a long call; the step watch is suspended, because the engine takes no steps meanwhile."""
+        """Wait for a call during which the engine takes no steps; the step watch is suspended meanwhile."""
         with self._steps.suspended():
             return await self._answer(call)
 
     async def _answer(self, call: Awaitable[T]) -> T:
-        """Wait for the engine's answer; EngineDead if the engine dies first, since the answer may never come."""
+        """Wait for the engine's answer. Raises EngineDead if the engine dies first, since the answer may never come."""
         return await first_of(call, self.life.until_refused())
 
     # ------------------------------------------------------------ liveness
 
     def _check(self) -> str | None:
-        """Reason why the engine cannot serve, or None."""
+        """Return why the engine cannot serve, or None. Detects dead processes."""
         if self.life.failure is None and (self.make.is_dead() or not self.processes.running()):
             self.life.die(DIED)
         return self.life.failure
 
     async def _watch(self) -> None:
-        """Watch the processes. An engine notices late, or never, that one of its processes was killed or stopped."""
+        """Wait until one of the engine's processes has died or was stopped too long; then give up the engine. The engine itself notices
+        that late, or never."""
         stopped = StoppedTime(LIVENESS_POLL_S)
         failure: str | None = None
         while failure is None:
@@ -332,7 +336,8 @@ class EngineStrategy(InferenceStrategy):
 
     @asynccontextmanager
     async def _turn(self, event: EngineEvent) -> AsyncIterator[None]:
-        """Take the lock for a call that changes or reads the state. A forbidden event is refused before the wait and after it."""
+        """Hold the lock for a call that changes or reads the state. If the state forbids the event, raises at once, or after waiting for
+        the lock."""
         self._require(event)
         async with self._order:
             self._require(event)
@@ -343,13 +348,13 @@ class EngineStrategy(InferenceStrategy):
         return self.life.require_update()
 
     def _give_up(self, why: str) -> None:
-        """Stop serving. Running requests return as failed."""
+        """Stop serving. Running requests return with an error."""
         self.life.die(why)
         for flight, task in self._reports.flights.items():
-            if flight.entered:  # those that have not entered yet see the failure themselves
+            if flight.entered:  # requests not yet given to the engine see the failure themselves
                 task.cancel()
 
     def fail(self, why: str) -> None:
-        """Give up an engine that must not serve any more, and end it."""
+        """Give up this engine: fail its requests and kill its processes."""
         self._give_up(why)
         self.processes.kill()
