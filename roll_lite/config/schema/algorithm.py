@@ -1,4 +1,4 @@
-"""Sections of KL, reward shaping, masks, supervised data, and the algorithm."""
+"""Section of the algorithm, and its parts: KL, reward shaping, masks, supervised data."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ class FixedKlConfig(Section):
 
 
 class AdaptiveKlConfig(Section):
-    """Raises the coefficient above the KL target and lowers it below, once per step."""
+    """Raises the coefficient if KL is above the target and lowers it if below, once per step."""
 
     name: Literal["adaptive"] = "adaptive"
     target: PositiveFloat
-    """Target KL(policy || reference), in nats per token. It is measured with the term's estimator, except that k3 replaces `abs` and, in
-    kl_in_loss, all but `full`."""
+    """Target of KL(policy || reference), in nats per token. KL is measured by the term's estimator in kl_in_reward (k3 in place of abs), by
+    k3 in kl_in_loss unless its estimator is full."""
     horizon: PositiveFloat = 10000.0
-    """Number of samples over which the coefficient changes by at most about a fifth. A batch with more samples counts as this many."""
+    """Number of samples over which the coefficient changes by at most about 20%; larger: slower changes. A batch with more samples counts
+    as this many."""
 
 
 KlControllerConfig = Annotated[FixedKlConfig | AdaptiveKlConfig, Field(discriminator="name")]
@@ -42,11 +43,12 @@ KlControllerConfig = Annotated[FixedKlConfig | AdaptiveKlConfig, Field(discrimin
 
 class KlInRewardConfig(Section):
     coef: NonNegativeFloat = 0.0
-    """Weight; 0: off."""
+    """Weight of KL; 0: off."""
     estimator: Literal["k1", "k2", "k3", "abs", "full"] = "k1"
-    """k1 = log-ratio, k2 = log-ratio² / 2, k3 = exp(-k1) - 1 + k1, abs = |k1|, full = exact sum over the vocabulary."""
+    """Estimator of KL: k1 = log(policy / reference), k2 = k1² / 2, k3 = exp(-k1) - 1 + k1, abs = |k1|, full = exact sum over the
+    vocabulary."""
     controller: KlControllerConfig = Field(default_factory=FixedKlConfig)
-    """Schedule of the weight."""
+    """Change of the weight during the run: fixed or adaptive."""
 
     @rule
     def _controls(self) -> Mistakes:
@@ -56,9 +58,10 @@ class KlInRewardConfig(Section):
 
 class KlInLossConfig(KlInRewardConfig):
     estimator: Literal["k1", "k2", "k3", "abs", "full"] = "k3"
-    """Estimator, as for kl_in_reward."""
+    """Estimator of KL, as for kl_in_reward."""
     unbiased_gradient: bool = False
-    """Use the gradient of KL(policy || reference) itself, importance-weighted for samples of an older policy."""
+    """Use the gradient of KL(policy || reference) itself in place of the estimator's, importance-weighted for samples of an older
+    policy."""
 
     @rule
     def _unbiased(self) -> Mistakes:
@@ -71,8 +74,8 @@ class KlInLossConfig(KlInRewardConfig):
 
 class RewardNormalizationConfig(Section):
     over: Literal["batch", "group", "running"]
-    """Samples behind mean and standard deviation. batch: those of the step that train; group: all of the prompt; running: all that trained
-    so far in the run."""
+    """Samples that give mean and standard deviation. batch: those of the step that train. group: all of the same prompt. running: all that
+    have trained in the run, this step's included."""
     mean: bool = True
     """Subtract the mean."""
     std: bool = True
@@ -86,34 +89,35 @@ class RewardNormalizationConfig(Section):
 
 class LengthPenaltyConfig(Section):
     name: Literal["linear", "group"] = "linear"
-    """linear: subtract coef * tokens / max_tokens. group: from +coef/2 for the group's shortest response to -coef/2 for its longest;
-    only correct samples get a bonus."""
+    """linear: subtract coef * tokens / max_tokens. group: add a value that falls from coef/2 for the group's shortest response to -coef/2
+    for its longest; only correct samples get a positive one."""
     coef: PositiveFloat
-    """Strength."""
+    """Strength of the penalty."""
 
 
 class OverlongConfig(Section):
-    """DAPO's soft overlong punishment."""
+    """DAPO's soft overlong punishment: a penalty for responses that come near max_tokens."""
 
     buffer_tokens: PositiveInt
-    """Tokens before max_tokens over which the penalty grows linearly."""
+    """Number of tokens before max_tokens over which the penalty grows linearly from 0."""
     penalty: PositiveFloat = 1.0
     """Penalty at max_tokens."""
 
 
 class RewardShapingConfig(Section):
-    """Steps from scores to rewards, in this order: format, length, truncation, overlong, scale, clip, normalisation, domain weight."""
+    """Turns scores into rewards, in this order: format, length penalty, truncation penalty, overlong penalty, scale, clip, normalisation,
+    domain weight."""
 
     length_penalty: LengthPenaltyConfig | None = None
-    """Length penalty."""
+    """Penalty for long responses; null: none."""
     overlong: OverlongConfig | None = None
-    """Penalty near max_tokens."""
+    """Penalty for responses near max_tokens; null: none."""
     scale: PositiveFloat = 1.0
     """Factor of the reward."""
     clip: PositiveFloat | None = None
-    """Limit to [-clip, clip]."""
+    """Limit rewards to [-clip, clip]; null: unlimited."""
     normalize: RewardNormalizationConfig | None = None
-    """Normalisation by mean and standard deviation."""
+    """Normalisation by mean and standard deviation; null: none."""
 
 
 class MasksConfig(Section):
@@ -122,18 +126,18 @@ class MasksConfig(Section):
     truncated: Literal["keep", "mask", "penalize"] = "keep"
     """Responses cut at max_tokens. keep: train; mask: do not train; penalize: train, with truncated_penalty subtracted from the reward."""
     truncated_penalty: PositiveFloat = 1.0
-    """Penalty for `truncated: penalize`."""
+    """Penalty subtracted under `truncated: penalize`."""
     group_mean: Annotated[tuple[float, float], ASCENDING] | None = None
-    """Range of a group's mean score that trains, ends included."""
+    """Train only groups whose mean score lies in this range, ends included; null: all."""
     response_tokens: Annotated[tuple[Annotated[int, Field(ge=0)], PositiveInt], ASCENDING] | None = None
-    """Range of response lengths that train, ends included."""
+    """Train only responses whose length in tokens lies in this range, ends included; null: all."""
     function: str | None = None
-    """Dotted path to a function `RewardRows -> weights [samples]` (docs/algorithms.md); 0 does not train."""
+    """Dotted path to your function `RewardRows -> weights [samples]` (docs/algorithms.md). Weights multiply losses; 0 excludes a sample."""
 
 
 class PtxDataConfig(Section):
     train: UserPath | Annotated[list[UserPath], Field(min_length=1)]
-    """Files as for a domain: .jsonl, .parquet, a folder, or a list of them, read one after the other."""
+    """Files as for a domain: .jsonl, .parquet, a folder, or a list of these, read one after the other."""
     prompt: str = "prompt"
     """Column with the prompt (a string or chat messages), or with the text if there is no answer."""
     answer: str | None = "answer"
@@ -145,9 +149,9 @@ class PtxConfig(Section):
     (PPO-ptx)."""
 
     data: PtxDataConfig
-    """Data to learn; every pass uses each row once, in a seeded order that resumed runs continue."""
+    """Data to learn. Every pass uses each row once, in a seeded order; resumed runs continue it."""
     template: TemplateConfig = Field(default_factory=PlainTemplateConfig)
-    """Template of the prompt; answer and end of sequence follow."""
+    """Template of the prompt; the answer and the end of sequence follow it."""
     coef: PositiveFloat
     """Weight of the mean cross-entropy."""
     samples: PositiveInt
@@ -157,7 +161,7 @@ class PtxConfig(Section):
 
     @property
     def as_domain(self) -> DomainConfig:
-        """Files and template as a domain, for the reader of prompts."""
+        """This section as a domain, so that the reader of prompts can load it."""
         data = DataConfig(train=self.data.train, prompt=self.data.prompt, answer=self.data.answer)
         sampling = SamplingConfig(max_prompt_tokens=2**31 - 1)  # longer ones are cut
         return DomainConfig(data=data, template=self.template, sampling=sampling, reward=RewardConfig(name="exact"))
@@ -171,42 +175,43 @@ class AlgorithmConfig(Section):
     advantage: AdvantageConfig = Field(default_factory=GrpoAdvantageConfig)
     """Advantage estimator."""
     whiten_advantages: bool = False
-    """Normalize advantages to mean 0 and variance 1 over the global batch's policy tokens."""
+    """Normalize advantages to mean 0 and variance 1 over all tokens of the batch that the policy sampled."""
     policy_loss: PolicyLossConfig = Field(default_factory=PpoLossConfig)
     """Policy loss."""
     mismatch_correction: MismatchCorrectionConfig | None = None
-    """Correction of the mismatch between engine and trainer."""
+    """Correction for different log-probs in engine and trainer; null: none."""
     value_loss: ValueLossConfig = Field(default_factory=ValueLossConfig)
     """Loss of the critic."""
     aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] = "token_mean"
-    """Reduction of token losses to one loss. token_mean: mean over all tokens. sequence_mean_token_mean: mean over sequences of each one's
-    token mean. sequence_mean_token_sum: mean over sequences of each one's sum. constant: the same, with the sum divided by
-    aggregation_constant. Tokens and sequences are those of the mini-batch on all ranks."""
+    """Reduction of token losses to one loss, over the mini-batch on all ranks. token_mean: mean over all tokens. sequence_mean_token_mean:
+    mean over sequences of each one's token mean. sequence_mean_token_sum: mean over sequences of each one's token sum. constant: the same,
+    with each sum divided by aggregation_constant."""
     aggregation_constant: PositiveInt | None = None
-    """Tokens that divide a sequence's sum under `aggregation: constant`; absent: the domains' longest max_tokens."""
+    """Divisor, in tokens, for `aggregation: constant`; null: the domains' longest max_tokens."""
     kl_in_reward: KlInRewardConfig = Field(default_factory=KlInRewardConfig)
     """KL(policy || reference) subtracted from every token's reward."""
     kl_in_loss: KlInLossConfig = Field(default_factory=KlInLossConfig)
     """KL(policy || reference) added to the loss."""
     entropy_coef: NonNegativeFloat = 0.0
-    """Weight of the entropy bonus."""
+    """Weight of the entropy bonus in the loss; 0: off."""
     ptx: PtxConfig | None = None
-    """Supervised loss on a data set; absent: none."""
+    """Supervised loss on a data set; null: none."""
     old_log_probs: Literal["recompute", "current", "rollout"] = "recompute"
-    """Source of old log-probs. recompute: a further pass of the trainer. current: the detached training pass (one update per batch
-    only). rollout: the engine."""
+    """Source of old log-probs. recompute: an extra forward pass of the trainer before the updates. current: the training pass itself,
+    detached; only with one update per batch. rollout: the engine."""
     routing_replay: Literal["none", "train", "rollout"] = "none"
-    """Experts used in the actor's updates. none: the router's current choice. train: those of the pass for old log-probs. rollout: the
-    engine's, also in that pass. The router still learns, through the experts' weights."""
+    """Experts used in the actor's updates, for models with experts. none: the router's current choice. train: those of the pass for old
+    log-probs. rollout: the engine's, which that pass uses too. The router still learns, since its probabilities weight the experts'
+    outputs."""
     ppo_epochs: PositiveInt = 1
     """Passes over each batch."""
     mini_batches: PositiveInt = 1
-    """Optimizer steps per pass."""
+    """Mini-batches (optimizer steps) per pass."""
     early_stop_kl: PositiveFloat | None = None
-    """Limit of KL(old || new), in nats, averaged over an update's tokens. An update above it, or with NaN, is applied but ends the step's
-    actor updates; skipped updates do not count."""
+    """End a step's actor updates after one with KL(old || new) above this limit or NaN; that update stays applied. KL is in nats, averaged
+    over the update's tokens. Skipped updates are not checked. null: no limit."""
     critic_warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """First steps that train only the critic."""
+    """Number of steps at the start that train only the critic."""
 
     @rule
     def _current(self) -> Mistakes:
@@ -243,6 +248,6 @@ class AlgorithmConfig(Section):
 
     @property
     def weighs_by_rollout(self) -> bool:
-        """True if the loss is weighted by the ratio to the policy that sampled."""
+        """True if the loss contains a ratio to the engine's log-probs."""
         correction = self.mismatch_correction
         return self.old_log_probs == "rollout" or (correction is not None and correction.weight is not None)

@@ -1,4 +1,4 @@
-"""Base of sections, rules, and types of numbers and paths."""
+"""Base class of the configuration's sections, decorator of their checks, and shared field types."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ T = TypeVar("T")
 
 
 def from_current_folder(path: Path) -> Path:
-    """Resolve a path against the folder the run starts in, so that workers agree; shipped files are found from any folder. ValueError if
-    unreadable."""
+    """Make a path absolute from the current folder, since workers may run in another one; `examples/...` also finds shipped files.
+    ValueError if the home folder in it does not exist or the path cannot be inspected."""
     try:
         path = absolute_path(path)
     except RuntimeError:
@@ -52,11 +52,11 @@ UserPath = Annotated[Path, AfterValidator(from_current_folder)]
 
 
 class Refused(Exception):
-    """Raised on reading a field that the schema refused."""
+    """Raised on reading a field whose value was invalid."""
 
 
 def readable(found: Iterable[T]) -> list[T]:
-    """List the items found before a refused field ends the search."""
+    """List the items up to the first that raises Refused."""
     mistakes: list[T] = []
     with suppress(Refused):
         mistakes.extend(found)  # keeps those before the exception
@@ -64,7 +64,7 @@ def readable(found: Iterable[T]) -> list[T]:
 
 
 Mistakes = Iterator[tuple[str, str]]
-"""(key, mistake and remedy); key "" is the whole section."""
+"""Pairs (key, message with mistake and remedy). Key "" means the whole section."""
 Rule = Callable[[Any], Mistakes]
 
 
@@ -80,7 +80,7 @@ def _rules(cls: type) -> list[Rule]:
 
 
 class Section(BaseModel):
-    """Base of sections: unknown keys are refused, values are frozen."""
+    """Base class of sections. Unknown keys are refused, values are frozen."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True, protected_namespaces=())
 
@@ -92,10 +92,10 @@ class Section(BaseModel):
             return super().__getattr__(name)
 
     def mistakes(self) -> list[tuple[str, str]]:
-        """Mistakes found by the section's rules. A refused field ends only rules that read it."""
+        """Mistakes found by the section's rules. A rule stops at the first invalid field that it reads; the others still run."""
         return [found for one in _rules(type(self)) for found in readable(one(self))]
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """Settings without `name`, as keyword arguments."""
+        """All fields except `name`, as keyword arguments."""
         return {field: value for field, value in self if field != "name"}

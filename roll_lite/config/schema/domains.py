@@ -1,4 +1,4 @@
-"""Sections of domains and rollouts."""
+"""Sections of domains (data, template, sampling, reward) and of rollouts."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from roll_lite.config.text_templates import compile_format, placeholders
 
 
 class DataFilterConfig(Section):
-    """Selects rows; the number of dropped ones is printed at the start."""
+    """Selects rows of the data. A run prints at its start how many it drops."""
 
     prompt_tokens: Annotated[tuple[Annotated[int, Field(ge=0)], PositiveInt], ASCENDING] | None = None
-    """Range of prompt lengths to keep, ends included, with the template; also for held-out prompts."""
+    """Keep prompts, also held-out ones, whose length lies in this range: tokens with the template, ends included. null: all."""
     difficulty: str | None = None
-    """Column with a number, such as the share of samples solved by a model; only `train` needs it."""
+    """Column with the number for difficulty_range, such as the share of a model's samples that were correct. Only files of `train` need
+    it."""
     difficulty_range: Annotated[tuple[float, float], ASCENDING] | None = None
-    """Range of difficulties to keep, ends included; held-out prompts are all kept."""
+    """Keep training prompts whose difficulty lies in this range, ends included; held-out prompts are all kept. null: all."""
 
     @rule
     def _column(self) -> Mistakes:
@@ -32,27 +33,27 @@ DataFiles = UserPath | Annotated[list[UserPath], Field(min_length=1)] | Annotate
 
 class DataConfig(Section):
     train: DataFiles
-    """Training prompts: a .jsonl or .parquet file, or a folder of Hugging Face `datasets`. A list is read in order. A mapping of paths
-    to shares draws prompts from each by its share, not by its length."""
+    """Training prompts: a .jsonl or .parquet file, or a folder of Hugging Face `datasets`. A list of these is read in order. From a mapping
+    of paths to shares, each path gives prompts by its share, whatever its number of rows."""
     validation: DataFiles | None = None
-    """Held-out prompts. All are used; shares have no effect."""
+    """Held-out prompts, in the same forms; all are used, shares have no effect. null: none."""
     tag: str | None = None
-    """Column with a row's domain, for shared files."""
+    """Column with a row's tag, if several domains share files; null: all rows belong to this domain."""
     tags: list[str] = Field(default_factory=list)
-    """Tags of this domain's rows. A tag in the file that no domain lists is an error."""
+    """Tags of the rows that belong to this domain. A tag that no domain lists is an error."""
     filter: DataFilterConfig = Field(default_factory=DataFilterConfig)
-    """Rows to drop."""
+    """Selection of rows."""
     prompt: str = "prompt"
     """Column with the prompt (a string or chat messages)."""
     answer: str | None = "answer"
     """Column with the reference answer of every row; null: none."""
     weight: str | None = None
-    """Column with the weight of a prompt's samples in the loss; absent: 1."""
+    """Column with the weight of a prompt's samples in the loss; null: all weights are 1."""
     epochs: PositiveInt | None = None
-    """Passes over `train`, each in a new order. Then the other domains share its part; if none has prompts left, the run ends with an
-    error. Absent: unlimited."""
+    """Maximum number of passes over `train`, each in a new order. After them other domains fill this domain's part of the batch; if none
+    has prompts left, the run ends with an error. null: unlimited."""
     report_by: str | None = None
-    """Column of held-out prompts, such as level or subject, by whose values (50 at most) validation is reported too."""
+    """Column of held-out prompts, such as level or subject. Validation is also reported for each of its values (at most 50). null: none."""
 
 
 def _shows_the_prompt(text: str) -> str:
@@ -62,49 +63,49 @@ def _shows_the_prompt(text: str) -> str:
 
 
 class PlainTemplateConfig(Section):
-    """A text that contains the prompt."""
+    """Text with a placeholder for the prompt."""
 
     name: Literal["plain"] = "plain"
     text: Annotated[str, AfterValidator(_shows_the_prompt)] = "{prompt}"
-    """Model input; {prompt} is the prompt column."""
+    """Model input; {prompt} stands for the content of the prompt column."""
 
 
 class ChatTemplateConfig(Section):
     name: Literal["chat"] = "chat"
     system: str | None = None
-    """System message."""
+    """System message; null: none."""
     file: UserPath | None = None
-    """Jinja file; absent: the tokenizer's template."""
+    """Jinja file with the template; null: the tokenizer's template."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the template, such as `{enable_thinking: false}`."""
+    """Variables of the template, such as `{enable_thinking: false}`."""
 
 
 TemplateConfig = Annotated[PlainTemplateConfig | ChatTemplateConfig, Field(discriminator="name")]
 
 
 LEAST_TEMPERATURE, GREATEST_TEMPERATURE = 0.01, 2.0
-"""vLLM raises lower temperatures to the first, and refuses those above the second."""
+"""Range of temperatures. vLLM raises lower ones to 0.01 and refuses higher ones."""
 
 
 class SamplingConfig(Section):
     temperature: Annotated[float, Field(ge=LEAST_TEMPERATURE, le=GREATEST_TEMPERATURE)] = 1.0
-    """Temperature, also of the training log-probs."""
+    """Sampling temperature; training log-probs use it too."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling; 1: off."""
     top_k: Annotated[int, Field(ge=0)] = 0
     """Sample from the k likeliest tokens; 0: off."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Drop tokens less likely than this share of the likeliest; 0: off."""
+    """Drop tokens whose probability is below this share of the likeliest token's; 0: off."""
     max_prompt_tokens: PositiveInt = 1024
-    """Longest prompt in tokens; longer ones are an error."""
+    """Longest prompt in tokens, with the template. A longer one is an error; drop it by data.filter.prompt_tokens."""
     max_tokens: PositiveInt = 1024
-    """Longest response in tokens."""
+    """Longest response in tokens; generation stops there (truncated)."""
     min_tokens: Annotated[int, Field(ge=0)] = 0
     """Shortest response in tokens."""
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list, max_length=32)
-    """Texts that end a response and belong to it; ignored if complete within the first min_tokens tokens."""
+    """Texts that end a response and remain in it. One that is complete within the first min_tokens tokens is ignored."""
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
-    """Tokens that end a response and belong to it, besides the model's end of sequence."""
+    """Token ids that end a response and remain in it, besides the model's end of sequence."""
 
     @rule
     def _limits(self) -> Mistakes:
@@ -122,38 +123,38 @@ _HeldOutTemperature = Annotated[float, Field(ge=0, le=GREATEST_TEMPERATURE), Aft
 
 
 class HeldOutSamplingConfig(Section):
-    """Sampling of a domain's held-out prompts; overrides validation.sampling."""
+    """Sampling of a domain's held-out prompts. null: the setting of validation.sampling."""
 
     temperature: _HeldOutTemperature | None = None
-    """0: greedy."""
+    """Sampling temperature; 0: greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     """Nucleus sampling; 1: off."""
     top_k: Annotated[int, Field(ge=0)] | None = None
     """Sample from the k likeliest tokens; 0: off."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Drop tokens less likely than this share of the likeliest; 0: off."""
+    """Drop tokens whose probability is below this share of the likeliest token's; 0: off."""
     max_tokens: PositiveInt | None = None
     """Longest response in tokens."""
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     """Shortest response in tokens."""
     stop: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=32)] | None = None
-    """Texts that end a response and belong to it."""
+    """Texts that end a response and remain in it."""
     stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
-    """Tokens that end a response, besides the model's end of sequence."""
+    """Token ids that end a response, besides the model's end of sequence."""
 
 
 class ValidationSamplingConfig(HeldOutSamplingConfig):
-    """Sampling of held-out prompts; settings that are absent, except temperature, are those of the domain's training."""
+    """Sampling of held-out prompts in all domains. null: the setting of the domain's `sampling`."""
 
     temperature: _HeldOutTemperature = 1.0
-    """0: greedy."""
+    """Sampling temperature; 0: greedy."""
 
 
 class FormatConfig(Section):
-    """Bonus or penalty for a response's format. Its answer does not matter."""
+    """Bonus or penalty for a response's format, whatever its answer."""
 
     pattern: Annotated[str, AfterValidator(lambda pattern: compile_format(pattern).pattern)]
-    """Regular expression to find in the response; `.` matches line breaks, ^ and $ anchor."""
+    """Regular expression that is searched in the response. `.` matches line breaks too; anchor with ^ and $ to match the whole response."""
     bonus: float = 0.1
     """Added to the score of matching responses."""
     penalty: NonNegativeFloat = 0.0
@@ -162,11 +163,11 @@ class FormatConfig(Section):
 
 class RewardTermConfig(Section):
     name: str
-    """Type or dotted path as of a reward; `length`, `repetition` and `format` are made for terms."""
+    """Reward type (docs/rewards.md) or dotted path, as for `reward.name`. `length`, `repetition` and `format` are made for terms."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments."""
     weight: float = 1.0
-    """Factor; negative: a penalty."""
+    """Factor of the term; negative: a penalty."""
 
     @rule
     def _weighs(self) -> Mistakes:
@@ -175,26 +176,27 @@ class RewardTermConfig(Section):
 
 
 class RewardConfig(Section):
-    """Scores samples by a known type or a user's function, plus terms."""
+    """Scores samples by a built-in type or your function, plus further terms."""
 
     name: str
-    """Known type (docs/rewards.md), or dotted path to a function `sample -> score`, sync or async, for a sample or a list."""
+    """Built-in type (docs/rewards.md), or dotted path to your function `sample -> score`, sync or async; it may also take a list of
+    samples."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments."""
     terms: list[RewardTermConfig] = Field(default_factory=list)
-    """Terms added to the score, times their weights. Correctness depends on the reward alone."""
+    """Further rewards, added to the score times their weights. Only the reward itself decides whether a sample is correct."""
     workers: PositiveInt = 1
     """Processes that score this domain's samples."""
     timeout_s: PositiveFloat = 30.0
-    """Time limit for scoring a sample; then the attempt fails."""
+    """Seconds to score a sample; then the attempt fails."""
     start_timeout_s: PositiveFloat = 120.0
-    """Time limit for starting a worker, which imports the function."""
+    """Seconds to start a worker, which imports the function."""
     retries: Annotated[int, Field(ge=0)] = 1
-    """Retries before a sample counts as failed."""
+    """Retries of scoring before a sample counts as failed."""
     weight: PositiveFloat = 1.0
-    """Factor of this domain's rewards, after all of algorithm.reward."""
+    """Factor of this domain's rewards, applied after algorithm.reward."""
     format: FormatConfig | None = None
-    """Bonus for a response's format."""
+    """Bonus for a response's format; null: none."""
 
 
 class DomainConfig(Section):
@@ -205,38 +207,38 @@ class DomainConfig(Section):
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     """Sampling in training."""
     validation_sampling: HeldOutSamplingConfig = Field(default_factory=HeldOutSamplingConfig)
-    """Sampling of held-out prompts; absent settings are those of validation.sampling."""
+    """Sampling of held-out prompts. null: the setting of validation.sampling."""
     reward: RewardConfig
     """Scoring of responses."""
     share: PositiveFloat = 1.0
-    """Weight of the domain in the mix; shares need not sum to 1."""
+    """Share of this domain in the prompts of a batch, relative to the other domains; shares need not sum to 1."""
     min_prompts: Annotated[int, Field(ge=0)] = 0
-    """Fewest prompts of this domain in a batch, even beyond its share; others get fewer."""
+    """Minimum number of this domain's prompts in a batch, even beyond its share; other domains then get fewer."""
     samples_per_prompt: PositiveInt | None = None
-    """Group size; absent: rollout.samples_per_prompt."""
+    """Responses per prompt (group size); null: rollout.samples_per_prompt."""
 
 
 # ---------------------------------------------------------------- rollouts
 
 
 GROUP_MEASURES: dict[str, tuple[float | None, float | None]] = {"accuracy": (0.0, 1.0), "mean": (None, None), "std": (0.0, None)}
-"""Built-in measures, with the default range that trains."""
+"""Built-in measures of a group, with default bounds (above, below); None: no bound."""
 
 
 class GroupFilterConfig(Section):
-    """Dynamic sampling: replaces groups that teach nothing by other prompts until the batch is full."""
+    """Dynamic sampling (DAPO): groups that teach nothing are dropped, and other prompts generated until the batch is full."""
 
     name: str = "accuracy"
-    """accuracy (share of correct samples), mean or std (of scores), or dotted path to a function `SampleGroup -> bool`, true if the
-    group trains."""
+    """Measure of a group: accuracy (share of correct samples), or mean or std of its scores. Or dotted path to your function `SampleGroup
+    -> bool`, which returns True if the group trains."""
     above: float | None = None
-    """Groups train if their measure is above this; absent: 0 for accuracy and std, no bound for mean."""
+    """Train only groups whose measure is above this. null: 0 for accuracy and std, no bound for mean."""
     below: float | None = None
-    """Groups train if their measure is below this; absent: 1 for accuracy, no bound for mean and std."""
+    """Train only groups whose measure is below this. null: 1 for accuracy, no bound for mean and std."""
     tries: PositiveInt = 10
-    """Maximum number of prompts tried per place in the batch, averaged over a domain's batch."""
+    """Maximum number of prompts generated for each place in the batch, on average over a domain's places."""
     when_short: Literal["fail", "continue"] = "fail"
-    """When `tries` are used up, fail: end the run; continue: train on the groups that passed."""
+    """Action when `tries` is reached. fail: end the run. continue: train on the groups that passed."""
 
     @rule
     def _known(self) -> Mistakes:
@@ -263,39 +265,39 @@ class RolloutConfig(Section):
     prompts_per_step: PositiveInt = 32
     """Prompts (groups) per batch, over all domains."""
     samples_per_prompt: PositiveInt = 8
-    """Responses per prompt."""
+    """Responses per prompt (group size)."""
     request_timeout_s: PositiveFloat = 600.0
-    """Time limit of a response, without time in the engine's queue or paused for new weights."""
+    """Time limit of a response in seconds, without time in the engine's queue or during weight updates."""
     retries: Annotated[int, Field(ge=0)] = 2
-    """Retries of a generation before its sample counts as failed."""
+    """Retries of a failed generation before its sample counts as failed."""
     supply: Literal["sync", "one_step_off", "async"] = "sync"
-    """sync: generation and training alternate. one_step_off: the next batch is generated while one is trained. async: engines always
-    generate, at most max_staleness steps ahead."""
+    """sync: generation and training alternate. one_step_off: the next batch is generated while one is trained. async: engines generate all
+    the time, at most max_staleness steps ahead."""
     max_staleness: Annotated[int, Field(ge=0)] | None = None
-    """Largest number of steps between the weights that generate a sample and those that it trains. Absent: 0 for sync, else 1. A batch
-    waits for samples near the limit. Older samples are dropped, and their prompts start again."""
+    """Maximum number of steps between the weights that generate a sample and the weights that it trains. null: 0 for sync, else 1. Training
+    waits for samples near the limit. Older samples are dropped and their prompts generated again."""
     on_sync: Literal["drain", "pause", "abort"] | None = None
-    """Treatment of running responses at a weight update. drain: the update waits until they end. pause: each continues in its engine, which
-    recomputes the KV cache. abort: each continues in any engine. Absent: abort if engines offload, else drain for one_step_off and pause
-    for others."""
+    """Treatment of running responses at a weight update. drain: the update waits until they end. pause: they continue in their engine,
+    which recomputes the KV cache. abort: they stop, and continue in any engine. null: abort if engines offload, else drain for one_step_off
+    and pause for the others."""
     oversample: Annotated[float, Field(ge=1, le=16)] = 1.0
-    """Prompts started for a batch, as a multiple of its size, if some are filtered or slow. Only with `supply: sync`; others generate ahead
-    anyway."""
+    """Number of prompts started for a batch, as a multiple of its size. Above 1, slow or filtered groups delay the batch less. Only with
+    `supply: sync`; the others generate ahead anyway."""
     filter: GroupFilterConfig | None = None
-    """Filter of groups; absent: all train."""
+    """Dynamic sampling; null: all groups train."""
     max_tokens_per_engine: PositiveInt | None = None
-    """Limit of tokens in flight in an engine (prompts, and responses at their expected length), above which it gets no further request.
-    Absent: only max_running_requests counts."""
+    """Limit of tokens in an engine's requests: prompts, and responses at their expected length. Above it the engine gets no further
+    request. null: only max_running_requests counts."""
     stream_log_probs: bool = False
-    """Compute log-probs and values of finished groups while the batch is generated. Models must not share devices with engines."""
+    """Compute log-probs and values of finished groups while others are still generated. Models must not share devices with engines."""
     dump: bool = False
     """Write every batch with tokens, log-probs and texts to the run's `dumps/` (docs/replay.md); `mode: rollout_only` always does."""
     keep_mask: bool = False
-    """Record the tokens that survived top-k, top-p and min-p, and compute training log-probs over them."""
+    """Record which tokens top-k, top-p and min-p left to sample from, and normalise training log-probs over these too."""
     max_mismatch: PositiveFloat | None = 0.2
-    """Largest mean difference, in nats, between the log-probs that engines and trainer give the same tokens: in the first batch, and later
-    in each engine's samples of the trainer's current weights. A larger one ends the run, since they hold different models. So does an
-    engine that differs several times as much as usual, or as the others. Usual in bfloat16: 0.01 to 0.05. null: unlimited."""
+    """Maximum mean difference, in nats, between engine's and trainer's log-probs of the same tokens, in the first batch and later in each
+    engine's samples from the trainer's current weights. A larger difference ends the run: they hold different models. So does an engine
+    that differs several times as much as usual, or as the others. Usual in bfloat16: 0.01 to 0.05. null: no check."""
 
     @rule
     def _ahead(self) -> Mistakes:

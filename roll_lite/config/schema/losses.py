@@ -1,4 +1,4 @@
-"""Sections of advantages, policy losses, mismatch correction and value loss."""
+"""Sections of advantage estimators, policy losses, mismatch correction and value loss."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class GaeAdvantageConfig(Section):
     lam: Annotated[float, Field(ge=0, le=1)] = 0.95
     """Lambda of the actor's advantages."""
     lam_critic: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Lambda of the critic's targets; absent: lam."""
+    """Lambda of the critic's targets; null: lam."""
     length_adaptive: PositiveFloat | None = None
-    """Replaces lam by 1 - 1 / (length_adaptive * l), at least 0, for a response of l tokens."""
+    """For a response of l tokens, use lambda 1 - 1 / (length_adaptive * l), at least 0, in place of lam. null: off."""
     bootstrap_truncated: bool = False
     """Bootstrap responses cut at max_tokens with the critic's value at their end, instead of 0."""
 
 
 class GrpoAdvantageConfig(Section):
-    """(reward - group mean) / group standard deviation; Dr. GRPO: normalize_std: false, aggregation: constant."""
+    """(reward - group mean) / group standard deviation. For Dr. GRPO set normalize_std: false and algorithm.aggregation: constant."""
 
     name: Literal["grpo"] = "grpo"
     normalize_std: bool = True
@@ -60,7 +60,7 @@ class ReinforcePlusPlusAdvantageConfig(Section):
 
 
 class RemaxAdvantageConfig(Section):
-    """Reward minus the score of a greedy response, generated beside the group and not trained on."""
+    """Reward minus the score of a greedy response to the same prompt, which does not train."""
 
     name: Literal["remax"] = "remax"
 
@@ -72,8 +72,8 @@ class OpoAdvantageConfig(Section):
 
 
 class GpgAdvantageConfig(Section):
-    """(reward - group mean) * samples / samples in groups whose rewards differ before KL: groups without advantage do not shrink the
-    gradient."""
+    """(reward - group mean) * n / m, for n samples, of which m are in groups with differing rewards (before KL). So groups without
+    advantage do not shrink the gradient."""
 
     name: Literal["gpg"] = "gpg"
 
@@ -108,11 +108,11 @@ class PpoLossConfig(Section):
 
     name: Literal["ppo"] = "ppo"
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """Ratios are clipped below 1 - clip_low."""
+    """Ratios below 1 - clip_low are clipped."""
     clip_high: PositiveFloat = 0.2
-    """Ratios are clipped above 1 + clip_high."""
+    """Ratios above 1 + clip_high are clipped."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Limit of the loss at negative advantages: dual_clip * |advantage|; null: off."""
+    """Upper limit of a token's loss at negative advantages, as a multiple of |advantage|; null: off."""
 
 
 class GspoLossConfig(Section):
@@ -120,9 +120,9 @@ class GspoLossConfig(Section):
 
     name: Literal["gspo"] = "gspo"
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 3e-4
-    """Ratios are clipped below 1 - clip_low."""
+    """Ratios below 1 - clip_low are clipped."""
     clip_high: PositiveFloat = 4e-4
-    """Ratios are clipped above 1 + clip_high."""
+    """Ratios above 1 + clip_high are clipped."""
 
 
 class GmpoLossConfig(Section):
@@ -130,13 +130,13 @@ class GmpoLossConfig(Section):
 
     name: Literal["gmpo"] = "gmpo"
     log_clip_low: PositiveFloat = 0.4
-    """Token log-ratios are clipped below -log_clip_low."""
+    """Token log-ratios below -log_clip_low are clipped."""
     log_clip_high: PositiveFloat = 0.4
-    """Token log-ratios are clipped above log_clip_high."""
+    """Token log-ratios above log_clip_high are clipped."""
 
 
 class CispoLossConfig(Section):
-    """Policy gradient weighted with the clipped ratio; the weight has no gradient, so that all tokens keep theirs."""
+    """Policy gradient weighted with the clipped ratio. The weight is detached, so clipped tokens keep their gradient."""
 
     name: Literal["cispo"] = "cispo"
     clip_low: Annotated[float, Field(gt=0, lt=1)] | None = None
@@ -150,19 +150,19 @@ class ToprLossConfig(Section):
 
     name: Literal["topr"] = "topr"
     positive: Annotated[tuple[NonNegativeFloat, NonNegativeFloat], ASCENDING] = (1.0, 1.0)
-    """Range at positive advantages."""
+    """Range of the ratio at positive advantages."""
     negative: Annotated[tuple[NonNegativeFloat, NonNegativeFloat], ASCENDING] = (0.0, 1.0)
-    """Range at negative advantages."""
+    """Range of the ratio at negative advantages."""
 
 
 class SapoLossConfig(Section):
-    """Sigmoid gate around ratio 1 instead of clipping."""
+    """Smooth sigmoid gate around ratio 1, in place of clipping."""
 
     name: Literal["sapo"] = "sapo"
     tau_positive: PositiveFloat = 1.0
-    """Steepness at positive advantages."""
+    """Steepness of the gate at positive advantages."""
     tau_negative: PositiveFloat = 1.05
-    """Steepness at negative advantages."""
+    """Steepness of the gate at negative advantages."""
 
 
 class PolicyGradientLossConfig(Section):
@@ -186,14 +186,14 @@ class KimiLossConfig(Section):
 
 
 GIVEN_TO_LOSSES = ("rollout_log_probs", "ref_log_probs", "entropy")
-"""Further parameters that a user's loss gets if it has them."""
+"""Optional parameters of a user's loss, passed if the function has them."""
 
 
 class CustomLossConfig(Section):
     name: Literal["custom"] = "custom"
     function: str
-    """Dotted path to a function `(PolicyTerms, **args) -> PolicyLoss` (docs/algorithms.md); parameters rollout_log_probs, ref_log_probs
-    and entropy get these values per token."""
+    """Dotted path to your function `(PolicyTerms, **args) -> PolicyLoss` (docs/algorithms.md). If it has parameters rollout_log_probs,
+    ref_log_probs or entropy, it gets these values of each token."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments."""
 
@@ -214,14 +214,14 @@ PolicyLossConfig = Annotated[
 
 
 class CorrectionWeightConfig(Section):
-    """Multiplies token losses by trainer's / engine's probability of the sampled token."""
+    """Importance weight of token losses: trainer's / engine's probability of the sampled token."""
 
     level: Literal["token", "sequence", "geometric"] = "token"
-    """token: a weight per token. sequence: product over the response. geometric: its geometric mean."""
+    """token: a weight per token. sequence: the product of its tokens' weights. geometric: their geometric mean."""
     mode: Literal["truncate", "mask"] = "truncate"
-    """truncate: limit the weight to the range (TIS). mask: 0 outside (IcePop)."""
+    """Treatment of weights outside the range. truncate: limited to it (TIS). mask: set to 0 (IcePop)."""
     low: NonNegativeFloat = 0.0
-    """Lower end of the range."""
+    """Lower end of the range of weights."""
     high: PositiveFloat | None = 2.0
     """Upper end; null: unlimited."""
 
@@ -235,14 +235,14 @@ class CorrectionFilterConfig(Section):
     """Removes the loss of tokens or sequences on which trainer and engine differ too much."""
 
     level: Literal["token", "sequence_sum", "sequence_mean", "sequence_min", "sequence_max"] = "token"
-    """token: by each token's value. Others: by the sum, mean, minimum or maximum of the values over the sequence."""
+    """token: filter each token by its value. Others: filter each sequence by the sum, mean, minimum or maximum of its tokens' values."""
     estimator: Literal["ratio", "k1", "k2", "k3", "abs", "difference"] = "ratio"
-    """Value of a token. ratio: trainer's / engine's probability (sum over a sequence: the product; mean: the geometric mean). k1, k2, k3,
-    abs: KL(engine || trainer) as for kl_in_reward, in nats. difference: trainer's probability - engine's."""
+    """Value of a token. ratio: trainer's / engine's probability; over a sequence its sum stands for the product, its mean for the geometric
+    mean. k1, k2, k3, abs: estimates of KL(engine || trainer) in nats, as for kl_in_reward. difference: trainer's probability - engine's."""
     low: float | None = None
-    """Lower limit; null: unlimited."""
+    """Lower limit of values that pass; null: unlimited."""
     high: float | None = None
-    """Upper limit; null: unlimited."""
+    """Upper limit of values that pass; null: unlimited."""
 
     @rule
     def _range(self) -> Mistakes:
@@ -262,7 +262,7 @@ class MismatchCorrectionConfig(Section):
     """Corrects for tokens that the engine sampled from another policy than the trainer's."""
 
     weight: CorrectionWeightConfig | None = None
-    """Importance weight; null: 1."""
+    """Importance weight of token losses; null: 1 for all."""
     filters: list[CorrectionFilterConfig] = Field(default_factory=list)
     """Tokens that fail any of these get weight 0."""
 
@@ -274,4 +274,4 @@ class MismatchCorrectionConfig(Section):
 
 class ValueLossConfig(Section):
     clip: PositiveFloat | None = 0.2
-    """Largest change of a value in the step's updates; null: no clipping."""
+    """Value clipping: largest change of a value that counts in a step's updates; null: no clipping."""

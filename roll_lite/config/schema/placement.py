@@ -8,24 +8,24 @@ from roll_lite.config.schema.base import PositiveInt, Section, below
 
 
 class PlacementConfig(Section):
-    """Assigns devices to roles; `placement: colocated` names a preset. A role's `devices` is a number or, under any preset, a list;
-    without it the role takes as many as the others of its group. Roles that share devices by a preset take turns (`offload: true`)
-    unless their `offload` says otherwise. Judges have separate devices under every preset."""
+    """Assigns devices to roles. `placement: colocated` names a preset. A role's `devices` is a number or, under any preset, a list; if left
+    out, the role takes as many as the roles it shares devices with. Roles that share devices under a preset take turns (`offload: true`),
+    unless they set `offload` themselves. Judges have separate devices under every preset."""
 
     name: Literal["by_role", "colocated", "split", "pairs", "apart"] = "by_role"
-    """by_role: n is devices 0 to n-1, and roles set their `offload`. colocated: all roles on the same devices. split: models that train
-    or score on some, engines on others. pairs: likewise actor and reference, critic and reward models, engines. apart: every role by
-    itself."""
+    """by_role: `devices: n` means devices 0 to n-1, and roles set their `offload`. colocated: all roles share devices. split: models that
+    train or score share some, engines have others. pairs: actor and reference share some, critic and reward models others, engines have the
+    rest. apart: every role has separate devices."""
     nodes: Annotated[PositiveInt, below(4097, "more than a cluster has")] | None = None
-    """Number of nodes. The run takes nodes with free devices, the driver's first, then by address, and checks the cluster at its start.
-    Absent: the first nodes with room, which cannot be named."""
+    """Number of nodes. The run takes nodes with free devices, the driver's first, then by address; it fails at its start if the cluster
+    lacks them. null: the first nodes with room; `devices` cannot name nodes then."""
     devices_per_node: Annotated[PositiveInt, below(1025, "more than a node has")] = 8
-    """Devices of each node: node n has n * devices_per_node and following."""
+    """Devices of each node. Those of node n are numbered from n * devices_per_node."""
     fill: Literal["pack", "spread"] = "pack"
-    """pack: fill a node before the next; spread: take one device of each node in turn, or as many as tensor-parallel ranks need (needs
-    `nodes`)."""
+    """pack: fill one node after the other. spread: take one device of each node in turn, or as many as have to be on one node for tensor
+    parallelism. Needs `nodes`."""
 
     @property
     def devices(self) -> int:
-        """Devices of all nodes; 0 if `nodes` is absent."""
+        """Number of devices of all nodes; 0 if `nodes` is null."""
         return (self.nodes or 0) * self.devices_per_node

@@ -1,4 +1,4 @@
-"""Root section, and sections of the run."""
+"""Root section of the configuration, and sections that concern the whole run."""
 
 from __future__ import annotations
 
@@ -27,48 +27,48 @@ from roll_lite.config.schema.simulation import SimulationConfig
 
 class RayConfig(Section):
     address: str | None = None
-    """Address of a Ray cluster, also as RAY_ADDRESS; absent: a local one is started."""
+    """Running Ray cluster: host:port, or auto for the one on this machine. null: RAY_ADDRESS if that environment variable is set, else the
+    run starts a local cluster."""
     object_store_mb: Annotated[PositiveInt, Field(ge=80)] = 512
-    """Size of a local cluster's object store."""
+    """Size of a local cluster's object store in MB."""
     placement_timeout_s: PositiveFloat = 60.0
-    """Time limit for the cluster to have room for all workers."""
+    """Seconds to wait until the cluster has room for all workers; then the run fails. Raise it if other jobs must end first."""
     start_timeout_s: PositiveFloat = 300.0
-    """Time limit for starting Ray here, or for connecting to a running cluster."""
+    """Time limit in seconds for starting a local cluster or connecting to a running one."""
 
 
 class ValidationConfig(Section):
     every: Annotated[int, Field(ge=0)] = 0
-    """Steps between validations; 0: only before the first and after the last step. With rollout.supply one_step_off and async they run
-    beside the following steps (docs/scheduling.md)."""
+    """Steps between validations. A run also validates before its first and after its last step; 0: only then. With rollout.supply
+    one_step_off or async, training continues during a validation (docs/scheduling.md)."""
     samples_per_prompt: PositiveInt = 1
-    """Responses per held-out prompt; with several, pass@k, best@k and maj@k are reported for powers of two and for all."""
+    """Responses per held-out prompt. With several, pass@k, best@k and maj@k are reported for powers of two and for all."""
     sampling: ValidationSamplingConfig = Field(default_factory=ValidationSamplingConfig)
-    """Sampling of held-out prompts; domains.<name>.validation_sampling overrides it."""
+    """Sampling of held-out prompts in all domains; domains.<name>.validation_sampling overrides it."""
     enabled: bool = True
-    """Enables validation."""
+    """false: no validation; `validation: null` means the same."""
 
 
 class CheckpointConfig(Section):
     every: Annotated[int, Field(ge=0)] = 0
-    """Steps between checkpoints; the last step writes one too. 0: none."""
+    """Steps between checkpoints; the last step writes one too. 0: write none."""
     keep: PositiveInt = 2
-    """Newest checkpoints to keep."""
+    """Number of newest checkpoints to keep; older ones are deleted."""
     keep_every: Annotated[int, Field(ge=0)] = 0
-    """Steps between checkpoints that are kept for ever; a multiple of `every`. The newest ones are kept by `keep`. 0: none is kept for
-    ever."""
+    """Steps between checkpoints that are never deleted; a multiple of `every`. 0: only the newest `keep` stay."""
     asynchronous: bool = False
-    """Write in background processes. The run waits only for the copy in host memory (which needs that much more), and for the last
-    checkpoint when the next is due."""
+    """Write in background processes. Training waits only while a checkpoint is copied to host memory, which needs room for the copy, and,
+    when the next one is due, until the last one is written."""
     resume: Literal["auto"] | Annotated[UserPath, AfterValidator(Path.resolve)] | None = None
-    """Folder of a checkpoint, or of a run to take the newest checkpoint of. The resumed run gets a folder of its own. auto: the newest
-    undamaged checkpoint of this experiment; the run continues in the folder of that checkpoint's run, or starts afresh if there is none. So
-    the same command starts a run and continues it."""
+    """Checkpoint to resume from: its folder, or a run's folder for its newest one. The resumed run writes to a new folder. auto: resume
+    from this experiment's newest undamaged checkpoint and continue in its run's folder, or start afresh if there is none; the same command
+    then starts and resumes a run. null: start afresh."""
     export_model: bool = True
-    """Write the final model in Hugging Face format."""
+    """Write the final model to the run's folder, in Hugging Face format."""
 
     @property
     def source(self) -> Path | None:
-        """Folder to resume from; None also for `auto`, before a checkpoint is chosen (pipeline/checkpoint_files.py)."""
+        """Folder to resume from; None without one, and for `auto` until a checkpoint is chosen (pipeline/checkpoint_files.py)."""
         return None if self.resume == "auto" else self.resume
 
     @rule
@@ -78,80 +78,80 @@ class CheckpointConfig(Section):
 
 
 class BatchFilesConfig(Section):
-    """Saves each step's token ids, log-probs, advantages and mini-batches in the run's folder, from which `examples/recompute.py`
-    recomputes losses and weights."""
+    """Saves each step's token ids, log-probs, advantages and mini-batches in the run's folder. `examples/recompute.py` recomputes losses
+    and weights from them (docs/recompute.md)."""
 
     write: Literal["auto", "always", "never"] = "auto"
-    """auto: if a step has at most 262,144 tokens and the script supports the training: float32, without algorithm.routing_replay or
-    adapters of experts."""
+    """auto: save if a step has at most 262,144 tokens and the script can recompute the training; it needs float32, and supports neither
+    algorithm.routing_replay nor adapters of experts."""
     copy_models_mb: Annotated[int, Field(ge=0)] = 256
-    """Largest models copied into the run's folder before training; of others path and checksums are saved."""
+    """Models up to this size in MB are copied into the run's folder before training; of larger ones only path and checksums are saved."""
 
 
 class ReplayConfig(Section):
     path: Annotated[UserPath, AfterValidator(Path.resolve)] | None = None
-    """Folder of the run, or of its dumps (`rollout.dump`). Step n trains on dump n."""
+    """Folder of a past run, or of its dumps (`rollout.dump`); step n trains on dump n. Required by `mode: train_only`."""
 
 
 class TrackerConfig(Section):
     name: str
-    """jsonl, tensorboard, wandb, mlflow, swanlab, or dotted path to a user's class."""
+    """jsonl, tensorboard, wandb, mlflow, swanlab, or dotted path to your Tracker class."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of `wandb.init` or `swanlab.init`; mlflow's tracking_uri, experiment_name, run_name; those of the user's class."""
+    """Keyword arguments: of `wandb.init` or `swanlab.init`; tracking_uri, experiment_name and run_name for mlflow; those of your class."""
 
 
 class WeightSyncConfig(Section):
     transport: Literal["auto", "shared_memory", "gloo", "cuda_ipc", "nccl"] = "auto"
-    """Way of the weights to the engines. shared_memory: through host memory, on one machine. gloo: over TCP, once to each machine.
-    cuda_ipc: engines read on the trainer's GPU, which they must see. nccl: from the trainer's GPU to others. auto chooses for each engine,
-    possibly several in one update: cuda_ipc if it sees the trainer's GPU, nccl to other GPUs; without GPUs shared_memory on the trainer's
-    machine, gloo to others."""
+    """Transport of weights to the engines. shared_memory: through host memory, on one machine. gloo: over TCP, once to each machine.
+    cuda_ipc: engines read the memory of the trainer's GPU, which they must see. nccl: from the trainer's GPU to other GPUs. auto: chosen
+    for each engine: cuda_ipc if it sees the trainer's GPU, else nccl; without GPUs shared_memory on the trainer's machine, gloo to
+    others."""
     bucket_mb: PositiveInt = 256
-    """Size of a transfer in MB."""
+    """Weights are sent in buckets of this size in MB. Larger buckets mean fewer transfers but more memory."""
     verify: Literal["auto", "none", "sampled", "full"] = "auto"
-    """Comparison of the tensors' checksums in trainer and engines after each update; a difference ends the run. full: all tensors are
-    compared. sampled: one in sixteen, so that sixteen updates cover all. auto: sampled if the engines' weights can be read back, else none
-    (in fp8, and for experts on GPUs)."""
+    """Compare checksums of weights in trainer and engines after each update; a difference ends the run. full: all tensors. sampled: one
+    tensor in sixteen, so that sixteen updates cover all. auto: sampled, or none if weights cannot be read back from the engines (fp8,
+    experts on GPUs)."""
     timeout_s: PositiveFloat = 300.0
-    """Time limit for trainer and engines to wait for each other in a transfer; the whole update has limits.sync_weights."""
+    """Longest time in seconds that trainer and engines wait for each other in a transfer. limits.sync_weights limits the whole update."""
 
 
 class LimitsConfig(Section):
-    """Time limits in seconds, by phase (`time/<phase>`). A phase beyond its limit counts as hung: the run ends and reports who did not
-    answer, and where it was. 0 or null: unlimited. Raise the limit if work is only slow."""
+    """Time limits in seconds. A phase of a step (metric `time/<phase>`) that exceeds its limit counts as hung: the run ends and reports
+    which process did not answer, and where it was. 0 or null: unlimited. Raise a limit if the work is only slow."""
 
     start: TimeLimit = 3600.0
-    """Start of models and engines; Ray's limit is ray.start_timeout_s."""
+    """Start of models and engines. ray.start_timeout_s limits the start of Ray."""
     sync_weights: TimeLimit = 3600.0
-    """Weight update of all engines; a transfer's limit is weight_sync.timeout_s."""
+    """Weight update of all engines. weight_sync.timeout_s limits each wait in it."""
     generate: TimeLimit = 14400.0
-    """Generation of a step; a request's limit is rollout.request_timeout_s."""
+    """Generation of a step's batch. rollout.request_timeout_s limits each response."""
     log_probs: TimeLimit = 7200.0
-    """Log-probs and values of a step."""
+    """Computation of a step's log-probs and values."""
     advantages: TimeLimit = 3600.0
-    """Rewards, KL and advantages of a step."""
+    """Computation of a step's rewards, KL and advantages."""
     train: TimeLimit = 14400.0
-    """Optimizer steps of a step."""
+    """All optimizer steps of a training step."""
     validation: TimeLimit = 14400.0
     """A validation."""
     checkpoint: TimeLimit = 7200.0
     """Writing a checkpoint or the final model, or updating the reference."""
     other: TimeLimit = 3600.0
-    """Calls outside these phases: loading a role onto its devices, resuming."""
+    """Calls outside these phases, such as loading a role onto its devices or resuming."""
     silence: TimeLimit = 300.0
-    """Time in which a process must answer, busy or idle. One that is stopped, or never releases Python's lock, does not. Counts once all
-    processes are ready."""
+    """Time within which every process must answer, busy or idle; otherwise the run ends. A process fails to answer if it is stopped or
+    never releases Python's lock (GIL). Checked once all processes are ready."""
     engine_silence: TimeLimit = 7.0
-    """Time in which an engine must answer. One whose worker does not, or of which a process is stopped, is lost and replaced
-    (actor_infer.restarts). Slow work, such as a long prompt, is not silence."""
+    """Time within which an engine must answer. It counts as lost, and is replaced (actor_infer.restarts), if its worker does not answer or
+    one of its processes is stopped. Slow work, such as a long prompt, does not delay answers."""
     engine_step: TimeLimit | Literal["auto"] = "auto"
-    """Time limit of one forward pass of an engine's model; an engine beyond it hangs, and is lost. The limit is this value, or four times
-    the longest pass so far if that is longer; until a first response has ended it is forty times this value. Kernel compilation does not
-    count. auto: 7 with GPUs, 300 without."""
+    """Time limit of one forward pass of an engine's model. An engine that exceeds it counts as hung and lost. The limit is at least four
+    times the longest pass so far, and forty times this value until the first response has ended. Kernel compilation does not count. auto: 7
+    with GPUs, 300 without."""
 
 
 LONGEST_NAME = 200
-"""File systems allow 255 bytes."""
+"""Maximum length of an experiment's name; file systems allow 255 bytes."""
 
 
 def _names_a_folder(name: str) -> str:
@@ -166,46 +166,46 @@ def _names_a_folder(name: str) -> str:
 
 class RunConfig(Section):
     experiment: Annotated[str, AfterValidator(_names_a_folder)]
-    """Name of the run, a folder under run_dir."""
+    """Name of the experiment; its runs are in the folder run_dir/experiment."""
     run_dir: UserPath = Field(default=Path("runs"), validate_default=True)
-    """Folder of runs; each is written to run_dir/experiment/start time."""
+    """Folder of all experiments. Each run writes to run_dir/experiment/start time."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 1
     """Seed of prompt order, sampling and training."""
     deterministic: bool = False
-    """Make runs repeat sample for sample (CPU, synchronous), resumed ones too."""
+    """Generate the same samples in every run of this configuration, resumed or not. Needs CPUs and `rollout.supply: sync`."""
     steps: PositiveInt = 100
-    """Training steps, or batches if nothing trains."""
+    """Number of training steps, or of batches with `mode: rollout_only`."""
     mode: Literal["full", "rollout_only", "train_only"] = "full"
-    """rollout_only: generate, score and dump `steps` batches with the initial model. train_only: train on the dumps of a past run,
-    `replay.path`."""
+    """full: generate and train. rollout_only: generate, score and dump `steps` batches with the initial model. train_only: train on the
+    dumps of a past run, `replay.path`."""
     model: ModelConfig
     """Model to train."""
     placement: PlacementConfig = Field(default_factory=PlacementConfig)
-    """Devices of the roles."""
+    """Assignment of devices to roles."""
     actor_train: ActorRoleConfig = Field(default_factory=ActorRoleConfig)
-    """The policy in training."""
+    """Trainer of the policy."""
     actor_infer: InferRoleConfig = Field(default_factory=InferRoleConfig)
-    """The policy in the engines."""
+    """Engines that generate with the policy."""
     reference: ReferenceRoleConfig | None = None
-    """The policy that KL is measured against. Absent: an actor with adapters (actor_train.lora) is the reference, with its adapters off."""
+    """Reference policy of the KL terms. null: an actor with adapters (actor_train.lora) is the reference, with its adapters off."""
     critic: CriticRoleConfig | None = None
-    """The value model (GAE)."""
+    """Value model, for `algorithm.advantage: gae`; null: none."""
     reward_models: dict[str, RewardModelConfig] = Field(default_factory=dict)
     """Reward models by name, for rewards of type `model`; domains may share one."""
     judges: dict[str, JudgeServerConfig] = Field(default_factory=dict)
-    """Judges by name, for rewards of type `judge`; domains may share one."""
+    """Judge models by name, for rewards of type `judge`; domains may share one."""
     domains: Annotated[dict[str, DomainConfig], Field(min_length=1)]
-    """Reward domains by name."""
+    """Domains by name, each with its prompts, sampling and reward."""
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     """Batch sizes and limits of generation."""
     replay: ReplayConfig = Field(default_factory=ReplayConfig)
-    """Rollouts for `mode: train_only`."""
+    """Source of rollouts for `mode: train_only`."""
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     """Advantages, losses, KL, epochs."""
     validation: ValidationConfig = Field(default_factory=ValidationConfig)
     """Validation on held-out prompts; null: none."""
     batches: BatchFilesConfig = Field(default_factory=BatchFilesConfig)
-    """Saved data of each batch."""
+    """Training data of each batch, saved for recomputation."""
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     """Checkpoints and the final model."""
     weight_sync: WeightSyncConfig = Field(default_factory=WeightSyncConfig)
@@ -232,7 +232,7 @@ class RunConfig(Section):
 
     @model_serializer(mode="wrap")
     def _without_secrets(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Serialize without secrets: values from the environment as `${oc.env:NAME}`; others of secret settings are left out."""
+        """Serialize without secrets: a value from the environment as `${oc.env:NAME}`, another value of a secret setting as `???`."""
         data: dict[str, Any] = handler(self)
         for path, text in self._as_written.items():
             section: Any = data

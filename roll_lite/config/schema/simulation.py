@@ -12,68 +12,68 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class SimulatedEngineConfig(Section):
-    """Speed of an engine, all devices of a replica together. Defaults: a 7B model in bfloat16 on an H100 with 80 GB."""
+    """Speed of an engine replica with all its devices. Defaults: a 7B model in bfloat16 on an H100 with 80 GB."""
 
     pass_ms: PositiveFloat = 7.0
-    """Time of a model pass, which reads the weights and gives each running request a token, in ms."""
+    """Time of a forward pass in ms, before the additions below. A pass reads the weights and gives each running request a token."""
     request_us: NonNegativeFloat = 25.0
-    """Further time per running request, in µs."""
+    """Time added to a pass for each running request, in µs."""
     cached_token_ns: NonNegativeFloat = 17.0
     """Time added to a pass for each token in the KV cache, in ns: every pass reads the whole cache."""
     prefill_tokens_per_s: PositiveFloat | None = 40_000.0
-    """Prompt tokens per second; decoding stops meanwhile. null: prompts take no time."""
+    """Prompt tokens computed per second; decoding stops meanwhile. null: prompts take no time."""
     cached_tokens: PositiveInt | None = 800_000
-    """Tokens that fit in the KV cache; other requests wait. null: unlimited."""
+    """KV cache size in tokens; requests beyond it wait. null: unlimited."""
     failures_per_day: NonNegativeFloat = 0.0
-    """Mean deaths of an engine per day."""
+    """Mean number of an engine's deaths per day."""
     hangs_per_day: NonNegativeFloat = 0.0
-    """Mean hangs of an engine per day; a hung one generates and answers nothing until it is given up."""
+    """Mean number of an engine's hangs per day. A hung engine generates and answers nothing until it is given up."""
     hang_s: PositiveFloat = 7.0
-    """Time until a hung engine is given up: `limits.engine_silence` if its processes are stopped. Requests may exceed
+    """Seconds until a hung engine is given up: `limits.engine_silence` if its processes are stopped. Requests may reach
     `rollout.request_timeout_s` before."""
     offload_s: NonNegativeFloat = 3.0
-    """Time per step to load and offload engines, with `actor_infer.offload`."""
+    """Seconds per step to load and offload engines, with `actor_infer.offload`."""
     start_s: PositiveFloat | None = 180.0
-    """Time to replace a dead engine; null: never."""
+    """Seconds to replace a dead engine; null: never."""
 
 
 class SimulatedTrainerConfig(Section):
     """Speed of the trainer. Defaults: a 7B model on H100s, log-probs and one epoch of updates."""
 
     overhead_s: NonNegativeFloat = 5.0
-    """Fixed time per step."""
+    """Fixed time per step in seconds."""
     tokens_per_device_s: PositiveFloat = 6_000.0
-    """Prompt and response tokens per second and device of actor_train, log-probs and training together."""
+    """Prompt and response tokens that each device of actor_train processes per second, log-probs and training together."""
     log_probs: Share = 0.25
-    """Share of that time for log-probs and values, which `rollout.stream_log_probs` computes before a batch is complete."""
+    """Share of that time for log-probs and values. `rollout.stream_log_probs` computes them before a batch is complete."""
     sync_s: NonNegativeFloat = 3.0
-    """Time of a weight update; engines pause."""
+    """Seconds of a weight update; engines pause meanwhile."""
 
 
 class SimulatedResponsesConfig(Section):
     """Prompts, responses and rewards of a domain."""
 
     prompts: PositiveInt = 10_000
-    """Prompts in the data, for `data.epochs`."""
+    """Number of prompts in the data, for `data.epochs`."""
     prompt_tokens: PositiveInt = 256
     """Tokens per prompt, at most max_prompt_tokens."""
     median: PositiveFloat | None = None
-    """Median response tokens, at most max_tokens; absent: a tenth of max_tokens."""
+    """Median response length in tokens, at most max_tokens; null: a tenth of max_tokens."""
     p99: PositiveFloat | None = None
-    """99th percentile of response lengths (log-normal); absent: ten times the median."""
+    """99th percentile of response lengths (log-normal); null: ten times the median."""
     quantiles: list[PositiveFloat] | None = Field(default=None, min_length=2)
-    """Response lengths at evenly spaced quantiles, shortest to longest, instead of median and p99; `--from` writes them."""
+    """Response lengths at evenly spaced quantiles, shortest to longest, in place of median and p99; `--from` measures them."""
     reward_s: NonNegativeFloat = 0.0
-    """Median time to score a response."""
+    """Median time to score a response, in seconds."""
     reward_p99_s: PositiveFloat | None = None
-    """99th percentile of scoring times; absent: all take the median."""
+    """99th percentile of scoring times in seconds; null: all take the median."""
     reward_workers: PositiveInt | None = None
-    """Samples scored at a time; others wait. With `rollout.supply: async` nothing starts for later batches while a whole batch waits.
-    null: unlimited, for times of `--from`, which include waiting."""
+    """Number of samples scored at a time; others wait. With `rollout.supply: async` no later batch starts while as many wait as a batch
+    has. null: unlimited, for times measured by `--from`, which include waiting."""
     all_right: Share = 0.1
     """Share of prompts that are always solved."""
     all_wrong: Share = 0.1
-    """Share of prompts that are never solved; the others have evenly spread chances."""
+    """Share of prompts that are never solved. Other prompts are solved with chances spread evenly from 0 to 1."""
 
     @rule
     def _lengths(self) -> Mistakes:
