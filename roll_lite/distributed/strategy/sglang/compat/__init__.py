@@ -1,5 +1,2 @@
-r"""Everything that depends on SGLang's version.
-
-`engine.py` runs in the hosting process; it talks to `server.py`, which runs SGLang in a separate process. SGLang's scheduler processes
-import `scheduler.py`; `cpu_stubs.py` and `models/` serve engines on a CPU.
-"""
+"""All code that depends on SGLang's version. `engine.py` runs in the hosting process. It talks to `server.py`, which runs SGLang in a
+separate process. SGLang's scheduler processes import `scheduler.py`. `cpu_stubs.py` and `models/` serve engines on a CPU."""

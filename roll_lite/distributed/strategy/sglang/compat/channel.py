@@ -1,4 +1,5 @@
-"""Pickled messages between the hosting process and the server, over a socket pair. Each end sees when the other has died."""
+"""Channel for pickled messages between the hosting process and the SGLang server, over a socket pair. Each end notices when the other has
+died."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ _LENGTH = struct.Struct("!Q")
 
 @dataclass(frozen=True)
 class Start:
-    """First message, from the hosting process to the server."""
+    """First message to the server: what engine to start."""
 
     spec: EngineSpec
     cuda: bool
@@ -29,7 +30,7 @@ class Closed(ConnectionError):
 
 
 class PickleChannel:
-    """One end of the channel, on this process's event loop. One task receives; any may send."""
+    """One end of the channel, used in this process's event loop. Only one task may receive; any task may send."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -40,7 +41,7 @@ class PickleChannel:
         return cls(*await asyncio.open_connection(sock=end))
 
     def send(self, message: Any) -> None:
-        """Send through a buffer. A message to a dead peer is lost; `receive` then raises Closed."""
+        """Send a message without waiting. A message to a dead peer is lost; then `receive` raises Closed."""
         if not self._writer.is_closing():
             data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
             self._writer.write(_LENGTH.pack(len(data)) + data)

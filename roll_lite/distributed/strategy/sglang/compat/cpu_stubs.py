@@ -1,8 +1,7 @@
-r"""Stand-ins for packages that SGLang imports but never calls on a CPU: Triton, its CUDA kernels, torchvision, IPython.
+"""Dummy modules for packages that SGLang imports but never calls on a CPU: Triton, its CUDA kernels, torchvision, IPython.
 
-SGLang's wheel is built for GPUs. With stand-ins it imports on a CPU and takes its native torch paths. They exist only in the engine's
-processes (`server.py` installs them), and never with CUDA. Only the hash of seeds is implemented.
-"""
+SGLang's wheel is built for GPUs. With these dummies it can be imported on a CPU, where it uses its native torch code. They are installed
+only in the engine's processes (by `server.py`), and never with CUDA. Only the hash of sampling seeds is really implemented."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from transformers.utils import is_torchvision_available
 
 STAND_INS = ("triton", "sgl_kernel", "torchvision", "IPython")
 ABSENT = ("vllm",)
-"""Modules to hide: SGLang would load all of vLLM to borrow its operators."""
+"""Modules that appear as not installed: SGLang would import all of vLLM for a few operators."""
 _LOW = 0xFFFFFFFF
 
 
@@ -29,7 +28,7 @@ class _Anything:
 
 
 class _StandIn(ModuleType):
-    """Module that has every name: capitalised names are classes, all others stand-ins that also decorate."""
+    """Dummy module in which every name exists: capitalised names are classes, all others dummy modules that also work as decorators."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "active":  # Triton's active driver: there is none
@@ -39,7 +38,7 @@ class _StandIn(ModuleType):
         return value
 
     def __call__(self, *args: Any, **_: Any) -> Any:
-        """Stand-in for `@triton.jit` and `@triton.jit(...)`: the function stays unchanged and never runs."""
+        """Replacement for `@triton.jit` and `@triton.jit(...)`: returns the function unchanged; it is never called."""
         return args[0] if len(args) == 1 and callable(args[0]) else self
 
     def __iter__(self) -> Iterator[Any]:
@@ -66,7 +65,7 @@ class _Finder(MetaPathFinder, Loader):
 
 
 def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """[rows, columns] of uint32: MurmurHash3 over a row's seed (64 bits), its position and the column, as in SGLang's Triton kernel."""
+    """MurmurHash3 of each row's seed (64 bits), its position and the column: [rows, columns] uint32, equal to SGLang's Triton kernel."""
     seed, positions, columns = seed.to(torch.int64)[:, None], positions.to(torch.int64)[:, None], columns.to(torch.int64)[None, :]
     hashed = torch.zeros_like(seed)
     for block in (seed & _LOW, (seed >> 32) & _LOW, positions & _LOW, columns & _LOW):
@@ -86,7 +85,7 @@ _library: torch.library.Library | None = None
 
 
 def install() -> None:
-    """Install the stand-ins, once per process and before SGLang is imported."""
+    """Install the dummy modules. Call once per process, before SGLang is imported."""
     global _library
     if torch.cuda.is_available():
         raise RuntimeError("SGLang's CPU stand-ins must not be installed where CUDA is")

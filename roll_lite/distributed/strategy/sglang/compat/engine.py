@@ -1,4 +1,4 @@
-"""SGLang engine behind a separate server process."""
+"""Run SGLang in a separate server process, and forward calls to it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class SglangEngine:
         self.notes = environment.notes()
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
-        """Expected answers, by number of the call."""
+        """Number of a call -> future for its answer."""
         self._scratch: Scratch | None = None
         self._channel: PickleChannel | None = None
         self._server: subprocess.Popen[bytes] | None = None
@@ -93,7 +93,7 @@ class SglangEngine:
             self._listening.cancel()
         if self._channel is not None:
             self._channel.close()  # the server ends when its channel closes
-        if processes.watched:  # a server that is still starting does not listen
+        if processes.watched:  # a server that is still starting does not react to a closed channel
             await processes.end(self._wait_for_server)
         self._kill_server()
         if self._scratch is not None:
@@ -105,7 +105,7 @@ class SglangEngine:
                 self._server.wait(_LAST_S)
 
     def _kill_server(self) -> None:
-        """Kill the server and its process group, in which children may outlive it. Only once: the group's id may be reused."""
+        """Kill the server and its process group, since children may outlive it. Done only once, because the group's id may be reused."""
         server, self._server = self._server, None
         if server is not None:
             processes = group(server.pid)
@@ -146,7 +146,7 @@ class SglangEngine:
         await self._call("new_weights", str(version))
 
     async def offload(self, parts: Collection[EngineMemory], cache_stays: bool) -> None:
-        """On a CPU nothing is freed; SGLang only records the call."""
+        """Offload the parts. On a CPU nothing is freed; SGLang only records the call."""
         await self._call("offload", list(parts))
 
     async def load(self, parts: Collection[EngineMemory]) -> None:

@@ -1,4 +1,4 @@
-"""Requests and completions in SGLang's format, and the stop strings in a growing response."""
+"""Convert requests to SGLang's format and its outputs to completions; find stop strings in a growing response."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput
 
 _CONTEXT = 8
-"""Prompt tokens to decode together with the response's first ones."""
+"""Number of prompt tokens that are decoded together with the response's first tokens, whose text may depend on them."""
 _INCOMPLETE = "\ufffd"
-"""Text that an incomplete character is decoded to."""
+"""Character that the tokenizer returns for an incomplete character."""
 
 
 def generate_input(
     request: GenerationRequest, rid: str, seed: int, max_model_len: int, vocabulary: int, experts: bool = False
 ) -> GenerateReqInput:
-    """`seed`: for requests without their own. `rid` must not be a prefix of another one, because SGLang aborts by prefix. `experts`: report
-    expert choices."""
+    """Request in SGLang's format. `rid`: its id, which must not be a prefix of another id, because SGLang aborts by prefix. `seed`: used if
+    the request has none. `experts`: ask for expert choices."""
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     sampling = request.sampling
@@ -52,12 +52,11 @@ def generate_input(
 
 
 def _choice(request: GenerationRequest, vocabulary: int) -> dict[str, Any]:
-    """Sampling parameters for SGLang, which decodes greedily exactly if top_k is 1.
+    """Sampling parameters in SGLang's format. SGLang decodes greedily if and only if top_k is 1.
 
     Greedy decoding reports log-probs under the whole distribution (see RolloutSampler). A request with top_k 1 and a temperature must
-    report 0 instead, so it is sent as min_p 1, which also keeps only the likeliest token. SGLang reports kept tokens only with a top_k; a
-    request without one gets the vocabulary's size.
-    """
+    report 0 instead, so it is sent with min_p 1, which also keeps only the likeliest token. SGLang reports the kept tokens only for
+    requests with top_k. For others, top_k is set to the vocabulary size."""
     sampling = request.sampling
     if sampling.temperature == 0:
         return {"temperature": 1.0, "top_k": 1}
@@ -72,12 +71,12 @@ def _choice(request: GenerationRequest, vocabulary: int) -> dict[str, Any]:
 
 
 def reports_survivors(request: GenerationRequest) -> bool:
-    """True if SGLang must report the tokens that truncation kept. Greedy decoding truncates nothing."""
+    """Return True if SGLang must report the tokens that truncated sampling kept. Greedy decoding truncates nothing."""
     return request.sampling.keep_mask and request.sampling.temperature > 0 and is_truncated(request.sampling)
 
 
 def new_tokens(request: GenerationRequest, state: Any, first: int, version: int) -> Completion | None:
-    """Collect the tokens from index `first` on that SGLang has reported so far, except the newest; None if there are none. It reports
+    """Return the tokens that SGLang has reported so far from index `first` on, without the newest; None if there are none. SGLang reports
     every 50 tokens. `version`: weight version of these tokens."""
     end = min(len(state.output_ids), len(state.output_token_logprobs_val)) - 1
     kept: tuple[tuple[int, ...], ...] | None = None
@@ -96,7 +95,8 @@ def new_tokens(request: GenerationRequest, state: Any, first: int, version: int)
 def completion(
     request: GenerationRequest, output: Mapping[str, Any], tokenizer: Any, aborted: bool, experts: ExpertsConfig | None = None
 ) -> Completion:
-    """Make a completion of a request's final output. `aborted`: an abort was asked for. `experts`: to report expert choices."""
+    """Make a completion from a request's final output. `aborted`: whether an abort was requested. `experts`: reports expert choices if
+    given."""
     meta = output["meta_info"]
     finish = meta["finish_reason"] or {"type": "none"}
     if finish["type"] not in {reason.value for reason in FinishReason} or (finish["type"] == FinishReason.ABORT and not aborted):
@@ -116,14 +116,14 @@ def completion(
         finish_reason=FinishReason(finish["type"]),
         versions=tuple(VersionSpan(span["start"], int(span["version"])) for span in meta.get("weight_versions") or ()) if tokens else (),
         kept_ids=kept,
-        # A recomputed request finds its own tokens in the cache too.
+        # A recomputed request also finds its own response tokens in the cache.
         cached_tokens=min(int(meta.get("cached_tokens") or 0), len(request.prompt_ids)),
         experts=None if experts is None else _experts(meta, experts),
     )
 
 
 def _experts(meta: Mapping[str, Any], experts: ExpertsConfig) -> np.ndarray | None:
-    """Expert choices; None if the request ended before it began."""
+    """Decode the expert choices. None if the request ended before it began to run."""
     if (told := meta.get("routed_experts")) is None:
         return None
     flat = np.frombuffer(base64.b64decode(told), dtype=np.int32)
@@ -131,28 +131,28 @@ def _experts(meta: Mapping[str, Any], experts: ExpertsConfig) -> np.ndarray | No
 
 
 class StopText:
-    """Text of a response, token by token. Stop strings are found at the same tokens as in vLLM. Special tokens have no text; a character of
-    several tokens appears with its last token."""
+    """Decodes a response token by token and finds stop strings, at the same tokens as vLLM. Special tokens have no text. A character of
+    several tokens appears with its last one."""
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], stops: Sequence[str], seam: int = 0) -> None:
-        """`seam`: number of tokens at the prompt's end that belong to the response."""
+        """`seam`: number of tokens at the end of the prompt that belong to the response, since the request was resumed."""
         begin = len(prompt_ids) - seam
         self._tokenizer = tokenizer
         self._stops = stops
         self._pending = list(prompt_ids[max(0, begin - _CONTEXT) : begin])
-        """Tokens to decode together with the next one, whose text may depend on them."""
+        """Tokens that are decoded together with the next one, whose text may depend on them."""
         self._shown = len(self._pending)
-        """Number of `_pending` tokens whose text is already in `_text` or the prompt's."""
+        """Number of `_pending` tokens whose text has already been added to `_text` or belongs to the prompt."""
         self._before = self._decoded().rstrip(_INCOMPLETE)
         self._text = ""
         self._longest = max(map(len, stops))
         self.tokens = -seam
-        """Number of tokens generated so far; negative while tokens of the earlier part are read."""
+        """Number of tokens generated so far; negative while the resumed part is being read."""
         for token in prompt_ids[begin:]:
             self.next(token)
 
     def next(self, token: int) -> str | None:
-        """Stop string that the token's text completes, or None."""
+        """Add a token. Returns the stop string that its text completes, or None."""
         self.tokens += 1
         new = self._new_text(token)
         if not new:

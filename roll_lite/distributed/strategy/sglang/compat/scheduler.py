@@ -1,7 +1,5 @@
-r"""Code inside SGLang's scheduler processes: receives and loads weights, reads the model back, samples.
-
-The engine's first process runs `server.py`.
-"""
+"""Code that runs in SGLang's scheduler processes: receives and loads weights, reads the model back, samples tokens. The engine's first
+process runs `server.py`."""
 
 from __future__ import annotations
 
@@ -49,7 +47,7 @@ _GREEDY_TOP_K = 1
 
 
 def _by_all(method: Callable[..., Any]) -> Callable[..., None]:
-    """Decorate a method that all workers run together. The first worker writes the answers of all to the file `answer`."""
+    """Decorate a method that all workers run together. The first worker writes all workers' return values to the file `answer`."""
     answering_method = answering(method)
 
     @wraps(method)
@@ -63,10 +61,10 @@ def _by_all(method: Callable[..., Any]) -> Callable[..., None]:
 
 
 class RolloutScheduler(Scheduler):
-    """SGLang's scheduler with methods that its RPC calls by name on every worker."""
+    """SGLang's scheduler with additional methods, which SGLang's RPC calls by name on every worker."""
 
     roll_lite_adapters: IncomingAdapters | None = None
-    """None if updates bring whole models."""
+    """Receiver of LoRA adapters; None if weight updates send whole models."""
 
     @cached_property
     def _receiver(self) -> WeightReceiver:
@@ -76,7 +74,8 @@ class RolloutScheduler(Scheduler):
 
     @_by_all
     def roll_lite_take_adapters(self, shapes: dict[str, list[int]], rank: int) -> None:
-        """Receive adapters of this LoRA rank, and no weights, from now on; requests run with them."""
+        """From now on, receive LoRA adapters of this rank in weight updates, instead of the model's weights, and use them for all
+        requests."""
         self.roll_lite_adapters = IncomingAdapters(shapes, rank, partial(put_adapters, self.tp_worker.model_runner))
 
     @_by_all
@@ -110,7 +109,7 @@ class RolloutScheduler(Scheduler):
 
     @_by_all
     def roll_lite_checksums(self, dtypes: dict[str, str], shapes: dict[str, list[int]], names: list[str] | None) -> dict[str, str]:
-        """Checksums of the named tensors (None: all), in the dtypes given. Collective."""
+        """Checksums of the named tensors (None: all), converted to the dtypes given. Collective over the workers."""
         held = ((name, _without_padding(name, tensor, shapes[name])) for name, tensor in self._held(names, shapes))
         return {name: checksum(tensor.to(getattr(torch, dtypes[name])) if name in dtypes else tensor) for name, tensor in held}
 
@@ -124,7 +123,8 @@ class RolloutScheduler(Scheduler):
         return {**super().get_init_info(), "page_size": self.page_size}
 
     def get_internal_state(self, recv_req: GetInternalStateReq) -> GetInternalStateReqOutput:
-        """Answer the liveness question, asked every second; SGLang's own method collects all settings."""
+        """Answer with an empty state. This call is used every second as a liveness check, and SGLang's own method would collect all
+        settings."""
         return GetInternalStateReqOutput(internal_state={})
 
     # ------------------------------------------------------------ requests
@@ -135,8 +135,8 @@ class RolloutScheduler(Scheduler):
         super().handle_generate_request(recv_req, **options)
 
     def abort_request(self, recv_req: AbortReq) -> None:
-        """Abort requests. If a pause has put a request back into the queue, SGLang reports only its streamed tokens; this method reports
-        all of them."""
+        """Abort requests, and report all tokens of those that a pause has put back into the queue. SGLang would report only the tokens it
+        has streamed."""
         begun = [r for r in self.waiting_queue if r.output_ids and (recv_req.abort_all or r.rid.startswith(recv_req.rid))]
         for request in begun:
             self.waiting_queue.remove(request)
@@ -147,29 +147,29 @@ class RolloutScheduler(Scheduler):
         super().abort_request(recv_req)
 
     def _record_scheduler_state_for_paused_engine(self) -> None:
-        """Sleep in each round of a paused scheduler, which would otherwise keep a core busy."""
+        """Sleep in each round of a paused scheduler, which would otherwise use a whole core."""
         super()._record_scheduler_state_for_paused_engine()
         time.sleep(_PAUSED_POLL_S)
 
 
 class RolloutSampler(Sampler):
-    """Sampler in torch for every device. It truncates as vLLM does and reports log-probs of the distribution it sampled from."""
+    """Sampler in torch for all devices. It truncates as vLLM does, and reports log-probs under the distribution it samples from."""
 
     def _sample_from_probs(self, probs: torch.Tensor, sampling_info: Any, positions: torch.Tensor, simple_sampling_case: bool) -> Any:
-        """Sample, and leave the truncated distribution in `probs`, from which SGLang reads log-probs and kept tokens."""
+        """Sample tokens. Leaves the truncated distribution in `probs`, from which SGLang then reads log-probs and kept tokens."""
         if simple_sampling_case:
             return super()._sample_from_probs(probs, sampling_info, positions, True)
         greedy = sampling_info.top_ks == _GREEDY_TOP_K
         whole = probs[greedy]
         truncate_(probs, sampling_info.top_ks, sampling_info.top_ps, sampling_info.min_ps)
         sampled = super()._sample_from_probs(probs, sampling_info, positions, True)
-        probs[greedy] = whole  # a greedy request keeps the whole distribution, as in a batch of greedy requests only
+        probs[greedy] = whole  # greedy requests report log-probs under the whole distribution, as in a batch of only greedy ones
         return sampled
 
 
 def truncate_(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> None:
-    """Truncate by min_p, then top_k, then top_p: dropped tokens get probability 0, the others are renormalised. Ties with the last of top_k
-    stay. In place, [rows, vocabulary]."""
+    """Truncate probabilities [rows, vocabulary] in place, by min_p, then top_k, then top_p. Dropped tokens get probability 0; the others
+    are renormalised. Tokens as likely as the last one of top_k are kept."""
     columns = probs.shape[-1]
     probs.masked_fill_(probs < probs.amax(-1, keepdim=True) * min_p[:, None], 0.0)
     ordered, order = probs.sort(-1, descending=True)
@@ -182,7 +182,7 @@ def truncate_(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min
 
 
 def _with_seeds(make: Any) -> Any:
-    """Make SGLang use requests' seeds without its deterministic mode, whose kernels are for GPUs."""
+    """Make SGLang use the requests' seeds without its deterministic mode, whose kernels need a GPU."""
 
     def from_schedule_batch(cls: type[SamplingBatchInfo], batch: Any, vocab_size: int) -> SamplingBatchInfo:
         info: SamplingBatchInfo = make.__func__(cls, batch, vocab_size)
@@ -194,8 +194,8 @@ def _with_seeds(make: Any) -> Any:
 
 
 class MinTokens(penaltylib.BatchedMinNewTokensPenalizer):
-    """Number of generated tokens, for min_tokens, over all prefills of a request. SGLang's own count restarts at 0 when a pause or a full
-    cache puts a request back: it would forbid the end token again."""
+    """Count generated tokens for min_tokens over all prefills of a request. When a pause or a full cache puts a request back into the
+    queue, SGLang's own count restarts at 0 and would forbid the end token again."""
 
     def _prepare(self) -> None:
         super()._prepare()
@@ -204,11 +204,10 @@ class MinTokens(penaltylib.BatchedMinNewTokensPenalizer):
 
 
 def ends_with_stop_text(request: Req, _: int = 1) -> bool:
-    r"""Replace SGLang's stop check, which ignores min_tokens, searches the text of special tokens too, and looks back only as many tokens
-    as the stop string encodes to.
+    """Check whether a response ends with a stop string. Replaces SGLang's check, which ignores min_tokens, also searches the text of
+    special tokens, and looks back only as many tokens as the stop string encodes to.
 
-    The state is kept on the request and survives another prefill.
-    """
+    The state is kept on the request, so it survives another prefill."""
     parameters = request.sampling_params
     if not parameters.stop_strs:
         return False
@@ -226,7 +225,7 @@ def ends_with_stop_text(request: Req, _: int = 1) -> bool:
 
 
 def _without_padding(name: str, tensor: torch.Tensor, shape: list[int]) -> torch.Tensor:
-    """Remove the heads of zeros that SGLang adds on a CPU if there are more workers than key/value heads."""
+    """Remove the zero heads that SGLang adds on a CPU if there are more workers than key/value heads. RuntimeError if they are not zero."""
     whole = tensor[tuple(slice(size) for size in shape)]
     if whole.numel() != tensor.numel() and tensor.count_nonzero() != whole.count_nonzero():
         raise RuntimeError(f"{name}: what SGLang has added to it is not zero")
@@ -245,8 +244,8 @@ def _read_experts(module: Any) -> tuple[int, torch.Tensor, torch.Tensor]:
 
 
 def _of_this_worker_alone(multiply: Any) -> Any:
-    """Restrict SGLang's native path to this worker's experts. SGLang marks other experts by -1 for GPU kernels; the native path would use
-    -1 as an index."""
+    """Restrict SGLang's native torch code for experts to this worker's experts. SGLang marks others by -1 for its GPU kernels; the native
+    code would use -1 as an index."""
 
     def moe_forward_native(layer: Any, x: torch.Tensor, chosen: Any, config: Any) -> torch.Tensor:
         if layer.num_local_experts == layer.num_experts:
@@ -275,6 +274,6 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     adapters_leave_with_weights()
     if not torch.cuda.is_available():
         fused_moe_native.moe_forward_native = _of_this_worker_alone(fused_moe_native.moe_forward_native)
-        ALLOC_MEMORY_FUNCS["cpu"] = _pageable  # buffer of the routed experts, by default in pinned memory, which needs a GPU
+        ALLOC_MEMORY_FUNCS["cpu"] = _pageable  # buffer of expert choices; SGLang would use pinned memory, which needs a GPU
         do_without_pinned_memory()
     run_scheduler_process(*args, **kwargs)

@@ -1,8 +1,8 @@
-r"""SGLang engine as a separate program: an exception in SGLang's scheduler kills all parent processes, and must not kill the hosting
+"""Run an SGLang engine as a separate program. An exception in SGLang's scheduler kills all parent processes, and must not kill the hosting
 process.
 
-Started as `python -m roll_lite.distributed.strategy.sglang.compat.server FD` in its own session; FD is its end of a channel.
-"""
+Started as `python -m roll_lite.distributed.strategy.sglang.compat.server FD` in its own session; FD is the file descriptor of its end of
+the channel."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _TAGS = {EngineMemory.WEIGHTS: "weights", EngineMemory.KV_CACHE: "kv_cache"}
 
 
 def launch(start: Start) -> Any:
-    """Launch an engine, or this node's part of one. Only the first node's part has a tokenizer manager."""
+    """Launch an engine, or this node's part of a multi-node engine. Only the first node has a tokenizer manager."""
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.server_args import ServerArgs
 
@@ -80,9 +80,9 @@ class _Running:
     request: GenerationRequest
     aborted: bool = False
     had_other_weights: bool = False
-    """True once the weights have changed during the request; versions of its tokens are then known only at its end."""
+    """True once the weights have changed during the request. SGLang then tells the weight versions of its tokens only at the end."""
     dispatched: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when SGLang's scheduler has the request, or the request has ended."""
+    """Set once SGLang's scheduler has received the request, or the request has ended."""
 
     @property
     def rid(self) -> str:
@@ -90,7 +90,7 @@ class _Running:
 
 
 class EngineServer:
-    """Runs the hosting process's commands; SGLang's tokenizer manager handles every call."""
+    """Server that executes the hosting process's commands, through SGLang's tokenizer manager."""
 
     def __init__(self, engine: Any, start: Start, channel: PickleChannel) -> None:
         self._engine, self._manager = engine, engine.tokenizer_manager
@@ -103,7 +103,7 @@ class EngineServer:
         self._seeds = random.Random(start.spec.seed)
         self._running: dict[str, _Running] = {}
         self._held: list[_Running] | None = None
-        """Requests that arrived during a `_drain`; None at other times."""
+        """Requests that arrived during `_drain`; None at other times."""
         self._empty = asyncio.Condition()
         self._paused = False
         self._order = asyncio.Lock()
@@ -119,7 +119,7 @@ class EngineServer:
         }
 
     async def serve(self) -> None:
-        """Serve until the host is gone."""
+        """Execute commands until the hosting process is gone; then `receive` raises Closed."""
         while True:
             match await self._channel.receive():
                 case "generate", number, request:
@@ -150,7 +150,7 @@ class EngineServer:
             return await command
 
     async def _ask_scheduler(self) -> None:
-        """Ask the scheduler, which answers in every round of its loop."""
+        """Wait for an answer of SGLang's scheduler, which answers once per round of its loop."""
         await self._manager.get_internal_state()
 
     # ------------------------------------------------------------ requests
@@ -169,7 +169,7 @@ class EngineServer:
             asked = generate_input(request, running.rid, seed, self._spec.max_model_len, self._vocabulary, reports_experts)
             output = await anext(self._manager.generate_request(asked, None))
             answer = completion(request, output, self._manager.tokenizer, running.aborted, self._experts)
-        except Exception as error:  # the edge of the process: this one request failed, whatever the error
+        except Exception as error:  # only this request fails, whatever the error
             answer = Completion(request.request_id, error=f"{type(error).__name__}: {error}")
         await self._finish(running, answer)
 
@@ -181,7 +181,7 @@ class EngineServer:
             self._empty.notify_all()
 
     async def _dispatch(self, tokenized: Any) -> None:
-        """Hand a request to SGLang's scheduler; messages sent from now on find it there."""
+        """Send a request to SGLang's scheduler. Messages sent later, such as an abort, will find it there."""
         await self._send_to_scheduler(tokenized)
         if tokenized.rid in self._running:
             self._running[tokenized.rid].dispatched.set()
@@ -193,8 +193,8 @@ class EngineServer:
                 await running.dispatched.wait()
 
     def _progress(self, since: dict[int, int], parts: bool) -> dict[int, RequestProgress]:
-        """Progress of begun requests, by number. `since`: tokens in earlier parts. Requests that have run under two sets of weights report
-        no parts."""
+        """Progress of running requests, by number. `since`: number of tokens already reported, by request. Requests that have run under two
+        weight versions report no new tokens."""
         found = {}
         for running in self._running.values():
             # A request that is not streamed is reported at its first token and every 50 tokens.
@@ -226,8 +226,8 @@ class EngineServer:
             self._start(self._generate(running))
 
     async def _drain(self, abort: bool) -> None:
-        """Wait until the requests running now have ended; `abort`: abort them. Without `abort`, a paused scheduler continues until then.
-        Requests that arrive meanwhile are held."""
+        """Wait until all requests that are running now have ended. `abort`: abort them; otherwise a paused scheduler continues until they
+        have ended. Requests that arrive meanwhile are held back."""
         self._held = []
         if self._paused and not abort:
             await self._continue_scheduler()
@@ -242,7 +242,7 @@ class EngineServer:
             await self._continue_scheduler()
 
     async def _stop_scheduler(self) -> None:
-        """Stop the scheduler. SGLang's own pause would hold back later requests and admit them in no fixed order."""
+        """Pause the scheduler. SGLang's own pause would hold back later requests and admit them in no fixed order."""
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         await self._all_dispatched()
@@ -262,7 +262,8 @@ class EngineServer:
     # ------------------------------------------------------------ weights, memory
 
     async def new_weights(self, version: str) -> None:
-        """Use new weights: drop cached keys and values of old ones. The scheduler is paused, so that its cache can be cleared."""
+        """Start using new weights: clear the KV cache and set the weight version. The scheduler must be paused, or its cache cannot be
+        cleared."""
         await self._flush()
         for running in self._running.values():
             running.had_other_weights = True
@@ -275,7 +276,8 @@ class EngineServer:
         self._version = version
 
     async def call_workers(self, method: str, arguments: dict[str, Any]) -> Any:
-        """Call a method of RolloutScheduler on all workers and collect the answers; in a thread, because it may wait for a trainer."""
+        """Call a method of RolloutScheduler on all workers and return their answers. Runs in a thread, because it may wait for a
+        trainer."""
         answer = self._answer
         answer.unlink(missing_ok=True)
         try:
@@ -285,7 +287,8 @@ class EngineServer:
         return json.loads(answer.read_text(encoding="utf-8"))
 
     async def _flush(self) -> None:
-        """Clear the KV cache. SGLang refuses while a request runs; releasing memory after a refusal would kill the engine."""
+        """Clear the KV cache. SGLang refuses while a request runs, so this retries. Releasing memory after a refusal would kill the
+        engine."""
         deadline = asyncio.get_running_loop().time() + _FLUSH_TIMEOUT_S
         while not (await self._manager.flush_cache()).success:
             if asyncio.get_running_loop().time() > deadline:
@@ -305,8 +308,8 @@ class EngineServer:
 
 
 def end(engine: Any) -> None:
-    """End the engine's processes. SGLang's own shutdown also kills the process that clears shared memory, and SGLang's watchdog reports
-    that as a crash."""
+    """Kill the engine's processes. SGLang's own shutdown would also kill the process that removes shared memory, and SGLang's watchdog
+    would report a crash."""
     atexit.unregister(engine.shutdown)
     if engine.tokenizer_manager is not None:
         engine.tokenizer_manager._subprocess_watchdog.stop()
@@ -314,19 +317,19 @@ def end(engine: Any) -> None:
 
 
 def _stop(engine: Any, scratch: str) -> NoReturn:
-    """Stop the engine and remove its folder, in case the host is gone."""
+    """Stop the engine, remove its folder in case the hosting process is gone, and exit."""
     end(engine)
     remove_folder(Path(scratch))
-    os._exit(0)  # without waiting for sockets on which nobody listens
+    os._exit(0)  # does not wait for sockets that nobody reads
 
 
 async def _serve(channel: PickleChannel, start: Start, engine: Any) -> None:
     pids = list(engine.get_all_child_pids())
     if start.spec.node is not None and start.spec.node.number > 0:  # the first node calls the schedulers of this one
         channel.send(("ready", pids))
-        await channel.receive()  # nothing is sent to this node; raises Closed when the host ends
+        await channel.receive()  # receives no message; raises Closed when the hosting process ends
         raise Closed
-    # Frozen: imported objects. SGLang collects garbage whenever it clears its cache, so at every update.
+    # Excludes imported objects from garbage collection, which SGLang runs whenever it clears its cache, so at every weight update.
     await engine.tokenizer_manager.freeze_gc()
     channel.send(("ready", pids))
     await EngineServer(engine, start, channel).serve()
@@ -354,7 +357,7 @@ def main() -> None:
 
 
 if __name__ in ("__main__", "__mp_main__"):
-    # Also runs in SGLang's own processes, into which spawn imports this module.
+    # Also runs in SGLang's own processes, since spawn imports this module there.
     end_group_with_host_or_leader()
     name_semaphores()
     if not torch.cuda.is_available():

@@ -40,7 +40,7 @@ OWN_ARGUMENTS = (
     "load_format",
     "stream_interval",
     "enable_return_routed_experts",
-    # Updates depend on which worker holds which expert.
+    # Weight updates assume which worker holds which expert.
     "enable_eplb",
     "ep_num_redundant_experts",
     "init_expert_location",
@@ -60,7 +60,7 @@ OWN_ARGUMENTS = (
     "lora_use_virtual_experts",
     "lora_drain_wait_threshold",
 )
-"""Engine arguments that no configuration may set."""
+"""Engine arguments that roll_lite sets itself; a configuration may not."""
 
 SETTINGS = {
     "max_running_requests": "max_running_requests",
@@ -78,7 +78,7 @@ FIELDS = (("srt/arg_groups/fields/[a-z]*.py", None),)
 CPU_MODELS = "roll_lite.distributed.strategy.sglang.compat.models"
 _ERRORS = "errors"
 _INPUT_MARGIN = 8
-"""Tokens of the context that no prompt may use in SGLang."""
+"""Number of tokens at the end of the context that SGLang does not allow prompts to use."""
 
 
 def check_version() -> str:
@@ -92,12 +92,12 @@ def engine_environment(threads: int, cuda: bool, workers: int = 1, node: EngineN
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONWARNINGS": "ignore::UserWarning,ignore::DeprecationWarning,ignore::FutureWarning",
     }
-    # The context is slightly longer than the model's, because SGLang reserves some from prompts; no response gets that far.
+    # The context is slightly longer than max_model_len, because SGLang keeps some of it from prompts. No response uses the rest.
     required = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
     if cuda:
         return Environment(preset, required, follows)
     preset |= {
-        # By default SGLang wants a NUMA node per worker. Its native path binds nothing, whatever the value.
+        # By default SGLang wants a NUMA node per worker. Its native torch code binds no cores, whatever the value.
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * workers),
         # Some sampling paths are compiled at their first call, which takes half a minute.
         "TORCHDYNAMO_DISABLE": "1",
@@ -126,7 +126,7 @@ def engine_arguments(
         "grammar_backend": "none",
         "log_level": "error",
         "enable_memory_saver": cuda,
-        "enable_weights_cpu_backup": cuda,  # otherwise offloaded weights return as noise
+        "enable_weights_cpu_backup": cuda,  # otherwise offloaded weights come back as garbage
         "disable_cuda_graph": strategy.enforce_eager or not cuda,
     }
     if cuda:
@@ -134,12 +134,12 @@ def engine_arguments(
     else:
         arguments |= {"attention_backend": "torch_native", "disable_overlap_schedule": True, "sleep_on_idle": True}
     if lora is not None:
-        # Two, because SGLang's warm-up runs without adapters.
+        # Two slots, because SGLang's warm-up runs without an adapter.
         arguments |= {"enable_lora": True, "max_loras_per_batch": 2, "max_lora_rank": lora.rank, "lora_strict_loading": True}
         arguments |= {"lora_target_modules": with_fused(lora.targets)} | ({} if cuda else {"lora_backend": "torch_native"})
     if is_fp8(strategy, cuda):
-        # With the plain `fp8` format the weights cannot be loaded a second time: the first load deletes what loaders need. flash_rl keeps
-        # it.
+        # With the plain `fp8` format, weights cannot be loaded a second time, since the first load deletes what weight loaders need.
+        # flash_rl keeps it.
         arguments |= {"quantization": "fp8", "load_format": "flash_rl"}
     megabytes = kv_cache_mb(strategy.kv_cache_mb, cuda)
     if megabytes is not None:
@@ -148,7 +148,7 @@ def engine_arguments(
 
 
 def node_arguments(node: EngineNode | None) -> dict[str, Any]:
-    """Arguments by which an engine's parts on several nodes find each other."""
+    """Arguments that connect the parts of an engine on several nodes."""
     if node is None:
         return {}
     host, port = node.meeting
@@ -158,8 +158,8 @@ def node_arguments(node: EngineNode | None) -> dict[str, Any]:
 def check_cache(
     model: ModelConfig, strategy: SglangStrategyConfig, max_model_len: int, cuda: bool, cache_tokens: int, page_size: int
 ) -> None:
-    r"""Raise ValueError if the longest request does not fit into the KV cache: SGLang would silently cut its response. `cache_tokens`: size
-    of SGLang's cache. SGLang admits a request only if a page and a token remain free."""
+    """Raise ValueError if the longest request does not fit into the KV cache, since SGLang would silently cut its response. `cache_tokens`:
+    size of the cache. SGLang admits a request only if one more page and one more token remain free."""
     needed = max_model_len + 2 * page_size
     if cache_tokens >= needed:
         return
@@ -176,14 +176,14 @@ def check_cache(
 
 
 def _token_bytes(model: ModelConfig, strategy: SglangStrategyConfig) -> int:
-    """Bytes that a token's keys and values take on each device."""
+    """Bytes of a token's keys and values on each device."""
     shape = read_hf_config(model.path)
     heads = -(-shape.key_value_heads // strategy.tensor_parallel)
     return 2 * shape.layers * heads * shape.head_dim * (4 if model.dtype == "float32" else 2)
 
 
 def keep_files_in(folder: Path) -> None:
-    """Keep SGLang's files in a folder; runs in each of the engine's processes before anything else."""
+    """Make SGLang keep its files and its error log in this folder. Runs first in each of the engine's processes."""
     from sglang.srt.managers import load_snapshot
 
     # In /dev/shm, SGLang's default, a failed start leaves this file behind.
@@ -195,7 +195,7 @@ def keep_files_in(folder: Path) -> None:
 
 
 def logged_error(folder: Path) -> str | None:
-    """First exception that the engine's processes logged, in one line; later ones follow from it."""
+    """First exception that the engine's processes logged, as one line, since later ones are its consequences. None if there is no log."""
     try:
         text = (folder / _ERRORS).read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,5 +1,2 @@
-r"""Everything that depends on vLLM's version.
-
-vLLM reads environment variables when imported: the hosting process sets them first and imports vLLM inside functions. `worker.py` and
-`adapters.py` run in vLLM's own processes; `judge_server.py` is a program.
-"""
+"""All code that depends on vLLM's version. vLLM reads environment variables when it is imported. So the hosting process sets them first,
+and imports vLLM only inside functions. `worker.py` and `adapters.py` run in vLLM's own processes; `judge_server.py` is a program."""

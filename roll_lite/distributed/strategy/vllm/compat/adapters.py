@@ -1,4 +1,4 @@
-"""LoRA adapters in vLLM's workers, in the slots that vLLM has for adapters from files."""
+"""Install LoRA adapters from weight updates in vLLM's workers, in the slots meant for adapters from files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from roll_lite.distributed.strategy.vllm.compat.requests import ADAPTERS
 
 
 def put_adapters(runner: Any, rank: int, tensors: dict[str, torch.Tensor]) -> None:
-    """Replace LoRA's matrices A and B for all running and further requests. B is already multiplied by alpha / rank."""
+    """Replace the LoRA matrices A and B for all running and further requests. B is already multiplied by alpha / rank."""
     known = runner.lora_manager._adapter_manager
     mapper = getattr(known.model, "hf_to_vllm_mapper", None)
     adapters = LoRAModel.from_lora_tensors(
@@ -35,7 +35,7 @@ def put_adapters(runner: Any, rank: int, tensors: dict[str, torch.Tensor]) -> No
 
 
 def multiply_plainly() -> None:
-    """Make vLLM on a CPU multiply by the only adapter in plain matrix products. It would gather A and B for every token, since each may
+    """Make vLLM on a CPU apply the only adapter with plain matrix products. vLLM would gather A and B for every token, since each token may
     have another adapter."""
 
     def add_lora_linear(

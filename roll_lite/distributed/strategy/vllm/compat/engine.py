@@ -1,4 +1,4 @@
-"""vLLM engine: AsyncLLM, which starts its own processes."""
+"""vLLM engine: runs AsyncLLM, which starts its own processes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _LAST_S = 3.0  # seconds that vLLM gets for a clean shutdown
 
 
 def engine_args(spec: EngineSpec, cuda: bool) -> AsyncEngineArgs:
-    """Engine arguments; only the node's number differs between an engine's parts."""
+    """Engine arguments. Between an engine's parts on several nodes, only the node's number differs."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     assert isinstance(spec.strategy, VllmStrategyConfig)
@@ -64,7 +64,7 @@ class VllmProcesses:
 
     @contextmanager
     def _inherited(self) -> Iterator[None]:
-        """Give processes started inside the block the environment, and a scratch folder of their own."""
+        """Give processes that are started inside the block their environment and a scratch folder."""
         os.environ.update(self._environment.variables() | {HOST_PID: str(os.getpid())})
         self._scratch = Scratch("rl-vllm-", settings.SOCKETS)
         with self._scratch.inherited():
@@ -76,7 +76,7 @@ class VllmProcesses:
 
 
 class VllmEngine(VllmProcesses):
-    """vLLM engine. If its process dies, only AsyncLLM's `generate` and `abort` return; other calls hang."""
+    """vLLM engine on its first node. If the engine's process dies, only `generate` and `abort` of AsyncLLM return; other calls hang."""
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)
@@ -87,7 +87,7 @@ class VllmEngine(VllmProcesses):
     # ------------------------------------------------------------ life
 
     async def start(self) -> list[int]:
-        """Start the engine; blocks the event loop, because the engine's processes belong to the thread that starts them."""
+        """Start the engine. Blocks the event loop, because the engine's processes die with the thread that starts them."""
         with self._inherited():
             self._running = self._start()
         look_across_seams(self._running.output_processor)
@@ -106,12 +106,12 @@ class VllmEngine(VllmProcesses):
     async def prepare(self, config: HfConfig) -> None:
         read = (self._vocabulary, self._tied)
         if read != (config.vocab_size, config.tied_embeddings):
-            # For example by an override in engine_args.
+            # Possible with an override in engine_args, for example.
             raise ValueError(
                 f"vLLM has another model than {self._spec.model.path / 'config.json'}: vocabulary and tied embeddings are {read}"
             )
         self._experts = config.experts if self._spec.reports_experts else None
-        # Once this answer is cached, requests enter in the order of submission.
+        # Once this answer is cached, requests enter in the order in which they were submitted.
         await self._llm.get_supported_tasks()
         await self._set_version(0)
 
@@ -119,14 +119,14 @@ class VllmEngine(VllmProcesses):
         return self._running is not None and bool(self._running.errored)
 
     async def answered(self) -> object:
-        """Ask the engine core, which answers in every round of its loop."""
+        """Wait for an answer of vLLM's engine core, which answers once per round of its loop."""
         return await self._llm.get_weight_version()
 
     async def stop(self, processes: EngineProcesses) -> None:
         llm, self._running = self._running, None
         if llm is not None:
             if llm.output_handler is not None:
-                # vLLM's listener takes the end of its engine for a crash and logs it as an error.
+                # vLLM's listener would take the end of its engine for a crash and log an error.
                 llm.output_handler.cancel()
             await processes.end(lambda: llm.shutdown(timeout=_LAST_S))
         self._remove_scratch()
@@ -150,8 +150,8 @@ class VllmEngine(VllmProcesses):
         return Completion(request.request_id, error="vLLM ended the request without an output")
 
     def _alternatives(self, request: GenerationRequest) -> int | None:
-        """Number of likeliest tokens whose log-probs show what truncation kept; 0 for greedy decoding, which truncates nothing; None
-        without keep_mask."""
+        """Number of likeliest tokens whose log-probs must be reported to know what truncation kept. It is 0 for greedy decoding, which
+        truncates nothing. None if the request does not ask for it (keep_mask)."""
         sampling = request.sampling
         if not sampling.keep_mask:
             return None
@@ -191,15 +191,14 @@ class VllmEngine(VllmProcesses):
         await self._llm.update_weight_version(str(version))
 
     async def _forget(self) -> None:
-        """Drop cached keys and values; running requests are recomputed from their tokens under the new weights."""
+        """Drop the KV cache. Running requests are recomputed from their tokens under the new weights."""
         await self._llm.reset_prefix_cache(reset_running_requests=True)
 
     async def offload(self, parts: Collection[EngineMemory], cache_stays: bool) -> None:
-        r"""Offload through the workers' own methods, because vLLM's `wake_up` would resume a paused engine.
+        """Offload by calling the workers' own methods: vLLM's `wake_up` would resume a paused engine.
 
-        vLLM offloads the KV cache alone or with the weights, never the weights alone. On a CPU only the cache is freed: weights are in host
-        memory already.
-        """
+        vLLM can offload the KV cache alone, or with the weights, but not the weights alone. So a cache that shall stay is allocated again.
+        On a CPU only the cache is freed, since weights are in host memory anyway."""
         if not self._cuda:
             if EngineMemory.KV_CACHE in parts:
                 await self._forget()
@@ -224,12 +223,13 @@ class VllmEngine(VllmProcesses):
 
 
 class VllmPart(VllmProcesses):
-    """Workers of an engine on a node other than the first, which calls them (`vllm serve --headless`)."""
+    """Workers of a vLLM engine on a node other than the first, which calls them (as `vllm serve --headless`)."""
 
     _executor: MultiprocExecutor | None = None
 
     async def start(self) -> list[int]:
-        """Start the workers; blocks the event loop until those of all nodes have met, because they belong to the starting thread."""
+        """Start the workers. Blocks the event loop until the workers of all nodes have connected, because they die with the thread that
+        starts them."""
         with self._inherited():
             from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 

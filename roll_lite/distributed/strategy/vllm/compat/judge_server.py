@@ -1,8 +1,7 @@
-r"""vLLM's OpenAI-compatible server as a separate program, which ends with the process that started it.
+"""Run vLLM's OpenAI-compatible server for a judge model, as a separate program that ends with the process that started it.
 
-Started as `python -m roll_lite.distributed.strategy.vllm.compat.judge_server ARGUMENTS` in its own session: one signal reaches all its
-processes.
-"""
+It is started as `python -m roll_lite.distributed.strategy.vllm.compat.judge_server ARGUMENTS` in its own session, so that one signal
+reaches all its processes."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from roll_lite.distributed.strategy.vllm.compat.settings import FP8, batched_tok
 from roll_lite.models.hf_config import read_model_shape
 
 OWN_ARGUMENTS = ("host", "port", "uds", "fd", "served_model_name", "api_key", "api_server_count", "root_path", "ssl_certfile")
-"""Arguments of a judge's server that no configuration may set."""
+"""Arguments of a judge's server that roll_lite sets itself; a configuration may not."""
 SAGEMAKER = "model_hosting_container_standards"
 
 
@@ -57,12 +56,12 @@ def server_arguments(config: JudgeServerConfig, cuda: bool) -> dict[str, Any]:
 
 
 def _longest(config: JudgeServerConfig, cuda: bool) -> int | None:
-    """Maximum length of prompt and response together; None lets vLLM find out."""
+    """Maximum length in tokens of prompt and response together. None: vLLM determines it."""
     if config.strategy.max_model_len is not None or cuda:
         return config.strategy.max_model_len
     try:
         return read_model_shape(config.path).max_positions
-    except ValueError:  # a model that roll_lite cannot train; vLLM knows better
+    except ValueError:  # roll_lite cannot read this model; vLLM may
         return None
 
 
@@ -76,7 +75,7 @@ def _words(key: str, value: Any) -> list[str]:
 
 
 def _stand_in_for_sagemaker() -> None:
-    """Replace SageMaker's package by a dummy: vLLM's CPU build would need five more packages for two SageMaker routes."""
+    """Replace SageMaker's package by a dummy. vLLM's CPU build would need five more packages, for two SageMaker routes only."""
     if find_spec(SAGEMAKER) is not None:
         return
 
@@ -98,7 +97,7 @@ def main() -> None:
 
 
 if __name__ in ("__main__", "__mp_main__"):
-    # Also runs in the engine's own processes, into which spawn imports this module: they may outlive a killed server.
+    # Also runs in the engine's processes, since spawn imports this module there: they may outlive a killed server.
     end_group_with_host_or_leader()
 if __name__ == "__main__":
     main()

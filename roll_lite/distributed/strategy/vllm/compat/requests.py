@@ -1,4 +1,4 @@
-"""Requests and completions in vLLM's format."""
+"""Convert requests to vLLM's format and its outputs to completions."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ if TYPE_CHECKING:
 
 
 ADAPTERS = 1
-"""vLLM's id of the only adapter."""
+"""Number of the only LoRA adapter in vLLM."""
 
 
 def adapters_request() -> LoRARequest:
-    """LoRA request with the only adapter. vLLM reads the path only if no adapter is loaded."""
+    """LoRA request that names the only adapter. vLLM reads its path only if no adapter is loaded."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(lora_name=NAME, lora_int_id=ADAPTERS, lora_path=NAME)
 
 
 def sampling_params(request: GenerationRequest, alternatives: int = 0) -> SamplingParams:
-    """`alternatives`: number of likeliest tokens to report log-probs for, beside the sampled one."""
+    """Sampling parameters in vLLM's format. `alternatives`: number of likeliest tokens whose log-probs are reported besides the sampled
+    token's."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     sampling = request.sampling
@@ -47,10 +48,10 @@ def sampling_params(request: GenerationRequest, alternatives: int = 0) -> Sampli
         min_tokens=sampling.min_tokens,
         stop=list(sampling.stop),
         stop_token_ids=list(sampling.stop_token_ids),
-        include_stop_str_in_output=True,  # completions keep the stop string, as their tokens do
+        include_stop_str_in_output=True,  # text keeps the stop string, as token ids do
         logprobs=alternatives,
         flat_logprobs=True,
-        detokenize=bool(sampling.stop),  # only stop strings need text while tokens still come
+        detokenize=bool(sampling.stop),  # text is needed during generation only for stop strings
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,
         extra_args={SEAM: seam} if (seam := seam_tokens(request)) else None,
@@ -58,7 +59,7 @@ def sampling_params(request: GenerationRequest, alternatives: int = 0) -> Sampli
 
 
 def prompt_input(token_ids: tuple[int, ...]) -> Any:
-    """Tokenized prompt in the only form that vLLM handles without a thread; in other forms requests may overtake each other."""
+    """Prompt in the form that vLLM handles without a thread. In other forms, requests may overtake each other."""
     from vllm.inputs.engine import tokens_input
 
     return tokens_input(list(token_ids))
@@ -72,8 +73,8 @@ def completion(
     alternatives: int | None = None,
     experts: ExpertsConfig | None = None,
 ) -> Completion:
-    """Make a completion of a request's final output. `version`: for outputs that name none. `alternatives`: log-probs requested per token,
-    for kept_ids (None: no kept_ids). `experts`: to report expert choices."""
+    """Make a completion from a request's final output. `version`: weight version, if the output has none. `alternatives`: number of
+    log-probs requested per token, from which kept_ids are read (None: no kept_ids). `experts`: reports expert choices if given."""
     response = output.outputs[0]
     if response.finish_reason not in {reason.value for reason in FinishReason}:
         return Completion(output.request_id, error=f"vLLM ended the request with {response.finish_reason!r}")
@@ -89,14 +90,14 @@ def completion(
         finish_reason=FinishReason(response.finish_reason),
         versions=spans or ((VersionSpan(0, version),) if tokens else ()),
         kept_ids=None if alternatives is None else _kept_ids(response.logprobs, alternatives) if tokens else (),
-        # A recomputed request finds its own tokens in the cache too.
+        # A recomputed request also finds its own response tokens in the cache.
         cached_tokens=min(output.num_cached_tokens or 0, len(output.prompt_token_ids or ())),
         experts=None if experts is None or response.routed_experts is None else chosen_experts(response.routed_experts, experts),
     )
 
 
 def new_tokens(flight: InFlight, state: RequestState, alternatives: int | None) -> Completion | None:
-    """Tokens generated since the request's last part, without the newest one; None if there are none."""
+    """Tokens generated since the last progress report, without the newest one; None if there are none."""
     assert state.detokenizer is not None and state.logprobs_processor is not None
     first = flight.reported
     found = state.logprobs_processor.logprobs
@@ -115,12 +116,12 @@ def new_tokens(flight: InFlight, state: RequestState, alternatives: int | None) 
 
 
 def _kept_ids(found: FlatLogprobs, alternatives: int) -> tuple[tuple[int, ...], ...]:
-    r"""Tokens that truncation kept, by position. If `alternatives` is 0, all are empty, which means that no token was dropped. vLLM's own
-    `return_sampling_mask` is for GPUs and refuses requests without top_k."""
+    """Ids of the tokens that truncated sampling kept, for each position. If `alternatives` is 0, all are empty, which means that nothing
+    was dropped. vLLM's own `return_sampling_mask` works only on GPUs and with top_k."""
     if alternatives == 0:
         return ((),) * len(found)
     pairs = list(zip(found.token_ids, found.logprobs, strict=True))
-    # The sampled token comes first, and a second time if it is among the likeliest.
+    # The sampled token comes first, and again if it is among the likeliest.
     return tuple(
         tuple(dict.fromkeys(token for token, log_prob in pairs[start:end] if log_prob > -math.inf))
         for start, end in zip(found.start_indices, found.end_indices, strict=True)
@@ -128,8 +129,8 @@ def _kept_ids(found: FlatLogprobs, alternatives: int) -> tuple[tuple[int, ...], 
 
 
 def look_across_seams(processor: OutputProcessor) -> None:
-    """Find stop strings that begin before a resume point; vLLM searches only what it generates. The detokenizer of a request with SEAM = n
-    starts with the text of the last n prompt tokens, which no other code reads."""
+    """Find stop strings that begin in the resumed part of a response; vLLM searches only what it generates itself. If SEAM = n, the
+    request's detokenizer starts with the text of the last n prompt tokens. No other code reads that text."""
     add = processor.add_request
 
     def add_request(request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:

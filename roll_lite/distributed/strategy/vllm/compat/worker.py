@@ -1,5 +1,5 @@
-r"""Code inside vLLM's worker processes: receives and loads weights, reads the model back, ends with the hosting process, which runs
-`engine.py`."""
+"""Code that runs in vLLM's worker processes: receives and loads weights, reads the model back, and ends the worker when the hosting process
+is gone."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _layers() -> Layers:
 
 
 def _all_say(mine: bool) -> bool:
-    """True if all workers of this engine report true."""
+    """Return True if all workers of this engine pass True. Collective."""
     group = get_tp_group()
     if group.world_size == 1:
         return mine
@@ -45,8 +45,8 @@ def _all_say(mine: bool) -> bool:
 
 
 class WorkerExtension:
-    """Methods that vLLM adds to its worker class, called by name through collective_rpc. None may raise: `answering` returns exceptions as
-    values."""
+    """Methods that vLLM adds to its worker class. They are called by name through collective_rpc and must not raise: `answering` turns
+    exceptions into return values."""
 
     rank: int
     device: torch.device
@@ -56,7 +56,7 @@ class WorkerExtension:
     model_runner: Any
     roll_lite_dropped: list[tuple[torch.UntypedStorage, int]]
     roll_lite_adapters: IncomingAdapters | None = None
-    """None if updates bring whole models."""
+    """Receiver of LoRA adapters; None if weight updates send whole models."""
 
     @cached_property
     def roll_lite_receiver(self) -> WeightReceiver:
@@ -64,7 +64,7 @@ class WorkerExtension:
 
     @answering
     def roll_lite_take_adapters(self, shapes: dict[str, list[int]], rank: int) -> None:
-        """Receive adapters of this LoRA rank, and no weights, from now on."""
+        """From now on, receive LoRA adapters of this rank in weight updates, instead of the model's weights."""
         self.roll_lite_adapters = IncomingAdapters(shapes, rank, partial(put_adapters, self.model_runner))
 
     @answering
@@ -76,7 +76,7 @@ class WorkerExtension:
         model = self.get_model()
 
         def begin(again: bool) -> None:
-            if again:  # layers remember how much of them has arrived
+            if again:  # layers count the parts that have arrived
                 finalize_layerwise_reload(model, self.model_config)
             if self.device.type == "cpu":
                 _make_expert_kernels_anew(model)
@@ -107,7 +107,8 @@ class WorkerExtension:
 
     @answering
     def roll_lite_drop_cache(self) -> None:
-        """Empty the KV cache's storages, since vLLM frees nothing on a CPU. Views of them are valid again once they are refilled."""
+        """Free the KV cache's memory on a CPU, where vLLM itself frees nothing. Tensors that share the storages are valid again after
+        `roll_lite_make_cache`."""
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in self.model_runner.kv_caches}
         self.roll_lite_dropped = [(storage, storage.nbytes()) for storage in storages.values()]
         for storage in storages.values():
@@ -118,11 +119,11 @@ class WorkerExtension:
         dropped, self.roll_lite_dropped = self.roll_lite_dropped, []
         for storage, size in dropped:
             storage.resize_(size)
-            torch.empty(0, dtype=torch.uint8).set_(storage).zero_()  # attention multiplies masked entries by 0, so they must be finite
+            torch.empty(0, dtype=torch.uint8).set_(storage).zero_()  # must be finite: attention multiplies masked entries by 0
 
     @answering
     def roll_lite_checksums(self, dtypes: dict[str, str], shapes: dict[str, list[int]], names: list[str] | None) -> dict[str, str]:
-        """Checksums of the named tensors (None: all), in the dtypes given. Collective."""
+        """Checksums of the named tensors (None: all), converted to the dtypes given. Collective over the workers."""
         held = _held(self, names, shapes)
         return {name: checksum(tensor.to(getattr(torch, dtypes[name])) if name in dtypes else tensor) for name, tensor in held}
 
@@ -136,7 +137,8 @@ def _held(worker: WorkerExtension, names: Collection[str] | None, expected: Coll
 
 
 def _experts_of_this_worker_alone() -> None:
-    """Apply the expert map, which vLLM's CPU kernel ignores: it would read beyond this worker's experts."""
+    """Make vLLM's CPU kernel apply the map from global to local expert ids. It ignores the map and would read beyond this worker's
+    experts."""
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
     apply = CPUUnquantizedExperts.apply
@@ -154,7 +156,8 @@ def _experts_of_this_worker_alone() -> None:
 
 
 def _experts_without_adapters() -> None:
-    """Keep vLLM's usual expert kernel: if any layer has adapters, vLLM would take its Triton kernel for experts with adapters."""
+    """Make vLLM use its usual expert kernel although layers have adapters. Otherwise it would choose its Triton kernel for experts with
+    adapters."""
     select = unquantized_fused_moe_method.select_unquantized_moe_backend
 
     def without(moe_config: Any) -> Any:
@@ -165,14 +168,15 @@ def _experts_without_adapters() -> None:
 
 
 def _pack_lm_head_again(model: torch.nn.Module) -> None:
-    """Pack a tied LM head again. It shares the embedding's weights, so the reload skips it and leaves its old packed copy."""
+    """Pack the weights of a tied LM head again. It shares the embedding's weights, so vLLM's reload skips it and keeps its old
+    packed copy."""
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
 
 
 def _make_expert_kernels_anew(model: torch.nn.Module) -> None:
-    """Drop the expert kernels, so that the reload builds new ones: they pack weights only when built."""
+    """Drop the expert kernels, so that the reload builds new ones. Kernels pack the weights only when they are built."""
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if isinstance(method, unquantized_fused_moe_method.UnquantizedFusedMoEMethod):
@@ -180,12 +184,12 @@ def _make_expert_kernels_anew(model: torch.nn.Module) -> None:
 
 
 _DIGIT = 128
-"""Base of the digits in `_unpacked`; digits below it are exact in every dtype."""
+"""Base of the digits in `_unpacked`: every dtype represents smaller numbers exactly."""
 
 
 def _read_experts(module: Any) -> tuple[int, torch.Tensor, torch.Tensor]:
-    """Number of experts, and this worker's weights without the packing and padding that vLLM adds on a CPU. GPU layouts are not
-    supported."""
+    """Return the number of experts and this worker's weights (gate and up, down), without the packing and padding that vLLM adds on a CPU.
+    GPU layouts are not supported."""
     if module.w13_weight.device.type != "cpu":
         raise RuntimeError("weight_sync.verify: experts cannot be read back from vLLM on a GPU; use none")
     rows, isa = module.moe_config.intermediate_size_per_partition_unpadded, module.quant_method.experts_cls.isa
@@ -195,7 +199,8 @@ def _read_experts(module: Any) -> tuple[int, torch.Tensor, torch.Tensor]:
 
 
 def _unpacked(packed: torch.Tensor, isa: str) -> torch.Tensor:
-    """Undo packing, which permutes an expert's elements: packing row and column numbers, digit by digit, reveals the permutation."""
+    """Undo packing, which permutes an expert's elements. To find the permutation, row and column numbers are packed too, one digit at a
+    time."""
     from vllm._custom_ops import cpu_prepack_moe_weight
 
     _, rows, columns = packed.shape
@@ -210,7 +215,7 @@ def _unpacked(packed: torch.Tensor, isa: str) -> torch.Tensor:
 
 
 def _die_without_host(parent: psutil.Process | None) -> None:
-    """Kill this worker and its parent, vLLM's engine process, which does not notice that the host was killed."""
+    """Kill this worker and its parent, vLLM's engine process, which would not notice that the hosting process was killed."""
     engine = [parent] if parent is not None and parent.pid != int(os.environ[HOST_PID]) and is_running(parent) else []
     kill_all([*engine, psutil.Process()])
 

@@ -1,4 +1,4 @@
-"""SGLang's own implementations, unchanged."""
+"""SGLang's own model classes, unchanged."""
 
 from sglang.srt.models import llama, qwen2, qwen3
 
