@@ -145,7 +145,7 @@ def _check(config: RunConfig, parsed: argparse.Namespace) -> int:
 
 
 def _tables(config: RunConfig) -> str:
-    """Derived values, picture and notes; parts that need a missing value are left out."""
+    """Tables of derived values and placement, and notes; parts that need a missing value are left out."""
     of_machine = [f"{path}: {message}" for one in OF_MACHINE for path, message in readable(one(config))]
     parts = []
     for part in (lambda: render(derive(config)), lambda: draw(config)):

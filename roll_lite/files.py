@@ -20,7 +20,7 @@ EXAMPLES = (Path(__file__).parent / "examples").resolve()
 CONFIGS = EXAMPLES / "configs"
 
 LARGEST = 1 << 30
-"""Maximal size of a file that is read as a whole, in bytes."""
+"""Maximum size, in bytes, of a file that is read as a whole."""
 _SHOWN = 80
 
 
@@ -50,7 +50,7 @@ def flush(paths: Iterable[Path]) -> None:
 
 
 def absolute_path(path: Path) -> Path:
-    """Make a path absolute, from the current folder. A path in examples/ that does not exist there is the package's file."""
+    """Make a path absolute, from the current folder. A path in examples/ that does not exist there names the package's file."""
     path = path.expanduser()
     here = path.absolute()
     if path.parts[:1] == (EXAMPLES.name,):
@@ -61,7 +61,7 @@ def absolute_path(path: Path) -> Path:
 
 
 def kind_of(path: Path) -> Literal["file", "folder", "other"] | None:
-    """Kind of a path; None if it does not exist. ValueError if that is unknown: circular links, a name too long, a folder without
+    """Kind of a path; None if it does not exist. ValueError if that cannot be told: circular links, a name too long, a folder without
     permission."""
     try:
         mode = path.stat().st_mode
@@ -129,7 +129,8 @@ def unreadable(path: Path, error: Exception) -> ValueError:
 
 
 def elsewhere(path: Path) -> str:
-    """Hint for a missing relative path: it counts from the current folder, and may exist in a parent of that."""
+    """Hint for a missing relative path: it counts from the current folder, and the file may be in a parent folder. Empty for other
+    paths."""
     current = Path.cwd()
     if not path.is_relative_to(current):
         return ""

@@ -43,15 +43,15 @@ class ClusterArithmetic:
 
 @dataclass(frozen=True)
 class PassArithmetic:
-    """Micro-batches of a role's forward or training pass; every rank runs as many as the busiest. Their number depends on the samples'
-    lengths; here every sample (row) has the maximum length."""
+    """Micro-batches of a role's forward or training pass if every sample (row) has the maximum length. All ranks run as many as the fullest
+    one."""
 
     role: str
     what: Literal["forward", "training"]
     rows: int
-    """Rows of the fullest rank if all are equally long."""
+    """Number of rows on the fullest rank if all rows are equally long."""
     most_rows: int
-    """Maximum number of rows of a rank, when each other rank has one."""
+    """Maximum number of rows on a rank: every other rank has one."""
     longest: int
     """Maximum number of tokens of a row."""
     budget: int
@@ -62,7 +62,7 @@ class PassArithmetic:
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of a rank if all rows have the maximum length."""
+        """Number of micro-batches on a rank if all rows have the maximum length."""
         return ceil(ceil(self.rows / self._rows_at_a_time) / self.count_multiple) * self.count_multiple
 
     @property
@@ -116,7 +116,7 @@ class BatchArithmetic:
 
 
 def device_numbers(devices: Devices) -> tuple[int, ...]:
-    """Device numbers; a count n means 0 to n-1. Raises Refused if placement could not resolve them."""
+    """Device numbers; a count n means 0 to n-1. Raises Refused if the placement could not resolve `node0:3`."""
     if isinstance(devices, int):
         return tuple(range(devices))
     if any(isinstance(one, str) for one in devices):
@@ -125,7 +125,7 @@ def device_numbers(devices: Devices) -> tuple[int, ...]:
 
 
 def max_model_len(config: RunConfig) -> int:
-    """Engines' limit of prompt plus response in tokens: the setting, else the longest request's."""
+    """Engines' limit of prompt plus response in tokens: the setting, or the longest request."""
     return config.actor_infer.strategy.max_model_len or max(one.tokens for one in requests(config))
 
 
@@ -199,12 +199,12 @@ def model_parallel_size(role: Role) -> int:
 
 
 def count_multiple(strategy: MegatronStrategyConfig) -> int:
-    """A pass's number of micro-batches must be divisible by this: the pipeline size if interleaved, else 1."""
+    """Divisor of a pass's number of micro-batches: the pipeline size if interleaved, else 1."""
     return strategy.pipeline_parallel if strategy.virtual_pipeline_parallel > 1 else 1
 
 
 def layers_of_parts(strategy: MegatronStrategyConfig, layers: int) -> list[int]:
-    """Number of layers of each part; part i is on stage i modulo pipeline_parallel."""
+    """Number of layers of each pipeline part; part i is on stage i modulo pipeline_parallel."""
     parts = strategy.pipeline_parallel * strategy.virtual_pipeline_parallel
     return strategy.pipeline_layers or [layers // parts + (number < layers % parts) for number in range(parts)]
 
@@ -223,7 +223,7 @@ def pipeline_problem(strategy: MegatronStrategyConfig, layers: int) -> tuple[str
 
 
 def tensor_parallel_fits(size: int, heads: int, key_value_heads: int, head_dim: int | None) -> bool:
-    """True if attention heads divide among the ranks, and key/value heads do or are shared by equal groups of ranks. Give
+    """True if the ranks can split the attention heads evenly, and each key/value head is on one rank or shared by equally many. Give
     `head_dim` for trainers, which split a shared head; None for engines, which replicate it."""
     if heads % size or (key_value_heads % size and size % key_value_heads):
         return False
@@ -231,8 +231,7 @@ def tensor_parallel_fits(size: int, heads: int, key_value_heads: int, head_dim: 
 
 
 def token_multiple(strategy: MegatronStrategyConfig) -> int:
-    """A micro-batch's number of tokens must be divisible by this: each context-parallel rank has two chunks, which sequence parallelism
-    splits further."""
+    """Divisor of a micro-batch's number of tokens: each context-parallel rank has two chunks, which sequence parallelism splits further."""
     parts = 2 * strategy.context_parallel if strategy.context_parallel > 1 else 1
     return parts * (strategy.tensor_parallel if strategy.sequence_parallel else 1)
 
@@ -274,7 +273,7 @@ def uses_reference(config: RunConfig) -> bool:
 
 
 def actor_is_reference(config: RunConfig) -> bool:
-    """True if the actor without adapters is the KL reference."""
+    """True if the actor with its adapters off is the KL reference."""
     return trains(config) and config.actor_train.lora is not None and config.reference is None and uses_reference(config)
 
 
@@ -303,7 +302,7 @@ def roles(config: RunConfig) -> dict[str, Role]:
 
 
 def derive(config: RunConfig) -> BatchArithmetic:
-    """Derive all values from a configuration without mistakes."""
+    """Derive all values from a valid configuration."""
     shares = {name: Fraction(str(domain.share)) for name, domain in config.domains.items()}
     prompts, algorithm, by_role = config.rollout.prompts_per_step, config.algorithm, roles(config)
     domains = tuple(
@@ -397,5 +396,5 @@ def _largest_batch(domains: Sequence[DomainArithmetic]) -> int:
 
 
 def _fullest_rank(rows: int, ranks: int) -> tuple[int, int]:
-    """Rows of the fullest rank: if all are equally long, and at most, when each other rank has one."""
+    """Number of rows on the fullest rank: if all rows are equally long, and at most (every other rank has one)."""
     return ceil(rows / ranks), max(rows - (ranks - 1), 1)

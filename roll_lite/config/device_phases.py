@@ -1,9 +1,8 @@
-"""Model parts on the devices in each phase; runs follow this table, `roll-lite check` draws it.
+"""Table of the parts of models on the devices in each phase. Runs follow it, `roll-lite check` draws it.
 
-Parts are those of `StateGroup` and `EngineMemory`. Roles with `offload: true` are loaded for a phase only, others stay loaded. From weight
-sync to generation, engines load weights beside the trainer's, the trainer sends and offloads its own, and engines allocate the KV cache.
-After generation engines offload both.
-"""
+Parts are named as in `StateGroup` and `EngineMemory`. Roles with `offload: true` are loaded only for a phase, others stay loaded. Before
+generation, engines load weights beside the trainer's, the trainer sends its weights and offloads them, and engines allocate the KV cache.
+After generation engines offload both."""
 
 from __future__ import annotations
 
@@ -33,8 +32,8 @@ class Phase(StrEnum):
 @dataclass(frozen=True)
 class Presence:
     parts: Mapping[str, tuple[str, ...]]
-    """Loaded parts by role, in loading order; a role may start before an earlier one that still waits for its devices. `reward_models` and
-    `judges` mean all of them."""
+    """Loaded parts by role, in loading order. A role may overtake one that still waits for its devices. `reward_models` and `judges` mean
+    all of them."""
     in_turns: bool = False
     """Load roles with `offload` that share a device one after the other."""
     of_step: bool = True
@@ -61,7 +60,7 @@ WHOLE: Mapping[str, tuple[str, ...]] = {
 
 
 def startable(waiting: Sequence[T], present: Sequence[T], exclude: Callable[[T, T], bool]) -> list[T]:
-    """Waiting roles that can start now, in order: no present or already chosen role excludes them."""
+    """Waiting roles that can start now, in order: those that no present or already chosen role excludes."""
     starting: list[T] = []
     for one in waiting:
         if not any(exclude(one, other) for other in (*present, *starting)):

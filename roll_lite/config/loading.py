@@ -18,7 +18,8 @@ from roll_lite.files import absolute_path, is_file, is_folder, listing
 
 
 def located(name: str, folder: FilePath | None) -> tuple[str, FilePath]:
-    """Split `name` into name and folder of a configuration. Without `folder`, `name` is a path, or else a shipped configuration."""
+    """Return name and folder of a configuration. Without `folder`, `name` may be the path of a file; else it is looked up in the current
+    folder and among shipped configurations."""
     with suppress(ValueError):  # reported as a mistake of --config-name
         path = absolute_path(FilePath(f"{name.removesuffix('.yaml')}.yaml"))
         if folder is None and is_file(path):
@@ -81,7 +82,7 @@ def _meant_for_a_sweep(problem: Problem, overrides: Sequence[str]) -> Problem:
 
 
 def _without_secrets(problem: Problem, composed: Composed) -> Problem:
-    """Show values from environment variables as written in the file."""
+    """Replace values from environment variables by the text in the file, which names the variable."""
     for path, (text, secret) in composed.secrets.items():
         if problem.value is not NO_VALUE and problem.path == dotted(path):
             problem = replace(problem, value=text)

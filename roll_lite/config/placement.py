@@ -1,7 +1,6 @@
-"""Turns `placement` and the roles' `devices` into device numbers: afterwards each role has a count n (0 to n-1) or a list.
+"""Turns `placement` and the roles' `devices` into device numbers: afterwards each role has a count n (devices 0 to n-1) or a list.
 
-A preset is a table of groups. Roles of a group share devices, groups do not. Devices that a role lists are not used for groups.
-"""
+A preset is a table of groups: roles of the same group share devices, groups do not. Devices that a role lists are not given to groups."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ def placed(config: RunConfig) -> tuple[RunConfig, list[Problem]]:
 
 
 def describe(nodes: Sequence[tuple[str, int]], what: str = "devices") -> str:
-    """Describe nodes and their devices; used before and after the cluster starts."""
+    """Describe nodes and their numbers of devices for messages."""
     if len(nodes) > 4 and len({number for _, number in nodes}) == 1:
         return f"{len(nodes)} nodes ({nodes[0][0]} to {nodes[-1][0]}) with {nodes[0][1]} {what} each"
     each = ", ".join(f"{name} has {number}" for name, number in nodes)
@@ -88,8 +87,8 @@ def _groups(placement: PlacementConfig, names: Sequence[str]) -> list[list[str]]
 
 
 def _counts(placement: PlacementConfig, group: Mapping[str, Role], is_alone: bool) -> dict[str, int]:
-    """Number of devices by role. Default: the highest given in its group. If none is given: all devices if colocated roles are the only
-    group and include no judge, else 1."""
+    """Number of devices by role. A role without `devices` gets the highest number in its group. If no role has one, each gets all devices
+    if colocated roles are the only group and include no judge, else 1."""
     given = {name: role.devices for name, role in group.items() if "devices" in role.model_fields_set and isinstance(role.devices, int)}
     is_judge = any(isinstance(role, JudgeServerConfig) for role in group.values())
     default = max(given.values()) if given else placement.devices if is_alone and placement.devices and not is_judge else 1
@@ -97,8 +96,8 @@ def _counts(placement: PlacementConfig, group: Mapping[str, Role], is_alone: boo
 
 
 def _free(placement: PlacementConfig, taken: set[int], wanted: int, together: int) -> list[int]:
-    """Next `wanted` free devices. Blocks of `together` tensor-parallel ranks are on one node if they fit, else split equally over the
-    fewest nodes. Devices outside whole blocks come last, then nonexistent ones, which a later check reports."""
+    """Choose the next `wanted` free devices. A block of `together` tensor-parallel ranks is on one node if it fits, else split equally over
+    the fewest nodes. Devices outside whole blocks come last, then nonexistent ones, which a later check reports."""
     of_node = placement.devices_per_node
     if placement.nodes is None or (placement.name == "by_role" and placement.fill == "pack"):
         return list(islice((number for number in count() if number not in taken), wanted))

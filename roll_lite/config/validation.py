@@ -1,8 +1,7 @@
 """Validation of plain data against the schema: collects all mistakes and builds the valid part.
 
-This module walks the sections: pydantic's error locations name union members, not YAML paths, and one wrong leaf would leave no object to
-check. pydantic validates leaves, strictly: the text "3" is not a number.
-"""
+This module walks the sections itself: pydantic's error locations name union members, not YAML paths, and one wrong value would leave no
+object to check. pydantic only validates single values, strictly: the text "3" is not a number."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ OTHERS_NAMES = {
     "num_generations": "samples_per_prompt",
     "rollout_batch_size": "prompts_per_step",
 }
-"""Settings' names in other trainers, with ours."""
+"""Names of settings in other trainers, with ours."""
 
 
 class _Invalid:
@@ -40,7 +39,8 @@ _INVALID = _Invalid()
 
 
 def validate(data: dict[str, Any], broken: frozenset[Path] = frozenset()) -> tuple[RunConfig, list[Problem]]:
-    """Valid part of the configuration, and all problems. Reading a refused field raises Refused. `broken` paths are skipped."""
+    """Return the valid part of the configuration and all problems. Reading an invalid field raises Refused. `broken`: paths to skip, since
+    their problems are known."""
     walker = _Walker(broken)
     config = walker.section(RunConfig, data, ())
     assert isinstance(config, RunConfig)
@@ -105,7 +105,8 @@ class _Walker:
         return built if isinstance(value, dict) else list(built.values())
 
     def _item(self, cls: type[Section], data: Any, path: Path) -> Section:
-        """Build an item of a mapping or list. A refused item stays as an object without attributes, since checks must not overlook it."""
+        """Build an item of a mapping or list. An invalid item becomes an object without attributes, so that later checks see it and raise
+        Refused."""
         built = _INVALID if path in self.broken else self.section(cls, data, path)
         if isinstance(built, Section):
             return built
@@ -130,7 +131,7 @@ class _Walker:
             return _INVALID
 
     def _variant(self, variants: list[type[Section]], info: FieldInfo, value: Any, path: Path) -> type[Section] | None:
-        """Choose a union's member by `name`; the default needs none."""
+        """Choose a union's member by `name`, or the default. None if the choice is invalid, which is reported."""
         by_name = {_word(variant): variant for variant in variants}
         if not isinstance(value, dict):
             # Short forms are sections by now; a text comes from an interpolation.
@@ -147,8 +148,8 @@ class _Walker:
         return by_name[name]
 
     def _unknown_key(self, cls: type[Section], key: str, data: dict[str, Any], path: Path) -> list[str]:
-        """Report an unknown key; suggest the same name within the section, close ones here, or one elsewhere. Returns close names that are
-        not set: probably meant, they must not count as missing."""
+        """Report an unknown key. Suggest the same name deeper in the section, close names in it, or one elsewhere. Returns close names that
+        are not set: one was probably meant, so they must not count as missing."""
         value = data[key]
         if key in FORMER_NAMES and "name" in cls.model_fields:
             self._refuse((*path, key), value, "is called name here, as in every section that is chosen by a word")
@@ -176,7 +177,7 @@ class _Walker:
 
 
 def value_at(section: Any, path: str) -> Any:
-    """Value at a dotted path, to show; NO_VALUE if missing, refused, or a section or group of sections."""
+    """Value at a dotted path, for messages; NO_VALUE if it is missing, invalid, a section, or a collection of sections."""
     for key in path.split("."):
         items = vars(section) if isinstance(section, Section) else section if isinstance(section, dict) else {}
         section = section[int(key)] if isinstance(section, list) and key.isdigit() else items.get(key, NO_VALUE)
@@ -186,8 +187,8 @@ def value_at(section: Any, path: str) -> Any:
 
 @dataclass(frozen=True)
 class Shape:
-    """Kind of a field by its variants: none for a plain value, one for a section, several for a union keyed on `name`. `container`: the
-    field holds a dict or list of them."""
+    """Shape of a field. `variants`: empty for a plain value, one for a section, several for a union keyed on `name`. `container`: the field
+    holds a dict or list of them."""
 
     variants: list[type[Section]]
     container: type[dict[Any, Any]] | type[list[Any]] | None = None
@@ -262,8 +263,8 @@ def words_at(path: Path) -> str:
 
 
 def is_removed_by_null(path: Path, inherited: bool) -> bool:
-    """True if null removes the key: an inherited mapping entry; or a setting with a default that cannot be null, if inherited or a
-    section."""
+    """True if null removes the key: an inherited entry of a mapping; or a setting that has a default and cannot be null, if it is inherited
+    or a section."""
     fields = _fields_at(path)
     if not inherited and (len(sections_at(path)) != 1 or not fields):
         return False

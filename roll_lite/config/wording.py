@@ -1,4 +1,4 @@
-"""Describes types of fields, and values that pydantic refuses."""
+"""Messages about types of fields and about values that pydantic refuses."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def field_type(field: FieldInfo) -> Any:
 
 
 def refusal(field: FieldInfo, value: Any, errors: Sequence[ErrorDetails]) -> str:
-    """Return our own validator's message, else the expected type with a remedy."""
+    """Message for a refused value: that of our own validator, else the expected type with a remedy."""
     for error in errors:
         if error["type"] == "value_error":
             return str(error["ctx"]["error"])

@@ -120,7 +120,8 @@ class RunConsole:
             self._console.take_back()
 
     def progress(self, label: str, domains: Mapping[str, tuple[int, int, int]]) -> None:
-        """Show (generated, scored, wanted) samples by domain, in a line that is replaced; outside a terminal, in a new line every 10 s."""
+        """Show numbers of samples (generated, scored, wanted) by domain, in a line that is replaced; outside a terminal, in a new line
+        every 10 s."""
         parts = [f"{name} {generated}/{wanted} ({scored} scored)" for name, (generated, scored, wanted) in domains.items()]
         line = f"{label}: {', '.join(parts)}"
         if self._console.is_terminal:
@@ -144,8 +145,8 @@ class RunConsole:
         self._line(f"{step}/{self._total}", self._scores(metrics, "reward/mean", "reward/accuracy"), [speed, total, *phases])
 
     def validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show held-out results, pass@k and maj@k for the largest k: in the columns of the step's line if that is the last line, else as
-        sentences."""
+        """Show held-out results, with pass@k and maj@k for the largest k, in the columns of the step's line if that is the last line, else
+        as sentences."""
         k = largest_k(metrics)
         measures = {"held-out": ("validation/reward", "validation/accuracy")}
         if k is not None:
@@ -162,7 +163,7 @@ class RunConsole:
             self.message(f"{what} {'before training' if step == 0 else f'at step {step}'}: {shares}")
 
     def finish(self, accuracy: Accuracy, held_out: BeforeAfter, findings: Iterable[Finding]) -> None:
-        """Show held-out accuracy before and after, with pass@k and maj@k (`held_out`), and repeat the warnings."""
+        """Show held-out accuracy before and after training, with pass@k and maj@k (`held_out`), and repeat the warnings."""
         if accuracy[OVERALL]["before"] is not None:
             self._accuracy_table(accuracy, held_out)
         for finding in findings:

@@ -18,7 +18,7 @@ PHASE_COLORS = ("#4c78a8", "#f2a65a", "#72b7a1", "#c66b6b", "#9d86b8", "#d9c36a"
 OTHER_COLOR = "#c9c9c9"
 WARNING_COLOR = "#b3541e"
 SMOOTHING_STEPS = 30
-"""Runs of more steps show a running mean over a tenth of them, with single steps behind it."""
+"""Curves with more points show a running mean over a tenth of them, with single points behind it."""
 
 FEW_POINTS = 4
 """Shorter curves are drawn with dots: a line through one point is invisible."""
@@ -28,7 +28,7 @@ Records = Mapping[int, Mapping[str, float]]
 
 
 def draw_curves(path: Path, records: Records, domains: Sequence[str], title: str, warnings: Sequence[str] = ()) -> Path | None:
-    """Write the picture atomically; None without metrics. `warnings`: names of health findings."""
+    """Write the picture atomically and return its path; None without metrics. `warnings`: names of health findings."""
     if not any(records.values()):
         return None
     # Imported here: matplotlib takes a second. No pyplot: it would set a back end for the whole process.

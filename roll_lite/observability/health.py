@@ -15,19 +15,19 @@ GROUPS = 12
 """Minimum number of a domain's groups in these steps: equal scores in a few small groups may be chance."""
 TRUNCATED_ABOVE = 0.5
 ENTROPY_LEFT = 0.02
-"""Share of the first step's entropy that counts as a collapse."""
+"""Share of the first step's entropy below which entropy counts as collapsed."""
 GRADIENT_GROWTH = 100.0
-"""Multiple of the median gradient norm of earlier steps that counts as an explosion."""
+"""Multiple of earlier steps' median gradient norm above which the gradient counts as exploding."""
 GRADIENT_STEPS = 5
 """Minimum number of earlier steps for the median."""
 REMEMBERED = 50
-"""Earlier steps kept for the median."""
+"""Number of earlier steps kept for the median."""
 
 
 @dataclass
 class Finding:
     sign: str
-    """Name of the sign, with the domain in front if only that shows it: `math/truncated`."""
+    """Name of the sign, after the domain if only that domain shows it: `math/truncated`."""
     message: str
     first_step: int
     steps: int = 1

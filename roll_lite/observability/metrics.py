@@ -28,7 +28,7 @@ NO_DOMAIN = ""
 
 
 def flat_name(series: Series) -> str:
-    """`domain/<domain>/<name>`, `domain/<domain>/<part>/<name>`, `<name>/<phase or role>`, or the bare name."""
+    """Name in files and trackers: `domain/<domain>/<name>`, `domain/<domain>/<part>/<name>`, `<name>/<phase or role>`, or the bare name."""
     name, label = series
     if label is None:
         return name
@@ -45,7 +45,7 @@ class MetricSums:
         """Add a value; for means, the sum over `count` items.
 
         `label`: domain, phase or role, as the metric's `by` demands; NO_DOMAIN: a value over all domains that is not the sum of theirs.
-        `part`: part of the domain, whose whole is added separately."""
+        `part`: part of the domain; the whole domain is added by another call."""
         metric = metric_of(name)
         if label == NO_DOMAIN and metric.by == "domain":
             self._put((name, None), float(value), count)
@@ -61,10 +61,9 @@ class MetricSums:
             self._put((name, None), value, count)
 
     def add_sums(self, sums: Mapping[str, float], domains: Sequence[str] = ()) -> None:
-        """Add the metric sums of a loss function after one optimizer step, the counts of means among them.
+        """Add the metric sums of a loss function after one optimizer step, including the counts of means.
 
-        `<name>#<number>` is the sum over the rows of domain `domains[number]`; a domain without rows is left out.
-        """
+        `<name>#<number>` is the sum over the rows of domain `domains[number]`; a domain without rows is left out."""
         for key, value in sums.items():
             name, mark, number = key.partition("#")
             metric = metric_of(name)

@@ -1,4 +1,4 @@
-"""summary.json of a run, and its picture redrawn during the run."""
+"""summary.json of a run, and redrawing of its picture during the run."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def accuracy_change(domains: Sequence[str], before: Mapping[str, float], after: 
 
 
 Measures = dict[str, BeforeAfter]
-"""Metrics `overall`, by domain, and by reported part of a domain (`math/level:5`)."""
+"""Metrics by place: `overall`, a domain, or a reported part of a domain (`math/level:5`)."""
 
 
 def held_out_change(before: Mapping[str, float], after: Mapping[str, float]) -> Measures:
-    """Metrics of the first and last validation."""
+    """Held-out metrics of the first and last validation, by place."""
     change: Measures = {}
     for name in {**before, **after}:
         if (known := HELD_OUT.fullmatch(name)) is not None:

@@ -39,7 +39,7 @@ class StepTimes:
 class StepTimers:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.around: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
-        """Context manager to put around every phase, for its time limit."""
+        """Returns a context manager to enter around a phase, for its time limit."""
         self._clock = clock
         self._open: list[str] = []
         self._running: dict[str, float] | None = None

@@ -30,9 +30,9 @@ class TrackedRun:
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Configuration without secrets."""
     repeats_from: int | None = None
-    """First step that the run repeats in its folder."""
+    """First step that a resumed run repeats in its folder; None for a new folder."""
     id: str | None = None
-    """Id of the resumed run."""
+    """Service's id of the resumed run."""
 
 
 class Tracker(ABC):
@@ -43,11 +43,11 @@ class Tracker(ABC):
 
     @abstractmethod
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log metrics of a step. Later calls for the same step have other names."""
+        """Log metrics of a step. Later calls for the same step bring other metrics."""
 
     @abstractmethod
     def close(self, exit_state: str = "completed") -> None:
-        """May be called twice. `exit_state`: completed, interrupted, or failed: <cause>."""
+        """Close the tracker; may be called twice. `exit_state`: completed, interrupted, or failed: <cause>."""
 
 
 class JsonlTracker(Tracker):
@@ -90,7 +90,7 @@ class HistoryTracker(Tracker):
         self.records[step] = {**self.records.get(step, {}), **metrics}
 
     def restore(self, file: Path) -> None:
-        """Take over what an earlier part of the run wrote to metrics.jsonl."""
+        """Load the metrics.jsonl of an earlier part of the run."""
         for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
             record = json.loads(line)
             self.log(record.pop("step"), {name: math.nan if value is None else value for name, value in record.items()})
@@ -269,7 +269,7 @@ def for_trackers(settings: Mapping[str, Any], environment: Mapping[str, str]) ->
 
 
 def build_trackers(configs: Sequence[TrackerConfig], run: TrackedRun, goes_on_from: Path | None = None) -> list[Tracker]:
-    """`goes_on_from`: folder of the resumed run."""
+    """Build all trackers. `goes_on_from`: folder of the resumed run, whose ids at services are used again."""
     known = _ids(goes_on_from) if goes_on_from is not None else {}
     built = [_built(config, replace(run, id=known.get(config.name)), f"trackers.{index}") for index, config in enumerate(configs)]
     ids = {config.name: tracker.run_id for config, tracker in zip(configs, built, strict=True) if tracker.run_id is not None}
