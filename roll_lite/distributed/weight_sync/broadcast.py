@@ -1,9 +1,9 @@
-"""Weight transfer by broadcast: gloo for host memory and TCP, NCCL between GPUs.
+"""Transfer weights by broadcast: gloo for host memory over TCP, NCCL between GPUs.
 
-Each channel has its own process group, so owners send in parallel. Before each bucket the members meet at the rendezvous, since a
-collective cannot name a missing member. Broadcasts run on a thread, beside gathering and loading. A gloo broadcast, or the creation of an
-NCCL communicator, ends only at its own time-out: if other members fail, its thread is abandoned.
-"""
+Each channel (a sender and its receivers) has its own process group, so several senders can broadcast at the same time. Before each bucket,
+all members report at the rendezvous store, since a collective cannot tell which member is missing. Broadcasts run on a thread, while the
+next bucket is gathered or the last one is loaded. A gloo broadcast, or the creation of an NCCL communicator, can only be ended by its own
+time-out: if other members fail, its thread is abandoned."""
 
 from __future__ import annotations
 
@@ -41,19 +41,20 @@ from roll_lite.distributed.weight_sync.transport import (
 
 @dataclass(frozen=True)
 class Wire:
-    """Backend of a broadcast."""
+    """Backend for broadcasts: gloo or NCCL."""
 
     connect: Callable[[TransferGroup, str, int, int], Any]
-    """Makes a process group from transfer group, key prefix at the rendezvous, rank and size."""
+    """Function that makes a process group. Takes the transfer group, a key prefix in the rendezvous store, the own rank, and the number of
+    ranks."""
     make: Callable[[int, int], BucketSegment]
-    """Makes a send buffer from bytes and number of readers."""
+    """Function that makes a send buffer. Takes its size in bytes and the number of readers."""
     device: str
     polled: bool = False
-    """True if the end must be polled: NCCL only queues a broadcast on the GPU."""
+    """True if completion must be polled, since NCCL only queues a broadcast on the GPU."""
 
 
 def _poll_of(is_done: Callable[[], bool]) -> Callable[[float], bool]:
-    """Adapt a check that does not wait to `TransferGroup.poll`."""
+    """Turn a check that does not wait into one that waits up to `pause` seconds, for `TransferGroup.poll`."""
 
     def poll(pause: float) -> bool:
         if not is_done():
@@ -64,7 +65,7 @@ def _poll_of(is_done: Callable[[], bool]) -> Callable[[float], bool]:
 
 
 class _Addresses(Store):
-    """The rendezvous, in which gloo looks up addresses; its waits end when members break off."""
+    """Rendezvous store in which gloo looks up addresses. Its waits end when another member fails."""
 
     def __init__(self, group: TransferGroup, prefix: str) -> None:
         super().__init__()
@@ -93,9 +94,9 @@ def connect_nccl(group: TransferGroup, prefix: str, rank: int, size: int) -> Any
     from torch.distributed import ProcessGroupNCCL  # only where torch is built with CUDA
 
     own = group.store.clone()  # type: ignore[attr-defined]
-    store = PrefixStore(prefix, own)  # NCCL's own connection: its waits block other users of the store
+    store = PrefixStore(prefix, own)  # a separate connection for NCCL, whose waits block other users of the store
     options = ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=2 * group.membership.timeout_s)  # our own limit passes first
+    options._timeout = timedelta(seconds=2 * group.membership.timeout_s)  # the transfer group's time-out comes first
     with _unwatched():
         return ProcessGroupNCCL(store, rank, size, options)
 
@@ -106,7 +107,8 @@ _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 @contextmanager
 def _unwatched() -> Iterator[None]:
-    """Create process groups without torch's watchdog thread, which ends the process when a member is gone."""
+    """Make process groups that are created in this block have no watchdog thread. torch's watchdog would end this process when another
+    member is gone."""
     with _ENVIRONMENT:
         before = os.environ.get(_BLOCKING_WAIT)
         os.environ[_BLOCKING_WAIT] = "1"
@@ -124,7 +126,7 @@ NCCL = Wire(connect_nccl, GpuSegment, "cuda", polled=True)
 
 
 class _Broadcasts:
-    """Process groups of a member, one per channel, created at first use."""
+    """Process groups of one member, one per channel (a sender and its receivers), created at first use."""
 
     def __init__(self, group: TransferGroup, wire: Wire) -> None:
         self._group = group
@@ -171,10 +173,10 @@ class _Broadcasts:
                     work.wait()
                 begun.set_result(work)
             finally:
-                # gloo's group waits for its broadcasts when freed, so it must live until here; a traceback that kept it alive would keep
-                # its connections open.
+                # gloo's group waits for its broadcasts when it is freed, so it must live until here. If an exception's traceback kept it
+                # alive, its connections would stay open.
                 group = work = None
-        except Exception as error:  # the edge of the thread: raised where the future is awaited
+        except Exception as error:  # raised where the future is awaited
             begun.set_exception(error)
 
     def _connect(self, route: Route) -> None:
@@ -191,16 +193,16 @@ class _Broadcasts:
             raise TransferError(f"weight transfer: {self._group.name} has left the transfer group")
 
     def close(self) -> None:
-        """Close the groups, also after a failure: other members would wait until their time-out."""
+        """Close the process groups. Needed after a failure too: otherwise other members wait until their time-out."""
         self._closed = True
         groups, self._groups = self._groups, {}
         for group in groups.values():
             if self._wire.polled:
-                group.abort()  # gloo's groups end with their last reference
+                group.abort()  # gloo's groups close when the last reference is dropped
 
 
 def _own_address(host: str, port: int) -> str:
-    """Address of this machine towards the rendezvous; the host name, gloo's default, is often unreachable."""
+    """Return this machine's IP address on its route to the rendezvous. gloo's default, the host name, is often unreachable."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)  # sends nothing
@@ -214,7 +216,7 @@ class BroadcastSender(BufferedSender):
         self._thread = ThreadPoolExecutor(1, "weights")
 
     def _dispatch(self, route: Route, layout: FlatLayout, segment: BucketSegment) -> Await:
-        """Broadcast on the thread; when that ends, the receivers have the bucket."""
+        """Start the broadcast on the thread. When it has finished, the receivers have the bucket."""
         sent = self._thread.submit(self.broadcasts.broadcast, route, layout, segment.whole)
         return lambda: sent.result() or {}
 
@@ -244,7 +246,7 @@ class BroadcastReceiver(TransportReceiver):
 
     def _begin(self, route: Route) -> Future[dict[str, torch.Tensor]]:
         layout = flat_layout(route.tensors)
-        # Allocated here, because the thread has another current GPU and stream.
+        # Allocated here, because the thread has another current GPU and stream than this one.
         buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
         wait_for_device(buffer)
         return self._thread.submit(self._take, route, layout, buffer)
@@ -254,7 +256,7 @@ class BroadcastReceiver(TransportReceiver):
         return unflatten(buffer, route.tensors, layout)
 
     def release(self) -> None:
-        """Do nothing: the receiver owns the memory."""
+        """Do nothing: the receiver owns the memory that it received into."""
 
     def close(self) -> None:
         super().close()
@@ -266,12 +268,12 @@ class BroadcastReceiver(TransportReceiver):
 
 
 def neighbours(group: TransferGroup, route: Route, of: int) -> tuple[int, ...]:
-    """Receivers of the route on the machine of member `of`."""
+    """Receivers of the route that are on the same machine as member `of`."""
     return tuple(receiver for receiver in route.receivers if group.homes[receiver].machine == group.homes[of].machine)
 
 
 def to_machines(group: TransferGroup, route: Route) -> Route:
-    """Shorten the route to the first receiver of each machine."""
+    """Return the route with only the first receiver of each machine."""
     return replace(route, receivers=tuple(dict.fromkeys(neighbours(group, route, one)[0] for one in route.receivers)))
 
 
@@ -287,7 +289,8 @@ class GlooSender(BroadcastSender):
 
 
 class GlooReceiver(BroadcastReceiver):
-    """Receives once per machine: its first worker receives into shared memory, which the others read."""
+    """Receiver that transfers each bucket only once per machine. The machine's first worker receives it into shared memory, from which its
+    other workers read."""
 
     def __init__(self, group: TransferGroup) -> None:
         super().__init__(group, GLOO)
@@ -311,7 +314,7 @@ class GlooReceiver(BroadcastReceiver):
         return unflatten(segment.whole, sent.tensors, flat_layout(sent.tensors))
 
     def _here(self, route: Route) -> Route:
-        """Make the route from this machine's first receiver to its other receivers."""
+        """Return the route from this machine's first receiver to its other receivers."""
         first, *others = neighbours(self.group, route, self.group.number)
         return replace(route, sender=first, receivers=tuple(others))
 

@@ -1,4 +1,5 @@
-"""Both ends of a weight update, the sender in a training rank and the receiver in an engine worker, and the choice of their transport."""
+"""Both ends of a weight update: the sender in a training rank and the receiver in an engine worker. Also chooses the transport between
+them."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ TRANSPORTS: dict[str, Transport] = {
     "nccl": Transport(partial(BroadcastSender, wire=NCCL), partial(BroadcastReceiver, wire=NCCL)),
 }
 AUTO = "auto"
-"""Choose the transport for each pair of trainer and engine worker."""
+"""Setting that chooses the transport for each pair of trainer and engine worker separately."""
 
 
 def transport_of(group: TransferGroup) -> Transport:
@@ -40,7 +41,7 @@ def transport_of(group: TransferGroup) -> Transport:
 
 
 def ways_of(group: TransferGroup, route: Route) -> list[tuple[str, Route]]:
-    """Split a route's receivers by transport. All members compute the same result."""
+    """Split a route (one bucket's sender and receivers) into one route per transport. All members compute the same result."""
     if group.membership.transport != AUTO:
         return [(group.membership.transport, route)]
     parts: dict[tuple[str, int], list[int]] = {}
@@ -48,7 +49,7 @@ def ways_of(group: TransferGroup, route: Route) -> list[tuple[str, Route]]:
     for receiver in route.receivers:
         home = group.homes[receiver]
         name, twin = link(group.homes[route.sender], home), 0
-        if name == "nccl":  # refuses two members on one GPU
+        if name == "nccl":  # NCCL refuses two members on one GPU
             twin, neighbours[home.device] = neighbours[home.device], neighbours[home.device] + 1
         parts.setdefault((name, twin), []).append(receiver)
     return [(name, replace(route, receivers=tuple(receivers))) for (name, _), receivers in parts.items()]
@@ -65,7 +66,7 @@ def link(sender: Home, receiver: Home) -> str:
 
 
 def obstacle(name: str, group: TransferGroup) -> str | None:
-    """Reason for which a transport cannot connect all members, or None."""
+    """Return why the transport `name` cannot connect all members, or None if it can."""
     names, homes = group.membership.members, group.homes
     if name in ("cuda_ipc", "nccl"):
         on_cpu = [who for who, home in zip(names, homes, strict=True) if not home.device]
@@ -93,7 +94,7 @@ def obstacle(name: str, group: TransferGroup) -> str | None:
 
 
 class SideBySideSender(TransportSender):
-    """Sends each bucket, gathered once, by several transports, each to its own receivers."""
+    """Sender that uses several transports at once, each for its own receivers. A bucket is gathered only once."""
 
     def __init__(self, group: TransferGroup) -> None:
         super().__init__(group)
@@ -154,7 +155,7 @@ SIDE_BY_SIDE = Transport(SideBySideSender, SideBySideReceiver)
 
 
 class WeightSender:
-    """Sender in a training rank. Gathering is collective: every rank makes the same calls, owner of tensors or not."""
+    """Sender of weights in a training rank. Gathering is collective: every rank must make the same calls, even if it sends nothing."""
 
     def __init__(self, strategy: TrainStrategy, rank: int) -> None:
         self._strategy = strategy
@@ -162,38 +163,39 @@ class WeightSender:
         self._store: Any = None
         self._half: TransportSender | None = None
         self._lent: list[Lent] = []
-        """Memory lent in earlier epochs, see `memory.take_back`."""
+        """GPU memory exported to readers in earlier transfer groups and perhaps not given back; see `memory.take_back`."""
         self._export: ExportPlan | None = None
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        """Seconds of the last update by phase: `gather`, and the transport's own."""
+        """Seconds of the last update by phase: `gather`, and the phases of the transport."""
         self.by_transport: defaultdict[str, float] = defaultdict(float)
         self.nbytes: dict[str, int] = {}
-        """Bytes that this rank sends per update; a broadcast counts once."""
+        """Bytes that this rank sends per update, by transport. A broadcast counts once."""
 
     def plan(self, bucket_bytes: int) -> ExportPlan:
         self._export = self._strategy.export_plan(bucket_bytes)
         return self._export
 
     def host(self, address: str, timeout_s: float) -> int:
-        """Host the rendezvous on this rank; returns its port."""
+        """Start the rendezvous store in this rank; returns its port."""
         self._store = rendezvous_store(address, timeout_s)
         return self._store.port
 
     def join(self, plan: TransferPlan, membership: Membership) -> None:
-        """Join an epoch and leave the last one. Ranks without tensors do not send."""
+        """Join the transfer group described by `membership` and leave the previous one. Ranks that send no tensors do not join."""
         self.leave()
         self._routes = {routes[0].bucket: routes for routes in by_bucket(plan.routes)}
         if self._rank in plan.trainers:
             number = plan.trainers.index(self._rank)
             group = TransferGroup(membership, number)
-            take_back(self._lent, group.homes, group.forget_opened)  # all living readers have joined, and so left earlier epochs
+            take_back(self._lent, group.homes, group.forget_opened)  # all living readers have joined, so have left earlier groups
             self._lent.clear()
             self._half = transport_of(group).sender(group)
             ways = [way for route in plan.routes if route.sender == number for way in ways_of(group, route)]
             self.nbytes = {name: sum(part.nbytes for other, part in ways if other == name) for name in dict(ways)}
 
     def send(self) -> None:
-        """Gather and send all buckets. After a failure, continue to gather the rest, since other ranks need this one."""
+        """Gather and send all buckets. After a failure, still gathers the remaining ones, since gathering is collective; then raises the
+        TransferError."""
         failure: TransferError | None = None
         self.seconds, self.by_transport = defaultdict(float), defaultdict(float)
         if self._half is not None:
@@ -220,7 +222,8 @@ class WeightSender:
                 self.by_transport.update(dict.fromkeys(self.nbytes, self.seconds["copy"] + self.seconds["wait"]))
 
     def checksums(self, names: Collection[str]) -> dict[str, str]:
-        """Checksums of the named tensors of this rank, in the dtype in which they are sent."""
+        """Checksums of those named tensors that this rank sends, in the dtype in which it sends them. Collective over the training
+        ranks."""
         dtypes = {tensor.name: tensor.dtype for routes in self._routes.values() for tensor in tensors_of(routes)}
         return {
             name: checksum(tensor.to(dtypes[name]))
@@ -230,7 +233,7 @@ class WeightSender:
         }
 
     def _gathered(self, names: Collection[str] | None = None) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-        """Gather the buckets that hold one of these tensors; None: all buckets."""
+        """Gather the buckets that contain one of these tensors (None: all buckets). Yields bucket number and tensors."""
         assert self._export is not None, "plan() comes first"
         for bucket in self._export.buckets():
             number = bucket[0].bucket
@@ -245,20 +248,20 @@ class WeightSender:
 
 
 class WeightReceiver:
-    """Receiver in an engine worker. Arguments are plain types, since the engine's own remote calls carry them."""
+    """Receiver of weights in an engine worker. Arguments are plain types, since they are passed through the engine's own remote calls."""
 
     def __init__(self, set_aside: bool = False) -> None:
-        """`set_aside`: loading leaves the model unchanged until the update is finished."""
+        """`set_aside`: loaded tensors are only stored, and the model is unchanged until `finish`."""
         self._set_aside = set_aside
         self._half: TransportReceiver | None = None
         self._begun = False
         self.touched = False
-        """True if the model holds part of an update: neither the old nor the new weights."""
+        """True if the model holds a part of an update, so its weights are neither old nor new."""
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        """Seconds of waiting for buckets (`receive`) and of loading them (`load`)."""
+        """Seconds spent waiting for buckets (`receive`) and loading them (`load`)."""
 
     def join(self, membership: Mapping[str, Any], number: int) -> None:
-        """Join an epoch and leave the last one. An unfinished update is dropped."""
+        """Join the transfer group described by `membership` and leave the previous one. An unfinished update is dropped."""
         self.leave()
         self._begun = False
         group = TransferGroup(Membership.of(membership), number)
@@ -272,12 +275,11 @@ class WeightReceiver:
         following: Iterable[Mapping[str, Any]] = (),
         all_say: Callable[[bool], bool] = bool,
     ) -> None:
-        """Receive a bucket over all routes that lead here and load it, while the following one arrives.
+        """Receive one bucket and load it, while the following one is being transferred.
 
-        The old weights stay until the first bucket has arrived. Then `begin(again)` is called, once per update; `again`: an earlier update
-        broke off half-way. `all_say(ok)` returns whether all workers of the engine are ok. They load together or not at all, since some
-        layers compute with other workers' parts.
-        """
+        The old weights stay until the update's first bucket has arrived. Then `begin(again)` is called once; `again`: an earlier update
+        failed half-way. `all_say(ok)` is collective over the engine's workers and returns whether all are ok. They load a bucket only if
+        all have received it, since some layers use other workers' parts."""
         if self._half is None:
             raise RuntimeError("the engine has not joined a transfer group: connect_weights comes first")
         started = time.monotonic()
@@ -289,7 +291,7 @@ class WeightReceiver:
                 for route in self._own(following):
                     self._half.expect(route)
         except Exception:
-            with suppress(RuntimeError):  # another worker died
+            with suppress(RuntimeError):  # in case another worker has died
                 all_say(False)
             raise
         if not all_say(True):
@@ -311,7 +313,7 @@ class WeightReceiver:
         return [route for route in map(Route.of, routes) if self._half.group.number in route.receivers]
 
     def finish(self, put_in_place: Callable[[], object]) -> dict[str, float]:
-        """Put the new weights in place; returns the update's seconds by phase."""
+        """End the update: call `put_in_place`, which activates the new weights. Returns seconds by phase."""
         started = time.monotonic()
         put_in_place()
         self._begun = self.touched = False

@@ -1,4 +1,7 @@
-"""The transfer group: members, epoch, and announcements before and after each bucket, all through a rendezvous store."""
+"""Transfer group: the training ranks and engine workers that take part in weight updates, its members. They announce each bucket to each
+other through a rendezvous store.
+
+When engines join or leave, a new group is formed with a higher epoch number. Members of an older epoch get StaleEpoch."""
 
 from __future__ import annotations
 
@@ -24,11 +27,11 @@ from roll_lite.distributed.weight_sync.plan import Channel, Membership, Route
 @dataclass(frozen=True)
 class Home:
     machine: str
-    """Equal for processes that can map each other's memory: same machine, container and user."""
+    """Identifier that is equal for processes that can map each other's memory: same machine, container and user."""
     device: str = ""
-    """UUID of its GPU, the same in every process, unlike a device number. Empty: CPU."""
+    """UUID of the member's GPU; unlike a device number, it is the same in every process. Empty on a CPU."""
     visible: tuple[str, ...] = ()
-    """UUIDs of the GPUs whose memory it can read, including its own."""
+    """UUIDs of the GPUs whose memory the member can read, including its own."""
     process: int = 0
 
     @staticmethod
@@ -47,7 +50,7 @@ class Home:
 def this_machine() -> str:
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/pid').readlink()} {os.getuid()}"
-    except OSError:  # not Linux: no process shares memory with another
+    except OSError:  # not on Linux: then processes cannot share memory
         return f"{socket.gethostname()} {os.getpid()}"
 
 
@@ -57,43 +60,43 @@ def uuid_of(number: int) -> str:
 
 LONGEST_PAUSE_S = 0.01  # between two polls
 _LONGER = 1.2
-"""Factor by which the polling pause grows."""
+"""Factor by which the pause between polls grows."""
 
 _CLIENT_S = 30.0
 _EPOCH = "epoch"
 _INTERRUPTED = "interrupted"
-"""Key written by `interrupt`; _EPOCH is written by member 0. Each has one writer, so that its value never decreases."""
+"""Store key that only `interrupt` writes; only member 0 writes _EPOCH. With one writer each, their values never decrease."""
 _CLOSED = "closed"
 _OPENED = "opened/"
 _KEPT_STEPS = 2
-"""Keys of step n are deleted at step n + 2; until then a member may still read them."""
+"""Store keys of step n are deleted at step n + 2. Until then, another member may still read them."""
 
 
 class TransferError(RuntimeError):
-    """The transfer group is unusable: both sides must connect again."""
+    """Weights could not be transferred. The transfer group is unusable; trainers and engines must connect again."""
 
 
 class TransferTimeout(TransferError):
-    """A member, named in the message, is missing."""
+    """A member of the transfer group, named in the message, did not respond in time."""
 
 
 class StaleEpoch(TransferError):
-    """Membership has changed, or another member failed: this member is not the cause."""
+    """The transfer group has been replaced, or another member has failed. This member is not the cause."""
 
 
 @dataclass(frozen=True)
 class Transferred:
-    """Result of one side's part in an update."""
+    """Outcome of a weight update for one trainer or one engine."""
 
     failure: str | None = None
-    """Cause, if it broke off; possibly another member's fault."""
+    """Why the transfer failed, possibly through another member; None if it succeeded."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     nbytes: Mapping[str, int] = field(default_factory=dict)
     """Bytes that a trainer sent, by transport."""
     by_transport: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of sending, without gathering, by transport."""
+    """Seconds spent sending, by transport; without gathering."""
     stale: bool = False
-    """True if it broke off because others had."""
+    """True if the transfer failed only because another member had failed."""
 
     @classmethod
     def broke_off(cls, error: TransferError) -> Transferred:
@@ -102,22 +105,22 @@ class Transferred:
 
 @dataclass(frozen=True)
 class Pushed:
-    """Completed update of engines."""
+    """Statistics of a completed weight update of the engines."""
 
     version: int
     megabytes: float
     seconds: float
-    """Time until the last engine has the new weights."""
+    """Seconds until the last engine had the new weights."""
     phases: Mapping[str, float]
-    """Seconds of the slowest rank or worker; phases overlap."""
+    """Seconds of the slowest rank or worker, by phase. Phases overlap."""
     by_transport: Mapping[str, float]
     """Megabytes sent, by transport; a broadcast counts once."""
     transport_seconds: Mapping[str, float]
-    """Seconds of the slowest trainer rank, by transport."""
+    """Seconds of the slowest trainer rank spent sending, by transport."""
 
 
 def largest(members: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Seconds of the slowest member, by phase."""
+    """Return the seconds of the slowest member, by phase."""
     slowest: dict[str, float] = {}
     for seconds in members:
         slowest |= {phase: max(value, slowest.get(phase, 0.0)) for phase, value in seconds.items()}
@@ -127,36 +130,36 @@ def largest(members: Iterable[Mapping[str, float]]) -> dict[str, float]:
 @dataclass(frozen=True)
 class Announcement:
     signature: str
-    """Identifies the bucket: members that are out of step notice before they exchange bytes."""
+    """Description of the bucket. Members compare it, to notice that they are at different buckets before they exchange data."""
     handle: str = ""
-    """Location of the bytes, if receivers fetch them."""
+    """Where receivers find the data, if they fetch it themselves."""
 
 
 Moment = Literal["here", "done"]
-"""`here`: the sender's bucket, or the receiver, is ready. `done`: the receiver no longer needs the sender's buffer."""
+"""Kind of announcement. `here`: the sender's bucket is ready, or the receiver is. `done`: the receiver no longer needs the sender's
+buffer."""
 
 
 def rendezvous_store(host: str, timeout_s: float = 300.0) -> TCPStore:
-    """Start a rendezvous on a free port, `store.port`. It ends with the returned store."""
+    """Start a rendezvous store on a free port (`store.port`). It ends when the returned object is dropped."""
     return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
 
 
 def rendezvous_client(host: str, port: int) -> TCPStore:
-    """Connect to a running rendezvous. Blocks without limit if its process is stopped."""
+    """Connect to a running rendezvous store. Blocks forever if its process is stopped (SIGSTOP)."""
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CLIENT_S))
 
 
 def interrupt(rendezvous: TCPStore, epoch: int) -> None:
-    """End all waits of epochs before `epoch`; their members must connect again. Does not block.
+    """Make all members of transfer groups older than `epoch` stop waiting; they must connect again. Does not block.
 
-    A rendezvous that is gone is no failure: its host's death is reported elsewhere.
-    """
+    A lost rendezvous store is ignored here: the death of the process that ran it is reported elsewhere."""
     with suppress(dist.DistNetworkError):
         rendezvous.set(_INTERRUPTED, str(epoch))
 
 
 class TransferGroup:
-    """Transfer group as one member sees it. The constructor blocks until all members have joined."""
+    """One member's view of the transfer group. The constructor blocks until all members have joined."""
 
     def __init__(self, membership: Membership, number: int, home: Home | None = None) -> None:
         assert 0 <= number < len(membership.members), f"member {number} of {len(membership.members)}"
@@ -165,7 +168,7 @@ class TransferGroup:
         self.failure: str | None = None
         self._steps: defaultdict[Channel, int] = defaultdict(int)
         self._told: defaultdict[Channel, deque[tuple[int, str]]] = defaultdict(deque)
-        """Step and key of announcements not yet deleted."""
+        """Own announcements that are still in the store: (step, key), by channel."""
         host, port, timeout_s = membership.host, membership.port, membership.timeout_s
         try:
             self.store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
@@ -185,29 +188,29 @@ class TransferGroup:
         return self.membership.members[self.number]
 
     def close(self) -> None:
-        """Leave the group; ends its threads' waits."""
+        """Leave the group. Threads that wait for other members stop waiting."""
         self.failure = _CLOSED
 
     @contextmanager
     def breaking_off(self) -> Iterator[None]:
         """Report a failure inside the block to all members, which then stop waiting.
 
-        Time-outs are not reported: every member runs into its own and names the missing one.
-        """
+        Time-outs are not reported: every member has its own time-out, which names the missing member."""
         try:
             yield
         except (StaleEpoch, TransferTimeout):
             raise
         except Exception as error:
-            with suppress(dist.DistError):  # the rendezvous is gone or stopped
+            with suppress(dist.DistError):  # the rendezvous store is gone or stopped
                 if isinstance(error, TransferError):
-                    self._check_epoch()  # raises if another member broke off before: then this error is not the cause
+                    self._check_epoch()  # raises if another member has failed before, since this failure is then not the cause
                 self.store.compare_set(self._broken_off, "", f"{self.name} has broken off ({type(error).__name__}: {error})")
             raise
 
     @contextmanager
     def exchange(self) -> Iterator[None]:
-        """Guard an exchange of bytes: after a failure all members must connect again."""
+        """Guard a data transfer. After a TransferError inside the block, this group refuses all further transfers, until members connect
+        again."""
         if self.failure is not None:
             raise TransferError(f"weight transfer: connect again, the group failed earlier: {self.failure}")
         try:
@@ -219,7 +222,7 @@ class TransferGroup:
     # ------------------------------------------------------------ buckets
 
     def step(self, route: Route) -> int:
-        """Next bucket number on the channel; each member calls this once per bucket."""
+        """Return the number of the channel's next bucket. Every member calls this once per bucket."""
         number = self._steps[route.channel]
         self._steps[route.channel] = number + 1
         return number
@@ -231,7 +234,7 @@ class TransferGroup:
         self._told[route.channel].append((step, key))
 
     def hear(self, route: Route, step: int, moment: Moment) -> dict[int, Announcement]:
-        """Wait for the other side's announcements: all receivers', or the sender's."""
+        """Wait for the announcements of all receivers (on the sender) or of the sender (on a receiver)."""
         others = route.receivers if self.number == route.sender else (route.sender,)
         keys = {self._key(route, step, moment, other): other for other in others}
         told = self._told[route.channel]
@@ -244,7 +247,7 @@ class TransferGroup:
         return {other: Announcement(**json.loads(value)) for other, value in zip(others, said, strict=True)}
 
     def meet(self, route: Route, said: Announcement) -> dict[int, Announcement]:
-        """Wait for the other side; check that both are at the same bucket."""
+        """Announce a bucket and wait for the other side's announcement. Raises TransferError if it is at another bucket."""
         step = self.step(route)
         self.tell(route, step, "here", said)
         heard = self.hear(route, step, "here")
@@ -262,12 +265,12 @@ class TransferGroup:
     # ------------------------------------------------------------ memory that is lent beyond an epoch
 
     def opens(self, name: str) -> None:
-        """Note that this member is about to open memory lent under this name."""
+        """Record in the store that this member is about to open exported memory with this name."""
         with self._rendezvous():
             self.store.set(_OPENED + name, self.name)
 
     def forget_opened(self, name: str) -> bool:
-        """Return whether the memory was opened, and forget it."""
+        """Return whether a member has opened the memory, and delete the record."""
         with self._rendezvous():
             return bool(self.store.check([_OPENED + name])) and bool(self.store.delete_key(_OPENED + name))
 
@@ -298,7 +301,8 @@ class TransferGroup:
             raise StaleEpoch(f"weight transfer: {self.name} waits no longer, {who}; connect again")
 
     def _await(self, keys: Mapping[str, int], what: str) -> None:
-        """Poll for keys: the store's own wait cannot name the missing one, and logs each time-out."""
+        """Wait until all keys are in the store. Polls, since the store's own wait cannot tell which key is missing, and logs every
+        time-out."""
         missing = dict(keys)
 
         def arrived(pause: float) -> bool:
@@ -311,9 +315,9 @@ class TransferGroup:
         self.poll(arrived, what, lambda: ", ".join(self.membership.members[owner] for owner in missing.values()))
 
     def poll(self, is_done: Callable[[float], bool], what: str, who: Callable[[], str] = lambda: "somebody") -> None:
-        """Poll until a joint operation is done, a member breaks off, or time is up. `is_done(seconds)` may wait that long; `who` names
-        missing members.
-        """
+        """Poll `is_done` until it is true. Raises StaleEpoch if another member has failed, TransferTimeout when time is up.
+
+        `is_done(seconds)` may wait that long. `who` returns the names of the missing members."""
         deadline = time.monotonic() + self.membership.timeout_s
         pause = 0.0002
         while not is_done(pause):

@@ -1,8 +1,7 @@
-"""Memory segments for buckets, and their export to other processes.
+"""Memory segments that hold a bucket of weights, and their export to other processes.
 
-Host segments are opened through the maker's file descriptor and vanish with the last process that maps them. GPU segments are exported by
-CUDA IPC once per reader, since an export counts one reader.
-"""
+Host memory segments are opened through the file descriptor of the process that made them, and vanish with the last process that maps them.
+GPU segments are exported by CUDA IPC once per reader, since each export counts one reader."""
 
 from __future__ import annotations
 
@@ -25,16 +24,16 @@ Export = tuple[Callable[..., torch.Tensor], Sequence[Any]]
 
 
 class Lent(NamedTuple):
-    """Exported memory; it stays allocated until its reader, after opening it, gives it back."""
+    """GPU memory exported to one reader. It stays allocated until the reader opens it and drops it again."""
 
     to: Home
     export: Export
     name: str
-    """Key under which the reader records that it opens the memory."""
+    """Key under which the reader records that it has opened the memory."""
 
 
 class Watched:
-    """Memory that can tell whether views of it are in use."""
+    """Memory that can tell whether tensors that are views of it still exist."""
 
     def __init__(self, whole: torch.Tensor) -> None:
         self.whole = whole
@@ -49,26 +48,26 @@ def _users(tensor: torch.Tensor) -> int:
 
 
 def _roomy(nbytes: int) -> int:
-    """Round up to a power of two, so that buckets of similar size share segments. Host memory that is not written costs nothing."""
+    """Round up to a power of two, so that buckets of similar size can reuse a segment. Host memory that is never written costs nothing."""
     return 1 << (nbytes - 1).bit_length()
 
 
 class BucketSegment(Watched):
-    """Sender's buffer in host memory, private to its process."""
+    """Send buffer in host memory that only this process can read."""
 
     handle = ""
     exports: Sequence[Export] = ()
-    """Exports, one for each reader, which must give it back."""
+    """Exports of the segment, one for each reader. Readers must give them back by dropping them."""
 
     def __init__(self, nbytes: int, readers: int) -> None:
         super().__init__(torch.empty(_roomy(nbytes), dtype=torch.uint8))
 
     def close(self) -> None:
-        """Release the segment; readers keep their mapping."""
+        """Release the segment. Readers keep their mapping of it."""
 
 
 class SharedSegment(BucketSegment):
-    """Segment in host memory that other processes can open."""
+    """Send buffer in host memory that other processes can open."""
 
     def __init__(self, nbytes: int, readers: int) -> None:
         nbytes = _roomy(nbytes)
@@ -87,14 +86,15 @@ class SharedSegment(BucketSegment):
 
 
 class GpuSegment(BucketSegment):
-    """Segment on this process's GPU, private to it."""
+    """Send buffer on this process's GPU that only this process can read."""
 
     def __init__(self, nbytes: int, readers: int) -> None:
         Watched.__init__(self, torch.empty(nbytes, dtype=torch.uint8, device=GPU))
 
 
 class ExportedSegment(GpuSegment):
-    """GPU segment exported to readers, which find the GPU by its UUID."""
+    """Send buffer on this process's GPU, exported to readers on the same machine. The handle has the GPU's UUID, since device numbers
+    differ between processes."""
 
     def __init__(self, nbytes: int, readers: int) -> None:
         super().__init__(nbytes, readers)
@@ -109,10 +109,9 @@ def export(tensor: torch.Tensor) -> Export:
 
 
 def take_back(lent: Iterable[Lent], homes: Collection[Home], was_opened: Callable[[str], bool]) -> None:
-    """Free exports whose readers died or never opened them. `homes`: living processes, which give exports back themselves.
+    """Free exported memory whose readers have died or never opened it. `homes`: the living processes, which drop their exports themselves.
 
-    torch keeps exported memory, even after the exporter dropped it, until every reader has decremented its counter.
-    """
+    torch keeps exported memory allocated, even if the exporting process has dropped it, until every reader has decremented its counter."""
     abandoned = [one for one in lent if not was_opened(one.name) or one.to not in homes]
     for one in abandoned:
         count_down(one.export)
@@ -125,7 +124,7 @@ def name_of_export(handle: str, reader: int) -> str:
 
 
 def count_down(one: Export) -> None:
-    """Decrement the export's counter, as a reader that drops the tensor does."""
+    """Decrement the reader's counter of an export, as the reader does when it drops the tensor."""
     _, arguments = one
     arguments[_STORAGE]._release_ipc_counter(*arguments[_COUNTER], device=arguments[_DEVICE])
 
@@ -137,14 +136,14 @@ def collect() -> None:
 _STORAGE = 4
 """Index of the storage's class in an export's arguments."""
 _DEVICE = 6
-"""Index of the sender's device number, which may differ in the receiver."""
+"""Index of the sender's device number in an export's arguments; the receiver may number devices differently."""
 _COUNTER = slice(11, 13)
 """Indices of the IPC counter's file and offset in an export's arguments."""
 
 GPU = "cuda"
 
 Open = Callable[[str, int], torch.Tensor]
-"""Opens a segment from its handle and the reader's index. OSError if out of reach."""
+"""Function that opens a segment. Takes its handle and the reader's index; raises OSError if it cannot be reached."""
 
 
 def open_shared(handle: str, reader: int) -> torch.Tensor:
@@ -169,12 +168,12 @@ def local_number(uuid: str) -> int:
 
 
 def wait_for_device(tensor: torch.Tensor) -> None:
-    """Wait for the device's pending work: then other processes may read the tensor."""
+    """Wait for the device's pending work, so that other processes may read the tensor."""
     if tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()
 
 
 def use_device_of(tensor: torch.Tensor) -> None:
-    """Switch this thread to the tensor's GPU; a new thread would allocate on the first visible one."""
+    """Make the tensor's GPU this thread's current device. A new thread would use the first visible one."""
     if tensor.is_cuda:
         torch.cuda.set_device(tensor.device)

@@ -1,4 +1,5 @@
-"""Transfer plan: tensors that travel to the engines and their routes. Made from the trainer's export plan, anew when engines change."""
+"""Transfer plan for weight updates: which training rank sends which tensors to which engine workers. It is made from the trainer's export
+plan, again whenever engines join or leave."""
 
 from __future__ import annotations
 
@@ -9,10 +10,10 @@ from typing import Any
 
 import torch
 
-ALIGNMENT = 64  # bytes in a buffer: a view of any dtype may start there
+ALIGNMENT = 64  # bytes in a buffer; a view of any dtype may start at such an offset
 
 Channel = tuple[int, tuple[int, ...]]
-"""Sender and receivers, as member numbers."""
+"""A sender and its receivers, as member numbers. Members are the training ranks that send and all engine workers."""
 
 
 @dataclass(frozen=True)
@@ -21,11 +22,11 @@ class ExportedTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     owner: int
-    """Lowest rank that gathers the full tensor."""
+    """Rank that gathers the full tensor and sends it; the lowest one that does."""
     bucket: int
-    """Tensors of a bucket travel and load together."""
+    """Bucket number; the tensors of a bucket are sent and loaded together."""
     cast_from: torch.dtype | None = None
-    """Owner's dtype, if the tensor is cast before sending."""
+    """Dtype before sending, if the sender casts the tensor."""
 
     @property
     def nbytes(self) -> int:
@@ -33,11 +34,12 @@ class ExportedTensor:
 
     @property
     def aligned_nbytes(self) -> int:
-        """Bytes in a buffer."""
+        """Bytes in a buffer, including alignment."""
         return -(-self.nbytes // ALIGNMENT) * ALIGNMENT
 
     def sent_as(self, dtype: torch.dtype | None) -> ExportedTensor:
-        """The tensor as sent to engines of this dtype: cast only if that saves bytes; otherwise the engine casts, to the same values."""
+        """Return the tensor as it is sent to engines of this dtype. The sender casts only if that saves bytes; otherwise the engine casts,
+        with the same result."""
         if dtype is None or not self.dtype.is_floating_point or dtype.itemsize >= self.dtype.itemsize:
             return self
         return replace(self, dtype=dtype, cast_from=self.dtype)
@@ -56,7 +58,7 @@ class ExportPlan:
 
 @dataclass(frozen=True)
 class Route:
-    """Route of a bucket, or of some experts in it, from its owner to engine workers (member numbers)."""
+    """Transfer of a bucket, or of some of its experts, from one sender to several engine workers (all as member numbers)."""
 
     bucket: int
     sender: int
@@ -72,7 +74,7 @@ class Route:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def plain(self) -> dict[str, Any]:
-        """Numbers, strings and lists for an engine's own remote calls."""
+        """Convert to numbers, strings and lists, which the engines' own remote calls can carry."""
         tensors = [[t.name, list(t.shape), str(t.dtype).removeprefix("torch."), t.owner] for t in self.tensors]
         return {"bucket": self.bucket, "sender": self.sender, "receivers": list(self.receivers), "tensors": tensors}
 
@@ -87,10 +89,9 @@ class Route:
 
 @dataclass(frozen=True)
 class Membership:
-    """Members of the weight updates, and their rendezvous.
+    """Members of a transfer group, and the rendezvous store through which they connect.
 
-    When engines leave or join, the group gets a new epoch: all members connect again, earlier epochs are refused.
-    """
+    When engines join or leave, a new group is formed with a higher `epoch`: all members connect again, and older groups are refused."""
 
     epoch: int
     transport: str
@@ -98,10 +99,10 @@ class Membership:
     port: int
     timeout_s: float
     members: tuple[str, ...]
-    """Members' names, for messages, by member number."""
+    """Names of the members, by member number; used in messages."""
     channels: tuple[Channel, ...]
     bucket_nbytes: int = 0
-    """Size of the largest bucket, except those of a single tensor."""
+    """Size in bytes of the largest bucket that has more than one tensor."""
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
@@ -114,12 +115,12 @@ class Membership:
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """Members are trainers that own tensors, by rank, then the workers of each engine."""
+    """Routes of a weight update. Members are numbered: first the training ranks that send, then the workers of each engine."""
 
     routes: tuple[Route, ...]
-    """Routes, in the order in which all members process them."""
+    """Routes in the order in which all members handle them."""
     trainers: tuple[int, ...]
-    """Ranks by member number."""
+    """Training ranks that send, by member number."""
     engines: Mapping[int, int]
 
     @property
@@ -128,7 +129,7 @@ class TransferPlan:
         return (*(f"trainer rank {rank}" for rank in self.trainers), *workers)
 
     def first_member(self, engine: int) -> int:
-        """Member number of an engine's first worker; the others follow."""
+        """Member number of an engine's first worker; its other workers have the following numbers."""
         before = list(self.engines).index(engine)
         return len(self.trainers) + sum(list(self.engines.values())[:before])
 
@@ -149,10 +150,10 @@ _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 def plan_transfers(
     export: ExportPlan, engines: Mapping[int, int], dtype: torch.dtype | None = None, expert_parallel: int = 1
 ) -> TransferPlan:
-    """Plan the routes: owners send buckets to all engine workers, experts only to the workers that hold them.
+    """Plan a weight update: owners send their buckets to all engine workers; experts go only to the workers that hold them.
 
-    `engines`: number of workers by engine. `dtype`: the engines'. `expert_parallel`: workers that share an engine's experts, in order.
-    """
+    `engines`: engine number -> number of workers. `dtype`: the engines' dtype. `expert_parallel`: number of workers that divide an engine's
+    experts among them, in order."""
     assert engines and all(workers > 0 for workers in engines.values()), f"engines without workers: {engines}"
     assert expert_parallel == 1 or set(engines.values()) == {expert_parallel}, f"{engines} cannot share experts {expert_parallel}-fold"
     assert export.tensors, "the export plan is empty"
@@ -174,7 +175,7 @@ def plan_transfers(
 
 
 def _require_one_owner(export: ExportPlan) -> None:
-    """Assert that each bucket has one owner: with gloo a worker forwards all buckets through the same two buffers, where two owners could
+    """Assert that each bucket has one owner. With gloo, a worker forwards all buckets through the same two buffers, so two owners could
     deadlock."""
     for bucket in export.buckets():
         owners = sorted({tensor.owner for tensor in bucket})
@@ -182,7 +183,7 @@ def _require_one_owner(export: ExportPlan) -> None:
 
 
 def _workers_of_experts(names: Sequence[str], expert_parallel: int) -> dict[str, int]:
-    """Worker that holds each expert's tensor. Empty if all hold a part of every expert."""
+    """Return which worker holds each expert tensor, by name. Empty if every worker holds a part of every expert."""
     if expert_parallel == 1:
         return {}
     experts = {name: int(found[1]) for name in names if (found := _EXPERT.search(name))}
@@ -192,7 +193,7 @@ def _workers_of_experts(names: Sequence[str], expert_parallel: int) -> dict[str,
 
 
 def by_bucket(routes: Iterable[Route]) -> list[list[Route]]:
-    """Routes by bucket, in the order of first appearance."""
+    """Group routes by bucket, in order of first appearance."""
     grouped: dict[int, list[Route]] = {}
     for route in routes:
         grouped.setdefault(route.bucket, []).append(route)

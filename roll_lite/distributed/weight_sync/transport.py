@@ -1,13 +1,12 @@
-"""Common parts of the transports: a sending half in trainers, a receiving half in engine workers.
+"""Common parts of the transports. A transport has a sender, used in trainers, and a receiver, used in engine workers.
 
-The halves announce each bucket through the transfer group. Before a collective both wait for each other (`TransferGroup.meet`). If
-receivers fetch, a receiver waits for the sender, and the sender for `done` before it reuses a buffer. A bucket travels as one byte buffer
-whose layout both halves compute from the same list of tensors; the receiver returns views of it. A sender fills one buffer per channel
-while another travels and is loaded.
+Both announce each bucket through the transfer group. Before a collective, they wait for each other (`TransferGroup.meet`). If receivers
+fetch the data themselves, a receiver waits for the sender's announcement, and the sender waits for `done` before it reuses a buffer. A
+bucket is sent as one byte buffer. Both sides compute its layout from the same list of tensors, and the receiver returns views of it. A
+sender fills one buffer per channel while another is in flight.
 
-The simplest transport is here too: memory, of a machine or a GPU, that both sides can read. A segment is reused once every worker has
-loaded its bucket and keeps none of its tensors: an engine may keep some until a layer is complete.
-"""
+The simplest transport is here too: memory, on the host or a GPU, that both sides can read. A segment is reused once every worker has loaded
+its bucket and dropped its tensors. An engine may keep some until a layer is complete."""
 
 from __future__ import annotations
 
@@ -27,11 +26,12 @@ from roll_lite.distributed.weight_sync.plan import Channel, ExportedTensor, Rout
 
 BUCKETS_AHEAD = 2
 Await = Callable[[], Mapping[int, set[str]]]
-"""Waits until every receiver is done; returns the segment handles that each still uses."""
+"""Function that waits until every receiver has finished with a bucket. Returns, by receiver, the handles of the segments that it still
+uses."""
 
 
 class Lane:
-    """Buffers of one channel, used in turn."""
+    """Send buffers of one channel (a sender and its receivers), used in turn."""
 
     def __init__(self, make: Callable[[int, int], BucketSegment], readers: int, usual_nbytes: int) -> None:
         self._make = make
@@ -40,10 +40,10 @@ class Lane:
         self._segments: list[BucketSegment] = []
         self.under_way: deque[tuple[BucketSegment, Await]] = deque()
         self._kept: dict[int, set[str]] = {}
-        """Segment handles that each receiver used at its last `done`."""
+        """Handles of the segments that each receiver still used at its last `done`."""
 
     def segment(self, nbytes: int) -> BucketSegment:
-        """Smallest free segment that fits, or a new one. Waits while too many buckets are in flight."""
+        """Return the smallest free segment that fits, or a new one. Waits while too many buckets are in flight."""
         while len(self.under_way) >= BUCKETS_AHEAD:
             self.await_oldest()
         used = {id(segment) for segment, _ in self.under_way}
@@ -83,12 +83,12 @@ class TransportSender(ABC):
     def __init__(self, group: TransferGroup) -> None:
         self.group = group
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        """Seconds of writing buckets (`copy`) and of waiting for buffers or receivers (`wait`)."""
+        """Seconds spent writing buckets (`copy`) and waiting for buffers or receivers (`wait`)."""
         self.by_transport: defaultdict[str, float] = defaultdict(float)
 
     @abstractmethod
     def send(self, route: Route, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Send tensors to the route's receivers. When this returns, the tensors may change."""
+        """Send tensors to the route's receivers. The tensors may change once this returns."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -96,7 +96,7 @@ class TransportSender(ABC):
 
     @abstractmethod
     def lent(self) -> list[Lent]:
-        """Exports that readers must give back; see `memory.take_back`."""
+        """Memory exports that readers have to give back; see `memory.take_back`."""
 
     def close(self) -> None:
         self.group.close()
@@ -135,7 +135,7 @@ class BufferedSender(TransportSender):
 
     @abstractmethod
     def _dispatch(self, route: Route, layout: FlatLayout, segment: BucketSegment) -> Await:
-        """Send the bucket without waiting."""
+        """Start sending the bucket, without waiting. Returns a function that waits for the receivers."""
 
     def close(self) -> None:
         super().close()
@@ -149,15 +149,16 @@ class TransportReceiver(ABC):
         self.group = group
 
     def expect(self, route: Route) -> None:  # noqa: B027 (where receivers read in the sender's memory, that has the next bucket already)
-        """Prepare for the next route's bucket, which may arrive during loading. Returns at once."""
+        """Prepare to receive the next route's bucket, possibly while another is being loaded. Returns at once."""
 
     @abstractmethod
     def receive(self, route: Route) -> dict[str, torch.Tensor]:
-        """Receive read-only tensors, intact as long as they are referenced."""
+        """Receive a bucket as read-only tensors, which stay valid while they are referenced."""
 
     @abstractmethod
     def release(self) -> None:
-        """Report that received buckets are loaded: the sender may reuse their memory, except for tensors still referenced."""
+        """Report that the received buckets are loaded. The sender may then reuse their memory, except for tensors that are still
+        referenced."""
 
     def close(self) -> None:
         self.group.close()
@@ -190,7 +191,7 @@ def flat_layout(bucket: Sequence[ExportedTensor]) -> FlatLayout:
 
 
 def flatten(bucket: Sequence[ExportedTensor], tensors: Mapping[str, torch.Tensor], layout: FlatLayout, buffer: torch.Tensor) -> None:
-    """Write tensors into a buffer, cast as planned. ValueError if they differ from the plan."""
+    """Write tensors into a buffer, cast as planned. Raises ValueError if names, shapes or dtypes differ from the plan."""
     for spec, offset in zip(bucket, layout.offsets, strict=True):
         if spec.name not in tensors:
             raise ValueError(f"weight transfer: {spec.name} is in the plan but not in the bucket to send")
@@ -213,7 +214,7 @@ def _view(buffer: torch.Tensor, spec: ExportedTensor, offset: int) -> torch.Tens
 
 class FetchSender(BufferedSender):
     def _dispatch(self, route: Route, layout: FlatLayout, segment: BucketSegment) -> Await:
-        """Announce the segment: receivers may read it from now on."""
+        """Announce the segment, so that receivers may read it."""
         step = self.group.step(route)
         self.group.tell(route, step, "here", layout.announcement(segment.handle))
 
@@ -231,13 +232,13 @@ class FetchReceiver(TransportReceiver):
         gives_back: bool = False,
         otherwise: str = "weight_sync.transport: gloo does without",
     ) -> None:
-        """`gives_back`: note which exports are opened. `otherwise`: remedy to name if memory cannot be opened."""
+        """`gives_back`: record which exports are opened. `otherwise`: remedy for the error message if memory cannot be opened."""
         super().__init__(group)
         self._open = open_segment
         self._gives_back = gives_back
         self._otherwise = otherwise
         self._opened: dict[int, dict[str, Watched]] = {}
-        """Open segments, by sender and handle."""
+        """Segments that this receiver has opened, by sender and handle."""
         self._received: list[tuple[Route, int]] = []
 
     def receive(self, route: Route) -> dict[str, torch.Tensor]:
@@ -258,7 +259,7 @@ class FetchReceiver(TransportReceiver):
                 self.group.opens(name_of_export(handle, place))
             try:
                 opened[handle] = Watched(self._open(handle, place))
-            except (OSError, RuntimeError, ValueError) as error:  # an error of the system or of CUDA, or a GPU that is not visible here
+            except (OSError, RuntimeError, ValueError) as error:  # the error may come from the system, from CUDA, or from an invisible GPU
                 them = self.group.membership.members[route.sender]
                 cannot = f"{self.group.name} cannot open the memory of {them}: {error}"
                 raise TransferError(f"weight transfer: {cannot}; {self._otherwise}") from error

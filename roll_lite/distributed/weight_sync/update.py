@@ -1,4 +1,4 @@
-"""Checks of a weight update: announced and arrived tensors, and checksums."""
+"""Checks of a weight update: that the announced tensors fit and have all arrived, and checksums."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class WeightUpdate:
     arrived: set[str] = field(default_factory=set)
 
     def check(self, tensors: Sequence[ExportedTensor]) -> None:
-        """Raise ValueError for tensors not announced, or arrived before."""
+        """Raise ValueError for a tensor that was not announced or has already arrived."""
         announced = {tensor.name for tensor in self.tensors}
         for tensor in tensors:
             if tensor.name not in announced or tensor.name in self.arrived:
@@ -41,7 +41,7 @@ class WeightUpdate:
 
 
 def checkpoint_shapes(folder: Path, tied: bool) -> dict[str, tuple[int, ...]]:
-    """Shapes of an engine's tensors, from the file headers. `tied`: the embedding is also the LM head."""
+    """Read the shapes of an engine's tensors from the checkpoint's file headers. `tied`: the embedding is also the LM head."""
     shapes: dict[str, tuple[int, ...]] = {}
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -59,7 +59,7 @@ def checkpoint_shapes(folder: Path, tied: bool) -> dict[str, tuple[int, ...]]:
 
 
 def check_tensors(tensors: Sequence[ExportedTensor], shapes: Shapes) -> None:
-    """ValueError that names every unknown, missing, duplicate or misshapen tensor."""
+    """Raise a ValueError that names unknown, missing, duplicate and misshapen tensors."""
     names = [tensor.name for tensor in tensors]
     problems = [
         *_listed("unknown to the model", sorted(set(names) - shapes.keys())),
@@ -88,7 +88,7 @@ def _listed(what: str, names: Sequence[str]) -> list[str]:
 _CHUNK = 1 << 22
 _ODD = 0x2545F4914F6CDD1D
 SAMPLED = 16
-"""Number of updates after which every tensor has been compared: each compares one in SAMPLED, in turn."""
+"""Number of updates after which every tensor's checksum has been compared. Each update compares every SAMPLED-th tensor."""
 
 
 def sample(names: Iterable[str], version: int) -> list[str]:
@@ -96,11 +96,10 @@ def sample(names: Iterable[str], version: int) -> list[str]:
 
 
 def checksum(tensor: torch.Tensor) -> str:
-    """Digest of dtype, shape and values in row-major order, independent of strides and device; computed where the tensor lies, in a
-    fraction of the time that a copy to the host would take.
+    """Digest of a tensor's dtype, shape and values in row-major order, independent of strides and device. It is computed on the tensor's
+    device, which is much faster than a copy to the host.
 
-    Negative zero counts as zero: engines with a packed layout return weights through a multiplication, which loses the sign.
-    """
+    Negative zero counts as zero, because engines with packed weights read them back through a multiplication, which loses the sign."""
     flat = tensor.detach().reshape(-1)
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
     weights = _weights(flat.device)
@@ -110,14 +109,14 @@ def checksum(tensor: torch.Tensor) -> str:
         if chunk.is_floating_point() and chunk.element_size() > 1:
             chunk = chunk + 0.0
         values, factors = chunk.view(bits).to(torch.int64), weights[: len(chunk)]
-        sums.append((values * factors).sum() if values.is_cuda else torch.dot(values, factors))  # no dot of integers on GPUs
+        sums.append((values * factors).sum() if values.is_cuda else torch.dot(values, factors))  # GPUs have no integer dot
     of_chunks = torch.stack(sums).tolist() if sums else []
     return hashlib.blake2b(f"{tensor.dtype}{tuple(tensor.shape)}{of_chunks}".encode(), digest_size=16).hexdigest()
 
 
 @cache
 def _weights(device: torch.device) -> torch.Tensor:
-    """[_CHUNK] int64: a pseudo-random odd factor for each place in a chunk, so that moved values change the checksum too."""
+    """Pseudo-random odd factor for each position in a chunk: [_CHUNK] int64. So a changed order of values changes the checksum too."""
     factors = torch.arange(1, _CHUNK + 1, device=device) * _ODD
     for _ in range(2):
         factors = (factors ^ (factors >> 29)) * _ODD
@@ -125,7 +124,7 @@ def _weights(device: torch.device) -> torch.Tensor:
 
 
 def require_equal(sent: Mapping[str, str], held: Mapping[str, str], engine: int, version: int) -> None:
-    """RuntimeError if an engine's checksums differ from the trainer's."""
+    """Raise RuntimeError if an engine's checksums differ from the trainer's."""
     wrong = sorted(name for name, digest in sent.items() if held.get(name) != digest)
     if wrong:
         raise RuntimeError(
