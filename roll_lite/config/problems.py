@@ -26,12 +26,12 @@ KEY = re.compile(
 """Secret in an address's query string."""
 _SECRETS = r"(?:key|token|secret|passw(?:or)?d|pwd|credentials?|authorization)"
 SECRET = re.compile(rf"{_SECRETS}$", re.IGNORECASE)
-"""Settings whose values are never shown; not `api_key_env`, which names a variable, nor `max_tokens`."""
+"""Names of settings whose values are never shown. `api_key_env`, which names a variable, and `max_tokens` do not match."""
 ASSIGNED = re.compile(rf"({_SECRETS}[\"']?\s*[=:]\s*).+", re.IGNORECASE | re.DOTALL)
 """Assignment of a secret in a text that could not be parsed."""
 HIDDEN = "***"
 LEFT_OUT = "???"
-"""Replaces secrets in a saved configuration; to load it, give the values."""
+"""Replaces secrets in a saved configuration; to load it, give the values again."""
 
 
 def secret_in_address(text: str) -> str | None:
@@ -41,7 +41,7 @@ def secret_in_address(text: str) -> str | None:
 
 
 class _NoValue:
-    """Type of NO_VALUE: no value to show, not even null."""
+    """Type of NO_VALUE: no value to show, where None would be shown as null."""
 
 
 NO_VALUE = _NoValue()
@@ -70,7 +70,7 @@ class Problem:
 
 
 Mistake = tuple[str, str] | Problem
-"""A whole Problem; or (YAML path, mistake and remedy), whose value is looked up."""
+"""A Problem; or (YAML path, message with mistake and remedy), whose value is looked up."""
 
 
 class Missing(Problem):
@@ -94,7 +94,7 @@ def dotted(path: Path) -> str:
 
 
 def is_secret(path: str) -> bool:
-    """True if the name of the setting, or of its list, marks a secret."""
+    """True if the name of the setting, or of the list it is in, marks a secret."""
     return SECRET.search(re.sub(r"(?:\.[0-9]+)+$", "", path)) is not None
 
 
