@@ -1,1 +1,1 @@
-"""Reward `code`: programs run in sandboxes and pass tests."""
+"""Reward `code`: tests a response's program in a sandbox."""

@@ -1,7 +1,7 @@
 """Backends that run programs: sandboxes on this machine, or a SandboxFusion server.
 
-SandboxFusion (`POST .../run_code`) gets a job as a Python program, `sandbox/guest.py` in a zip file, which writes the outcome to a file:
-calls, asserts and languages mean the same as in our sandboxes.
+SandboxFusion (`POST .../run_code`) runs our `sandbox/guest.py`, sent in a zip file, which does the job and writes the outcome to a file.
+Calls, asserts and languages thus mean the same as in our sandboxes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from roll_lite.rewards.http.client import Addresses, HttpClient, HttpSettings, s
 from roll_lite.sandbox.pool import HARMLESS, Ended, Outcome, Pair, Program, SandboxPool, SandboxTrouble, ended_its_sandbox
 
 LATE_S = 15.0
-"""Time for SandboxFusion to start Python, beyond the programs' own limits."""
+"""Seconds for SandboxFusion to start Python, beyond the programs' limits."""
 CODE = """
 import sys
 sys.path.insert(0, "harness.zip")
@@ -36,16 +36,16 @@ main("harness.zip")
 
 
 class RemoteBackend(HttpSettings):
-    """`backend: {name: sandbox_fusion, url: http://host:port/run_code}`."""
+    """SandboxFusion server: `backend: {name: sandbox_fusion, url: http://host:port/run_code}`."""
 
     name: Literal["sandbox_fusion"] = "sandbox_fusion"
     """The service's protocol."""
     url: Addresses
-    """Address, or several: the least busy is asked."""
+    """URL, or several: the least busy is asked."""
     concurrency: PositiveInt = 16
     """Concurrent requests per worker."""
     timeout_s: PositiveFloat = 60.0
-    """Time limit of one request, which holds one job."""
+    """Time limit of one request, which runs one job, in seconds."""
 
 
 class Backend(Protocol):
@@ -65,7 +65,7 @@ class RemoteSandbox:
         return list(await asyncio.gather(*map(self._one, jobs)))
 
     async def _one(self, job: Program | Pair) -> Ended:
-        """Run a job. If the service fails on it twice but runs a harmless program between, the job is to blame."""
+        """Run a job. If the service fails on it twice but runs a harmless program in between, the job is to blame."""
         ended = await self._asked(job)
         if isinstance(ended, SandboxTrouble) and ended.suspected and not isinstance(await self._asked(HARMLESS), SandboxTrouble):
             again = await self._asked(job)
@@ -132,7 +132,7 @@ _OF_PROCESS: dict[tuple[Any, ...], Backend] = {}
 def backend_of(
     remote: RemoteBackend | None, parallel: int, allow_unprotected: bool, readable: Sequence[str], python_path: Sequence[str]
 ) -> Backend:
-    """Backend of this process for these settings, started at first use. RewardFailed if programs cannot be isolated."""
+    """Return this process's backend for these settings, started at first use. RewardFailed if programs cannot be isolated."""
     key = (remote, parallel, allow_unprotected, tuple(readable), tuple(python_path))
     if key not in _OF_PROCESS:
         _OF_PROCESS[key] = RemoteSandbox(remote) if remote else _local(parallel, allow_unprotected, readable, python_path)

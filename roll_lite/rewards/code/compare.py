@@ -1,4 +1,4 @@
-"""Comparison of outputs and values with the expected ones, in the trusted process, on plain data."""
+"""Compares outputs and values with the expected ones, outside the sandbox, on plain data."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ LISTS = (list, tuple, range, collections.deque)
 NUMBERS = (int, float, decimal.Decimal, fractions.Fraction)
 A_HUNDREDTH = 0.01
 LEAST = 1e-12
-"""Differences below this are rounding noise about zero, such as math.sin(math.pi)."""
+"""Maximum difference that counts as rounding noise, such as math.sin(math.pi)."""
 
 
 def same_output(expected: str, printed: str, compare: Compare, tolerance: float) -> bool:
     """True if the output is as expected.
 
-    exact: every character counts. lines: white space at line ends and empty lines at the end do not. numeric: by word, numbers as in
-    contests. auto: by line; lines with decimals numerically, as the judges of the public sets do, but with an absolute error of at most
-    a hundredth of the number: contests would accept 0.000000002 for 0.000000001.
+    exact: every character counts. lines: white space at line ends and empty lines at the end do not count. numeric: words are compared,
+    numbers with a relative or absolute error of at most `tolerance`. auto: like lines, but like numeric for lines with decimals, with an
+    absolute error of at most a hundredth of the number. Otherwise 0.000000002 would pass for 0.000000001.
     """
     if compare == "exact":
         return expected == printed
@@ -38,7 +38,7 @@ def same_output(expected: str, printed: str, compare: Compare, tolerance: float)
 
 
 def _same_words(expected: str, printed: str, tolerance: float, share: float) -> bool:
-    """Compare word by word. `share`: largest absolute error as a share of a nonzero number."""
+    """Compare word by word. `share`: maximum absolute error as a share of a nonzero number."""
     wanted, found = expected.split(), printed.split()
     return len(wanted) == len(found) and all(_same_word(one, other, tolerance, share) for one, other in zip(wanted, found, strict=True))
 
@@ -65,9 +65,9 @@ def _close(wanted: float, found: float, relative: float, absolute: float) -> boo
 
 
 def same_value(expected: Any, found: Any, tolerance: float) -> bool:
-    """True if the values are equal as in JSON: sequences are lists, keys are strings.
+    """True if the values are equal as JSON: all sequences are lists, keys are strings.
 
-    A float may differ from an expected integer by rounding only; from an expected float by a relative error of `tolerance`.
+    A float may differ from an expected integer by rounding noise only, from an expected float by a relative error of `tolerance`.
     """
     if isinstance(expected, LISTS) and isinstance(found, LISTS):
         pairs = zip(expected, found, strict=False)

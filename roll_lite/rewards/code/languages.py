@@ -1,4 +1,4 @@
-"""Programming languages: how their programs run, and how a response marks its program."""
+"""Runs programs of several languages, and finds the program in a response."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ Extract = Literal["auto", "fenced", "whole"]
 
 
 class Language(ArgumentSection):
-    """Command `run`, with the program in `file`. `compile` writes its result to file descriptor 3; `run` finds it as `artifact`."""
+    """Commands of a language. `run` runs the program in `file`. `compile`, if given, first writes its result to file descriptor 3; `run`
+    finds it as the file `artifact`."""
 
     file: str
     run: Annotated[list[str], Field(min_length=1)]
@@ -40,7 +41,7 @@ LINE = re.compile(r"[^\n]*\n|[^\n]+")
 
 
 def known_languages(names: Sequence[str], commands: Mapping[str, Language], local: bool) -> dict[str, Language | None]:
-    """Languages by name, None for python. ValueError for an unknown name or, with `local`, for a missing interpreter."""
+    """Languages by name; python is None. ValueError for an unknown name or, with `local`, for a missing interpreter."""
     found: dict[str, Language | None] = {}
     for name in names:
         plain = ALIASES.get(name.lower(), name.lower())
@@ -65,8 +66,8 @@ def extract_code(
 ) -> tuple[str, str] | None:
     """(code, language tag) of the response's program, or None. auto: without fenced blocks, the whole response.
 
-    Of the blocks in one of `languages` or without a tag, the program is the one that defines most of `needed`; ties go to blocks in one
-    of `languages`, then to those without a tag, then to the last. If the text ends early, an unclosed block does not count.
+    Of blocks tagged with one of `languages` or untagged, the one that defines most of `needed` is the program; ties go to a tagged block,
+    then to the last. If the text ends early (a cut response), an unclosed block does not count.
     """
     if extract != "whole":
         blocks = _blocks(text, ends_early)
@@ -94,7 +95,7 @@ def defines(code: str, name: str) -> bool:
 
 
 def _blocks(text: str, ends_early: bool) -> list[tuple[str, str]]:
-    """(code, tag) of each fenced block. An unclosed one extends to the end; without a tag it may be a closing fence and is ignored."""
+    """(code, tag) of each fenced block. An unclosed one extends to the end; it is ignored without a tag, as a stray fence."""
     found: list[tuple[str, str]] = []
     lines: list[str] = []
     opened: re.Match[str] | None = None
@@ -112,7 +113,7 @@ def _blocks(text: str, ends_early: bool) -> list[tuple[str, str]]:
 
 
 def _block(opened: re.Match[str], lines: list[str]) -> tuple[str, str]:
-    """Remove the indentation that a block shares with its fence, as in a list item."""
+    """(code, tag) of a block, without the indentation of its fence, as in a list item."""
     first = next((line for line in lines if line.strip()), "")
     if opened["indent"] and first.startswith(opened["indent"]):
         margin = re.compile(rf"^[ \t]{{1,{len(opened['indent'])}}}")

@@ -1,6 +1,6 @@
-"""Names of the program that a sample's asserts use, and whether calls with plain values are enough for them (`why_inside`).
+"""Finds the program's names in a sample's asserts, and whether these can run outside the program's process (`why_inside`).
 
-Read from the tests alone: otherwise a program could claim `abs`, or choose the process in which it is tested.
+Only the tests are read: a program could otherwise redefine `abs`, or choose the process in which it is tested.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NEED_INSIDE = frozenset(
     {"asyncio", "Mock", "MagicMock", "patch", "redirect_stdout", "stdout", "stdin", "stderr", "builtins", "capsys", "inspect", "signature"}
     | {"GeneratorType", "islice", "takewhile", "next", "SystemExit", "KeyboardInterrupt", "GeneratorExit", "gc", "weakref", "deepcopy"}
 )
-"""Names whose use needs the program's process: output, input, laziness, identity, the end of the interpreter."""
+"""Names in asserts that need the program's process: they concern input, output, lazy values, identity, or exit."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class Names:
 
 
 def why_inside(tree: ast.Module, program: Collection[str], foreign: Collection[str]) -> str:
-    """Why a test needs more than calls with plain values, or empty. `foreign`: names of modules.
+    """Reason why a test must run in the program's process; empty if calls with plain values are enough. `foreign`: names of modules.
 
-    A capitalized name is a class, except Solution, of which tests only call methods.
+    Capitalized names count as classes, except Solution, of which tests only call methods.
     """
     nodes = list(ast.walk(tree))
     own = {"self", "cls", "Solution", "super", *foreign} | {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
@@ -108,15 +108,15 @@ def _root(node: ast.AST) -> str:
 
 
 def _is_constant(node: ast.AST) -> bool:
-    """True if an object is identical in every process: a constant, a builtin, or `type(x)`."""
+    """True if the expression is the same object in every process: a constant, a builtin, or `type(x)`."""
     return isinstance(node, ast.Constant) or _called(node) == "type" or _name(node) in PYTHONS_OWN
 
 
 def names_of(sources: Sequence[str], entry_point: str | None = None) -> list[Names]:
-    """Names of each of a sample's tests.
+    """Names in each of a sample's tests.
 
-    A builtin belongs to the program if it is the entry point, or if every assert calls it and the tests use no other name of the
-    program. ValueError if no name belongs to the program, or if that is ambiguous.
+    A builtin's name, such as `abs`, is the program's if it is the entry point, or if every assert calls it and the tests use no other name
+    of the program. ValueError if the tests use no name of the program, or several builtins could be it.
     """
     tests = [_Test(source) for source in sources]
     named = _Test(entry_point).used if entry_point else set[str]()
@@ -138,7 +138,7 @@ class _Test:
         defined = {"__name__", "__file__", "RUN_TEST_CLASSES"}
         for node in ast.walk(self.tree):
             match node:
-                case ast.Attribute(value=base, attr=attribute):  # comes before its base
+                case ast.Attribute(value=base, attr=attribute):  # walked before its base
                     bases.add(id(base))
                     if isinstance(base, ast.Name) and base.id == FROM_PROGRAM:
                         from_program.add(attribute)
@@ -156,7 +156,7 @@ class _Test:
                 case ast.ImportFrom(module=module, names=aliases):
                     names = {alias.asname or alias.name for alias in aliases}
                     defined |= names
-                    if module == FROM_PROGRAM:  # as some data sets have it
+                    if module == FROM_PROGRAM:  # some data sets import the program
                         from_program |= {alias.name for alias in aliases if alias.name != "*"}
                     elif module:
                         self.bound |= names
@@ -178,7 +178,7 @@ def _called_everywhere(trees: Sequence[ast.Module]) -> set[str]:
 
 
 def uncalled_tests(source: str) -> list[str]:
-    """Calls that a test runner would make: functions `test_...`, and all test classes together. ValueError for fixtures."""
+    """Calls that a test runner would make: `test_...` functions, and one for all test classes. ValueError for fixtures."""
     tree = ast.parse(source)
     called = {_name(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     functions, classes = list[str](), False

@@ -1,4 +1,4 @@
-"""Reward `code`."""
+"""Reward `code`: tests programs."""
 
 from __future__ import annotations
 
@@ -29,13 +29,12 @@ OF_THE_POOL = ("parallel", "allow_unprotected", "readable", "python_path")
 
 
 class CodeReward(RewardType):
-    """Score 1 if the response's program passes all tests of the sample, or the share that passes (`score: fraction`). Programs run in
-    sandboxes; their results are judged outside. [code_reward.md](code_reward.md) has the layouts of tests, what asserts may do, and what
-    programs see.
+    """Score 1 if the response's program passes all tests, else 0, or the share of passed tests (`score: fraction`). Programs run in
+    sandboxes; results are judged outside. [code_reward.md](code_reward.md) describes test layouts, asserts, and what programs see.
 
-    The program is searched after the thinking (`</think>`). Of several code blocks the last one in one of `languages` counts, else the
-    last without a label. If the tests call functions, the last block that defines them counts, so that an example, its output or a
-    command may follow. A block cut off by a stop text extends to the end.
+    The program is searched after the last `</think>`. Of several code blocks, the last one labelled with one of `languages` counts, else
+    the last without a label. If tests call functions, the last block that defines them counts; examples, output or commands may follow. A
+    block cut off by a stop text extends to the end.
 
     ```yaml
     reward:
@@ -49,23 +48,23 @@ class CodeReward(RewardType):
     reads_answer_first = True
 
     mode: Literal["tests", "expression"] = "tests"
-    """tests: the response is a program; its tests are in the answer or in `column`. expression: it is a Python expression, whose value
-    is compared with the answer."""
+    """tests: the response is a program; its tests are in the answer or `column`. expression: it is a Python expression, whose value must
+    equal the answer."""
     column: str | None = None
-    """Column with the tests; absent: the answer holds them."""
+    """Column with the tests; default: the answer holds them."""
     commands: dict[str, Language] = Field(default_factory=dict)
-    """Further languages by name: `file`, the program's file name; `run`, the command that runs it; `compile`, the command that compiles
-    it, if any."""
+    """Further languages by name: `file`, the program's file name; `run`, the command that runs it; `compile`, an optional command that
+    compiles it."""
     languages: Annotated[tuple[str, ...], Field(min_length=1)] = ("python",)
     """Languages that the response may be written in; the code block's label selects one."""
     extract: Extract = "auto"
-    """Place of the program. fenced: in a code block. whole: the whole response. auto: in a block, else the whole response."""
+    """Where to find the program. fenced: in a code block. whole: the whole response. auto: in a block, else the whole response."""
     prelude: str = ""
     """Python code to run before the program, such as imports that a data set takes for granted: `from typing import *`."""
     score: Literal["all", "fraction"] = "all"
     """all: 1 if all tests pass. fraction: the share that passes."""
     fail_fast: bool | None = None
-    """Stop at the first failed test; absent: if score is all."""
+    """Stop at the first failed test; default: true if `score` is all."""
     compare: Compare = "auto"
     """Comparison of output. exact: by character. lines: by line. numeric: numbers with a tolerance. auto: by line, decimals as numbers."""
     tolerance: NonNegativeFloat = 1e-6
@@ -75,12 +74,12 @@ class CodeReward(RewardType):
     forbid: tuple[str, ...] = ()
     """Texts that the program must not contain."""
     test_s: PositiveFloat = 3.0
-    """CPU time of one test."""
+    """CPU time limit of one test, in seconds."""
     wall_s: PositiveFloat | None = None
-    """Wall-clock time of one test; absent: three times test_s."""
+    """Wall-clock time limit of one test, in seconds; default: three times `test_s`."""
     total_s: PositiveFloat = 8.0
-    """CPU time of all tests of a sample, and of compiling it. The wall-clock limit is three times as long and must be less than the
-    reward's `timeout_s`."""
+    """CPU time limit of compiling a sample and all its tests, in seconds. The wall-clock limit is three times as long and must be less than
+    the reward's `timeout_s`."""
     memory_mb: PositiveInt = 512
     """Memory limit of a program."""
     output_kb: PositiveInt = 1024
@@ -88,7 +87,7 @@ class CodeReward(RewardType):
     file_mb: PositiveInt = 16
     """Largest file that a program may write."""
     processes: PositiveInt = 64
-    """Maximum number of a program's processes."""
+    """Maximum processes of a program."""
     parallel: PositiveInt = 1
     """Programs that one worker runs at the same time."""
     readable: tuple[str, ...] = ()
@@ -96,7 +95,7 @@ class CodeReward(RewardType):
     python_path: tuple[str, ...] = ()
     """Folders that Python programs may import from."""
     backend: RemoteBackend | None = None
-    """A SandboxFusion server: {name: sandbox_fusion, url, api_key_env, concurrency, timeout_s, retries}."""
+    """SandboxFusion server for the programs: {name: sandbox_fusion, url, api_key_env, concurrency, timeout_s, retries}."""
     allow_unprotected: bool = False
     """Run programs even if they cannot be isolated."""
 
@@ -142,7 +141,7 @@ class CodeReward(RewardType):
         return f"programs run in a sandbox; {runner.describe()}" if isinstance(runner, SandboxPool) else "programs run in a remote sandbox"
 
     def in_run(self, config: RunConfig, place: str, timeout_s: float) -> Iterator[Problem]:
-        """Check the limits and folders. `total_s` must fit into `timeout_s`: otherwise a slow program would count as a lost worker."""
+        """Check limits and folders. Three times `total_s` must be less than `timeout_s`: a slow program would count as a lost worker."""
         yield from too_slow(place, "total_s", self.total_s, CLOCK * self.total_s, timeout_s)
         if "test_s" in self.model_fields_set and self.test_s > self.total_s:
             message = f"is more than all tests of a sample may have (total_s: {self.total_s:g}); use less, or raise that"
@@ -171,7 +170,7 @@ class CodeReward(RewardType):
         return f"values, and a response is an expression {' and '.join(marks)} that is worth one"
 
     def response_for(self, answer: Any) -> str | None:
-        """Python expression for the answer; a text that is a literal stays. The operators in `must_contain` are added to a number."""
+        """Write the answer as a Python expression; a text that is a literal stays. Operators in `must_contain` are appended to a number."""
         value = _value(answer)
         written = None if answer is None else repr(answer) if value is answer else str(answer)
         if written is None or not self.must_contain:

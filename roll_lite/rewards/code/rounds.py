@@ -1,4 +1,4 @@
-"""Rounds of tests over many programs, and the verdicts."""
+"""Tests many programs in rounds, a few tests each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from roll_lite.sandbox.values import decode, encode
 
 COMPILE = Limits(cpu_s=20.0, wall_s=60.0, memory_mb=2048, output_kb=16 * 1024, file_mb=32, folder_mb=256)
 CLOCK = 3.0
-"""Ratio of wall-clock to CPU limit, since other processes compute as well."""
+"""Ratio of the wall-clock to the CPU limit: other processes need the CPUs too."""
 MOST_CALLS = 20
 """Maximum number of calls that share one run of the program."""
 SHOWN = 160
@@ -35,11 +35,11 @@ class Attempt:
     passed: int = 0
     done: int = 0
     inside: int = 0
-    """Tests decided in the program's process."""
+    """Number of tests run in the program's process."""
     spent_s: float = 0.0
-    """CPU time, or a third of the wall-clock time if that is more."""
+    """CPU time used, or a third of the wall-clock time if that is more."""
     verdict: str = ""
-    """Verdict of the first failed test."""
+    """Reason of the first failure."""
     failure: RewardFailed | None = None
     artifact: bytes = b""
     over: bool = False
@@ -73,7 +73,7 @@ class Rounds:
     _jobs: list[tuple[Attempt, Test]] = field(default_factory=list)
 
     def run(self, backend: Backend, attempts: Sequence[Attempt]) -> None:
-        """Run a few tests of every sample per round, so that a sample ends at its first failure and samples run side by side."""
+        """Run a few tests of every sample per round: samples run concurrently, and one that fails can stop early."""
         self._compile(backend, [one for one in attempts if one.language is not None and one.language.compile])
         waiting = [one for one in attempts if not one.over and one.failure is None]
         while waiting:
@@ -84,7 +84,7 @@ class Rounds:
             waiting = [one for one in waiting if not one.over and one.failure is None and one.done < len(one.tests)]
 
     def _group(self, attempt: Attempt) -> list[Test]:
-        """The next tests that share a process: all asserts; calls in growing numbers, since most wrong programs fail at once."""
+        """Next tests for one process: all asserts, one run with input, or ever more calls, since most wrong programs fail at once."""
         rest = attempt.tests[attempt.done :]
         kind = [(test.function, test.source is None) for test in rest]
         alike = next((place for place, one in enumerate(kind) if one != kind[0]), len(kind))
@@ -159,7 +159,7 @@ class Rounds:
             attempt.over = True
 
     def _verdicts(self, attempt: Attempt, group: list[Test], ended: Outcome) -> Iterator[str | RewardFailed]:
-        """Verdicts of the tests that ran, at least one; an empty text: passed."""
+        """Yield the verdict of each test that ran, at least one: empty if passed."""
         if group[0].source is None and group[0].function is None:
             yield _LIMITS[ended.stopped] if ended.stopped else self._verdict(attempt, group[0], ended)
             return
@@ -200,7 +200,7 @@ class Rounds:
 
 
 def _works_in_place(tests: Sequence[Test]) -> bool:
-    """True if the tests are for a function that changes its first argument, as in LeetCode. Doing nothing must not pass all of them."""
+    """True if the tests are for a function that changes its first argument, as in LeetCode, and one that does nothing would fail some."""
     given = [test.args[0] if test.args else None for test in tests]
     return all(isinstance(one, list) and isinstance(test.expected, list) for one, test in zip(given, tests, strict=True)) and any(
         one != test.expected for one, test in zip(given, tests, strict=True)

@@ -1,4 +1,4 @@
-"""Tests of a sample, read from its answer in the layouts of common data sets."""
+"""Reads a sample's tests in the layouts of common data sets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from roll_lite.rewards.code.names import names_of, uncalled_tests
 
 @dataclass(frozen=True)
 class Test:
-    """A test of one of three kinds: a call (`function`), asserts (`source`), or a run with input."""
+    """One test: a function call (`function`), asserts (`source`), or a run with input (`stdin`)."""
 
     stdin: str = ""
     expected: Any = None
@@ -23,7 +23,7 @@ class Test:
     args: list[Any] = field(default_factory=list)
     kwargs: dict[str, Any] = field(default_factory=dict)
     also: tuple[Any, ...] = ()
-    """Other accepted values."""
+    """Further accepted values."""
     source: str | None = None
     names: tuple[str, ...] = ()
     """Names of the program that the asserts use."""
@@ -39,7 +39,7 @@ class Test:
 
 
 def tests_of(sample: RewardInput, column: str | None) -> list[Test]:
-    """Read the tests; RewardFailed if the answer, or the column, holds none."""
+    """Read the tests in `column` or, if that is None, in the answer. RewardFailed if there are none."""
     if column is not None and column not in sample.columns:
         raise RewardFailed(f"reward code: there is no column {column!r} with tests")
     given = sample.answer if column is None else sample.columns[column]
@@ -87,7 +87,7 @@ def _of_mapping(given: Mapping[str, Any], columns: Mapping[str, Any]) -> list[Te
 
 
 def _function(given: Mapping[str, Any], columns: Mapping[str, Any]) -> str | None:
-    """Name of the tested function: from the tests, a column, or the column `metadata` of LiveCodeBench."""
+    """Name of the tested function, from the tests, a column, or LiveCodeBench's column `metadata`; else None."""
     metadata = columns.get("metadata")
     if isinstance(metadata, str) and metadata.strip().startswith("{"):
         metadata = json.loads(metadata)
@@ -102,7 +102,7 @@ def _needed(function: str | None) -> str:
 
 
 def _inputs_and_outputs(inputs: Sequence[Any], outputs: Sequence[Any], function: str | None) -> list[Test]:
-    """Tests in the layout of APPS and TACO. If all values of a sample are wrapped in a list, the bare value counts too."""
+    """Read tests in the layout of APPS and TACO. If all expected values are lists of one item, the bare item is accepted too."""
     if len(inputs) != len(outputs):
         raise ValueError(f"{len(inputs)} inputs, {len(outputs)} outputs")
     tests = [_pair(one, other, function) for one, other in zip(inputs, outputs, strict=True)]
@@ -112,7 +112,7 @@ def _inputs_and_outputs(inputs: Sequence[Any], outputs: Sequence[Any], function:
 
 
 def _pair(given: Any, expected: Any, function: str | None) -> Test:
-    """A test from an input and an output. Texts may be lists of lines; arguments may be JSON, one per line (LiveCodeBench)."""
+    """Build a test from an input and an output. Texts may be lists of lines; arguments may be JSON, one per line (LiveCodeBench)."""
     if function is None:
         return Test(stdin=_text(given), expected=_text(expected))
     if isinstance(given, str):
@@ -126,7 +126,7 @@ def _text(given: Any) -> str:
 
 
 def _asserts(sources: Sequence[str], entry_point: str | None) -> list[Test]:
-    """A test per text, or per function if a text has functions for a test runner."""
+    """Build a test per text, or per function that a test runner would call."""
     if not any(word in source for source in sources for word in ("assert", "raises")):
         raise ValueError("text without asserts")
     complete = [whole for source in sources for whole in _complete(source, entry_point)]
@@ -138,7 +138,7 @@ def _asserts(sources: Sequence[str], entry_point: str | None) -> list[Test]:
 
 
 def _complete(source: str, entry_point: str | None) -> list[str]:
-    """Append the calls that a data set leaves to its own harness."""
+    """Append the calls that a data set's own harness makes, one text per call."""
     functions = {node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
     if "check" in functions and "\ncheck(" not in source:
         if not entry_point:

@@ -1,1 +1,1 @@
-"""Rewards that ask a service: a judge, or a reward model behind HTTP."""
+"""Rewards from an HTTP service: a judge or a reward model."""

@@ -1,4 +1,4 @@
-"""Client for JSON over HTTP to one service at one or several URLs: least busy first, with retries, and without secrets in messages."""
+"""HTTP client for a JSON service at one or several URLs: picks the least busy, retries, and keeps secrets out of messages."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 BACKOFF_S, LONGEST_BACKOFF_S, CONNECT_S = 0.25, 8.0, 5.0
 SHOWN_CHARACTERS, SHORTEST_SECRET = 200, 8
 PASSING = (408, 429, *range(500, 600))
-"""Status codes worth a retry."""
+"""HTTP status codes worth a retry."""
 ABOUT_THE_CONTENT = (400, 403, 413, 422, 500)
-"""Status codes of services that reject a request's content (too long, malformed, moderated, or it made them raise): the response is
-suspected."""
+"""HTTP status codes that suggest a bad request content: too long, malformed, moderated, or crashing the service. The response may be the
+cause."""
 
 
 def _is_set(variable: str) -> str:
-    """ValueError unless this environment variable is set. The value is not shown: it may be the key itself."""
+    """Raise ValueError unless this environment variable is set. Messages omit the given name: it may be the key itself."""
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable):
         raise ValueError("is no name of an environment variable; the key itself must not stand here")
     if not os.environ.get(variable, "").strip():
@@ -63,24 +63,24 @@ class HttpSettings(ArgumentSection):
     concurrency: PositiveInt = 64
     """Concurrent requests per worker."""
     timeout_s: PositiveFloat = 20.0
-    """Time limit of one request, less than the reward's `timeout_s`."""
+    """Time limit of one request, in seconds; must be less than the reward's `timeout_s`."""
     retries: NonNegativeInt = 3
-    """Retries of a failed request, with growing pauses."""
+    """Maximum retries of a failed request, with growing pauses."""
     api_key_env: KeyVariable | None = None
     """Name of the environment variable that holds the key."""
     api_key_header: str = "Authorization"
     """Header that carries the key; with Authorization it is sent as a bearer token."""
     trust_env: bool = False
-    """Use the proxy named in the environment."""
+    """Use the proxy that environment variables name."""
 
 
 class AskingReward(RewardType, HttpSettings):
-    """A reward type that asks a service."""
+    """Reward type that asks a service."""
 
     _of_loop: dict[asyncio.AbstractEventLoop, Any] = PrivateAttr(default_factory=dict)
 
     def of_loop(self, make: Callable[[], Any]) -> Any:
-        """Object of the running event loop (a client, a batcher), made at the first use."""
+        """Object of the running event loop (a client, a batcher), made at first use."""
         loop = asyncio.get_running_loop()
         if loop not in self._of_loop:
             self._of_loop = {other: made for other, made in self._of_loop.items() if not other.is_closed()} | {loop: make()}
@@ -95,11 +95,11 @@ class AskingReward(RewardType, HttpSettings):
 
 
 class ServiceRefused(ResponseSuspected):
-    """Raised if the service answers that it cannot handle this request."""
+    """The service answered that it cannot handle this request."""
 
 
 class _Passing(Exception):
-    """Raised by an attempt that may be retried, at other URLs only if the service was too slow."""
+    """Failure of an attempt that may be retried. `elsewhere_only`: only at other URLs, since this one was too slow."""
 
     def __init__(self, cause: str, is_refusal: bool = False, wait_s: float | None = None, elsewhere_only: bool = False) -> None:
         super().__init__(cause)
@@ -110,9 +110,9 @@ class _Passing(Exception):
 class _Url:
     url: str
     requests: int = 0
-    """Number of requests in flight."""
+    """Requests in flight."""
     failures: int = 0
-    """Consecutive failures. A failed URL rests, then gets a single request."""
+    """Consecutive failures. A failed URL gets no request until `rests_until`, then one at a time."""
     rests_until: float = 0.0
 
     def is_available(self) -> bool:
@@ -120,7 +120,7 @@ class _Url:
 
 
 class HttpClient:
-    """Client of a reward in one event loop; keeps connections open."""
+    """HTTP client of a reward in one event loop; keeps connections open."""
 
     def __init__(self, reward: str, urls: Sequence[str], settings: HttpSettings) -> None:
         self._reward, self._settings = f"reward {reward}", settings
@@ -130,8 +130,8 @@ class HttpClient:
         self._client: httpx2.AsyncClient | None = None
 
     async def post(self, payload: Any, retries: int | None = None) -> tuple[Any, str]:
-        """Returns the answer's JSON and the URL that gave it, in a form that may be shown. After the retries: ServiceRefused if the service
-        rejects the request, RewardFailed if there is no answer."""
+        """Return the answer's JSON and the URL that gave it, without secrets. After all retries, raise ServiceRefused if the service
+        rejects the request, RewardFailed if it does not answer."""
         attempts, causes = 1 + (self._settings.retries if retries is None else retries), dict[str, str]()
         try:
             body = json.dumps(payload).encode()
@@ -189,7 +189,7 @@ class HttpClient:
         url.failures = 0
         if not response.is_success:
             raise (ServiceRefused if is_refusal else RewardFailed)(f"{self._reward}: {shown(url.url)} {answered}")
-        try:  # a key of a few letters is no secret, and part of most words
+        try:  # a key of a few letters is no secret, and removing it would break most words
             return json.loads(_without(key if key and len(key) >= SHORTEST_SECRET else None, response.text))
         except (ValueError, RecursionError) as error:
             raise _Passing(f"answered with malformed JSON ({error}){said}", is_refusal=True) from None
@@ -216,7 +216,7 @@ async def _opened(settings: HttpSettings) -> AsyncIterator[httpx2.AsyncClient]:
 
 
 def _without(key: str | None, text: str) -> str:
-    """Remove the key from a text, as services may echo it: verbatim, in JSON or in a URL."""
+    """Replace the key in a text: services may echo it verbatim, in JSON or in a URL."""
     if key is None:
         return text
     with suppress(ValueError, RecursionError):

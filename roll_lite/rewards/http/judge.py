@@ -1,4 +1,4 @@
-"""Reward `judge`."""
+"""Reward `judge`: a language model's verdict."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ CREDENTIAL = re.compile(
     r"(?:api[_-]?key|(?:^|access[_-]?|auth[_-]?|bearer[_-]?|^x-)token|^key|secret(?:[_-]key)?|passw(?:or)?d|credentials?|authorization)$",
     re.IGNORECASE,
 )
-"""Field names under which services take a key; `prompt_cache_key` is not one."""
+"""Names of request fields that hold credentials; `prompt_cache_key` is not one."""
 AGAIN_TEMPERATURE = 0.7
-"""Sampling temperature of a repeated greedy question, which would get the same answer again."""
+"""Minimum temperature when a question is asked again: greedy sampling would give the same answer."""
 UNFINISHED = "\0cut"
-"""Marks the text of a judge that reached max_tokens."""
+"""Stands for a judge's text that was cut at max_tokens."""
 MOST_KEPT = 10_000
 """Maximum number of answers kept in memory."""
 SHOWN_CHARACTERS = 200
@@ -64,16 +64,16 @@ KEPT_CHARACTERS = 1000
 
 
 class JudgeReward(AskingReward):
-    """A language model behind an OpenAI-compatible endpoint reads the response and gives a verdict, which is the value.
+    """Score by the verdict of a language model behind an OpenAI-compatible endpoint.
 
-    Its address is `url` and `model`, or `server`: a judge that the run starts itself. Without `pattern`, `choices` and `scale` the verdict
-    is yes or no. It is read from the last line of the judge's text, such as "Verdict: yes" or "7/10", or from a final JSON object such as
-    {"verdict": "yes"}, the output of guided decoding (`extra_body`). Other verdicts in the text are ignored, since the judge may quote them
-    from the response; so is a last line behind an unfinished sentence ("The response ends with").
+    The judge is at `url` and named `model`, or is `server`, which the run starts itself. Without `pattern`, `choices` and `scale`, the
+    verdict is yes (1) or no (0). It is the last line of the judge's text, such as "Verdict: yes" or "7/10", or a final JSON object such as
+    {"verdict": "yes"}, as from guided decoding (`extra_body`). Other verdicts in the text are ignored, since the judge may quote them from
+    the response; so is a last line after an unfinished sentence ("The response ends with").
 
-    A verdict that is unreadable or was cut at `max_tokens` is asked for again, `asks` times in all. A response that gets none, or that the
-    endpoint refuses, has the lowest verdict (0, or a choice below 0), unless a harmless response gets none either: then the sample fails.
-    Readable answers to greedy questions are kept in memory.
+    If the verdict is unreadable or cut at `max_tokens`, the judge is asked again, `asks` times in all. A response without a verdict, or
+    refused by the endpoint, gets the lowest value (0, or a negative choice). But if a harmless response gets no verdict either, the sample
+    fails. Readable greedy verdicts are kept in memory.
 
     ```yaml
     reward:
@@ -87,31 +87,32 @@ class JudgeReward(AskingReward):
     """
 
     url: Addresses | None = None
-    """Base address of the endpoint, such as https://host/v1, or several."""
+    """Base URL of the endpoint, such as https://host/v1, or several."""
     server: str | None = None
     """Name of a judge that the run starts itself, instead of url and model."""
     model: str | None = None
     """Name of the model at the endpoint."""
     api: Api = "chat"
-    """Interface of the endpoint to use."""
+    """API of the endpoint."""
     template: Annotated[str, AfterValidator(checked_template)] = TEMPLATE
-    """Question to the judge, with {question} (as in the data), {prompt} (template applied), {response}, {answer} and {column} filled in; {{
-    and }} stay braces. {fence} is a line that the response cannot contain: put one before and one behind it."""
+    """Question to the judge. {question} (as in the data), {prompt} (with the chat template), {response}, {answer} and data columns in
+    braces are filled in; {{ and }} give braces. {fence} becomes a line that the response cannot contain: put it before and after the
+    response."""
     system: str | None = None
     """System message."""
     pattern: Annotated[str, AfterValidator(lambda pattern: compiled(pattern).pattern)] | None = None
-    r"""Regular expression of the verdict in the judge's text: the first group of its last match, or the whole match. Quotations match
-    too: anchor it to the end of the text (`\Z`) if the judge may quote verdicts."""
+    r"""Regular expression for the verdict in the judge's text: the first group of its last match, or the whole match. It also matches
+    quotations: anchor it with `\Z` if the judge may quote verdicts."""
     choices: dict[str, float] | None = None
-    """Verdicts in words, with their values."""
+    """Accepted verdicts, with their values."""
     scale: tuple[float, float] | None = None
     """Lowest and highest number that the judge may give, mapped to 0 and 1."""
     temperature: NonNegativeFloat = 0.0
     """Sampling temperature of the judge; 0 is greedy."""
     max_tokens: PositiveInt | None = 256
-    """Maximum tokens of a verdict."""
+    """Maximum tokens of the judge's text."""
     stop: tuple[str, ...] = ()
-    """Texts that end a verdict."""
+    """Stop texts of the judge."""
     extra_body: Annotated[dict[str, Any] | None, Unshown()] = None
     """Further fields of the request."""
     asks: PositiveInt = 2
@@ -149,13 +150,13 @@ class JudgeReward(AskingReward):
         request |= {"stop": list(self.stop)} if self.stop else {}
         request |= self.extra_body or {}
         questions: Questions = self.of_loop(lambda: Questions(self))
-        if sample.response == HARMLESS_RESPONSE:  # perhaps asked to learn whether the judge answers now
+        if sample.response == HARMLESS_RESPONSE:  # a test of whether the judge works now: no answer from memory
             questions.forget(request)
         verdict, said = await self._verdict(questions, request)
         return Score(verdict.value, None, {"extracted": verdict.extracted, "verdict": said[:KEPT_CHARACTERS]})
 
     def _asked(self, text: str) -> dict[str, Any]:
-        """Part of a request that holds the question."""
+        """Request fields that hold the question."""
         if self.api == "completions":
             return {"prompt": f"{self.system}\n\n{text}" if self.system else text}
         first = [] if self.system is None else [{"role": "system", "content": self.system}]
@@ -175,7 +176,7 @@ class JudgeReward(AskingReward):
         raise ResponseSuspected(f"reward judge: {asked} {'did not finish within max_tokens' if said == UNFINISHED else unreadable}")
 
     def question_about(self, sample: RewardInput) -> str:
-        """The text that the judge reads. Of a cut response it contains only the finished part, and a note that it was cut."""
+        """Fill in the question for the judge. A cut response loses its unfinished end, and a note says so."""
         return filled(self.template, sample, "judge", f"{finished(sample)}\n[The response was {CUT}.]" if is_cut(sample) else None)
 
     def lowest(self) -> float:
@@ -222,7 +223,7 @@ class Questions:
         self._greedy: dict[str, asyncio.Task[str]] = {}
 
     async def ask(self, request: Mapping[str, Any]) -> str:
-        """Returns the judge's text."""
+        """Return the judge's text."""
         if request["temperature"] > 0:
             return await self._send(request)
         key = _key(request)
@@ -236,7 +237,7 @@ class Questions:
         return await asyncio.shield(self._greedy[key])
 
     def forget(self, request: Mapping[str, Any]) -> None:
-        """Ask this greedy question anew the next time, unless it is being asked."""
+        """Drop the kept answer to a greedy question, unless it is still in flight."""
         key = _key(request)
         if key in self._greedy and self._greedy[key].done():
             del self._greedy[key]

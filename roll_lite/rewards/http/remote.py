@@ -1,4 +1,4 @@
-"""Reward `remote`."""
+"""Reward `remote`: a reward model's score."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ ONE_FOR_EACH = "must be a list with one number for each sample"
 
 
 class RemoteReward(AskingReward):
-    """A reward model behind HTTP, with the protocol of OpenRLHF's remote reward models: the service returns the score.
+    """Score from a reward model behind HTTP, with the protocol of OpenRLHF's remote reward models.
 
     Request: `POST {"query": [prompt + response, ...], "prompts": [prompt, ...], "labels": [answer, ...]}`, and `"columns": {name: [...]}`
-    for the requested columns. Answer: `{"rewards": [number, ...]}`, and optionally `"scores"` (0 to 1 each, for accuracy) and
-    `"extra_logs"` (a number or string per sample, or one for all, kept in the samples' details).
+    for `columns`. Answer: `{"rewards": [number, ...]}`, and optionally `"scores"` (0 to 1 each; 1 is correct) and `"extra_logs"` (by name,
+    a number or string per sample, or one for all; kept in the samples' details).
 
-    Requests go to the URL with the fewest in flight; a URL that is down rests for a while. A batch that the service refuses, or answers
-    without rewards, is halved until the sample that it cannot score is alone; that sample scores 0 if the service can score a harmless
+    Requests go to the URL with the fewest in flight; a failed URL is skipped for a while. If the service refuses a batch, or answers
+    without rewards, the batch is halved until the sample at fault is alone. That sample scores 0 if the service can score a harmless
     response.
 
     ```yaml
@@ -40,13 +40,13 @@ class RemoteReward(AskingReward):
     """
 
     url: Addresses
-    """Address, or several."""
+    """URL of the service, or several."""
     batch_size: PositiveInt = 32
     """Samples per request."""
     batch_wait_ms: NonNegativeFloat = 5.0
-    """Maximum wait of a sample for others to share its request."""
+    """Maximum milliseconds that a sample waits for others to share its request."""
     columns: tuple[str, ...] = ()
-    """Columns of the data to send; the prompt's column holds the question without the template."""
+    """Data columns to send; the prompt's column holds the question without the chat template."""
     concurrency: PositiveInt = 16
     """Concurrent requests per worker."""
 
@@ -109,7 +109,7 @@ class Batcher:
             results = [refusal]
         except RewardFailed as failure:
             results = [failure] * len(batch)
-        except Exception as error:  # otherwise the samples would never end
+        except Exception as error:  # otherwise the samples would wait forever
             results = [RewardFailed(f"reward remote: {type(error).__name__}: {error}")] * len(batch)
         for waiting, result in zip(batch, results, strict=True):
             if waiting.answer.done():
@@ -120,7 +120,7 @@ class Batcher:
                 waiting.answer.set_result(result)
 
     async def _ask(self, samples: list[RewardInput], retries: int | None) -> Sequence[Score | RewardFailed]:
-        """Score or failure of each sample, from one request."""
+        """Send one request; return a score or failure for each sample."""
         request: dict[str, Any] = {
             "query": [sample.prompt + sample.response for sample in samples],
             "prompts": [sample.prompt for sample in samples],
@@ -133,7 +133,7 @@ class Batcher:
 
 
 def scores_of(answer: Any, samples: int, place: str) -> list[Score | RewardFailed]:
-    """Scores from the answer; ServiceRefused if it holds none, as {"error": ...}, RewardFailed if they do not fit the samples."""
+    """Scores in the answer. ServiceRefused if it has no rewards, as {"error": ...}; RewardFailed if they do not fit the samples."""
     if not isinstance(answer, Mapping) or "rewards" not in answer:
         keys = f"the keys {', '.join(map(str, answer)) or '(none)'}" if isinstance(answer, Mapping) else f"a {type(answer).__name__}"
         raise ServiceRefused(f'{place}: the answer must be an object with "rewards", got {keys}')
@@ -168,7 +168,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def _detail(value: Any, index: int, samples: int) -> float | str | None:
-    """Detail of one sample; None for anything but numbers and strings."""
+    """Detail of one sample; None unless it is a number or string."""
     if isinstance(value, list):
         value = value[index] if len(value) == samples else None
     if isinstance(value, str):

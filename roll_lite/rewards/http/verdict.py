@@ -1,4 +1,4 @@
-"""Verdicts of a judge: from its text to a number."""
+"""Reads a judge's verdict, as a number, from its text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from roll_lite.rewards.text.format import FORMAT_SECONDS
 
 NUMBER = r"[-+]?\d+(?:\.\d+)?"
 KEYS = ("verdict", "score", "rating", "grade", "judgment", "judgement", "answer")
-"""Keys of a JSON verdict; of several the first here counts, since `answer` may repeat the response's."""
+"""Keys of a JSON verdict. The first one present counts, since `answer` may repeat the response's."""
 NAMES = rf"(?:{'|'.join(KEYS)})"
 OBJECT = r"(?:\A|\n)[ \t]*(?:```\w*\s*)?(?P<value>\{.*\})\s*(?:```)?\Z"
 LINE = (
@@ -22,13 +22,13 @@ LINE = (
     r"[\s*_`(\[]*(?P<value>{value})[\s*_`)\].!]*\Z"
 )
 INTRODUCTION = re.compile(rf"(?:\A|\n)\W*(?:here(?:['’]s| is) )?(?:(?:the|my|final|overall) )*{NAMES}\W*\Z", re.IGNORECASE)
-"""Line that announces the judge's own verdict. Any other line that ends with a colon announces a quotation."""
+"""Line that announces the judge's own verdict. Other lines that end with a colon announce a quotation."""
 UNFINISHED = re.compile(r"[^\W\d_\u0e00-\u0eff]\Z|[,;、，；—–(\[{]\Z")
-"""End of a line that no sentence ends with: what follows it may be quoted. Thai and Lao have no full stop."""
+"""End of a line in mid-sentence: the next line may be a quotation. Thai and Lao letters do not count, as they have no full stop."""
 PIECE = re.compile(r"\s*(?:#|[-+*•]\s|(?:\d+|\w)[.)]\s|\*\*(?!.*\*\*))")
 """Heading or list item, which needs no full stop; a heading in bold type lacks its last asterisks."""
 QUOTE, QUOTE_END = re.compile(r"‘|(?<![^\s(\[{])'"), re.compile(r"(?<=\S)['’](?!\w)")
-"""Single quotes, told from apostrophes."""
+"""Single quotes, not apostrophes."""
 YES_OR_NO = {"yes": 1.0, "no": 0.0}
 
 
@@ -40,11 +40,11 @@ class Verdict:
 
 @dataclass(frozen=True)
 class VerdictParser:
-    """Reads a judge's own verdict, not a quoted one: the last line ("Verdict: yes", "yes"), or a final JSON object ({"verdict": "yes"}).
-    A last line behind an unfinished sentence counts as quoted.
+    """Reads a judge's own verdict, not a quoted one: the last line ("Verdict: yes", "yes") or a final JSON object ({"verdict": "yes"}).
+    A last line after an unfinished sentence counts as quoted.
 
-    With `pattern`: the first group of its last match, or the whole match. The verdict is looked up in `choices`, or is a number; `scale`
-    maps it to 0..1. A text that takes too long to search, which a quoted response may bring about, has no verdict.
+    With `pattern`, the verdict is the first group of its last match, or the whole match. It is looked up in `choices`, or is a number,
+    which `scale` maps to 0..1. A text that takes too long to search, as a quoted response may cause, has no verdict.
     """
 
     pattern: str | None = None
@@ -52,7 +52,7 @@ class VerdictParser:
     scale: tuple[float, float] | None = None
 
     def __call__(self, text: str) -> Verdict | None:
-        """Verdict of a text without its thinking, or None."""
+        """Return the verdict in a judge's text, after its thinking, or None."""
         text = without_thinking(text).strip()
         choices = YES_OR_NO if (self.choices, self.pattern, self.scale) == (None, None, None) else self.choices
         known = None if choices is None else {choice.strip().casefold(): float(value) for choice, value in choices.items()}
@@ -78,14 +78,14 @@ class VerdictParser:
         return None if match is None or _opens_quotation(text[: match.start()]) else _of_object(match["value"])
 
     def _line(self, known: Mapping[str, float] | None) -> str:
-        """Regular expression of the last line."""
+        """Regular expression for a last line with a verdict."""
         out_of = rf"(?:[*_\s]*(?:/|(?:out )?of)[*_\s]*{re.escape(f'{self.scale[1]:g}')})?" if self.scale else ""
         value = NUMBER if known is None else "|".join(map(re.escape, sorted(known, key=len, reverse=True)))
         return LINE.replace("{value}", f"{value}){out_of}(?:")
 
 
 def _opens_quotation(text: str) -> bool:
-    """True if a quotation follows this text: it is announced, opened and not closed, or may go on with an unfinished sentence."""
+    """True if a quotation may follow this text: the text announces one, leaves one open, or ends in mid-sentence."""
     line = text.rstrip(" \t\n*_=~-").rpartition("\n")[2]
     unfinished = UNFINISHED.search(line) is not None and PIECE.match(line) is None
     announces = text.rstrip("\"“'‘`*_ \n").endswith((":", "："))
@@ -96,7 +96,7 @@ def _opens_quotation(text: str) -> bool:
 
 
 def _of_object(found: str) -> str | None:
-    """Verdict of a JSON object; other text unchanged."""
+    """Verdict in a JSON object, None if it has none; other text unchanged."""
     if not found.startswith("{"):
         return found
     try:
@@ -109,7 +109,7 @@ def _of_object(found: str) -> str | None:
 
 
 def compiled(pattern: str) -> re.Pattern[str]:
-    """The pattern; ValueError if it is no regular expression."""
+    """Compile the pattern; ValueError if it is no regular expression."""
     try:
         return re.compile(pattern, re.DOTALL)
     except re.error as error:

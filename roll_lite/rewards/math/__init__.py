@@ -1,4 +1,4 @@
-"""Reward `math`: finds the answer in a response and holds it against the reference."""
+"""Reward `math`: compares mathematical answers."""
 
 from roll_lite.rewards.math.reward import MathReward
 

@@ -1,4 +1,4 @@
-"""Extraction of the answer: a bare formula, tags, boxes, the place after "the answer is", or the last formula or number."""
+"""Finds the answer in a response: in a tag or box, after "the answer is", or the last formula."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Extract = Literal["auto", "boxed", "tagged", "number"]
 
 LONGEST_FORMULA = 2000
 SEARCHED = 4000
-"""Characters at the end of a response that are searched for an answer."""
+"""Maximum characters searched for an answer, at the text's end."""
 FUNCTIONS = r"(?:a|arc)?(?:sin|cos|tan|cot|sec|csc)h?|sqrt|log|ln|exp|pi|max|min|gcd|lcm|mod|d[a-z]"
 NO_WORDS = re.compile(rf"\\text\{{[^{{}}]*\}}|\\(?:begin|end)\{{[a-z]+\*?\}}|\\[A-Za-z]+|(?<![A-Za-z])(?:{FUNCTIONS})(?![A-Za-z])")
 LAST_NUMBER = re.compile(rf"(?:(?<![\d.)\]}}])[+-])?{D}(?:/\d+)?(?:\s*\\?%)?")
 LABEL = re.compile(r"\A\s*A:\s+(?=\S)")
 STATED = re.compile(r"(?:#{4}|\banswer\b[\s*`]*+(?:\bis\b)?[\s*`]*+[:=]?|答案\s*(?:是|为|等于)?\s*[:=]?)[\s*`]*+", re.IGNORECASE)
-"""GSM8K's #### 72, The answer is 72, and the same in Chinese."""
+"""Text that announces an answer: "####" (GSM8K), "the answer is", or 答案是."""
 LETTER = rf"(?<![A-Za-z])(?:{FUNCTIONS}|[A-Za-z])(?![A-Za-z])"
 GROUP = r"[(\[](?:\\[A-Za-z]+|(?<![A-Za-z])[A-Za-z](?![A-Za-z])|[^()\[\]A-Za-z\n\\$]){1,80}[)\]]"
 NUMERALS = r"0[xob][\da-fA-F]+|\d+_\{?\d+\}?"
@@ -31,10 +31,10 @@ RUN = re.compile(
     rf"|(?<![\w^.])(?<!boxed{{)[-+±({{√$€£]*{ATOM}(?:{SIGNS}(?={ATOM}|\()|{ATOM}|(?<=[\d}}])[ \t]+(?=[\d\\½⅓⅔¼¾]))*[!%°)\]}}]*",
     re.DOTALL,
 )
-"""Text between delimiters, or numbers, letters and commands with signs between them."""
+"""Formula in running text: text in math delimiters, or numbers, letters and LaTeX commands joined by operators."""
 OR = r"(?:\b(?:or|and|alternatively|maybe|perhaps|possibly|even|else)\b|[或和,;.])"
 JOINED = re.compile(rf"[\s*]*(?:[A-Za-z]+\W+(?=or\b))?(?:{OR}[\s,]*)+", re.IGNORECASE)
-"""Words between several answers."""
+"""Text that joins two answers, such as "or"."""
 DENIED = re.compile(
     r"(?:\b(?:not|never|cannot|neither|other\s+than|rather\s+than|anything\s+but)\b|n['’]t\b|不是|不等于)\s*(?:[a-z]+\s+){0,3}[$(*`]*\Z",
     re.IGNORECASE,
@@ -44,7 +44,7 @@ CHANGES = re.compile(
     r"|(?:in|for|per|each|every)\s+(?:every\s+)?\d+\W*\Z|(?:less|more|fewer|greater|smaller|higher|lower)\s+than\s+(?=[$\\(\d+-]|[b-hj-z]\b))\b)[^\n.]*",
     re.IGNORECASE,
 )
-"""Words behind a number that make another one of it: 5 less than 12, and not 5 less; 3万, which is 30,000."""
+"""Text after a number that changes its value: "less than 12" after 5, 万 after 3 (30,000)."""
 UNIT_WORD = re.compile(r"\s*(/|[A-Za-z]+|\$|€|£|°)(?:\^\d)?")
 
 
@@ -67,7 +67,7 @@ def find_answer(response: str, extract: Extract) -> str:
 
 
 def find_words(response: str, extract: Extract) -> str:
-    """Answer to a reference in words: the content of tags or boxes, or the text after "the answer is"."""
+    """Find an answer in words: in the last tag or box or the response, the line after "the answer is", else the first line."""
     if extract == "number":
         return ""
     response = plain_boxes(response)
@@ -78,13 +78,13 @@ def find_words(response: str, extract: Extract) -> str:
 
 
 def words(text: str, shortest: int = 3) -> list[str]:
-    """Words that are no letters of a product and no names of functions: xyz and sin x have none."""
+    """Find words of `shortest` or more letters. LaTeX and functions (sin) do not count, nor, unless it is 2, products (xyz)."""
     found = re.findall(rf"[A-Za-z]{{{shortest},}}|[{HAN}]", NO_WORDS.sub(" ", text))
     return [word for word in found if shortest == 2 or (word not in string.ascii_lowercase and word.lower() not in ("and", "for"))]
 
 
 def is_formula(text: str) -> bool:
-    """True for pure mathematics, without words or delimiters, or a number with its unit."""
+    """True if the text is one formula without words, or a number with its unit."""
     plain = unwrapped(text.strip())
     if not plain or len(plain) > LONGEST_FORMULA or "\n" in plain or "#" in plain:
         return False
@@ -93,7 +93,7 @@ def is_formula(text: str) -> bool:
 
 
 def _within(text: str) -> str:
-    """Answer in a box or a tag: a formula, or a sentence that begins with its only one or states it."""
+    """Return the formula in a box or tag if it is the only one and comes first, or follows "the answer is"; else the whole content."""
     text = text.strip()
     if is_formula(text):
         return text
@@ -104,7 +104,7 @@ def _within(text: str) -> str:
 
 
 def _in_text(text: str) -> str:
-    """Answer in running text: the stated one with those that are joined to it, else the last formula or number."""
+    """Find the answer in running text: the formula after "the answer is", else the last one, with others joined to it by "or"."""
     text = text[-SEARCHED:]
     runs = _runs(text)
     stated = [
@@ -132,7 +132,7 @@ def _in_text(text: str) -> str:
 
 
 def _runs(text: str) -> list[tuple[int, int]]:
-    """Places of formulas and numbers in running text."""
+    """(start, end) of each formula and number in running text."""
     runs = []
     for found in RUN.finditer(text):
         start, end = found.span()
@@ -151,7 +151,7 @@ def _is_balanced(text: str) -> bool:
 
 
 def without_form(text: str) -> str:
-    """Normal form of an answer: 1/2 and 0.5 are one, as are 12 cm and 120 mm."""
+    """Normalize an answer: 1/2 and 0.5 give the same text, as do 12 cm and 120 mm."""
     found = quantity(sides(text)[-1])
     if found is None:
         return "".join(text.split())
@@ -160,7 +160,7 @@ def without_form(text: str) -> str:
 
 
 def _unit(rest: str) -> str:
-    """Leading words of the text that name a known unit or a scale such as million."""
+    """Leading words that name a known unit or a scale such as million."""
     end = place = 0
     while word := UNIT_WORD.match(rest, place):
         place = word.end()

@@ -1,4 +1,4 @@
-"""Equality of answer and reference: numbers by exact arithmetic, constants at high precision, everything else by math-verify."""
+"""Compares answers: numbers by exact arithmetic, constants at high precision, others by math-verify."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from unicodedata import normalize
 from roll_lite.rewards.math.quantities import DELIMITED, NUMERAL, Quantity, plain_number, ratio, unwrapped, with_braces
 
 Parsed = list[Any]
-"""Expressions of sympy that math-verify parses from a text."""
+"""Sympy expressions that math-verify parsed from a text."""
 
 CLOSE, PLACES = Fraction(1, 10_000), 6
-"""A decimal may differ by this share of itself if both are the same to this many decimal places."""
+"""Decimals are equal within this relative difference, if also equal when rounded to this many decimal places."""
 LOOSE = Fraction(1, 100)
-"""Two sides of an equation with decimals may differ by this share: people round as they go."""
+"""Maximum relative difference between the sides of an equation with decimals."""
 DIGITS = 60
-"""Digits to which constants are compared."""
+"""Precision for comparing constants, in digits."""
 MOST_BITS = 100_000
-"""Bound of integer powers, whose computation cannot be interrupted."""
+"""Maximum bits of a power or factorial: the time limit cannot interrupt larger ones."""
 APPROXIMATELY = re.compile(r"\\approx(?![A-Za-z])|\\simeq(?![A-Za-z])|≈")
 EQUALS = re.compile(rf"(?<![<>=\\:])(?<![^\d)]!)=(?!=)|{APPROXIMATELY.pattern}")
 SEVERAL = re.compile(r";|,(?!\d{3}(?!\d))|\b(?:or|and)\b")
 NAME = re.compile(r"(?:(?:[A-Za-z]\w*|\\[A-Za-z]+)(?:_(?:\w+|\{\w+\}))?(?:\(\s*[A-Za-z]\s*\))?)?")
 AMBIGUOUS = re.compile(r"\d\s+\d|(?:\*\*|\^)\s*(?:\d+|[A-Za-z])\s*(?:\*\*|\^)")
-"""1 2 would be read as a product, 2^3^2 as (2^3)^2."""
+"""Text that math-verify would misread: 1 2 as a product, 2^3^2 as (2^3)^2."""
 POWERS = re.compile(r"((?:\^|\*\*)\s*(?:\d+|\{[^{}]*\}))\s+(?=\d)")
-"""2^6 3^5 is a product."""
+"""Power before a number, a product: 2^6 3^5."""
 SET = re.compile(r"(?:\\left)?\\\{((?:(?!\\\}).)*?)(?:\\right)?\\\}|\{([^{}]*)\}", re.DOTALL)
 SEPARATOR = re.compile(
     r"(\s*(?:(?<!\\),(?!\d{3}(?!\d))|(?<!\\);|\\text\s*\{\s*,?\s*(?:and|or)\s*\}|\b(?:and|or)\b)\s*(?:and\b|or\b)?)|([(\[{])|[)\]}]"
@@ -58,7 +58,7 @@ RAISED, LOWERED = re.compile("[⁰¹²³⁴-⁹⁻]+"), re.compile("[₀-₉]+")
 
 
 def as_latex(text: str) -> str:
-    """A formula in LaTeX, with commands in place of Unicode's signs and of bare names such as pi and sqrt()."""
+    """Convert a formula to LaTeX, also Unicode signs and bare names such as pi and sqrt()."""
     text = re.sub(r"\\log_\s*\{?(\w+)\}?\s+(\w+)", r"\\log_{\1}(\2)", with_braces(text).replace(r"\varnothing", r"\emptyset"))
     text = re.sub(r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)|√\s*\(?(\w+|(?<=\()[^()]*)\)?", lambda one: rf"\sqrt{{{one[1] or one[2]}}}", text)
     text = re.sub(r"(?<![\\A-Za-z])(pi|sin|cos|tan|cot|sec|csc|ln|log|exp)(?![A-Za-z])", r"\\\1 ", text)
@@ -67,7 +67,7 @@ def as_latex(text: str) -> str:
 
 
 def parse(text: str) -> Parsed:
-    r"""Parse the text as one formula; empty if it is none. math-verify's own search would take the 2 out of a bare `2\sqrt{3}`."""
+    r"""Parse the whole text as one formula; empty if it is not one. math-verify alone would read a bare `2\sqrt{3}` as 2."""
     import sympy  # type: ignore[import-untyped]
 
     number = plain_number(text)
@@ -82,7 +82,7 @@ def parse(text: str) -> Parsed:
 
 
 def _computes_infinity(expression: Any) -> bool:
-    """True if something is computed from infinity, as in |oo - 4|: it would be compared as a number that is close to every other."""
+    """True if the expression computes with infinity, as |oo - 4| does: math-verify would find it close to every number."""
     import sympy
 
     if not expression.has(sympy.oo, -sympy.oo):
@@ -102,20 +102,20 @@ def as_parsed(number: Quantity) -> Parsed:
 def library() -> Any:
     import math_verify
 
-    # Its own time limits count seconds of the clock; they are off in favour of ours, and it would warn about that.
+    # Its own time limits, in wall-clock time, are off in favour of ours, in CPU time; it would warn about that.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     return math_verify
 
 
 @lru_cache(maxsize=1)
 def _latex() -> Any:
-    """Settings of math-verify's extraction, without its units, which would take the letters of 2t, 5m and 3c."""
+    """Settings of math-verify's LaTeX parser, without removal of units, which would take the letters of 2t, 5m and 3c."""
     settings = library().LatexExtractionConfig()
     return replace(settings, normalization_config=replace(settings.normalization_config, units=False))
 
 
 def same_number(gold: Quantity, found: Quantity) -> bool | None:
-    """Compare by exact arithmetic, with room for the rounding of decimals; None if the units do not fit."""
+    """Compare exactly, decimals with a tolerance; 50% equals 0.5 and 50. None if the units measure different things."""
     factor = ratio(found.unit, gold.unit)
     if factor is None:
         return None
@@ -130,7 +130,7 @@ def _close(one: Fraction, other: Fraction) -> bool:
 
 
 def written_form(text: str) -> str | tuple[Fraction, ...]:
-    """Normalized numeral (1001_2, 0x2A) or the shares of a ratio (2:3), both compared by form only; else empty."""
+    """Normalize a numeral with a base (1001_2, 0x2A) or a ratio (2:3), which equal only their own kind; empty for other text."""
     text = re.sub(r"[ {}]", "", unwrapped(text)).lower().replace("\\colon", ":")
     if NUMERAL.fullmatch(text):
         return re.sub(r"\A([+-]?0[xob]|)0*(?=.)", r"\1", text)
@@ -139,7 +139,7 @@ def written_form(text: str) -> str | tuple[Fraction, ...]:
 
 
 def sides(text: str) -> list[str]:
-    """Sides of an equation; the whole text if it is no equation, or a list of answers."""
+    """Split an equation into its sides. Other texts and lists of answers are returned whole."""
     text = unwrapped(text)
     equals = [one for one in EQUALS.finditer(text) if text.count("{", 0, one.end()) == text.count("}", 0, one.end())]
     if not equals or SEVERAL.search(text, 0, equals[-1].end()):
@@ -149,7 +149,7 @@ def sides(text: str) -> list[str]:
 
 
 def holds(parts: Sequence[str]) -> bool:
-    """False if sides that are nothing but numbers differ: 17=18."""
+    """False if two sides of an equation are plain numbers and differ: 17=18."""
     numbers = [number for number in map(plain_number, parts) if number is not None]
     room = CLOSE**3 if all(number.exact for number in numbers) else LOOSE
     values = [number.value for number in numbers]
@@ -157,8 +157,7 @@ def holds(parts: Sequence[str]) -> bool:
 
 
 def list_of(text: str) -> list[str]:
-    r"""Items of 3, 5 or \{3, 5\} or $x=3$ and $x=5$ or \pm 3; a single item for a text that is no list. Brackets and thousands do not
-    separate."""
+    r"""Split a list of answers: `3, 5`, `\{3, 5\}`, `$x=3$ and $x=5$` or `\pm 3`. Commas in brackets and in 1,000 do not separate."""
     text = unwrapped(text)
     if found := SET.fullmatch(text):
         text = (found[1] or found[2] or "").strip()
@@ -185,7 +184,7 @@ def same_expression(gold: Parsed, found: Parsed) -> bool:
 
 
 def is_irrational(parsed: Parsed) -> bool:
-    """Real constants that are no fractions; matrices, relations and sets are none."""
+    """True for an irrational real constant; False for matrices, relations and sets."""
     import sympy
 
     numbers = [one for one in parsed if isinstance(one, sympy.Expr) and one.is_number and one.is_comparable]
@@ -193,7 +192,7 @@ def is_irrational(parsed: Parsed) -> bool:
 
 
 def is_unfinished(gold: str, answer: str, golds: Parsed, found: Parsed) -> bool:
-    """True if the answer leaves more to compute than the reference: an operation, more additions or products, an inequality."""
+    """True if the answer leaves more to compute than the reference: an operation, more additions or products, an unsolved inequality."""
     gold, answer = as_latex(gold), as_latex(answer)
     if any(re.search(operation, answer) and not re.search(operation, gold) for operation in OPERATIONS):
         return True
@@ -220,8 +219,8 @@ def _is_solved(relation: Any) -> bool:
 
 
 def _work(expression: Any) -> tuple[int, int, int, int]:
-    """Count additions, additions below fraction bars, products to be carried out (of numbers, like powers, sums, matrices, and joinable
-    intervals), and powers to be joined: of powers, or of the same number."""
+    """Count what is left to compute: additions, additions in denominators, products (and unions of joinable intervals), and powers to
+    combine, such as (x^2)^5."""
     import sympy
 
     parts = [_work(part) for part in (expression.flat() if isinstance(expression, sympy.MatrixBase) else expression.args)]
@@ -248,7 +247,7 @@ def _factors(product: Any) -> list[Any]:
 
 
 def _repeated_factors(product: Any) -> int:
-    """Number of factors that could be multiplied into another one: numbers, sums, powers of the same base."""
+    """Count factors that could be merged with another one: numbers, sums, powers of one base."""
     kinds: list[Any] = []
     for factor in _factors(product):
         base, exponent = factor.as_base_exp()
@@ -261,7 +260,7 @@ def _repeated_factors(product: Any) -> int:
 
 
 def _joinable(expression: Any) -> int:
-    """Number of powers of a power, or of the same number in a product; roots and fractions are none."""
+    """Count powers to combine: of a power, or of one number in a product. Roots and fractions do not count."""
     if not expression.is_Mul:
         exponents: list[Any] = [expression.exp, expression.base.as_base_exp()[1]] if expression.is_Pow else [1]
         return int(all(one != 1 and (not one.is_number or (one.is_Integer and one > 0)) for one in exponents))

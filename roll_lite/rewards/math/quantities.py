@@ -14,7 +14,7 @@ from roll_lite.rewards.answer_extraction import narrow
 
 T = TypeVar("T")
 LONGEST = 1000
-"""Characters of a text that may be a number."""
+"""Maximum characters of a text that is read as a number."""
 CLEANED = str.maketrans({**dict.fromkeys("−–‐‑‒﹣－", "-"), **dict.fromkeys("\u00a0\u2007\u2009\u202f", " "), "％": "%"})
 SUFFIX = r"(?:\\(?:text|mathrm|textrm|textsuperscript)\s*\{\s*(?:st|nd|rd|th)\s*\}|(?:st|nd|rd|th)(?![A-Za-z]))"
 ORDINAL = re.compile(rf"(?<=\d)\s*\^?\s*(?:\{{\s*{SUFFIX}\s*\}}|{SUFFIX})")
@@ -68,13 +68,13 @@ NO_UNIT_WORD = re.compile(
     r"(?:squared|cubed|factorial|sin|cos|tan|log|exp|sqrt|pi|and|or|nor|not|but|plus|minus|times|over|divided|out|than|either|maybe|perhaps"
     r"|mod|(?:third|fif|four|six|seven|eigh|nin)(?:th)?s?|one|two|three|five|eight|nine|ten)"
 )
-"""Words behind a number that change its value, or say that it is not meant."""
+"""Words after a number that are not units, such as "squared" or "plus"."""
 LETTERS = "[A-Za-zµ°$€£¥₹¢]"
 UNIT = re.compile(rf"(?<=[\d)}}\].%\s])(\s*)((?:{LETTERS}++(?:\^-?\d|[²³])?[\s./]*+)++)\Z")
 DELIMITED = re.compile(r"(?<!\\)\$|\\\(|\\\[|\\boxed")
 NUMERAL = re.compile(r"[+-]?0[xob][\da-f]+|\(?[\da-z]*\d[\da-z]*\)?_\d{1,2}")
 Unit = tuple[frozenset[tuple[str, int]] | None, Fraction]
-"""Dimensions with exponents, and size in units of them; None for unknown units such as apples."""
+"""(dimensions with exponents, size in base units); the dimensions of unknown units (apples) are None."""
 NO_UNIT: Unit = (None, Fraction(1))
 
 
@@ -82,13 +82,13 @@ NO_UNIT: Unit = (None, Fraction(1))
 class Quantity:
     value: Fraction
     exact: bool = True
-    """An integer or a fraction of integers, not a decimal that may have been rounded."""
+    """True for integers and their fractions; False for decimals, which may be rounded."""
     percent: bool = False
     unit: Unit = NO_UNIT
 
 
 def tidy(text: str) -> str:
-    r"""Normalise: one kind of minus and blank, 1/2 for a half in one character, \frac for its sizes, ordinals as numbers."""
+    r"""Normalize characters: minus signs and blanks; ½ becomes 1/2, `\dfrac` becomes `\frac`, 3rd becomes 3."""
     text = ORDINAL.sub("", re.sub(r"\\[dtc]frac(?![A-Za-z])", r"\\frac", text))
     if text.isascii():
         return text
@@ -97,12 +97,12 @@ def tidy(text: str) -> str:
 
 
 def with_braces(text: str) -> str:
-    r"""\frac{1}{2} for \frac12."""
+    r"""Write `\frac12` as `\frac{1}{2}`."""
     return UNBRACED.sub(lambda one: r"\frac" + "".join(part if part[0] == "{" else f"{{{part}}}" for part in one.groups() if part), text)
 
 
 def unwrapped(text: str, brackets: bool = False) -> str:
-    """Strip delimiters and a full stop at the end; normalise thousands."""
+    """Strip enclosing delimiters and final punctuation; use plain commas in thousands."""
     text = re.sub(r"\{,\}|,\\!\s*|,\\[,;: ]\s*(?=\d{3}(?!\d))", ",", text).replace("\\!", "").replace("\\displaystyle", "")
     text = END.sub("", re.sub(r"(?<=\d)(?:\\[,;: ]|~)(?=\d{3}(?!\d))", ",", text)).strip()
     for left, right in DELIMITERS + BRACKETS if brackets else DELIMITERS:
@@ -120,7 +120,7 @@ def plain(text: str) -> str:
 
 
 def plain_number(text: str) -> Quantity | None:
-    """The number, if the text is one and nothing else."""
+    """Read a text that is only a number; else None."""
     if len(text) > LONGEST:
         return None
     text, is_percent = re.subn(r"\s*(?:%|percent)\s*\Z", "", plain(with_braces(unwrapped(plain(text), brackets=True))))
@@ -146,7 +146,7 @@ def _decimal(digits: str) -> Fraction:
 
 
 def quantity(text: str) -> Quantity | None:
-    """The number with its unit, if the text is that and no arithmetic."""
+    """Read a text that is only a number, perhaps with a unit; else None."""
     number = plain_number(text)
     if number is None and len(text) <= LONGEST:
         body, unit, scale = split_unit(unwrapped(text, brackets=True))
@@ -200,7 +200,7 @@ def ratio(one: Unit, other: Unit) -> Fraction | None:
 
 
 def is_unit(word: str) -> bool:
-    """A unit or a scale, or what stands with one."""
+    """True for known units, scales (million), and words used with units (square)."""
     return bool(_named(KNOWN, word) or _named(SCALES, word)) or word.lower() in ("square", "sq", "cubic", "cu", "per")
 
 

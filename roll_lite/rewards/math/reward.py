@@ -1,4 +1,4 @@
-r"""Reward `math`: the response's answer is mathematically equal to the reference answer."""
+"""Reward `math`: compares a response's answer with the reference."""
 
 from __future__ import annotations
 
@@ -42,13 +42,12 @@ BEFORE = re.compile(
     r"\A(?:.*####|(?:so,?\s+)?(?:the\s+)?(?:final\s+|correct\s+)?answer\s*(?:\bis\b\s*:?|[:=])|答案\s*(?:是|为)?\s*:?)\s*",
     re.DOTALL | re.IGNORECASE,
 )
-"""Text before the answer in columns with whole solutions."""
+"""Text before the answer, in reference answers that are whole solutions."""
 PARTS = re.compile(
     r"(?:\A|\s)\(?[a1i]\)\s*\S.*[\s,;]\(?(?:b|2|ii)\)\s*\S|\A\s*\(?[a-z]\)[\s\\]+\$?\d|(?:\A|[,;])\s*[a-z]:\s+[$\\-]*\d[^<>=:,;]*(?:\Z|[,;])",
     re.DOTALL | re.IGNORECASE,
 )
-"""Matches reference answers to refuse: answers of several parts, (a) ... (b) ..., or one behind a label, as in (B) 12, which would be read
-as the product B * 12."""
+"""Reference answers to refuse: several parts, (a) ... (b) ..., or a label, as in (B) 12, which would be read as the product B * 12."""
 SHORT_WORDS = re.compile(r"(?:\A|\s)(?:it|is|to|of|at|by|we|[ap]m|ft)(?=\s|\Z)", re.IGNORECASE)
 """Words that would be read as letters of a product: 3 to 5, 2:30 pm."""
 AROUND, PROSE, MOST_WORDS = re.compile(r"\\[,;:!()\[\] ]|[$*`\"“”~]"), re.compile(r"[A-Za-z][A-Za-z'’.,\s-]*"), 8
@@ -70,33 +69,37 @@ LONGEST_SHOWN = 200
 class Reference:
     text: str
     words: str | None = None
-    """If it is words and no formula."""
+    """Reference in words, normalized; None for a formula."""
     items: tuple[Reference, ...] = ()
-    """If it is a list."""
+    """Items of a list."""
     name: str = ""
-    """Name x in x = 5."""
+    """Variable to solve for: x in x = 5."""
     number: Quantity | None = None
-    """If it is a plain number, with or without a unit."""
+    """Plain number, perhaps with a unit; else None."""
     unit: Unit = NO_UNIT
     parsed: Parsed = field(default_factory=list)
     """Expression without the unit."""
 
 
 class MathReward(RewardType):
-    r"""Score 1 if the response's answer equals the reference mathematically, else 0.
+    r"""Score 1 if the response's answer equals the reference answer mathematically, else 0.
 
-    For a number the answer has to be one too: an integer, decimal, fraction, mixed number, percentage or power of ten, with or without a
-    unit; for a decimal an irrational constant such as `\sqrt{2}/2` as well; or an equation that holds, with the number on its right side,
-    45+25=70. A unit may be missing on either side; units of measurement and currencies that both have must fit: 12 m is 1200 cm, not 12 cm.
-    50% is 0.5, and 50 as well. Several formulas in a reference are a list: all of them, as often as there, in any order. Numerals such as
-    `1001_2` and 0x2F are equal to themselves only; 2:3 is 4:6, not 2/3. Of an equation the last side counts, and where the reference is
-    `x=5`, its first side must be x or all its sides numbers: not `x^2-20=5`. `≈` leads to an answer only if the reference is a decimal. An
-    answer that leaves something to compute is wrong: integrals, sums, functions and other operations that the reference has not, more
-    additions, products or powers than it has (`(x-1)(x+1)` for `x^2-1`, `x^2+2x+1` for `(x+1)^2`, `x^2x^8` or `(x^2)^5` for `x^{10}`,
-    `[1,2]\cup[2,3]` for `[1,3]`), an inequality that is not solved. A response without an answer, or one that takes longer than
-    `cpu_limit_s`, is wrong. A reference answer that cannot be read, a sentence with formulas, the answers of several parts, or numbers of
-    several things (3 red, 5 blue), is a failure. Of a reference with "####" (GSM8K), what follows counts. A reference in words, such as no
-    solution, is compared as text, ignoring case. `extracted` in the details is the compared answer.
+    - **Numbers.** If the reference is a number, the answer must be an integer, decimal, fraction, mixed number, percentage or power of ten;
+      for a decimal, irrational constants such as `\sqrt{2}/2` count too. 50% equals 0.5 and 50. Numerals such as `1001_2` and 0x2F equal
+      only themselves. The ratio 2:3 equals 4:6, not 2/3.
+    - **Units** and currencies may be missing on either side; if both have one, they must agree: 12 m is 1200 cm, not 12 cm.
+    - **Lists.** The answer must have the same items, in any order.
+    - **Equations.** The last side counts, and sides that are numbers must be equal: 45+25=70. If the reference is `x=5`, the first side
+      must be x, or all sides numbers: `x^2-20=5` is wrong. `≈` is accepted only if the reference is a decimal.
+    - **Unfinished answers** are wrong: unsolved inequalities, operations that the reference lacks (integrals, functions), and more
+      additions, products or powers than it has (`(x-1)(x+1)` for `x^2-1`, `x^2+2x+1` for `(x+1)^2`, `(x^2)^5` for `x^{10}`,
+      `[1,2]\cup[2,3]` for `[1,3]`).
+    - **No answer**, or one that takes longer than `cpu_limit_s`, is wrong.
+    - **References.** If there is a "####" (GSM8K), only the text after it counts. Words, such as no solution, are compared as text,
+      ignoring case. A sample fails if its reference is unreadable, a sentence with formulas, in several parts, or counts several things
+      (3 red, 5 blue).
+
+    `extracted` in the details is the compared answer.
 
     ```yaml
     reward:
@@ -108,14 +111,14 @@ class MathReward(RewardType):
     reads_answer_first = True
 
     extract: Extract = "auto"
-    r"""Where the response's answer stands, behind the last `</think>`. auto: the response itself where it is one bare formula, the last
-    `<answer></answer>`, a `\boxed{}`, the formula or number behind the last "####", "the answer is" or 答案是, else the last formula or
-    number. boxed: in a `\boxed{}`. tagged: in the last
-    `<answer></answer>`. number: the last number."""
+    r"""Where to find the answer, after the last `</think>`. boxed: the last `\boxed{}`. tagged: the last `<answer></answer>`. number: the
+    last number. auto: the response if it is one bare formula, else the last tag, else the last box or boxes, else the formula or number
+    after the last "####", "the answer is" or 答案是, else the last formula or number."""
     profile: Profile = "default"
-    """math_verify: that library alone compares, which takes 45+25 for 70; of the other arguments only cpu_limit_s counts."""
+    """math_verify: only the library math-verify extracts and compares; it accepts 45+25 for 70. Of the other arguments, only `cpu_limit_s`
+    applies."""
     cpu_limit_s: Annotated[float, Field(gt=0)] = 5.0
-    """Computing time for reading and comparing one answer, less than `timeout_s`; a response that takes longer is wrong."""
+    """CPU time limit for reading and comparing one answer, in seconds; must be less than `timeout_s`."""
 
     def __call__(self, sample: RewardInput) -> Score:
         answer = sample.answer
@@ -137,7 +140,7 @@ class MathReward(RewardType):
                     vote = without_form(found)
                 return EQUAL if library().verify(gold.parsed, parsed, timeout_seconds=None) else DIFFERENT
             found = vote = (find_words if gold.words else find_answer)(tidy(finished(sample)), self.extract)
-            with suppress(Exception):  # of an odd answer: it votes with its text
+            with suppress(Exception):  # an answer that cannot be normalized votes with its text
                 vote = without_form(found)
             return self._verdict(gold, found)
 
@@ -147,7 +150,7 @@ class MathReward(RewardType):
             verdict = "comparison takes too long"
         except (RecursionError, MemoryError):
             verdict = "answer too large"
-        except Exception:  # not a failure: the policy could provoke one to have its wrong answer left out
+        except Exception:  # no failure: the policy could provoke it to keep wrong answers out of training
             verdict = "cannot be computed"
             try:
                 limited(self.cpu_limit_s, lambda: equality.same_expression(gold.parsed, gold.parsed))
@@ -157,7 +160,7 @@ class MathReward(RewardType):
         return Score(float(verdict == EQUAL), verdict == EQUAL, details, answer=gold.text if verdict == EQUAL else vote)
 
     def warm(self) -> None:
-        """Import sympy and the parser and fill their tables: most of a second that the first samples would pay."""
+        """Import sympy and the parser and fill their tables, which takes most of a second."""
         for answer in (r"\frac{x + 1}{2}", r"\sqrt{12}", "5"):
             self._verdict(_read_reference(r"2\sqrt{3}"), answer)
 
@@ -211,7 +214,7 @@ class MathReward(RewardType):
         if ratio(unit, gold.unit) != 1:
             return OTHER_UNIT
         if SET.fullmatch(body) and len(list_of(body)) > 1:
-            return DIFFERENT  # no tuple, which math-verify takes it for
+            return DIFFERENT  # math-verify would take the set for a tuple
         parsed = parse(body)
         if not parsed:
             return UNREADABLE
@@ -221,7 +224,7 @@ class MathReward(RewardType):
 
 
 def _says_of(name: str, answer: str) -> bool:
-    """False for an equation of something else: x^2 = 1 where x = 1 is asked. Sides that are numbers are of nothing."""
+    """False for an equation about something else: x^2 = 1 where x = 1 is asked. Equations of numbers only pass."""
     *before, last = sides(IMPLIES.split(answer)[-1])
     before = [TEXT.sub(lambda one: " " if re.search("[a-z]{2}", one[1]) else one[1], side) for side in before]
     if any(RELATION.search(as_latex(side)) for side in before):
@@ -232,14 +235,14 @@ def _says_of(name: str, answer: str) -> bool:
 
 
 def _variables(side: str, last: str = "") -> set[str]:
-    """Variables in a side of an equation, letters of units among them; without the unit at its end if the last side has one."""
+    """Variables in one side of an equation. Letters of a unit count, except at the side's end if the last side has a unit."""
     number = quantity(last)
     parsed = parse(_without_unit(side)[0] if number and number.unit != NO_UNIT else side)
     return {str(one) for part in parsed for one in part.free_symbols} if parsed else set(VARIABLE.findall(side))
 
 
 def _without_unit(text: str) -> tuple[str, Unit]:
-    r"""Split the unit off a formula. After variables a bare letter is one more variable: x+3m has no unit, x+3\text{ m} has."""
+    r"""Split the unit off a formula. With variables, a bare last letter is one more variable: x+3m has no unit, x+3\text{ m} has one."""
     text = unwrapped(text)
     body, unit, scale = split_unit(text)
     is_term = VARIABLE.search(re.sub(r"\\[A-Za-z]+(?:\s*\{[A-Za-z ]*\})?", " ", body)) and re.search(r"[A-Za-z]\Z", text)
@@ -247,14 +250,14 @@ def _without_unit(text: str) -> tuple[str, Unit]:
 
 
 def _in_words(text: str) -> str | None:
-    """Normalize an answer in words, such as `no solution` or a name, for comparison. None if the text has a formula."""
+    """Normalize an answer in words, such as `no solution` or a name, for comparison. None if it has a formula or too many words."""
     plain = " ".join(AROUND.sub(" ", TEXT.sub(r" \1 ", text)).split()).rstrip(" .,!").casefold()
     return plain if PROSE.fullmatch(plain) and words(plain) and len(plain.split()) <= MOST_WORDS else None
 
 
 @lru_cache(maxsize=8192)
 def _reference(text: str, by_library: bool, cpu_limit_s: float) -> Reference:
-    """The samples of a group share their reference: it is parsed once."""
+    """Parse a reference answer; cached, since the samples of a group share it."""
     try:
         return limited(cpu_limit_s, lambda: _read_by_library(text) if by_library else _read_reference(text))
     except (TimeLimitExceeded, RecursionError, MemoryError, ValueError) as error:
@@ -275,7 +278,7 @@ def _inner(text: str) -> str:
 
 
 def _refuse_text(inner: str) -> None:
-    """Raise for answers of several parts or of several things, and for sentences with formulas; not for a few words alone."""
+    """Raise ValueError for several parts, counts of several things, and sentences with formulas. A few words alone pass."""
     if _in_words(inner):
         return
     if PARTS.search(TEXT.sub(r" \1 ", re.sub(r"\\(?:left|right)(?![A-Za-z])", "", inner))):

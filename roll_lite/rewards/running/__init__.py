@@ -1,1 +1,1 @@
-"""Scoring of samples: many at a time, within time limits, in separate processes."""
+"""Scores many samples concurrently, within time limits, in separate processes."""

@@ -1,1 +1,1 @@
-"""Rewards that read the response's text."""
+"""Rewards that check the response's text."""

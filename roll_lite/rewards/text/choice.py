@@ -20,10 +20,10 @@ Extract = Literal["auto", "boxed", "tagged"]
 
 
 class ChoiceReward(RewardType):
-    """The response chooses one of several lettered options: 1 if it is the reference answer, else 0, also if none or several are chosen.
+    """Score 1 if the response chooses the right one of several lettered options, else 0; choosing several scores 0.
 
-    The reference answer: a letter (C), an option's text (Berlin), both (C. Berlin), a label of the column `options`, or, if that is a list,
-    the option's index from 0 (MMLU).
+    The reference answer is a letter (C), an option's text (Berlin), both (C. Berlin), a label in the column `options` or, if that column is
+    a list, the option's index from 0 (MMLU).
 
     ```yaml
     reward:
@@ -35,15 +35,15 @@ class ChoiceReward(RewardType):
     reads_answer_first = True
 
     extract: Extract = "auto"
-    r"""Place of the choice, after the last `</think>`. boxed: in the last `\boxed{}`. tagged: in the last `<answer></answer>`. auto: there,
-    else, in this order: a response that is only a letter or an option's text; the last statement such as "the answer is C", "I choose
-    option c", 选C or "(C) is correct"; the last line; the only "(C)"; the option's text that ends the response. A denied option ("not B",
-    "if the answer were B", 不选B) is no choice, nor are the words A and I. Only the last 10,000 characters are read.
+    r"""Where to find the choice, after the last `</think>`. boxed: the last `\boxed{}`. tagged: the last `<answer></answer>`. auto: the
+    tag, else the box, else, in this order: a response that is only a letter or an option's text; the last statement such as "the answer is
+    C", "I choose option c", 选C or "(C) is correct"; the last line; the only "(C)"; the option's text that ends the response. Denied
+    options ("not B", "if the answer were B", 不选B) do not count, nor do the words A and I. Only the last 10,000 characters are read.
     """
     options: str = "options"
     """Column with the options' texts: a list in the letters' order, a dict by letter, or `{"text": [...], "label": [...]}` as in ARC and
-    CommonsenseQA. Without it only letters count. If labels are not letters (1 to 4 in a few rows of ARC), the options are A, B, C and so on
-    in order; the prompt should name them so.
+    CommonsenseQA. Without it, only letters count. If labels are not letters (1 to 4 in a few rows of ARC), the options are A, B, C and so
+    on, in order; the prompt should use these letters.
     """
     letters: Annotated[int, Field(ge=1, le=26)] = 26
     """Number of options if no column lists them."""
@@ -71,7 +71,7 @@ class ChoiceReward(RewardType):
 
 
 def _options(column: Any, name: str) -> tuple[dict[str, str], dict[str, str]]:
-    """The options' texts by letter, and the letters by label; no labels if the column is a list."""
+    """Options' texts by letter, and their letters by label; no labels if the column is a list."""
     labels, texts = None, column
     if isinstance(column, dict):
         named = set(column) == {"text", "label"}
@@ -91,7 +91,7 @@ def _options(column: Any, name: str) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _reference(answer: Any, options: dict[str, str], labels: dict[str, str]) -> str:
-    """Letter of the reference answer. `options`: texts by letter, empty if no column lists them."""
+    """Letter of the reference answer. `options`: texts by letter, all empty if no column lists them."""
     if isinstance(answer, int) and not isinstance(answer, bool):
         if str(answer) in labels:
             return labels[str(answer)]
@@ -111,7 +111,7 @@ def _reference(answer: Any, options: dict[str, str], labels: dict[str, str]) -> 
 
 
 def _chosen(response: str, extract: Extract, options: dict[str, str]) -> set[str]:
-    """Letters that the response settles on: several if it hedges."""
+    """Letters that the response chooses; several if it hedges."""
     if extract == "boxed":
         return settled_on(last_boxed(response) or "", options)
     tagged = last_tagged(response)
@@ -121,7 +121,7 @@ def _chosen(response: str, extract: Extract, options: dict[str, str]) -> set[str
 
 
 LONGEST_TEXT, WINDOW = 10_000, 100
-"""Maximum number of characters read from the response's end, and before a mention."""
+"""Maximum characters read: at the response's end, and before an option."""
 WRAPPED = re.compile(r"\\(?:text\w*|math\w*|rm|bf|boxed)\s*\{([^{}]*)\}")
 MARKS = re.compile(r"^[ \t]*#+|[*`$\"“”]|\\[()\[\]]|(?<!\w)['‘](?=[A-Za-z]['’])|(?<=(?<!\w)[A-Za-z])['’](?!\w)", re.MULTILINE)
 BLANK = r"\s+"
@@ -133,7 +133,7 @@ STATED = re.compile(
     rf"(?i:\b(?:answer|ans|response|option|choice)\b(?:(?!{DENIAL})[^.:=;!?\n]){{0,60}}?\s*{IS}|\bit\s*{IS}|\bnot\s+\(?[A-Z]\)?,?\s+but\b"
     r"|\b(?:choose|select|pick|go(?:ing)?\s+with)\b|答案\s*[是为:]|选择?)(?i:\s*(?:\b(?:definitely|both|either|the|option|answer)\b|:))*+\s*\Z"
 )
-"""Words before a choice. A bare letter needs these, or those after it, as it may be a word."""
+"""Words before a choice, such as "the answer is"."""
 REVISED = re.compile(r"(?i)\b(?:actually|wait|hence|thus|therefore|so)\b[\s,:—-]*(?:no\b[\s,:—-]*)?\Z")
 DENIED = re.compile(
     rf"(?i)(?:(?:{DENIAL}|\b(?:if|whether|unless|than|instead\s+of)\b)(?![^.,;:!?\n]*\bbut\b)[^.,;:!?\n]*|[不别非]\s*选?\s*"
@@ -149,18 +149,18 @@ DISCUSSED = re.compile(r"(?i)\s*(?:is|was|are|can|cannot|does|would|being)\b")
 HEDGE = re.compile(
     r"(?i)(?:\s*[,/&或和]|[\s.;,]*\b(?:or|and|but|alternatively|maybe|perhaps|possibly)\b[\s,]*)+(?:(?:option|choice)\b)?\s*"
 )
-"""Text between a choice and a second one that makes it ambiguous."""
+"""Text between two options, such as "or", that makes a choice ambiguous."""
 BESIDE = re.compile(r"(?i)(?:\s|[.,;:()\[\]{}/&或和]|\b(?:or|and|the|correct|options?|choice|answer|both|either)\b)*")
-"""Text that may surround the mentions in a text that is only a choice."""
+"""Text allowed around options in a line that is only a choice."""
 
 
 def settled_on(text: str, options: dict[str, str]) -> set[str]:
-    """Letters of the options that a text settles on: one, none, or several if it hedges."""
+    """Letters of the options that a text chooses; several if it hedges."""
     plain, has_texts = _plain(text[-LONGEST_TEXT:]), any(options.values())
     pattern = _mentions(tuple(_without_marks(options).items()))
 
     def alone(part: str) -> set[str]:
-        """Options of a text that names nothing else, or the letter of a captioned option."""
+        """Options in a text that names nothing else, or the letter of a labelled option: "C. Berlin"."""
         found = {_letter(one) for one in pattern.finditer(part)}
         is_caption = len(found) == 1 and not has_texts and re.match(r"[(\[]?[A-Z](?:[.:](?=\s)|[)\]])", part)
         return found if is_caption or BESIDE.fullmatch(pattern.sub(" ", part)) else set()
@@ -220,7 +220,7 @@ def _letter(one: re.Match[str]) -> str:
 
 @lru_cache(maxsize=1024)
 def _mentions(options: tuple[tuple[str, str], ...]) -> re.Pattern[str]:
-    """Pattern of the options' letters and texts, longest first."""
+    """Pattern that matches the options' letters and texts, longest first."""
     letters = "".join(letter for letter, _ in options)
     split = sorted(((letter, text.strip(" .").split()) for letter, text in options), key=lambda one: -len("".join(one[1])))
     written = "|".join(rf"(?P<text{letter}>{BLANK.join(map(re.escape, words))})" for letter, words in split if words) or "(?!)"
@@ -232,12 +232,12 @@ def _mentions(options: tuple[tuple[str, str], ...]) -> re.Pattern[str]:
 
 
 def same_text(text: str) -> str:
-    """Normal form for comparing options."""
+    """Normalize an option's text for comparison."""
     return " ".join(text.split()).strip(" .").casefold()
 
 
 def _without_marks(texts: dict[str, str]) -> dict[str, str]:
-    """Options normalized like a response, unless that would make two of them equal."""
+    """Normalize the options like a response, unless that would make two of them equal."""
     plain = {letter: _plain(narrow(text)) for letter, text in texts.items()}
     return plain if len(set(plain.values())) == len(set(texts.values())) else texts
 

@@ -1,4 +1,4 @@
-"""Reward `exact`."""
+"""Reward `exact`: compares texts."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.reward_type import RewardType
 
 MARK = re.compile(r"((?<=\d)[.,:/](?=\d)|(?<!\w)-(?=\.?\d))|[^\w\s]|_")
-"""Punctuation and symbols. Group 1: part of a number."""
+"""Punctuation and symbols; group 1 matches those in numbers."""
 LONGEST_SHOWN = 200
 
 
 class ExactReward(RewardType):
-    """The response equals the answer, character by character: 1 if so, else 0.
+    """Score 1 if the response equals the answer, character by character, else 0.
 
-    The answer may be a list, of which any entry counts. Only the text after the last `</think>` is compared.
+    The answer may be a list: any entry counts. Only the text after the last `</think>` is compared.
 
     ```yaml
     reward:
@@ -33,13 +33,13 @@ class ExactReward(RewardType):
     strip: bool = True
     """Ignore white space at both ends."""
     ignore_case: bool = False
-    """Ignore upper and lower case."""
+    """Ignore case."""
     collapse_spaces: bool = False
     """Treat every run of white space as one blank."""
     ignore_punctuation: bool = False
-    """Ignore punctuation and symbols, except in numbers (-5, 3.14) and mathematical ones (`<`, +)."""
+    """Ignore punctuation and symbols, except those in numbers (-5, 3.14) and mathematical ones (`<`, +)."""
     contains: bool = False
-    """Accept the answer anywhere in the response; 5 is not found in 15."""
+    """Accept the answer anywhere in the response. Numbers must be whole: 5 is not in 15."""
 
     def __call__(self, sample: RewardInput) -> Score:
         answers = sample.answer if isinstance(sample.answer, list | tuple) else [sample.answer]

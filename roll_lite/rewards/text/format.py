@@ -1,4 +1,4 @@
-"""Format of a response by a pattern: the reward `format`, a term, and a domain's own `format`."""
+"""Checks a response's format by a pattern, for the reward `format` and for a domain's section `format`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from roll_lite.rewards.reward_type import RewardType
 from roll_lite.rewards.running.time_limit import TimeLimitExceeded, limited
 
 FORMAT_SECONDS = 1.0
-"""CPU time limit of one search, or half of the domain's limit if that is shorter. A response on which the pattern backtracks for longer
-does not have the format."""
+"""CPU time limit of one search, in seconds. A response on which the pattern backtracks for longer does not match."""
 TOO_LONG = "the pattern ran out of time"
 
 INSIDE = "(?:(?!</?{tag}>).)*"
@@ -31,7 +30,7 @@ PRESETS: dict[str, str] = {
 
 
 class FormatReward(RewardType):
-    """A term for the response's format, by your own pattern or a built-in one: 1 if it matches, else 0.
+    """Score 1 if the response matches a pattern, your own or a built-in one, else 0. Meant as a term.
 
     ```yaml
     reward:
@@ -44,8 +43,8 @@ class FormatReward(RewardType):
     pattern: str | None = None
     """Regular expression to find in the response (`.` matches line breaks; anchor with ^ and $)."""
     preset: Literal["think_answer", "think", "answer", "boxed"] | None = None
-    r"""Built-in pattern. think_answer: `<think>...</think><answer>...</answer>`, each once, and nothing else; think, answer: one such pair,
-    think at the start; boxed: a `\boxed{}`."""
+    r"""Built-in pattern. think_answer: `<think>...</think><answer>...</answer>`, each once, and nothing else. think, answer: one such pair,
+    think at the start. boxed: a `\boxed{}`."""
 
     @field_validator("pattern")
     @classmethod
@@ -73,7 +72,7 @@ FormatCheck = Callable[[str], bool]
 
 
 def format_check(config: RewardConfig, path: str = "reward") -> FormatCheck | None:
-    """Build the check of a domain's `format`; None if it has none. ValueError names the section at `path`."""
+    """Build the check of a domain's `format`; None if it has none. ValueError names the YAML `path`."""
     if config.format is None:
         return None
     try:
@@ -85,7 +84,7 @@ def format_check(config: RewardConfig, path: str = "reward") -> FormatCheck | No
 
 
 def _found(pattern: re.Pattern[str], response: str, seconds: float) -> bool | None:
-    """True if the pattern matches; None if it ran out of time."""
+    """True if the pattern matches; None if the search took too long."""
     try:
         return limited(seconds, lambda: pattern.search(response)) is not None
     except TimeLimitExceeded:

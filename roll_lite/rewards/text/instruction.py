@@ -1,4 +1,4 @@
-"""Reward `instruction`."""
+"""Reward `instruction`: checks instructions, as in IFEval."""
 
 from __future__ import annotations
 
@@ -29,13 +29,11 @@ IDS = ("instruction_id", "instruction_id_list")
 
 
 class InstructionReward(RewardType):
-    """The response follows instructions that a program can check (IFEval, RLVR-IFEval, IF-RLVR, IFBench): 1 if the text after the last
-    `</think>` follows all of them, else 0.
+    """Score 1 if the response, after the last `</think>`, follows all its program-checkable instructions (IFEval, RLVR-IFEval, IF-RLVR,
+    IFBench), else 0.
 
-    An unknown instruction or bad arguments are a failure. An instruction whose check takes longer than `cpu_limit_s` counts as not
-    followed, and the details list it in `too_long`.
-
-    Families, by the ids of their data sets:
+    A sample with an unknown instruction or bad arguments fails. If a check takes longer than `cpu_limit_s`, its instruction counts as not
+    followed; `too_long` in the details lists it.
 
     | family | ids such as | in the row |
     |---|---|---|
@@ -44,33 +42,32 @@ class InstructionReward(RewardType):
     | IF-RLVR (IFTrain), 29 besides IFEval's | `copy:repeat_phrase`, `count:count_unique` | `[{"instruction_id": [...], "kwargs": [...]}]` |
     | IFBench, 58 | `ratio:stop_words`, `custom:csv_city` | columns `instruction_id_list` and `kwargs` |
 
-    If a row has no column `ids`, its instructions are the reference answer (`data: {answer: ground_truth}`) or the column `ground_truth`,
-    in one of the layouts above or a list of them, as values, JSON or Python literals. Arguments have the names of the data; null ones are
-    ignored.
+    If a row has no column `ids`, its instructions are in the reference answer (`data: {answer: ground_truth}`) or the column
+    `ground_truth`: one of the layouts above or a list of them, as values, JSON or Python literals. Null arguments are ignored.
 
-    The rules are our own and need no downloads. They agree with the references on their test cases, with these differences:
+    The checks are our own and need no downloads. They agree with the originals on their test cases, except:
 
-    - **Vacuous truth.** An empty response follows no instruction; invisible characters, such as zero-width ones, are removed first. A rule
-      about each sentence, word or line needs at least one, and a rule about neighbours at least two: no single sentence for
-      `words:last_first`, `sentence:increment`, `sentence:alliteration_increment`, no line of one word for `words:paragraph_last_first`.
-    - **Sentences** end with . ! ? and white space, except in abbreviations; nltk's trained punkt differs in rare cases. "around" allows one
-      more or less for sentences, and a tenth for other counts.
+    - **Empty text** follows no instruction; invisible characters are removed first. A rule about each sentence, word or line needs at least
+      one, a rule about neighbours (`sentence:increment`) or about first and last words needs two.
+    - **Sentences** end with . ! ? and white space, except in abbreviations; nltk's punkt differs in rare cases. "around" allows one
+      sentence more or less, a tenth for other counts.
     - **Words** are separated by white space, dashes and slashes, and compared without punctuation and case (`don't` is one word); the
-      references use nltk's tokens. So `count:count_unique`, `count:counting_composition` and `keywords:keyword_specific_position` do not
-      count punctuation, and `first_word:*`, `last_word:*` and `keywords:no_adjacent_consecutive` skip it.
-    - **RLVR-IFEval.** As in IFEval: bullet points (bold lines are none), highlighted sections and titles (not empty), JSON (code fences
-      allowed), repeated prompts and last phrases (without case), English in `validate_uppercase` and `validate_lowercase`. An option or a
-      first word must be a whole word. A text without letters has no language.
-    - **IF-RLVR.** `copy:repeat_phrase`: one word in the middle differs each time. `new:copy_span_idx`: with or without the last character.
-      `keywords:exclude_word_harder`: anywhere in the response. `keywords:palindrome`: three or more letters. `count:counting_composition`:
-      between `***` or `* * *`. `punctuation_dot`, `punctuation_exclamation`: marks of other scripts count too. A bigram is two words.
-    - **IFBench.** `words:start_verb` knows about 560 verbs and their forms, nouns of the same spelling included; `ratio:stop_words` has its
-      own list; `words:odd_even_syllables` counts groups of vowels, minus a silent e; `format:emoji` uses ranges of Unicode. Stricter than
-      the reference: `format:list` (at the beginning of lines), `format:sub-bullets` (at least one), `format:no_bullets_bullets` (full
-      stops), `format:output_template` (in order, filled in), `count:conjunctions` (different words, not spellings),
-      `custom:reverse_newline` (no repeated line), `custom:date_format_list` (days that exist), `custom:csv_special_character` (all rows),
-      `repeat:repeat_change` (another word), `format:title_case` (not all in capitals). Milder: `format:title_case` allows lower-case
-      articles and short prepositions, and in `format:quotes` apostrophes are no quotes.
+      originals use nltk's tokens. So `count:count_unique`, `count:counting_composition`, `keywords:keyword_specific_position`,
+      `keywords:no_adjacent_consecutive`, `first_word:*` and `last_word:*` ignore punctuation.
+    - **RLVR-IFEval.** IFEval's rules hold for bullet points (bold lines do not count), highlighted sections and titles (not empty), JSON
+      (code fences allowed), repeated prompts and last phrases (case ignored), `validate_uppercase` and `validate_lowercase` (in English).
+      Options and first words must be whole words. A text without letters is in no language.
+    - **IF-RLVR.** `copy:repeat_phrase`: each copy changes one inner word. `new:copy_span_idx`: the span's last character may be missing.
+      `keywords:exclude_word_harder`: nowhere in the response. `keywords:palindrome`: three or more letters. `count:counting_composition`:
+      paragraphs are separated by `***` or `* * *`. `punctuation_dot`, `punctuation_exclamation`: marks of other scripts count too. A bigram
+      is two words.
+    - **IFBench.** `words:start_verb` accepts about 560 verbs, their forms, and nouns of the same spelling; `ratio:stop_words` has its own
+      list; `words:odd_even_syllables` counts groups of vowels, minus a silent e; `format:emoji` uses Unicode ranges. Stricter than the
+      original: `format:list` (at line starts), `format:sub-bullets` (at least one), `format:no_bullets_bullets` (full stops),
+      `format:output_template` (labels in order, each followed by text), `count:conjunctions` (case ignored), `custom:reverse_newline` (no
+      repeated line), `custom:date_format_list` (existing days), `custom:csv_special_character` (all rows), `repeat:repeat_change` (another
+      word), `format:title_case` (not all capitals). Milder: `format:title_case` allows lower-case articles and short prepositions, and in
+      `format:quotes` apostrophes are no quotes.
 
     ```yaml
     reward:
@@ -82,15 +79,15 @@ class InstructionReward(RewardType):
     reads_answer_first = True
 
     mode: Mode = "strict"
-    """loose also accepts a response that follows an instruction after its first line, last line or asterisks are removed."""
+    """strict: check the response as it is. loose: also without its first line, last line or asterisks."""
     score: Literal["all", "fraction"] = "all"
-    """all: 1 if every instruction is followed. fraction: the share that is."""
+    """all: 1 if every instruction is followed. fraction: the share of followed instructions."""
     ids: str = "instruction_id_list"
-    """Column with the list of instructions; without it, the reference answer holds them."""
+    """Column with the instructions' ids; without it, the reference answer holds the instructions."""
     arguments: str = "kwargs"
     """Column with each instruction's arguments."""
     cpu_limit_s: Annotated[float, Field(gt=0)] = 5.0
-    """CPU time limit of one check, less than `timeout_s`."""
+    """CPU time limit of one check, in seconds; must be less than `timeout_s`."""
 
     def __call__(self, sample: RewardInput) -> Score:
         asked = asked_of(sample, self.ids, self.arguments)
@@ -128,7 +125,7 @@ def _is_followed(name: str, arguments: dict[str, Any], texts: list[str]) -> bool
         nearest = difflib.get_close_matches(name[:80], CHECKS, n=3, cutoff=0)
         raise RewardFailed(f"reward instruction: there is no instruction {name!r:.80}; the nearest are {', '.join(nearest)}")
     try:
-        # Runs the check even on an empty text, so that bad arguments always show.
+        # Run the check even on an empty text: bad arguments must always show.
         verdicts = [check(text, **arguments) and bool(text.strip()) for text in texts]
     except (TypeError, ValueError, AttributeError) as error:
         raise RewardFailed(f"reward instruction: {name}: arguments {arguments!r:.200}: {error}") from error
@@ -142,7 +139,7 @@ def _variants(response: str) -> list[str]:
 
 
 def asked_of(sample: RewardInput, ids: str, arguments: str) -> list[Asked]:
-    """Instructions from the columns `ids` and `arguments`; without ids, from the reference answer or the column ground_truth."""
+    """Read a sample's instructions from the columns `ids` and `arguments`, else from the reference answer, else from ground_truth."""
     columns = sample.columns
     if columns.get(ids) is not None:
         return _paired(columns[ids], columns.get(arguments), f"column {ids!r}", f"column {arguments!r}")
@@ -158,7 +155,7 @@ def asked_of(sample: RewardInput, ids: str, arguments: str) -> list[Asked]:
 
 
 def _together(value: Any) -> list[Asked]:
-    """Read {"func_name": ..., arguments}, {"instruction_id": [...], "kwargs": [...]}, or a list of these, as values or text."""
+    """Read instructions in one of the layouts {"func_name": ..., arguments} and {"instruction_id": [...], "kwargs": [...]}, or a list."""
     value = _parsed(value, "the reference answer")
     if isinstance(value, Mapping):
         if FUNCTION in value:
@@ -180,7 +177,7 @@ def _paired(ids: Any, arguments: Any, where_ids: str, where_arguments: str) -> l
 
 
 def _asked(name: Any, given: Any) -> Asked:
-    """Read an instruction's arguments. Data sets stored as tables have every name in every row, None if unused, and integers as floats."""
+    """Read one instruction. Data sets stored as tables give unused arguments as None, and integers as floats."""
     given = _parsed(given, f"{name}: arguments") if isinstance(given, str) else given
     if given is not None and not isinstance(given, Mapping):
         raise RewardFailed(f"reward instruction: {name}: arguments must be a dict, got {given!r:.80}")
@@ -201,7 +198,7 @@ def _list(value: Any, where: str) -> list[Any]:
 
 
 def _parsed(value: Any, what: str) -> Any:
-    """Parse a text as JSON or as a Python literal."""
+    """Parse a text as JSON or a Python literal; return other values unchanged."""
     if not isinstance(value, str):
         return value
     try:
