@@ -1,4 +1,4 @@
-"""Checks of the domains' data: files, rows, tags, filters, chat templates."""
+"""Check the domains' data before a run: files, rows, tags, filters, chat templates."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from roll_lite.files import is_folder, read_text
 from roll_lite.models.model_files import chat_templates
 
 SCANNED_ROWS, TABLE_ROWS = 200_000, 1000
-"""Maximum rows checked per file, for about two seconds: SCANNED_ROWS of JSON lines and of a table's tags, TABLE_ROWS of its other
-columns."""
+"""Maximum number of rows checked per file, which takes about two seconds. SCANNED_ROWS: rows of JSON lines, and rows of a table for its tag
+column. TABLE_ROWS: rows of a table for its other columns."""
 NAMED_LINES = 5
 
 
 def check_data(config: RunConfig) -> Iterator[Problem]:
-    """Check all data that the run reads: that of the domains, unless dumps are replayed, and of algorithm.ptx."""
+    """Yield problems with all data that the run reads: the domains' data, unless dumps are replayed, and that of algorithm.ptx."""
     if vars(config).get("mode") != "train_only":
         for name, domain in config.domains.items():
             yield from _domain(config, f"domains.{name}", domain)
@@ -52,7 +52,7 @@ def _domain(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Prob
 
 
 def _data_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
-    """Check columns and values of the first rows, except what needs the tokenizer."""
+    """Check columns and values of each file's first rows. Checks that need the tokenizer are left out."""
     data = domain.data
     owners = TagOwners(config.domains, data.tag) if data.tag is not None else None
     given = {"train": data.train} | ({"validation": data.validation} if data.validation is not None else {})
@@ -76,7 +76,7 @@ def _data_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[
 
 
 def _held_out_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
-    """Refuse a training folder that holds held-out files. The same path for both splits is allowed."""
+    """Refuse a training folder that contains held-out files. The same path as training and validation data is allowed."""
     held_out = paths_of(domain.data.validation) if domain.data.validation is not None else []
     for folder in [one for one in paths_of(domain.data.train) if is_folder(one) and one not in held_out]:
         if shared := sorted(map(str, files_read(folder) & files_read(held_out))):
@@ -89,17 +89,17 @@ class _Column:
     setting: str
     name: str
     value_of: Callable[[Mapping[str, Any]], Any]
-    """Reads the value from a row; RowError if unusable."""
+    """Function that reads the value from a row; raises RowError if it is unusable."""
 
 
 def _columns(path: str, domain: DomainConfig, split: str) -> list[_Column]:
-    """Columns of a split: weights and difficulties only for training, report_by only for validation."""
+    """Columns to check in a split. Weights and difficulties are used only in training, report_by only in validation."""
     data, template = domain.data, domain.template
     if isinstance(template, ChatTemplateConfig):
         columns = [_Column(f"{path}.data.prompt", data.prompt, lambda row: messages_of(row, data.prompt, template.system))]
     else:
         columns = [_text_column(f"{path}.data.prompt", data.prompt, "prompt", path)]
-        with suppress(ValueError):  # reported for the template
+        with suppress(ValueError):  # an invalid template text is reported elsewhere
             columns += [_text_column(f"{path}.template.text", name, name, path) for name in placeholders(template.text) if name != "prompt"]
     if (answer := data.answer) is not None:
         setting = f"{path}.data.answer"
@@ -127,12 +127,12 @@ class _Scan:
     rows: int = 0
     columns: dict[str, None] = field(default_factory=dict)
     without: dict[str, list[str]] = field(default_factory=dict)
-    """Rows without a column, by column."""
+    """Column name -> places of the rows that lack it."""
     unfit: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """First unusable value and reason, by setting."""
+    """Setting -> place of the first unusable value, and what is wrong."""
     mistakes: list[str] = field(default_factory=list)
     strays: dict[tuple[str, Path], tuple[str, str]] = field(default_factory=dict)
-    """First row whose tag no domain lists, and the reason, by tag and file."""
+    """(tag, file) of a tag that no domain lists -> place of its first row, and the message."""
 
     def check_row(self, row: Row, where: str) -> None:
         content = row.content
@@ -176,7 +176,8 @@ class _Scan:
 
 
 def columns_missing(data: DataConfig, wanted: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield (column, message) for wanted columns that a file lacks. Unreadable files are reported elsewhere."""
+    """Yield (column, message) for wanted columns that a data file lacks. Unreadable files are skipped, since they are reported
+    elsewhere."""
     given = [data.train, data.validation]
     for file in dict.fromkeys(path for files in given if files is not None for path in paths_of(files)):
         seen: dict[str, None] = {}
@@ -197,7 +198,7 @@ def columns_missing(data: DataConfig, wanted: Collection[str]) -> Iterator[tuple
 
 
 _NOT_READ = object()
-"""Marks values that were not read from a table and are not checked."""
+"""Placeholder for values of a table that were not read, and so are not checked."""
 
 
 def _lines(shards: list[Shard]) -> Iterator[Row]:
@@ -206,8 +207,8 @@ def _lines(shards: list[Shard]) -> Iterator[Row]:
 
 
 def _table_rows(shards: list[Shard], scan: _Scan) -> Iterator[Row]:
-    """Yield rows of a table: the first TABLE_ROWS with all configured columns, later ones with only the tag. If a configured column is
-    missing: only tags, or one row without values."""
+    """Yield the rows of a table for checking: the first TABLE_ROWS with all configured columns, later ones with only the tag. If a
+    configured column is missing, only the tags are read; without tags, one row without values is yielded."""
     tag = scan.data.tag
     wanted = list(dict.fromkeys(column.name for column in scan.wanted))
     for index, shard in enumerate(shards):
@@ -261,7 +262,7 @@ def _chat_template(config: RunConfig, path: str, domain: DomainConfig) -> Iterat
     except ValueError as error:
         yield Problem(place, str(error), str(template.file or folder))
         return
-    if texts is None:  # reported for the model
+    if texts is None:  # a missing model folder is reported elsewhere
         return
     if not texts:
         message = f"the tokenizer in {folder} has no chat template; name one with template.file, or use plain"

@@ -1,5 +1,5 @@
-"""Columns of a batch as a Parquet file (zstd): a row per sample, lists of tokens and transitions. Entry t of a transition column belongs to
-token t + 1."""
+"""Write the columns of a batch to a Parquet file (zstd). Each row is a sample; token and transition columns become lists. Entry t of a
+transition column belongs to the prediction of token t + 1."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def rows_file(data_rank: int) -> str:
 
 
 def write_columns(path: Path, columns: DataProto) -> None:
-    """Write atomically."""
+    """Write a batch to a Parquet file, atomically."""
     write_table(path, as_table(columns))
 
 
@@ -44,6 +44,6 @@ def as_array(column: Column) -> pa.Array:
 
 
 def _entries(values: torch.Tensor) -> pa.Array:
-    """Convert values [n] to numbers, [n, k] to lists of k."""
+    """Convert values to an Arrow array: [n] to numbers, [n, k] to lists of k numbers."""
     flat = pa.array(np.ascontiguousarray(values.numpy()).reshape(-1))
     return flat if values.dim() == 1 else pa.FixedSizeListArray.from_arrays(flat, values.shape[1])

@@ -1,4 +1,4 @@
-"""Files and headers of rollout dumps, and checks that a run can train on them. data/dumps.py writes and reads the rows."""
+"""Find rollout dumps, read their headers, and check that a run can train on them. data/dumps.py writes and reads the rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FORMAT = "roll_lite.dump"
 SCHEMA_VERSION = 1
 METADATA = "roll_lite"
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "min_tokens")
-"""Sampling settings that dump and run must share: they change the samples' distribution."""
+"""Sampling settings that must be equal in the dump and the run, since they change the distribution of samples."""
 NAMED = 5
 
 
@@ -41,7 +41,7 @@ class DumpHeader:
     """Checksum of the tokenizer (`tokenizer_checksum`)."""
     largest_token: int
     domains: dict[str, dict[str, int]]
-    """Figures by domain, over samples that train: `samples`, and `longest_prompt` and `longest_response` in tokens."""
+    """Statistics by domain over the samples that train: their number (`samples`), and `longest_prompt` and `longest_response` in tokens."""
     baselines: bool
     stats: dict[str, Any]
 
@@ -51,8 +51,8 @@ def dump_file(folder: Path, step: int) -> Path:
 
 
 def found_dumps(path: Path) -> dict[int, Path]:
-    """Return the dump of each step; ValueError if there is none. `path`: folder of the dumps, or of a run. For a resumed run, the earlier
-    steps' dumps are taken from the run that it continues."""
+    """Return the dump file of each step. Raises ValueError if there are none. `path`: folder of a run or of its dumps. If the run was
+    resumed, dumps of earlier steps are taken from the run that it continued."""
     if (kind := kind_of(path)) != "folder":
         raise ValueError(
             f"{path} is a file; name a run's folder, or that of its dumps" if kind else f"no such folder: {path}{elsewhere(path)}"
@@ -79,7 +79,7 @@ def _within(folder: Path) -> dict[int, Path]:
 
 
 def read_header(path: Path) -> DumpHeader:
-    """Read a dump's metadata; ValueError with the reason."""
+    """Read a dump's metadata. Raises ValueError if the file is no dump, is damaged, or has another schema version."""
     from pyarrow import ArrowException, parquet
 
     try:
@@ -125,7 +125,7 @@ def check_dumps(config: RunConfig) -> Iterator[Problem]:
         return
     try:
         wrong = [*_lengths(config, headers), *(problem for header in headers for problem in _fits(config, header))]
-        # A problem of one dump is usually a problem of all: report it once.
+        # All dumps usually have the same problem; report it once.
         yield from {problem.path: problem for problem in reversed(wrong)}.values()
         yield from _same_policy(config, headers)
     except (KeyError, TypeError) as error:
@@ -187,8 +187,8 @@ def _fits_model(config: RunConfig, header: DumpHeader) -> Iterator[Problem]:
 
 
 def _same_policy(config: RunConfig, headers: Sequence[DumpHeader]) -> Iterator[Problem]:
-    """Check that training settings equal those of the dumped run. Otherwise this run's policy differs, after the first step, from the
-    one that sampled the dumps; old_log_probs `current` and `recompute` take them for the same."""
+    """Check that the training settings equal those of the dumped run. If they differ, this run's policy after the first step is not the one
+    that sampled the dumps, but old_log_probs `current` and `recompute` assume that it is."""
     algorithm = config.algorithm
     if algorithm.weighs_by_rollout:
         return
@@ -203,7 +203,7 @@ def _same_policy(config: RunConfig, headers: Sequence[DumpHeader]) -> Iterator[P
 
 
 def _differences(config: Mapping[str, Any], made: Mapping[str, Any]) -> str:
-    """Name the changed settings that affect the policy after the first step; empty if none."""
+    """Describe which settings that affect the policy after the first step have changed; empty if none has."""
     if made["mode"] != "full":
         return f"mode {made['mode']} sampled all dumps with the same weights"
     mine, its = _learning(config), _learning(made)
@@ -231,7 +231,8 @@ def _learning(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _complete(section: type[Section], values: Any) -> Any:
-    """Add defaults of fields that are newer than the dump, unless the dump has fields that no longer exist."""
+    """Add the defaults of fields that the dump's program did not know yet. Settings that this version cannot read are returned
+    unchanged."""
     try:
         return values if values is None else section.model_validate(values).model_dump(mode="json")
     except ValidationError:
@@ -239,13 +240,13 @@ def _complete(section: type[Section], values: Any) -> Any:
 
 
 def _adapters(lora: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Adapter settings that affect training."""
+    """LoRA settings that affect training; None if the run trains no adapters."""
     complete = _complete(LoraConfig, lora)
     return complete and {**complete, "targets": sorted(complete["targets"]), "export": None, "engines": None}
 
 
 def _plain(config: RunConfig) -> dict[str, Any]:
-    """Configuration as in a dump's header. Raises Refused if a field that matters here is invalid."""
+    """Return the configuration in the form of a dump's header. Raises Refused if a field that is compared is invalid."""
     for name in ("seed", "model", "steps", "algorithm", "actor_train", "reference", "critic", "domains"):
         _read_all(getattr(config, name))
     return config.model_dump(mode="json")

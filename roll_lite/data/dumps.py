@@ -1,6 +1,7 @@
-"""Dumps of rollouts: the samples of a step in a Parquet file (zstd); docs/replay.md lists the columns.
+"""Write and read dumps of rollouts: the samples of a step in a Parquet file (zstd). docs/replay.md lists the columns.
 
-`load_dump` returns the samples that trained; the file also has failed and filtered ones and greedy baselines. Missing values are null."""
+`load_dump` returns the samples that were trained on. The file also has failed and filtered samples, and greedy baselines. Missing values
+are null."""
 
 from __future__ import annotations
 
@@ -25,10 +26,10 @@ from roll_lite.data.ragged import Ragged, from_numpy
 from roll_lite.data.samples import Prompt, Sample, SampleGroup, TokenRow
 
 ROW_GROUP_TOKENS = 2**21
-"""Tokens written and read at a time: 30 MB."""
+"""Number of tokens written and read at a time (30 MB)."""
 
 Fetch = Callable[[Sequence[Any]], Sequence[DataProto | None]]
-"""Fetches token blocks (workers/token_blocks.py) by reference; None for a lost block."""
+"""Function that fetches token blocks (tensors of several samples' tokens, workers/token_blocks.py) by reference; None for a lost block."""
 
 DESCRIPTION = {
     "sample": pa.int64(),
@@ -60,13 +61,13 @@ DESCRIPTION = {
     "scored_at": pa.float64(),
     "columns": pa.string(),
 }
-"""Columns of every dump, filled from the samples. Other row columns of the batch follow."""
+"""Columns of every dump that are filled from the samples. They are followed by the batch's other columns with one value per row."""
 TOKENS = {"input_ids": pa.int64(), "response_mask": pa.bool_(), "rollout_log_probs": pa.float32()}
 KEPT_IDS = "kept_ids"
 LONGEST_COLUMN = 1000
-"""Characters kept of a data column's value."""
+"""Maximum number of characters kept of a data column's value."""
 UNKNOWN = {"format_ok": False}
-"""Values to train with where the dump has null, by column."""
+"""Values to use in training if the dump has null, by column."""
 
 
 # ---------------------------------------------------------------- writing
@@ -76,7 +77,7 @@ UNKNOWN = {"format_ok": False}
 class _Entry:
     sample: Sample
     row: int | None
-    """Row in the batch; None for a sample that does not train."""
+    """Row number in the training batch; None for a sample that is not trained on."""
     baseline: bool
 
     @property
@@ -95,9 +96,8 @@ def write_dump(
 ) -> None:
     """Write a dump atomically.
 
-    `rows`: samples that train. `facts`: step, config, tokenizer and stats for the header. `kept_ids`: token blocks have that column.
-    `clock_offset`: wall clock minus event loop's clock.
-    """
+    `groups`: all samples. `rows`: the batch of those to train on. `facts`: step, config, tokenizer and stats for the header. `kept_ids`:
+    whether token blocks have that column. `clock_offset`: wall clock minus the event loop's clock, in seconds."""
     entries = _entries(groups, rows)
     further = {name: as_array(column) for name, column in rows.columns.items() if name not in DESCRIPTION}
     tokens = {name: pa.large_list(kind) for name, kind in TOKENS.items()}
@@ -122,7 +122,7 @@ def write_dump(
 
 
 def _entries(groups: Sequence[SampleGroup], rows: DataProto) -> list[_Entry]:
-    """Return all samples, group after group; a group's greedy baseline comes last."""
+    """Return all samples, group by group. A group's greedy baseline comes last."""
     row_of = {place: row for row, place in enumerate(zip(rows.tensor("group").tolist(), rows.tensor("index").tolist(), strict=True))}
     entries: list[_Entry] = []
     for group in groups:
@@ -165,13 +165,13 @@ def _described(entry: _Entry, clock_offset: float) -> dict[str, Any]:
 
 
 def times(sample: Sample, clock_offset: float) -> dict[str, float | None]:
-    """Times of request, last token and score, in seconds since 1970."""
+    """Return the times of request, last token and score, in seconds since 1970."""
     moments = {"asked_at": sample.asked, "generated_at": sample.generated, "scored_at": sample.scored}
     return {name: None if moment is None else round(moment + clock_offset, 3) for name, moment in moments.items()}
 
 
 def further_columns(prompt: Prompt) -> dict[str, Any]:
-    """Data columns except the prompt; long values shortened."""
+    """Return a prompt's data columns except the prompt itself. Long values are shortened."""
     question = prompt.question
     own = {name: value for name, value in prompt.columns.items() if not (type(value) is type(question) and value == question)}
     return {name: _shortened(value) for name, value in own.items()}
@@ -187,12 +187,12 @@ def _json(value: Any) -> str:
 
 
 def _text(text: str | None) -> str | None:
-    """Escape lone surrogates, which a program may print and UTF-8 lacks."""
+    """Escape lone surrogates, which a program's output may contain but UTF-8 cannot encode."""
     return None if text is None else text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _row_groups(entries: Sequence[_Entry]) -> Iterator[list[_Entry]]:
-    """Split into row groups of about ROW_GROUP_TOKENS tokens; at least one, since the first fixes the column types."""
+    """Divide the samples into Parquet row groups of about ROW_GROUP_TOKENS tokens. At least one group, possibly empty, is yielded."""
     part: list[_Entry] = []
     tokens = 0
     for entry in entries:
@@ -206,7 +206,8 @@ def _row_groups(entries: Sequence[_Entry]) -> Iterator[list[_Entry]]:
 
 
 def _token_columns(entries: Sequence[_Entry], fetch: Fetch, schema: pa.Schema) -> dict[str, pa.Array]:
-    """Token columns; null for samples without tokens. If a token block is lost: RuntimeError for samples that train, else null."""
+    """Return the token columns, with null for samples without tokens. If a token block is lost, raises RuntimeError for samples to train
+    on, and returns null for others."""
     names = [name for name in (*TOKENS, KEPT_IDS) if name in schema.names]
     blocks = _blocks(entries, fetch)
     members: dict[Any, list[int]] = {}
@@ -256,12 +257,13 @@ def _sizes(rows: DataProto) -> dict[str, dict[str, int]]:
 
 
 def load_dump(path: Path | str) -> DataProto:
-    """Return the samples that trained, in order, bit-identical. ValueError for another file, a damaged one, or another schema version."""
+    """Return the samples that were trained on, in order and bit-identical. Raises ValueError if the file is no dump, is damaged, or has
+    another schema version."""
     return DataProto.concat(list(dump_parts(Path(path))))
 
 
 def dump_parts(path: Path) -> Iterator[DataProto]:
-    """Yield `load_dump`'s rows one row group at a time: joining them takes twice the memory."""
+    """Yield the rows of `load_dump` one row group at a time, since joining them takes twice the memory."""
     read_header(path)
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:

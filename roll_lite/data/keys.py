@@ -1,4 +1,4 @@
-"""Declaration of every column that a batch may have; DataProto refuses others."""
+"""Declare every column that a batch may have. DataProto refuses others."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Key:
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns that a computation reads and writes."""
+    """Names of the columns that a computation reads and writes."""
 
     reads: tuple[str, ...] = ()
     """Required columns."""
     if_there: tuple[str, ...] = ()
-    """Columns used if present."""
+    """Optional columns, used if present."""
     writes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -43,7 +43,7 @@ class Columns:
         return {*self.reads, *self.if_there}
 
     def of(self, present: Iterable[str]) -> list[str]:
-        """Columns to take from a batch with the columns `present`."""
+        """Return the columns to take from a batch that has the columns `present`."""
         held = set(present)
         return list(dict.fromkeys([*self.reads, *(name for name in self.if_there if name in held)]))
 

@@ -1,4 +1,4 @@
-"""Micro-batches: rows that pass through the model together. Losses see them padded."""
+"""Micro-batches: rows (samples) that pass through the model together. Losses see them padded."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ from roll_lite.data.ragged import Ragged
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Padded slice of a batch: token columns [B, T], transition columns [B, T-1] (vectors [B, T-1, k]), row columns [B]."""
+    """Padded rows of a batch. Token columns are [B, T], transition columns (one entry per predicted token) [B, T-1] or, with vectors, [B,
+    T-1, k], and row columns [B]."""
 
     columns: Mapping[str, torch.Tensor]
     mask: torch.Tensor
-    """[B, T-1] bool: transitions that count, which are response_mask shifted by one."""
+    """[B, T-1] bool: predicted tokens that count in the loss; response_mask without its first token."""
 
 
 @dataclass(frozen=True)
 class MicroBatchOutputs:
-    """Model outputs, [B, T-1] float32 unless noted."""
+    """Outputs of the model for a micro-batch; [B, T-1] float32 unless noted."""
 
     log_probs: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
     values: torch.Tensor | None = None
     distribution: torch.Tensor | None = None
-    """[B, T-1, V] log-probs of the vocabulary."""
+    """[B, T-1, V]: log-probs of all words of the vocabulary."""
     final_value: torch.Tensor | None = None
     """[B]: value after the last token."""
 
@@ -46,18 +47,19 @@ class Multiples:
     tokens: int = 1
     """Micro-batches are padded to a multiple of this many tokens, for sequence and context parallelism."""
     count: int = 1
-    """The number of micro-batches per pass is a multiple of this: interleaved pipeline stages switch model chunks after as many."""
+    """The number of micro-batches per pass is a multiple of this: interleaved pipeline stages process this many before they switch to the
+    next model chunk."""
 
 
 class MicroBatchPlanner(Protocol):
     def cut(self, lengths: torch.Tensor, parts: int = 1) -> list[np.ndarray]:
-        """Return row numbers of each micro-batch; every row is in exactly one. `lengths` [rows]: tokens. `parts`: number of
-        micro-batches that other ranks run; this rank runs as many, and may spread its rows over them."""
+        """Return the row numbers of each micro-batch; every row is in exactly one. `lengths` [rows]: token counts. `parts`: number of
+        micro-batches that other ranks run. This rank runs as many anyway, so it may spread its rows over them."""
 
 
 @dataclass(frozen=True)
 class RowsAtATime:
-    """Fixed number of rows in batch order."""
+    """Planner that takes a fixed number of rows per micro-batch, in batch order."""
 
     size: int
 
@@ -72,14 +74,14 @@ class RowsAtATime:
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """Fewest micro-batches of at most `tokens` tokens and about equal cost, so that pipeline stages and ranks do not wait for each
-    other. A longer row gets its own. Rows are sorted, longest first."""
+    """Planner that makes as few micro-batches as possible, with at most `tokens` tokens each and about equal cost, so that pipeline stages
+    and ranks do not wait for each other. A longer row gets a micro-batch to itself. Rows are sorted, longest first."""
 
     tokens: int
     rows: int | None = None
     attention_par: float = inf
     with_padding: bool = False
-    """True if padding counts as tokens, as it must for padded outputs with many numbers per token."""
+    """True if padding counts as tokens. Needed if outputs are padded and have many numbers per token."""
 
     def cut(self, lengths: torch.Tensor, parts: int = 1) -> list[np.ndarray]:
         tokens = lengths.numpy()
@@ -98,7 +100,8 @@ class TokenBudget:
 
 @dataclass(frozen=True)
 class PaddedBudget:
-    """Micro-batches for models that pad: rows of similar length, as many as fit into `tokens` with padding. A longer row gets its own."""
+    """Planner for models that pad: rows of similar length, as many as fit into `tokens` tokens including padding. A longer row gets a
+    micro-batch to itself."""
 
     tokens: int
     rows: int | None = None
@@ -115,11 +118,12 @@ class PaddedBudget:
 
 @dataclass(frozen=True)
 class MicroBatchPlan:
-    """Micro-batches of a rank's pass over its rows."""
+    """Division of a rank's rows into the micro-batches of one pass."""
 
     parts: tuple[np.ndarray, ...]
     count: int
-    """Number of micro-batches that this rank runs, at least 1. Those beyond `parts` are empty: other ranks run as many."""
+    """Number of micro-batches that this rank runs, at least 1. May exceed the number of `parts`: then the last ones are empty, because
+    other ranks run as many."""
     token_multiple: int = 1
 
     @staticmethod
@@ -129,7 +133,8 @@ class MicroBatchPlan:
         multiples: Multiples = Multiples(),
         agree: Callable[[int], int] | None = None,
     ) -> MicroBatchPlan:
-        """`agree`: collective that returns the largest number of micro-batches among ranks that must run equally many."""
+        """Make a plan. `agree`: collective that returns the largest number of micro-batches over the ranks that must run equally many; None
+        if this rank plans alone."""
         parts = planner.cut(lengths)
         most = max(agree(len(parts)) if agree else len(parts), 1)
         count = -(-most // multiples.count) * multiples.count
@@ -144,7 +149,7 @@ class MicroBatchPlan:
         return sum(map(len, self.parts))
 
     def cut(self, batch: DataProto) -> list[DataProto]:
-        """Cut into `count` parts; empty ones come last."""
+        """Split a batch into `count` micro-batches; empty ones come last."""
         if len(batch) != self.rows:
             raise ValueError(f"a plan for {self.rows} rows was given a batch of {len(batch)}")
         return [batch.take(rows) for rows in self.parts] + [batch.slice(0, 0)] * (self.count - len(self.parts))
@@ -153,7 +158,7 @@ class MicroBatchPlan:
         return [batch.lengths[rows] for rows in self.parts] + [batch.lengths[:0]] * (self.count - len(self.parts))
 
     def collect_transitions(self, outputs: Sequence[torch.Tensor], batch: DataProto) -> Ragged:
-        """Join outputs [B, T-1, ...] to a column, on the host and detached."""
+        """Join the micro-batches' outputs [B, T-1, ...] into a column in batch order, on the host and detached."""
         with_rows = self._with_rows(outputs)
         if not with_rows:
             return Ragged.from_rows([], torch.float32)
@@ -162,7 +167,7 @@ class MicroBatchPlan:
         return joined if self._order is None else joined.take(self._order)
 
     def collect_tokens(self, outputs: Sequence[torch.Tensor], batch: DataProto) -> Ragged:
-        """Join outputs to a column in the batch's order. Each output is [tokens, ...]: a micro-batch's rows one after another, then
+        """Join the micro-batches' outputs into a column in batch order. Each output is [tokens, ...]: the rows one after another, then
         padding, which is dropped."""
         with_rows = self._with_rows(outputs)
         if not with_rows:
@@ -175,7 +180,7 @@ class MicroBatchPlan:
         return joined if self._order is None else joined.take(self._order)
 
     def collect_rows(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Join outputs [B] to a column, on the host and detached."""
+        """Join the micro-batches' outputs [B] into a column in batch order, on the host and detached."""
         joined = torch.cat([torch.empty(0), *map(_on_host, self._with_rows(outputs))])
         return joined if self._order is None else joined[self._order]
 
@@ -186,7 +191,7 @@ class MicroBatchPlan:
 
     @property
     def _order(self) -> torch.Tensor | None:
-        """Index that restores the batch's row order; None if micro-batches keep it."""
+        """Index that restores the batch's row order; None if the micro-batches keep it."""
         planned = torch.from_numpy(np.concatenate([np.empty(0, dtype=np.int64), *self.parts]))
         return None if bool((planned[1:] > planned[:-1]).all()) else torch.argsort(planned)
 
@@ -195,8 +200,8 @@ class MicroBatchPlan:
 
 
 def padded(rows: DataProto) -> MicroBatch:
-    """Pad rows to the longest, with the column's value in VECTORS or 0. Drops OBJECT columns. Without a response_mask every real
-    transition counts. Without rows the width is one transition, for losses."""
+    """Pad rows to the longest one, with 0 or the column's value in VECTORS. Columns of Python objects are dropped. Without a response_mask,
+    all predicted tokens count in the mask. Without rows, the width is one predicted token, so that losses still work."""
     lengths = rows.lengths
     width = int(lengths.max()) if len(rows) else 2
     columns: dict[str, torch.Tensor] = {}
@@ -204,7 +209,7 @@ def padded(rows: DataProto) -> MicroBatch:
         if isinstance(column, Ragged):
             shorter = 1 if KEYS[name].kind is Kind.TRANSITIONS else 0
             columns[name] = column.to_padded(VECTORS.get(name, 0), width - shorter)
-            if name in VECTORS and columns[name].dim() == 2:  # without entries nothing says how long the vectors are
+            if name in VECTORS and columns[name].dim() == 2:  # without entries the length of the vectors is unknown
                 columns[name] = columns[name].unsqueeze(-1)
         elif isinstance(column, torch.Tensor):
             columns[name] = column

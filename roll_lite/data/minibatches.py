@@ -1,5 +1,5 @@
-"""Rows of optimizer steps, and their distribution over data-parallel ranks. Mini-batches are cut from the global batch: their rows and
-token weights do not depend on the layout."""
+"""Divide the global batch into mini-batches (rows of one optimizer step), and these over data-parallel ranks. A mini-batch's rows and token
+weights do not depend on the parallel layout."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from roll_lite.algorithms.losses import Aggregation, row_weights
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """Rows of an optimizer step, or a rank's share of them."""
+    """Rows of one optimizer step, or one rank's share of them."""
 
     epoch: int
     samples: np.ndarray
-    """int64 [rows]: numbers of the `sample` column."""
+    """int64 [rows]: values of the column `sample`, which numbers the samples of a batch."""
     weights: np.ndarray
-    """float32 [rows]: loss weight of each policy token of the row."""
+    """float32 [rows]: loss weight of each policy token in the row."""
 
     def share(self, rows: np.ndarray) -> MiniBatch:
         return MiniBatch(self.epoch, self.samples[rows], self.weights[rows])
@@ -38,8 +38,8 @@ def cut_mini_batches(
     constant: int | None = None,
     seed: int,
 ) -> list[MiniBatch]:
-    """Cut `epochs` passes, each in its own seeded order, into `mini_batches` parts whose sizes differ by at most one; rows with
-    train_weight 0 and empty parts are left out."""
+    """Divide the batch into mini-batches: `mini_batches` per epoch, with sizes that differ by at most one. Each epoch has its own seeded
+    order. Rows with train_weight 0 are left out, and so are empty mini-batches."""
     cut: list[MiniBatch] = []
     training = np.flatnonzero(train_weights)
     for epoch in range(epochs):
@@ -53,12 +53,13 @@ def cut_mini_batches(
 
 
 def row_costs(tokens: np.ndarray, attention_par: float) -> np.ndarray:
-    """Relative cost by row length: attention is quadratic, and equals the rest at `attention_par` tokens."""
+    """Relative cost of rows by length in tokens. Attention is quadratic; at `attention_par` tokens it costs as much as the rest of the
+    model."""
     return tokens * (1 + tokens / attention_par)
 
 
 def spread(mini_batches: list[MiniBatch], costs: dict[int, float], ranks: int) -> list[list[MiniBatch]]:
-    """Split each mini-batch over the ranks by about equal cost; returns the shares by rank. `costs`: by sample number."""
+    """Split each mini-batch over the ranks with about equal cost. Returns the shares of each rank. `costs`: sample number -> cost."""
     shares: list[list[MiniBatch]] = [[] for _ in range(ranks)]
     for mini_batch in mini_batches:
         for rank, rows in enumerate(balanced_partition([costs[int(sample)] for sample in mini_batch.samples], ranks)):
@@ -67,10 +68,10 @@ def spread(mini_batches: list[MiniBatch], costs: dict[int, float], ranks: int) -
 
 
 def balanced_partition(costs: Sequence[float] | np.ndarray | torch.Tensor, parts: int, most_rows: int | None = None) -> list[np.ndarray]:
-    """Split rows into parts of about equal cost and at most `most_rows` rows. Returns ascending row numbers per part.
+    """Split rows into parts of about equal cost, with at most `most_rows` rows each. Returns the row numbers of each part, ascending.
 
-    Rows go, costliest first, to the cheapest part; ties go to fewer rows, then to the lower number. No part is empty if there are enough
-    rows."""
+    Each row, costliest first, goes to the cheapest part so far; of equally cheap parts, to the one with fewer rows, then the lower number.
+    No part is empty if there are enough rows."""
     if parts < 1:
         raise ValueError(f"balanced_partition: {parts} is no number of parts")
     each = np.asarray(costs)

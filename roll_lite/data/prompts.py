@@ -1,4 +1,4 @@
-"""Prompts of a domain: read, checked and tokenized at the start, served in a seeded, resumable order."""
+"""Read, check and tokenize a domain's prompts at the start of a run, and serve them in a seeded, resumable order."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ Split = Literal["train", "validation"]
 MISTAKES_SHOWN = 10
 MOST_REPORTED = 50
 ROWS_AT_ONCE = 1024
-"""Rows tokenized together: the tokenizer's output takes ten times the memory of the ids."""
+"""Number of rows tokenized together. The tokenizer's output takes ten times the memory of the ids."""
 
 
 class PromptSet:
-    """Prompts of a domain, indexed by uid."""
+    """All prompts of a domain; a prompt's index is its uid."""
 
     def __init__(self, domain: str) -> None:
         self.domain = domain
         self.left_out: Counter[str] = Counter()
-        # Ids in one array and pickled rows in one buffer: Python objects would take several times the memory.
+        # Token ids are in one array and pickled rows in one buffer, since Python objects would take several times the memory.
         self._ids = array("i")
         self._id_ends = array("q", [0])
         self._rows = bytearray()
@@ -42,7 +42,7 @@ class PromptSet:
         self.parts: list[int] = []
         self._names: list[tuple[str, ...]] = []
         self._numbers: dict[tuple[str, ...], int] = {}
-        """Number of each distinct tuple of column names; rows store it."""
+        """Tuple of column names -> its number, which rows store instead."""
 
     def add(
         self,
@@ -53,7 +53,7 @@ class PromptSet:
         weight: float = 1.0,
         question: Any = None,
     ) -> None:
-        """`weight`: loss weight of the samples. `question`: the prompt without template."""
+        """Add a prompt. `weight`: loss weight of its samples. `question`: the prompt without template."""
         columns = columns or {}
         names = tuple(columns)
         if names not in self._numbers:
@@ -61,7 +61,7 @@ class PromptSet:
             self._names.append(names)
         self._ids.extend(token_ids)
         self._id_ends.append(len(self._ids))
-        # Pickle writes an answer or question that is a column's value once.
+        # An answer or question that is also a column's value is pickled once.
         kept = (text, question, answer, self._numbers[names], tuple(columns.values()))
         self._rows += pickle.dumps(kept, pickle.HIGHEST_PROTOCOL)
         self._row_ends.append(len(self._rows))
@@ -104,9 +104,9 @@ def load_prompts(
     domains: Mapping[str, DomainConfig] | None = None,
     limit: int | None = None,
 ) -> PromptSet:
-    """Read a domain's files. One ValueError reports up to ten mistakes.
+    """Read a domain's data files. Up to ten mistakes in the data are reported by one ValueError.
 
-    `domains`: all domains, whose rows in shared files are left out. `limit`: maximum number of prompts."""
+    `domains`: all domains; rows that belong to another one are left out of shared files. `limit`: maximum number of prompts."""
     setting = f"domains.{domain}.data.{split}"
     files = config.data.train if split == "train" else config.data.validation
     if files is None:
@@ -148,13 +148,14 @@ class _Read:
 
 
 class _Loader:
-    """Reads one domain's files into a PromptSet and collects mistakes. `owners`: None without a tag column."""
+    """Reads one domain's files into a PromptSet and collects mistakes. `owners`: finds the domain of a row by its tag; None without a tag
+    column."""
 
     def __init__(self, domain: str, config: DomainConfig, split: Split, tokenizer: Tokenizer, owners: TagOwners | None) -> None:
         self.prompts = PromptSet(domain)
         self.mistakes: list[tuple[int, int, str]] = []
         self.too_long: list[tuple[int, str]] = []
-        """(tokens, place) of prompts above max_prompt_tokens."""
+        """(number of tokens, file and row) of prompts with more tokens than max_prompt_tokens."""
         self._domain = domain
         self._data = config.data
         self._longest = config.sampling.max_prompt_tokens
@@ -183,7 +184,7 @@ class _Loader:
         self.prompts.parts.append(len(self.prompts) - before)
 
     def _read(self, row: Row) -> _Read | None:
-        """Check and render a row; None if it is left out, ValueError if unusable."""
+        """Check a row and render its prompt. Returns None if the row is left out; raises ValueError if it is unusable."""
         content, data = row.content, self._data
         if isinstance(content, str):
             raise ValueError(content)
@@ -195,11 +196,11 @@ class _Loader:
             self.reported.add(reported_value(content, self._report_by))
         answer = answer_of(content, data.answer, f"domains.{self._domain}.data.answer") if data.answer is not None else None
         question = content[data.prompt]
-        # Equal texts become one object, pickled once.
+        # Equal texts become one object, which is pickled once.
         return _Read(row, question if question == text else text, question, answer, content, weight_of(content, self._weight))
 
     def _reason_left_out(self, content: Mapping[str, Any], file: Path) -> str | None:
-        """Reason to leave a row out; None to use it."""
+        """Return why a row is left out; None to use it."""
         data = self._data
         if data.tag is not None and self._owners is not None:
             tag = tag_of(content, data.tag)
@@ -249,7 +250,7 @@ def _too_long(domain: str, config: DomainConfig, loader: _Loader) -> str:
 
 
 class PromptOrder:
-    """Endless order of prompts: each once per epoch, reshuffled. It depends only on seed, domain and epoch."""
+    """Endless order of prompts. Each epoch has every prompt once, in a new random order that depends only on seed, domain and epoch."""
 
     def __init__(self, count: int, seed: int, domain: str) -> None:
         if count < 1:
@@ -276,7 +277,7 @@ class PromptOrder:
         return self._epoch, index
 
     def _shuffled(self, epoch: int) -> np.ndarray:
-        # Sorted raw bits, which numpy keeps over versions; it does not promise that for permutation().
+        # Sorts raw random bits, which are the same in all numpy versions; numpy does not promise that for permutation().
         digest = hashlib.sha256(f"{self._seed}/{self._domain}/{epoch}".encode()).digest()
         return np.argsort(np.random.PCG64(int.from_bytes(digest)).random_raw(self._count), kind="stable")
 
@@ -284,8 +285,8 @@ class PromptOrder:
         return {"count": self._count, "seed": self._seed, "domain": self._domain, "epoch": self._epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where the state was saved. ValueError if number of prompts, seed or domain differ, or if the saved order had several
-        files with shares. Prompts are not compared."""
+        """Continue from a saved state. Raises ValueError if the number of prompts, seed or domain differ, or if the saved order used
+        several files with shares. Whether the prompts are the same is not checked."""
         if "parts" in state:
             raise ValueError(f"domain {self._domain}: the checkpoint's prompts came from several files with shares, this run's do not")
         for name, mine in (("count", self._count), ("seed", self._seed), ("domain", self._domain)):

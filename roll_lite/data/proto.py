@@ -1,4 +1,4 @@
-"""DataProto: an immutable batch of named columns, declared in keys.py."""
+"""DataProto: an immutable batch of named columns, which keys.py declares."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ VECTORS = {
     "ref_distribution": 0,
     "old_distribution": 0,
 }
-"""Columns whose entries are vectors [k], with the value by which `concat` pads them to the largest k."""
+"""Columns whose entries are vectors [k], with the value that pads them to the largest k."""
 
 
 def object_column(items: Iterable[object]) -> np.ndarray:
-    """Column of Python objects; numpy alone would unpack lists into dimensions."""
+    """Make a column of Python objects. numpy alone would turn lists into further dimensions."""
     listed = list(items)
     column = np.empty(len(listed), dtype=object)
     for i, item in enumerate(listed):
@@ -40,8 +40,8 @@ def object_column(items: Iterable[object]) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class DataProto:
-    """Columns with equally many rows: ROW are tensors [rows], TOKENS and TRANSITIONS ragged, OBJECT numpy object arrays. They may lie in
-    Ray's object store: never write to them."""
+    """Batch: columns with one row per sample. By kind, ROW columns are tensors [rows], TOKENS and TRANSITIONS are Ragged, OBJECT are numpy
+    object arrays. Never write to them, since they may be in Ray's shared object store."""
 
     columns: Mapping[str, Column]
 
@@ -121,7 +121,7 @@ class DataProto:
     # ------------------------------------------------------------ rows
 
     def take(self, index: Index) -> DataProto:
-        """Rows in the order of `index`, which may name a row twice."""
+        """Return the rows in the order of `index`, which may contain a row twice."""
         rows = as_index(index, len(self))
         numbers = rows.numpy()
         taken = {
@@ -131,7 +131,7 @@ class DataProto:
         return DataProto(taken)
 
     def slice(self, start: int, stop: int) -> DataProto:
-        """Consecutive rows; tokens are not copied."""
+        """Return the rows `start` to `stop` (exclusive). Tokens are not copied."""
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"rows {start} to {stop} of {len(self)}")
         cut = {
@@ -141,7 +141,7 @@ class DataProto:
 
     @staticmethod
     def concat(parts: Sequence[DataProto]) -> DataProto:
-        """Rows of all parts, in order; all have the same columns."""
+        """Join the rows of all parts in order. All parts must have the same columns."""
         if not parts:
             raise ValueError("concat: no batches given")
         for number, part in enumerate(parts):
@@ -205,7 +205,7 @@ def _concat_columns(name: str, columns: list[Column]) -> Column:
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str]) -> None:
-    """Write safetensors with the umask's mode; the library itself uses 0600."""
+    """Write a safetensors file whose mode follows the umask; the library itself uses 0600."""
     from safetensors.torch import save_file
 
     path.touch()

@@ -1,4 +1,4 @@
-"""Ragged columns: flat values and offsets in host memory, never written in place."""
+"""Ragged columns (rows of different lengths): flat values and offsets in host memory, never written in place."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Index = Sequence[int] | np.ndarray | torch.Tensor
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """Row i is values[offsets[i]:offsets[i + 1]].
+    """Column whose rows have different lengths: row i is values[offsets[i]:offsets[i + 1]].
 
-    `offsets` [rows + 1] int64 from 0. `values` [sum of lengths, ...]: numbers, or tensors of one shape."""
+    `offsets`: [rows + 1] int64, from 0. `values`: [sum of lengths, ...], numbers or tensors of one shape."""
 
     values: torch.Tensor
     offsets: torch.Tensor
@@ -37,7 +37,7 @@ class Ragged:
 
     @staticmethod
     def from_rows(rows: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> Ragged:
-        """`dtype`: needed if there may be no rows."""
+        """Make a column of one tensor per row. `dtype`: give it if there may be no rows."""
         dtype = dtype or (rows[0].dtype if rows else torch.float32)
         values = torch.cat([row.to(dtype) for row in rows]) if rows else torch.empty(0, dtype=dtype)
         return Ragged(values, _offsets(torch.tensor([len(row) for row in rows], dtype=torch.int64)))
@@ -54,7 +54,7 @@ class Ragged:
 
     @cached_property
     def lengths(self) -> torch.Tensor:
-        """[rows] int64."""
+        """Lengths of the rows: [rows] int64."""
         return self.offsets[1:] - self.offsets[:-1]
 
     @property
@@ -70,11 +70,11 @@ class Ragged:
         return self.values[int(self.offsets[i]) : int(self.offsets[i + 1])]
 
     def rows(self) -> list[torch.Tensor]:
-        """Rows, as views of `values`."""
+        """Return all rows, as views of `values`."""
         return list(torch.split(self.values, self.lengths.tolist()))
 
     def take(self, index: Index) -> Ragged:
-        """Rows in the order of `index`, which may name a row twice."""
+        """Return the rows in the order of `index`, which may contain a row twice."""
         rows = as_index(index, len(self))
         lengths = self.lengths[rows]
         offsets = _offsets(lengths)
@@ -82,7 +82,7 @@ class Ragged:
         return Ragged(self.values[shift + torch.arange(len(shift))], offsets)
 
     def slice(self, start: int, stop: int) -> Ragged:
-        """Consecutive rows; values are not copied."""
+        """Return the rows `start` to `stop` (exclusive). Values are not copied."""
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"rows {start} to {stop} of {len(self)}")
         first, last = int(self.offsets[start]), int(self.offsets[stop])
@@ -90,7 +90,7 @@ class Ragged:
 
     @staticmethod
     def concat(parts: Sequence[Ragged], fill: float | int | None = None) -> Ragged:
-        """Join rows. `fill` pads vectors [k] to the largest k; without it different k are refused."""
+        """Join the rows of several columns. `fill`: pads vectors [k] to the largest k; without it, different k are refused."""
         if not parts:
             raise ValueError("ragged: nothing to concatenate")
         values = [part.values for part in parts]
@@ -101,7 +101,7 @@ class Ragged:
         return Ragged(torch.cat(values), _offsets(torch.cat([part.lengths for part in parts])))
 
     def to_padded(self, pad_value: float | int | bool, length: int | None = None) -> torch.Tensor:
-        """Pad to [rows, length, ...]; by default to the longest row."""
+        """Pad to [rows, length, ...]; `length` defaults to the longest row's."""
         longest = int(self.lengths.max()) if len(self) else 0
         width = longest if length is None else length
         if width < longest:
@@ -111,24 +111,24 @@ class Ragged:
         return padded
 
     def equals(self, other: Ragged) -> bool:
-        """Same rows and dtype; NaN equals NaN."""
+        """Return True if rows and dtype are the same. NaN equals NaN."""
         return torch.equal(self.offsets, other.offsets) and same_tensor(self.values, other.values)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (to_numpy(self.values), to_numpy(self.offsets))
 
 
-# Ray 2.60 pickles CPU tensors in-band and copies them on both sides. numpy arrays travel out of band and are mapped, so columns are
-# pickled as numpy arrays.
+# Ray 2.60 pickles CPU tensors in-band and copies them on both sides. It maps numpy arrays out of band, so columns are pickled as numpy
+# arrays.
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """Convert to a contiguous array: pickling a slice then does not pickle the whole tensor."""
+    """Convert to a contiguous array, so that pickling a slice does not pickle the whole tensor."""
     return tensor.detach().contiguous().numpy()
 
 
 class _Writable:
-    """Presents read-only memory as writable, since torch would warn; keeps it alive."""
+    """Wrapper that presents read-only memory as writable, since torch would warn. Keeps the memory alive."""
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
@@ -136,21 +136,21 @@ class _Writable:
 
 
 def from_numpy(array: np.ndarray) -> torch.Tensor:
-    """View an array, which may be read-only, as a tensor: never write to it."""
+    """Return a tensor that shares the array's memory. The array may be read-only, so never write to the tensor."""
     if array.flags.writeable:
         return torch.from_numpy(array)
     return torch.from_numpy(np.asarray(_Writable(array)) if array.size else array.copy())
 
 
 def same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Same dtype, shape and entries; NaN equals NaN."""
+    """Return True if dtype, shape and entries are the same. NaN equals NaN."""
     if left.dtype != right.dtype or left.shape != right.shape:
         return False
     return bool(((left == right) | ((left != left) & (right != right))).all())
 
 
 def as_index(index: Index, rows: int | None = None) -> torch.Tensor:
-    """Row numbers as [n] int64. Boolean masks are refused: they would be taken for rows 0 and 1."""
+    """Convert row numbers to a tensor [n] int64. Boolean masks are refused, since they would be taken for rows 0 and 1."""
     found = index if isinstance(index, torch.Tensor) else np.asarray(index)
     if len(found) == 0:
         return torch.empty(0, dtype=torch.int64)
@@ -168,7 +168,7 @@ def _rebuild(values: np.ndarray, offsets: np.ndarray) -> Ragged:
 
 
 def _widened(values: list[torch.Tensor], fill: float | int) -> list[torch.Tensor]:
-    """Pad [n, k] to the largest k; tensors without entries may have any shape."""
+    """Pad tensors [n, k] to the largest k. Tensors without entries may have any shape."""
     width = max((each.shape[1] for each in values if each.dim() == 2), default=0)
     return [
         torch.nn.functional.pad(each, (0, width - each.shape[1]), value=fill) if each.dim() == 2 else each.new_empty(0, width)

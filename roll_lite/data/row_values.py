@@ -1,4 +1,4 @@
-"""Values of a data row, and its domain. `roll-lite check` and runs share these rules."""
+"""Read and check the values of a data row, and find its domain. `roll-lite check` and runs share these rules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LARGEST_WEIGHT = 3.4028234663852886e38
 
 
 class RowError(ValueError):
-    """Unusable value in a column."""
+    """A value in a data column is unusable."""
 
     def __init__(self, column: str, problem: str) -> None:
         super().__init__(f"column {column!r}: {problem}")
@@ -37,7 +37,7 @@ def answer_of(row: Mapping[str, Any], column: str, setting: str) -> Any:
 
 
 def text_of(row: Mapping[str, Any], column: str, placeholder: str, setting: str) -> str:
-    """Text for a placeholder. `setting`: YAML path of the template."""
+    """Return a column's value as text for a template's placeholder. `setting`: YAML path of the template, for messages."""
     value = cell(row, column, "" if placeholder == "prompt" else f" ({setting}.text has the placeholder {{{placeholder}}})")
     if isinstance(value, list) and value and isinstance(value[0], dict):
         raise RowError(column, f"a list of chat messages needs {setting}.name: chat")
@@ -47,7 +47,7 @@ def text_of(row: Mapping[str, Any], column: str, placeholder: str, setting: str)
 
 
 def messages_of(row: Mapping[str, Any], column: str, system: str | None) -> list[dict[str, str]]:
-    """Chat messages. `system`: the template's system message, put first."""
+    """Return a column's value as chat messages. `system`: the template's system message, which is put first."""
     prompt = cell(row, column)
     if isinstance(prompt, str):
         messages = [{"role": "user", "content": prompt}]
@@ -87,7 +87,7 @@ def difficulty_of(row: Mapping[str, Any], column: str) -> float:
 
 
 def weight_of(row: Mapping[str, Any], column: str | None) -> float:
-    """Weight of the samples in the loss; 1 without a column."""
+    """Return the loss weight of a row's samples; 1 if no column is configured."""
     weight = 1.0 if column is None else cell(row, column)
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= LARGEST_WEIGHT:
         raise RowError(str(column), f"the weight of a sample is a number of at least 0, got {show(weight)}")
@@ -95,7 +95,7 @@ def weight_of(row: Mapping[str, Any], column: str | None) -> float:
 
 
 def files_read(*given: DataFiles | None) -> set[Path]:
-    """Files of the data; missing or broken ones are reported elsewhere."""
+    """Return all files of the given data. Missing or broken ones are skipped, since they are reported elsewhere."""
     files: set[Path] = set()
     for path in (path for one in given if one is not None for path in paths_of(one)):
         with suppress(ValueError, OSError):
@@ -104,7 +104,8 @@ def files_read(*given: DataFiles | None) -> set[Path]:
 
 
 class TagOwners:
-    """Finds the domain of a row in files that several domains read: the one with this file and tag column that lists the row's tag."""
+    """Finds the domain of a row in a file that several domains share: the domain that reads this file, has this tag column, and lists the
+    row's tag."""
 
     def __init__(self, domains: Mapping[str, DomainConfig], column: str) -> None:
         tagged = {name: domain.data for name, domain in domains.items() if domain.data.tag == column}
@@ -113,7 +114,7 @@ class TagOwners:
         self._of_file: dict[Path, dict[str, str]] = {}
 
     def owner(self, tag: str, file: Path) -> str | None:
-        """Domain of this tag in this file; None if no domain lists it: the row would be lost."""
+        """Return the domain that lists this tag and reads this file. None if there is none: then the row would be used by no domain."""
         return self._owners(file).get(tag)
 
     def why_nobody(self, tag: str, file: Path) -> str:

@@ -1,4 +1,4 @@
-"""Records of rollouts: prompts, requests, completions, scored samples; plain and picklable, without tensors or Ray."""
+"""Records of rollouts: prompts, requests, completions, scored samples. They are plain and picklable, without tensors or Ray."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-if TYPE_CHECKING:  # keeps `roll-lite check` fast
+if TYPE_CHECKING:  # not imported, to keep `roll-lite check` fast
     import numpy as np
 
 TURN = "/turn"
-"""Separator of sample id and turn number in request ids of later turns."""
+"""Separator between sample id and turn number in the request ids of later turns."""
 
 
 class FinishReason(StrEnum):
@@ -27,7 +27,7 @@ class SampleOutcome(StrEnum):
 
 
 class Packed:
-    """Base of records that often cross processes. Pickling only the values takes a third of the time."""
+    """Base class of records that are often sent between processes. Pickling only their values takes a third of the time."""
 
     __slots__: tuple[str, ...] = ()
 
@@ -41,30 +41,30 @@ class Prompt:
     uid: int
     """Index among the domain's prompts; stable over epochs and restarts."""
     text: str
-    """Model input, with template."""
+    """Text that the model gets, with template."""
     token_ids: tuple[int, ...]
     answer: Any = None
     columns: dict[str, Any] = field(default_factory=dict)
-    """Whole row of the data."""
+    """All columns of the data row."""
     weight: float = 1.0
-    """Weight of its samples in the loss."""
+    """Loss weight of the prompt's samples."""
     question: Any = None
-    """Prompt in the data, without template: a text, or chat messages."""
+    """Prompt as in the data, without template: a text or chat messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleId:
-    """Identity of a sample; validation uses epoch -1."""
+    """Identity of a sample. Validation samples have epoch -1."""
 
     domain: str
     prompt_uid: int
     epoch: int
     group: int
-    """Number of the group, unique in the run."""
+    """Number of the sample's group, unique in the run."""
     index: int
-    """0 to n-1 in the group; n for the greedy baseline."""
+    """Index in a group of n samples, 0 to n - 1; n for the greedy baseline."""
     attempt: int = 0
-    """Number of earlier attempts."""
+    """Number of earlier attempts at this sample."""
 
     def request_id(self) -> str:
         return f"{self.domain}/{self.prompt_uid}/{self.epoch}/{self.group}/{self.index}/{self.attempt}"
@@ -72,7 +72,7 @@ class SampleId:
 
 @dataclass(frozen=True, slots=True)
 class Sampling(Packed):
-    """Sampling parameters. Temperature 0 is greedy."""
+    """Sampling parameters. Temperature 0 means greedy decoding."""
 
     temperature: float
     max_tokens: int
@@ -84,14 +84,14 @@ class Sampling(Packed):
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
     keep_mask: bool = False
-    """Request the ids that survive truncation by top-p, top-k or min-p (Completion.kept_ids)."""
+    """Ask for the token ids that top-p, top-k and min-p keep at each position (Completion.kept_ids)."""
 
 
 class TokenRow(NamedTuple):
     """Tokens, mask and log-probs of a sample: a row of a token block (workers/token_blocks.py)."""
 
     block: Any
-    """Reference into the object store; within one process the block itself."""
+    """Reference to the block in Ray's object store or, within one process, the block itself."""
     row: int
     length: int
 
@@ -102,66 +102,66 @@ class GenerationRequest(Packed):
     prompt_ids: tuple[int, ...]
     sampling: Sampling
     context: TokenRow | None = None
-    """Tokens of an earlier request, before prompt_ids. The engine's worker prepends them, since engines take whole prompts."""
+    """Tokens of an earlier request that come before prompt_ids. The engine's worker prepends them, since engines take whole prompts."""
     resumed: int = 0
-    """Number of tokens at the end of the context that an earlier request generated for this response.
+    """Number of tokens at the end of the context that an earlier request already generated for this response.
 
-    The returned text includes them, and stop strings may begin in them; all else counts new tokens."""
+    The returned text includes them, and stop strings may begin in them. All other values are about new tokens only."""
 
     @property
     def resumed_ids(self) -> tuple[int, ...]:
-        """Resumed tokens: the last of prompt_ids, once these include the context."""
+        """Last `resumed` tokens of prompt_ids, once these include the context."""
         return self.prompt_ids[len(self.prompt_ids) - self.resumed :]
 
 
 class VersionSpan(NamedTuple):
-    """Weight version of response tokens from `start` on."""
+    """Weight version that sampled the response tokens from index `start` on."""
 
     start: int
     version: int
 
 
 def since_token(spans: Sequence[VersionSpan], first: int, end: int) -> tuple[VersionSpan, ...]:
-    """Spans of tokens `first` to `end` (exclusive), counted from `first`."""
+    """Return the version spans of tokens `first` to `end` (exclusive), counted from `first`."""
     begun = [span for span in spans if span.start <= first][-1:] if first < end else []
     return tuple(VersionSpan(max(0, span.start - first), span.version) for span in [*begun, *(s for s in spans if first < s.start < end)])
 
 
 def merged(*spans: VersionSpan) -> tuple[VersionSpan, ...]:
-    """Drop spans that repeat the previous version."""
+    """Drop spans with the same version as the one before."""
     return tuple(span for place, span in enumerate(spans) if not place or spans[place - 1].version != span.version)
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """Engine's answer to a request. If `error` is set, the request failed and the rest is meaningless."""
+    """Answer of an engine to a request. If `error` is set, the request failed and other fields are meaningless."""
 
     request_id: str
     token_ids: tuple[int, ...] = ()
     log_probs: tuple[float, ...] = ()
-    """Log-probs by token, under the sampling distribution (after temperature and truncation)."""
+    """Log-prob of each token under the distribution it was sampled from (after temperature and truncation)."""
     text: str = ""
-    """Whole response, resumed tokens included, without special tokens."""
+    """Text of the whole response, including resumed tokens, without special tokens."""
     finish_reason: FinishReason | None = None
     versions: tuple[VersionSpan, ...] = ()
     error: str | None = None
     kept_ids: tuple[tuple[int, ...], ...] | None = None
-    """Ids that survived truncation, by response token, if requested."""
+    """For each response token, the token ids that truncated sampling kept; None unless requested."""
     cached_tokens: int = 0
-    """Prompt tokens found in the prefix cache."""
+    """Number of prompt tokens found in the prefix cache."""
     experts: np.ndarray | None = field(default=None, compare=False)
-    """[tokens, layers with experts x experts per token] int16: experts of prompt and response tokens, if reported; without the last
-    token, which the engine has not processed."""
+    """Experts chosen for prompt and response tokens, if reported: [tokens, expert layers * experts per token] int16. The last token is
+    missing, since the engine has not processed it."""
 
 
 class Turn(NamedTuple):
-    """Completion as the scheduler sees it: counts, text and a reference to the tokens."""
+    """Completion as the scheduler sees it: counts, text, and a reference to the tokens, which stay in the object store."""
 
     request_id: str
     length: int = 0
-    """Tokens generated for this request; `versions` refers to them."""
+    """Number of tokens generated for this request, to which `versions` refers."""
     text: str = ""
-    """Whole response, resumed tokens included; empty if aborted before the first token."""
+    """Text of the whole response, including resumed tokens; empty if aborted before the first token."""
     finish_reason: FinishReason | None = None
     versions: tuple[VersionSpan, ...] = ()
     error: str | None = None
@@ -169,11 +169,11 @@ class Turn(NamedTuple):
     tokens: TokenRow | None = None
     """Tokens of context, prompt and response."""
     engine: int | None = None
-    """Engine that sampled it; None if several did."""
+    """Number of the engine that sampled it; None if several did."""
 
 
 class Author(StrEnum):
-    """Author of a segment; only the policy's tokens train."""
+    """Author of a segment of tokens. Only the policy's tokens are trained on."""
 
     PROMPT = "prompt"
     POLICY = "policy"
@@ -182,25 +182,25 @@ class Author(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Consecutive tokens of one author, stored in the token block."""
+    """Consecutive tokens of one author. The tokens themselves are in the token block."""
 
     author: Author
     length: int
     versions: tuple[VersionSpan, ...] = ()
-    """Spans, counted from the segment's first token."""
+    """Version spans, counted from the segment's first token."""
     engine: int | None = None
-    """Engine that sampled the segment; None if several did, or none."""
+    """Number of the engine that sampled the segment; None if several did, or none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """Segments of a sample: prompt, then policy responses and environment messages."""
+    """Segments of a sample in order: the prompt, then policy responses and environment messages."""
 
     segments: tuple[Segment, ...] = ()
     text: str = ""
     """Responses of the policy, joined."""
     finish_reason: FinishReason | None = None
-    """Reason of the last response."""
+    """Finish reason of the last response."""
     tokens: TokenRow | None = None
 
     @property
@@ -209,7 +209,7 @@ class Transcript:
 
     @property
     def response_length(self) -> int:
-        """Tokens after the prompt."""
+        """Number of tokens after the prompt, of all authors."""
         return sum(segment.length for segment in self.segments if segment.author is not Author.PROMPT)
 
     @property
@@ -218,7 +218,7 @@ class Transcript:
 
     @property
     def versions(self) -> tuple[VersionSpan, ...]:
-        """Spans of all segments, counted from the first token after the prompt."""
+        """Version spans of all segments, counted from the first token after the prompt."""
         spans: list[VersionSpan] = []
         start = -self.prompt_length
         for segment in self.segments:
@@ -228,7 +228,7 @@ class Transcript:
 
     @property
     def engine(self) -> int | None:
-        """Engine that sampled all responses; None if several did."""
+        """Number of the engine that sampled all responses; None if several did."""
         engines = {segment.engine for segment in self.segments if segment.author is Author.POLICY}
         return engines.pop() if len(engines) == 1 else None
 
@@ -237,16 +237,16 @@ class Transcript:
 class RewardInput(Packed):
     domain: str
     prompt: str
-    """Model input, with template."""
+    """Text that the model gets, with template."""
     response: str
-    """Response without special tokens."""
+    """Text of the response, without special tokens."""
     answer: Any
     """Reference answer."""
     columns: dict[str, Any]
-    """Whole row of the data."""
+    """All columns of the data row."""
     finish_reason: str
     question: Any = None
-    """Prompt in the data, without template: a text, or a list of chat messages."""
+    """Prompt as in the data, without template: a text or a list of chat messages."""
 
     @staticmethod
     def of(prompt: Prompt, response: str, finish_reason: str) -> RewardInput:
@@ -255,18 +255,18 @@ class RewardInput(Packed):
 
 @dataclass(frozen=True, slots=True)
 class Score(Packed):
-    """Result of a reward function; a plain number or bool becomes Score(value)."""
+    """Result of a reward function. A function may also return a plain number or bool, which becomes Score(value)."""
 
     value: float
     correct: bool | None = None
-    """True if the response counts as correct; None: if value >= 1 - 1e-6."""
+    """Whether the response is correct; None means correct if value >= 1 - 1e-6."""
     details: dict[str, float | str] = field(default_factory=dict)
     format_ok: bool | None = None
-    """True if the domain's format pattern matches; None if it has none."""
+    """Whether the response matches the domain's format pattern; None if there is no pattern."""
     answer: str | None = None
-    """The response's answer, for majority votes; empty: none found; None: this reward extracts no answers."""
+    """Answer extracted from the response, for majority votes. Empty: none found. None: this reward extracts no answers."""
     terms: dict[str, float] = field(default_factory=dict)
-    """Weighted summands of the value, for rewards of several terms."""
+    """Weighted terms that add up to the value, for rewards of several terms."""
 
     @property
     def is_correct(self) -> bool:
@@ -281,11 +281,11 @@ class Sample:
     outcome: SampleOutcome
     score: Score | None = None
     failure: str | None = None
-    """Cause of FAILED or FILTERED."""
+    """Why the outcome is FAILED or FILTERED."""
     timed_out: bool = False
-    """Generation timed out; the transcript holds the tokens so far."""
+    """True if generation timed out. The transcript has the tokens generated until then."""
     asked: float | None = field(default=None, compare=False)
-    """Time of the request; all times on the event loop's clock."""
+    """Time of the first request. All times are on the event loop's clock, in seconds."""
     generated: float | None = field(default=None, compare=False)
     """Time of the last token."""
     scored: float | None = field(default=None, compare=False)
@@ -293,15 +293,15 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class SampleGroup:
-    """Samples of a prompt, in index order."""
+    """All samples of a prompt, in order of their index."""
 
     group: int
     domain: str
     samples: tuple[Sample, ...]
     baseline: Sample | None = None
-    """Greedy response (ReMax): scored, never trained on."""
+    """Sample with greedy decoding (for ReMax); it is scored but never trained on."""
 
     @property
     def timed_out(self) -> bool:
-        """True if a sample timed out: it was probably long, so the others are biased to short responses."""
+        """True if a sample timed out. It was probably long, so without it the group is biased towards short responses."""
         return any(sample.timed_out for sample in self.samples)

@@ -1,4 +1,4 @@
-"""Rows of data files: JSON lines, parquet, arrow; a file or a folder, read in parts."""
+"""Read rows of data files in parts: JSON lines, parquet or arrow; a file or a folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPLITS = {
     "test": "test testing eval evaluation",
     "held-out": "heldout holdout",
 }
-"""Words that mark a split in file names, as on Hugging Face."""
+"""Words in file names that tell the split, as usual on Hugging Face."""
 _SPLIT_OF = {word: split for split, words in SPLITS.items() for word in words.split()}
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -39,10 +39,10 @@ class Row(NamedTuple):
     shard: int
     file: Path
     unit: str
-    """Unit of row numbers, which start at 1: line or row."""
+    """Unit of row numbers: "line" or "row". Numbers start at 1."""
     number: int
     content: dict[str, Any] | str
-    """Columns, or why the row is unreadable."""
+    """Columns of the row; a text if it is unreadable: the reason."""
 
     @property
     def place(self) -> str:
@@ -57,8 +57,8 @@ def paths_of(files: DataFiles) -> list[Path]:
 
 
 def shards_of(path: Path) -> list[Shard]:
-    """The file, or a folder's files in order: a data set saved by Hugging Face `datasets`, or shards of one kind and split. ValueError for
-    anything else."""
+    """Return the data file, or a folder's data files in order. A folder may be a data set saved by Hugging Face `datasets`, or hold files
+    of one kind and one split. Raises ValueError for anything else."""
     found = kind_of(path)
     if found is None:
         raise ValueError(f"no such file: {path}{elsewhere(path)}")
@@ -92,7 +92,7 @@ def _folder(folder: Path) -> list[Shard]:
 
 
 def _refuse_mixed_splits(folder: Path, names: Sequence[str]) -> None:
-    """Refuse names of several splits, or names without a split that differ in more than numbers: held-out rows must not train."""
+    """Refuse files of several splits, since held-out rows must not be trained on. Names without a split may differ only in numbers."""
     by_split = {_split(name): name for name in names}
     if len(by_split) > 1:
         named = ", ".join(f"{name} ({split or 'no split named'})" for split, name in sorted(by_split.items()))
@@ -104,13 +104,13 @@ def _refuse_mixed_splits(folder: Path, names: Sequence[str]) -> None:
 
 
 def _split(name: str) -> str:
-    """Splits named in a file name; empty if none."""
+    """Return the splits named in a file name, joined by "+"; empty if none."""
     words = re.findall(r"[a-z]+", re.sub(r"held[-_. ]out|hold[-_. ]out", "heldout", name.lower()))
     return "+".join(sorted({_SPLIT_OF[word] for word in words if word in _SPLIT_OF}))
 
 
 def _saved(folder: Path) -> list[Shard]:
-    """Files written by `Dataset.save_to_disk`."""
+    """Return the files written by `Dataset.save_to_disk`."""
     state = read_object(folder / "state.json")
     if state.get("_indices_data_files") or state.get("_indices_files"):
         raise ValueError(f"{folder} was saved by an old version of `datasets` with an index beside the rows; save flatten_indices() of it")
@@ -130,13 +130,13 @@ def _saved(folder: Path) -> list[Shard]:
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Rows of a file or folder, in order; ValueError for an unreadable file."""
+    """Yield the rows of a file or folder in order. Raises ValueError for an unreadable file."""
     for index, shard in enumerate(shards_of(path)):
         yield from shard_rows(shard, index)
 
 
 def shard_rows(shard: Shard, index: int = 0, columns: Sequence[str] | None = None) -> Iterator[Row]:
-    """Rows of a file. `columns`: read only these of a table."""
+    """Yield the rows of a file. `columns`: columns to read of a table (None: all); JSON lines are always read whole."""
     try:
         contents = _json_lines(shard.path) if shard.kind == "jsonl" else _table(shard, columns)
         for number, content in contents:
@@ -146,7 +146,8 @@ def shard_rows(shard: Shard, index: int = 0, columns: Sequence[str] | None = Non
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """Parse lines, read as bytes: text mode splits at characters that JSON allows in strings. Blank lines are skipped."""
+    """Yield (line number, row or reason why it is unreadable). Lines are read as bytes, since text mode would also split at characters that
+    JSON allows in strings. Blank lines are skipped."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             raw = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
@@ -162,7 +163,7 @@ def _parsed(raw: bytes) -> dict[str, Any] | str:
         return f"character {error.start + 1}: not valid UTF-8"
     except json.JSONDecodeError as error:
         return f"character {error.pos + 1}: not valid JSON: {error.msg}"
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or thousands of brackets
+    except (ValueError, RecursionError) as error:  # thousands of digits or brackets
         return f"not valid JSON: {first_line(error)}"
     if not isinstance(row, dict):
         return f"must be a JSON object with one entry per column, got {row!r:.80}"
@@ -181,7 +182,7 @@ def _lone_surrogate(row: Any) -> str | None:
 
 
 def declared_columns(shard: Shard) -> list[str]:
-    """Columns in the schema of a parquet or arrow file; ValueError if unreadable."""
+    """Return the column names of a parquet or arrow file. Raises ValueError if it is unreadable."""
     from pyarrow import ArrowException, parquet
 
     try:
@@ -221,7 +222,7 @@ def _batches(shard: Shard, columns: Sequence[str] | None) -> Iterator[Any]:
 
 
 def _arrow_reader(file: Path) -> Any:
-    """Reader of batches: Hugging Face writes the stream format, others the file format."""
+    """Open an arrow file for reading. Hugging Face writes the stream format, others the file format."""
     from pyarrow import ArrowInvalid, ipc, memory_map
 
     source = memory_map(str(file))

@@ -1,4 +1,4 @@
-"""Hash that is equal in all processes and runs; Python's own is salted."""
+"""Hash that is equal in all processes and runs, unlike Python's salted hash."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import hashlib
 
 
 def stable_hash(*parts: object) -> int:
-    """Hash of the parts' texts, 63 bits: a valid seed for every engine."""
+    """Hash the texts of the parts to 63 bits, a valid seed for every engine."""
     digest = hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 def derived_seed(run_seed: int, purpose: str, *parts: object) -> int:
-    """Derive a seed for one use of random numbers. Sums such as `seed + step` would give step 2 of run 1 the numbers of step 1 of run 2.
+    """Derive a seed for one use of random numbers. With sums such as `seed + step`, step 2 of run 1 would get the numbers of step 1 of run
+    2.
 
-    31 bits: valid for numpy, torch, engines, and Megatron-Core, which adds a rank."""
+    The seed has 31 bits: valid for numpy, torch, engines, and Megatron-Core, which adds a rank to it."""
     return stable_hash(run_seed, purpose, *parts) >> 32

@@ -1,4 +1,4 @@
-"""Supervised rows of `algorithm.ptx`, in a seeded, resumable order."""
+"""Serve the supervised rows of `algorithm.ptx` in a seeded, resumable order."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class SupervisedRows:
         self._order = PromptOrder(len(self._prompts), seed, "ptx")
 
     def draw(self) -> DataProto:
-        """Draw the rows of one optimizer step. Each learned token weighs coef / their number: the loss is coef times the mean
-        cross-entropy."""
+        """Draw the rows of one optimizer step. Each learned token gets the weight coef / number of learned tokens, so the loss is coef
+        times the mean cross-entropy."""
         rows = [self._row(self._order.next()[1]) for _ in range(self._config.samples)]
         targets = sum(int(counts[1:].sum()) for _, counts in rows)
         return DataProto(
             {
-                "sample": torch.arange(-len(rows), 0),  # negative: no number of a policy row
+                "sample": torch.arange(-len(rows), 0),  # negative, since policy rows have numbers from 0
                 "input_ids": Ragged.from_rows([ids for ids, _ in rows]),
                 "response_mask": Ragged.from_rows([counts for _, counts in rows]),
                 "temperature": torch.ones(len(rows)),
@@ -44,17 +44,17 @@ class SupervisedRows:
         )
 
     def distinct_ids(self) -> set[int]:
-        """Token ids of the first LOOKED_AT rows."""
+        """Return the token ids that occur in the first LOOKED_AT rows."""
         return {token for number in range(min(len(self._prompts), LOOKED_AT)) for token in self._row(number)[0].tolist()}
 
     def shares(self, updates: int, ranks: int, attention_par: float) -> list[list[DataProto]]:
-        """Draw the rows of the next optimizer steps, by rank."""
+        """Draw the rows of the next `updates` optimizer steps, split over `ranks`. Returns one batch per step for each rank."""
         drawn = [self.draw() for _ in range(updates)]
         parts = [balanced_partition(row_costs(rows.lengths.numpy(), attention_par), ranks) for rows in drawn]
         return [[rows.take(part[rank]) for rows, part in zip(drawn, parts, strict=True)] for rank in range(ranks)]
 
     def _row(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids, and a mask of the learned ones: answer and end of sequence, or all if there is no answer."""
+        """Return a row's token ids and a mask of the learned ones: answer and end of sequence, or all tokens if the data has no answers."""
         prompt = self._prompts[number]
         given = list(prompt.token_ids)
         learned = [] if self._config.data.answer is None else self._answer(prompt.answer)
@@ -80,7 +80,7 @@ class SupervisedRows:
 
 
 def beside(own: DataProto, supervised: DataProto) -> DataProto:
-    """Join policy and supervised rows. Columns that the latter lack are filled with padding."""
+    """Join policy rows and supervised rows. Columns that supervised rows lack are filled with padding."""
     lengths = supervised.lengths
     missing = {name: _nothing(name, column, lengths) for name, column in own.columns.items() if name not in supervised}
     return DataProto.concat([own.with_columns(ptx_weight=torch.zeros(len(own))), supervised.with_columns(**missing)])

@@ -1,4 +1,4 @@
-"""Templates: from a row of the data to the model's text and tokens."""
+"""Templates turn a row of the data into the model's text and tokens."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def load_tokenizer(path: Path | str, setting: str = "model.path") -> Tokenizer:
         raise ValueError(f"{setting}: {folder} is no folder; it must hold a model in Hugging Face format with its tokenizer")
     try:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except Exception as error:  # broken files make it fail in any way
+    except Exception as error:  # broken files may raise anything
         raise ValueError(f"{setting}: no tokenizer could be loaded from {folder}: {first_line(error)}") from error
 
 
 class Template:
-    """Renders and tokenizes rows. `setting`: configuration path, for messages."""
+    """Renders and tokenizes rows. `setting`: YAML path of the template, for messages."""
 
     def __init__(self, config: TemplateConfig, prompt_column: str, tokenizer: Tokenizer, setting: str) -> None:
         self._config = config
@@ -36,7 +36,7 @@ class Template:
         self._tokenizer = tokenizer
         self._setting = setting
         self._chat_template: str | None = None
-        """Chat template from a file; None: the tokenizer's."""
+        """Chat template read from a file; None to use the tokenizer's."""
         self._placeholders: list[str] = []
         if isinstance(config, PlainTemplateConfig):
             self._placeholders = _placeholders(config.text, f"{setting}.text")
@@ -46,7 +46,7 @@ class Template:
             raise ValueError(f"{setting}.name: chat, but the tokenizer has no chat template; use name: plain")
 
     def render(self, row: Mapping[str, Any]) -> str:
-        """Text of a row; RowError if a column does not fit."""
+        """Return a row's text. Raises RowError if a column's value cannot be used."""
         if isinstance(self._config, PlainTemplateConfig):
             columns = {name: self._prompt_column if name == "prompt" else name for name in self._placeholders}
             return self._config.text.format_map({name: text_of(row, column, name, self._setting) for name, column in columns.items()})
@@ -55,12 +55,12 @@ class Template:
             return self._tokenizer.apply_chat_template(
                 messages, chat_template=self._chat_template, tokenize=False, add_generation_prompt=True, **self._config.arguments
             )
-        except Exception as error:  # whatever the template objects to
+        except Exception as error:  # templates may raise anything
             raise RowError(self._prompt_column, f"the chat template refuses the messages: {error}") from error
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
-        """Plain text gets the tokenizer's special tokens, as in pre-training (BOS for Llama, none for Qwen); a chat template has written
-        them into the text."""
+        """Tokenize texts. Plain text gets the tokenizer's special tokens, as in pre-training (BOS for Llama, none for Qwen). Text of a chat
+        template already contains them."""
         if not texts:
             return []
         add = isinstance(self._config, PlainTemplateConfig)
