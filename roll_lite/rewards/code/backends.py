@@ -1,6 +1,6 @@
 """Backends that run programs: sandboxes on this machine, or a SandboxFusion server.
 
-SandboxFusion (`POST .../run_code`) runs our `sandbox/guest.py`, sent in a zip file, which does the job and writes the outcome to a file.
+SandboxFusion (`POST .../run_code`) runs our `sandbox/guest.py`, sent in a zip file, which runs the job and writes the outcome to a file.
 Calls, asserts and languages thus mean the same as in our sandboxes.
 """
 
@@ -41,7 +41,7 @@ class RemoteBackend(HttpSettings):
     name: Literal["sandbox_fusion"] = "sandbox_fusion"
     """The service's protocol."""
     url: Addresses
-    """URL, or several: the least busy is asked."""
+    """One or several URLs; requests go to the least busy."""
     concurrency: PositiveInt = 16
     """Concurrent requests per worker."""
     timeout_s: PositiveFloat = 60.0

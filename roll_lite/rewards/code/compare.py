@@ -22,8 +22,8 @@ def same_output(expected: str, printed: str, compare: Compare, tolerance: float)
     """True if the output is as expected.
 
     exact: every character counts. lines: white space at line ends and empty lines at the end do not count. numeric: words are compared,
-    numbers with a relative or absolute error of at most `tolerance`. auto: like lines, but like numeric for lines with decimals, with an
-    absolute error of at most a hundredth of the number. Otherwise 0.000000002 would pass for 0.000000001.
+    numbers with a relative or absolute error of at most `tolerance`. auto: as lines; lines with decimals as numeric, but with an absolute
+    error of at most a hundredth of the number, as 0.000000002 would otherwise pass for 0.000000001.
     """
     if compare == "exact":
         return expected == printed

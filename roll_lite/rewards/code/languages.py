@@ -1,4 +1,4 @@
-"""Runs programs of several languages, and finds the program in a response."""
+"""Programming languages: their commands, and the search for a program in a response."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LINE = re.compile(r"[^\n]*\n|[^\n]+")
 
 
 def known_languages(names: Sequence[str], commands: Mapping[str, Language], local: bool) -> dict[str, Language | None]:
-    """Languages by name; python is None. ValueError for an unknown name or, with `local`, for a missing interpreter."""
+    """Map names to languages; python maps to None. ValueError for an unknown name or, with `local`, for a missing interpreter."""
     found: dict[str, Language | None] = {}
     for name in names:
         plain = ALIASES.get(name.lower(), name.lower())
@@ -66,8 +66,8 @@ def extract_code(
 ) -> tuple[str, str] | None:
     """(code, language tag) of the response's program, or None. auto: without fenced blocks, the whole response.
 
-    Of blocks tagged with one of `languages` or untagged, the one that defines most of `needed` is the program; ties go to a tagged block,
-    then to the last. If the text ends early (a cut response), an unclosed block does not count.
+    Of blocks tagged with one of `languages` or untagged, the one that defines the most names in `needed` is the program; ties go to a
+    tagged block, then to the last. If the text ends early (a cut response), an unclosed block does not count.
     """
     if extract != "whole":
         blocks = _blocks(text, ends_early)
@@ -95,7 +95,7 @@ def defines(code: str, name: str) -> bool:
 
 
 def _blocks(text: str, ends_early: bool) -> list[tuple[str, str]]:
-    """(code, tag) of each fenced block. An unclosed one extends to the end; it is ignored without a tag, as a stray fence."""
+    """(code, tag) of each fenced block. An unclosed one extends to the end, but is ignored without a tag: its fence may close another."""
     found: list[tuple[str, str]] = []
     lines: list[str] = []
     opened: re.Match[str] | None = None

@@ -1,4 +1,4 @@
-"""Finds the program's names in a sample's asserts, and whether these can run outside the program's process (`why_inside`).
+"""Finds the program's names in a sample's asserts, and whether the asserts can run outside its process (`why_inside`).
 
 Only the tests are read: a program could otherwise redefine `abs`, or choose the process in which it is tested.
 """
@@ -113,10 +113,10 @@ def _is_constant(node: ast.AST) -> bool:
 
 
 def names_of(sources: Sequence[str], entry_point: str | None = None) -> list[Names]:
-    """Names in each of a sample's tests.
+    """Find the names that each test uses.
 
-    A builtin's name, such as `abs`, is the program's if it is the entry point, or if every assert calls it and the tests use no other name
-    of the program. ValueError if the tests use no name of the program, or several builtins could be it.
+    A builtin's name, such as `abs`, means the program's function if it is the entry point, or if every assert calls it and the tests use no
+    other name of the program. ValueError if the tests use no name of the program, or if several builtins could be its function.
     """
     tests = [_Test(source) for source in sources]
     named = _Test(entry_point).used if entry_point else set[str]()
@@ -178,7 +178,8 @@ def _called_everywhere(trees: Sequence[ast.Module]) -> set[str]:
 
 
 def uncalled_tests(source: str) -> list[str]:
-    """Calls that a test runner would make: `test_...` functions, and one for all test classes. ValueError for fixtures."""
+    """Calls that only a test runner would make: of `test_...` functions, and one for all test classes. ValueError for a function that has
+    arguments or is async."""
     tree = ast.parse(source)
     called = {_name(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     functions, classes = list[str](), False

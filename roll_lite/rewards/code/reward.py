@@ -1,4 +1,4 @@
-"""Reward `code`: tests programs."""
+"""Reward `code`: tests the response's program."""
 
 from __future__ import annotations
 
@@ -53,8 +53,7 @@ class CodeReward(RewardType):
     column: str | None = None
     """Column with the tests; default: the answer holds them."""
     commands: dict[str, Language] = Field(default_factory=dict)
-    """Further languages by name: `file`, the program's file name; `run`, the command that runs it; `compile`, an optional command that
-    compiles it."""
+    """Further languages by name: `file`, the program's file name; `run`, its command; `compile`, the optional compiler command."""
     languages: Annotated[tuple[str, ...], Field(min_length=1)] = ("python",)
     """Languages that the response may be written in; the code block's label selects one."""
     extract: Extract = "auto"
@@ -141,7 +140,7 @@ class CodeReward(RewardType):
         return f"programs run in a sandbox; {runner.describe()}" if isinstance(runner, SandboxPool) else "programs run in a remote sandbox"
 
     def in_run(self, config: RunConfig, place: str, timeout_s: float) -> Iterator[Problem]:
-        """Check limits and folders. Three times `total_s` must be less than `timeout_s`: a slow program would count as a lost worker."""
+        """Check limits and folders. Three times `total_s` must be below `timeout_s`, or a slow program would count as a lost worker."""
         yield from too_slow(place, "total_s", self.total_s, CLOCK * self.total_s, timeout_s)
         if "test_s" in self.model_fields_set and self.test_s > self.total_s:
             message = f"is more than all tests of a sample may have (total_s: {self.total_s:g}); use less, or raise that"
@@ -170,7 +169,7 @@ class CodeReward(RewardType):
         return f"values, and a response is an expression {' and '.join(marks)} that is worth one"
 
     def response_for(self, answer: Any) -> str | None:
-        """Write the answer as a Python expression; a text that is a literal stays. Operators in `must_contain` are appended to a number."""
+        """Write the answer as a Python expression; text that is a literal stays. Operators in `must_contain` are appended to a number."""
         value = _value(answer)
         written = None if answer is None else repr(answer) if value is answer else str(answer)
         if written is None or not self.must_contain:

@@ -18,7 +18,7 @@ from roll_lite.sandbox.values import decode, encode
 
 COMPILE = Limits(cpu_s=20.0, wall_s=60.0, memory_mb=2048, output_kb=16 * 1024, file_mb=32, folder_mb=256)
 CLOCK = 3.0
-"""Ratio of the wall-clock to the CPU limit: other processes need the CPUs too."""
+"""Ratio of the wall-clock limit to the CPU limit, as other processes use the CPUs too."""
 MOST_CALLS = 20
 """Maximum number of calls that share one run of the program."""
 SHOWN = 160
@@ -73,7 +73,7 @@ class Rounds:
     _jobs: list[tuple[Attempt, Test]] = field(default_factory=list)
 
     def run(self, backend: Backend, attempts: Sequence[Attempt]) -> None:
-        """Run a few tests of every sample per round: samples run concurrently, and one that fails can stop early."""
+        """Run a few tests of every sample per round, samples concurrently. With `fail_fast`, a sample ends at its first failure."""
         self._compile(backend, [one for one in attempts if one.language is not None and one.language.compile])
         waiting = [one for one in attempts if not one.over and one.failure is None]
         while waiting:
@@ -84,7 +84,7 @@ class Rounds:
             waiting = [one for one in waiting if not one.over and one.failure is None and one.done < len(one.tests)]
 
     def _group(self, attempt: Attempt) -> list[Test]:
-        """Next tests for one process: all asserts, one run with input, or ever more calls, since most wrong programs fail at once."""
+        """Next tests for one process: all asserts, one run with input, or a growing number of calls. Most wrong programs fail at once."""
         rest = attempt.tests[attempt.done :]
         kind = [(test.function, test.source is None) for test in rest]
         alike = next((place for place, one in enumerate(kind) if one != kind[0]), len(kind))
@@ -200,7 +200,7 @@ class Rounds:
 
 
 def _works_in_place(tests: Sequence[Test]) -> bool:
-    """True if the tests are for a function that changes its first argument, as in LeetCode, and one that does nothing would fail some."""
+    """True if the tests are for a function that changes its first argument, as in LeetCode, and doing nothing would fail at least one."""
     given = [test.args[0] if test.args else None for test in tests]
     return all(isinstance(one, list) and isinstance(test.expected, list) for one, test in zip(given, tests, strict=True)) and any(
         one != test.expected for one, test in zip(given, tests, strict=True)

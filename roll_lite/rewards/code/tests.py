@@ -23,7 +23,7 @@ class Test:
     args: list[Any] = field(default_factory=list)
     kwargs: dict[str, Any] = field(default_factory=dict)
     also: tuple[Any, ...] = ()
-    """Further accepted values."""
+    """Other values accepted as correct."""
     source: str | None = None
     names: tuple[str, ...] = ()
     """Names of the program that the asserts use."""
@@ -138,7 +138,7 @@ def _asserts(sources: Sequence[str], entry_point: str | None) -> list[Test]:
 
 
 def _complete(source: str, entry_point: str | None) -> list[str]:
-    """Append the calls that a data set's own harness makes, one text per call."""
+    """Append the calls that a data set leaves to its own harness; return a text per call."""
     functions = {node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
     if "check" in functions and "\ncheck(" not in source:
         if not entry_point:

@@ -29,8 +29,8 @@ SHOWN_CHARACTERS, SHORTEST_SECRET = 200, 8
 PASSING = (408, 429, *range(500, 600))
 """HTTP status codes worth a retry."""
 ABOUT_THE_CONTENT = (400, 403, 413, 422, 500)
-"""HTTP status codes that suggest a bad request content: too long, malformed, moderated, or crashing the service. The response may be the
-cause."""
+"""HTTP status codes that may blame the request's content (too long, malformed, moderated, crashes the service): the response is
+suspected."""
 
 
 def _is_set(variable: str) -> str:
@@ -52,9 +52,9 @@ def _are_urls(given: str | tuple[str, ...]) -> str | tuple[str, ...]:
 
 
 KeyVariable = Annotated[str, AfterValidator(_is_set), Unshown()]
-"""Name of the environment variable with a key."""
+"""Environment variable with a key."""
 Addresses = Annotated[str | tuple[str, ...], AfterValidator(_are_urls), Unshown()]
-"""URL, or several."""
+"""One or several URLs."""
 
 
 class HttpSettings(ArgumentSection):
@@ -75,12 +75,12 @@ class HttpSettings(ArgumentSection):
 
 
 class AskingReward(RewardType, HttpSettings):
-    """Reward type that asks a service."""
+    """Base class of rewards that ask an HTTP service."""
 
     _of_loop: dict[asyncio.AbstractEventLoop, Any] = PrivateAttr(default_factory=dict)
 
     def of_loop(self, make: Callable[[], Any]) -> Any:
-        """Object of the running event loop (a client, a batcher), made at first use."""
+        """Return the running event loop's object (a client, a batcher), made at first use."""
         loop = asyncio.get_running_loop()
         if loop not in self._of_loop:
             self._of_loop = {other: made for other, made in self._of_loop.items() if not other.is_closed()} | {loop: make()}
@@ -130,8 +130,8 @@ class HttpClient:
         self._client: httpx2.AsyncClient | None = None
 
     async def post(self, payload: Any, retries: int | None = None) -> tuple[Any, str]:
-        """Return the answer's JSON and the URL that gave it, without secrets. After all retries, raise ServiceRefused if the service
-        rejects the request, RewardFailed if it does not answer."""
+        """Return the answer's JSON and the URL that gave it, without secrets. ServiceRefused if the service rejects the request,
+        RewardFailed if all attempts fail."""
         attempts, causes = 1 + (self._settings.retries if retries is None else retries), dict[str, str]()
         try:
             body = json.dumps(payload).encode()
@@ -216,7 +216,7 @@ async def _opened(settings: HttpSettings) -> AsyncIterator[httpx2.AsyncClient]:
 
 
 def _without(key: str | None, text: str) -> str:
-    """Replace the key in a text: services may echo it verbatim, in JSON or in a URL."""
+    """Hide the key in a text: services may echo it verbatim, in JSON or in a URL."""
     if key is None:
         return text
     with suppress(ValueError, RecursionError):

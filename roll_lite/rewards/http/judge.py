@@ -73,7 +73,7 @@ class JudgeReward(AskingReward):
 
     If the verdict is unreadable or cut at `max_tokens`, the judge is asked again, `asks` times in all. A response without a verdict, or
     refused by the endpoint, gets the lowest value (0, or a negative choice). But if a harmless response gets no verdict either, the sample
-    fails. Readable greedy verdicts are kept in memory.
+    fails. Readable answers to greedy questions are kept and reused.
 
     ```yaml
     reward:

@@ -24,7 +24,7 @@ LINE = (
 INTRODUCTION = re.compile(rf"(?:\A|\n)\W*(?:here(?:['’]s| is) )?(?:(?:the|my|final|overall) )*{NAMES}\W*\Z", re.IGNORECASE)
 """Line that announces the judge's own verdict. Other lines that end with a colon announce a quotation."""
 UNFINISHED = re.compile(r"[^\W\d_\u0e00-\u0eff]\Z|[,;、，；—–(\[{]\Z")
-"""End of a line in mid-sentence: the next line may be a quotation. Thai and Lao letters do not count, as they have no full stop."""
+"""End of a line in mid-sentence: the next line may be a quotation. Thai and Lao have no full stop: their letters do not count."""
 PIECE = re.compile(r"\s*(?:#|[-+*•]\s|(?:\d+|\w)[.)]\s|\*\*(?!.*\*\*))")
 """Heading or list item, which needs no full stop; a heading in bold type lacks its last asterisks."""
 QUOTE, QUOTE_END = re.compile(r"‘|(?<![^\s(\[{])'"), re.compile(r"(?<=\S)['’](?!\w)")

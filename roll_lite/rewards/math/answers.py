@@ -67,7 +67,7 @@ def find_answer(response: str, extract: Extract) -> str:
 
 
 def find_words(response: str, extract: Extract) -> str:
-    """Find an answer in words: in the last tag or box or the response, the line after "the answer is", else the first line."""
+    """Find an answer in words, in the last tag or box or the response: the line after "the answer is", else the first line."""
     if extract == "number":
         return ""
     response = plain_boxes(response)
@@ -78,7 +78,7 @@ def find_words(response: str, extract: Extract) -> str:
 
 
 def words(text: str, shortest: int = 3) -> list[str]:
-    """Find words of `shortest` or more letters. LaTeX and functions (sin) do not count, nor, unless it is 2, products (xyz)."""
+    """Find words of at least `shortest` letters, without LaTeX and functions (sin). Products (xyz) count only if it is 2."""
     found = re.findall(rf"[A-Za-z]{{{shortest},}}|[{HAN}]", NO_WORDS.sub(" ", text))
     return [word for word in found if shortest == 2 or (word not in string.ascii_lowercase and word.lower() not in ("and", "for"))]
 

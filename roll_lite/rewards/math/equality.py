@@ -17,13 +17,13 @@ Parsed = list[Any]
 """Sympy expressions that math-verify parsed from a text."""
 
 CLOSE, PLACES = Fraction(1, 10_000), 6
-"""Decimals are equal within this relative difference, if also equal when rounded to this many decimal places."""
+"""Two decimals are equal if they differ by at most this share and agree when rounded to this many decimal places."""
 LOOSE = Fraction(1, 100)
 """Maximum relative difference between the sides of an equation with decimals."""
 DIGITS = 60
 """Precision for comparing constants, in digits."""
 MOST_BITS = 100_000
-"""Maximum bits of a power or factorial: the time limit cannot interrupt larger ones."""
+"""Maximum bits of a power or factorial: the time limit cannot interrupt the computation of larger ones."""
 APPROXIMATELY = re.compile(r"\\approx(?![A-Za-z])|\\simeq(?![A-Za-z])|≈")
 EQUALS = re.compile(rf"(?<![<>=\\:])(?<![^\d)]!)=(?!=)|{APPROXIMATELY.pattern}")
 SEVERAL = re.compile(r";|,(?!\d{3}(?!\d))|\b(?:or|and)\b")
@@ -31,7 +31,7 @@ NAME = re.compile(r"(?:(?:[A-Za-z]\w*|\\[A-Za-z]+)(?:_(?:\w+|\{\w+\}))?(?:\(\s*[
 AMBIGUOUS = re.compile(r"\d\s+\d|(?:\*\*|\^)\s*(?:\d+|[A-Za-z])\s*(?:\*\*|\^)")
 """Text that math-verify would misread: 1 2 as a product, 2^3^2 as (2^3)^2."""
 POWERS = re.compile(r"((?:\^|\*\*)\s*(?:\d+|\{[^{}]*\}))\s+(?=\d)")
-"""Power before a number, a product: 2^6 3^5."""
+"""Power followed by a number: a product, as in 2^6 3^5."""
 SET = re.compile(r"(?:\\left)?\\\{((?:(?!\\\}).)*?)(?:\\right)?\\\}|\{([^{}]*)\}", re.DOTALL)
 SEPARATOR = re.compile(
     r"(\s*(?:(?<!\\),(?!\d{3}(?!\d))|(?<!\\);|\\text\s*\{\s*,?\s*(?:and|or)\s*\}|\b(?:and|or)\b)\s*(?:and\b|or\b)?)|([(\[{])|[)\]}]"
@@ -58,7 +58,7 @@ RAISED, LOWERED = re.compile("[⁰¹²³⁴-⁹⁻]+"), re.compile("[₀-₉]+")
 
 
 def as_latex(text: str) -> str:
-    """Convert a formula to LaTeX, also Unicode signs and bare names such as pi and sqrt()."""
+    """Convert a formula to LaTeX, including Unicode signs and bare names such as pi and sqrt()."""
     text = re.sub(r"\\log_\s*\{?(\w+)\}?\s+(\w+)", r"\\log_{\1}(\2)", with_braces(text).replace(r"\varnothing", r"\emptyset"))
     text = re.sub(r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)|√\s*\(?(\w+|(?<=\()[^()]*)\)?", lambda one: rf"\sqrt{{{one[1] or one[2]}}}", text)
     text = re.sub(r"(?<![\\A-Za-z])(pi|sin|cos|tan|cot|sec|csc|ln|log|exp)(?![A-Za-z])", r"\\\1 ", text)
@@ -115,7 +115,7 @@ def _latex() -> Any:
 
 
 def same_number(gold: Quantity, found: Quantity) -> bool | None:
-    """Compare exactly, decimals with a tolerance; 50% equals 0.5 and 50. None if the units measure different things."""
+    """Compare exactly, or with a tolerance if one is a decimal. 50% equals 0.5 and 50. None if the units measure different things."""
     factor = ratio(found.unit, gold.unit)
     if factor is None:
         return None
@@ -130,7 +130,7 @@ def _close(one: Fraction, other: Fraction) -> bool:
 
 
 def written_form(text: str) -> str | tuple[Fraction, ...]:
-    """Normalize a numeral with a base (1001_2, 0x2A) or a ratio (2:3), which equal only their own kind; empty for other text."""
+    """Normalize a numeral with a base (1001_2, 0x2A) or a ratio (2:3), which equal nothing else; empty for other text."""
     text = re.sub(r"[ {}]", "", unwrapped(text)).lower().replace("\\colon", ":")
     if NUMERAL.fullmatch(text):
         return re.sub(r"\A([+-]?0[xob]|)0*(?=.)", r"\1", text)

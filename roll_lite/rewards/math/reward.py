@@ -71,11 +71,11 @@ class Reference:
     words: str | None = None
     """Reference in words, normalized; None for a formula."""
     items: tuple[Reference, ...] = ()
-    """Items of a list."""
+    """Items, if the reference is a list."""
     name: str = ""
     """Variable to solve for: x in x = 5."""
     number: Quantity | None = None
-    """Plain number, perhaps with a unit; else None."""
+    """Value, if the reference is only a number, perhaps with a unit."""
     unit: Unit = NO_UNIT
     parsed: Parsed = field(default_factory=list)
     """Expression without the unit."""
@@ -224,7 +224,7 @@ class MathReward(RewardType):
 
 
 def _says_of(name: str, answer: str) -> bool:
-    """False for an equation about something else: x^2 = 1 where x = 1 is asked. Equations of numbers only pass."""
+    """False for an equation about something else: x^2 = 1 where x = 1 is asked. Equations between numbers are allowed."""
     *before, last = sides(IMPLIES.split(answer)[-1])
     before = [TEXT.sub(lambda one: " " if re.search("[a-z]{2}", one[1]) else one[1], side) for side in before]
     if any(RELATION.search(as_latex(side)) for side in before):
@@ -278,7 +278,7 @@ def _inner(text: str) -> str:
 
 
 def _refuse_text(inner: str) -> None:
-    """Raise ValueError for several parts, counts of several things, and sentences with formulas. A few words alone pass."""
+    """Raise ValueError for several parts, counts of several things, or a sentence with formulas; a few words alone pass."""
     if _in_words(inner):
         return
     if PARTS.search(TEXT.sub(r" \1 ", re.sub(r"\\(?:left|right)(?![A-Za-z])", "", inner))):

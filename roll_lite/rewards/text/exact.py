@@ -1,4 +1,4 @@
-"""Reward `exact`: compares texts."""
+"""Reward `exact`: compares the response's text with the answer."""
 
 from __future__ import annotations
 

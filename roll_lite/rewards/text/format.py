@@ -30,7 +30,7 @@ PRESETS: dict[str, str] = {
 
 
 class FormatReward(RewardType):
-    """Score 1 if the response matches a pattern, your own or a built-in one, else 0. Meant as a term.
+    """Score 1 if the response matches a pattern, your own or a built-in one, else 0. Mostly one of another reward's `terms`.
 
     ```yaml
     reward:
@@ -43,8 +43,8 @@ class FormatReward(RewardType):
     pattern: str | None = None
     """Regular expression to find in the response (`.` matches line breaks; anchor with ^ and $)."""
     preset: Literal["think_answer", "think", "answer", "boxed"] | None = None
-    r"""Built-in pattern. think_answer: `<think>...</think><answer>...</answer>`, each once, and nothing else. think, answer: one such pair,
-    think at the start. boxed: a `\boxed{}`."""
+    r"""Built-in pattern. think_answer: `<think>...</think><answer>...</answer>`, each once, and nothing else. think: one
+    `<think>...</think>`, at the start. answer: one `<answer>...</answer>`. boxed: a `\boxed{}`."""
 
     @field_validator("pattern")
     @classmethod
@@ -72,7 +72,7 @@ FormatCheck = Callable[[str], bool]
 
 
 def format_check(config: RewardConfig, path: str = "reward") -> FormatCheck | None:
-    """Build the check of a domain's `format`; None if it has none. ValueError names the YAML `path`."""
+    """Build the check of a domain's `format`; None if it has none. A bad pattern raises ValueError, which names the YAML `path`."""
     if config.format is None:
         return None
     try:

@@ -29,13 +29,13 @@ IDS = ("instruction_id", "instruction_id_list")
 
 
 class InstructionReward(RewardType):
-    """Score 1 if the response, after the last `</think>`, follows all its program-checkable instructions (IFEval, RLVR-IFEval, IF-RLVR,
+    """Score 1 if the response, after the last `</think>`, follows all instructions that a program can check (IFEval, RLVR-IFEval, IF-RLVR,
     IFBench), else 0.
 
     A sample with an unknown instruction or bad arguments fails. If a check takes longer than `cpu_limit_s`, its instruction counts as not
     followed; `too_long` in the details lists it.
 
-    | family | ids such as | in the row |
+    | data set | ids such as | layout of a row |
     |---|---|---|
     | IFEval, 25 | `keywords:existence`, `startend:end_checker` | columns `instruction_id_list` and `kwargs` |
     | RLVR-IFEval of AllenAI, 25 | `verify_keywords`, `validate_end` | `{"func_name": "validate_end", "end_phrase": "Bye."}` |
@@ -155,7 +155,7 @@ def asked_of(sample: RewardInput, ids: str, arguments: str) -> list[Asked]:
 
 
 def _together(value: Any) -> list[Asked]:
-    """Read instructions in one of the layouts {"func_name": ..., arguments} and {"instruction_id": [...], "kwargs": [...]}, or a list."""
+    """Read instructions, laid out as {"func_name": ..., arguments} or {"instruction_id": [...], "kwargs": [...]}, or a list of them."""
     value = _parsed(value, "the reference answer")
     if isinstance(value, Mapping):
         if FUNCTION in value:
