@@ -52,7 +52,6 @@ class Names:
     """Modules used without an import, by their name in the tests: np for numpy."""
     imports: tuple[str, ...] = ()
     inside: str = ""
-    """Why the test must run in the program's process, or empty."""
 
 
 def why_inside(tree: ast.Module, program: Collection[str], foreign: Collection[str]) -> str:

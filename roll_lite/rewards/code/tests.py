@@ -28,7 +28,6 @@ class Test:
     names: tuple[str, ...] = ()
     """Names of the program that the asserts use."""
     modules: dict[str, str] = field(default_factory=dict)
-    """Modules used without an import, by their name in the asserts."""
     imports: tuple[str, ...] = ()
     inside: str = ""
     """Why the asserts must run in the program's process, or empty."""
@@ -138,7 +137,7 @@ def _asserts(sources: Sequence[str], entry_point: str | None) -> list[Test]:
 
 
 def _complete(source: str, entry_point: str | None) -> list[str]:
-    """Append the calls that a data set leaves to its own harness; return a text per call."""
+    """Append the calls that a data set leaves to its own harness, a text per call."""
     functions = {node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
     if "check" in functions and "\ncheck(" not in source:
         if not entry_point:

@@ -52,9 +52,7 @@ def _are_urls(given: str | tuple[str, ...]) -> str | tuple[str, ...]:
 
 
 KeyVariable = Annotated[str, AfterValidator(_is_set), Unshown()]
-"""Environment variable with a key."""
 Addresses = Annotated[str | tuple[str, ...], AfterValidator(_are_urls), Unshown()]
-"""One or several URLs."""
 
 
 class HttpSettings(ArgumentSection):
@@ -75,8 +73,6 @@ class HttpSettings(ArgumentSection):
 
 
 class AskingReward(RewardType, HttpSettings):
-    """Base class of rewards that ask an HTTP service."""
-
     _of_loop: dict[asyncio.AbstractEventLoop, Any] = PrivateAttr(default_factory=dict)
 
     def of_loop(self, make: Callable[[], Any]) -> Any:

@@ -44,7 +44,7 @@ class VerdictParser:
     A last line after an unfinished sentence counts as quoted.
 
     With `pattern`, the verdict is the first group of its last match, or the whole match. It is looked up in `choices`, or is a number,
-    which `scale` maps to 0..1. A text that takes too long to search, as a quoted response may cause, has no verdict.
+    which `scale` maps to 0..1. A text that takes too long to search has no verdict.
     """
 
     pattern: str | None = None

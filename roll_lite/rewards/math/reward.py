@@ -92,8 +92,7 @@ class MathReward(RewardType):
     - **Equations.** The last side counts, and sides that are numbers must be equal: 45+25=70. If the reference is `x=5`, the first side
       must be x, or all sides numbers: `x^2-20=5` is wrong. `≈` is accepted only if the reference is a decimal.
     - **Unfinished answers** are wrong: unsolved inequalities, operations that the reference lacks (integrals, functions), and more
-      additions, products or powers than it has (`(x-1)(x+1)` for `x^2-1`, `x^2+2x+1` for `(x+1)^2`, `(x^2)^5` for `x^{10}`,
-      `[1,2]\cup[2,3]` for `[1,3]`).
+      additions, products or powers than it has (`(x-1)(x+1)` for `x^2-1`, `x^2+2x+1` for `(x+1)^2`, `(x^2)^5` for `x^{10}`).
     - **No answer**, or one that takes longer than `cpu_limit_s`, is wrong.
     - **References.** If there is a "####" (GSM8K), only the text after it counts. Words, such as no solution, are compared as text,
       ignoring case. A sample fails if its reference is unreadable, a sentence with formulas, in several parts, or counts several things

@@ -1,4 +1,4 @@
-"""Reward `exact`: compares the response's text with the answer."""
+"""Reward `exact`: compares texts literally."""
 
 from __future__ import annotations
 

@@ -59,10 +59,10 @@ class InstructionReward(RewardType):
       Options and first words must be whole words. A text without letters is in no language.
     - **IF-RLVR.** `copy:repeat_phrase`: each copy changes one inner word. `new:copy_span_idx`: the span's last character may be missing.
       `keywords:exclude_word_harder`: nowhere in the response. `keywords:palindrome`: three or more letters. `count:counting_composition`:
-      paragraphs are separated by `***` or `* * *`. `punctuation_dot`, `punctuation_exclamation`: marks of other scripts count too. A bigram
+      `***` or `* * *` between paragraphs. `punctuation_dot`, `punctuation_exclamation`: marks of other scripts count too. A bigram
       is two words.
     - **IFBench.** `words:start_verb` accepts about 560 verbs, their forms, and nouns of the same spelling; `ratio:stop_words` has its own
-      list; `words:odd_even_syllables` counts groups of vowels, minus a silent e; `format:emoji` uses Unicode ranges. Stricter than the
+      list; `words:odd_even_syllables` counts groups of vowels, minus a silent e. Stricter than the
       original: `format:list` (at line starts), `format:sub-bullets` (at least one), `format:no_bullets_bullets` (full stops),
       `format:output_template` (labels in order, each followed by text), `count:conjunctions` (case ignored), `custom:reverse_newline` (no
       repeated line), `custom:date_format_list` (existing days), `custom:csv_special_character` (all rows), `repeat:repeat_change` (another
