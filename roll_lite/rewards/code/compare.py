@@ -21,9 +21,9 @@ LEAST = 1e-12
 def same_output(expected: str, printed: str, compare: Compare, tolerance: float) -> bool:
     """True if the output is as expected.
 
-    exact: every character counts. lines: white space at line ends and empty lines at the end do not count. numeric: words are compared,
-    numbers with a relative or absolute error of at most `tolerance`. auto: as lines; lines with decimals as numeric, but with an absolute
-    error of at most a hundredth of the number, as 0.000000002 would otherwise pass for 0.000000001.
+    exact: by character. lines: without white space at line ends and empty lines at the end. numeric: by word, numbers with a relative or
+    absolute error of at most `tolerance`. auto: as lines; lines with decimals as numeric, but with an absolute error of at most a hundredth
+    of the number, as 0.000000002 would otherwise pass for 0.000000001.
     """
     if compare == "exact":
         return expected == printed

@@ -101,7 +101,7 @@ def _needed(function: str | None) -> str:
 
 
 def _inputs_and_outputs(inputs: Sequence[Any], outputs: Sequence[Any], function: str | None) -> list[Test]:
-    """Read tests in the layout of APPS and TACO. If all expected values are lists of one item, the bare item is accepted too."""
+    """Read tests in the layout of APPS and TACO. If all expected values are lists of one item, bare items are accepted too."""
     if len(inputs) != len(outputs):
         raise ValueError(f"{len(inputs)} inputs, {len(outputs)} outputs")
     tests = [_pair(one, other, function) for one, other in zip(inputs, outputs, strict=True)]

@@ -68,11 +68,11 @@ class JudgeReward(AskingReward):
 
     The judge is at `url` and named `model`, or is `server`, which the run starts itself. Without `pattern`, `choices` and `scale`, the
     verdict is yes (1) or no (0). It is the last line of the judge's text, such as "Verdict: yes" or "7/10", or a final JSON object such as
-    {"verdict": "yes"}, as from guided decoding (`extra_body`). Other verdicts in the text are ignored, since the judge may quote them from
-    the response; so is a last line after an unfinished sentence ("The response ends with").
+    {"verdict": "yes"}, as from guided decoding (`extra_body`). Other verdicts, and a last line after an unfinished
+    sentence ("The response ends with"), are ignored: the judge may quote the response.
 
-    If the verdict is unreadable or cut at `max_tokens`, the judge is asked again, `asks` times in all. A response without a verdict, or
-    refused by the endpoint, gets the lowest value (0, or a negative choice). But if a harmless response gets no verdict either, the sample
+    If a verdict is unreadable or cut at `max_tokens`, the judge is asked again, `asks` times in all. A response without a verdict, or
+    refused by the endpoint, gets the lowest value (0, or a negative choice). If a harmless response gets no verdict either, the sample
     fails. Readable answers to greedy questions are kept and reused.
 
     ```yaml

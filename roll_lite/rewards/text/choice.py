@@ -42,8 +42,8 @@ class ChoiceReward(RewardType):
     """
     options: str = "options"
     """Column with the options' texts: a list in the letters' order, a dict by letter, or `{"text": [...], "label": [...]}` as in ARC and
-    CommonsenseQA. Without it, only letters count. If labels are not letters (1 to 4 in a few rows of ARC), the options are A, B, C and so
-    on, in order; the prompt should use these letters.
+    CommonsenseQA. Without it, only letters count. If labels are not letters (1 to 4 in some rows of ARC), the options are A, B, C and so
+    on; the prompt should use these letters.
     """
     letters: Annotated[int, Field(ge=1, le=26)] = 26
     """Number of options if no column lists them."""

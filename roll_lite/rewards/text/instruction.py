@@ -45,7 +45,7 @@ class InstructionReward(RewardType):
     If a row has no column `ids`, its instructions are in the reference answer (`data: {answer: ground_truth}`) or the column
     `ground_truth`: one of the layouts above or a list of them, as values, JSON or Python literals. Null arguments are ignored.
 
-    The checks are our own and need no downloads. They agree with the originals on their test cases, except:
+    The checks need no downloads. They agree with the originals on their test cases, except:
 
     - **Empty text** follows no instruction; invisible characters are removed first. A rule about each sentence, word or line needs at least
       one, a rule about neighbours (`sentence:increment`) or about first and last words needs two.
