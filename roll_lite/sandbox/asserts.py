@@ -1,7 +1,8 @@
-"""Assert-style tests of an untrusted program (docs/code_reward.md).
+"""Run assert-style tests of an untrusted program (docs/code_reward.md).
 
-The tests' process (`Tests`) calls the program's functions over a socket, with plain values, and judges the results; it runs no code of
-the program. The program's process (`serve`) sees only the arguments of calls. A test that needs more runs there, see `inside.py`."""
+The tests run in a process of their own (`Tests`). It calls the program's functions over a socket with plain values and judges the results,
+but runs no code of the program. The program's process (`serve`) sees only the arguments of the calls. A test that needs more than calls
+runs in the program's process; see `inside.py`."""
 
 from __future__ import annotations
 
@@ -24,26 +25,27 @@ from roll_lite.sandbox.loaded import LOADED, Loaded
 from roll_lite.sandbox.values import FROM_PROGRAM, decode, encode
 
 LONGEST = 8 << 20
-"""Maximum bytes of an answer of the program."""
+"""Maximum size in bytes of one answer from the program's process."""
 CHANGING = (list, dict, set, bytearray)
 """Types of arguments that a function can change in place."""
 CONTROL = (StopIteration, StopAsyncIteration)
-"""Exceptions that would silently end a loop in the tests, where the program's are raised as plain Exception."""
+"""Exceptions that would silently end a loop in the tests. If the program raises one, the tests get a plain Exception instead."""
 NO_ANSWER = (ValueError, TypeError, LookupError, AttributeError, RecursionError, ArithmeticError, MemoryError)
-"""Exceptions that decoding a forged answer may raise."""
+"""Exceptions that may occur when a forged answer is decoded."""
 
 
 class _Aborted(BaseException):
-    """Ends a test from within a call. A BaseException, which the tests' own handlers do not catch."""
+    """Raised in a call to end the test. It is a BaseException, so that `except Exception` in the tests does not catch it."""
 
 
 # ---------------------------------------------------------------- the tests' side
 
 
 class Remote:
-    """Proxy for a function, class or object of the program. It can be called and passed back, has no operators and equals nothing else.
+    """Proxy, in the tests' process, for a function, class or object of the program. It can be called and passed back as an argument. It has
+    no operators and equals nothing else.
 
-    `at`: a name, an object's number, or [number, method name]. `has_methods`: an object of LeetCode's class Solution."""
+    `at`: a name, an object's number, or [number, method name]. `has_methods`: True for an object of LeetCode's class Solution."""
 
     def __init__(self, tests: Tests, at: str | int | list[Any], has_methods: bool = False) -> None:
         self._tests, self._at, self._has_methods = tests, at, has_methods
@@ -52,8 +54,8 @@ class Remote:
         return self._tests.call(self._at, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Return a method of a Solution object. On a function or class, abort the test: it runs again in the program's process. Other
-        objects raise AttributeError."""
+        """Return a method of a Solution object. For a function or class, aborts the test, which then runs again in the program's process.
+        Raises AttributeError for other objects."""
         if self._has_methods:
             return Remote(self._tests, [self._at, name])
         if isinstance(self._at, str):
@@ -73,11 +75,12 @@ class Tests:
         self._deadline = 0.0
         self._remotes: dict[int, Remote] = {}
         self._ended = self._inside = self._stopped = ""
-        """Why the program's process is unusable; why the test must run inside it; which limit was exceeded. Empty if not."""
+        """Reasons, empty if they do not apply: why the program's process is unusable; why the test must run inside it; which limit was
+        exceeded."""
         self._used = False
 
     def run(self, tests: list[dict[str, Any]], fail_fast: bool) -> Iterator[dict[str, Any]]:
-        """Yield verdicts until the program's process ends or, with `fail_fast`, a test fails."""
+        """Yield each test's verdict, until the program's process ends or, with `fail_fast`, a test fails."""
         for test in tests:
             self._deadline = time.monotonic() + self._wall_s
             try:
@@ -184,14 +187,14 @@ class Tests:
 
 
 def import_modules(test: dict[str, Any]) -> dict[str, Any]:
-    """Run the test's import statements. Returns, by name, the modules that it uses without importing them (`modules`: name -> path)."""
+    """Run the test's import statements. Returns by name the modules that the test uses without importing them (`modules`: name -> path)."""
     for statement in test["imports"]:
         exec(statement, {})
     return {name: importlib.import_module(path) for name, path in test["modules"].items()}
 
 
 def _error(answer: dict[str, Any]) -> Exception:
-    """Rebuild the program's exception in this process: the first class of its MRO that exists here, with its text."""
+    """Make an exception like the program's in this process: of the first class in its MRO that exists here, with the same text."""
     kind = next((kind for name in answer["error"] if (kind := _known_kind(str(name))) is not None), RuntimeError)
     text, args = str(answer["text"]), decode(answer["args"])
     error = kind.__new__(kind, *args)
@@ -211,10 +214,10 @@ def _known_kind(name: str) -> type[Exception] | None:
 
 
 def run_test(test: dict[str, Any], names: dict[str, Any], inside: bool = False) -> str:
-    """Run one test in a fresh `__main__`. Returns what failed, or "". `names`: the program's names. `inside`: in the program's process,
-    with guards."""
+    """Run one test in a fresh `__main__` module. Returns what failed, or "". `names`: the program's names that the test uses. `inside`:
+    True in the program's process, where guards are needed."""
     module = types.ModuleType("__main__")
-    sys.modules["__main__"] = module  # where unittest.main() looks for the tests
+    sys.modules["__main__"] = module  # unittest.main() looks for the tests there
     known = module.__dict__
     known |= {**import_modules(test), **names, "RUN_TEST_CLASSES": lambda: run_test_classes(known)}
     failed: list[str] = []
@@ -224,7 +227,7 @@ def run_test(test: dict[str, Any], names: dict[str, Any], inside: bool = False) 
         if "unittest" in test["source"]:
             unittest = importlib.import_module("unittest")
             unittest.__dict__["main"] = lambda *args, **kwargs: run_test_classes(known)
-            unittest.case.__dict__["_ShouldStop"] = ()  # unittest would catch it from a program and count a pass
+            unittest.case.__dict__["_ShouldStop"] = ()  # unittest would catch it if the program raises it, and count a pass
         if inside:
             loaded, operators = Loaded().add(LOADED.modules), Operators(known, failed, test["source"])
         exec(compile(tree, "tests.py", "exec", dont_inherit=True), known)
@@ -241,7 +244,7 @@ def run_test(test: dict[str, Any], names: dict[str, Any], inside: bool = False) 
 
 
 def _is_left_by(tests: dict[str, Any], end: SystemExit) -> bool:
-    """True if the tests themselves called `sys.exit()`. A program that exits must not pass."""
+    """Return True if the tests themselves called `sys.exit()`. A program that calls it must not pass."""
     *_, (frame, _) = traceback.walk_tb(end.__traceback__)
     return frame.f_globals is tests
 

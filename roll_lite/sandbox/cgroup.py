@@ -1,4 +1,4 @@
-"""Control group (cgroup v2) of a sandbox, where one can be created: the kernel counts and limits all that its programs use."""
+"""Control group (cgroup v2) of a sandbox, if one can be created. The kernel then counts and limits what all processes of a program use."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from roll_lite.sandbox.filesystem import claim, claimed_by_none
 PREFIX = "roll-lite-"
 WANTED = "+memory +pids"
 SLACK_BYTES = 32 << 20
-"""Allowance for the kernel's own memory of a program, such as page tables."""
+"""Allowance for kernel memory used by a program, such as page tables."""
 REMOVAL_S = 2.0
 
 
 class Group:
-    """Control group whose files are opened before the sandbox is isolated, and used afterwards."""
+    """Control group. Its files are opened before the sandbox is isolated and cannot reach them any more."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -47,7 +47,7 @@ class Group:
         os.write(self._open["cgroup.procs"], b"0")
 
     def cpu_s(self) -> float:
-        """CPU seconds of the group since `begin`, without those of this process, which is a member too."""
+        """CPU seconds used by the group since `begin`, except by this process, which is a member too."""
         return self._total_s() - self._before_s
 
     def out_of_memory(self) -> bool:
@@ -67,15 +67,15 @@ class Group:
 
 
 def die_first() -> None:
-    """Make this process, a program, the first that the kernel kills when memory runs out, ahead of the zygote."""
+    """Make this process, which will run a program, the first that the kernel kills if memory runs out, before the zygote."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as stream:  # noqa: PTH123
         stream.write("1000")
 
 
 def make_group() -> Group | None:
-    """Create a control group below this process's own or, for an ordinary user, beside it. Returns None if refused."""
-    # Of two candidates the one that counts more resources wins: the kernel grants fewer controllers below a group that has processes
-    # itself.
+    """Create a control group below this process's group or, for an ordinary user, beside it. Returns None if that is not permitted."""
+    # If both places work, the group that counts more resources is used: below a group that itself has processes, the kernel grants fewer
+    # controllers.
     best: Group | None = None
     for parent in _parents():
         with contextlib.suppress(OSError):
@@ -99,7 +99,7 @@ def make_group() -> Group | None:
 
 
 def remove_group(folder: str) -> None:
-    """Remove the group; retry while killed processes have not left it."""
+    """Remove the group. Retries until killed processes have left it."""
     deadline = time.monotonic() + REMOVAL_S
     while os.path.exists(folder) and time.monotonic() < deadline:  # noqa: PTH110
         try:

@@ -1,6 +1,5 @@
-"""File system of a sandboxed program: interpreter and system libraries, read-only, and an empty folder to write to.
-
-Without a mount namespace, that folder is measured and removed from outside."""
+"""File system of a sandboxed program: the interpreter and system libraries, read-only, and an empty folder to write to. Without a mount
+namespace, that folder's size is measured from outside, and it is removed afterwards."""
 
 from __future__ import annotations
 
@@ -37,27 +36,27 @@ SYSTEM = (
     *(f"/usr/share/{name}" for name in ("zoneinfo", "locale", "i18n", "terminfo", "perl", "perl5", "nodejs", "node_modules")),
     "/usr/share/rubygems-integration",
 )
-"""Executables, libraries and the files these load, shown to programs; no data, no sources."""
+"""Folders that programs can read: executables, libraries and the files that these load. They contain no data and no sources."""
 PACKAGES = ("site-packages", "dist-packages")
-"""Installed packages, hidden from programs: a data set may be among them, with its answers."""
+"""Folders of installed packages, hidden from programs, since a package may be a data set with its answers."""
 SETTINGS = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime", "/etc/ssl/openssl.cnf")
 DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
-"""Devices that programs may use. /dev/zero is left out: memory mapped from it is charged to no process."""
+"""Devices that programs may use. /dev/zero is not among them: memory mapped from it is counted for no process."""
 CLAIM_S = 60.0
 REMOVED = "removed-"
 DEEPEST = 256
 DEEPEST_OPEN = 100
-"""Maximum number of folders open at once while a tree is removed."""
+"""Maximum number of nested folders open at once while a tree is removed."""
 BLOCK = 512
 """Bytes per unit of `st_blocks`."""
 SHARED = "/dev/shm"
 WORK = "/sandbox"
-"""Path at which a program sees its folder. /tmp links to it, unless a path below the machine's /tmp is shown."""
+"""Path of a program's own folder in the sandbox. /tmp links to it, unless programs may read a path below the machine's /tmp."""
 
 
 def readable_paths(more: Iterable[str] = ()) -> list[str]:
-    """Paths that a program may read besides SYSTEM: those of the interpreter and `more`. Paths below another one are left out, unless a
-    folder that the sandbox hides lies between."""
+    """Return the paths that a program may read in addition to SYSTEM: those of the interpreter and `more`. Paths below another one are left
+    out, unless a hidden folder lies between them."""
     hidden, kept = hidden_paths(more), list[str]()
     for path in sorted({*_interpreter(), *more}):
         if _below(path, hidden) or not _below(path, (*SYSTEM, *kept)):
@@ -66,7 +65,7 @@ def readable_paths(more: Iterable[str] = ()) -> list[str]:
 
 
 def hidden_paths(more: Iterable[str] = ()) -> list[str]:
-    """Package folders to hide below shown paths, except those that `more` contains."""
+    """Return the package folders to hide from programs, except those that are in `more`."""
     libraries = [os.path.dirname(os.path.realpath(os.__file__)), *glob.glob("/usr/local/lib/python3*")]  # noqa: PTH120, PTH207
     found = {os.path.realpath(f"{library}/{name}") for library in libraries for name in PACKAGES}
     asked = [os.path.realpath(path) for path in more]
@@ -83,7 +82,7 @@ def _below(path: str, others: Iterable[str]) -> bool:
 
 
 def without_hidden(path: str, hidden: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split a folder around hidden ones, into paths that may be read and folders of which only names may be listed."""
+    """Split a folder that contains hidden ones. Returns the paths that may be read, and the folders of which only names may be listed."""
     if path in hidden:
         return [], []
     if not any(_below(one, [path]) for one in hidden):
@@ -96,7 +95,7 @@ def without_hidden(path: str, hidden: Sequence[str]) -> tuple[list[str], list[st
 
 
 def build_root(more: Iterable[str]) -> None:
-    """Build a root of read-only mounts in a fresh mount namespace, and switch to it."""
+    """Build a root of read-only mounts in a new mount namespace, and switch to it."""
     shown, hidden = readable_paths(more), hidden_paths(more)
     scratch = _covered(shown)
     mount("none", "/", None, MS_REC | MS_PRIVATE)
@@ -127,13 +126,13 @@ def build_root(more: Iterable[str]) -> None:
         os.symlink(WORK, f"{scratch}/tmp")  # noqa: PTH211
     # A user namespace may mount /proc only if one is visible already; programs never see this one.
     mount("/proc", f"{scratch}/proc", None, MS_BIND | MS_REC)
-    # An ordinary user's programs own this folder: files left in it would be visible to the next.
+    # Ordinary users' programs own this folder. If it were writable, files left in it would be visible to the next program.
     mount("none", scratch, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
     pivot_root(scratch)
 
 
 def _covered(shown: Iterable[str]) -> str:
-    """Find a folder to mount the new root over, without shown paths in it."""
+    """Find a folder over which the new root can be mounted: no path that programs may read is below it."""
     for folder in (tempfile.gettempdir(), "/mnt", "/media", "/srv", "/run"):
         if os.path.isdir(folder) and not any(f"{path}/".startswith(f"{folder}/") for path in shown):  # noqa: PTH112
             return folder
@@ -155,9 +154,9 @@ def _make_target(path: str, target: str, folder: bool) -> None:
 
 
 def fits(folder: str, most_bytes: int, most_files: int) -> bool:
-    """Return True if the folder is within the limits. The program may be running: files that vanish meanwhile do not count.
+    """Return True if the folder is within the limits. The program may still be running, so files that vanish meanwhile are not counted.
 
-    A tree that is nested too deeply, or has too long paths, does not fit."""
+    A tree that is nested too deeply, or has paths that are too long, is not within the limits."""
     taken = seen = 0
     waiting, root = collections.deque([folder]), os.path.realpath(folder)  # breadth-first, to count many names early
     if most_bytes < 0:
@@ -184,7 +183,8 @@ def fits(folder: str, most_bytes: int, most_files: int) -> bool:
 
 @contextlib.contextmanager
 def _entries(place: str, root: str) -> Iterator[Any]:
-    """List a folder while the program may run. It is pinned, so that no symlink can replace it, and made readable."""
+    """List a folder while the program may still be running. The folder is held open, so that no symlink can replace it, and made
+    readable."""
     pinned = os.open(place, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         itself = f"/proc/self/fd/{pinned}"
@@ -205,7 +205,7 @@ def _entries(place: str, root: str) -> Iterator[Any]:
 
 
 def remove_folder(folder: str) -> None:
-    """Remove an ended program's folder, even if deeply nested or unreadable. Errors are ignored."""
+    """Remove the folder of a program that has ended, even if it is deeply nested or unreadable. Errors are ignored."""
     with contextlib.suppress(OSError):
         top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
@@ -218,8 +218,8 @@ def remove_folder(folder: str) -> None:
 
 
 def _empty(name: str, parent: int, top: int, moved: Iterator[int], depth: int) -> list[str]:
-    """Empty and remove a folder; only empty the top one (empty `name`). Folders nested too deeply are moved to the top; returns their
-    new names."""
+    """Empty a folder and remove it; the top folder (empty `name`) is only emptied. Folders that are nested too deeply are moved to the top
+    folder instead; returns their new names."""
     found = list[str]()
     with contextlib.suppress(OSError):
         if name:
@@ -255,14 +255,15 @@ def _free_name(folder: int, numbers: Iterator[int]) -> str:
 
 
 def claim(folder: str) -> int:
-    """Lock a folder as in use while the returned file descriptor stays open."""
+    """Mark a folder as in use, by a lock that lasts while the returned file descriptor is open."""
     held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
     return held
 
 
 def claimed_by_none(parent: str, prefix: str) -> Iterator[str]:
-    """Yield this user's folders that no process claims, except those younger than CLAIM_S, whose claim may follow."""
+    """Yield this user's folders that no process has claimed (see `claim`). Folders younger than CLAIM_S are left out, since they may not be
+    claimed yet."""
     for name in os.listdir(parent):  # noqa: PTH208
         path = f"{parent}/{name}"
         with contextlib.suppress(OSError):

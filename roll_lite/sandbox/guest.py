@@ -1,7 +1,8 @@
-"""Run jobs inside a remote sandbox that only runs a Python program with a few files (`job.json` in, `outcome.json` out).
+"""Run a job inside a remote sandbox that can only run a Python program with a few files (`job.json` in, `outcome.json` out). Uses the
+standard library only; see `rewards/code/backends.py`.
 
-Standard library only; see `rewards/code/backends.py`. The sandbox isolates programs from the outside. Each program gets a process group,
-a folder, the job's limits and a fresh interpreter, which never had the tests in memory."""
+The remote sandbox isolates programs from the outside world. Here each program gets a process group, a folder, the job's limits, and a fresh
+interpreter that never had the tests in memory."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from roll_lite.sandbox.kernel import OUT_OF_TIME, PR_SET_DUMPABLE, memory_file, 
 LOOK_S = 0.01
 LINGER_S = 0.2
 ORDER = 5
-"""File descriptor of the order (what to run, see programs.py), after the program's 0 to 4."""
+"""File descriptor from which a program's process reads what to run (see programs.py); the program itself gets 0 to 4."""
 BOOT = f"""
 import json, sys
 sys.path.insert(0, sys.argv[1])
@@ -36,12 +37,12 @@ run_program(order)
 
 
 def main(harness: str) -> None:
-    """Run `job.json` of the current folder. `harness`: zip file with roll_lite.sandbox."""
+    """Run the job in `job.json` of the current folder and write `outcome.json`. `harness`: zip file with the package roll_lite.sandbox."""
     job = Path("job.json")
     asked = json.loads(job.read_text(encoding="utf-8"))
-    job.unlink()  # it holds the tests, which a program must not read
+    job.unlink()  # contains the tests, which a program must not read
     with contextlib.suppress(OSError):
-        prctl(PR_SET_DUMPABLE, 0)  # nor read in this process's memory
+        prctl(PR_SET_DUMPABLE, 0)  # nor may it read this process's memory
     harness = str(Path(harness).resolve())
     outcome = _run_pair(asked, harness) if "tests" in asked else _Running(asked, harness).ended()
     Path("outcome.json").write_text(json.dumps(outcome), encoding="utf-8")
@@ -73,7 +74,7 @@ class _Running:
             os.close(file)
 
     def _become(self, files: list[int], harness: str, address_space: bool) -> None:
-        """Replace this process, whose memory holds the job, with a fresh interpreter."""
+        """Replace this process, whose memory contains the job, by a fresh interpreter."""
         try:
             os.setsid()
             for number, file in enumerate([os.dup2(file, 64 + place) for place, file in enumerate(files)]):
@@ -98,7 +99,8 @@ class _Running:
             resource.setrlimit(which, (value, value))
 
     def ended(self, patience: float | None = None) -> dict[str, Any]:
-        """Wait for the outcome; kill the process at its time limit (reported as "wall") or after `patience` seconds."""
+        """Wait for the process's end and return the outcome. The process is killed at its time limit (reported as "wall"), or after
+        `patience` seconds."""
         limits, stopped, most = self._limits, "", self._limits["output_kb"] * 1024
         until = min(self._started + limits["wall_s"], time.monotonic() + (limits["wall_s"] if patience is None else patience))
         while not (found := os.wait4(self._pid, os.WNOHANG))[0]:

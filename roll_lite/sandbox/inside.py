@@ -1,7 +1,7 @@
-"""Guards for a test that runs in the program's process, where the program could forge its own verdict (docs/code_reward.md).
+"""Guard a test that runs in the program's process, where the program could forge its own verdict (docs/code_reward.md).
 
-Its classes could equal everything (`__eq__`), or see the expected value (`Area(3) - 28.274`). A program that reads the interpreter's
-frames or memory can still forge a verdict."""
+The program's classes could equal everything (`__eq__`), or see the expected value in an operator (`Area(3) - 28.274`). A program that reads
+the interpreter's frames or memory can still forge a verdict."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ RICH = ("__eq__", "__ne__", "__lt__", "__gt__", "__le__", "__ge__")
 COMPARING = (*RICH, "__sub__", "__rsub__")
 ARITHMETIC = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow", "lshift", "rshift", "and", "or", "xor")
 OF_ARRAYS = ("__array_ufunc__", "__array_function__")
-"""Operators of arrays: for f(a, b), numpy calls a.__array_ufunc__(f, "__call__", a, b) or a.__array_function__(f, types, (a, b), {})."""
+"""Methods by which a class takes over numpy functions: for f(a, b), numpy calls a.__array_ufunc__(f, "__call__", a, b) or
+a.__array_function__(f, types, (a, b), {})."""
 OPERATORS = {*RICH, *(f"__{kind}{name}__" for name in ARITHMETIC for kind in ("", "r", "i")), *OF_ARRAYS, "__array_wrap__"}
 SEES_PLAIN = "an operator of the program's class would see the plain value that is expected of it"
 OF_C = (types.WrapperDescriptorType, types.MethodDescriptorType)
@@ -44,15 +45,16 @@ RAISING = ("raises", "assertRaises", "assertRaisesRegex", "suppress", "warns", "
 
 
 def replaced_by(source: str) -> set[str]:
-    """Names that the tests themselves may replace: attributes that they assign, and all their strings, as for `setattr`."""
+    """Return the names that the tests themselves may replace: attributes that they assign, and all their strings, which may be arguments of
+    `setattr`."""
     nodes = list(ast.walk(ast.parse(source)))
     texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     return texts | {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
 
 
 def guarded(source: str, names: dict[str, Any], failed: list[str]) -> ast.Module:
-    """Parse the tests, insert calls of guards, and add these to `names`. Failed asserts are appended to `failed`, even if the program
-    catches them."""
+    """Parse the tests and insert calls of guard functions, which are added to `names`. Failed asserts are appended to `failed`, so that
+    they count even if the program catches them."""
     names |= {
         "__builtins__": BUILTINS,
         "__compare__": compare,
@@ -115,7 +117,7 @@ class _Guards(ast.NodeTransformer):
         return ast.copy_location(ast.If(ast.UnaryOp(ast.Not(), _call(node, "__true__", node.test)), [note, raised], []), node)
 
     def visit_With(self, node: ast.With) -> Any:
-        """Check that a `with` block ran to its end: a context manager may swallow only a final call or `raise`."""
+        """Check that a `with` block ran to its end. A context manager may suppress an exception only in a final call or `raise`."""
         called = [one.context_expr for one in node.items if isinstance(one.context_expr, ast.Call)]
         names = {getattr(one.func, "attr", getattr(one.func, "id", "")) for one in called}
         self.generic_visit(node)
@@ -147,7 +149,8 @@ def _iter(first: Any, *last: Any) -> Iterator[Any]:
 
 
 CALLING = {"map": _map, "filter": _filter, "iter": _iter}
-"""Generator versions of Python's functions, for tests. In a generator, a program's StopIteration is an error, not the end of a loop."""
+"""Generator versions of Python's functions, which the tests use instead. In a generator, a StopIteration from the program is an error
+rather than the end of a loop."""
 
 
 def _all_reached(failed: list[str], reached: set[int], line: int) -> None:
@@ -156,7 +159,7 @@ def _all_reached(failed: list[str], reached: set[int], line: int) -> None:
 
 
 def _guard_unittest(failed: list[str]) -> None:
-    """Guard unittest's comparing assert methods: an operator of the program may not compare with a plain value."""
+    """Guard unittest's comparing assert methods: an operator of the program may not decide a comparison with a plain value."""
     import unittest
 
     holds: dict[str, Callable[[Any, Any], Any]] = {
@@ -202,7 +205,7 @@ def _compared(kind: str, one: Any, other: Any) -> Any:
         return _holds(other, one) == (kind == "In")
     operation, dunders = COMPARES[kind]
     own = [_decides(value, dunders) for value in (one, other)]
-    if not all(own) and any(own):  # compare the data itself, not what the program's class says of it
+    if not all(own) and any(own):  # compares the data itself, not what the program's class says about it
         one, other = plain_copy(one), plain_copy(other)
         if any(_decides(value, dunders) for value in (one, other)):
             if kind in ("Eq", "NotEq"):
@@ -225,8 +228,8 @@ def _holds(container: Any, item: Any) -> bool:
 
 
 class Operators:
-    """Guards on the operators of the program's classes, while a test runs. If the test applies one to a plain value, directly or through
-    Python's functions, the program may not decide the result."""
+    """Guards around the operators of the program's classes while a test runs. If the test applies an operator to a plain value, directly or
+    through Python's functions, the program may not decide the result."""
 
     tests: Any = None
     """Globals of the running test, or None."""
@@ -236,7 +239,7 @@ class Operators:
         Operators.tests, Operators.failed = tests, failed
         self._known = {name: one for name, one in tests.items() if name.startswith("__")}
         for module in ("__main__", "unittest"):
-            warnings.filterwarnings("error", "NotImplemented", DeprecationWarning, module)  # it would be taken for True
+            warnings.filterwarnings("error", "NotImplemented", DeprecationWarning, module)  # NotImplemented would count as True
         self._guards: list[tuple[type, str, Any]] = []
         self._silent: list[tuple[type, str, Any]] = []
         for one, kind in every_class().items():
@@ -249,7 +252,7 @@ class Operators:
                 self._guards += [(kind, name, held) for name, held in HELD_BY(kind).items() if _is_guard(held)]
 
     def end(self) -> set[str]:
-        """Stop guarding. Returns the names of what the program has replaced: guarded operators, and guards in the tests' globals."""
+        """Stop guarding. Returns the names of guarded operators, and of guards in the tests' globals, that the program has replaced."""
         taken = {name for name, one in self._known.items() if Operators.tests.get(name) is not one}
         Operators.tests = None
         for kind, name, original in self._silent:
@@ -258,11 +261,11 @@ class Operators:
 
 
 def seen(value: Any) -> Any:
-    """Guard the class of a value that reaches the test, and of its items: the program may have just created it."""
+    """Guard the class of a value that the test gets, and the classes of its items, since the program may have just created them."""
     if id(type(value)) in LOADED.classes and type(value) not in PLAIN_CONTAINERS and not isinstance(value, type):
         return value
     items = [*value, *value.values()] if type(value) is dict else value if type(value) in PLAIN_CONTAINERS else [value]
-    kinds = {id(kind): kind for kind in map(type, items)}.values()  # by id: a metaclass may not hash
+    kinds = {id(kind): kind for kind in map(type, items)}.values()  # by id, since a metaclass may make classes unhashable
     for kind in (*kinds, *([value] if type in MRO(type(value)) else [])):
         for one in MRO(kind):
             if id(one) not in LOADED.classes:
@@ -271,12 +274,12 @@ def seen(value: Any) -> Any:
 
 
 def seen_by_name(value: Any) -> Any:
-    """Like `seen`, for a name or a subscript: skips the items of a plain container, which a test may read one by one."""
+    """Like `seen`, for a name or a subscript. Skips the items of a plain container, since a test may read them one by one."""
     return value if id(type(value)) in LOADED.classes and not isinstance(value, type) else seen(value)
 
 
 def minus(one: Any, other: Any) -> Any:
-    """Subtract within abs(): plain data if only one side is the program's, as in `abs(area - 28.27) < 0.01`."""
+    """Subtract two values inside abs(), as in `abs(area - 28.27) < 0.01`. If only one value is the program's, its plain data is used."""
     own = [_decides(value, ("__sub__", "__rsub__")) for value in (one, other)]
     if any(own) and not all(own):
         one, other = plain_copy(one), plain_copy(other)
@@ -318,7 +321,7 @@ def _guard(name: str, original: Any) -> Any:
 
 
 def _is_as_plain(name: str, one: Any, other: Any, result: Any) -> bool:
-    """False if the program's number class computes another number than plain numbers would."""
+    """Return False if the program's number class computes another result than plain numbers would."""
     data, number = plain_copy(one), plain_copy(result)
     if data is one or not isinstance(data, NUMBERS) or not isinstance(number, NUMBERS):
         return True
@@ -338,14 +341,14 @@ def _is_guard(held: Any) -> bool:
 
 
 def _is_of_objects(value: Any) -> bool:
-    """True for an object of the program, or a non-empty container of only such objects."""
+    """Return True for an object of a class of the program, or a non-empty container of only such objects."""
     if type(value) in PLAIN_CONTAINERS:
         return bool(value) and all(map(_is_of_objects, value))
     return any(map(_is_own, MRO(type(value))))
 
 
 def _is_by_test(frame: types.FrameType | None) -> bool:
-    """True if the test, not the program, applies an operator, directly or through Python's modules."""
+    """Return True if the test applies an operator, directly or through Python's modules; False if the program does."""
     while frame is not None and Operators.tests is not None:
         if frame.f_globals is Operators.tests:
             return True
@@ -359,25 +362,27 @@ OURS = globals()
 
 
 def _is_own(kind: type) -> bool:
-    """True if the program created the class: its `__module__` says so, or the program made a function in it."""
+    """Return True if the program created the class: its `__module__` says so, or one of its functions is the program's."""
     if not FLAGS(kind) & MADE_IN_PYTHON or id(kind) in LOADED.classes:
         return False
     return kind.__module__ == FROM_PROGRAM or any(type(one) is types.FunctionType and _made(one) for one in HELD_BY(kind).values())
 
 
 def _made(function: types.FunctionType) -> bool:
-    """True if the program made the function. Checks globals and code, since `FunctionType` can combine a module's globals with any code."""
+    """Return True if the program made the function. Checks both globals and code, since `FunctionType` can combine a module's globals with
+    any code."""
     code, known = function.__code__, function.__globals__
     return code is GUARD or _is_programs(known) or (known is not Operators.tests and id(code) not in LOADED.codes)
 
 
 def _is_programs(known: dict[str, Any]) -> bool:
-    """True for the globals of the program, or of a module loaded after it started."""
+    """Return True for the globals of the program or of a module loaded after the program started."""
     return id(known) not in LOADED.names and known is not Operators.tests and known is not OURS
 
 
 def _defines(value: Any, dunders: tuple[str, ...]) -> bool:
-    """True if a class of the program defines one of these operators, or any class defines it oddly (`_is_odd`)."""
+    """Return True if the value's class or a base class defines one of these operators and is the program's, or defines it oddly
+    (`_is_odd`)."""
     for kind in MRO(type(value)):
         held = HELD_BY(kind)
         operators = {name: held[name] for name in dunders if name in held} if FLAGS(kind) & MADE_IN_PYTHON else {}
@@ -387,19 +392,19 @@ def _defines(value: Any, dunders: tuple[str, ...]) -> bool:
 
 
 def _is_odd(name: str, held: Any) -> bool:
-    """True if an operator is no function, or is another operator of a C class (`__sub__ = float.__mul__`)."""
+    """Return True if an operator is not a function, or is a different operator of a C class (`__sub__ = float.__mul__`)."""
     return held.__name__ != name if type(held) in OF_C else type(held) is not types.FunctionType
 
 
 def _decides(value: Any, dunders: tuple[str, ...], depth: int = 0) -> bool:
-    """True if an operator of the program would be called for the value or its items."""
+    """Return True if comparing or subtracting the value would call an operator of the program, also for its items."""
     if type(value) in PLAIN_CONTAINERS and depth < DEEPEST:
         return any(_decides(one, dunders, depth + 1) for one in (*value, *(value.values() if type(value) is dict else ())))
     return _defines(value, dunders)
 
 
 def _state(value: Any) -> Any:
-    """Attributes of the program's objects, for comparison. Objects of Python's classes stay as they are."""
+    """Encode the attributes of the program's objects, for comparison. Objects of Python's classes stay as they are."""
     return _without_order(_held(value, ()))
 
 

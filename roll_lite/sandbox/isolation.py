@@ -1,6 +1,7 @@
-"""Isolation ("walls") of programs: namespaces if the platform allows them, else landlock and seccomp.
+"""Isolate untrusted programs: by namespaces if the platform allows them, else by landlock and seccomp.
 
-Outer walls isolate a warm interpreter (zygote.py) once; each program that it forks gets inner walls."""
+The isolation is called walls. Outer walls isolate a warm interpreter (zygote.py) once. Each program's process, which the interpreter forks,
+gets inner walls in addition."""
 
 from __future__ import annotations
 
@@ -19,15 +20,15 @@ from roll_lite.sandbox.kernel import checked, libc
 
 NOBODY = 65534
 FIRST_OF_OWN = 2_000_000_000
-"""First of the per-sandbox user ids, by which each sandbox's processes are counted and signalled separately."""
+"""First user id for sandboxes. Each sandbox has a user id of its own, so that its processes are counted and signalled separately."""
 SHARED_BYTES = 16 << 20
 ROOM = 2
-"""Ratio of the address space limit to the memory limit: programs reserve more than they use."""
+"""Address space limit divided by memory limit: programs reserve more than they use."""
 NEIGHBOURS = 512
-"""Processes added to RLIMIT_NPROC for those that the same user starts elsewhere meanwhile."""
+"""Number added to RLIMIT_NPROC, which also counts processes that the same user starts elsewhere meanwhile."""
 OTHERS = kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | kernel.CLONE_NEWCGROUP
 NO_WALLS = 47
-"""Exit status of the trial process if it cannot be isolated."""
+"""Exit status of the process that tries out isolation, if it fails."""
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
 READ = EXECUTE | READ_FILE | READ_DIR
@@ -49,32 +50,34 @@ TRIAL = {
 
 @dataclass
 class Walls:
-    """Outer isolation. `held`: mechanism of each protection; `why_not`: reasons for missing ones."""
+    """Description of the outer isolation. `held`: protection -> mechanism that provides it. `why_not`: reasons for missing protections."""
 
     kind: str
-    """"namespaces", "landlock" or "none"."""
+    """Kind of isolation: "namespaces", "landlock" or "none"."""
     held: dict[str, str]
     why_not: list[str]
     own_users: bool = False
     filter: bytes = b""
     user: int = NOBODY
-    """User id that programs get if root starts them without a user namespace."""
+    """User id of programs that root starts without a user namespace."""
 
 
 def build_outer_walls(readable: Sequence[str], wanted: str) -> Walls:
-    """Isolate this process by the strongest kind that works here, at most `wanted`. A pid namespace applies from the next fork on."""
+    """Isolate this process by the strongest kind that works on this machine, at most `wanted`. A pid namespace takes effect at the next
+    fork."""
     why_not: list[str] = []
     if wanted == "namespaces":
         trouble = _trouble_with_namespaces(readable)
         if not trouble:
             return _namespaces(readable)
         why_not.append(f"namespaces: {trouble}")
-    _shown_by_landlock(tuple(readable))  # once, not in every program
+    _shown_by_landlock(tuple(readable))  # cached here once, instead of in every program's process
     return _without_namespaces(why_not, wanted)
 
 
 def _trouble_with_namespaces(readable: Sequence[str]) -> str:
-    """Why namespaces cannot be built; empty if they can. A child process tries it, since half-built ones cannot be removed."""
+    """Return why namespaces cannot be created; empty if they can. A child process tries it, since a half-made isolation cannot be
+    undone."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -120,13 +123,14 @@ def _namespaces(readable: Sequence[str]) -> Walls:
 
 
 def _is_root_of_machine() -> bool:
-    """True for the machine's root, whom RLIMIT_NPROC does not limit. Root of a user namespace may be an ordinary user outside."""
+    """Return True for the machine's root, to whom RLIMIT_NPROC does not apply. Root in a user namespace may be an ordinary user outside of
+    it."""
     with open("/proc/self/uid_map", encoding="ascii") as stream:  # noqa: PTH123
         return os.getuid() == 0 and stream.readline().split()[:2] == ["0", "0"]
 
 
 def _become_nobody() -> bool:
-    """Become an ordinary user in a user namespace. Returns False if the platform refuses one: programs then change user themselves."""
+    """Become an ordinary user in a user namespace. Returns False if the platform refuses; then programs change their user instead."""
     if not _works(_as_nobody):
         if not _may_use_another_user():
             raise PermissionError("no user namespace, and no right to start programs as another user and to kill them")
@@ -202,7 +206,7 @@ def _without_namespaces(why_not: list[str], wanted: str) -> Walls:
 
 
 def _open_to_others(abi: int, filtered: bool, is_root: bool, other_user: bool) -> str:
-    """Why programs without a pid namespace could reach other processes or start too many; empty if they cannot."""
+    """Return why programs without a pid namespace could reach other processes or start too many; empty if they cannot."""
     if not abi or not filtered:
         return "keeping to themselves takes landlock and seccomp"
     if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):  # noqa: PTH110
@@ -215,8 +219,8 @@ def _open_to_others(abi: int, filtered: bool, is_root: bool, other_user: bool) -
 
 
 def go_inside(walls: Walls, folder: str, limits: Mapping[str, Any], readable: Sequence[str]) -> None:
-    """Isolate and limit a program's process, before its first line. OSError if that fails."""
-    os.setsid()  # signals to the own process group pass through pid namespaces
+    """Isolate a program's process and set its limits, before the program's first line runs. Raises OSError if that fails."""
+    os.setsid()  # signals to the process's own group would pass through pid namespaces
     if walls.kind == "namespaces":
         _own_namespaces(walls, limits)
     else:
@@ -232,7 +236,7 @@ def go_inside(walls: Walls, folder: str, limits: Mapping[str, Any], readable: Se
         restrict_files(shown, [folder], filesystem.DEVICES, named)
     kept = 0
     if os.getuid() == 0 and not walls.own_users and "users" in walls.held:
-        if few_files:  # to read an interpreter below root's home; landlock limits what may be read
+        if few_files:  # needed to read an interpreter below root's home; landlock still limits what may be read
             kept = kernel.CAP_DAC_READ_SEARCH
             kernel.prctl(kernel.PR_SET_KEEPCAPS, 1)
         _change_user(walls.user)
@@ -246,7 +250,8 @@ def go_inside(walls: Walls, folder: str, limits: Mapping[str, Any], readable: Se
 
 @functools.cache
 def _shown_by_landlock(readable: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """Paths that may be read, and folders of which only names may be listed. Landlock cannot hide a path below a readable folder."""
+    """Return the paths that programs may read, and the folders of which they may only list names. Both are needed, since landlock cannot
+    hide a path below a readable folder."""
     hidden, shown, named = filesystem.hidden_paths(readable), list[str](filesystem.SETTINGS), list[str]()
     for path in dict.fromkeys(map(os.path.realpath, (*filesystem.SYSTEM, *filesystem.readable_paths(readable)))):
         if os.path.exists(path):  # noqa: PTH110
@@ -256,7 +261,7 @@ def _shown_by_landlock(readable: tuple[str, ...]) -> tuple[list[str], list[str]]
 
 
 def _own_namespaces(walls: Walls, limits: Mapping[str, Any]) -> None:
-    # The seccomp filter stops programs from leaving anything in the outer network and IPC namespaces.
+    # With a seccomp filter, programs cannot leave anything in the outer network and IPC namespaces.
     kernel.unshare(kernel.CLONE_NEWNS if walls.filter else kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC | kernel.CLONE_NEWNET)
     safe = kernel.MS_NOSUID | kernel.MS_NODEV
     owner = "" if walls.own_users else f",uid={NOBODY},gid={NOBODY}"
@@ -267,7 +272,7 @@ def _own_namespaces(walls: Walls, limits: Mapping[str, Any]) -> None:
     try:
         kernel.mount("proc", "/proc", "proc", safe | kernel.MS_NOEXEC)
         kernel.mount("/proc/sys", "/proc/sys", None, kernel.MS_BIND)
-        kernel.make_read_only("/proc/sys")  # settings of the outer namespaces, shared with the next program
+        kernel.make_read_only("/proc/sys")  # contains settings of the outer namespaces, which the next program shares
     except OSError:  # the container hides parts of its /proc
         kernel.mount("tmpfs", "/proc", "tmpfs", safe | kernel.MS_RDONLY, "size=4k")
     os.chdir(filesystem.WORK)
@@ -276,7 +281,7 @@ def _own_namespaces(walls: Walls, limits: Mapping[str, Any]) -> None:
 
 
 def _threads_of(user: int) -> int:
-    """Number of a user's threads on this machine, as RLIMIT_NPROC counts them outside a user namespace."""
+    """Count a user's threads on this machine, as RLIMIT_NPROC does outside a user namespace."""
     total = 0
     for name in os.listdir("/proc"):  # noqa: PTH208
         if not name.isdigit():
@@ -291,7 +296,7 @@ def _threads_of(user: int) -> int:
 
 
 def _set_limits(limits: Mapping[str, Any], others: int) -> None:
-    """`others`: threads of other processes that RLIMIT_NPROC counts too."""
+    """Set the resource limits of this process. `others`: number of threads of other processes that RLIMIT_NPROC also counts."""
     space = ROOM * int(limits["memory_bytes"])
     cpu = int(limits["cpu_s"]) + 1
     wanted = {
@@ -308,7 +313,7 @@ def _set_limits(limits: Mapping[str, Any], others: int) -> None:
     for which, value in wanted.items():
         value = _at_most(value, resource.getrlimit(which)[1])
         resource.setrlimit(which, (value, value))
-    # Many programs raise their stack limit. The hard limit allows it: the address space is limited.
+    # Many programs raise their stack limit. The hard limit allows that, since the address space is limited anyway.
     hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
     resource.setrlimit(resource.RLIMIT_STACK, (_at_most(64 << 20, hard), hard))
 
@@ -323,12 +328,13 @@ def reset_signals() -> None:
 
 
 def landlock_abi() -> int:
-    """Landlock version of this kernel; 0 if it has none."""
+    """Return the kernel's landlock version; 0 if it has none."""
     return max(0, int(libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), 1)))
 
 
 def restrict_files(readable: Iterable[str], writable: Iterable[str], devices: Iterable[str], named: Iterable[str]) -> None:
-    """Restrict this process and its children to these paths; needs no_new_privs. `named`: folders of which only names may be listed."""
+    """Restrict this process and its children to these paths, with landlock. no_new_privs must be set. `named`: folders of which only names
+    may be listed."""
     abi = landlock_abi()
     rights = RIGHTS_BY_ABI[max(known for known in RIGHTS_BY_ABI if known <= abi)]
     size = 24 if abi >= SCOPE_ABI else 16 if abi >= 4 else 8

@@ -1,4 +1,4 @@
-"""Kernel calls of the sandbox. Standard library only, since this runs inside it."""
+"""Kernel calls that the sandbox needs. Uses the standard library only, since this code runs inside the sandbox."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PR_SET_NO_NEW_PRIVS = 38
 
 CAP_DAC_READ_SEARCH = 1 << 2
 FOR_ANOTHER_USER = 1 << 0 | 1 << 1 | 1 << 5 | 1 << 6 | 1 << 7
-"""Rights to run and kill programs as another user: CAP_CHOWN, CAP_DAC_OVERRIDE, CAP_KILL, CAP_SETGID, CAP_SETUID."""
+"""Capabilities needed to run and kill programs as another user: CAP_CHOWN, CAP_DAC_OVERRIDE, CAP_KILL, CAP_SETGID, CAP_SETUID."""
 AT_FDCWD = -100
 AT_RECURSIVE = 0x8000
 MOUNT_ATTR_RDONLY_NOSUID_NODEV = 0x7
@@ -67,8 +67,8 @@ OUT_OF_TIME = int(signal.SIGPROF)
 
 
 def limit_cpu(seconds: float) -> None:
-    """End this process after this much CPU time."""
-    # The handler is C's `_exit`: a pid namespace's first process ignores signals without a handler.
+    """End this process after this many seconds of CPU time, with exit status OUT_OF_TIME."""
+    # C's `_exit` is the handler, because the first process of a pid namespace ignores signals without a handler.
     libc.signal(signal.SIGPROF, ctypes.cast(libc._exit, ctypes.c_void_p))
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
@@ -128,7 +128,7 @@ def has_capabilities(wanted: int) -> bool:
 
 
 def write_id_maps(uid: int, gid: int) -> None:
-    """Map root of this process's new user namespace to `uid` and `gid` outside."""
+    """Map root in this process's new user namespace to `uid` and `gid` outside of it."""
     for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
         fd = os.open(f"/proc/self/{name}", os.O_WRONLY)
         try:

@@ -1,4 +1,5 @@
-"""Snapshot of the modules loaded before a program runs, to undo its changes and to tell its classes and functions from others."""
+"""Take a snapshot of the modules loaded before a program runs, to undo the program's changes to them, and to tell its classes and functions
+from others."""
 
 from __future__ import annotations
 
@@ -11,9 +12,9 @@ BUILTINS = dict(vars(builtins))
 OF_CLASS = type.__dict__
 MRO, HELD_BY, FLAGS = (OF_CLASS[name].__get__ for name in ("__mro__", "__dict__", "__flags__"))
 DERIVED = OF_CLASS["__subclasses__"]
-"""Readers of a class's attributes that no metaclass can override."""
+"""Function that lists a class's subclasses. Like MRO, HELD_BY and FLAGS, no metaclass can override it."""
 MADE_IN_PYTHON = 1 << 9
-"""Flag of classes created at run time (Py_TPFLAGS_HEAPTYPE)."""
+"""Flag of classes that are created at run time (Py_TPFLAGS_HEAPTYPE)."""
 CONSTANT = (int, float, complex, str, bytes)
 
 
@@ -21,16 +22,16 @@ class Loaded:
     def __init__(self) -> None:
         self.modules: dict[str, types.ModuleType] = {}
         self.names: dict[int, dict[str, Any]] = {}
-        """Globals of the modules, by id. These, and the classes and code below, are not the program's."""
+        """Globals of the modules, by id. These modules, and the classes and code below, do not belong to the program."""
         self.classes: dict[int, type] = {}
-        """All classes at that time, by id."""
+        """All classes that existed when the snapshot was taken, by id."""
         self.codes: set[int] = set()
-        """Ids of the functions' code objects."""
+        """Ids of the code objects of the modules' functions."""
         self._held: dict[int, tuple[Any, dict[str, Any]]] = {}
         self._code: dict[int, tuple[Any, ...]] = {}
 
     def add(self, modules: dict[str, types.ModuleType] = sys.modules) -> Loaded:
-        """Add modules; by default, those loaded since the last call."""
+        """Add modules to the snapshot; by default, those loaded since the last call."""
         known = {"__main__", *self.modules}
         new = {name: one for name, one in modules.items() if isinstance(one, types.ModuleType) and name not in known}
         self.modules |= new
@@ -49,8 +50,8 @@ class Loaded:
         return self
 
     def put_back(self) -> set[str]:
-        """Undo the program's changes to modules, classes and functions, except state such as sys.stdout. Returns the names of functions,
-        classes and modules that it had replaced."""
+        """Undo the program's changes to modules, classes and functions, except to state such as sys.stdout. Returns the names of the
+        functions, classes and modules that the program had replaced."""
         replaced = {name for name, module in self.modules.items() if sys.modules.get(name) is not module}
         sys.modules.update(self.modules)
         for function, code, defaults, named in self._code.values():
@@ -59,7 +60,7 @@ class Loaded:
                 replaced.add(function.__name__)
         for place, held in self._held.values():
             now, is_class = vars(place), isinstance(place, type)
-            added = [name for name in now if name not in held and (is_class or name in BUILTINS)]  # a global hides a builtin
+            added = [name for name in now if name not in held and (is_class or name in BUILTINS)]  # a new global may hide a builtin
             for name in [name for name, value in held.items() if now.get(name, held) is not value] + added:
                 value = held.get(name, now.get(name))
                 if callable(value) or isinstance(value, types.ModuleType) or (is_class and hasattr(type(value), "__get__")):

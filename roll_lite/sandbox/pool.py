@@ -1,4 +1,4 @@
-"""Trusted side of the sandboxes: starts them, sends programs, collects outcomes, replaces dead ones."""
+"""Trusted side of the sandboxes: starts them, sends programs, collects outcomes, and replaces dead sandboxes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class SandboxTrouble(Exception):
-    """A program could not be run. `suspected`: the program itself may be the cause."""
+    """A program could not be run. `suspected`: True if the program itself may be the cause."""
 
     def __init__(self, cause: str, suspected: bool = False) -> None:
         super().__init__(cause)
@@ -47,36 +47,36 @@ class SandboxTrouble(Exception):
 
 
 class SandboxDied(SandboxTrouble):
-    """A sandbox died or stopped answering during a program. A retry shows whether the program is to blame."""
+    """A sandbox died or stopped answering while it ran a program. A retry shows whether the program is the cause."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Each limit holds for all processes of a program together, unless stated otherwise."""
+    """Limits of a program. Unless stated otherwise, a limit applies to all processes of the program together."""
 
     cpu_s: float = 5.0
     wall_s: float = 15.0
     memory_mb: int = 512
-    """Memory of all processes together; each may reserve twice as much address space."""
+    """Memory of all processes together. Each process may reserve twice as much address space."""
     output_kb: int = 1024
     file_mb: int = 16
     folder_mb: int = 64
     processes: int = 64
-    """Processes and threads, besides the first."""
+    """Maximum number of processes and threads, in addition to the first."""
     open_files: int = 64
-    """Per process; each may be a socket, whose buffer is charged to no process."""
+    """Maximum number of open files per process. Each may be a socket, whose buffer is counted for no process."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """`order`: kind and arguments of the program, see `MODES` in programs.py."""
+    """Program to run in a sandbox. `order`: its kind and arguments, see `MODES` in programs.py."""
 
     order: dict[str, Any]
     stdin: bytes = b""
     artifact: bytes = b""
-    """File compiled by an earlier program, open as file descriptor 4."""
+    """File that an earlier program has compiled; this program gets it as file descriptor 4."""
     address_space: bool = True
-    """False for interpreters that reserve far more address space than they use."""
+    """False to not limit the address space, for interpreters that reserve far more than they use."""
     limits: Limits = field(default_factory=Limits)
 
 
@@ -92,9 +92,10 @@ class Pair:
 @dataclass(frozen=True)
 class Outcome:
     exit: int
-    """Exit status, negative for a signal."""
+    """Exit status; negative: the number of the signal that ended it."""
     stopped: str
-    """Limit that ended it: cpu, wall, memory, processes, output (printed or stored too much), sandbox (it killed its sandbox); or empty."""
+    """Limit that ended the program: cpu, wall, memory, processes, output (printed or stored too much), sandbox (it killed its sandbox);
+    empty if none."""
     stdout: bytes
     stderr: bytes
     result: bytes
@@ -121,7 +122,7 @@ class Protections:
     held: dict[str, str]
     why_not: tuple[str, ...] = ()
     counted: tuple[str, ...] = ()
-    """Resources that a control group counts exactly; the others are sampled about twenty times a second."""
+    """Resources that a control group counts exactly. The others are sampled about twenty times a second."""
 
     @property
     def missing(self) -> list[str]:
@@ -144,11 +145,11 @@ class Protections:
 
 
 class Sandbox:
-    """An isolated warm interpreter (zygote.py) that runs one program at a time."""
+    """Isolated warm interpreter (zygote.py) that runs one program at a time."""
 
     def __init__(self, walls: str = "namespaces", readable: Sequence[str] = (), python_path: Sequence[str] = ()) -> None:
-        """`walls`: strongest isolation to try. `readable`: further folders that programs may read. `python_path`: folders that they may
-        read and import from."""
+        """`walls`: strongest isolation to try (see isolation.py). `readable`: more folders that programs may read. `python_path`: folders
+        that they may read and import from."""
         self._settings: dict[str, Any] = {"walls": walls, "readable": [*readable, *python_path], "python_path": list(python_path)}
         self._settings |= {"root": ROOT, "control_group": True}
         self._process: subprocess.Popen[bytes] | None = None
@@ -156,7 +157,7 @@ class Sandbox:
         self._running: tuple[Program, list[int], float] | None = None
         self._companion: Sandbox | None = None
         self._group = ""
-        """Path of the programs' control group, removed here since the isolated sandbox cannot."""
+        """Path of the programs' control group. It is removed here, since the isolated sandbox cannot do it."""
         self.protections: Protections | None = None
 
     def start(self) -> Protections:
@@ -192,8 +193,8 @@ class Sandbox:
         return self.protections
 
     def begin(self, program: Program, peer: int = -1) -> None:
-        """Start a program; `fileno()` becomes readable when it ends. `peer`: socket that it gets as file descriptor 4."""
-        if self._running is not None:  # of a program whose wait was interrupted
+        """Start a program; `fileno()` becomes readable when it has ended. `peer`: socket that the program gets as file descriptor 4."""
+        if self._running is not None:  # the wait for an earlier program was interrupted
             self.close()
         self._ensure_started()
         assert self._line is not None
@@ -211,8 +212,8 @@ class Sandbox:
             raise SandboxDied(f"the sandbox died: {error}") from error
 
     def finish(self, patience: float | None = None) -> Outcome:
-        """Wait for the program's end; kill it after `patience` seconds. SandboxTrouble if the sandbox does not report how it ended; the
-        next program gets a fresh sandbox."""
+        """Wait for the program's end; kill it after `patience` seconds. Raises SandboxTrouble if the sandbox does not report how the
+        program ended; the next program then gets a new sandbox."""
         assert self._running is not None and self._line is not None
         program, files, deadline = self._running
         try:
@@ -270,7 +271,8 @@ class Sandbox:
             self._group = ""
 
     def _ensure_started(self) -> None:
-        """Start the sandbox if necessary. SandboxTrouble if that fails, or if it lacks a protection that it had before."""
+        """Start the sandbox if it is not running. Raises SandboxTrouble if that fails, or if it now lacks a protection that it had
+        before."""
         if self._line is not None and self._process is not None and self._process.poll() is None:
             return
         before = self.protections
@@ -335,7 +337,8 @@ class SandboxPool:
         self._allow_unprotected = allow_unprotected
 
     def start(self) -> Protections:
-        """Start all sandboxes and log their protections. ValueError if required ones are missing and `allow_unprotected` is false."""
+        """Start all sandboxes and log their protections. Raises ValueError if required ones are missing, unless `allow_unprotected` is
+        true."""
         try:
             protections, *_ = [sandbox.start() for sandbox in self._sandboxes]
             protections.refuse_missing(self._allow_unprotected)
@@ -378,7 +381,8 @@ class SandboxPool:
         return outcomes
 
     def _begin(self, sandbox: Sandbox, job: Program | Pair) -> Sandbox:
-        """Start the job. Returns the sandbox to wait for: for a pair, that of the tests. A pair's two processes share a socket."""
+        """Start a job. Returns the sandbox to wait for. A pair (program and tests) runs in two sandboxes, which share a socket; then it is
+        that of the tests."""
         if isinstance(job, Program):
             sandbox.begin(job)
             return sandbox
@@ -404,7 +408,7 @@ class SandboxPool:
         return replace(said, stopped=said.stopped or ran.stopped, stderr=ran.stderr, cpu_s=said.cpu_s + ran.cpu_s)
 
     def _once_more(self, job: Program | Pair, sandbox: Sandbox) -> Ended:
-        """Retry a job whose sandbox died. If the sandbox dies again, but then runs a harmless program, the job is to blame."""
+        """Retry a job whose sandbox died. If the sandbox dies again but can run a harmless program, the job is the cause."""
         try:
             self._begin(sandbox, job)
             return self._finish(sandbox, job)

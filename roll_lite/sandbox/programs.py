@@ -1,5 +1,5 @@
-"""Run a program in its sandboxed process, in one of several modes (`MODES`). Results are written to file descriptor RESULT and judged
-outside."""
+"""Run an untrusted program in its sandboxed process, in one of several modes (`MODES`). Results are written to file descriptor RESULT and
+judged outside."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run_program(order: dict[str, Any]) -> None:
     sys.setrecursionlimit(RECURSION)
     threading.stack_size(STACK)
     sys.argv = ["main.py"]
-    if order["kind"] != "tests":  # tests import no files that the program wrote
+    if order["kind"] != "tests":  # tests must not import files that the program wrote
         sys.path.insert(0, os.getcwd())  # noqa: PTH109
     site.setquit()
     site.setcopyright()
@@ -73,12 +73,12 @@ def run_program(order: dict[str, Any]) -> None:
 
 
 def _end(printed: TextIO, status: int) -> NoReturn:
-    """End as an interpreter does: join threads, run exit functions, flush, finalize objects, flush again."""
+    """End the process as an interpreter does: join threads, run exit functions, flush, finalize objects, flush again."""
     with contextlib.suppress(BaseException):
         threading._shutdown()  # type: ignore[attr-defined]
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()
-    status = _flushed(status, sys.stdout, printed)  # before names are cleared: a stream of the program may need them
+    status = _flushed(status, sys.stdout, printed)  # flushed before names are cleared, which a stream of the program may need
     sys.stdout = printed
     with contextlib.suppress(BaseException):
         for module in [sys.modules[name] for name in ("__main__", FROM_PROGRAM) if name in sys.modules]:
@@ -101,12 +101,12 @@ def _flushed(status: int, *streams: TextIO | None) -> int:
 def _is_closed(stream: TextIO) -> bool:
     try:
         return stream.closed
-    except ValueError:  # detached: another owner flushes its buffer
+    except ValueError:  # detached: its new owner flushes the buffer
         return True
 
 
 def _set_limit(which: int, limits: tuple[int, int]) -> None:
-    """Replacement for `resource.setrlimit` that ignores attempts to raise limits, which are common in contest programs."""
+    """Replacement for `resource.setrlimit` that ignores attempts to raise a limit. Contest programs often try that."""
     try:
         SET_LIMIT(which, limits)
     except ValueError:
@@ -133,7 +133,7 @@ def _exec(order: dict[str, Any]) -> None:
 
 
 def _module(order: dict[str, Any], name: str) -> dict[str, Any]:
-    """Run prelude and program as a module of this name. Returns its globals."""
+    """Run the prelude and the program as a module of this name. Returns the module's globals."""
     source = order["source"]
     module = types.ModuleType(name)
     sys.modules[name] = module
@@ -145,7 +145,7 @@ def _module(order: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _calls(order: dict[str, Any]) -> None:
-    """Call one function of the program repeatedly, each time in a child process: calls do not affect each other."""
+    """Call one function of the program several times, each time in a child process, so that calls do not affect each other."""
     names = _module(order, FROM_PROGRAM)
     for arguments, named in decode(order["calls"]):
         _print(RESULT, _call_in_child(names, order, arguments, named))
@@ -199,12 +199,12 @@ def _expression(order: dict[str, Any]) -> None:
 
 
 def _serve(order: dict[str, Any]) -> None:
-    """Answer calls and run tests. Modules that tests and program import are loaded before the program runs, and trusted. It could
-    replace any that is loaded later."""
-    with contextlib.suppress(Exception):  # the tests' process reports what cannot be imported
+    """Run the program, then answer the tests' calls. Modules that the tests or the program import are loaded before the program runs, since
+    it could replace modules that are loaded later."""
+    with contextlib.suppress(Exception):  # the tests' process reports failing imports
         import_modules(order)
     for statement in _imports(f"{order.get('prelude', '')}\n{order['source']}"):
-        with contextlib.suppress(Exception, SystemExit):  # the program will meet the error itself
+        with contextlib.suppress(Exception, SystemExit):  # the program will run into the error itself
             exec(statement, {})
     LOADED.add()
     serve(_module(order, FROM_PROGRAM), order["names"], PEER, order["test_s"])

@@ -1,4 +1,4 @@
-"""Seccomp filter: system calls that programs of a sandbox may not make."""
+"""Build the seccomp filter, which denies programs in a sandbox some system calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from roll_lite.sandbox.kernel import PR_SET_DUMPABLE, PR_SET_SECCOMP, prctl
 
 
 def _calls(table: str) -> list[tuple[int, int]]:
-    """(number on x86_64, number on aarch64) of each call in a table; -1: missing."""
+    """Read a table of calls. Returns (number on x86_64, number on aarch64) of each; -1 if a machine lacks it."""
     rows = [line.partition("#")[0].split() for line in table.splitlines()]
     return [(int(one), int(other)) for _, one, other in filter(None, rows)]
 
@@ -168,19 +168,20 @@ ioctl 16 29
 fcntl 72 25
 """)
 IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
-"""Allowed requests: TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX. Others could set flags of readable files."""
+"""Allowed ioctl requests: TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX. Others could change flags of files that programs may
+only read."""
 FCNTLS = (8, 10, 15, 1024, 1026, 1031, 1036, 1038)
-"""Denied commands: F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY, F_SETPIPE_SZ, F_SET_RW_HINT, F_SET_FILE_RW_HINT."""
+"""Denied fcntl commands: F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY, F_SETPIPE_SZ, F_SET_RW_HINT, F_SET_FILE_RW_HINT."""
 SHARED, ANONYMOUS = 0x01, 0x20
 STREAM, PACKETS_IN_ORDER = 1, 5
 NEW_NAMESPACES = 0x7E020000
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 X32 = 0x40000000
-"""Bit of call numbers of the x32 ABI, a second way to make x86_64's calls."""
+"""Bit in call numbers of the x32 ABI, a second way to make system calls on x86_64."""
 
 LOAD, AND, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 ARGUMENTS = 16
-"""Offset of the arguments in `struct seccomp_data`."""
+"""Offset of the call's arguments in `struct seccomp_data`."""
 ALLOW, KILL = 0x7FFF0000, 0x80000000
 
 
@@ -189,10 +190,8 @@ def _refuse(number: int) -> int:
 
 
 def build_filter(own_pid: int | None = None, signals_stay: bool = False) -> bytes:
-    """Build the filter; OSError on machines other than x86_64 and aarch64.
-
-    `own_pid`: pid of a program without namespaces, which may not change file or process attributes, nor signal others. `signals_stay`:
-    its signals are already confined."""
+    """Build the filter. Raises OSError on machines other than x86_64 and aarch64. `own_pid`: pid of a program without namespaces, which may
+    not change attributes of files or processes, nor signal others. `signals_stay`: True if other means already confine its signals."""
     machine = platform.machine()
     if machine not in AUDIT_ARCH:
         raise OSError(errno.ENOSYS, f"no seccomp filter for {machine}")
@@ -212,12 +211,12 @@ def build_filter(own_pid: int | None = None, signals_stay: bool = False) -> byte
     for one in FCNTLS:
         code += _where(FCNTL[column], 1, [(JUMP_EQUAL, 0, 1, one)])
     code += _where(CLONE[column], 0, [(JUMP_ANY_BIT, 0, 1, NEW_NAMESPACES)])
-    # Refuse shared anonymous memory: all of it stays, charged to no process, while one page of it is mapped.
+    # Refuses shared anonymous memory: all of it stays, counted for no process, while one page of it is mapped.
     code += _where(MMAP[column], 3, [(JUMP_ANY_BIT, 0, 2, ANONYMOUS), (JUMP_ANY_BIT, 0, 1, SHARED)])
     code += _where(PRCTL[column], 0, [(JUMP_EQUAL, 1, 0, PR_SET_DUMPABLE), (JUMP_EQUAL, 0, 1, PR_SET_SECCOMP)])
     low, high = ((LOAD, 0, 0, ARGUMENTS + 8 * 2 + half) for half in (0, 4))
     is_new_core = [(JUMP_EQUAL, 0, 5, RLIMIT_CORE), low, (JUMP_EQUAL, 0, 2, 0), high, (JUMP_EQUAL, 1, 0, 0)]
-    # Core limits may not be changed: the limit of 1 disables the machine's crash handler; 0 would not.
+    # The core limit may not be changed: a limit of 1 disables the machine's crash handler, 0 would not.
     code += _where(SET_LIMIT[column], 0, [(JUMP_EQUAL, 0, 1, RLIMIT_CORE)])
     code += _where(PRLIMIT[column], 1, is_new_core)
     code += [(RETURN, 0, 0, ALLOW)]
@@ -225,19 +224,19 @@ def build_filter(own_pid: int | None = None, signals_stay: bool = False) -> byte
 
 
 def _only_own(own_pid: int, calls: list[tuple[int, int]], column: int) -> list[tuple[int, int, int, int]]:
-    """Allow these calls only if the first argument, a process, is 0 (the caller or its group) or `own_pid`."""
+    """Allow these calls only if their first argument, a process id, is 0 (the caller or its group) or `own_pid`."""
     tests = [(JUMP_EQUAL, 2, 0, 0), (JUMP_EQUAL, 1, 0, own_pid)]
     return [one for numbers in calls for one in _where(numbers[column], 0, tests)]
 
 
 def _where(number: int, argument: int, tests: list[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
-    """Refuse a call if every test of its argument falls through. A test allows it by jumping past the refusal."""
+    """Refuse a call unless one of the tests of its argument succeeds. A test allows the call by jumping past the refusal."""
     block = [(LOAD, 0, 0, ARGUMENTS + 8 * argument), *tests, (RETURN, 0, 0, _refuse(errno.EPERM)), (LOAD, 0, 0, 0)]
     return [(JUMP_EQUAL, 0, len(block), number), *block]
 
 
 def install_filter(code: bytes) -> None:
-    """Install the filter for this process and its children; needs no_new_privs."""
+    """Install the filter for this process and its children. no_new_privs must be set."""
     instructions = ctypes.create_string_buffer(code, len(code))
     program = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(instructions)))
     prctl(PR_SET_SECCOMP, 2, ctypes.addressof(program))

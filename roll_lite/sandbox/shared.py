@@ -1,4 +1,4 @@
-"""Locks and shared memory for multiprocessing, in files of the program's folder. Python's own need /dev/shm, which landlock hides."""
+"""Locks and shared memory for multiprocessing, in files of the program's folder. Python's own use /dev/shm, which landlock hides."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 RECURSIVE = 0
 SIZE = 64
 LOOK_S = 1.0
-"""Seconds after which a process that waits for a lock handles signals."""
+"""A process that waits for a lock wakes up after this many seconds, to handle signals."""
 libc = ctypes.CDLL(None, use_errno=True)
 
 

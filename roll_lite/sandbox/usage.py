@@ -1,4 +1,4 @@
-"""Resource usage of a program and all its processes, sampled from outside or read from a control group."""
+"""Measure the resource usage of a program with all its processes, by sampling from outside or by reading a control group."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from roll_lite.sandbox.filesystem import BLOCK, fits
 PAGE = os.sysconf("SC_PAGE_SIZE")
 TICKS = os.sysconf("SC_CLK_TCK")
 STACK = 25
-"""Index of the stack's start address among the fields after the name in /proc/PID/stat."""
+"""Index of the stack's start address in /proc/PID/stat, among the fields after the name."""
 FORKED_AND_NO_MORE = 0x40
 OF_MAPPING = 512
-"""Approximate bytes of kernel memory for each memory mapping."""
+"""Approximate bytes of kernel memory per memory mapping."""
 MOST_MAPPINGS = 65530
 BESIDE_RESIDENT = (b"VmPTE:", b"VmSwap:")
 """Lines of /proc/PID/status, in kB, that count as memory in addition to the resident set."""
 LONGEST_MAPS = 1 << 20
-"""Maximum bytes read of a process's table of mappings. A longer one counts as full."""
+"""Maximum bytes read of a process's table of mappings. A longer table counts as the maximum number of mappings."""
 
 
 class Usage:
@@ -34,16 +34,16 @@ class Usage:
         self._group = group
         self._namespaces = namespaces
         self._seen: dict[tuple[int, int], float] = {}
-        """CPU time of each process at its last sample; for a child that was not waited for, the only record."""
+        """CPU seconds of each process at its last sample. For a child that nobody waited for, this is the only record."""
         self._unseen_s = 0.0
-        """Estimated CPU time of processes that lived only between two samples."""
+        """Estimated CPU seconds of processes that lived only between two samples."""
         self._looked = 0.0
         with open("/proc/self/statm", "rb") as stream:  # noqa: PTH123
             self._own_pages = int(stream.read().split()[1])
             """Pages shared with forked programs; not counted until these exec another program."""
         self._own_stack = _fields(os.getpid())[STACK]
         self._mappings: dict[tuple[int, int], int] = {}
-        """Number of memory mappings by process. Each sample counts one random process."""
+        """Number of memory mappings of each process. Each sample counts those of one random process."""
         with socket.socketpair()[0] as one:
             self._socket_bytes = one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
 
@@ -57,7 +57,7 @@ class Usage:
             self._group.begin(limits)
 
     def passed(self, first: int, members: Sequence[int]) -> str:
-        """Return the name of the exceeded limit, or empty. `first`: the process that was started."""
+        """Take a sample. Returns the name of the limit that the program exceeds, or "". `first`: the program's first process."""
         limits = self._limits
         now = time.monotonic()
         since, self._looked = now - self._looked, now
@@ -98,8 +98,8 @@ class Usage:
         return "" if self._fits(deleted) else "output"
 
     def folder_is_full(self, members: Callable[[], Iterable[int]]) -> bool:
-        """True if the folder exceeds a limit. Measured only after free disk space changed by a quarter of the limit, up (others'
-        deletions hide writes) or down."""
+        """Return True if the program's folder exceeds a limit. The folder is measured only if free disk space has changed by a quarter of
+        the limit, down or up (others' deletions can hide writes)."""
         if self._namespaces or abs(self._free - (free := _free_bytes(self._folder))) <= self._limits["folder_bytes"] // 4:
             return False
         self._free = free
@@ -109,12 +109,12 @@ class Usage:
         return fits(self._folder, self._limits["folder_bytes"] - deleted, self._limits["folder_files"])
 
     def _open_files(self, members: Iterable[int]) -> tuple[int, int]:
-        """Bytes of deleted files that are still open or mapped, and so take disk space; and the number of sockets."""
+        """Return the bytes of deleted files that still take disk space because they are open or mapped, and the number of sockets."""
         device, found, inside = os.stat(self._folder).st_dev, dict[int, int](), f"{self._folder}/".encode()  # noqa: PTH116
         sockets = set[int]()
         for process in members:
             try:
-                for thread in _tasks_of(process):  # threads may have separate files, and the main one may have ended
+                for thread in _tasks_of(process):  # threads may have separate open files, and the main one may have ended
                     for name in os.listdir(f"/proc/{process}/{thread}fd"):  # noqa: PTH208
                         with contextlib.suppress(FileNotFoundError):
                             seen = os.stat(f"/proc/{process}/{thread}fd/{name}")  # noqa: PTH116
@@ -128,9 +128,9 @@ class Usage:
                 for line in maps.split(b"\n"):
                     words = line.split(maxsplit=5)
                     if len(words) == 6 and words[5].startswith(inside) and words[5].endswith(b" (deleted)"):
-                        found.setdefault(int(words[4]), self._limits["file_bytes"])  # perhaps mapped only in part: assume the largest
+                        found.setdefault(int(words[4]), self._limits["file_bytes"])  # may be mapped only in part: assumes the whole
             except PermissionError:
-                if os.getuid() != 0 and _has_memory(process):  # it hides its files; a process that is ending hides them too
+                if os.getuid() != 0 and _has_memory(process):  # the process hides its files; one that is ending does too
                     found[0] = sys.maxsize
             except OSError:  # ended meanwhile
                 continue
@@ -144,13 +144,13 @@ class Usage:
         return self._group is not None and self._group.out_of_memory()
 
     def _is_forked(self, stat: list[bytes]) -> bool:
-        """True if a process has not executed another program: its stack lies at the warm interpreter's address or, if the kernel hides
-        that, it has the flag "forked, no exec"."""
+        """Return True if a process is a fork that has not executed another program: its stack is at the warm interpreter's address or, if
+        the kernel hides that, it has the flag "forked, no exec"."""
         return stat[STACK] == self._own_stack if stat[STACK] != b"0" else bool(int(stat[6]) & FORKED_AND_NO_MORE)
 
     def _in_sockets(self) -> int:
-        """Upper bound of bytes in socket buffers, which no process is charged for. 0 without namespaces, where other programs' would
-        count."""
+        """Upper bound of the bytes in socket buffers, which are counted for no process. 0 without namespaces, since it would include other
+        programs' sockets."""
         if not self._namespaces:
             return 0
         with open("/proc/net/sockstat", encoding="ascii") as stream:  # noqa: PTH123
@@ -168,7 +168,7 @@ def _content(process: int, name: str, most: int = -1) -> bytes:
 
 
 def _fields(process: int, thread: str = "") -> list[bytes]:
-    """Fields of /proc/PID/stat after the name, which may contain spaces and brackets."""
+    """Read the fields of /proc/PID/stat after the name, which may contain spaces and brackets."""
     return _content(process, f"{thread}stat").rpartition(b")")[2].split()
 
 
@@ -177,7 +177,7 @@ def _tasks_of(process: int) -> list[str]:
 
 
 def _living_thread(process: int, fields: list[bytes]) -> str:
-    """Path of a living thread if the main one has ended, since the process then shows no memory; else empty."""
+    """Return the path of a living thread if the main thread has ended, because the process then shows no memory; otherwise empty."""
     if fields[0] != b"Z":
         return ""
     for thread in _tasks_of(process):
@@ -188,7 +188,8 @@ def _living_thread(process: int, fields: list[bytes]) -> str:
 
 
 def _lines(status: bytes, names: bytes | tuple[bytes, ...]) -> list[list[bytes]]:
-    """Words of lines that start with one of the names. Split at line feeds only: a process name may contain other line ends."""
+    """Return the words of each line that starts with one of the names. Splits only at line feeds, since a process name may contain other
+    line ends."""
     return [line.split() for line in status.split(b"\n") if line.startswith(names)]
 
 

@@ -1,4 +1,4 @@
-"""Plain Python data as JSON. Nothing else is exchanged between a program and the processes that judge it."""
+"""Encode plain Python data as JSON. Nothing else is exchanged between a program and the processes that judge it."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ STANDARD: dict[type, Callable[[Any], list[Any]]] = {
     datetime.timedelta: lambda value: [value.days, value.seconds, value.microseconds],
     datetime.timezone: lambda value: [value.utcoffset(None)],
 }
-"""Standard library types that count as plain data, with the arguments that rebuild an equal value."""
+"""Standard library types that count as plain data -> function that returns arguments to rebuild an equal value."""
 NAMED = {kind.__name__: kind for kind in STANDARD}
 MADE_OF = {"bytearray": bytes, "frozenset": list, "deque": list, "Counter": dict, "OrderedDict": list}
-"""By type name: required type of the first argument. A number or range could expand to a huge object when decoded."""
+"""Type name -> required type of the first argument. A number or range there could expand to a huge object when decoded."""
 MADE_OF_PARTS = {"range": int, "Fraction": int, "date": int, "Decimal": str, "timedelta": int}
-"""By type name: required type of all arguments. Fraction("1e99999999"), for example, would be computed when decoded."""
+"""Type name -> required type of all arguments. For example, Fraction("1e99999999") would be computed when decoded."""
 LONGEST_NUMBER = 10_000
-"""Maximum number of digits of arguments in MADE_OF_PARTS: larger Fractions are slow to reduce."""
+"""Maximum number of digits of such arguments, since large Fractions are slow to reduce."""
 SAME_HASH = 100
-"""Maximum number of items with the same hash in a decoded set or dict: each lookup compares with all of them."""
+"""Maximum number of items with the same hash in a decoded set or dict. Each lookup compares with all of them."""
 HELD: dict[type, Callable[[Any], Any]] = {
     bool: lambda value: value,
     list: lambda value: list(list.__iter__(value)),
@@ -51,7 +51,7 @@ HELD: dict[type, Callable[[Any], Any]] = {
     bytes: lambda value: bytes(bytes.__iter__(value)),
     complex: lambda value: complex(complex.__pos__(value)),
 }
-"""Functions that read plain data by the base type's methods, which a subclass may override."""
+"""Type -> function that reads plain data by that type's own methods, whatever a subclass overrides."""
 MOST_ITEMS = 100_000
 """Maximum number of items read from an iterator, which may be endless."""
 VIEWS: dict[str, Callable[[Any], Any]] = {
@@ -64,7 +64,7 @@ FROM_PROGRAM = "solution"
 
 
 def encode(value: Any, refer: Callable[[Any], Any] | None = None) -> Any:
-    """Return plain data as JSON. Other values are encoded by `refer`; TypeError without it."""
+    """Return plain data in a form that JSON can hold. Other values are encoded by `refer`; without it, TypeError is raised."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
         return _scalar(value)
     if type(value) in STANDARD:
@@ -113,9 +113,8 @@ def _scalar(value: Any) -> Any:
 
 
 def decode(data: Any, find: Callable[[Any], Any] | None = None) -> Any:
-    """Inverse of `encode`. ValueError for data that `encode` cannot have written.
-
-    `find` resolves references made by `refer`. Without it, iterators, dict views and numpy arrays become lists."""
+    """Decode what `encode` returned. Raises ValueError for data that `encode` cannot have made. `find` resolves references made by `refer`.
+    Without it, iterators, dict views and numpy arrays become lists."""
     if isinstance(data, list):
         return [decode(one, find) for one in data]
     if not isinstance(data, dict):
@@ -167,7 +166,7 @@ def _digits(number: Any) -> int:
 
 
 def _spread(items: list[Any]) -> list[Any]:
-    """Return a set's items or a dict's keys; ValueError if more than SAME_HASH share a hash."""
+    """Return a set's items or a dict's keys. Raises ValueError if more than SAME_HASH of them share a hash."""
     hashes = sorted(map(hash, items))
     if any(one == other for one, other in zip(hashes, hashes[SAME_HASH:], strict=False)) and len(set(map(id, items))) > SAME_HASH:
         raise ValueError(f"more than {SAME_HASH} items of one hash")

@@ -1,7 +1,8 @@
-"""Isolated warm Python interpreter that forks a process per program, watches it, and kills it with all its children.
+"""Isolated warm Python interpreter ("zygote") that forks a process for each program, watches it, and kills it with all its children.
 
-It shares its namespaces with one program at a time. A request has the limits as JSON and open files: the order (what to run, see
-programs.py) and the program's files 0 to 4. Only the forked process reads these: later programs could read the zygote's memory."""
+Programs run one at a time, in the zygote's namespaces. A request contains the limits as JSON and open files: a description of what to run
+(the order, see programs.py) and the program's file descriptors 0 to 4. Only the forked process reads them, since later programs could read
+the zygote's memory."""
 
 from __future__ import annotations
 
@@ -37,15 +38,16 @@ array bisect collections copy datetime decimal fractions functools heapq itertoo
 string threading traceback typing linecache ast types enum io time atexit inspect dataclasses abc numbers cmath textwrap
 """
 FIRST_LOOK_S, LOOK_S = 0.02, 0.05
-"""Seconds until the first sample of usage, and on average between later ones: random, so that a program cannot time its pauses."""
+"""Seconds until the first usage sample, and average seconds between later ones. They are random, so that a program cannot time its
+pauses."""
 DISK_LOOK_S = 0.002
-"""Seconds between checks of free disk space, made between samples."""
+"""Seconds between checks of free disk space, which happen between samples."""
 LONGEST_LIMITS = 4096
 HIGHEST_FILE = 1024
 FOLDER = "code-"
 PATIENCE_S = 5.0
 LEFT, MOST_LEFT = "left-", 4
-"""Prefix of ended programs' folders, and maximum number of them that await removal."""
+"""Prefix of the folders of ended programs, and maximum number of such folders that await removal."""
 M_ARENA_MAX = -8
 
 
@@ -75,7 +77,7 @@ def main(control: int, settings: dict[str, Any]) -> None:
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
         os.chmod(folder, 0o711)  # noqa: PTH101
     if group is not None:
-        group.enter()  # this process, not each program: moving a process into a group takes about 10 ms
+        group.enter()  # the zygote itself enters: moving each program into a group would take about 10 ms
     os.environ.clear()
     os.environ.update({"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": WORK, "LANG": "C.UTF-8", "TMPDIR": WORK})
     sys.path[:] = [path for path in sys.path if path != settings["root"]] + settings["python_path"]
@@ -98,8 +100,8 @@ def main(control: int, settings: dict[str, Any]) -> None:
 
 
 def _clean_up_after(zygote: int, folder: str, left: int) -> NoReturn:
-    """Remove ended programs' folders, which may take long. When the zygote has ended, even if killed, clean up after it."""
-    # Namespaces end with the zygote. If this process, its parent, is killed, the zygote cleans up instead.
+    """Remove the folders of ended programs, which may take long. When the zygote has ended, even if killed, removes what it left."""
+    # Namespaces end with the zygote. If this process, its parent, is killed, the zygote cleans up.
     while os.read(left, 1):
         for old in _left_folders(folder):
             remove_folder(old)
@@ -116,8 +118,8 @@ def _left_folders(folder: str) -> list[str]:
 
 class Zygote:
     def __init__(self, line: socket.socket, walls: Walls, readable: list[str], folder: str, group: Group | None, say_left: int) -> None:
-        """`folder`: parent of the programs' folders; empty with namespaces. `say_left`: pipe that tells the parent process to remove old
-        ones."""
+        """`folder`: parent of the programs' folders; empty with namespaces. `say_left`: pipe that tells the parent process to remove
+        folders of ended programs."""
         self._line = line
         self._walls = walls
         self._readable = readable
@@ -133,7 +135,7 @@ class Zygote:
             limits, files = request
             try:
                 report = self._run(limits, files)
-            except OSError as error:  # a fault of this machine, reported as such
+            except OSError as error:  # a failure of this machine, reported to the caller
                 report = {"trouble": f"{type(error).__name__}: {error}"}
             finally:
                 for file in files:
@@ -141,8 +143,8 @@ class Zygote:
             self._line.sendall(json.dumps(report).encode() + b"\n")
 
     def _receive(self) -> tuple[dict[str, Any], list[int]] | None:
-        """Return limits and open files of the next request; None at the end. Skips spaces: requests to kill a program that has already
-        ended."""
+        """Return the limits and open files of the next request; None when the connection is closed. Skips spaces, which are requests to
+        kill a program that has already ended."""
         files, data, ancillary = array.array("i"), b" ", list[Any]()
         while data and not data.strip():
             data, ancillary, _, _ = self._line.recvmsg(LONGEST_LIMITS, socket.CMSG_SPACE(6 * files.itemsize))
@@ -227,7 +229,7 @@ class Zygote:
         stopped, pause = "", FIRST_LOOK_S
         try:
             while (events := self._wait(poller, pause, pid)) is None or handle not in dict(events):
-                if events and not self._line.recv(1):  # the owner is gone
+                if events and not self._line.recv(1):  # the sandbox's owner is gone
                     sys.exit()
                 if events:  # the owner wants the program killed
                     os.kill(pid, signal.SIGKILL)
@@ -236,7 +238,7 @@ class Zygote:
                 late = time.monotonic() - started > limits["wall_s"]
                 stopped = "output" if events is None else "wall" if late else self._usage.passed(pid, self._members(pid))
                 if stopped:
-                    _kill(self._members(pid))  # before one is waited for: the others write on
+                    _kill(self._members(pid))  # kills all before waiting for one, since others would write on
                     break
         finally:
             os.close(handle)
@@ -248,7 +250,7 @@ class Zygote:
         return {"exit": os.waitstatus_to_exitcode(status), "stopped": stopped, "cpu_s": cpu_s}
 
     def _wait(self, poller: select.poll, pause: float, pid: int) -> list[tuple[int, int]] | None:
-        """Wait for an event or the next sample. Returns None if the folder is full."""
+        """Wait for an event or until `pause` seconds are over. Returns None if the program's folder is full."""
         until, step = time.monotonic() + pause, pause if self._namespaces else DISK_LOOK_S
         while not (events := poller.poll(step * 1000)) and time.monotonic() < until:
             if self._usage.folder_is_full(lambda: self._members(pid)):
@@ -263,7 +265,7 @@ class Zygote:
 
 
 def descendants() -> list[int]:
-    """Descendants of this process, including orphans, which it inherits as a subreaper."""
+    """Return all descendants of this process, including orphans, which it inherits as a subreaper."""
     found = _children(os.getpid())
     for process in found:
         found.extend(child for child in _children(process) if child not in found)
@@ -271,7 +273,7 @@ def descendants() -> list[int]:
 
 
 def _children(pid: int) -> list[int]:
-    """Children of all threads of a process: a child belongs to the thread that forked it."""
+    """Return the children of a process. Those of all its threads are read, since a child belongs to the thread that forked it."""
     found: list[int] = []
     try:
         threads = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208
@@ -290,7 +292,7 @@ def _kill(processes: Iterable[int]) -> None:
 
 
 def kill_descendants() -> None:
-    """Kill all descendants; TimeoutError if some survive PATIENCE_S."""
+    """Kill all descendants. Raises TimeoutError if some are alive after PATIENCE_S."""
     deadline = time.monotonic() + PATIENCE_S
     while rest := descendants():
         _kill(rest)
