@@ -1,4 +1,4 @@
-"""LoRA adapters in PEFT's format: adapter_config.json and adapter_model.safetensors."""
+"""Read and check LoRA adapters in PEFT's format: adapter_config.json and adapter_model.safetensors."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from roll_lite.files import is_file, read_object
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 A, B = "lora_A", "lora_B"
-"""PEFT's names of the matrices A [rank, in] and B [out, rank]."""
+"""PEFT's names of the LoRA matrices A [rank, in] and B [out, rank]."""
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""LoRA ranks that vLLM reserves memory for; another takes as much as the next larger one."""
+"""LoRA ranks for which vLLM can reserve memory. For another rank, it reserves as much as for the next larger one."""
 _PLAIN: dict[str, Any] = {
     "bias": "none",
     "fan_in_fan_out": False,
@@ -21,16 +21,16 @@ _PLAIN: dict[str, Any] = {
     "use_dora": False,
     "use_rslora": False,
 }
-"""PEFT settings that would change the computation, with the only supported values."""
+"""PEFT settings that change the computation, with the only supported value of each."""
 _CHECKED = ("peft_type", "r", "lora_alpha", "init_lora_weights")
 _WITHOUT_EFFECT = (
     *("task_type", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "peft_version", "runtime_config"),
     *("target_modules", "exclude_modules", "layers_pattern", "ensure_weight_tying", "megatron_config", "megatron_core"),
     *("lora_dropout", "eva_config", "loftq_config", "corda_config", "lora_ga_config", "qalora_group_size"),
 )
-"""Ignored PEFT settings. The weights file shows the adapted layers, init_lora_weights their initialization."""
+"""Ignored PEFT settings. What they say about adapted layers and initialization is known from the weights file and init_lora_weights."""
 _LEAVES_BASE_UNCHANGED = (None, True, False, "gaussian", "orthogonal", "eva", "mica")
-"""Values of init_lora_weights that leave the base unchanged; others move part of its weights into the adapters."""
+"""Values of PEFT's init_lora_weights that leave the base model unchanged. Others move a part of its weights into the adapters."""
 
 
 def adapter_config(rank: int, alpha: float, targets: Iterable[str], base: Path) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def adapter_config(rank: int, alpha: float, targets: Iterable[str], base: Path) 
 
 
 def adapter_problems(folder: Path, rank: int, alpha: float) -> Iterator[str]:
-    """Reasons why training cannot start from a folder's adapters."""
+    """Yield the reasons why training cannot start from the LoRA adapters in a folder."""
     missing = [name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if not is_file(folder / name)]
     if missing:
         yield f"has no {' and no '.join(missing)}; expected adapters in PEFT's format"
@@ -80,13 +80,13 @@ def adapter_problems(folder: Path, rank: int, alpha: float) -> Iterator[str]:
 
 
 def target_of(weight: str) -> str | None:
-    """LoRA target of a weight: q_proj for self_attn.q_proj.weight. None for other tensors."""
+    """Return the LoRA target that a weight belongs to: q_proj for self_attn.q_proj.weight. None for tensors that are no weights."""
     module, _, kind = weight.rpartition(".")
     return module.rpartition(".")[2] if kind == "weight" else None
 
 
 def adapter_name(weight: str, matrix: str) -> str:
-    """PEFT's name of the A or B matrix beside a weight."""
+    """Return PEFT's name of the LoRA matrix (A or B) that belongs to a weight."""
     return f"base_model.model.{weight.removesuffix('.weight')}.{matrix}.weight"
 
 

@@ -1,4 +1,4 @@
-"""Shape of a model by its Hugging Face config.json, without torch, transformers or Megatron."""
+"""Read a model's shape from its Hugging Face config.json, without torch, transformers or Megatron."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from roll_lite.files import elsewhere, kind_of, read_object
 from roll_lite.models.hf_fields import HEADS, LLAMA3_FIELDS, refusals, rope_fields
 
 MODEL_FILE = "model.json"
-"""File in a role's checkpoint that holds the model's `tensor_facts`."""
+"""File in a role's checkpoint that contains the model's `tensor_facts`."""
 NOT_IN_TENSORS = ("max_positions", "norm_eps", "rope", "window")
-"""Fields of HfConfig without effect on tensors."""
+"""Fields of HfConfig that do not affect names, shapes or number of tensors."""
 SUPPORTED_TYPES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral")
 """`model_type`s that the Megatron strategy reads and writes."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of any model, even one that cannot be trained here."""
+    """Sizes of a model, even of one that cannot be trained here."""
 
     model_type: str
     layers: int
@@ -29,13 +29,13 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     feed_forward: int | None
-    """Feed-forward size of layers without experts; None if all have experts."""
+    """Feed-forward size of the layers without experts; None if all layers have experts."""
     vocab_size: int
     max_positions: int | None
     tied_embeddings: bool
     window: int | None
     experts: int | None = None
-    """Number of experts; None for a dense model, or if config.json names them in an unknown way."""
+    """Number of experts; None for a dense model, or if config.json has an unknown field for it."""
     expert_feed_forward: int | None = None
 
 
@@ -44,11 +44,11 @@ class ExpertsConfig:
     count: int
     per_token: int
     feed_forward: int
-    """Size of one expert."""
+    """Feed-forward size of one expert."""
     normalised: bool
-    """True if the weights of a token's experts are made to sum to 1."""
+    """True if the router's weights for a token's experts are normalised to sum to 1."""
     layers: tuple[bool, ...]
-    """By layer, true if it has experts; the others are dense."""
+    """For each layer, whether it has experts; the others are dense."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,13 @@ class Llama3Scaling:
 class RopeConfig:
     theta: float
     linear_factor: float | None = None
-    """Divisor of positions; None: no linear scaling."""
+    """Factor by which positions are divided; None: no linear scaling."""
     llama3: Llama3Scaling | None = None
 
 
 @dataclass(frozen=True)
 class HfConfig:
-    """Architecture of a trainable model."""
+    """Architecture of a model that can be trained here."""
 
     family: str
     vocab_size: int
@@ -88,7 +88,7 @@ class HfConfig:
     qk_norm: bool
     rope: RopeConfig
     window: int | None
-    """Sliding window in tokens, the token itself included; None: whole context."""
+    """Sliding attention window in tokens, including the token itself; None: the whole context."""
     experts: ExpertsConfig | None = None
 
     def has_experts(self, layer: int) -> bool:
@@ -97,13 +97,13 @@ class HfConfig:
     @property
     def attention_par(self) -> float:
         """Row length in tokens at which attention costs as many operations as the weight matrices."""
-        # A token meets each matrix once, and on average half of the row's tokens twice (scores, values).
+        # Each token is multiplied with each matrix once, and with half of the row's tokens, on average, twice (scores, values).
         widths = [self._used_feed_forward(layer) for layer in range(self.layers)]
         matrices = (2 * self.heads + 2 * self.key_value_heads) * self.head_dim + 3 * sum(widths) / len(widths)
         return self.hidden * matrices / (self.heads * self.head_dim)
 
     def tensor_facts(self, dtype: str, has_values: bool) -> dict[str, Any]:
-        """Model facts that determine a checkpoint's tensors, as JSON."""
+        """Facts about the model that determine a checkpoint's tensors, as JSON values."""
         shape = {name: value for name, value in asdict(self).items() if name not in NOT_IN_TENSORS}
         return {**json.loads(json.dumps(shape)), "model.dtype": dtype, "outputs": "values" if has_values else "tokens"}
 
@@ -115,7 +115,7 @@ class HfConfig:
 
 
 def check_same_model(checkpoint: Path, wanted: Mapping[str, Any]) -> None:
-    """Raise ValueError for a checkpoint of another model or precision; one without model.json passes."""
+    """Raise ValueError if the checkpoint is of another model or precision. A checkpoint without model.json is accepted."""
     if kind_of(checkpoint / MODEL_FILE) is None:
         return
     held = read_object(checkpoint / MODEL_FILE)
@@ -125,7 +125,7 @@ def check_same_model(checkpoint: Path, wanted: Mapping[str, Any]) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read config.json; ValueError names file and fault."""
+    """Read config.json. A ValueError names the file and what is wrong."""
     if (found := kind_of(folder)) != "folder":
         raise ValueError(f"{folder} is no folder" if found else f"no such folder: {folder}{elsewhere(folder)}")
     if kind_of(folder / "config.json") is None:
@@ -134,7 +134,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_model_shape(folder: Path) -> ModelShape:
-    """Read a model's shape; ValueError names file and fault."""
+    """Read a model's shape. A ValueError names the file and what is wrong."""
     raw = read_config(folder)
     try:
         heads = _size(raw, "num_attention_heads", most=_MANY)
@@ -164,7 +164,7 @@ _MANY = 10_000
 
 
 def _size(raw: Mapping[str, Any], name: str, default: int | None = None, most: int = 2**31 - 1) -> int:
-    """Positive integer; the default if missing or null."""
+    """Return a field's value, which must be a positive integer; the default if it is missing or null."""
     value = raw.get(name)
     if value is None and default is not None:
         return default
@@ -176,7 +176,7 @@ def _size(raw: Mapping[str, Any], name: str, default: int | None = None, most: i
 
 
 def read_hf_config(folder: Path, key: str = "model.path", architectures: Sequence[str] = HEADS) -> HfConfig:
-    """Read a trainable model; ValueError names all unsupported fields. `key`: YAML path of the setting."""
+    """Read the architecture of a model that can be trained. A ValueError names all unsupported fields. `key`: YAML path of the setting."""
     try:
         raw = read_config(folder)
     except ValueError as error:
@@ -198,13 +198,13 @@ def read_hf_config(folder: Path, key: str = "model.path", architectures: Sequenc
 
 
 def sliding_window(raw: Mapping[str, Any]) -> int | None:
-    """Sliding window in tokens; None: whole context. Mistral's default is 4,096."""
+    """Return the sliding attention window in tokens; None: the whole context. Mistral's default is 4,096."""
     given = {"sliding_window": 4096, **raw}
     return None if raw["model_type"] != "mistral" or given["sliding_window"] is None else _size(given, "sliding_window")
 
 
 def _key_value_heads(raw: Mapping[str, Any], heads: int) -> int:
-    """Number of key/value heads; the family's default if missing, `heads` if null."""
+    """Return the number of key/value heads: the model family's default if missing, `heads` if null."""
     missing = {"mistral": 8, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4}.get(raw["model_type"], heads)
     return _size(raw, "num_key_value_heads", heads if "num_key_value_heads" in raw else missing)
 
@@ -217,7 +217,7 @@ def _head_dim(raw: Mapping[str, Any], heads: int) -> int:
 
 
 def _of_fields(raw: dict[str, Any], rope: dict[str, Any]) -> HfConfig:
-    """Read the fields; missing ones have transformers' defaults."""
+    """Read the fields of config.json. Missing ones get transformers' defaults."""
     family, heads, norm_eps = raw["model_type"], _size(raw, "num_attention_heads", most=_MANY), raw.get("rms_norm_eps", 1e-6)
     if isinstance(norm_eps, bool) or not isinstance(norm_eps, int | float) or not 0 < norm_eps < 1:
         raise ValueError(f"rms_norm_eps is {norm_eps!r}; it must be a small positive number")
@@ -250,7 +250,8 @@ def _of_fields(raw: dict[str, Any], rope: dict[str, Any]) -> HfConfig:
 
 
 def _experts_field(raw: Mapping[str, Any]) -> str:
-    """Field with the number of experts: transformers 5 writes num_local_experts, published Qwen3-MoE models have num_experts."""
+    """Name of the field with the number of experts: transformers 5 writes num_local_experts, published Qwen3-MoE models have
+    num_experts."""
     return "num_experts" if "num_experts" in raw else "num_local_experts"
 
 

@@ -1,6 +1,7 @@
-"""Turn a run's measurements into the simulator's assumptions.
+"""Replace the simulator's assumptions by measurements of a run.
 
-An engine's time per step is fitted as `passes * pass_s + tokens * request_s`. Trainer, weight updates and rewards take mean times."""
+The time of an engine's step is fitted as `passes * pass_s + tokens * request_s`. Trainer, weight updates and rewards take the run's mean
+times."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from roll_lite.config.schema.simulation import (
 )
 
 QUANTILES = 21
-"""Number of length quantiles of a domain, one every 5%."""
+"""Number of response-length quantiles per domain, one every 5%."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +42,14 @@ class MeasuredRun:
 
 
 def calibrated(config: RunConfig, folder: Path) -> RunConfig:
-    """Replace assumptions by the run's measurements. ValueError if it cannot be measured."""
+    """Return the configuration with assumptions replaced by the run's measurements. Raises ValueError if the run cannot be used for
+    that."""
     simulation = measured(read_run(folder), config.simulation, list(config.domains))
     return config.model_copy(update={"simulation": simulation})
 
 
 def read_run(folder: Path) -> MeasuredRun:
-    """Read a run's folder; ValueError if it cannot be measured."""
+    """Read a run's folder. Raises ValueError if the run cannot be used for measurements."""
     try:
         lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         settings = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
@@ -82,7 +84,7 @@ def read_run(folder: Path) -> MeasuredRun:
 
 
 def _refuse_unrecorded(folder: Path, rollout: Mapping[str, Any], metrics: Iterable[Mapping[str, float]]) -> None:
-    """Refuse runs that generated more samples than their batches hold: the lengths of the rest are not recorded."""
+    """Refuse runs that generated more samples than their batches contain, since the lengths of the others are not recorded."""
     filtered = round(sum(record.get("rollout/filtered_groups", 0.0) for record in metrics))
     oversample = rollout.get("oversample", 1)
     if filtered:
@@ -109,7 +111,8 @@ def measured(run: MeasuredRun, assumed: SimulationConfig, domains: Iterable[str]
             if sample["outcome"] == "accepted":
                 by_domain[sample["domain"]].append(sample)
     responses = {name: _responses(name, by_domain[name], run, usual, _prompts(assumed, name)) for name in domains if by_domain[name]}
-    # Batches wait for the domain with the slowest rewards: its 99th percentile is at least the mean reward tail.
+    # Batches wait for the domain with the slowest rewards. So its 99th percentile is at least the mean time spent on waiting for the last
+    # rewards.
     slowest = max(responses, key=lambda name: responses[name].reward_s)
     tail = rounded(fmean(run.metrics[step].get("rollout/reward_tail_seconds", 0.0) for step in usual))
     if tail > responses[slowest].reward_s > 0:
@@ -130,8 +133,8 @@ def _engine(run: MeasuredRun, steps: Sequence[int], assumed: SimulatedEngineConf
         own = lengths[:: run.engines]
         rows.append((passes(own, run.slots), sum(lengths) / run.engines))
         seconds.append(run.metrics[step]["rollout/generation_seconds"])
-    pass_s, request_s = fit(rows, seconds)  # both include cache and prefill
-    elsewhere = {"offload_s": 0.0} if run.offloads else {}  # included in the trainer's time
+    pass_s, request_s = fit(rows, seconds)  # both include the costs of cache and prefill
+    elsewhere = {"offload_s": 0.0} if run.offloads else {}  # already included in the trainer's time
     in_these_two = {"cached_token_ns": 0.0, "prefill_tokens_per_s": None}
     return assumed.model_copy(
         update={"pass_ms": rounded(1e3 * pass_s), "request_us": rounded(1e6 * request_s), **in_these_two, **elsewhere}
@@ -139,7 +142,7 @@ def _engine(run: MeasuredRun, steps: Sequence[int], assumed: SimulatedEngineConf
 
 
 def passes(lengths: Sequence[int], slots: int) -> int:
-    """Number of forward passes in which an engine generates these responses, `slots` at a time."""
+    """Return the number of forward passes in which an engine generates responses of these lengths, `slots` at a time."""
     ends = [0] * min(slots, len(lengths))
     for tokens in lengths:
         heapq.heapreplace(ends, ends[0] + tokens)
@@ -147,7 +150,7 @@ def passes(lengths: Sequence[int], slots: int) -> int:
 
 
 def fit(rows: Sequence[tuple[float, float]], seconds: Sequence[float]) -> tuple[float, float]:
-    """Fit seconds per pass and per token, non-negative, to `rows` of (passes, tokens) by least squares."""
+    """Fit non-negative seconds per pass and per token by least squares. `rows`: (passes, tokens)."""
     work, time = np.array(rows, dtype=float), np.array(seconds)
     if len(rows) > 1:
         (pass_s, request_s), _, rank, _ = np.linalg.lstsq(work, time, rcond=1e-6)
@@ -157,7 +160,7 @@ def fit(rows: Sequence[tuple[float, float]], seconds: Sequence[float]) -> tuple[
 
 
 def _trainer(run: MeasuredRun, steps: Sequence[int], assumed: SimulatedTrainerConfig) -> SimulatedTrainerConfig:
-    """Trainer costs per token: a step's time without generation and weight update."""
+    """Measure the trainer's cost per token: the time of a step without generation and weight update."""
     records = [run.metrics[step] for step in steps]
     other = [record.get("time/step", 0.0) - record.get("time/generate", 0.0) - record.get("time/sync_weights", 0.0) for record in records]
     tokens = [sum(sample["prompt_tokens"] + sample["response_tokens"] for sample in run.samples[step]) for step in steps]
@@ -175,7 +178,7 @@ def _prompts(assumed: SimulationConfig, domain: str) -> int:
 def _responses(
     name: str, samples: Sequence[Mapping[str, Any]], run: MeasuredRun, steps: Sequence[int], prompts: int
 ) -> SimulatedResponsesConfig:
-    """Response model of a domain. `prompts`: size of its data, which a run does not record."""
+    """Measure the responses of a domain. `prompts`: number of prompts in its data, which a run does not record."""
     lengths = [float(sample["response_tokens"]) for sample in samples if sample["response_tokens"]]
     groups: dict[tuple[int, int], list[bool]] = defaultdict(list)
     for sample in samples:

@@ -1,4 +1,4 @@
-"""Virtual clock: the schedulers' real code runs hours of rollouts in seconds."""
+"""Run asyncio code on a virtual clock, so that the schedulers' real code simulates hours of rollouts in seconds."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 ASK_OUTSIDE = 100
-"""Event loop rounds between polls of sockets and threads while tasks are ready: a poll is a system call."""
+"""While tasks are ready, sockets and threads are polled only once in this many event loop rounds, since a poll is a system call."""
 
 
 class _JumpingSelector(selectors.SelectSelector):
-    """Selector that moves the clock to the next timer instead of sleeping."""
+    """Selector that moves the virtual clock to the next timer instead of sleeping."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class _JumpingSelector(selectors.SelectSelector):
         self._rounds = 0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        if timeout is not None and timeout <= 0:  # tasks are ready: time does not pass, and polling can wait
+        if timeout is not None and timeout <= 0:  # tasks are ready, so time stands still and polling can wait
             self._rounds += 1
             if self._rounds % ASK_OUTSIDE:
                 return []
@@ -45,7 +45,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
-    """asyncio.run on a virtual clock that starts at 0."""
+    """Run a coroutine like asyncio.run, on a virtual clock that starts at 0."""
     with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
         try:
             return runner.run(main)

@@ -1,4 +1,5 @@
-"""`roll-lite simulate`: predict a run's speed, also with other supply modes (sync, async), staleness and numbers of engines."""
+"""Command `roll-lite simulate`: predict a run's speed, and compare other supply modes (sync, async), staleness limits and numbers of
+engines."""
 
 from __future__ import annotations
 
@@ -33,14 +34,14 @@ TAKES_TURNS = (
 @dataclass(frozen=True)
 class Question:
     measured: Path | None = None
-    """Run folder whose measurements replace the assumptions."""
+    """Folder of a run whose measurements replace the assumptions."""
     compare: bool = False
     picture: Path | None = None
     color: str = "version"
 
 
 def answer(config: RunConfig, question: Question) -> int:
-    """Simulate and print; exit code 2 if the run cannot be measured."""
+    """Simulate and print the result. Returns the exit code: 0, or 2 if an argument is unusable."""
     try:
         if question.picture is not None:
             refuse_unwritable(question.picture)
@@ -69,7 +70,7 @@ def answer(config: RunConfig, question: Question) -> int:
 
 
 def refuse_unwritable(picture: Path) -> None:
-    """Raise ValueError for a picture that cannot be written, before minutes of simulation."""
+    """Raise ValueError if the picture cannot be written, before minutes of simulation are spent."""
     if is_folder(picture):
         raise ValueError(f"--picture: {picture} is a folder; name a file in it")
     try:
@@ -81,8 +82,8 @@ def refuse_unwritable(picture: Path) -> None:
 
 
 def alternatives(chosen: Scenario) -> Iterator[Scenario]:
-    """Scenarios to compare: half, the same and twice the engines, each under every possible policy. Filters and limits stay, `oversample`
-    only under sync."""
+    """Yield the scenarios to compare: half, the same and twice the engines, each with every possible supply policy. Filters and limits stay
+    the same; `oversample` applies only to sync."""
     for count in sorted({max(1, chosen.engines // 2), chosen.engines, 2 * chosen.engines}):
         for settings in ALTERNATIVES if not chosen.takes_turns else ALTERNATIVES[:1]:
             oversample = chosen.rollout.oversample if settings["supply"] == "sync" else 1.0

@@ -1,4 +1,4 @@
-"""Model of an engine with continuous batching, computed from event to event, not token by token."""
+"""Simulate an engine with continuous batching. Time advances from event to event rather than token by token."""
 
 from __future__ import annotations
 
@@ -13,38 +13,39 @@ from roll_lite.data.samples import FinishReason, GenerationRequest, TokenRow, Tu
 from roll_lite.scheduler.engines import Asked, EngineLost
 
 REPORT_S = 5.0
-"""Seconds between progress reports, as in the engine workers. Reported tokens survive the engine's death."""
+"""Seconds between progress reports, as in the real engine workers. If an engine dies, tokens it has reported are not lost."""
 HAIR = 1e-6
 """Tolerance for rounding errors of token counts."""
 
 
 @dataclass(frozen=True)
 class EngineRates:
-    """Costs in seconds. A forward pass adds one token to each running request."""
+    """Durations of an engine's work, in seconds. A forward pass adds one token to each running request."""
 
     pass_s: float
-    """Fixed cost of a pass: reading weights."""
+    """Fixed cost of a forward pass (reading the weights)."""
     request_s: float = 0.0
-    """Cost of a pass per running request: arithmetic."""
+    """Cost of a forward pass per running request (arithmetic)."""
     cached_token_s: float = 0.0
-    """Cost of a pass per token in the KV cache: reading it."""
+    """Cost of a forward pass per token in the KV cache (reading it)."""
     prefill_token_s: float = 0.0
-    """Cost per prompt token; decoding stops meanwhile."""
+    """Cost of prefilling a token; no tokens are decoded meanwhile."""
 
     def seconds(self, tokens: float, running: int, cached: float) -> float:
-        """Time for `tokens` more tokens of each of `running` requests. The cache of `cached` tokens grows by `running` per pass."""
+        """Seconds until each of `running` requests has `tokens` more tokens. The KV cache has `cached` tokens and grows by `running` per
+        pass."""
         pace = self.pass_s + running * self.request_s + cached * self.cached_token_s
         return tokens * pace + running * self.cached_token_s * tokens * tokens / 2
 
     def tokens(self, seconds: float, running: int, cached: float) -> float:
-        """Inverse of `seconds`: tokens of each request in this time."""
+        """Tokens that each of `running` requests gets in this time: the inverse of `seconds`."""
         pace = self.pass_s + running * self.request_s + cached * self.cached_token_s
         growth = running * self.cached_token_s
         return 2 * seconds / (pace + math.sqrt(pace * pace + 2 * growth * seconds))
 
     def work(self, prompt: int, tokens: int, slots: int, prefilled: int) -> float:
-        """Engine seconds of a response if `slots` requests always run: its share of the passes, its own costs, its cache, and the
-        prefill of `prefilled` tokens."""
+        """Engine seconds that a response costs if `slots` requests are always running: its share of the passes, its arithmetic, reading its
+        cache, and a prefill of `prefilled` tokens."""
         decode = tokens * (self.pass_s / slots + self.request_s) + self.cached_token_s * (prompt * tokens + tokens * tokens / 2)
         return decode + prefilled * self.prefill_token_s
 
@@ -54,14 +55,14 @@ class EngineLimits:
     slots: int
     """Maximum number of running requests."""
     cached_tokens: int | None = None
-    """Size of the KV cache; None: unlimited. Requests that do not fit wait, or are preempted and prefilled again."""
+    """Size of the KV cache in tokens; None: unlimited. Requests that do not fit wait, or are preempted and prefilled again later."""
     reserve: float = 0.01
-    """Share of the cache left free at admission."""
+    """Fraction of the cache that is left free when a request is admitted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Time that a request runs in an engine under one weight version."""
+    """Interval in which a request ran in an engine under one weight version."""
 
     engine: int
     slot: int
@@ -73,29 +74,30 @@ class Span:
 
 @dataclass(eq=False, slots=True)
 class _Run:
-    """Request in the engine. Running requests share a count of decoded tokens, `SimulatedEngine._decoded`; `zero` is its value when this
-    one had none."""
+    """Request in a simulated engine. All running requests get tokens at the same pace, so they share the counter
+    `SimulatedEngine._decoded`. `zero` is its value at which this request had no tokens."""
 
     asked: Asked
     prompt: int
-    """Prompt tokens, with the context of a continued request."""
+    """Number of prompt tokens, including the context of a continued request."""
     tokens: int
     reason: FinishReason
     generated: float = 0.0
-    """Tokens generated before it was preempted."""
+    """Number of tokens generated before the request was preempted."""
     zero: float = 0.0
     prefix: str = ""
-    """Identifies the prompt that a group shares."""
+    """Key of the prompt, which all samples of a group share."""
     slot: int = -1
     since: float = 0.0
     cached: int = 0
     reported: int = 0
-    """Reported tokens; the caller keeps them if the engine dies."""
+    """Number of tokens reported to the caller, who keeps them if the engine dies."""
     versions: list[VersionSpan] = field(default_factory=list)
 
 
 class SimulatedEngine:
-    """Model of an engine, as the router's EngineClient. `length(request)`: tokens of the whole response, not limited by max_tokens."""
+    """Simulated engine; to the router it is an EngineClient. `length(request)`: number of tokens of the whole response, if max_tokens did
+    not limit it."""
 
     def __init__(
         self,
@@ -105,7 +107,7 @@ class SimulatedEngine:
         length: Callable[[GenerationRequest], int],
         spans: list[Span] | None = None,
     ) -> None:
-        """`spans`: list that gets the requests' spans, for a picture."""
+        """`spans`: list to which the requests' spans are added, for a picture; None: not recorded."""
         self.name = f"engine {number}"
         self.number = number
         self.rates = rates
@@ -130,9 +132,9 @@ class SimulatedEngine:
         self._slots = list(range(limits.slots))
         self._admitted = 0
         self._prefixes: Counter[str] = Counter()
-        """Running requests by shared prompt, which is prefilled once."""
+        """Number of running requests by shared prompt, which is prefilled only once."""
         self._decoded = 0.0
-        """Tokens that each running request has received since the start."""
+        """Number of tokens that a request running since the start would have."""
         self._cached = 0.0
         self._prefill_s = 0.0
         self._settled = self._loop.time()
@@ -172,7 +174,7 @@ class SimulatedEngine:
     # ------------------------------------------------------------ events from outside
 
     def freeze(self) -> None:
-        """Stop until new weights arrive; new requests wait."""
+        """Stop generating until `update`; new requests wait."""
         self._settle()
         for run in self._running.values():
             self._record_span(run)
@@ -180,7 +182,7 @@ class SimulatedEngine:
         self._look_soon()
 
     def update(self, version: int) -> None:
-        """Take new weights: running requests continue after a prefill of prompts and tokens so far."""
+        """Use new weights. Running requests continue after a prefill of their prompts and tokens."""
         self._settle()
         self.version = version
         self._prefixes.clear()
@@ -198,7 +200,7 @@ class SimulatedEngine:
         self.freeze()
 
     def kill(self, cause: str) -> None:
-        """End the engine; unreported tokens are lost."""
+        """End the engine. Tokens not yet reported are lost."""
         self._settle()
         self.dead = cause
         for run in self._running.values():
@@ -229,7 +231,7 @@ class SimulatedEngine:
         self._cached += running * tokens
 
     def _look_soon(self) -> None:
-        """Schedule `_look` after the other events of this moment."""
+        """Schedule `_look` for the end of this event loop round, after other events at the same time."""
         if not self._arming and self.dead is None:
             self._arming = True
             self._loop.call_soon(self._look)
@@ -256,7 +258,7 @@ class SimulatedEngine:
             self._timer = self._loop.call_later(self._until_next(), self._look)
 
     def _until_next(self) -> float:
-        """Time until a request ends or the cache is full."""
+        """Seconds until the next request ends or the cache is full."""
         running = len(self._running)
         tokens = self._ends[0][0] - self._decoded
         if self.limits.cached_tokens is not None and running > 1:
@@ -290,7 +292,7 @@ class SimulatedEngine:
             self._loop.call_later(REPORT_S, self._report)
 
     def _prefill(self, run: _Run) -> int:
-        """Prefill a request, except prompt tokens that the engine has cached; return their number."""
+        """Add the time to prefill a request, except for prompt tokens that the engine has cached. Returns the number of cached tokens."""
         held = run.prompt - run.asked.request.resumed - 1 if self._prefixes[run.prefix] > 0 else 0
         self._prefixes[run.prefix] += 1
         tokens = run.prompt + self._tokens(run) - held
@@ -352,7 +354,7 @@ class SimulatedEngine:
         return min(run.tokens, int(self._decoded - run.zero + HAIR))
 
     def _stamp(self, run: _Run) -> None:
-        """Record the current weight version for the request's next tokens."""
+        """Record that the request's next tokens are sampled with the current weight version."""
         start = self._tokens(run)
         kept = [span for span in run.versions if span.start < start]
         run.versions = kept if kept and kept[-1].version == self.version else [*kept, VersionSpan(start, self.version)]
@@ -365,5 +367,5 @@ class SimulatedEngine:
 
 
 def sample_of(request_id: str) -> str:
-    """Sample id: the request id without turn and continuation."""
+    """Return the sample id: the request id without the suffixes for turn and continuation."""
     return "/".join(request_id.partition("~")[0].split("/", 6)[:6])

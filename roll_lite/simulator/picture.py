@@ -1,4 +1,4 @@
-"""Picture of simulated runs: engines over time, the trainer below."""
+"""Draw simulated runs: the engines over time, and the trainer below them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from roll_lite.simulator.simulation import SimulatedRun
 VERSION_COLORS = ("#3b6fb6", "#e07b39", "#3f9b62", "#b5497f", "#8a6bbf", "#c9a227")
 """Colours of weight versions, used in turn."""
 PHASE_COLORS = {"train": "#444444", "hold": "#f0b4b4", "sync": "#d62728", "move": "#bbbbbb"}
-"""Colours of training, draining, weight updates, and moves of engines to and from the host."""
+"""Colours of the phases training, draining, weight update, and loading or offloading of engines."""
 MOST_ROWS = 96
-"""Maximum number of slots drawn one by one. With more, a row is an engine, paler if fewer requests run."""
+"""Maximum number of request slots drawn as separate rows. If there are more, a row shows an engine, paler if fewer requests run."""
 COLUMNS = 1400
 
 
 def draw_engines(
     path: Path, outcomes: Sequence[SimulatedRun], titles: Sequence[str], by: str = "version", until: float | None = None
 ) -> Path:
-    """Draw a panel per run on a common time axis. `by`: colour by version or domain."""
+    """Draw one panel per run on a common time axis. `by`: colour by "version" or "domain"."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -118,7 +118,7 @@ def _bars(axes: Any, spans: Sequence[Span], slots: int, by: str, colors: dict[An
 
 
 def _image(spans: Sequence[Span], rows: int, slots: int, by: str, colors: dict[Any, str], end: float) -> np.ndarray:
-    """Colours by engine and time, mixed over the running requests; white if none runs."""
+    """Return the colour of each engine at each time, mixed over its running requests; white if none runs."""
     amount = np.zeros((rows, COLUMNS + 1, 4))  # changes by column: red, green, blue, number
     rgb = {key: np.array([int(color[place : place + 2], 16) / 255 for place in (1, 3, 5)]) for key, color in colors.items()}
     for span in spans:

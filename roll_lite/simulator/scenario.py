@@ -1,4 +1,4 @@
-"""Scenarios: all parameters of a simulated run."""
+"""Scenario: all parameters of one simulated run."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ DAY_S = 86_400.0
 @dataclass(frozen=True)
 class TrainerModel:
     overhead_s: float = 0.0
-    """Fixed seconds of a step."""
+    """Fixed seconds per step."""
     token_s: float = 0.0
-    """Seconds per token of the batch, prompts included: log-prob passes and updates."""
+    """Seconds per token of the batch, including prompts, for log-prob passes and updates."""
     sync_s: float = 0.0
-    """Seconds of a weight update; all engines pause."""
+    """Seconds per weight update, during which all engines pause."""
     log_probs: float = 0.0
-    """Share of log-prob passes in `token_s`."""
+    """Fraction of `token_s` that is spent on log-prob passes."""
 
     def seconds(self, tokens: int, early: int = 0) -> float:
-        """Duration of a step. `early`: tokens whose log-probs were computed early."""
+        """Seconds that training on a batch takes. `early`: number of its tokens whose log-probs were already computed during generation."""
         return self.overhead_s + tokens * self.token_s - self.pass_seconds(early)
 
     def pass_seconds(self, tokens: int) -> float:
@@ -37,26 +37,26 @@ class TrainerModel:
 @dataclass(frozen=True)
 class Failures:
     given: tuple[tuple[float, int], ...] = ()
-    """(second, engine) of planned deaths."""
+    """Planned deaths of engines: (second, engine number)."""
     mean_s: float | None = None
-    """Mean time between random failures of an engine, exponential; None: no random ones."""
+    """Mean seconds between random deaths of an engine, exponentially distributed; None: no random deaths."""
     hangs: tuple[tuple[float, int], ...] = ()
-    """(second, engine) of planned hangs."""
+    """Planned hangs of engines: (second, engine number)."""
     mean_hang_s: float | None = None
-    """Mean time between random hangs of an engine; None: no random ones."""
+    """Mean seconds between random hangs of an engine, exponentially distributed; None: no random hangs."""
     hang_s: float = 7.0
     start_s: float | None = None
-    """Time until a replacement serves; None: never."""
+    """Seconds until a replacement engine serves; None: engines are not replaced."""
 
 
 @dataclass(frozen=True)
 class Changes:
-    """Engines that join or leave on purpose."""
+    """Engines that are added or removed on purpose."""
 
     joining: tuple[float, ...] = ()
-    """Seconds at which an engine is added."""
+    """Times in seconds at which an engine is added."""
     leaving: tuple[tuple[float, int], ...] = ()
-    """(second, engine): the engine is drained and leaves after its last request."""
+    """Removals: (second, engine number). The engine gets no new requests from then on, and leaves after its last one."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ class Scenario:
     steps: int = 16
     seed: int = 1
     offload_s: float | None = None
-    """Time to offload and load engines between batches; None: they stay loaded."""
+    """Seconds to offload and load the engines between batches; None: they stay loaded."""
     deterministic: bool = False
-    """Requests are sent in waves, to engines determined by their ids."""
+    """True if requests are sent in waves, to engines that their ids determine."""
 
     @property
     def takes_turns(self) -> bool:
@@ -83,7 +83,8 @@ class Scenario:
 
     @property
     def mean_slots(self) -> int:
-        """Average number of requests that fit into an engine and its cache. Assumes running responses half done, weighted by length."""
+        """Average number of requests that fit into an engine and its KV cache at a time. Assumes that running responses, weighted by
+        length, are half done on average."""
         most = self.limits.cached_tokens
         if most is None:
             return self.limits.slots

@@ -1,4 +1,4 @@
-"""Simulated training loop: schedulers and router are real; engines, rewards and trainer are modelled by durations."""
+"""Simulate the training loop. Schedulers and router are the real code; engines, rewards and trainer only take time."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from roll_lite.simulator.scenario import Scenario
 from roll_lite.simulator.workload import domains, lengths, uniform
 
 LOOK_S = 1.0
-"""Seconds between polls for finished groups, for early log-prob passes."""
+"""Seconds between polls for finished groups whose log-probs can be computed early."""
 GC_THRESHOLDS = (1_000_000, 50, 1000)
-"""Thresholds that make garbage collections rare: each scans hundreds of thousands of samples."""
+"""Thresholds of the garbage collector that make collections rare, since each scans hundreds of thousands of samples."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class Step:
     waited_s: float
     trained_s: float
     tokens: int
-    """Tokens of prompts and responses."""
+    """Number of tokens in prompts and responses of the batch."""
     response_tokens: int
     work_s: float
-    """Engine seconds that the responses take when all slots are in use."""
+    """Engine seconds that the batch's responses cost if all request slots are in use."""
     samples: int
     groups: dict[str, int]
     staleness: float
@@ -58,20 +58,20 @@ class SimulatedRun:
     spans: list[Span] = field(default_factory=list)
     deaths: list[tuple[float, int]] = field(default_factory=list)
     hangs: list[tuple[float, int]] = field(default_factory=list)
-    """(second, engine); these engines die later."""
+    """Hangs of engines: (second, engine number). These engines die later."""
     failed: int = 0
     put_back: int = 0
     """Number of requests preempted because the KV cache was full."""
     filtered: int = 0
     lost: int = 0
     behind_s: float = 0.0
-    """Seconds in which nothing was started for later batches, because rewards lagged."""
+    """Seconds in which no prompts were started for later batches, because rewards were behind."""
     early: int = 0
     exhausted: bool = False
 
     @property
     def steady(self) -> list[Step]:
-        """Steps after the warm-up: an asynchronous run begins with short responses, while long ones are in flight."""
+        """Steps after the warm-up. An asynchronous run begins with short responses, since the long ones are still being generated."""
         return self.steps[self.warm_up :]
 
     @property
@@ -85,7 +85,7 @@ class SimulatedRun:
 
     @property
     def ideal_s(self) -> float:
-        """Lower bound of a step: the engines' work at full capacity or the trainer's time, whichever is longer."""
+        """Lower bound of a step's seconds: the engines' work at full capacity or the trainer's time, whichever is longer."""
         return max(self.work_s, fmean(step.trained_s for step in self.steady))
 
     @property
@@ -94,7 +94,7 @@ class SimulatedRun:
 
     @property
     def utilisation(self) -> float:
-        """Share of the engines' capacity in use."""
+        """Fraction of the engines' capacity that was used."""
         return self.work_s / self.step_s
 
     @property
@@ -115,13 +115,13 @@ class SimulatedRun:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Share of each domain in the delivered groups."""
+        """Fraction of each domain in the delivered groups."""
         total = sum(sum(step.groups.values()) for step in self.steps)
         return {name: sum(step.groups.get(name, 0) for step in self.steps) / total for name in self.steps[0].groups}
 
 
 def simulate(scenario: Scenario, spans: bool = False) -> SimulatedRun:
-    """`spans`: record the requests' spans, for a picture."""
+    """Simulate a run. `spans`: record when requests ran, for a picture."""
     before = gc.get_threshold()
     gc.collect()
     gc.set_threshold(*GC_THRESHOLDS)
@@ -149,7 +149,7 @@ class _Simulation:
         self.gone: list[SimulatedEngine] = []
         self.slots = scenario.mean_slots
         self.early: dict[int, int] = {}
-        """Tokens of groups whose log-probs were computed early, by group number."""
+        """Group number -> number of tokens, for groups whose log-probs were computed early."""
         self.passing_until = 0.0
         self.given_up = asyncio.Event()
 
@@ -207,14 +207,14 @@ class _Simulation:
         self.record(result, ready - asked, self.clock() - ready)
 
     async def move_engines(self) -> None:
-        """Load the engines; includes the time to offload them."""
+        """Spend the time to offload and load the engines."""
         if self.scenario.offload_s is not None:
             started = self.clock()
             await asyncio.sleep(self.scenario.offload_s)
             self.outcome.phases.append(SimulatedPhase("move", started, self.clock()))
 
     async def pass_early(self) -> None:
-        """Run early log-prob passes as pipeline/early_passes.py does: one at a time, over groups that will be in the batch."""
+        """Simulate early log-prob passes as in pipeline/early_passes.py: one at a time, over groups that will be in the batch."""
         least = least_early(self.scenario.rollout.prompts_per_step)
         while self.scenario.rollout.stream_log_probs:
             groups = [group for group in self.service.finished() if group.group not in self.early]
@@ -227,7 +227,7 @@ class _Simulation:
                 await asyncio.sleep(LOOK_S)
 
     async def train(self, result: RolloutResult) -> None:
-        """Train, once a running early pass has ended."""
+        """Wait for a running early log-prob pass, then spend the time to train on the batch."""
         await asyncio.sleep(max(0.0, self.passing_until - self.clock()))
         early = [group for group in result.groups if group.group in self.early]
         self.outcome.early += sum(len(accepted(group)) for group in early)
@@ -243,7 +243,7 @@ class _Simulation:
             for engine in self.engines.values():
                 engine.freeze()
             await asyncio.sleep(self.scenario.trainer.sync_s)
-            while any(engine.hangs for engine in self.engines.values()):  # it cannot take the weights: wait for its end
+            while any(engine.hangs for engine in self.engines.values()):  # a hanging engine cannot receive weights; wait until it is dead
                 self.given_up.clear()
                 await self.given_up.wait()
             for engine in self.engines.values():
@@ -262,7 +262,7 @@ class _Simulation:
             for place, sample in enumerate(group.samples):
                 transcript = sample.transcript
                 prompt = transcript.prompt_length
-                # At best, the prompt is prefilled once for all samples of a group.
+                # At best, the prompt is prefilled only once for all samples of a group.
                 work += self.scenario.rates.work(prompt, transcript.policy_tokens, self.slots, 1 if place else prompt)
         self.outcome.failed += sum(domain.failed for domain in result.stats.domains.values())
         self.outcome.lost += sum(domain.lost_groups for domain in result.stats.domains.values())
@@ -313,7 +313,7 @@ class _Simulation:
                 self.gone.append(self.engines.pop(number))
 
     def failure_of(self, number: int, hangs: bool) -> float | None:
-        """Time of an engine's death or hang: the earlier of the given and the drawn one."""
+        """Return the time of an engine's death or hang: the earlier of the planned and the random one; None if there is none."""
         failures = self.scenario.failures
         what, given, mean_s = ("hang", failures.hangs, failures.mean_hang_s) if hangs else ("failure", failures.given, failures.mean_s)
         times = [at for at, engine in given if engine == number]

@@ -1,4 +1,4 @@
-"""Workload: prompts, response lengths and scores, drawn by a hash of the sample's identity, so that all policies get the same."""
+"""Simulated prompts, response lengths and scores. They are drawn by a hash of the sample's identity, so all scenarios get the same ones."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ P99 = NORMAL.inv_cdf(0.99)
 
 
 def uniform(*parts: object) -> float:
-    """Pseudo-random number in (0, 1)."""
+    """Return a pseudo-random number in (0, 1) that depends only on `parts`."""
     return (stable_hash(*parts) + 0.5) / 2**63
 
 
 class Distribution(Protocol):
     def draw(self, share: float) -> float:
-        """Value below which this share of draws lies."""
+        """Return the quantile: the value below which this fraction of draws lies."""
         ...
 
 
@@ -44,7 +44,7 @@ class LogNormal:
 
 
 class Quantiles:
-    """Measured quantiles at even steps, from minimum to maximum."""
+    """Distribution given by measured quantiles at even steps from minimum to maximum."""
 
     def __init__(self, values: Sequence[float]) -> None:
         self._values = tuple(values)
@@ -64,24 +64,24 @@ class DomainModel:
     samples_per_prompt: int = 16
     share: float = 1.0
     reward_s: Distribution | None = None
-    """Time to score a response; None: 0."""
+    """Seconds to score a response; None: no time."""
     reward_most_s: float = math.inf
     reward_workers: int | None = None
-    """Responses scored at a time; None: all."""
+    """Number of responses scored at a time; None: no limit."""
     all_right: float = 0.0
-    """Share of prompts that are always solved."""
+    """Fraction of prompts that are always solved."""
     all_wrong: float = 0.0
-    """Share of prompts that are never solved; the others have a uniform chance."""
+    """Fraction of prompts that are never solved. The others have a uniformly distributed chance."""
     greedy_baseline: bool = False
     prompts: int = 10_000
     epochs: int | None = None
-    """Passes over the prompts; None: endless."""
+    """Number of passes over the prompts; None: no limit."""
     least: int = 0
-    """Fewest groups in a batch."""
+    """Minimum number of groups of this domain in a batch."""
 
 
 class SimulatedPrompts:
-    """Prompts whose first two tokens encode domain and row."""
+    """Simulated prompts of a domain. Their first two tokens are the domain's number and the prompt's index."""
 
     def __init__(self, model: DomainModel, number: int) -> None:
         self._model = model
@@ -96,7 +96,7 @@ class SimulatedPrompts:
 
 
 class SimulatedReward:
-    """Sleep for the drawn time, then score 0 or 1."""
+    """Simulated reward: sleeps for a random time, then scores 0 or 1."""
 
     def __init__(self, model: DomainModel, seed: int) -> None:
         self.capacity = math.inf if model.reward_workers is None else model.reward_workers
@@ -123,7 +123,7 @@ class SimulatedReward:
 
 
 def lengths(models: Sequence[DomainModel], seed: int) -> Callable[[GenerationRequest], int]:
-    """Function that draws the length of a request's whole response."""
+    """Return a function that draws the length in tokens of a request's whole response."""
     by_name = {model.name: model.lengths for model in models}
 
     def length(request: GenerationRequest) -> int:
