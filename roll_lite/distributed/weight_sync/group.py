@@ -136,8 +136,8 @@ class Announcement:
 
 
 Moment = Literal["here", "done"]
-"""Kind of announcement. `here`: the sender's bucket is ready, or the receiver is. `done`: the receiver no longer needs the sender's
-buffer."""
+"""Kind of announcement about a bucket of weights. `here`: the sender has filled its buffer, or the receiver is ready. `done`: the receiver
+no longer needs the sender's buffer."""
 
 
 def rendezvous_store(host: str, timeout_s: float = 300.0) -> TCPStore:

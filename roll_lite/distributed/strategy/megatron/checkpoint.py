@@ -182,7 +182,8 @@ def _sharded_state(chunks: Sequence[Any], optimizer: Optimizer | None, loading: 
 
 
 def _state_to_fill(optimizer: Optimizer, weights: Any, metadata: Any) -> Any:
-    """Build the optimizer state to load into. It leaves out the tensors of the distributed optimizer, which ShardReader reads."""
+    """Build the optimizer state to load a checkpoint into. It leaves out the tensors of the distributed optimizer, which ShardReader
+    (shard_loading.py) reads."""
     states = [
         part.state_dict()
         if isinstance(part, DistributedOptimizer)

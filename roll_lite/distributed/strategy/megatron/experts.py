@@ -66,7 +66,7 @@ class Balance:
         self._choices[layer] = self._choices[layer] + choices if layer in self._choices else choices
 
     def add_rerouted(self, counts: torch.Tensor) -> None:
-        """Add the counts [2] of replayed and rerouted choices that ChosenExperts.rerouted returns."""
+        """Add the two counts that ChosenExperts.rerouted returns: replayed choices, and those that the router would not have made."""
         self._rerouted.append(counts)
 
     def weighted(self, loss: torch.Tensor) -> torch.Tensor:

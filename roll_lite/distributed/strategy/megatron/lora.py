@@ -99,7 +99,7 @@ class Adapter(torch.nn.Module):
         return join(self._entry, outputs, self._hf, dim=low.dim() - 1)
 
     def _over_tensor_ranks(self, low: torch.Tensor) -> torch.Tensor:
-        """Exchange A x between tensor ranks in the way the layer exchanges its input or output."""
+        """Exchange the input's product with the LoRA matrix A between tensor ranks, in the way the layer exchanges its input or output."""
         if self._entry.of_experts:
             return low
         match self._entry.cut, self._sequence_parallel:

@@ -159,7 +159,7 @@ class RollModel(GPTModel):
 
 
 def scale_as_llama3(rotary: Any, rope: RopeConfig) -> None:
-    """Scale RoPE's frequencies as Llama 3.1 does. Megatron-Core itself would use only the factor among the configured fields."""
+    """Scale RoPE's frequencies as Llama 3.1 does. Megatron-Core itself would use only the factor, not the other configured values."""
     if rope.llama3 is not None:
         rotary.inv_freq = rotary._apply_scaling(rotary.inv_freq, **asdict(rope.llama3))
 

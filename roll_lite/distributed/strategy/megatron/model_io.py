@@ -34,7 +34,7 @@ class ModelInput:
     slots: torch.Tensor
     """[N]: where each result goes in the flattened padded column [B, T - 1]."""
     ends: torch.Tensor
-    """Row numbers of the last tokens at the end of `positions`."""
+    """If final values are requested: the rows whose last tokens are at the end of `positions`."""
     targets: torch.Tensor
     micro_batch: MicroBatch
     """Padded rows for the loss. Empty if this rank has no rows left and only takes part in collectives."""

@@ -15,26 +15,27 @@ from roll_lite.distributed.strategy.megatron.routing import Routes
 class PackedRows:
     """Layout of this rank's packed tokens: the row (sample) and position of each token, and which tokens it attends to.
 
-    Replaces Megatron's PackedSeqParams. With its format "thd", Megatron would split and rejoin rotary embeddings by row in every layer,
-    waiting for the device each time; with "sbhd", they are indexed by token."""
+    Passed to layers in place of Megatron's PackedSeqParams, in its format "sbhd", where rotary embeddings are indexed by token. In "thd",
+    Megatron would split and rejoin them by row in every layer, and wait for the device each time."""
 
     runs: tuple[tuple[int, int, int], ...]
-    """Runs of adjacent pieces of equal size: (pieces, tokens per piece, tokens that a piece's last token attends to). A piece is a row or,
-    under context parallelism, consecutive tokens of one. Each earlier token attends to one fewer than the next."""
+    """Adjacent pieces of equal size, as (number of pieces, tokens per piece, tokens that a piece's last token attends to). A piece is a row
+    or, under context parallelism, a stretch of a row. Each earlier token of it attends to one fewer."""
     places: torch.Tensor
     """[tokens] int64: position of each token in its row, from 0."""
     starts: torch.Tensor
-    """[pieces + 1] int32: index of each piece's first token; the last entry is the number of tokens."""
+    """[pieces + 1] int32: index of the first token of each row (under context parallelism, of each stretch of a row), then the number of
+    tokens."""
     longest: int
     row_of: torch.Tensor
     """[tokens] int64: row number of each token. Padding tokens form an extra last row."""
     lengths: torch.Tensor
-    """[rows] int64: full row lengths, even if this rank holds a part; without the padding row."""
+    """[rows] int64: lengths of the whole rows, even if this rank has only a part of them; without the padding row."""
     seen: torch.Tensor | None = None
-    """[total] int64: tokens that each piece attends to, as indices into all context-parallel ranks' gathered tokens. None: its own tokens
-    only."""
+    """[total] int64: for each stretch of a row on this rank, the tokens it attends to, as indices into the tokens gathered from all
+    context-parallel ranks. None without context parallelism, where rows attend to themselves."""
     seen_starts: torch.Tensor | None = None
-    """[pieces + 1] int32: where each piece's entries begin in `seen`."""
+    """[pieces + 1] int32: where the entries of each stretch of a row begin in `seen`, then the length of `seen`."""
     routes: Routes | None = None
     qkv_format = "sbhd"
 

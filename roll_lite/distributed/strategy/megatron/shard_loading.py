@@ -1,7 +1,7 @@
 """Load the distributed optimizer's state from a checkpoint, reading only what this rank needs.
 
 A data-parallel rank owns a range of each weight's entries; Megatron-Core 0.16 would read the state of whole weights. Here a rank reads only
-rows with entries that it owns, a few weights at a time, without waiting for other ranks."""
+those rows of a stored tensor in which it owns entries, a few weights at a time, without waiting for other ranks."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class ShardReader:
             part._set_main_param_and_optimizer_states(owned.weight, whole)
 
     def _tensors(self, owned: Owned, wanted: dict[str, list[ShardedTensor]]) -> dict[str, list[torch.Tensor]]:
-        """Allocate memory for the optimizer state of this rank's entries of a weight, by name ("param", "exp_avg", "exp_avg_sq"). The
-        tensors to read into it are appended to `wanted`, by stored name."""
+        """Allocate memory for the optimizer state of those entries of a weight that this rank owns, by name ("param", "exp_avg",
+        "exp_avg_sq"). Adds what to read into it to `wanted`, by stored name."""
         place = self._places[owned.weight]
         tensors: dict[str, list[torch.Tensor]] = defaultdict(list)
         for piece in place.build() if isinstance(place, ShardedTensorFactory) else [place]:
@@ -78,8 +78,9 @@ class ShardReader:
         return tensors
 
     def _rows(self, key: str, piece: ShardedTensor, start: int, end: int) -> tuple[ShardedTensor, torch.Tensor]:
-        """Allocate memory for the stored rows with the entries `start` to `end` of this rank's shard `piece`. Returns it as a ShardedTensor
-        to read into, and a flat view of those entries. Starts at 0, since vocabulary padding is not stored."""
+        """Allocate memory for a part of this rank's shard `piece`: those rows of the stored tensor that contain the shard's flat entries
+        `start` to `end`. Returns it as a ShardedTensor to read into, and a flat view of just these entries. It is zero-initialised, since
+        vocabulary padding is not stored."""
         width = math.prod(piece.local_shape[1:])
         first, behind = start // width, -(-end // width)
         axes = piece.prepend_axis_num

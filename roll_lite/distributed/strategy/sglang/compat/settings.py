@@ -73,7 +73,7 @@ SETTINGS = {
 }
 """Engine argument -> key of the strategy's configuration to use instead."""
 FIELDS = (("srt/arg_groups/fields/[a-z]*.py", None),)
-"""Files that declare SGLang's arguments, and the class in them (None: all)."""
+"""Where the package sglang declares its engine arguments: (files, class; None: all classes)."""
 
 CPU_MODELS = "roll_lite.distributed.strategy.sglang.compat.models"
 _ERRORS = "errors"

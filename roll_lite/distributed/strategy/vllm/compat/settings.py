@@ -69,7 +69,7 @@ SETTINGS = {
 }
 """Engine argument -> key of the strategy's configuration to use instead."""
 FIELDS = (("engine/arg_utils.py", "EngineArgs"), ("engine/arg_utils.py", "AsyncEngineArgs"))
-"""Files and classes of the package that declare vLLM's engine arguments."""
+"""Where the package vllm declares its engine arguments: (file, class)."""
 SERVER_FIELDS = (*FIELDS, ("entrypoints/launchers/cli_args.py", "BaseFrontendArgs"), ("entrypoints/launchers/cli_args.py", "FrontendArgs"))
 
 SOCKETS = "VLLM_RPC_BASE_PATH"
