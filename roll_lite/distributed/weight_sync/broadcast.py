@@ -107,8 +107,7 @@ _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 @contextmanager
 def _unwatched() -> Iterator[None]:
-    """Make process groups that are created in this block have no watchdog thread. torch's watchdog would end this process when another
-    member is gone."""
+    """Disable torch's watchdog thread for process groups created in the block. It would end this process when another member is gone."""
     with _ENVIRONMENT:
         before = os.environ.get(_BLOCKING_WAIT)
         os.environ[_BLOCKING_WAIT] = "1"

@@ -104,7 +104,7 @@ class EngineLife:
 
     @property
     def held_up(self) -> bool:
-        """True if the engine cannot generate for another reason than `pause`."""
+        """True if the engine cannot generate for a reason other than `pause`."""
         return self.state not in (EngineState.SERVING, EngineState.PAUSED)
 
     async def until_dead(self) -> str:

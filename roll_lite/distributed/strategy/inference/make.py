@@ -1,4 +1,4 @@
-"""Interface that vLLM and SGLang each implement for `strategy.py`. They are called the two makes of engine."""
+"""Interface that each make of engine (vLLM, SGLang) implements for `strategy.py`."""
 
 from __future__ import annotations
 

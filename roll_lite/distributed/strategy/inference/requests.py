@@ -37,7 +37,7 @@ class InFlight:
     aborted: bool = False
     begun: bool = False
     reported: int = 0
-    """Number of tokens in the parts reported so far."""
+    """Number of tokens already reported in parts (RequestProgress.part)."""
     number: int = -1
     """Number by which SglangEngine identifies the request."""
 

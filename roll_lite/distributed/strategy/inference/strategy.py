@@ -35,7 +35,7 @@ DIED = "the engine's process died"
 
 
 class EngineStrategy(InferenceStrategy):
-    """Engine of either make (vLLM or SGLang): everything that does not depend on the make."""
+    """Inference engine: what vLLM and SGLang have in common. `make` is the rest."""
 
     def __init__(self, make: EngineMake, spec: EngineSpec) -> None:
         assert isinstance(spec.strategy, EngineStrategyConfig)
@@ -299,7 +299,7 @@ class EngineStrategy(InferenceStrategy):
         return await self._at_length(self.make.call_workers(method, **arguments))
 
     async def _at_length(self, call: Awaitable[T]) -> T:
-        """Wait for a call during which the engine takes no steps; the step watch is suspended meanwhile."""
+        """Wait for a call during which the engine takes no steps. The check for a stuck engine is suspended meanwhile."""
         with self._steps.suspended():
             return await self._answer(call)
 

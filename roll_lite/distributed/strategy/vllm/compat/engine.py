@@ -87,8 +87,8 @@ class VllmEngine(VllmProcesses):
     # ------------------------------------------------------------ life
 
     async def start(self) -> list[int]:
-        """Start the engine. Blocks the event loop: no other thread may start it, since the engine's processes belong to the thread that
-        does."""
+        """Start the engine. Blocks the event loop: a helper thread cannot start it, because the engine's processes belong to the thread
+        that does."""
         with self._inherited():
             self._running = self._start()
         look_across_seams(self._running.output_processor)
@@ -229,8 +229,8 @@ class VllmPart(VllmProcesses):
     _executor: MultiprocExecutor | None = None
 
     async def start(self) -> list[int]:
-        """Start the workers. Blocks the event loop until the workers of all nodes have connected: no other thread may start them, since
-        they belong to the thread that does."""
+        """Start the workers. Blocks the event loop until the workers of all nodes have connected: a helper thread cannot start them,
+        because they belong to the thread that does."""
         with self._inherited():
             from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
