@@ -381,7 +381,7 @@ class SandboxPool:
         return outcomes
 
     def _begin(self, sandbox: Sandbox, job: Program | Pair) -> Sandbox:
-        """Start a job. Returns the sandbox to wait for. A pair (program and tests) runs in two sandboxes, which share a socket; then it is
+        """Start a job. A pair (program and tests) runs in two sandboxes that share a socket. Returns the sandbox to wait for, for a pair
         that of the tests."""
         if isinstance(job, Program):
             sandbox.begin(job)

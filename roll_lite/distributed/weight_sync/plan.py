@@ -22,7 +22,7 @@ class ExportedTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     owner: int
-    """Rank that gathers the full tensor and sends it; the lowest one that does."""
+    """Training rank that gathers the full tensor and sends it."""
     bucket: int
     """Bucket number; the tensors of a bucket are sent and loaded together."""
     cast_from: torch.dtype | None = None

@@ -14,7 +14,7 @@ from roll_lite.models.hf_config import HfConfig
 
 
 class EnginePart(Protocol):
-    """One node's processes of an engine."""
+    """Processes of an engine on one node."""
 
     @property
     def name(self) -> str: ...

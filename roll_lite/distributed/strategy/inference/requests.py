@@ -43,8 +43,8 @@ class InFlight:
 
 
 Look = Callable[[Sequence[InFlight], bool], Awaitable[Sequence[RequestProgress | None]]]
-"""Function that polls the engine for the progress of requests. Returns None for a request that has not begun. Its flag asks for the new
-tokens too (RequestProgress.part)."""
+"""Function that polls the engine for the progress of requests; None for a request that has not begun. If its second argument is True,
+progress includes new tokens (RequestProgress.part)."""
 
 
 class ProgressReports:

@@ -35,7 +35,7 @@ DIED = "the engine's process died"
 
 
 class EngineStrategy(InferenceStrategy):
-    """Inference engine: what vLLM and SGLang have in common. `make` is the rest."""
+    """Inference engine (vLLM or SGLang). Contains what both have in common; `make` does the rest."""
 
     def __init__(self, make: EngineMake, spec: EngineSpec) -> None:
         assert isinstance(spec.strategy, EngineStrategyConfig)

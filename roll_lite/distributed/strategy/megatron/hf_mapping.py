@@ -159,7 +159,7 @@ def ranks_of_a_group(entry: Entry, hf: HfConfig, tensor_ranks: int) -> int:
 
 
 def join(entry: Entry, cuts: Sequence[torch.Tensor], hf: HfConfig, dim: int = 0) -> torch.Tensor:
-    """Join this rank's shards of Hugging Face tensors into a Megatron tensor. `dim`: the dimension to join, rows or output features."""
+    """Join this rank's shards of Hugging Face tensors into a Megatron tensor. `dim`: dimension along which to join."""
     match entry.layout:
         case Layout.PLAIN:
             return cuts[0]

@@ -26,7 +26,7 @@ class Start:
 
 
 class Closed(ConnectionError):
-    """The other end is gone."""
+    """The process at the other end of the channel has ended."""
 
 
 class PickleChannel:
