@@ -71,6 +71,9 @@ def history_of(run: Path, seen: tuple[Path, ...] = ()) -> History:
                 history.lines.clear()  # started anew
             else:
                 go_back(history, run, run / line["resumed_from"], line["step"], seen)
+        elif line["event"] == "restart":  # the step in progress is repeated with its batch
+            made = ("masked", "update")
+            history.lines = [one for one in history.lines if one["event"] not in made or one["step"] <= line["step"]]
         history.lines.append(line)
     return history
 
@@ -147,6 +150,9 @@ class Audit:
         if self.steps and self.steps[max(self.steps)] != line["version"]:
             self.problem(f"the run goes on with version {line['version']} after version {self.steps[max(self.steps)]}")
         self.start, self.ended = line, False
+
+    def on_restart(self, line: Line) -> None:
+        self.total[""]["restarts of training ranks"] += 1
 
     def on_group(self, line: Line) -> None:
         number, domain, end = line["group"], line["domain"], line["end"]

@@ -207,6 +207,10 @@ class Cluster(Generic[W_co]):
         calls = {rank: (shard, *args) for rank, shard in zip(self._head_ranks(), shards, strict=True)}
         return self._start(method, calls, kwargs, list)
 
+    def rebuild(self) -> None:
+        """Start all ranks anew, in their places; they must be initialized again."""
+        self.group.rebuild()
+
     def shutdown(self) -> None:
         self.group.kill("it was shut down")
 

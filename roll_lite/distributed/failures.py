@@ -18,12 +18,14 @@ ANSI_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 class RankFailed(RuntimeError):
     """First failure of a cluster, whose ranks have all been ended: a rank raised, died or exceeded its time limit."""
 
-    def __init__(self, role: str, rank: int, phase: str, cause: str) -> None:
-        super().__init__(role, rank, phase, cause)
+    def __init__(self, role: str, rank: int, phase: str, cause: str, is_loss: bool = False) -> None:
+        super().__init__(role, rank, phase, cause, is_loss)
         self.role = role
         self.rank = rank
         self.phase = phase
         self.cause = cause
+        self.is_loss = is_loss
+        """True if the rank died or hung, so that a new one may succeed; False if it raised an error, which would come again."""
 
     def __str__(self) -> str:
         return f"{self.role} rank {self.rank} failed in {self.phase}: {self.cause}"
@@ -74,6 +76,13 @@ def is_loss(error: BaseException) -> bool:
 def may_be_aftermath(error: BaseException) -> bool:
     """True if another rank's death may have caused the error: collectives report that as RuntimeError or OSError."""
     return isinstance(error, RayTaskError) and isinstance(error.cause, RuntimeError | OSError)
+
+
+def is_connection_error(error: BaseException) -> bool:
+    """True if a collective failed without a dead rank, because of the network or a device."""
+    cause = error.cause if isinstance(error, RayTaskError) else None
+    names = {one.__name__ for one in type(cause).__mro__}
+    return bool(names & {"DistError", "AcceleratorError"}) or (type(cause) is RuntimeError and "gloo" in str(cause))
 
 
 def cause_of(error: BaseException, name: str = "") -> str:

@@ -10,7 +10,7 @@ from typing import Any, Generic, NoReturn, TypeVar, cast
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from roll_lite.distributed.failures import FleetDown, RankFailed, failure_text, is_death, is_loss, may_be_aftermath
+from roll_lite.distributed.failures import FleetDown, RankFailed, failure_text, is_connection_error, is_death, is_loss, may_be_aftermath
 from roll_lite.distributed.liveness import name_of
 from roll_lite.distributed.place import stopped_at
 from roll_lite.distributed.rank_group import WATCH, RankGroup
@@ -87,7 +87,8 @@ class Pending(Generic[T]):
     def settle(self) -> None:
         if not self._settled:
             self._settled = True
-            self.group.phases.remove(self.phase)
+            with suppress(ValueError):  # the group was rebuilt since
+                self.group.phases.remove(self.phase)
 
     def deadline(self, timeout_s: float | None) -> float:
         """Deadline on the monotonic clock. The cluster's limit counts if neither the caller nor the phase (watchdog.py) has one."""
@@ -201,7 +202,8 @@ def _blame(call: Call, error: Exception, unanswered: Sequence[int]) -> NoReturn:
 
 
 def _fail(group: RankGroup, rank: int, phase: str, error: BaseException, note: str = "") -> NoReturn:
-    _end(group, RankFailed(group.name, rank, phase, failure_text(error, group.log_file(rank)) + note))
+    text = failure_text(error, group.log_file(rank)) + note
+    _end(group, RankFailed(group.name, rank, phase, text, is_death(error) or is_connection_error(error)))
 
 
 def _end(group: RankGroup, failure: RankFailed) -> NoReturn:
@@ -251,7 +253,7 @@ def _give_up(group: RankGroup, ranks: Sequence[int], phase: str, cause: str) -> 
     stopped = stopped_at(pulse.place for other in WATCH.groups for pulse in other.pulses)
     names = ", ".join(f"{process.pid} ({name_of(process)})" for process in stopped)
     note = f"\n\nstopped, as by SIGSTOP: {names}" if names else ""
-    _end(group, RankFailed(group.name, ranks[0], phase, cause + _stacks(group, ranks) + note))
+    _end(group, RankFailed(group.name, ranks[0], phase, cause + _stacks(group, ranks) + note, is_loss=True))
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -19,6 +19,8 @@ from roll_lite.distributed.place import Place, kill_actors
 PULSE_SECONDS = 5.0
 """Pause between an answer and the next question."""
 LISTEN_SECONDS = 1.0
+KILL_SECONDS = 30.0
+"""Time for killed processes to go."""
 
 
 class Pulse:
@@ -86,10 +88,13 @@ class RankGroup:
         """True if all constructors have run."""
         self.end: str | None = None
         """Cause of the group's death; None while it lives."""
-        self._watch = watch
-        if watch is not None:
-            self.deaths = {actor.until_death.options(**watch).remote(): rank for rank, actor in enumerate(self.actors)}
-            self.pulses = [Pulse(actor.place.options(**watch).remote) for actor in self.actors]
+        self._watch_options = watch
+        self._watch()
+
+    def _watch(self) -> None:
+        if (options := self._watch_options) is not None:
+            self.deaths = {actor.until_death.options(**options).remote(): rank for rank, actor in enumerate(self.actors)}
+            self.pulses = [Pulse(actor.place.options(**options).remote) for actor in self.actors]
         WATCH.groups[self] = None
 
     @property
@@ -118,11 +123,11 @@ class RankGroup:
 
     def restart(self, rank: int) -> Any:
         """Start and return the successor of a lost rank, which counts as lost until `regain`."""
-        assert self._make is not None and self._watch is not None and rank in self._lost
+        assert self._make is not None and self._watch_options is not None and rank in self._lost
         kill_actors([self.actors[rank]], [self.pulses[rank].place])
         self.deaths = {ref: number for ref, number in self.deaths.items() if number != rank}
         actor = self.actors[rank] = self._make(rank)
-        self.deaths[actor.until_death.options(**self._watch).remote()] = rank
+        self.deaths[actor.until_death.options(**self._watch_options).remote()] = rank
         return actor
 
     def death_of(self, rank: int) -> ray.ObjectRef:
@@ -131,8 +136,8 @@ class RankGroup:
 
     def regain(self, rank: int) -> None:
         """Count a successor, which has started, as a living rank."""
-        assert self._watch is not None
-        self.pulses[rank] = Pulse(self.actors[rank].place.options(**self._watch).remote)
+        assert self._watch_options is not None
+        self.pulses[rank] = Pulse(self.actors[rank].place.options(**self._watch_options).remote)
         del self._lost[rank]
 
     def check(self) -> None:
@@ -146,9 +151,20 @@ class RankGroup:
             WATCH.groups.pop(self, None)
             kill_actors(self.actors, [pulse.place for pulse in self.pulses])
 
+    def rebuild(self) -> None:
+        """Start all ranks anew, in their places. The old processes are gone by then, with the device memory that they held."""
+        assert self._make is not None and not self.live_alone
+        self.kill("it starts anew")
+        if self.deaths:
+            ray.wait(list(self.deaths), num_returns=len(self.deaths), timeout=KILL_SECONDS, fetch_local=False)
+        self.actors = [self._make(rank) for rank in range(len(self.actors))]
+        self.phases.clear()
+        self.started, self.end = False, None
+        self._watch()
+
     def stacks(self, rank: int) -> ray.ObjectRef:
         """Stack traces of a watched rank, even a busy one."""
-        return self.actors[rank].stacks.options(**(self._watch or {})).remote()
+        return self.actors[rank].stacks.options(**(self._watch_options or {})).remote()
 
 
 class LivenessWatch:

@@ -70,8 +70,9 @@ def keep_config(folder: Path, text: str) -> None:
     file.write_text(text, encoding="utf-8")
 
 
-def cut_after(folder: Path, step: int, files: Sequence[str]) -> None:
-    """Remove what a run wrote about later steps and about the validation of this one, since it repeats them. `files`: of lines."""
+def cut_after(folder: Path, step: int, files: Sequence[str], folders: bool = True) -> None:
+    """Remove what a run wrote about later steps and about the validation of this one, since it repeats them. `files`: of lines.
+    `folders`: also files in folders."""
     for name in files:
         if not (folder / name).exists():
             continue
@@ -80,7 +81,7 @@ def cut_after(folder: Path, step: int, files: Sequence[str]) -> None:
             file.seek(0)
             file.writelines(line for line in lines if _stays(line, step))
             file.truncate()
-    for path in folder.glob("*/*"):
+    for path in folder.glob("*/*") if folders else ():
         kind = BY_STEP.match(path.name)
         if kind is None or path.parent.name == "checkpoints" or int(kind[2]) < step + (kind[1] == "step"):
             continue

@@ -27,7 +27,7 @@ from roll_lite.data.dump_files import FOLDER, found_dumps
 from roll_lite.data.stable_hash import derived_seed
 from roll_lite.data.supervised import SupervisedRows
 from roll_lite.data.templates import load_tokenizer
-from roll_lite.distributed.cluster import Cluster, ClusterSpec, Pending, actor_options, gather, start_cluster
+from roll_lite.distributed.cluster import Cluster, ClusterSpec, Pending, actor_options, start_cluster
 from roll_lite.distributed.placement import Placement, Slot, beside_driver
 from roll_lite.distributed.ray_session import RaySession
 from roll_lite.distributed.strategy.base import EngineSpec, StateGroup
@@ -35,7 +35,7 @@ from roll_lite.distributed.strategy.inference.life import EngineMemory
 from roll_lite.models.model_files import tokenizer_checksum, zero_embeddings
 from roll_lite.pipeline.batch_files import BatchFiles
 from roll_lite.pipeline.checkpoint import Checkpoints
-from roll_lite.pipeline.clusters import Engines, Model, Models, RewardModels
+from roll_lite.pipeline.clusters import Engines, Model, Models, RewardModels, initialize
 from roll_lite.pipeline.engine_returns import EngineReturns
 from roll_lite.pipeline.journal import Journal
 from roll_lite.pipeline.nodes import check_nodes
@@ -68,7 +68,7 @@ def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal
     models = start.models()
     live = start.live(models, journal) if generates(config) else None
     source = live or ReplayedRollouts(start.replay())
-    initialize(models.all, live)
+    initialize_all(models.all, live)
     for line in live.notes() if live is not None else []:
         journal.console.message(line)
     batch_files = BatchFiles(config, folder, shared=not apart)
@@ -99,20 +99,13 @@ def supervised_rows(config: RunConfig) -> tuple[SupervisedRows | None, list[str]
     return rows, zero_embeddings("model.path", path, rows.distinct_ids(), "rows of algorithm.ptx contain them", tokenizer)
 
 
-def initialize(models: Sequence[Model[Any]], live: LiveRollouts | None) -> None:
+def initialize_all(models: Sequence[Model[Any]], live: LiveRollouts | None) -> None:
     """Initialize all workers: in parallel if they stay loaded, one after the other if they offload and may share devices."""
-    together: list[Pending[Any]] = [model.ranks.start_all(ModelWorker.initialize) for model in models if not model.role.offload]
-    if live is not None:
-        together += starting(live)
-    gather(*together)
-    if live is not None and not live.engines.offloads:
-        live.engines.start_later_ones()
-    for model in models:
-        if model.role.offload:
-            model.ranks.all(ModelWorker.initialize)
-            model.ranks.all(ModelWorker.offload, tuple(StateGroup))
+    initialize(models, lambda: [] if live is None else starting(live))
     if live is None:
         return
+    if not live.engines.offloads:
+        live.engines.start_later_ones()
     for ranks in live.reward_models.offloaded:
         ranks.all(RewardModelWorker.initialize)
         ranks.all(RewardModelWorker.offload, tuple(map(StateGroup, WHOLE["reward_models"])))

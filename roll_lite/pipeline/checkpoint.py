@@ -59,6 +59,8 @@ class Checkpoints:
         self._config = config
         self._run_folder = run_folder
         self._running: Unfinished | None = None
+        self._newest: Path | None = None
+        """Newest complete checkpoint that this run has written or loaded."""
         self.goes_on = goes_on(config, run_folder)
 
     def save(self, models: Models, source: BatchSource, pipeline: dict[str, Any]) -> Path:
@@ -76,7 +78,7 @@ class Checkpoints:
         return whole
 
     def _start(self, models: Models, source: BatchSource, pipeline: dict[str, Any], folder: Path) -> None:
-        saved = self._stateful(models)
+        saved = self.stateful(models)
         for role, model in saved.items():
             (folder / role).mkdir()
             with model.loaded(states(Phase.CHECKPOINT)):
@@ -136,6 +138,7 @@ class Checkpoints:
         shutil.rmtree(whole, ignore_errors=True)
         folder.rename(whole)
         flush([whole.parent])
+        self._newest = whole
 
     def _remove_old(self) -> None:
         """Remove all but the newest `keep` checkpoints and those of `keep_every`; folders are renamed first, since a half-removed one is
@@ -161,16 +164,37 @@ class Checkpoints:
                 logger.warning("%s", error)
                 folder.rename(folder.with_name(f"{folder.name}.damaged"))
                 folder = resumption(self._run_folder.resolve()).checkpoint
-        for role, model in self._stateful(models).items():
+        self._load_models(models, folder)
+        source.load_state_dict(state["rollouts"])
+        self._newest = folder
+        return state["pipeline"]
+
+    @property
+    def newest_step(self) -> int:
+        """Step of the newest complete checkpoint, which `go_back` loads; 0: the start weights."""
+        return 0 if self._newest is None else steps_of(self._newest)
+
+    def go_back(self, models: Models) -> dict[str, Any] | None:
+        """Load the newest complete checkpoint into new ranks; returns the driver's state. None without one: the ranks have the start
+        weights. A checkpoint that is not complete yet is given up, since the ranks that wrote it are gone."""
+        if self._running is not None:
+            shutil.rmtree(self._running.folder, ignore_errors=True)
+            self._running = None
+        if self._newest is None:
+            return None
+        state = self._verified(self._newest, models)
+        self._load_models(models, self._newest)
+        return state["pipeline"]
+
+    def _load_models(self, models: Models, folder: Path) -> None:
+        for role, model in self.stateful(models).items():
             with model.loaded(states(Phase.CHECKPOINT)):
                 model.ranks.all(ModelWorker.load_checkpoint, (folder / role).resolve())
-        source.load_state_dict(state["rollouts"])
-        return state["pipeline"]
 
     def _verified(self, folder: Path, models: Models) -> dict[str, Any]:
         """State of a checkpoint whose files all have the checksums with which they were written; the ranks share the reading."""
         state, wanted = read_state(folder), read_list(folder) or {}
-        saved = self._stateful(models)
+        saved = self.stateful(models)
         if missing := [role for role in saved if not (folder / role).is_dir()]:
             raise ValueError(f"checkpoint.resume: {folder} holds nothing for {', '.join(missing)}; was it written without?")
         for role, model in saved.items():
@@ -204,7 +228,7 @@ class Checkpoints:
         expect_files(folder, sizes, role)
         return folder
 
-    def _stateful(self, models: Models) -> dict[str, Model[Any]]:
+    def stateful(self, models: Models) -> dict[str, Model[Any]]:
         """Models in a checkpoint: trained ones, and a reference that follows them."""
         stateful: dict[str, Model[Any]] = {**models.trained}
         if follows_actor(self._config.reference) and models.reference is not None:

@@ -21,6 +21,7 @@ from roll_lite.config.device_phases import PHASES, Phase, startable
 from roll_lite.config.schema.models import ForwardRoleConfig, InferRoleConfig, RewardModelConfig
 from roll_lite.data.keys import Columns
 from roll_lite.data.minibatches import MiniBatch, balanced_partition, row_costs, spread
+from roll_lite.data.proto import DataProto
 from roll_lite.distributed.cluster import Cluster, ClusterDead, Pending, first_done, gather
 from roll_lite.distributed.dataflow import Batch, BatchShard, Block
 from roll_lite.distributed.strategy.base import Moved, StateGroup
@@ -85,7 +86,7 @@ class Model(Movable, Generic[W]):
         return [TrainShare(shard, own) for shard, own in zip(shards, spreads, strict=True)]
 
     def _costs(self, batch: Batch) -> np.ndarray:
-        return row_costs(lengths(batch).numpy(), self.ranks.layouts[0].attention_par)
+        return row_costs(lengths(batch.rows).numpy(), self.ranks.layouts[0].attention_par)
 
     def start_forward(self, batch: Batch, columns: Sequence[str]) -> Pending[list[Block | None]]:
         return self.ranks.start_scatter(ModelWorker.compute, self.shards(batch, self.worker.forward_columns), columns)
@@ -169,9 +170,18 @@ class Models:
         return {role: model for role, model in named.items() if model is not None}
 
 
-def lengths(batch: Batch) -> torch.Tensor:
+def lengths(rows: DataProto) -> torch.Tensor:
     """Tokens by row, prompt and response."""
-    return batch.rows.tensor("prompt_length") + batch.rows.tensor("response_length")
+    return rows.tensor("prompt_length") + rows.tensor("response_length")
+
+
+def initialize(models: Sequence[Model[Any]], beside: Callable[[], Sequence[Pending[Any]]] = tuple) -> None:
+    """Initialize the models that stay loaded, together and with what `beside` starts; then the others one by one, and offload each."""
+    gather(*(model.ranks.start_all(ModelWorker.initialize) for model in models if not model.offloads), *beside())
+    for model in models:
+        if model.offloads:
+            model.ranks.all(ModelWorker.initialize)
+            model.ranks.all(ModelWorker.offload, tuple(StateGroup))
 
 
 # ---------------------------------------------------------------- turns on devices

@@ -20,6 +20,7 @@ from roll_lite.config.checks.algorithm import compares_groups
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import FinishReason
+from roll_lite.distributed.failures import RankFailed
 from roll_lite.distributed.strategy.base import Moved
 from roll_lite.distributed.weight_sync.group import Pushed
 from roll_lite.observability.console import RunConsole
@@ -39,6 +40,8 @@ from roll_lite.workers.actor import CreditReport
 from roll_lite.workers.model import Update
 
 UPDATES_FILE = "updates.jsonl"
+FAILURE_FILE = "failure.txt"
+"""Whole texts of failures."""
 CREDIT_FOLDER = "credit"
 CREDIT_NUMBERS = ("group", "index", "prompt_uid", "epoch", "score", "reward", "train_weight", "policy_tokens")
 """Row columns in the credit files."""
@@ -97,8 +100,13 @@ class Journal:
         """Collect metrics inside the block for step `number`; write them at its end."""
         self._sums = MetricSums()
         self._current, self._shaped = number, None
-        with self.timers.step():
-            yield
+        tokens = dict(self._tokens)
+        try:
+            with self.timers.step():
+                yield
+        except BaseException:
+            self._tokens = tokens  # if the step is repeated, it counts once
+            raise
         self._write_credit({})  # not written yet if nothing trains
         for label, seconds in self.timers.last.labelled().items():
             self._sums.add("time", seconds, label=label)
@@ -139,6 +147,24 @@ class Journal:
         self._sums.add("rollout/engines_returned", 1)
         weights = "" if version is None else f", with the weights of version {version}"
         self.console.message(f"actor_infer[{number}] serves again, {seconds:.0f} s after its loss{weights}")
+
+    def rank_lost(self, failure: RankFailed, since: int, reached: int) -> None:
+        """Report the loss of a training rank. `since`: step of the checkpoint to load, `reached`: of the last update, both as numbers of
+        steps done. Its update lines of the step in progress are void."""
+        cause = failure.cause.splitlines()[0]
+        with (self.folder / FAILURE_FILE).open("a", encoding="utf-8") as file:
+            file.write(f"{failure}\n\n")
+        self.ledger.write("restart", role=failure.role, rank=failure.rank, cause=cause, step=reached, since=since)
+        cut_after(self.folder, reached, (UPDATES_FILE,), folders=False)
+        place = f"step {since}" if since else "the start"
+        repeats = f", and repeats the updates of steps {since + 1} to {reached}" if reached > since else ""
+        self.console.message(
+            f"{failure.role} rank {failure.rank} is lost in {failure.phase}: {cause}; {failure.role} starts again from {place}{repeats}"
+            f" (more in {self.folder / FAILURE_FILE})"
+        )
+
+    def rank_returned(self, role: str, seconds: float, step: int) -> None:
+        self.console.message(f"{role} is back at step {step}, {seconds:.0f} s after its loss")
 
     def rollouts(
         self, rows: DataProto, stats: RolloutStats, version: int, replaced: Mapping[str, int], silences: Iterable[float] = ()

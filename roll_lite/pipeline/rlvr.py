@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from roll_lite.algorithms.kl import KlController
 from roll_lite.config.arithmetic import aggregation_constant, trains, validates
@@ -24,12 +24,14 @@ from roll_lite.pipeline.checkpoint import Checkpoints
 from roll_lite.pipeline.clusters import DeviceTurn, Model, Models, states, take_turns
 from roll_lite.pipeline.early_passes import EarlyPasses
 from roll_lite.pipeline.journal import Journal
+from roll_lite.pipeline.recovery import Recovery
 from roll_lite.pipeline.shaping import RewardShaping
 from roll_lite.pipeline.skipped_updates import SkippedUpdates
 from roll_lite.pipeline.sources import BatchSource, Validations
 from roll_lite.workers.actor import ActorWorker
 from roll_lite.workers.credit import compared_before_training, credit_columns
 from roll_lite.workers.model import CriticWorker, TrainShare, Update
+from roll_lite.workers.rollout import RolloutBatch
 
 
 class RLVRPipeline:
@@ -52,6 +54,7 @@ class RLVRPipeline:
         self.batch_files = batch_files
         self.ptx = ptx
         self.timers = journal.timers
+        self.recovery = Recovery(models, source, checkpoints, journal)
         self.shaping = RewardShaping(config)
         self.agreement = Agreement(config)
         self.skipped = SkippedUpdates.of(config)
@@ -73,16 +76,21 @@ class RLVRPipeline:
     def run(self) -> None:
         self.resume()
         self.journal.ledger.start(self.steps_done, self.version)
+        self.recovery.begin(self.state_dict())
         if not self.checkpoints.goes_on or self.validation_is_due:  # a validation that is not due would come twice into the run's files
-            self.validate()
+            self.recovery.survive(self, self.validate)
         with self.checkpoints.finished():
             while self.steps_done < self.config.steps:
-                with self.journal.step(self.steps_done + 1):
-                    self.step()
-                    self.journal.ledger.step(self.steps_done, self.version)
-                    self.journal.moved(self.models.take_moved())
-                self.between_steps()
-        self.export_model()
+                self.recovery.survive(self, self.recorded_step)
+                self.recovery.survive(self, self.between_steps)
+        self.recovery.survive(self, self.export_model)
+
+    def recorded_step(self) -> None:
+        with self.journal.step(self.steps_done + 1):
+            self.step()
+            self.journal.moved(self.models.take_moved())
+            self.journal.ledger.step(self.steps_done, self.version)
+            self.recovery.step_is_done(self.state_dict())
 
     def close(self) -> None:
         self.source.close()
@@ -92,6 +100,9 @@ class RLVRPipeline:
             self.sync_weights()
             with self.source.loaded(Phase.GENERATE, self.version):
                 batch = self.generate()
+        self.learn(batch)
+
+    def learn(self, batch: Batch) -> None:
         batch = self.shape_rewards(batch)
         if self.models.trained and len(batch) > 0:
             self.compute_log_probs(batch)
@@ -99,6 +110,17 @@ class RLVRPipeline:
             self.write_batch(batch)
             self.train(batch)
         self.steps_done += 1
+
+    def repeat_update(self, rollouts: RolloutBatch) -> None:
+        """Repeat an update that a lost rank took along. Its step is recorded already."""
+        recorded = self.journal, self.batch_files
+        self.journal = self.batch_files = cast(Any, Unrecorded())
+        try:
+            self.learn(Batch(rollouts.rows, rollouts.blocks))
+        finally:
+            self.journal, self.batch_files = recorded
+        if self.refresh is not None and self.due(self.refresh.every):
+            self.refresh_reference()
 
     # ---------------------------------------------------------------- the verbs of a step
 
@@ -110,7 +132,8 @@ class RLVRPipeline:
     @phase("generate")
     def generate(self) -> Batch:
         """Take the next finished groups, or those of a dump; tokens stay in the object store."""
-        rollouts = self.source.next_batch(self.steps_done + 1, self.early.begin())
+        step, meanwhile = self.steps_done + 1, self.early.begin()
+        rollouts = self.recovery.batch(step, lambda: self.source.next_batch(step, meanwhile))
         self.journal.rollouts(rollouts.rows, rollouts.stats, self.version, rollouts.replaced, rollouts.silences)
         return Batch(rollouts.rows, rollouts.blocks)
 
@@ -171,6 +194,7 @@ class RLVRPipeline:
             own = critic.shares(batch, self.critic_columns, mini_batches)
             work = partial(critic.ranks.start_scatter, CriticWorker.train, own)
             turns["critic"] = DeviceTurn(critic, work, partial(self.timers.part, "critic"))
+        self.recovery.trains()
         updates = dict(zip(turns, take_turns(list(turns.values()), states(Phase.TRAIN)), strict=True))
         self.journal.updates(self.steps_done + 1, updates, kl_coef)
         self.journal.ledger.updates(self.steps_done + 1, batch.rows, mini_batches, updates)
@@ -204,6 +228,8 @@ class RLVRPipeline:
         if not validates(self.config):
             return
         self.validation.finish(self.version)
+        if self.validation.last_step == self.steps_done:
+            return  # a lost rank interrupted the wait for it
         with self.source.loaded(Phase.SYNC_WEIGHTS, self.version):
             self.source.sync(self.version)
             with self.source.loaded(Phase.GENERATE, self.version):
@@ -245,11 +271,14 @@ class RLVRPipeline:
     def resume(self) -> None:
         state = self.checkpoints.load(self.models, self.source)
         if state is not None:
-            self.steps_done, self.version = state["steps_done"], state["version"]
-            state = {"skipped": {}, "ptx": {}, "agreement": {}, **state}  # an older checkpoint has none
-            for name, part in self.remembering.items():
-                part.load_state_dict(state[name])
+            self.restore(state)
             self.journal.resumed(self.steps_done)
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.steps_done, self.version = state["steps_done"], state["version"]
+        state = {"skipped": {}, "ptx": {}, "agreement": {}, **state}  # an older checkpoint has none
+        for name, part in self.remembering.items():
+            part.load_state_dict(state[name])
 
     def state_dict(self) -> dict[str, Any]:
         remembered = {name: part.state_dict() for name, part in self.remembering.items()}
@@ -304,6 +333,16 @@ class RLVRPipeline:
             constant=aggregation_constant(self.config),
             seed=derived_seed(self.config.seed, "mini_batches", self.steps_done + 1),
         )
+
+
+class Unrecorded:
+    """Stands in for the journal and the batch files: every call does nothing."""
+
+    def __getattr__(self, _: str) -> Unrecorded:
+        return self
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        pass
 
 
 def training_rows(batch: Batch) -> int:

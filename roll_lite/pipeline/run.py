@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -17,7 +18,7 @@ import yaml
 
 from roll_lite.config.arithmetic import generates, roles
 from roll_lite.config.checks.notes import notes_on
-from roll_lite.config.schema.run import RunConfig
+from roll_lite.config.schema.run import LimitsConfig, RunConfig
 from roll_lite.distributed.rank_group import WATCH
 from roll_lite.distributed.ray_session import ray_session
 from roll_lite.distributed.watchdog import WATCHDOG
@@ -27,10 +28,14 @@ from roll_lite.observability.report import SUMMARY_FILE
 from roll_lite.observability.run_folder import create_run_folder, keep_config, locked, point_latest
 from roll_lite.pipeline.build import build
 from roll_lite.pipeline.checkpoint_files import resumption, resumption_notes, settled
-from roll_lite.pipeline.journal import Journal
+from roll_lite.pipeline.journal import FAILURE_FILE, Journal
 
 COMPLETED, FAILED, INTERRUPTED = 0, 1, 130
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+REGULAR = {"sync_weights", "log_probs", "advantages", "train"}
+"""Phases whose work is about the same in each step."""
+LEAST_HANG_S = 300.0
+"""Least limit by `limits.hang_factor`: short phases vary more."""
 REMOTE_TRACEBACK = re.compile(r"\n\s*\n(?=\S*ray::)")
 
 
@@ -66,7 +71,7 @@ def is_over(folder: Path, steps: int) -> bool:
 
 def _run(config: RunConfig, folder: Path, notes: Sequence[str]) -> int:
     journal = Journal(config, folder)
-    journal.timers.around = lambda phase: WATCHDOG.limit(phase, getattr(config.limits, phase, config.limits.other))
+    journal.timers.around = PhaseLimits(config.limits).limited
     WATCHDOG.silence_s = config.limits.silence or None
     interruption = Interruption()
     end = RunEnd(journal, interruption)
@@ -85,6 +90,28 @@ def _run(config: RunConfig, folder: Path, notes: Sequence[str]) -> int:
                 pipeline.run()
                 pipeline.close()
     return end.code
+
+
+class PhaseLimits:
+    """Time limits of the phases: the configured ones and, for phases whose work is about the same in each step, a multiple of the longest
+    time so far."""
+
+    def __init__(self, limits: LimitsConfig) -> None:
+        self._limits = limits
+        self._longest: dict[str, float] = {}
+
+    @contextmanager
+    def limited(self, phase: str) -> Iterator[None]:
+        limits, longest = self._limits, self._longest.get(phase)
+        seconds, setting = getattr(limits, phase, limits.other), None
+        if phase in REGULAR and limits.hang_factor and longest is not None:
+            usual = max(LEAST_HANG_S, limits.hang_factor * longest)
+            if not seconds or usual < seconds:
+                seconds, setting = usual, f"limits.hang_factor {limits.hang_factor:g}, longest time so far {longest:.0f} s"
+        started = time.monotonic()
+        with WATCHDOG.limit(phase, seconds, setting):
+            yield
+        self._longest[phase] = max(longest or 0.0, time.monotonic() - started)
 
 
 def announce(config: RunConfig, journal: Journal, notes: Sequence[str]) -> None:
@@ -176,7 +203,7 @@ class RunEnd:
 
 def report_failure(error: Exception, folder: Path, what: str) -> None:
     """Print a failure without the worker's traceback, which failure.txt gets."""
-    more = folder / "failure.txt"
+    more = folder / FAILURE_FILE
     note = f"more in {more}"
     try:
         with more.open("a", encoding="utf-8") as file:

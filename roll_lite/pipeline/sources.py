@@ -15,6 +15,7 @@ from roll_lite.config.schema.domains import SamplingConfig
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.proto import DataProto
 from roll_lite.distributed.cluster import Cluster, Pending
+from roll_lite.distributed.failures import RankFailed
 from roll_lite.distributed.strategy.inference.life import EngineMemory
 from roll_lite.distributed.weight_sync.group import Pushed
 from roll_lite.observability.console import RunConsole
@@ -59,6 +60,9 @@ class BatchSource(ABC):
         """Wait for the result. `version`: of the trainer's weights."""
         return validation.result()
 
+    def trainer_lost(self) -> None:  # noqa: B027 (for a source with engines)
+        """Prepare for new training ranks: engines leave shared devices, and get all weights again."""
+
     def state_dict(self) -> dict[str, Any]:
         return {}
 
@@ -69,7 +73,7 @@ class BatchSource(ABC):
         """Write the last files and clean up."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class LiveRollouts(BatchSource):
     """Batches from engines and rewards."""
 
@@ -83,6 +87,8 @@ class LiveRollouts(BatchSource):
     journal: Journal
     weights: WeightSync | None = None
     """None: nothing trains."""
+    _batch: Pending[RolloutBatch] | None = None
+    """Batch in generation, also while training ranks recover."""
 
     def loaded(self, phase: Phase, version: int) -> AbstractContextManager[None]:
         if phase is Phase.SYNC_WEIGHTS:
@@ -103,13 +109,15 @@ class LiveRollouts(BatchSource):
             self.replace_engines(version)
             meanwhile(self.rollouts)
 
-        pending = self.rollouts.start_one(RolloutWorker.next_batch, self.prompts_per_step, step)
+        self._batch = self._batch or self.rollouts.start_one(RolloutWorker.next_batch, self.prompts_per_step, step)
         try:
-            batch = shown(pending, self.rollouts, self.journal.console, f"step {step}", poll)
-        except Exception:
-            with suppress(Exception):  # the batch's failure counts
-                self.end_ledger()
+            batch = self._complete(self._batch, f"step {step}", poll)
+        except Exception as error:
+            if not (isinstance(error, RankFailed) and error.is_loss):
+                with suppress(Exception):  # the batch's failure counts
+                    self.end_ledger()
             raise
+        self._batch = None
         self.journal.ledger.append(batch.ledger)
         self.returns.tell_losses()
         self.returns.settle()
@@ -120,9 +128,30 @@ class LiveRollouts(BatchSource):
 
     def finish_validation(self, validation: Pending[HeldOut], version: int) -> HeldOut:
         poll = partial(self.replace_engines, version)
-        held_out = shown(validation, self.rollouts, self.journal.console, "held-out", poll, held_out=True)
+        held_out = self._complete(validation, "held-out", poll, held_out=True)
         self.returns.settle()
         return held_out
+
+    def _complete(self, rollouts: Pending[T], label: str, also: Callable[[], None], held_out: bool = False) -> T:
+        """Wait for a batch or validation. On shared devices also if a training rank is lost meanwhile: its successor needs the room."""
+        lost: RankFailed | None = None
+        while True:
+            try:
+                result = shown(rollouts, self.rollouts, self.journal.console, label, also, held_out)
+            except RankFailed as failure:
+                if lost is not None or not self.engines.offloads or failure.role in (self.rollouts.name, self.engines.replicas.name):
+                    raise lost or failure from None
+                lost = failure
+                continue
+            if lost is not None:
+                raise lost
+            return result
+
+    def trainer_lost(self) -> None:
+        if self.weights is not None:
+            self.weights.trainer_lost()
+        if self.engines.offloads:
+            self.engines.replicas.each(InferWorker.leave_device)
 
     def replace_engines(self, version: int) -> None:
         """Report lost engines, and let successors that have started serve. `version`: of the trainer's weights, which they get."""
@@ -203,6 +232,8 @@ class Validations:
         self._source = source
         self._journal = journal
         self._running: RunningValidation | None = None
+        self.last_step: int | None = None
+        """Step of the last complete validation."""
 
     def begin(self, step: int, version: int) -> None:
         """Start a validation; wait for it unless training continues meanwhile. `version`: of the trainer's weights."""
@@ -219,6 +250,7 @@ class Validations:
 
     def finish(self, version: int) -> None:
         """Wait for the validation, and report it."""
-        if self._running is not None:
-            running, self._running = self._running, None
-            self._journal.validation(running.step, *self._source.finish_validation(running.answers, version))
+        if (running := self._running) is not None:
+            held_out = self._source.finish_validation(running.answers, version)
+            self._running, self.last_step = None, running.step
+            self._journal.validation(running.step, *held_out)

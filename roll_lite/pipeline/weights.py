@@ -58,6 +58,8 @@ class WeightSync:
         """Plan by which engines are connected; None if they must connect."""
         self._version: int | None = None
         """Version last sent; None before the first `push`, which sends even the start weights."""
+        self._transfer: Pending[dict[int, Transferred]] | None = None
+        """Last calls to engines that take part in a transfer."""
 
     @property
     def version(self) -> int:
@@ -87,6 +89,12 @@ class WeightSync:
                 self._verify(version, receivers)
                 pushed = replace(pushed, phases={**pushed.phases, "verify": time.monotonic() - started})
         return pushed
+
+    def trainer_lost(self) -> None:
+        """Wait until engines have broken off a transfer. The next `push` connects to new training ranks, and sends everything."""
+        if self._transfer is not None:
+            self._transfer.result()
+        self._export = self._rendezvous = self._interrupts = self._plan = self._version = self._transfer = None
 
     def sender(self, version: int) -> Model[ActorWorker] | None:
         """Model that `push` needs on the devices; None if nothing is to be sent."""
@@ -135,6 +143,7 @@ class WeightSync:
         """Wait for both sides. None if an engine was lost, even after its answer, since others may have been reading from it (retry);
         other failures raise all causes."""
         interrupted = False
+        self._transfer = engines
         failed: dict[str, str] = {}
         """Causes in order of arrival: later ones may follow from the first."""
 

@@ -19,7 +19,7 @@ from roll_lite.distributed.liveness import Heartbeat, first_of
 from roll_lite.distributed.place import Place, kill_actors
 from roll_lite.distributed.strategy.base import EngineSpec
 from roll_lite.distributed.strategy.build import build_engine, share_of_device
-from roll_lite.distributed.strategy.inference.life import EngineMemory
+from roll_lite.distributed.strategy.inference.life import EngineMemory, EngineState
 from roll_lite.distributed.weight_sync.group import TransferError, Transferred
 from roll_lite.distributed.weight_sync.plan import Membership, Route
 from roll_lite.distributed.worker import AsyncWorker, freeze_heap
@@ -133,6 +133,11 @@ class InferWorker(AsyncWorker):
 
     async def offload(self, parts: Sequence[EngineMemory]) -> None:
         await self._of_engine(self._strategy.offload(parts))
+
+    async def leave_device(self) -> None:
+        """Offload everything, unless the weights are partly old and partly new: these are replaced first."""
+        if self._strategy.life.state is not EngineState.HALF_UPDATED:
+            await self.offload(tuple(EngineMemory))
 
     async def shutdown(self) -> None:
         if self._watching is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -13,7 +15,7 @@ import pytest
 from engine_harness import Make, require
 
 from tests.integration.test_lost_engines import GROUPS, SAMPLES, SETTINGS, hosts, told, victim_of
-from tests.integration.test_runs import Run, until_gone
+from tests.integration.test_runs import ROOT, Run, until_gone
 
 NIGHTLY = pytest.mark.nightly
 RETURNED = r"actor_infer\[(\d)\] serves again, (\d+) s after its loss, with the weights of version (\d+)"
@@ -45,12 +47,14 @@ def steps_of(run: Run) -> list[dict[str, Any]]:
 
 
 def whole(run: Run) -> list[dict[str, Any]]:
-    """Steps of a finished run, after a look at each: no sample is missing, and engines compute with the trainer's weights."""
+    """Steps of a finished run. Asserts that no sample is missing, engines compute with the trainer's weights, and the ledger adds up."""
     steps = steps_of(run)
     assert [record["step"] for record in steps] == list(range(1, len(steps) + 1))
     for record in steps:
         assert (record["rollout/samples"], record["rollout/failed"]) == (GROUPS * SAMPLES, 0)
         assert record["mismatch/max"] < 1e-4
+    audit = subprocess.run([sys.executable, "examples/audit.py", run.folder], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert audit.returncode == 0 and "the ledger adds up" in audit.stdout, audit.stdout
     assert sum(record["rollout/engines_lost"] for record in steps) == sum(record.get("rollout/engines_returned", 0) for record in steps)
     return steps
 

@@ -48,6 +48,33 @@ def test_failure_while_another_rank_hangs_in_a_collective(ray_local: object, tmp
         assert "in fail_in_collective" in caught.value.cause and "cluster_workers.py" in caught.value.cause, "the remote traceback"
 
 
+@pytest.mark.parametrize("how", ["kill", "raise", "silence"])
+def test_a_group_starts_anew_after_its_end(ray_local: object, tmp: Path, how: str) -> None:
+    cluster = start_cluster(ClusterSpec("actor_train", anywhere(2), log_folder=tmp), Collective)
+    before = cluster.all(Collective.process_id)
+    abandoned = cluster.start_one(Collective.process_id)
+    with pytest.raises(RankFailed) as caught:
+        if how == "silence":
+            os.kill(before[1], signal.SIGSTOP)
+            with WATCH.expecting_answers(2.0):
+                cluster.all(Collective.reduce)
+        cluster.all(Collective.fail_in_collective, how)
+    assert caught.value.is_loss is (how != "raise")
+    cluster.rebuild()
+    assert_gone(before)
+    assert cluster.all(Collective.reduce) == [2.0, 2.0] and not set(cluster.all(Collective.process_id)) & set(before)
+    abandoned.settle()
+    assert cluster.group.phases == []
+    with pytest.raises(RankFailed, match="rank 1 failed in fail_in_collective: its process"), WATCH.expecting_answers(30.0):
+        cluster.all(Collective.fail_in_collective, "kill")
+    cluster.rebuild()
+    alive = cluster.all(Collective.process_id)
+    cluster.rebuild()
+    assert_gone(alive)
+    assert cluster.all(Collective.reduce) == [2.0, 2.0]
+    cluster.shutdown()
+
+
 @pytest.mark.parametrize("worker", [Adder, Service])
 def test_death_in_another_cluster_is_noticed_while_waiting(ray_local: object, worker: type[Adder] | type[Service]) -> None:
     busy = start_cluster(ClusterSpec("reference", anywhere(1)), Adder)

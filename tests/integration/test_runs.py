@@ -483,7 +483,7 @@ def test_an_interrupted_run_ends_within_seconds_and_leaves_no_process(start: Any
 @pytest.mark.parametrize("role", ["ActorWorker", *(pytest.param(role, marks=NIGHTLY) for role in ("RolloutWorker", "EngineCore"))])
 def test_a_killed_worker_ends_the_run_with_its_role_and_the_cause(start: Any, role: str, tmp_path: Path) -> None:
     traces = Traces(tmp_path / "traces")
-    run = start("tiny_grpo", *SMALL, "steps=1000", "actor_infer.restarts=0")
+    run = start("tiny_grpo", *SMALL, "steps=1000", "actor_infer.restarts=0", "actor_train.restarts=0")
     run.wait_for_step(2)
     processes = run.tree()
     victim = engine_core(processes) if role == "EngineCore" else worker(processes, role)
@@ -500,7 +500,8 @@ def test_a_killed_worker_ends_the_run_with_its_role_and_the_cause(start: Any, ro
 @pytest.mark.parametrize("role", [pytest.param("ActorWorker", marks=NIGHTLY), "EngineCore"])
 def test_a_stopped_process_ends_the_run_and_is_named(start: Any, role: str) -> None:
     """A rank by its silence, whatever is waited for; a process of the only engine by its own limit."""
-    run = start("tiny_grpo", *SMALL, "steps=100000", "limits.silence=10", "limits.engine_silence=5", "actor_infer.restarts=0")
+    limits = ["limits.silence=10", "limits.engine_silence=5", "actor_infer.restarts=0", "actor_train.restarts=0"]
+    run = start("tiny_grpo", *SMALL, "steps=100000", *limits)
     run.wait_for_step(2)
     processes = run.tree()
     victim = engine_core(processes) if role == "EngineCore" else worker(processes, role)

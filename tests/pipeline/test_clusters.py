@@ -166,6 +166,7 @@ def test_a_step_moves_as_the_table_says(house: House) -> None:
         assign_credit=lambda batch: None,
         write_batch=lambda batch: None,
         train=lambda batch: take_turns([actor.turn()], states(Phase.TRAIN)),
+        learn=lambda batch: RLVRPipeline.learn(step, batch),
     )
     RLVRPipeline.step(step)
     moves = [

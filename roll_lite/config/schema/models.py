@@ -235,6 +235,9 @@ class ForwardRoleConfig(Section):
     """Maximum number of samples in a rank's forward pass; absent: unlimited."""
     offload: bool = False
     """Free this role's memory while it is idle."""
+    restarts: Annotated[int, Field(ge=0)] = 3
+    """Restarts of the role within an hour after one of its ranks died or hung. It goes back to the newest checkpoint, and repeats the
+    updates since then on the same samples. Beyond that the run ends."""
     threads: PositiveInt = 1
     """CPU threads per process."""
 

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, PrivateAttr, SerializerFunctionWrapH
 
 from roll_lite.config.problems import LEFT_OUT, without_secrets
 from roll_lite.config.schema.algorithm import AlgorithmConfig
-from roll_lite.config.schema.base import Mistakes, PositiveFloat, PositiveInt, Section, TimeLimit, UserPath, rule
+from roll_lite.config.schema.base import Mistakes, NonNegativeFloat, PositiveFloat, PositiveInt, Section, TimeLimit, UserPath, rule
 from roll_lite.config.schema.domains import DomainConfig, RolloutConfig, ValidationSamplingConfig
 from roll_lite.config.schema.models import (
     ActorRoleConfig,
@@ -117,8 +117,9 @@ class WeightSyncConfig(Section):
 
 
 class LimitsConfig(Section):
-    """Time limits in seconds. A phase of a step (metric `time/<phase>`) that exceeds its limit counts as hung: the run ends and reports
-    which process did not answer, and where it was. 0 or null: unlimited. Raise a limit if the work is only slow."""
+    """Time limits in seconds. A phase of a step (metric `time/<phase>`) that exceeds its limit counts as hung: the run reports which
+    process did not answer, and where it was; a hung training role starts again (actor_train.restarts), otherwise the run ends. 0 or null:
+    unlimited. Raise a limit if the work is only slow."""
 
     start: TimeLimit = 3600.0
     """Start of models and engines. ray.start_timeout_s limits the start of Ray."""
@@ -138,8 +139,11 @@ class LimitsConfig(Section):
     """Writing a checkpoint or the final model, or updating the reference."""
     other: TimeLimit = 3600.0
     """Calls outside these phases, such as loading a role onto its devices or resuming."""
+    hang_factor: NonNegativeFloat = 10.0
+    """sync_weights, log_probs, advantages and train also count as hung if they take this many times as long as the longest so far in this
+    run, and at least 300 s. 0: only the limits above count."""
     silence: TimeLimit = 300.0
-    """Time within which every process must answer, busy or idle; otherwise the run ends. A process fails to answer if it is stopped or
+    """Time within which every process must answer, busy or idle; otherwise it counts as hung. A process fails to answer if it is stopped or
     never releases Python's lock (GIL). Checked once all processes are ready."""
     engine_silence: TimeLimit = 7.0
     """Time within which an engine must answer. It counts as lost, and is replaced (actor_infer.restarts), if its worker does not answer or

@@ -1,0 +1,94 @@
+"""Whole runs in which training ranks are killed or stopped: the role starts again, and the run is the one that nobody disturbed."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.chaos.test_engine_returns import wait_until
+from tests.integration.test_runs import ROOT, Run, until_gone, worker
+
+NIGHTLY = pytest.mark.nightly
+SETTINGS = [
+    "rollout.prompts_per_step=6",
+    "deterministic=true",
+    "validation.samples_per_prompt=1",
+    "checkpoint.every=3",
+    "batches.write=always",
+    "limits.silence=10",
+]
+RETURNED = r"(\w+) is back at step (\d+), (\d+) s after its loss"
+
+
+def disturbed(run: Run, victims: list[tuple[int, str, str]], steps: int) -> str:
+    """Kill or stop one worker after another, each as soon as the samples of its step are there; returns what the run said."""
+    for number, (step, name, how) in enumerate(victims):
+        run.wait_for_step(step)
+        getattr(worker(run.tree(), name), how)()
+        wait_until(run, lambda: restarts(run) > number)  # noqa: B023
+    code, output = run.finish(400)
+    assert code == 0, output
+    assert len(re.findall(RETURNED, output)) == len(victims), output
+    assert len([line for line in run.metrics() if "time/step" in line]) == steps
+    audit = subprocess.run([sys.executable, "examples/audit.py", run.folder], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert audit.returncode == 0 and "the ledger adds up" in audit.stdout, audit.stdout
+    assert f"{len(victims)} restarts of training ranks" in audit.stdout
+    return output
+
+
+def restarts(run: Run) -> int:
+    return (run.folder / "ledger.jsonl").read_text().count('"event": "restart"')
+
+
+def assert_equal(run: Run, quiet: Run) -> None:
+    """Both runs have the same weights, updates and results, bit for bit."""
+    for name in ("model/model.safetensors", "updates.jsonl"):
+        same = (run.folder / name).read_bytes() == (quiet.folder / name).read_bytes()
+        assert same, name
+    kept = ("reward/score", "actor/grad_norm", "actor/loss", "validation/accuracy", "rollout/samples", "mismatch/mean")
+    ours, theirs = ([(line["step"], *(line.get(name) for name in kept)) for line in one.metrics()] for one in (run, quiet))
+    assert ours == theirs
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("config", "overrides", "victims"),
+    [
+        pytest.param(
+            "tiny_grpo",
+            ["actor_train.devices=2"],
+            [(2, "ActorWorker", "kill"), (5, "ActorWorker", "suspend")],
+            id="two data-parallel ranks",
+        ),
+        pytest.param(
+            "tiny_ppo",
+            [],
+            [(2, "CriticWorker", "kill"), (4, "ReferenceWorker", "kill"), (6, "ActorWorker", "kill")],
+            id="critic, reference and actor",
+            marks=NIGHTLY,
+        ),
+        pytest.param(
+            "tiny_grpo",
+            ["actor_train.offload=true", "actor_infer.offload=true", "actor_train.devices=[0]", "actor_infer.devices=[0]"],
+            [(2, "ActorWorker", "kill"), (5, "ActorWorker", "kill")],
+            id="all on one device",
+            marks=NIGHTLY,
+        ),
+    ],
+)
+def test_a_lost_rank_changes_nothing(tmp_path: Path, config: str, overrides: list[str], victims: list[tuple[int, str, str]]) -> None:
+    settings: list[Any] = [config, *SETTINGS, *overrides, "steps=7"]
+    with Run(tmp_path / "quiet", *settings) as quiet:
+        code, output = quiet.finish(400)
+    assert code == 0, output
+    with Run(tmp_path / "disturbed", *settings) as run:
+        processes = run.tree()
+        disturbed(run, victims, 7)
+        assert_equal(run, quiet)
+    assert until_gone(processes, 60) == []

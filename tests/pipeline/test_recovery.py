@@ -1,0 +1,256 @@
+"""Recovery from lost training ranks, with stand-ins for the models: what is restarted, loaded and repeated, and when the run ends."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from roll_lite.config.schema.run import LimitsConfig
+from roll_lite.data.proto import DataProto
+from roll_lite.distributed.failures import RankFailed
+from roll_lite.distributed.watchdog import WATCHDOG
+from roll_lite.pipeline import recovery as module
+from roll_lite.pipeline.journal import Journal
+from roll_lite.pipeline.recovery import Recovery
+from roll_lite.pipeline.rlvr import Unrecorded
+from roll_lite.pipeline.run import PhaseLimits
+
+
+class Story(list[str]):
+    """What happened, in order."""
+
+    def tells(self, what: str) -> Any:
+        return lambda *_: self.append(what)
+
+
+def lost(role: str, is_loss: bool = True) -> RankFailed:
+    return RankFailed(role, 1, "train", "its process died\nits log ends with: ...", is_loss)
+
+
+def batch(tokens: int = 10) -> Any:
+    rows = DataProto({"prompt_length": torch.tensor([tokens]), "response_length": torch.tensor([0])})
+    return SimpleNamespace(rows=rows)
+
+
+class Pipeline:
+    """Four steps: `step` takes a batch, trains and counts."""
+
+    def __init__(self, restarts: int = 3) -> None:
+        self.story = story = Story()
+        self.steps_done = self.version = 0
+        self.fails: dict[str, list[RankFailed]] = {}
+        self.models = {
+            role: SimpleNamespace(
+                ranks=SimpleNamespace(name=role, rebuild=story.tells(f"rebuild {role}")), role=SimpleNamespace(restarts=restarts)
+            )
+            for role in ("reference", "actor_train", "critic")
+        }
+        trained = {role: self.models[role] for role in ("actor_train", "critic")}
+        self.checkpoints = checkpoints = SimpleNamespace(stateful=lambda _: trained, go_back=self._go_back, newest_step=0)
+        source = SimpleNamespace(trainer_lost=story.tells("trainer lost"))
+        journal = SimpleNamespace(
+            timers=SimpleNamespace(phase=self._phase),
+            rank_lost=lambda failure, since, reached: story.append(f"{failure.role} lost, {since} to {reached}"),
+            rank_returned=story.tells("returned"),
+        )
+        self.recovery = Recovery(SimpleNamespace(all=list(self.models.values())), source, checkpoints, journal)  # type: ignore[arg-type]
+        self.recovery.begin(self.state())
+
+    @contextmanager
+    def _phase(self, name: str) -> Any:
+        yield
+
+    def _go_back(self, _: Any) -> dict[str, Any] | None:
+        newest = self.checkpoints.newest_step
+        self.story.append(f"load {newest}")
+        return {"steps_done": newest} if newest else None
+
+    def state(self) -> dict[str, Any]:
+        return {"steps_done": self.steps_done}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.steps_done = state["steps_done"]
+        self.story.append(f"restore {self.steps_done}")
+
+    def repeat_update(self, rollouts: Any) -> None:
+        self.steps_done += 1
+        self.story.append(f"repeat {self.steps_done} on {rollouts.number}")
+
+    def step(self) -> None:
+        number = self.steps_done + 1
+
+        def take() -> Any:
+            self.story.append(f"generate {number}")
+            taken = batch()
+            taken.number = number
+            return taken
+
+        assert self.recovery.batch(number, take).number == number
+        self._may_fail("before training")
+        self.recovery.trains()
+        self._may_fail("training")
+        self.story.append(f"train {number}")
+        self.steps_done = number
+        self.recovery.step_is_done(self.state())
+
+    def _may_fail(self, where: str) -> None:
+        if failures := self.fails.get(f"{where} {self.steps_done + 1}"):
+            raise failures.pop(0)
+
+    def run(self, steps: int) -> list[str]:
+        while self.steps_done < steps:
+            self.recovery.survive(self, self.step)  # type: ignore[arg-type]
+        return self.story
+
+
+@pytest.fixture(autouse=True)
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "initialize", lambda _: None)
+    monkeypatch.setattr(module, "_room", lambda: 1e9)
+
+
+def test_trained_models_go_back_and_repeat_the_updates_on_the_kept_batches() -> None:
+    pipeline = Pipeline()
+    pipeline.run(2)
+    pipeline.checkpoints.newest_step = 1
+    pipeline.story.clear()
+    pipeline.fails = {"training 3": [lost("critic")]}
+    assert pipeline.run(3) == [
+        "generate 3",
+        *("critic lost, 1 to 2", "rebuild actor_train", "rebuild critic", "trainer lost"),
+        *("load 1", "restore 1", "repeat 2 on 2", "returned"),
+        "train 3",
+    ]
+
+
+def test_without_a_checkpoint_they_start_from_the_start_weights() -> None:
+    pipeline = Pipeline()
+    pipeline.fails = {"before training 2": [lost("actor_train")]}
+    assert pipeline.run(2)[3:] == [
+        *("actor_train lost, 0 to 1", "rebuild actor_train", "rebuild critic", "trainer lost"),
+        *("load 0", "restore 0", "repeat 1 on 1", "returned", "train 2"),
+    ]
+
+
+def test_a_reference_that_follows_nobody_starts_again_alone_unless_updates_have_begun() -> None:
+    pipeline = Pipeline()
+    pipeline.fails = {"before training 2": [lost("reference")]}
+    assert pipeline.run(2)[3:] == ["reference lost, 1 to 1", "rebuild reference", "restore 1", "returned", "train 2"]
+    pipeline.fails = {"training 3": [lost("reference")]}
+    pipeline.story.clear()
+    assert pipeline.run(3)[1:] == [
+        *("reference lost, 0 to 2", "rebuild actor_train", "rebuild critic", "rebuild reference", "trainer lost"),
+        *("load 0", "restore 0", "repeat 1 on 1", "repeat 2 on 2", "returned", "train 3"),
+    ]
+
+
+def test_a_rank_that_is_lost_during_recovery_begins_it_again() -> None:
+    pipeline = Pipeline()
+    pipeline.fails = {"training 2": [lost("actor_train")]}
+    repeat = pipeline.repeat_update
+    losses = [lost("reference")]
+
+    def fail_once(rollouts: Any) -> None:
+        if losses:
+            raise losses.pop()
+        repeat(rollouts)
+
+    pipeline.repeat_update = fail_once  # type: ignore[method-assign]
+    story = pipeline.run(2)
+    assert story.count("restore 0") == 2 and story[-3:] == ["repeat 1 on 1", "returned", "train 2"]
+    assert "rebuild reference" in story and story.count("rebuild actor_train") == 2
+
+
+def test_restarts_are_counted_by_role_within_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    pipeline = Pipeline(restarts=2)
+    pipeline.fails = {"training 1": [lost("actor_train"), lost("critic"), lost("actor_train")]}
+    pipeline.run(1)
+    now = 4000.0
+    pipeline.fails = {"training 2": [lost("actor_train"), lost("actor_train")]}
+    pipeline.run(2)
+    pipeline.fails = {"training 3": [lost("actor_train")]}
+    with pytest.raises(RankFailed, match=r"(?s)its process died \(after 2 restarts within an hour, actor_train.restarts\).*its log ends"):
+        pipeline.run(3)
+
+
+@pytest.mark.parametrize("failure", [lost("actor_train", is_loss=False), lost("rollouts"), lost("actor_infer")])
+def test_errors_and_other_roles_end_the_run(failure: RankFailed) -> None:
+    pipeline = Pipeline()
+    pipeline.fails = {"training 1": [failure]}
+    with pytest.raises(RankFailed) as caught:
+        pipeline.run(1)
+    assert caught.value is failure
+
+
+def test_batches_are_kept_since_the_newest_checkpoint_as_far_as_the_store_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline = Pipeline()
+    pipeline.run(3)
+    pipeline.checkpoints.newest_step = 2
+    pipeline.run(4)
+    assert list(pipeline.recovery._batches) == [3, 4]
+    monkeypatch.setattr(module, "_room", lambda: 32.0 * 25)  # two batches of ten tokens
+    pipeline.run(5)
+    assert list(pipeline.recovery._batches) == [4, 5]
+    pipeline.fails = {"training 6": [lost("critic")]}
+    with pytest.raises(RankFailed, match=r"\(the batches of steps 3 to 4 do not fit into half of Ray's object store; write"):
+        pipeline.run(6)
+
+
+def test_nothing_is_recorded_of_a_repeated_update() -> None:
+    silent: Any = Unrecorded()
+    assert silent.ledger.masked(1, rows=2) is None and silent.credit([]) is None
+
+
+def test_the_journal_voids_the_update_lines_of_the_step_in_progress(tmp_path: Path) -> None:
+    from roll_lite.config.loading import load_config
+
+    root = Path(__file__).resolve().parents[2]
+    config = load_config("tiny_grpo", root / "examples/configs", [f"model.path={root}/examples/models/tiny"])
+    journal = Journal(config, tmp_path)
+    (tmp_path / "updates.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
+    (tmp_path / "samples").mkdir()
+    (tmp_path / "samples" / "step_000003.jsonl").touch()
+    journal.rank_lost(lost("actor_train"), since=0, reached=2)
+    assert (tmp_path / "updates.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
+    assert (tmp_path / "samples" / "step_000003.jsonl").exists(), "the samples are used again"
+    assert '"event": "restart", "role": "actor_train", "rank": 1' in (tmp_path / "ledger.jsonl").read_text()
+    assert "its log ends with" in (tmp_path / "failure.txt").read_text()
+
+
+def test_tokens_of_a_step_that_is_repeated_count_once(tmp_path: Path) -> None:
+    from roll_lite.config.loading import load_config
+
+    root = Path(__file__).resolve().parents[2]
+    journal = Journal(load_config("tiny_grpo", root / "examples/configs", [f"model.path={root}/examples/models/tiny"]), tmp_path)
+    with pytest.raises(RankFailed), journal.step(1):
+        journal._tokens["prompt"] += 5
+        raise lost("actor_train")
+    assert journal._tokens["prompt"] == 0
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(10.0, 700.0), (0.0, 3600.0)])
+def test_a_phase_that_lasts_much_longer_than_ever_counts_as_hung(monkeypatch: pytest.MonkeyPatch, factor: float, expected: float) -> None:
+    now = 1000.0
+    monkeypatch.setattr("roll_lite.pipeline.run.time.monotonic", lambda: now)
+    limits = PhaseLimits(LimitsConfig(train=3600.0, generate=7200.0, hang_factor=factor))
+
+    def limit(phase: str, lasts: float) -> float:
+        nonlocal now
+        with limits.limited(phase):
+            assert WATCHDOG.nearest is not None
+            seconds = WATCHDOG.nearest.seconds
+            now += lasts
+        return seconds
+
+    assert limit("train", 70.0) == 3600.0, "nothing is known yet"
+    assert limit("train", 1.0) == expected
+    assert limit("log_probs", 1.0) == 7200.0
+    assert limit("log_probs", 1.0) == (300.0 if factor else 7200.0), "short phases vary more"
+    assert limit("generate", 70.0) == 7200.0 and limit("generate", 1.0) == 7200.0, "responses grow"
