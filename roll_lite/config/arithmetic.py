@@ -51,7 +51,7 @@ class PassArithmetic:
     rows: int
     """Number of rows on the fullest rank if all rows are equally long."""
     most_rows: int
-    """Maximum number of rows on a rank: every other rank has one."""
+    """Maximum number of rows on a rank, if every other rank has one."""
     longest: int
     """Maximum number of tokens of a row."""
     budget: int
@@ -116,7 +116,7 @@ class BatchArithmetic:
 
 
 def device_numbers(devices: Devices) -> tuple[int, ...]:
-    """Device numbers; a count n means 0 to n-1. Raises Refused if the placement could not resolve `node0:3`."""
+    """Device numbers; a count n means 0 to n-1. Raises Refused if the placement could not resolve a name such as `node0:3`."""
     if isinstance(devices, int):
         return tuple(range(devices))
     if any(isinstance(one, str) for one in devices):
