@@ -1,4 +1,4 @@
-"""Run folder run_dir/experiment/start time, and run_dir/latest pointing at the newest."""
+"""Folder of a run (run_dir/experiment/start time), and the link run_dir/latest to the newest run's."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def create_run_folder(run_dir: Path, experiment: str, now: datetime | None = Non
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep other drivers out of a run's folder inside the block; ValueError if one is there. The lock ends with this process."""
+    """Lock a run's folder against other drivers inside the block; ValueError if another holds the lock. It ends with this process."""
     with (folder / LOCK_FILE).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -63,7 +63,7 @@ def goes_on(config: RunConfig, run_folder: Path) -> bool:
 
 
 def keep_config(folder: Path, text: str) -> None:
-    """Write config.yaml; an earlier one that differs becomes config-1.yaml, config-2.yaml, ..."""
+    """Write config.yaml; an earlier one that differs is renamed to config-1.yaml, config-2.yaml, ..."""
     file = folder / CONFIG_FILE
     if file.exists() and file.read_text(encoding="utf-8") != text:
         file.rename(next(older for number in count(1) if not (older := folder / f"config-{number}.yaml").exists()))
@@ -71,8 +71,8 @@ def keep_config(folder: Path, text: str) -> None:
 
 
 def cut_after(folder: Path, step: int, files: Sequence[str], folders: bool = True) -> None:
-    """Remove what a run wrote about later steps and about the validation of this one, since it repeats them. `files`: of lines.
-    `folders`: also files in folders."""
+    """Remove what a run wrote about later steps and about the validation of this one, since it repeats them. `files`: names of files with
+    one JSON record per line. `folders`: also remove files in its folders."""
     for name in files:
         if not (folder / name).exists():
             continue
@@ -97,7 +97,7 @@ def _stays(line: str, step: int) -> bool:
 
 
 def point_latest(run_dir: Path, folder: Path) -> None:
-    """Point run_dir/latest at the run; the link is replaced atomically."""
+    """Point run_dir/latest at the run's folder; the link is replaced atomically."""
     link = run_dir / LATEST
     if link.exists() and not link.is_symlink():
         raise ValueError(f"run_dir: {link} is not a link; it has to make room for the link to the newest run")
@@ -128,7 +128,7 @@ def checkpoint_setting(run_folder: Path, key: str) -> Any:
 
 
 def resumed_from(run_folder: Path) -> Path | None:
-    """Checkpoint or run in another folder that a run resumed from, if any."""
+    """Checkpoint or run in another folder that a run resumed from; None if there is none."""
     if (resume := checkpoint_setting(run_folder, "resume")) == "auto":
         return None
     try:

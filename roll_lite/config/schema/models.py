@@ -1,4 +1,4 @@
-"""Sections of models, training, serving, and roles."""
+"""Sections of the model, optimizer, LoRA, strategies (trainer and engines) and roles."""
 
 from __future__ import annotations
 
@@ -16,44 +16,45 @@ from roll_lite.config.schema.base import Mistakes, NonNegativeFloat, PositiveFlo
 
 class ModelConfig(Section):
     path: UserPath
-    """Folder in Hugging Face format (config.json, safetensors, tokenizer)."""
+    """Folder of the model in Hugging Face format (config.json, safetensors, tokenizer)."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Precision of training and inference: float32 on CPUs, bfloat16 on GPUs."""
+    """Precision of weights in training and inference. Use float32 on CPUs, bfloat16 on GPUs."""
 
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(Section):
-    """AdamW of Megatron-Core: float32 moments and, for bfloat16 weights, float32 main weights."""
+    """AdamW of Megatron-Core. Moments are float32; bfloat16 weights have a float32 copy, which is updated."""
 
     lr: PositiveFloat = 1e-6
     """Peak learning rate."""
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at the end of the decay."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Optimizer steps of warm-up: step i of n has i/n of lr."""
+    """Optimizer steps of linear warm-up: step i of n uses i/n of lr."""
     decay: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """Learning rate after the warm-up. wsd (warm-up, stable, decay): lr until the run's last decay_steps."""
+    """Schedule after the warm-up. linear, cosine: decay to min_lr by the end of the run. wsd (warm-up, stable, decay): lr until the run's
+    last decay_steps, then decay_shape."""
     decay_steps: PositiveInt | None = None
-    """Optimizer steps of wsd's decay to min_lr, at the end of the run."""
+    """Optimizer steps of wsd's decay to min_lr, at the end of the run. Required by wsd."""
     decay_shape: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
     """Shape of wsd's decay from lr to min_lr. The learning rate is min_lr + f(x) * (lr - min_lr), where x grows from 0 to 1 over
     decay_steps. linear: f(x) = 1 - x; cosine: (1 + cos(pi x)) / 2; exponential: 2 * 0.5^x - 1; minus_sqrt: 1 - sqrt(x)."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay of matrices, embeddings, output layer and value head; not of biases and norms."""
     betas: tuple[_Beta, _Beta] = (0.9, 0.95)
-    """Decay rates of AdamW's moments."""
+    """Decay rates of AdamW's first and second moments."""
     eps: PositiveFloat = 1e-8
-    """Offset of AdamW's denominator."""
+    """Term added to AdamW's denominator."""
     on_host: bool = False
-    """Keep moments and compute updates on the host. Saves eight bytes of device memory per trained weight, but copies gradients and
-    weights to the host and weights back in every optimizer step."""
+    """Keep moments and compute updates in host memory. Saves eight bytes of device memory per trained weight, but every optimizer step
+    copies gradients and weights to the host and weights back."""
     clip_grad: NonNegativeFloat = 1.0
     """Largest global gradient norm; above it gradients are scaled down. 0: no clipping."""
     stop_after_skipped: Annotated[int, Field(ge=0)] = 5
-    """Skipped updates in a row that end the run, across steps and resumptions; 0: unlimited. An update is skipped if loss or gradient is
-    not finite; samples of the first are saved in the run's skipped/."""
+    """End the run after this number of skipped updates in a row, counted across steps and resumptions. 0: never. An update is skipped if
+    its loss or gradient is not finite. Samples of the first in a row are saved in the run's skipped/."""
 
     @rule
     def _least(self) -> Mistakes:
@@ -68,26 +69,28 @@ class OptimizerConfig(Section):
 
 FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", *FEED_FORWARD)
-"""Linear layers of attention and MLP, as in Hugging Face."""
+"""Linear layers of attention and MLP, by their names in Hugging Face."""
 
 
 class LoraConfig(Section):
     """Low-rank adapters, trained instead of the weights: y = W x + alpha / rank * B A x. A starts random, B at zero."""
 
     rank: PositiveInt = 16
-    """Rows of A and columns of B."""
+    """Rank of the adapters: rows of A and columns of B."""
     alpha: PositiveFloat = 32.0
     """Scale: B A x is multiplied by alpha / rank."""
     targets: Annotated[list[str], Field(min_length=1)] = Field(default_factory=lambda: list(LINEAR_LAYERS))
-    """Linear layers with adapters: of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj. The last three include every
-    expert's."""
+    """Linear layers with adapters: any of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj. The last three include those of
+    all experts."""
     path: UserPath | None = None
-    """Folder of initial adapters in PEFT's format (adapter_config.json, adapter_model.safetensors), with equal rank, alpha and targets."""
+    """Folder of initial adapters in PEFT's format (adapter_config.json, adapter_model.safetensors). Rank, alpha and targets must equal
+    these. null: new adapters."""
     export: Literal["merged", "adapter"] = "merged"
-    """Model that `checkpoint.export_model` writes: with merged adapters, or the adapters alone in PEFT's format."""
+    """Format in which `checkpoint.export_model` writes the model. merged: all weights, adapters merged in. adapter: the adapters alone, in
+    PEFT's format."""
     engines: Literal["merged", "adapter"] = "merged"
-    """Weight updates of engines: all weights with merged adapters, or the adapters alone, which engines add to model.path's weights. The
-    latter sends much less but costs a little per token. Not for adapters of experts."""
+    """Content of weight updates to engines. merged: all weights, adapters merged in. adapter: the adapters alone, which engines add to
+    model.path's weights; this sends much less but costs a little time per token. Not for adapters of experts."""
 
     @rule
     def _layers(self) -> Mistakes:
@@ -106,36 +109,37 @@ class MegatronStrategyConfig(Section):
 
     name: Literal["megatron"] = "megatron"
     tensor_parallel: PositiveInt = 1
-    """Ranks that share every layer's matrices."""
+    """Number of ranks that split every layer's matrices."""
     pipeline_parallel: PositiveInt = 1
-    """Ranks that share the layers."""
+    """Number of ranks (stages) that split the model by layers."""
     virtual_pipeline_parallel: PositiveInt = 1
-    """Parts of the model per pipeline rank, interleaved: ranks wait less but exchange more (needs pipeline_parallel > 1)."""
+    """Interleaved parts of the model per pipeline stage. With more parts stages wait less but exchange more. Needs pipeline_parallel >
+    1."""
     pipeline_layers: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
-    """Number of layers of each pipeline part, in layer order: first the first parts of all stages, then the second ones (pipeline_parallel
-    x virtual_pipeline_parallel numbers). The first and the last part also hold embeddings and output layer; fewer layers balance that, 0
-    leaves them alone. Absent: equal numbers; if layers remain, the first parts get one more each."""
+    """Number of layers of each pipeline part: pipeline_parallel x virtual_pipeline_parallel numbers in layer order, first the first part of
+    every stage, then the second. The first part also holds the embeddings, the last the output layer; give these two fewer layers for
+    balance, or none. null: equal numbers; a remainder goes to the first parts."""
     context_parallel: PositiveInt = 1
-    """Ranks that share the tokens of every micro-batch, for samples too long for one."""
+    """Number of ranks that split the tokens of every micro-batch, for samples too long for one rank."""
     expert_parallel: PositiveInt = 1
-    """Ranks that share the experts: each holds whole ones, and tokens are sent to them."""
+    """Number of ranks that divide the experts. Each holds whole experts; tokens are sent to them."""
     expert_tensor_parallel: PositiveInt = 1
-    """Ranks that share every expert's matrices, like tensor_parallel for the rest."""
+    """Number of ranks that split every expert's matrices, like tensor_parallel for the other layers."""
     sequence_parallel: bool = False
-    """Split activations between tensor-parallel regions along the sequence (needs tensor_parallel > 1)."""
+    """Save memory by splitting activations outside tensor-parallel layers along the sequence. Needs tensor_parallel > 1."""
     distributed_optimizer: bool = True
     """Shard the optimizer state over data-parallel ranks."""
     overlap_grad_reduce: bool = False
     """Overlap gradient reduction with the backward pass."""
     layers: Literal["auto", "torch", "transformer_engine"] = "auto"
-    """transformer_engine: NVIDIA's kernels, with norms fused into matrix products and all experts in one call. auto: these if installed,
-    with a GPU and without lora; else torch."""
+    """Implementation of layers. torch: PyTorch. transformer_engine: NVIDIA's kernels, with norms fused into matrix products and all experts
+    in one call. auto: transformer_engine if installed, with a GPU and without lora; else torch."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Recompute activations in the backward pass instead of storing them. selective: in recompute_modules; full: in whole layers."""
+    """Save memory by recomputing activations in the backward pass. selective: in recompute_modules; full: in whole layers."""
     recompute_modules: Annotated[list[Literal["mlp", "moe", "core_attn"]], Field(min_length=1)] | None = None
-    """Modules for `recompute: selective`; absent: mlp, with experts also moe. mlp: feed-forward part, most of a layer's activations.
-    moe: router and experts; sends tokens once more. core_attn: attention, useful with context_parallel, as each rank holds all keys and
-    values."""
+    """Modules for `recompute: selective`. mlp: the feed-forward part, most of a layer's activations. moe: router and experts; sends tokens
+    to experts once more. core_attn: attention, useful with context_parallel, where each rank holds all keys and values. null: mlp and, with
+    experts, moe."""
 
     @rule
     def _sequence(self) -> Mistakes:
@@ -156,30 +160,33 @@ class MegatronStrategyConfig(Section):
 
 
 class EngineStrategyConfig(Section):
-    """Settings of all engines."""
+    """Settings shared by vLLM and SGLang."""
 
     name: str
     tensor_parallel: PositiveInt = 1
-    """Devices of an engine replica."""
+    """Number of devices of an engine replica; they split every layer's matrices."""
     expert_parallel: PositiveInt = 1
-    """1: every device of a replica holds a part of each expert; tensor_parallel: whole experts."""
+    """1: each device of a replica holds a part of every expert. Equal to tensor_parallel: each holds whole experts."""
     max_model_len: PositiveInt | None = None
-    """Longest prompt plus response in tokens; absent: by the domains."""
+    """Longest prompt plus response in tokens; null: the longest that the domains allow."""
     max_running_requests: PositiveInt = 256
-    """Maximum number of requests that an engine decodes at a time."""
+    """Maximum number of requests that an engine decodes at a time; others wait."""
     max_batched_tokens: PositiveInt = 8192
-    """Maximum number of tokens in a forward pass. vLLM on a CPU needs at least max_model_len, and raises it with a message."""
+    """Maximum number of tokens in a forward pass of an engine; longer prompts are split. vLLM on a CPU cannot split them: it raises the
+    limit to max_model_len, with a message."""
     kv_cache_mb: PositiveInt | None = None
-    """KV cache in MB; absent: by gpu_memory_utilization on GPUs, 256 on a CPU."""
+    """Size of the KV cache in MB. null: determined by gpu_memory_utilization on GPUs, 256 on a CPU."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
-    """Share of a GPU's memory: vLLM's limit; SGLang fills it with weights and KV cache, and needs more for activations and CUDA graphs."""
+    """Share of a GPU's memory for an engine. vLLM stays within it. SGLang fills it with weights and KV cache; activations and CUDA graphs
+    need more."""
     enforce_eager: bool = False
-    """Do not capture CUDA graphs."""
+    """Run without CUDA graphs: starts faster, generates more slowly."""
     quantization: Literal["none", "fp8"] = "none"
-    """fp8: quantise weights on arrival, with a scale per output channel, and activations per token; GPUs only. Halves bfloat16's memory
-    and speeds up matrix products, but samples from another policy than the trainer's: use algorithm.mismatch_correction (docs/gpu.md)."""
+    """fp8: quantise weights when engines receive them, with a scale per output channel, and activations per token; GPUs only. Halves
+    bfloat16's memory and speeds up matrix products. Samples then come from another policy than the trainer's: use
+    algorithm.mismatch_correction (docs/gpu.md)."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of the engine, unchanged."""
+    """Further arguments, passed to vLLM or SGLang unchanged."""
 
     @rule
     def _limits(self) -> Mistakes:
@@ -197,7 +204,7 @@ class SglangStrategyConfig(EngineStrategyConfig):
 
 
 class HfStrategyConfig(Section):
-    """Forward passes with Hugging Face transformers: any of its architectures, a whole model per device."""
+    """Forward passes with Hugging Face transformers, for any of its architectures. Each device holds a whole model."""
 
     name: Literal["hf"] = "hf"
 
@@ -225,19 +232,20 @@ Devices = Annotated[PositiveInt, _MOST_DEVICES] | list[Annotated[int, Field(ge=0
 
 class ForwardRoleConfig(Section):
     devices: Devices = 1
-    """Number of devices, or a list: numbers over all nodes, or devices of nodes, as in [node0:0-3, node1:0-3] (needs placement.nodes).
-    Without GPUs a device is a CPU slot."""
+    """Number of devices, or a list of devices: [0, 1], numbered over all nodes, or [node0:0-3, node1:0-3], numbered by node (needs
+    placement.nodes). Without GPUs a device is a CPU slot."""
     strategy: TrainStrategyConfig = Field(default_factory=MegatronStrategyConfig)
-    """Parallel layout."""
+    """Megatron-Core's parallel layout and settings."""
     micro_batch_tokens: PositiveInt = 16384
-    """Maximum number of tokens in a rank's forward pass. Samples are packed, not padded; a longer one runs alone."""
+    """Maximum number of tokens in a rank's forward pass (micro-batch). Samples are packed, not padded; a longer one runs alone. Lower it if
+    memory runs out."""
     micro_batch_size: PositiveInt | None = None
-    """Maximum number of samples in a rank's forward pass; absent: unlimited."""
+    """Maximum number of samples in a rank's forward pass; null: unlimited."""
     offload: bool = False
-    """Free this role's memory while it is idle."""
+    """Free this role's device memory while it is idle, for roles that share devices."""
     restarts: Annotated[int, Field(ge=0)] = 3
-    """Restarts of the role within an hour after one of its ranks died or hung. It goes back to the newest checkpoint, and repeats the
-    updates since then on the same samples. Beyond that the run ends."""
+    """Maximum number of restarts of the role within an hour, after one of its ranks died or hung. The role returns to the newest checkpoint
+    and repeats the updates since then on the same samples. After that the run ends."""
     threads: PositiveInt = 1
     """CPU threads per process."""
 
@@ -246,36 +254,36 @@ class TrainRoleConfig(ForwardRoleConfig):
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """Optimizer and learning rate."""
     balance_coef: NonNegativeFloat = 0.0
-    """Weight of the load-balancing loss of models with experts: the Switch Transformer's, per sample and layer (1 if all experts are used
-    equally), averaged over a mini-batch and added up over layers. The default 0 ignores config.json's router_aux_loss_coef, which would
-    pull the policy away from the rewards."""
+    """Weight of a load-balancing loss for models with experts; 0: off. It is the Switch Transformer's loss, computed per sample and layer
+    (1 if all experts are used equally), averaged over a mini-batch and summed over layers. config.json's router_aux_loss_coef is ignored:
+    it would pull the policy away from the rewards."""
     compare_replicas_every: Annotated[int, Field(ge=0)] = 10
-    """Steps between comparisons of data-parallel replicas' weights by checksum; they are also compared before every checkpoint. A
+    """Steps between checks that data-parallel replicas hold the same weights (by checksum); also checked before every checkpoint. A
     difference ends the run. 0: never."""
     train_micro_batch_tokens: PositiveInt | None = None
-    """Maximum number of tokens in a rank's forward and backward pass; absent: micro_batch_tokens."""
+    """Maximum number of tokens in a rank's forward and backward pass; null: micro_batch_tokens."""
     train_micro_batch_size: PositiveInt | None = None
-    """Maximum number of samples in a rank's forward and backward pass; absent: micro_batch_size."""
+    """Maximum number of samples in a rank's forward and backward pass; null: micro_batch_size."""
 
     @property
     def in_training(self) -> tuple[int, int | None]:
-        """Maximum number of tokens and samples of a forward and backward pass."""
+        """Maximum number of tokens and of samples (None: unlimited) in a forward and backward pass."""
         return self.train_micro_batch_tokens or self.micro_batch_tokens, self.train_micro_batch_size or self.micro_batch_size
 
 
 class EmaConfig(Section):
-    """Moving average of the actor's weights, in float32 on the host, updated after every optimizer step; saved in checkpoints, exported
-    as `model_ema/`."""
+    """Exponential moving average of the actor's weights, kept in float32 in host memory and updated after every optimizer step. Checkpoints
+    hold it; it is exported as `model_ema/`."""
 
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.99
-    """Share of the average kept at each step; 0.99 averages over about 100 steps."""
+    """Share of the old average kept at each update; 0.99 averages over about 100 updates."""
 
 
 class ActorRoleConfig(TrainRoleConfig):
     lora: LoraConfig | None = None
-    """Adapters to train with frozen weights; absent: all weights train."""
+    """Low-rank adapters to train, with all other weights frozen. null: all weights train."""
     ema: EmaConfig | None = None
-    """Average of the weights; absent: none."""
+    """Moving average of the weights; null: none."""
 
     @rule
     def _adapters_and_average(self) -> Mistakes:
@@ -300,40 +308,41 @@ class ActorRoleConfig(TrainRoleConfig):
 
 
 class RefreshConfig(Section):
-    """Replaces the reference's weights by the actor's; needs a run folder that all nodes share."""
+    """Replaces the reference's weights by the actor's from time to time. Needs a run folder that all nodes share."""
 
     every: PositiveInt
-    """Steps between updates."""
+    """Steps between replacements."""
     weights: Literal["actor", "ema"] = "actor"
-    """The actor's weights, or their average (actor_train.ema)."""
+    """actor: the actor's weights; ema: their moving average (actor_train.ema)."""
 
 
 class ReferenceRoleConfig(ForwardRoleConfig):
     refresh: RefreshConfig | None = None
-    """Update from the actor; absent: it stays the initial model."""
+    """Periodic update from the actor. null: the reference stays the initial model."""
 
 
 class CriticRoleConfig(TrainRoleConfig):
     init: Literal["actor", "reward_model", "path"] = "actor"
-    """Initial weights: the actor's model with a new value head, a reward model with its head, or a value model of roll_lite."""
+    """Initial weights. actor: the actor's model with a new value head. reward_model: a reward model with its head. path: a value model
+    exported by roll_lite."""
     path: UserPath | None = None
-    """Checkpoint folder, for `init: reward_model` and `init: path`."""
+    """Model folder, for `init: reward_model` and `init: path`."""
 
 
 class InferRoleConfig(Section):
     devices: Devices = 1
-    """Number of devices, or a list. Replicas: devices / strategy.tensor_parallel. A replica is on one node; one larger than
-    placement.devices_per_node is on several, equally on each."""
+    """Number of devices, or a list of devices. They make devices / strategy.tensor_parallel engine replicas. A replica is on one node; if
+    it needs more than placement.devices_per_node, it takes equally many on each of several nodes."""
     replicas_per_device: PositiveInt = 1
-    """Replicas per device; on a GPU they share strategy.gpu_memory_utilization equally (needs tensor_parallel 1)."""
+    """Engine replicas per device. On a GPU they share strategy.gpu_memory_utilization equally. Needs tensor_parallel 1."""
     strategy: InferStrategyConfig = Field(default_factory=VllmStrategyConfig)
-    """The engine."""
+    """Engine: vllm or sglang, and its settings."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Precision; absent: model.dtype. float32 weights are cast to bfloat16 before the transfer."""
+    """Precision in engines; null: model.dtype. For bfloat16 engines, float32 weights are cast before the transfer."""
     offload: bool = False
-    """Free the engines' memory while the actor trains."""
+    """Free the engines' device memory while the actor trains."""
     restarts: Annotated[int, Field(ge=0)] = 3
-    """Restarts of each lost engine within an hour. Beyond them the run continues with the other engines; it ends if none is left."""
+    """Maximum number of restarts of a lost engine within an hour. Then the run continues without it, or ends if no engine is left."""
     threads: PositiveInt = 1
     """CPU threads per engine."""
 
@@ -344,37 +353,38 @@ class RewardModelConfig(Section):
     path: UserPath
     """Folder of a ForSequenceClassification model with one label, and its tokenizer, in Hugging Face format."""
     devices: Devices = 1
-    """Number of devices, or a list; hf: a copy of the model on each."""
+    """Number of devices, or a list of devices. With hf each holds a copy of the model."""
     strategy: RewardModelStrategyConfig = Field(default_factory=HfStrategyConfig)
-    """Implementation and parallel layout."""
+    """hf or megatron, with its parallel layout."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Precision: float32 on CPUs, bfloat16 on GPUs."""
+    """Precision. Use float32 on CPUs, bfloat16 on GPUs."""
     micro_batch_tokens: PositiveInt = 16384
-    """Maximum number of tokens in a rank's forward pass; hf pads to the longest, and padding counts. A longer sample runs alone."""
+    """Maximum number of tokens in a rank's forward pass. hf pads samples to the longest one, and padding counts. A longer sample runs
+    alone."""
     micro_batch_size: PositiveInt = 8
-    """Maximum number of samples in a rank's forward pass, and in a call to a replica (hf)."""
+    """Maximum number of samples in a rank's forward pass and, with hf, in a call to a replica."""
     max_length: PositiveInt | None = None
-    """Longest text in tokens; absent: max_position_embeddings. A longer one fails, it is never cut."""
+    """Longest text in tokens; null: the model's max_position_embeddings. Scoring a longer text fails; it is never cut."""
     offload: bool = False
-    """Free this model's memory while nothing is generated."""
+    """Free this model's device memory while nothing is generated."""
     threads: PositiveInt = 1
     """CPU threads per process."""
 
 
 class JudgeServerConfig(Section):
-    """Judge: vLLM's OpenAI-compatible server, started with the run, for rewards of type `judge` that name it."""
+    """Judge model in vLLM's OpenAI-compatible server, which starts with the run. Rewards of type `judge` name it."""
 
     path: UserPath
-    """Folder in Hugging Face format."""
+    """Folder of the model in Hugging Face format."""
     devices: Devices = 1
-    """Number of devices, or a list. Servers: devices / strategy.tensor_parallel."""
+    """Number of devices, or a list of devices. They make devices / strategy.tensor_parallel servers."""
     strategy: VllmStrategyConfig = Field(default_factory=VllmStrategyConfig)
-    """Engine; max_model_len defaults to the model's, engine_args may hold any argument of the server."""
+    """Engine settings. max_model_len defaults to the model's; engine_args may hold any argument of the server."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision; auto: the checkpoint's."""
     threads: PositiveInt = 1
     """CPU threads per server."""
     start_timeout_s: PositiveFloat = 900.0
-    """Time limit for loading the model."""
+    """Time limit in seconds for a server to load the model."""
     restarts: Annotated[int, Field(ge=0)] = 3
-    """Restarts of dead servers before the run fails; meanwhile verdicts wait, or fail and are retried."""
+    """Maximum number of restarts of a dead server; then the run fails. During a restart verdicts wait, or fail and are retried."""
