@@ -244,8 +244,8 @@ class ForwardRoleConfig(Section):
     offload: bool = False
     """Free this role's device memory while it is idle, for roles that share devices."""
     restarts: Annotated[int, Field(ge=0)] = 3
-    """Maximum number of restarts of the role within an hour, after one of its ranks died or hung. The role returns to the newest checkpoint
-    and repeats the updates since then on the same samples. After that the run ends."""
+    """Maximum number of restarts of the role within an hour, after one of its ranks died or hung; then the run ends. Trained roles return
+    to the newest checkpoint, or their initial weights, and repeat the updates since then on the same samples."""
     threads: PositiveInt = 1
     """CPU threads per process."""
 
