@@ -1,10 +1,11 @@
-"""Seconds from the SIGKILL of a run's only engine to the next sample, its successor's start included.
+"""Seconds from the SIGKILL of a run's only engine to the next sample, and from that of its training rank to the next step.
 
     .venv/bin/python bench/recovery.py [--engine vllm|sglang] [--quick]
 
-A run of the tiny model with one engine, whose host process is killed in the middle of a step, three times (once with --quick). Times are
-those that the run writes beside its samples. `steps_lost` is what the loss cost, in quiet steps of the same run. No other
-project starts a lost engine again, so there is no peer to run: `ratio` is 30 s, the aim, over the median.
+A run of the tiny model with one engine and one training rank. The host process of each is killed in the middle of a step, three times
+(once with --quick). The start of the successor is included; the training rank also loads a checkpoint and repeats up to nine updates.
+`steps_lost` is what a loss cost, in quiet steps of the same run. No
+other project starts these again within the run, so there is no peer to run: `ratio` is 30 s, the aim for the engine, over its median.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ ROOT = Path(__file__).resolve().parents[1]
 AIM_S = 30.0
 LIMIT_S = 300.0
 QUIET_STEPS = 4
-SETTINGS = ["validation.enabled=false", "steps=100000", "actor_infer.restarts=10", "rollout.prompts_per_step=8"]
+SETTINGS = ["validation.enabled=false", "steps=100000", "rollout.prompts_per_step=8", "checkpoint.every=10", "checkpoint.asynchronous=true"]
+WORKERS = {"engine": "InferWorker", "trainer": "ActorWorker"}
 
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:
@@ -55,11 +57,11 @@ def next_sample(folder: Path, killed_at: float, steps: range) -> float:
     return min(at for at in times if at is not None and at > killed_at + 1.0)  # what had left the engine may arrive in its first second
 
 
-def kill_host(run: subprocess.Popen[bytes]) -> float:
+def kill_worker(run: subprocess.Popen[bytes], name: str) -> float:
     hosts = []
     for process in psutil.Process(run.pid).children(recursive=True):
         with suppress(psutil.Error):  # programs of the sandbox come and go
-            hosts += [process] if "InferWorker" in " ".join(process.cmdline()) else []
+            hosts += [process] if name in " ".join(process.cmdline()) else []
     (host,) = hosts
     killed_at = time.time()
     host.kill()
@@ -71,27 +73,33 @@ def main() -> int:
     parser.add_argument("--engine", choices=["vllm", "sglang"], default="vllm")
     parser.add_argument("--quick", action="store_true")
     chosen = parser.parse_args()
-    seconds, shares = [], []
+    seconds: dict[str, list[float]] = {"engine": [], "trainer": []}
+    lost: dict[str, list[float]] = {"engine": [], "trainer": []}
     with tempfile.TemporaryDirectory() as place:
         command = [sys.executable, "examples/start_rlvr_pipeline.py", "--config-name", "tiny_grpo", f"run_dir={place}", *SETTINGS]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         run = subprocess.Popen([*command, f"actor_infer.strategy={chosen.engine}"], cwd=ROOT, stdout=subprocess.DEVNULL, env=environment)
         folder = Path(place) / "latest"
         try:
-            for loss in range(1 if chosen.quick else 3):
+            for who in ["engine", "trainer"] * (1 if chosen.quick else 3):
                 before = len(wait_for_step(run, folder, len(steps_of(folder)) + QUIET_STEPS))
-                killed_at = kill_host(run)
+                killed_at = kill_worker(run, WORKERS[who])
+                wait_for_step(run, folder, before + 1)
+                after = time.time()
                 steps = wait_for_step(run, folder, before + 3)
-                seconds.append(next_sample(folder, killed_at, range(before, before + 3)) - killed_at)
+                if who == "engine":
+                    after = next_sample(folder, killed_at, range(before, before + 3))
                 quiet = statistics.median(step["time/step"] for step in steps[before - 3 : before])
-                shares.append(max(step["time/step"] for step in steps[before:]) / quiet - 1)
-                print(f"loss {loss + 1}: {seconds[-1]:.1f} s to the next sample", file=sys.stderr, flush=True)
+                seconds[who].append(after - killed_at)
+                lost[who].append((after - killed_at) / quiet)
+                print(f"{who}: {seconds[who][-1]:.1f} s", file=sys.stderr, flush=True)
         finally:
             run.terminate()
             run.wait(60)
-    median = statistics.median(seconds)
-    result = {"name": "recovery", "engine": chosen.engine, "ours": round(median, 1), "unit": "s", "ratio": round(AIM_S / median, 2)}
-    print(json.dumps({**result, "each": [round(one, 1) for one in seconds], "steps_lost": round(statistics.median(shares), 1)}))
+    engine, trainer = (statistics.median(seconds[who]) for who in WORKERS)
+    result = {"name": "recovery", "engine": chosen.engine, "ours": round(engine, 1), "unit": "s", "ratio": round(AIM_S / engine, 2)}
+    result |= {"trainer": round(trainer, 1), "each": {who: [round(one, 1) for one in each] for who, each in seconds.items()}}
+    print(json.dumps(result | {"steps_lost": {who: round(statistics.median(each), 1) for who, each in lost.items()}}))
     return 0
 
 
