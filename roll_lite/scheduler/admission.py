@@ -1,4 +1,4 @@
-"""Admission: which prompts start, and when."""
+"""Decides which prompts start, and when."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from roll_lite.scheduler.supply import Pacing
 
 
 class Admission:
-    """Starts prompts in the proportions of the mix, as many as the supply, the engines' queues and the rewards' queues allow."""
+    """Starts prompts in the domains' configured shares, as far as staleness limits and the queues of engines and rewards allow."""
 
     def __init__(
         self,
@@ -26,11 +26,11 @@ class Admission:
         pacing: Pacing,
         batches: int | None,
     ) -> None:
-        """`batches`: number of the run's batches; no prompt is admitted for later ones."""
+        """`batches`: length of the run in batches; None: unlimited."""
         self.plan = BatchPlan({name: one.share for name, one in domains.items()}, {name: one.least for name, one in domains.items()})
         self.asked = self.handed_out = self._resumed_at = 0
         self.announced, self._announced_tokens = 0, 0.0
-        """Requests of groups just started, which the router does not count yet."""
+        """Admitted requests that have not reached the router, and their expected tokens in total."""
         self._domains, self._schedulers = domains, schedulers
         self._router = router
         self._recorder = recorder
@@ -38,13 +38,13 @@ class Admission:
         self._batches = batches
         self._loop = asyncio.get_running_loop()
         self._behind: set[str] = set()
-        """Domains whose rewards lag: they start no prompts for later batches."""
+        """Domains with too many unscored samples: they start no prompts for later batches."""
         self._looked = 0.0
 
     def admit(self) -> None:
         """Start prompts while there is room.
 
-        In deterministic runs none starts while a group runs, so that their order does not depend on timing.
+        Deterministic runs first wait for all running groups, so that the order does not depend on timing.
         """
         if self._router.gate is not None and any(one.running for one in self._schedulers.values()):
             return
@@ -69,7 +69,7 @@ class Admission:
                     room[name] -= self._domains[name].group_size
 
     def _announce(self, name: str) -> None:
-        """Count a new group's requests until the router does."""
+        """Count a new group's requests until the router counts them."""
         domain = self._domains[name]
         requests = domain.group_size
         tokens = requests * self._router.expected_tokens(name, domain.sampling.max_tokens)
@@ -85,18 +85,18 @@ class Admission:
         return self._router.has_room(self.announced, self._announced_tokens)
 
     def drop_exhausted(self) -> bool:
-        """Remove domains without further prompts from the mix; True if none is left."""
+        """Remove domains that have no prompts left; True if all are removed."""
         for name, scheduler in self._schedulers.items():
             if scheduler.exhausted:
                 self.plan.drop(name)
         return self.plan.exhausted
 
     def is_due(self, domain: str) -> bool:
-        """True if a requested batch still lacks a prompt of this domain."""
+        """True if a requested batch needs a prompt of this domain that has not started."""
         return self.plan.has_open(domain, self._due_places()) and not self._schedulers[domain].exhausted
 
     def oldest_at_next_turn(self, domain: str) -> int:
-        """Earliest admission, in batches asked for, that is not too old for the next batch with this domain."""
+        """Groups admitted when fewer batches than this were requested are too old for the domain's next batch."""
         most = self._pacing.supply.max_staleness
         return self.asked + self.plan.turns_until(domain, most) - most
 
@@ -117,9 +117,9 @@ class Admission:
     # ------------------------------------------------------------ rewards that lag
 
     def _room_in_rewards(self) -> dict[str, float]:
-        """Number of samples that each domain may start for later batches. At most one batch of samples may wait for scores: more would grow
-        stale while engines could serve other domains. Prompts of batches already asked for always start, so every batch completes. Supplies
-        that make whole batches need no bound."""
+        """Number of samples that each domain may start for later batches. At most one batch of its samples may wait for scores: more would
+        grow stale while engines could serve other domains. Prompts of batches already requested always start, so every batch completes. No
+        limit if batches are generated one at a time."""
         if self._pacing.supply.whole_batches:
             return dict.fromkeys(self._domains, inf)
         groups = {name: self._of_a_batch(one) * one.group_size for name, one in self._domains.items()}
@@ -129,7 +129,7 @@ class Admission:
         return max(1, domain.least, ceil(self.plan.shares.get(domain.name, 0.0) * self.plan.size))
 
     def _note_behind(self, behind: set[str]) -> None:
-        """Add the time since the last call to the domains whose rewards have lagged since then."""
+        """Add the time since the last call to `behind_s` of the domains that lagged meanwhile. `behind`: those that lag now."""
         if self._behind or behind:
             now = self._loop.time()
             for name in self._behind:
@@ -146,7 +146,7 @@ class Admission:
         return {"mix": self.plan.state_dict(), "batches": self.handed_out}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the mix, after the domains were restored. Dropped domains are not in the saved mix."""
+        """Restore the state; the domains must be restored first. Domains without prompts are not in the saved mix."""
         for name, scheduler in self._schedulers.items():
             if scheduler.exhausted and name not in state["mix"]["weights"]:
                 self.plan.drop(name)

@@ -1,4 +1,4 @@
-"""Choice of the engine for a request: the least loaded, with regard to prefix caches."""
+"""Chooses a request's engine: the least loaded, unless another has its prefix cached."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PREFIXES_REMEMBERED = 131_072
 class EngineLoad:
     client: EngineClient
     tokens: float = 0.0
-    """Expected response tokens of requests in flight, and their prompt tokens that the engine has not cached."""
+    """Load of the requests in flight: expected response tokens plus prompt tokens not cached."""
     done: float = 0.0
     """Part of `tokens` reported done; negative if responses outgrow the estimate."""
     requests: int = 0
@@ -30,7 +30,7 @@ class EngineLoad:
     dead: str | None = None
     """Cause of the engine's loss; None while it lives."""
     serves: bool = True
-    """False once it gets no more requests."""
+    """False once the engine gets no more requests."""
     number: int = 0
 
     @property
@@ -40,7 +40,7 @@ class EngineLoad:
 
 
 class EngineChoice:
-    """Picks engines. `most_requests`, `most_tokens`: limits of what is in flight to one engine; None: no limit."""
+    """Picks engines. `most_requests`, `most_tokens`: limits of what is in flight at one engine; None: unlimited."""
 
     def __init__(self, engines: Iterable[EngineLoad], most_requests: int | None, most_tokens: int | None) -> None:
         self._most_requests = most_requests
@@ -86,7 +86,7 @@ class EngineChoice:
 
     def choose(self, prefix: str, shared_tokens: int, own_tokens: float) -> tuple[EngineLoad, float] | None:
         """Choose an engine; returns it and the load in tokens that the request adds, or None if all are full. `prefix`: name of the first
-        `shared_tokens`, which other requests share."""
+        `shared_tokens` tokens, which other requests share."""
         best, cost = self._least(), shared_tokens + own_tokens
         for holder in self._prefixes.get(prefix, ()):
             # An engine that has the prefix cached wins, unless it is busier by more than what the prefill costs elsewhere.

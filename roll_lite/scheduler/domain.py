@@ -1,4 +1,4 @@
-"""The generate scheduler of one domain: prompts in, finished groups out."""
+"""Scheduler of one domain: starts prompts, and hands out finished groups (all samples of a prompt)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from roll_lite.scheduler.runner import RewardClient, SampleRunner
 from roll_lite.scheduler.stats import SURPLUS, UNFINISHED, Recorder, commonest, loss_of
 
 LEAST_LOSSES = 8
-"""The run fails if this many prompts in a row are lost, or 3 times the domain's places in a batch if that is more."""
+"""The run fails if this many prompts in a row are lost, or 3 times the domain's prompts per batch if that is more."""
 LONGER, MOST_LOST = 4, 7 / 8
-"""The run also fails if the share MOST_LOST of LONGER times as many prompts is lost."""
+"""The run also fails if the share MOST_LOST of the latest LONGER * LEAST_LOSSES prompts (more with large batches) is lost."""
 
 
 class DomainFailed(RuntimeError):
@@ -49,7 +49,7 @@ class Domain:
     reward_retries: int = 1
     validation: PromptSource | None = None
     greedy_baseline: bool = False
-    """Add one greedy sample per prompt, for ReMax; a group without it is lost."""
+    """Add one greedy sample per prompt, for ReMax; if it fails, the group is lost."""
     filter: GroupFilter | None = None
     """Selects the groups that train; None: all."""
     epochs: int | None = None
@@ -64,7 +64,7 @@ class Domain:
 
 @dataclass
 class Counts:
-    """Numbers of prompts over the run. An admitted prompt is in flight or counted in exactly one of the other fields."""
+    """Numbers of prompts since the start. An admitted prompt is in flight or counted in exactly one of the other fields."""
 
     admitted: int = 0
     delivered: int = 0
@@ -85,7 +85,7 @@ class _Live:
     row: tuple[int, int]
     """Epoch and row number of its prompt."""
     admitted: int
-    """Batches asked for at its admission; staleness is counted from here."""
+    """Number of batches requested before it started; staleness is counted from here."""
     samples: asyncio.Future[list[Sample]] | None = None
     group: SampleGroup | None = None
 
@@ -111,7 +111,7 @@ class DomainScheduler:
         self.counts = Counts()
         self.epoch = 0
         self.owed = 0
-        """Batch places whose groups ended undelivered, so that each needs another prompt."""
+        """Prompts to start as replacements, for groups that ended undelivered."""
         self._domain = domain
         self._runner = runner
         self._recorder = recorder
@@ -121,16 +121,16 @@ class DomainScheduler:
         self._finished: dict[int, _Live] = {}
         self._put_back: deque[tuple[int, int]] = deque()
         self._ledger: list[dict[str, Any]] = []
-        """Lines of ended groups, until they are taken."""
+        """Ledger lines of ended groups that `take_ledger` has not fetched."""
         self._failure_limit = LEAST_LOSSES
         self._ends: deque[str | None] = deque(maxlen=LONGER * LEAST_LOSSES)
-        """Causes of loss of the latest groups, None for those not lost; stale groups are not counted."""
+        """Cause of loss of each of the latest groups, or None if not lost; without stale groups."""
         self._given_up = 0
-        """Places of coming batches that stay empty because their groups were filtered."""
+        """Groups missing from coming batches: filtered, with no tries left."""
         self._tries_left = 0
-        """Groups that may still be filtered and replaced."""
+        """Filtered groups that may still be replaced."""
         self._waits_for: int | None = None
-        """Number of the group that the batch must wait for."""
+        """Group, by number, that the batch must wait for."""
 
     @property
     def running(self) -> int:
@@ -142,7 +142,7 @@ class DomainScheduler:
 
     @property
     def waiting_for_scores(self) -> float:
-        """Samples that wait for scores, beyond those being scored."""
+        """Samples in the scoring queue; negative if reward workers are free."""
         return self._runner.scoring - self._domain.rewards.capacity
 
     @property
@@ -166,7 +166,7 @@ class DomainScheduler:
     # ------------------------------------------------------------ admission
 
     def admit(self, clock: int) -> bool:
-        """Start a prompt for one more place; False if none is left. `clock`: batches asked for so far."""
+        """Start another prompt; False if none is left. `clock`: number of batches requested so far."""
         self._tries_left += self._further_tries
         return self._start(clock)
 
@@ -175,7 +175,7 @@ class DomainScheduler:
         return self._start(clock)
 
     def _start(self, clock: int) -> bool:
-        """Start the next prompt. Prompts put back, or in flight when the resumed checkpoint was written, come first."""
+        """Start the next prompt. Stale prompts, and those in flight at the resumed checkpoint, come first."""
         if self.exhausted:
             return False
         row = self._put_back.popleft() if self._put_back else self._domain.order.next()
@@ -269,7 +269,7 @@ class DomainScheduler:
         """Take the next batch's `count` groups in the order of admission; None if they are not ready.
 
         Groups admitted before `oldest_next` come first, and the batch waits for them: they would be too old for the domain's next batch,
-        and selection must not depend on their length. The oldest finished groups fill the rest.
+        and selection must not depend on response length. The oldest finished groups fill the rest.
         """
         if self._waits_for is not None and self._waits_for in self._running:
             return None
@@ -298,8 +298,8 @@ class DomainScheduler:
         return [group for number in oldest if number in self._finished and (group := self._finished[number].group) is not None]
 
     def drop_stale(self, clock: int, max_staleness: int) -> None:
-        """End groups that are too old for the next batch, and put their prompts back at the front of the queue. `clock`: batches asked for,
-        the next one included."""
+        """End groups that are too old for the next batch, and put their prompts back at the front of the queue. `clock`: batches requested,
+        including the next."""
         stale = [live for live in (*self._running.values(), *self._finished.values()) if live.admitted < clock - max_staleness]
         for live in sorted(stale, key=lambda live: live.number, reverse=True):
             if live.group is not None:  # a finished group's tries are used up: its replacement gets new ones
@@ -336,7 +336,7 @@ class DomainScheduler:
         return lines
 
     def ledger_if_dropped(self, cause: str) -> list[dict[str, Any]]:
-        """Lines not taken yet, and those of live groups if they were dropped now."""
+        """Ledger lines not taken yet, plus one for each undelivered group, as if it were dropped now."""
         live = [*self._running.values(), *self._finished.values()]
         return [*self._ledger, *(group_line(one.number, self.name, one.row, one.admitted, DROPPED, cause) for one in live)]
 
@@ -353,7 +353,7 @@ class DomainScheduler:
 
 
 def is_cancelled(samples: asyncio.Future[list[Sample]]) -> bool:
-    """True if samples were cancelled; a gather of cancelled tasks may also end with their error."""
+    """True if the samples were cancelled: a gather reports that as its state or as an exception."""
     return samples.cancelled() or isinstance(samples.exception(), asyncio.CancelledError)
 
 

@@ -1,7 +1,7 @@
 """Clients of engines. The router gets a future per request; the engine gets requests in batches.
 
-A remote call costs about as much as a short sample on a small model. So the requests of one event-loop turn travel together, and one call
-returns everything that finished since the last one.
+A remote call costs about as much as a short sample on a small model. So one call sends all requests of an event-loop turn, and one returns
+everything that finished since the last.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class EngineLost(Exception):
 
 
 class Asked:
-    """A request at an engine, with the future of its answer."""
+    """A request at an engine, and the future of its answer."""
 
     __slots__ = ("answer", "parts", "request")
 
@@ -67,13 +67,12 @@ class Collected:
     dead: str | None = None
     """Cause of the engine's death; its unanswered requests are lost."""
     blocks_waiting: int = 0
-    """Token blocks still to fetch."""
+    """Number of token blocks (tables of samples' tokens) still to fetch."""
     parts: list[Turn] = field(default_factory=list)
-    """Newest tokens of unfinished responses, since the last part of the same response. The row starts with a dummy token (PART_PREFIX) in
-    place of the prompt."""
+    """Tokens of unfinished responses, new since the last part. A part's row starts with a dummy token (PART_PREFIX), not the prompt."""
 
     def lying_in(self, blocks: Sequence[Any]) -> Collected:
-        """Replace block numbers by the blocks."""
+        """Replace block numbers in turns by the blocks."""
         return replace(self, turns=_lying_in(self.turns, blocks), parts=_lying_in(self.parts, blocks))
 
 
@@ -102,7 +101,7 @@ class BatchedEngine(ABC):
 
     @abstractmethod
     async def _joined(self, request: GenerationRequest, parts: Sequence[TokenRow]) -> TokenRow:
-        """Fetch a row with the request's context, its prompt and `parts` of its response. ConnectionError if any of them is lost."""
+        """Join earlier turns, prompt and `parts` of the response in one row. ConnectionError if any of them is lost."""
 
     @abstractmethod
     async def _abort(self, request_ids: list[str]) -> None: ...

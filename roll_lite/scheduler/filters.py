@@ -1,4 +1,4 @@
-"""Dynamic sampling: selection of the finished groups that train. A filtered group is no failure; another prompt replaces it."""
+"""Dynamic sampling: selection of the finished groups that train. A filtered group is no failure: another prompt replaces it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from roll_lite.data.samples import SampleGroup, Score
 from roll_lite.data.user_function import load_function
 
 LOW, HIGH, FUNCTION = "low", "high", "function"
-"""Causes of filtering: the value is not above `above`, not below `below`, or the user's function returned False."""
+"""Why a group is filtered: its statistic (say, mean accuracy) is too low or too high, or the user's function rejects it."""
 
 
 class LeftOut(NamedTuple):
     word: str
-    """LOW, HIGH or FUNCTION, for metrics."""
+    """Cause for metrics: LOW, HIGH or FUNCTION."""
     text: str
 
 
@@ -28,7 +28,7 @@ Cause = Callable[[SampleGroup], LeftOut | None]
 class GroupFilter:
     cause: Cause
     tries: int = 10
-    """Prompts that may be tried for each place of a batch."""
+    """Maximum number of prompts tried for each group of a batch."""
     fill: bool = True
     """True: the run fails when the tries are used up; False: it trains on the groups at hand."""
 

@@ -1,4 +1,4 @@
-"""A request's way through the engines: its time limit and its load."""
+"""A request on its way through one or more engines: time limit and load."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from roll_lite.scheduler.engines import Asked, EngineLost
 PRIOR_RESPONSES = 8
 """Number of full-length responses assumed at the start, because short ones finish first."""
 RESPONSES_REMEMBERED = 512
-"""Number of latest lengths that count; lengths drift during training."""
+"""Number of latest response lengths in the estimate: lengths drift during training."""
 REFRESH = 16
 """Lengths are sorted again when 1/REFRESH of them are new."""
 CLOCK_S = 1e-6
@@ -95,7 +95,7 @@ class EngineClock:
 
 
 class Flight(Asked):
-    """A request, over all engines that work on it."""
+    """A request, across all engines that work on it in turn."""
 
     __slots__ = (
         "_choice",
@@ -158,7 +158,7 @@ class Flight(Asked):
         return new + (self.so_far.length if self.so_far is not None else 0)
 
     def left(self, generated: int = 0) -> float:
-        """Response tokens still expected after `generated` tokens. The prompt counts only until its prefill, in `cost`."""
+        """Response tokens still expected after `generated` tokens; without the prompt, which only `cost` includes."""
         done = generated + (self.so_far.length if self.so_far is not None else 0)
         return max(1.0, min(self.expected.left(done), self.first.sampling.max_tokens - done))
 
@@ -196,8 +196,8 @@ class Flight(Asked):
         self._report(self.cost - left, tokens + left - self._length)
 
     def _report(self, done: float, grown: float) -> None:
-        """Report progress to the engine's load. `done`: load finished since the request was sent to this engine; `grown`: change of the
-        expected length since then."""
+        """Report progress to the engine's load, since the request was sent there. `done`: decrease of the remaining load; `grown`: change
+        of the expected length."""
         done += grown
         self._choice.report(self.engine, done - self._done, grown - self._grown)
         self._done, self._grown = done, grown
@@ -211,8 +211,8 @@ class Flight(Asked):
             self._look()
 
     def _look(self) -> None:
-        """Abort a request whose time since its start is up. If it has not started, abort it if its engine was idle for a whole time
-        limit."""
+        """Abort the request if its time limit, counted from its start, is up; if it has not started, once its engine was idle for that
+        long."""
         now = self._clock.time()
         if self.begun:
             used = self._generating_s + now - self._since

@@ -1,4 +1,4 @@
-"""Ledger of prompts: one line per group that ends. The driver writes them to the run's ledger.jsonl."""
+"""The ledger: one line per group that ends, which the driver writes to ledger.jsonl."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LONGEST_CAUSE = 200
 def group_line(
     number: int, domain: str, row: tuple[int, int], asked: int, end: str, cause: str | None = None, group: SampleGroup | None = None
 ) -> dict[str, Any]:
-    """Line of an ended group. `asked`: batches asked for at its admission. `group`: None if it ended unfinished."""
+    """Line of an ended group. `asked`: number of batches requested when it started. `group`: None if it ended unfinished."""
     line: dict[str, Any] = {
         "event": "group",
         "group": number,

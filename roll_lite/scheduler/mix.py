@@ -1,4 +1,4 @@
-"""The mix: number of groups per domain in a batch, and of prompts per file in a domain. Shares are exact over a run."""
+"""Divides a batch's groups among domains, and a domain's prompts among files. Shares are exact over a run."""
 
 from __future__ import annotations
 
@@ -82,20 +82,19 @@ class _Batch:
 
 
 class BatchPlan:
-    """Plan of the coming batches: how many groups of each domain they hold, and which domain admits the next prompt.
+    """Plan of the coming batches: how many groups of each domain they hold, and which domain starts the next prompt.
 
-    A place is charged when its prompt is admitted. `least`: minimum of a domain's groups in each batch; others give up places where its
-    share is too small."""
+    `least`: minimum number of groups per batch, by domain; if a share is too small for it, other domains give up places."""
 
     def __init__(self, shares: Mapping[str, float], least: Mapping[str, int] | None = None) -> None:
         self.size = 0
-        """Places of a batch, the same for all; known when the first one is asked for."""
+        """Number of groups in every batch; 0 until the first is requested."""
         self._mix = DomainMix(shares)
         self._shares = dict(shares)
         self._least = {name: count for name, count in (least or {}).items() if count}
         self._handed_out = self._mix.state_dict()
         self._open: dict[str, deque[int]] = {name: deque() for name in shares}
-        """Planned places without an admitted prompt, by domain; places are numbered over all batches."""
+        """Planned places (of one group each) whose prompt has not started, by domain; numbered over all batches."""
         self._places = 0
         self._planned: deque[_Batch] = deque()
         self.charged = 0
@@ -106,7 +105,7 @@ class BatchPlan:
         return self._mix.shares
 
     def admit(self, most: Mapping[str, int]) -> tuple[str, int] | None:
-        """Domain and place of the next prompt to admit; None: no domain has an open place below its limit in `most`."""
+        """Take the next place to fill: (domain, place number). None if no domain has one below its limit in `most`."""
         while not (first := [(places[0], name) for name, places in self._open.items() if places and places[0] < most[name]]):
             if self._places >= max(most.values()):
                 return None
@@ -164,7 +163,7 @@ class BatchPlan:
             self._places += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """State after the last batch asked for; prompts admitted for later batches are admitted again on resume."""
+        """State after the last requested batch; prompts started for later batches start again on resume."""
         return self._handed_out
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -173,7 +172,7 @@ class BatchPlan:
 
 
 class MixedOrder:
-    """Order of a domain's prompts if its files have shares. Each file's prompts come once per epoch of that file."""
+    """Order of prompts in a domain whose files have shares. Each file's prompts come once per epoch of that file."""
 
     def __init__(self, parts: Sequence[int], shares: Sequence[float], seed: int, domain: str) -> None:
         """`parts`: number of prompts in each file."""
@@ -187,7 +186,7 @@ class MixedOrder:
         return min(order.next_epoch for order in self._orders.values())
 
     def next(self) -> tuple[int, int]:
-        """(epoch of the prompt's file, row number)."""
+        """Next prompt: (epoch of its file, row number)."""
         (name,) = self._mix.places(1)
         epoch, index = self._orders[name].next()
         return epoch, self._starts[int(name)] + index
