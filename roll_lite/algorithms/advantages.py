@@ -24,13 +24,13 @@ VARIANCE_OFFSET = 1e-8
 
 
 def last_policy_token(mask: torch.Tensor) -> torch.Tensor:
-    """mask [B, T-1] on the host -> [B] int64, -1 for rows without policy tokens."""
+    """Index of each row's last policy token, [B] int64; -1 without any. The mask [B, T-1] is in host memory."""
     # Searches bytes from the end of each row: under 1 ms at 512 x 32k, an argmax over positions takes tens.
     return torch.tensor([row.tobytes().rfind(1) for row in mask.numpy()], dtype=torch.int64)
 
 
 def token_rewards(rewards: torch.Tensor, mask: torch.Tensor, kl_rewards: torch.Tensor | None = None) -> torch.Tensor:
-    """Rewards [B], mask and kl_rewards [B, T-1] -> [B, T-1], 0 where masked. The last policy token gets the row's reward."""
+    """Give each row's reward [B] to its last policy token, and add kl_rewards [B, T-1]. Returns [B, T-1], 0 where masked."""
     # float64, since a token's KL may be millions of times smaller than the reward.
     # numpy has huge pages, and zeros that cost nothing until they are read: torch.zeros takes 60 ms at 512 x 32k.
     tokens = torch.from_numpy(np.zeros(mask.shape))
@@ -67,7 +67,7 @@ def gae(
 
 
 def length_adaptive_lambda(policy_tokens: torch.Tensor, alpha: float) -> torch.Tensor:
-    """VAPO: 1 - 1 / (alpha * policy tokens), at least 0. [B] -> [B] float64."""
+    """VAPO's lambda: 1 - 1 / (alpha * policy tokens), at least 0. [B] -> [B] float64."""
     return (1 - 1 / (alpha * policy_tokens.double().clamp(min=1))).clamp(min=0)
 
 
@@ -172,7 +172,7 @@ def opo(rewards: torch.Tensor, groups: torch.Tensor, policy_tokens: torch.Tensor
 def gpg(
     rewards: torch.Tensor, groups: torch.Tensor, before_kl: torch.Tensor | None = None, trains: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """(reward - group mean) * samples / samples of groups with unequal rewards: groups of equal rewards do not dilute the gradient.
+    """(reward - group mean) * all samples / samples of groups with unequal rewards: groups of equal rewards do not dilute the gradient.
 
     before_kl [N]: rewards without KL, which decide whether a group's rewards are equal: KL makes nearly all differ. trains [N] bool:
     samples counted in the factor."""
@@ -193,7 +193,7 @@ def remax(rewards: torch.Tensor, baseline_scores: torch.Tensor) -> torch.Tensor:
 
 
 def merged_moments(parts: torch.Tensor) -> torch.Tensor:
-    """Merge the moments [N, 3] of rows or ranks into [3] (Chan, Golub and LeVeque). N may be 0."""
+    """Merge the moments (count, sum, sum of squared deviations) of rows or ranks, [N, 3] -> [3]."""
     counts, sums, squares = parts.unbind(1)
     count, total = counts.sum(), sums.sum()
     shifts = torch.where(counts > 0, sums / counts.clamp(min=1), 0.0) - total / count.clamp(min=1)

@@ -1,5 +1,4 @@
-"""Estimates of pass@k, best@k and maj@k from n samples per prompt. pass@k and best@k average over all choices of k samples, in closed
-form; maj@k over n // k votes of k consecutive samples, which is unbiased too."""
+"""Unbiased estimates of pass@k, best@k and maj@k from n samples per prompt."""
 
 from __future__ import annotations
 
@@ -22,7 +21,8 @@ class SampledPrompts:
     """Samples of some prompts, sorted by prompt; arrays have one entry per sample."""
 
     def __init__(self, prompts: np.ndarray, correct: np.ndarray, scores: np.ndarray, answers: np.ndarray) -> None:
-        """`prompts`: each sample's prompt, as any id. `answers`: the same number, from 0, for equal answers to a prompt, or a sentinel."""
+        """`prompts`: prompt id of each sample. `answers`: number of its answer, from 0, the same for equal answers to a prompt; or a
+        sentinel."""
         _, numbers = np.unique(prompts, return_inverse=True)
         order = np.argsort(numbers, kind="stable")
         self.prompt = numbers[order]

@@ -30,7 +30,7 @@ def compiled(function: Callable[..., None]) -> Any:
 
 
 Whitening = Callable[[torch.Tensor], tuple[float, float]]
-"""Function from the `row_moments` of this rank's rows to the (shift, scale) of all tokens of the global batch."""
+"""Function of this rank's `row_moments` that returns the (shift, scale) to whiten the global batch's tokens."""
 
 
 def recurrence(
@@ -192,7 +192,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _tokens(x: torch.Tensor | None, mask: torch.Tensor) -> np.ndarray:
-    """Convert to an array for compiled code. None becomes an empty one, since zeros would have to be read."""
+    """Convert to an array for compiled code. None becomes an empty one: reading zeros takes time."""
     if x is None:
         return np.zeros((0, 0), dtype=np.float32)
     assert x.shape == mask.shape, f"a token tensor {list(x.shape)} beside a mask {list(mask.shape)}"
@@ -218,7 +218,7 @@ def _host(x: torch.Tensor) -> torch.Tensor:
 
 
 def _over_rows(kernel: Any, shape: torch.Size, *arguments: Any) -> None:
-    """Call kernel(first row, stop row, *arguments) for all rows."""
+    """Call kernel(first row, stop row, *arguments) for all rows, on several threads."""
     rows, columns = shape
     threads = min(torch.get_num_threads(), rows, rows * columns // ENTRIES_PER_THREAD)
     if threads <= 1:

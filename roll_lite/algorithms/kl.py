@@ -14,7 +14,7 @@ import torch
 KlEstimator = Literal["k1", "k2", "k3", "abs"]
 
 LOG_RATIO_LIMIT = 20.0
-"""Clamp of log-ratios."""
+"""Log-ratios are clamped to +- this."""
 
 
 def clamped_log_ratio(log_probs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -24,7 +24,6 @@ def clamped_log_ratio(log_probs: torch.Tensor, other: torch.Tensor) -> torch.Ten
 
 
 def clamped(log_ratio: torch.Tensor) -> torch.Tensor:
-    """Clamp a log-ratio, or a sum of them."""
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
@@ -59,11 +58,11 @@ def kl_loss(
 ) -> torch.Tensor:
     """KL estimate of each token, with a gradient (to `new` only) that lowers KL.
 
-    k1: r * grad log new, unbiased for KL(new || ref) on tokens sampled by `new`; k1's own gradient has expectation 0. k2: its own gradient,
-    which is the same. k3: its own, (1 - exp(-r)) * grad log new, that of KL(ref || new); GRPO uses it. abs: sign(r) * grad log new.
+    Gradients, with r = log new - log ref. k1 and k2: r * grad log new, unbiased for KL(new || ref) on tokens sampled by `new` (k1's own has
+    expectation 0). k3: (1 - exp(-r)) * grad log new, that of KL(ref || new), as in GRPO. abs: sign(r) * grad log new.
 
-    unbiased_gradient: (new / old) * r * grad log new for any estimator, unbiased also on tokens sampled by an older policy; without
-    `old` the ratio is 1."""
+    unbiased_gradient: (new / old) * r * grad log new for any estimator, unbiased also on tokens sampled by an older policy; without `old`
+    the ratio is 1."""
     # The clamp limits r in the gradient, not the gradient to 0: distant tokens are still pulled back, unless k3's exp saturates.
     current = new.detach()
     log_ratio = clamped_log_ratio(current, ref.detach())
@@ -81,7 +80,7 @@ def kl_loss(
 
 
 LARGEST_ERROR = 0.2
-"""Largest relative error of the KL to which the coefficient reacts."""
+"""Limit of the KL's relative deviation from its target."""
 
 
 class KlController:
@@ -95,7 +94,8 @@ class KlController:
         self._horizon = horizon
 
     def step(self, kl_per_token: float, samples: int) -> None:
-        """Call once per training step, over all domains. A KL that is not finite is ignored, as that step's update is skipped."""
+        """Adapt the coefficient, once per training step, to the KL over all domains. A KL that is not finite is ignored: that update is
+        skipped."""
         if self._target is None or samples == 0 or not math.isfinite(kl_per_token):
             return
         error = min(max(kl_per_token / self._target - 1, -LARGEST_ERROR), LARGEST_ERROR)
@@ -105,6 +105,6 @@ class KlController:
         return {"coef": self.coef}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restore; a fixed coefficient stays as configured, so that a resumed run may change it."""
+        """Restore the coefficient; without a target the configured one stays."""
         if self._target is not None:
             self.coef = state["coef"]

@@ -73,8 +73,8 @@ class PolicyLoss:
     ratio: torch.Tensor
     """new / old probability of the token, or of its sequence if the loss judges sequences; 1 where masked."""
     clipped_low: torch.Tensor
-    """bool: no gradient, because the ratio is below the clip range or the clamp of log-ratios; or, in losses that limit a weight, it was
-    raised to its bound."""
+    """bool: no gradient, because the ratio is below the clip range or the clamp of log-ratios; or, in losses that limit a weight, the
+    weight was raised to its bound."""
     clipped_high: torch.Tensor
     """bool: no gradient, because the ratio is above the range or clamp; or a weight was lowered to its bound."""
 
@@ -127,7 +127,7 @@ def gspo(terms: PolicyTerms, clip_low: float, clip_high: float) -> PolicyLoss:
 
 
 def gmpo(terms: PolicyTerms, log_clip_low: float, log_clip_high: float) -> PolicyLoss:
-    """-A * geometric mean of the token ratios, each clipped on PPO's side (arXiv 2507.20673).
+    """-A * geometric mean of the token ratios, each clipped from above if A > 0, else from below (arXiv 2507.20673).
 
     A is the row's mean advantage. A clipped token has no gradient; the others of its row keep theirs.
     """
@@ -182,7 +182,8 @@ def sapo(terms: PolicyTerms, tau_positive: float, tau_negative: float) -> Policy
 def kimi(terms: PolicyTerms, tau: float) -> PolicyLoss:
     """(A - tau * s)**2 / (2 * tau); s: the row's sum of log-ratios, A: its mean advantage (arXiv 2501.12599).
 
-    The gradient -(A - tau * s) * grad s becomes the sequence's policy gradient as tau goes to 0. Token log-ratios are clamped, s is not."""
+    The gradient -(A - tau * s) * grad s becomes the sequence's policy gradient as tau goes to 0. Log-ratios are clamped, their sum s is
+    not."""
     advantages = row_mean(terms.advantages, terms.mask)
     # Nothing is exponentiated, and a clamp of s would end the pull towards the old policy where it is needed most.
     loss = (advantages - tau * row_sum(terms.log_ratio)).square() / (2 * tau)
@@ -194,7 +195,8 @@ def _clipped_surrogate(ratio: torch.Tensor, advantages: torch.Tensor, clip_low: 
 
 
 def _weighted(terms: PolicyTerms, ratio: torch.Tensor, weight: torch.Tensor, limits: torch.Tensor) -> PolicyLoss:
-    """Policy gradient with detached, limited ratios as weights [B, T-1]; `limits` bool: tokens whose range is more than one number."""
+    """-weight * A * log-prob. `weight` [B, T-1]: the detached ratio, limited to a range; `limits` bool: tokens that may count as
+    clipped."""
     counted = limits & (terms.advantages != 0)
     low, high = weight > ratio * (1 + ROUNDING), weight < ratio * (1 - ROUNDING)
     return PolicyLoss(-_weighted_log_probs(weight * terms.advantages, terms), ratio, counted & low, counted & high)
@@ -268,7 +270,7 @@ def within(
     low: float | None,
     high: float | None,
 ) -> torch.Tensor:
-    """bool mask of tokens whose estimate, or whose sequence's, lies in [low, high]; NaN lies outside.
+    """bool mask of tokens whose engine-trainer mismatch, or whose sequence's, lies in [low, high]; NaN lies outside.
 
     ratio: exp(trained - rollout); for sequences exp of the log-ratios' sum, mean, min or max. k1, k2, k3, abs: KL(rollout || trained).
     difference: of probabilities, trained - rollout."""

@@ -52,7 +52,7 @@ class RewardRows:
 
 
 def format_rewards(rows: RewardRows, bonus: Sequence[float], penalty: Sequence[float]) -> np.ndarray:
-    """Bonus of the domain if its pattern matches, else minus its penalty."""
+    """Each row's format reward: the domain's bonus if its pattern matches, else minus its penalty."""
     number = rows.domain_number.numpy()
     changes: np.ndarray = np.where(rows.format_ok.numpy() > 0, np.asarray(bonus)[number], -np.asarray(penalty)[number])
     return changes
@@ -89,7 +89,7 @@ def overlong_rewards(rows: RewardRows, buffer_tokens: int, penalty: float) -> np
 class RunningMoments:
     """Count, mean and sum of squared deviations (Welford), in float64.
 
-    Sums within a batch are exactly rounded: the order of its rows changes nothing."""
+    Sums are exactly rounded, so the order of rows changes nothing."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -129,9 +129,9 @@ def normalized(
     std: bool,
     running: RunningMoments,
 ) -> np.ndarray:
-    """Subtract the mean (`mean`), divide by the standard deviation, ddof 1 (`std`). over=running first updates `running`.
+    """Subtract the mean if `mean`, then divide by the standard deviation (ddof 1) if `std`. over=running first updates `running`.
 
-    trains [N] bool: samples in the statistics of batch or run; in a group all count. Without spread, reward minus mean is exactly 0 and
+    trains [N] bool: samples that count in the statistics, except with over=group. Without spread, reward minus mean is exactly 0 and
     nothing is divided."""
     if len(rewards) == 0:
         return rewards
@@ -172,7 +172,7 @@ def mask_samples(
     response_tokens: tuple[int, int] | None,
     function_weights: np.ndarray | None,
 ) -> Masked:
-    """Weights of samples: the data's times the user function's, 0 for masked ones."""
+    """Training weight of each sample: the data's times the user function's; 0 if a mask applies. None turns a criterion off."""
     weights = as_float64(rows.sample_weight)
     causes: dict[str, np.ndarray] = {}
     if (weights != 1).any():

@@ -1,5 +1,5 @@
-"""Token metrics of a micro-batch by domain: sums and histograms of policy ratios, which add up over micro-batches and ranks; peaks,
-which do not. Names are `<name>#<number>` with the domain's index."""
+"""Metrics of a micro-batch's tokens: sums and histograms, which add up over micro-batches and ranks; peaks (minima, maxima), which do not.
+`<name>#<number>` is a metric of the domain with that index."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from roll_lite.algorithms.kl import LOG_RATIO_LIMIT, kl_estimate
 
 BINS = 801
-"""Number of bins; odd, so that the middle one is centred at log-ratio 0."""
+"""Number of histogram bins; odd, so that the middle one is centred at log-ratio 0."""
 
 FINE = 1e-3
 """Log-ratio up to which bins are about equally wide; beyond it, widths grow with the log-ratio."""
@@ -25,7 +25,7 @@ _SPAN = math.asinh(LOG_RATIO_LIMIT / FINE)
 
 
 def sums_by_domain(tokens: dict[str, torch.Tensor], domain_numbers: torch.Tensor, domains: int) -> dict[str, torch.Tensor]:
-    """Sums by domain: each [B, T-1], 0 where masked -> `<name>#<number>` in float64."""
+    """Sum each metric's values [B, T-1], 0 where masked, over each domain's rows, in float64. Keys returned: `<name>#<domain number>`."""
     rows = torch.stack([x.detach().sum(1, dtype=torch.float64) for x in tokens.values()])
     own = domain_numbers == torch.arange(domains, device=domain_numbers.device)[:, None]
     sums = torch.where(own, rows[:, None], 0.0).sum(2)  # not a product with the mask: NaN and infinity stay in their domain
@@ -63,7 +63,7 @@ class Peaks:
 
 
 SampleSums = Mapping[int, tuple[float, int]]
-"""Sum over a sample's tokens, and their number, by sample."""
+"""Sample number -> (sum over its tokens, number of tokens)."""
 
 
 @dataclass
@@ -106,7 +106,7 @@ class RatioHistogram:
 
 
 def nearest_rank(percent: int, count: int) -> int:
-    """Nearest rank, from 1, of a percentile among `count` numbers."""
+    """Rank, from 1, of a percentile among `count` numbers (nearest-rank method)."""
     return max(1, -(-percent * count // 100))
 
 

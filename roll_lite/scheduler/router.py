@@ -15,7 +15,7 @@ from roll_lite.scheduler.engines import EngineClient, EngineLost
 from roll_lite.scheduler.flight import EngineClock, ExpectedLength, Flight, joined
 
 NEW_COST = 0.1
-"""Weight of the newest request in a domain's average load."""
+"""Weight of the newest request in the running average of a domain's load per request."""
 READY_SHARE = 0.25
 """Requests sent to an engine beyond its slots, as a share of the slots: a free slot is then filled at once."""
 DEADLY = 3
@@ -44,9 +44,9 @@ class NoEngineLeft(RuntimeError):
 class Router:
     """Sends each request to the least loaded engine; if `deterministic`, by a hash of the request's id and in waves (WaveGate).
 
-    `engine_slots`: most running requests per engine. It and `engine_tokens` limit what is in flight to an engine; other requests wait here.
+    `engine_slots`: most running requests per engine. It and `engine_tokens` limit what is in flight at an engine; other requests wait here.
     The limit `timeout_s` runs from a request's start in the engine; a request that has not started fails only if its engine is idle for
-    that long. An interrupted or aborted request continues from its tokens.
+    that long. An interrupted request continues from its tokens.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Router:
         self._costs: dict[str, float] = {}
 
     async def generate(self, domain: str, request: GenerationRequest) -> Turn:
-        """Generate a usable turn. Raises RequestFailed (try again) or NoEngineLeft (give up)."""
+        """Generate a response. Raises RequestFailed (a retry may succeed) or NoEngineLeft."""
         expected = self._expected.get(domain)
         if expected is None or expected.most < request.sampling.max_tokens:  # a validation may use a smaller maximum
             expected = self._expected[domain] = ExpectedLength(request.sampling.max_tokens)
@@ -123,8 +123,8 @@ class Router:
     # ------------------------------------------------------------ load
 
     def has_room(self, announced: int = 0, tokens: float = 0.0) -> bool:
-        """True if more prompts may be admitted. `announced`: number of admitted requests that have not arrived here, `tokens` in all. Few
-        requests may wait, since staleness counts from admission."""
+        """True if more prompts may start. Few requests may wait, since staleness counts from the start. `announced`: number of requests on
+        their way to this router; `tokens`: their expected tokens in total."""
         if self._held or self._slots is None or self.gate is not None:
             return not self._held
         each = tokens / announced if announced else fmean(self._costs.values()) if self._costs else 0.0
@@ -137,7 +137,7 @@ class Router:
         return inf if self._most is None else self._choice.takes(tokens)
 
     def expected_tokens(self, domain: str, most: int) -> float:
-        """Expected load of the domain's next request; `most` if there was none yet."""
+        """Expected load of the domain's next request, in tokens; `most` before the first."""
         return self._costs.get(domain, float(most))
 
     def under_way(self, domain: str) -> int:
@@ -168,7 +168,7 @@ class Router:
     # ------------------------------------------------------------ engines come and go
 
     def add(self, client: EngineClient) -> None:
-        """Add an engine, in the place of a lost one of its name if there is one."""
+        """Add an engine; it replaces a lost one of the same name."""
         engine = EngineLoad(client)
         lost = [place for place, other in enumerate(self.engines) if other.dead is not None and other.client.name == client.name]
         if lost:

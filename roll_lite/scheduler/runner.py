@@ -1,4 +1,4 @@
-"""One sample, from its first request to its score, with retries.
+"""Generates and scores a sample, with retries.
 
 An episode generates it: one prompt and one response by default, several turns with an environment.
 """
@@ -35,7 +35,7 @@ Ask = Callable[[GenerationRequest], Awaitable[Turn]]
 
 
 class Conversation:
-    """A sample under construction. Tokens of earlier turns stay in token blocks, to which requests refer."""
+    """A sample being generated. Tokens of earlier turns stay in the object store; requests refer to them."""
 
     __slots__ = ("_ask", "_request_id", "_sampling", "_segments", "_tokens", "_turns")
 
@@ -49,7 +49,7 @@ class Conversation:
 
     @property
     def room(self) -> int:
-        """Tokens that the policy may still write; max_tokens limits all of its turns together."""
+        """Tokens that the policy may still write; max_tokens limits all turns together."""
         return self._sampling.max_tokens - sum(turn.length for turn in self._turns)
 
     async def respond(self, token_ids: Sequence[int], author: Author = Author.ENVIRONMENT) -> Turn:
@@ -101,7 +101,8 @@ Seeds = Callable[[SampleId], int | None]
 
 
 def seeds_from(run_seed: int) -> Seeds:
-    """Seeds for each attempt at each sample. The group's number is not used: a prompt started again gets the same samples."""
+    """Function that gives each attempt at a sample its seed. The group's number is not used: a prompt started again gets the same
+    samples."""
 
     def seed(sample: SampleId) -> int:
         return stable_hash(run_seed, sample.domain, sample.prompt_uid, sample.epoch, sample.index, sample.attempt)
@@ -120,12 +121,12 @@ class RewardClient(Protocol):
 
     @property
     def capacity(self) -> float:
-        """Samples scored at a time; others wait."""
+        """Number of samples scored at a time; others wait."""
         ...
 
 
 class SampleRunner:
-    """Generates and scores samples of one domain. A sample without retries left is returned as failed, with its cause."""
+    """Generates and scores samples of one domain. If all retries fail, a sample is returned as failed, with the cause."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The rollout service: domains, mix, router and rewards behind `next_batch` and `evaluate`."""
+"""The rollout service: generates and scores training batches and validations."""
 
 from __future__ import annotations
 
@@ -20,18 +20,15 @@ from roll_lite.scheduler.validation import VALIDATION_EPOCH, Validation
 @dataclass(frozen=True)
 class RolloutResult:
     groups: list[SampleGroup]
-    """Groups by number, with failed samples for dumps; only accepted samples train."""
+    """Groups, by number. They include failed samples, for dumps; only accepted ones train."""
     stats: RolloutStats
     left_out: list[SampleGroup] = field(default_factory=list)
     ledger: list[dict[str, Any]] = field(default_factory=list)
-    """Lines of groups that have ended since the last batch, and the batch's own."""
+    """Ledger lines: one per group that ended since the last batch, then the batch's."""
 
 
 class RolloutService:
-    """Serves batches and validations. Create it inside a running event loop.
-
-    Time is the event loop's; staleness is counted in batches asked for.
-    """
+    """Serves batches and validations. Create it inside a running event loop. Staleness is counted in requested batches."""
 
     def __init__(
         self,
@@ -44,7 +41,7 @@ class RolloutService:
         batches: int | None = None,
         keep_left_out: bool = False,
     ) -> None:
-        """`seed`: base of the requests' seeds; None: engines choose. `batches`: number in the run. `keep_left_out`: return lost and
+        """`seed`: base of the requests' seeds; None: engines choose. `batches`: length of the run. `keep_left_out`: return lost and
         filtered groups with the next batch."""
         self._domains = {domain.name: domain for domain in domains}
         self._router = router
@@ -52,7 +49,7 @@ class RolloutService:
         self._pacing = pacing
         self._left_out: list[SampleGroup] = []
         self._ledger: list[dict[str, Any]] = []
-        """Lines from a resumed checkpoint, until the first batch."""
+        """Ledger lines from a resumed checkpoint, until the first batch."""
         self._keep_left_out = keep_left_out
         self._loop = asyncio.get_running_loop()
         self._time = self._loop.time
@@ -105,7 +102,7 @@ class RolloutService:
             self._validation.start(self._room_for_validation())
 
     def _room_for_validation(self) -> float:
-        """Number of held-out samples that may run: the capacity that training leaves, but at least the share of one more domain."""
+        """Number of held-out samples that may run: the capacity that training leaves, but at least what one more domain would get."""
         assert self._validation is not None
         longest = self._validation.longest.items()
         capacity = self._router.takes(max((self._router.expected_tokens(_held_out(name), most) for name, most in longest), default=0.0))
@@ -128,7 +125,7 @@ class RolloutService:
     # ------------------------------------------------------------ batches
 
     async def next_batch(self, prompts: int) -> RolloutResult:
-        """Take groups of `prompts` prompts in exactly the mix's proportions. All batches have the same size."""
+        """Wait for a batch of `prompts` groups, divided among domains exactly by their shares. All batches have the same size."""
         if self._supply.max_staleness == 0:
             self._recorder.start(self._time())  # with other supplies it starts when the previous batch is handed out
         admission = self._admission
@@ -166,11 +163,11 @@ class RolloutService:
         return [*lines, {"event": "batch", "version": stats.version, "wanted": quota, "shares": shares, **self._watermark()}]
 
     def _watermark(self) -> dict[str, Any]:
-        """Groups admitted so far, and those of them that have not ended."""
+        """Ledger fields: number of groups started so far, and the numbers of those that have not ended."""
         return {"admitted": self._next_group, "open": sorted(n for scheduler in self._schedulers.values() for n in scheduler.live)}
 
     def last_ledger(self) -> list[dict[str, Any]]:
-        """Lines of a run that ends now."""
+        """Ledger lines of a run that ends now."""
         return [*self._ledger_if_dropped("the run ended"), {"event": "end", "admitted": self._next_group, "open": []}]
 
     def _ledger_if_dropped(self, cause: str) -> list[dict[str, Any]]:

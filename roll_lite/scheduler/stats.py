@@ -22,9 +22,9 @@ class DomainStats:
     delivered: Annotated[int, "rollout/groups"] = 0
     admitted: Annotated[int, "rollout/admitted"] = 0
     filtered: Annotated[Counter[str], "rollout/filtered_groups"] = field(default_factory=Counter)
-    """Counts by cause: LOW, HIGH, FUNCTION."""
+    """Filtered groups by cause: LOW, HIGH, FUNCTION (filters.py)."""
     stale_by_cause: Annotated[Counter[str], "rollout/stale_groups"] = field(default_factory=Counter)
-    """Counts by cause: UNFINISHED, SURPLUS."""
+    """Stale groups by cause: UNFINISHED, SURPLUS."""
     behind_s: Annotated[float, "rollout/rewards_behind_seconds"] = 0.0
     lost_groups: Annotated[int, "rollout/lost_groups"] = 0
     """Groups without a surviving sample or without their greedy baseline, each replaced by another prompt."""
@@ -50,7 +50,7 @@ class DomainStats:
     failures: Counter[str] = field(default_factory=Counter)
     finish_reasons: Counter[str] = field(default_factory=Counter)
     terms: dict[str, float] = field(default_factory=dict)
-    """Sums over the accepted samples of each term of their scores, if there are several."""
+    """Sum of each reward term over the accepted samples, if scores have several terms."""
 
     @property
     def requests(self) -> int:
@@ -87,8 +87,7 @@ class RolloutStats:
 
 
 class RunTotals:
-    """Sums over the run, for the domains' shares: samples scored and tokens generated before filters, and delivered groups, samples and
-    tokens."""
+    """Sums over the run, from which the domains' shares follow."""
 
     TOTALS: ClassVar = (
         ("scored_samples", "scored", "scored_share"),
@@ -127,11 +126,11 @@ class Progress(NamedTuple):
     generated: int
     scored: int
     wanted: int
-    """Grows when groups are replaced."""
+    """Samples needed; grows when groups are replaced."""
 
 
 class Recorder:
-    """Collects statistics by the batch during which things happen; a sample may count in several."""
+    """Collects statistics per batch, by each event's time: a slow sample may count in several."""
 
     def __init__(self, domains: Iterable[str], now: float) -> None:
         self._names = list(domains)
@@ -154,7 +153,7 @@ class Recorder:
         return stats
 
     def progress(self, wanted: Mapping[str, tuple[int, int]]) -> dict[str, Progress]:
-        """Progress by domain. `wanted`: groups, and samples per group."""
+        """Progress by domain. `wanted`: (groups, samples per group)."""
         found = {}
         for name, (groups, samples) in wanted.items():
             domain = self.domains[name]

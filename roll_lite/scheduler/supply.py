@@ -1,5 +1,5 @@
-"""Supplies: how far ahead of training prompts are admitted. Time is counted in batches asked for; each is asked for when training on the
-one before has ended."""
+"""Supplies: policies for how far ahead of training prompts start. Time is counted in requested batches; training requests one when it has
+finished the last."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Supply(Protocol):
         ...
 
     def batches(self, asked: int, handed_out: int) -> int:
-        """Number of batches, from the run's first, whose prompts may be admitted by now."""
+        """Number of batches, from the run's first, whose prompts may start by now. `asked`: batches requested; `handed_out`: delivered."""
         ...
 
 
 @dataclass(frozen=True)
 class Synchronous:
-    """Admits the prompts of a batch when it is asked for; training waits."""
+    """Starts the prompts of a batch when training requests it and waits."""
 
     max_staleness: int = 0
     whole_batches: ClassVar[bool] = True
@@ -50,7 +50,7 @@ class Synchronous:
 
 @dataclass(frozen=True)
 class OneStepOff:
-    """Generates the next batch during training: its prompts are admitted when a batch is handed out."""
+    """Generates the next batch during training: its prompts start when a batch is handed out."""
 
     max_staleness: int = 1
     whole_batches: ClassVar[bool] = True
@@ -61,9 +61,9 @@ class OneStepOff:
 
 @dataclass(frozen=True)
 class Asynchronous:
-    """Admits prompts one by one as others end, as far ahead as max_staleness allows.
+    """Starts prompts one by one as others end, as far ahead as max_staleness allows.
 
-    At most max_staleness + 1 batches are admitted and untrained. So no group becomes too old: it trains in time, or the batch waits.
+    At most max_staleness + 1 batches are started and untrained. So no group becomes too old: it trains in time, or the batch waits.
     """
 
     max_staleness: int = 1
@@ -85,11 +85,10 @@ class Pacing:
     supply: Supply = Synchronous()
     on_sync: OnSync = OnSync.PAUSE
     oversample: float = 1.0
-    """Prompts admitted for a batch, as a multiple of its size. Only for the synchronous supply: with others the surplus would be too old at
+    """Prompts started for a batch, as a multiple of its size. Only for the synchronous supply: others would drop the surplus as too old at
     every step."""
     engines_rest: bool = False
-    """Engines are offloaded between batches: no response is running at an update, because all were interrupted when the last batch was
-    complete."""
+    """Engines are offloaded between batches: all responses were interrupted when the last batch was complete, so none runs at an update."""
 
 
 SYNCHRONOUS = Pacing()
@@ -104,9 +103,9 @@ def pacing_of(config: RolloutConfig, engines_rest: bool = False) -> Pacing:
 
 
 LEAST_SHARE = 4
-"""An early log-prob pass takes at least 1/LEAST_SHARE of a batch."""
+"""A log-prob pass over part of an incomplete batch takes at least 1/LEAST_SHARE of it."""
 
 
 def least_early(prompts_per_step: int) -> int:
-    """Minimum number of groups of an early pass (rollout.stream_log_probs)."""
+    """Minimum number of groups for a log-prob pass before the batch is complete (rollout.stream_log_probs)."""
     return -(-prompts_per_step // LEAST_SHARE)

@@ -16,7 +16,7 @@ VALIDATION_EPOCH = -1
 
 
 class Validation:
-    """One pass over all held-out prompts, started in order as engines have room. Failed samples are reported, not replaced."""
+    """One pass over all held-out prompts, started in order as engines have room."""
 
     def __init__(
         self,
@@ -28,8 +28,8 @@ class Validation:
         ended: Callable[[], None],
         first_group: int = 0,
     ) -> None:
-        """`samples`: per prompt. `runners`: of this validation only. Calls `ended()` when a group ends. `first_group`: number of the first
-        group; none is used twice, so that no late answer matches a new request's id."""
+        """`samples`: number per prompt. `runners`: by domain, used by this validation only. Calls `ended()` when a group ends.
+        `first_group`: number of the first group; none is used twice, so that no late answer matches a new request's id."""
         self._domains = {domain.name: domain for domain in domains if domain.validation is not None}
         self._runners = runners
         self._samples = samples
