@@ -1,4 +1,4 @@
-"""The policy in training."""
+"""The worker that trains the policy."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class CreditReport:
     sums: dict[str, float]
     peaks: dict[str, float]
     advantages: dict[int, float] = field(default_factory=dict)
-    """Mean over each sample's policy tokens, by sample number."""
+    """Mean advantage of each sample's policy tokens, by sample number."""
     mismatch: SampleSums = field(default_factory=dict)
-    """As in Update, from the pass before the updates."""
+    """Log-prob differences between engine and trainer; empty if not measured before the updates."""
 
 
 REPLAYED_COLUMN: dict[str, str | None] = {"none": None, "train": "old_experts", "rollout": "rollout_experts"}
-"""algorithm.routing_replay -> column with the experts used in updates; None: the router chooses."""
+"""algorithm.routing_replay -> column with the MoE experts to use in updates; None: the model's router chooses."""
 
 
 def actor_loss(algorithm: AlgorithmConfig, domains: int) -> ActorLoss:
@@ -75,16 +75,15 @@ class ActorWorker(ModelWorker):
 
     @staticmethod
     def training_reads(algorithm: AlgorithmConfig) -> Columns:
-        """Columns read in training. Some serve metrics only: the KL to the reference and, unless measured before, the mismatch with the
-        engine."""
+        """Columns read in training, some only for metrics: KL to the reference, log-prob mismatch with the engine."""
         measured = ["kept_ids", "ref_log_probs", *(() if compared_before_training(algorithm) else ("rollout_log_probs",))]
         replayed = REPLAYED_COLUMN[algorithm.routing_replay]
         needed = ("temperature", *actor_loss(algorithm, 1).columns, *([] if replayed is None else [replayed]))
         return training_columns(needed, measured)
 
     def assign_credit(self, shard: BatchShard, kl_coef: float) -> CreditReport:
-        """Compute advantages (and the critic's targets) of this rank's rows. Collective over head ranks (RankLayout), which exchange
-        rewards."""
+        """Compute advantages (and the critic's targets) of this rank's rows. Collective over head ranks (one per data-parallel rank), which
+        exchange rewards."""
         batch = shard.materialize()
         rows = padded(batch)  # the whole shard at once: a few numbers per token, no activations
         credit = assign_credit(rows, self.strategy.layout.data_rank, self.algorithm, kl_coef, self.gather_from_heads)
@@ -104,8 +103,8 @@ class ActorWorker(ModelWorker):
         self.strategy.save_adapters(folder)
 
     def train(self, share: TrainShare, kl_coef: float) -> list[Update]:
-        """Train on every mini-batch of every epoch; stop early if an update has moved the policy too far. `kl_coef`: coefficient of the KL
-        in the loss."""
+        """Train on every mini-batch of every epoch; stop early if an update moved the policy too far (early_stop_kl). `kl_coef`: KL
+        coefficient in the loss."""
         loss = replace(self.loss, kl_coef=kl_coef)
         updates: list[Update] = []
         for update in self._train(share, loss):
@@ -142,7 +141,7 @@ class ActorWorker(ModelWorker):
 
 
 class AdaptedActorWorker(ActorWorker):
-    """Actor that trains adapters. Without them it also serves as the reference, at the cost of a forward pass."""
+    """Actor that trains LoRA adapters. With these switched off, it is the reference model too, at the cost of a forward pass."""
 
     computes: ClassVar[Mapping[str, str]] = {**ReferenceWorker.computes, **ActorWorker.computes}
 
@@ -177,5 +176,5 @@ def moved_too_far(metrics: Mapping[str, float], limit: float | None) -> bool:
 
 
 def without_mismatch(sums: Mapping[str, float]) -> dict[str, float]:
-    """Drop mismatch metrics: after an update, engine and trainer differ by the update too."""
+    """Drop mismatch metrics: after an update, log-probs of engine and trainer differ by the update too."""
     return {name: value for name, value in sums.items() if not name.startswith("mismatch/")}

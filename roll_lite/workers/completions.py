@@ -1,4 +1,4 @@
-"""The engine's side of rollouts: drives a strategy and returns turns, with their tokens as blocks."""
+"""Passes requests to an inference engine and returns responses, with their tokens in token blocks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from roll_lite.scheduler.engines import Collected
 from roll_lite.workers.token_blocks import BLOCK_TOKENS, TokenRecord, token_block
 
 PART_PREFIX = TokenRecord.given((0,))
-"""Dummy first token of a part: token blocks store no log-prob for a row's first token, and a part's first token has one. `joined_block`
-drops it."""
+"""Dummy token put before a part of a response: token blocks store no log-prob for a row's first token. `joined_block` drops it."""
 
 
 class _Ready(NamedTuple):
@@ -51,7 +50,7 @@ class CompletionPump:
         self._tokens_waiting = 0
         self._left_over = False
         self._before: dict[str, list[TokenRecord]] = {}
-        """Context and prompt of each outstanding request."""
+        """Earlier turns and prompt of each outstanding request."""
         self._entering: set[str] = set()
         """Requests whose context is being fetched."""
         self._generated: dict[str, int] = {}
@@ -130,8 +129,8 @@ class CompletionPump:
         await self._strategy.abort(request_ids)
 
     async def collect(self, max_wait_s: float, most_blocks: int = 1) -> tuple[Collected, list[DataProto]]:
-        """Return completions and progress since the last call, with tokens as blocks. Waits for the first completion, then `linger_s` for
-        more; completions beyond `most_blocks` are left for the next call."""
+        """Return completions and progress since the last call, and token blocks. Waits for the first completion, then `linger_s` for more;
+        completions beyond `most_blocks` are left for the next call."""
         if not self._ready and not self._generated and self._strategy.life.failure is None:
             self._changed.clear()
             try:

@@ -1,6 +1,6 @@
-"""Credit assignment on one rank's rows, with its metrics: reward and KL become token rewards, token rewards become advantages.
+"""Turns reward and KL of one rank's rows into token rewards, then advantages, and measures them.
 
-Group baselines and whitening need the global batch: all ranks, even without rows, exchange numbers.
+Group baselines and whitening need the global batch, so all ranks, even without rows, exchange numbers.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from roll_lite.workers.credit_inputs import CreditInputs, RowTable, users_advant
 from roll_lite.workers.objectives import OLD_COLUMN, OldLogProbs
 
 Gather = Callable[[torch.Tensor], list[torch.Tensor]]
-"""Exchange between ranks: tensors [rows, n] of all data-parallel ranks, in rank order; numbers of rows may differ, and be 0."""
+"""All-gather over data-parallel ranks: returns their tensors [rows, n] in rank order; numbers of rows may differ, and be 0."""
 
 
 @dataclass(frozen=True)
 class Credit:
-    """Token tensors are [B, T-1], 0 where masked."""
+    """Result of credit assignment. Token tensors are [B, T-1], 0 where masked."""
 
     advantages: torch.Tensor
     returns: torch.Tensor | None
@@ -40,7 +40,7 @@ class Credit:
 
 
 def compared_before_training(algorithm: AlgorithmConfig) -> bool:
-    """True if a forward pass before the updates measures entropy and the mismatch with the engine; else the first update does."""
+    """True if a forward pass before the updates measures entropy and the log-prob mismatch with the engine; else the first update does."""
     return OLD_COLUMN[algorithm.old_log_probs] == "old_log_probs"
 
 
@@ -65,7 +65,7 @@ def _old_column(algorithm: AlgorithmConfig) -> list[str]:
 
 
 def assign_credit(rows: MicroBatch, data_rank: int, algorithm: AlgorithmConfig, kl_coef: float, gather: Gather) -> Credit:
-    """Advantages and the rest of Credit, from the columns that credit_columns names. Collective over head ranks."""
+    """Compute Credit from the columns that credit_columns names. Collective over head ranks (one per data-parallel rank)."""
     config = algorithm.advantage
     kl = _kl(rows, algorithm) if kl_coef > 0 else None
     whitened = algorithm.whiten_advantages or config.name in ALWAYS_WHITENED
@@ -75,8 +75,8 @@ def assign_credit(rows: MicroBatch, data_rank: int, algorithm: AlgorithmConfig, 
 
 
 def _whitening(rows: MicroBatch, gather: Gather) -> Whitening:
-    """Statistics of the global batch's tokens that train. Rows with values that are not finite are left out: they would spoil the
-    advantages of all others, and every update would be skipped."""
+    """Function that computes the whitening of the global batch's training tokens. Rows with non-finite values are left out: they would
+    spoil all other advantages."""
 
     def of_global_batch(moments: torch.Tensor) -> tuple[float, float]:
         mine = formulas.merged_moments(moments[(rows.columns["train_weight"] > 0) & moments.isfinite().all(1)])
@@ -240,7 +240,7 @@ ALWAYS_WHITENED = ("reinforce_plus_plus",)
 def credit_metrics(
     rows: MicroBatch, credit: Credit, old_log_probs: OldLogProbs, domains: int
 ) -> tuple[dict[str, float], dict[str, float], SampleSums]:
-    """Metric sums, peaks, and the difference of engine and trainer by sample (CreditReport)."""
+    """Metric sums, peaks (minima, maxima), and log-prob differences between engine and trainer by sample."""
     mask = rows.mask & (rows.columns["train_weight"] > 0)[:, None]
 
     def column(name: str) -> torch.Tensor:

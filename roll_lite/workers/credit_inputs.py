@@ -15,7 +15,7 @@ WHERE = "algorithm.advantage.function"
 
 @dataclass(frozen=True)
 class RowTable:
-    """Samples of the whole global batch, even those that do not train; all tensors [N]. A rank's rows are adjacent, in its order."""
+    """Samples of the whole global batch, even those that do not train; all tensors [N]."""
 
     rewards: torch.Tensor
     """float64: the shaped score minus coef * the sample's KL, as in the reward."""
@@ -38,7 +38,7 @@ class CreditInputs:
     mask: torch.Tensor
     """[B, T-1] bool: tokens that the policy chose."""
     values: torch.Tensor | None
-    """[B, T-1] float32, with a critic: the value before each token is chosen."""
+    """[B, T-1] float32: the critic's value before each token; None without a critic."""
     reward: torch.Tensor
     """[B] float32: the shaped score, without KL."""
     groups: torch.Tensor

@@ -1,4 +1,4 @@
-"""Parts of an engine that spans nodes: on each further node an actor, which belongs to the engine's InferWorker."""
+"""Engine that spans nodes: its InferWorker runs on the first, an actor on each other."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def own_address() -> str:
 
 
 class EnginePartWorker(AsyncWorker):
-    """Part of an engine on one node. The InferWorker that made it calls it; Ray ends both together."""
+    """Part of an engine on one node. The InferWorker that made it calls it; Ray ends it with that worker."""
 
     lives_alone: ClassVar[bool] = True
     _watching: asyncio.Task[None] | None = None
@@ -59,7 +59,7 @@ class EnginePartWorker(AsyncWorker):
 
 
 class EngineParts:
-    """The further parts of an engine that spans nodes, as its InferWorker starts, watches and ends them. `options`: Ray options of each."""
+    """Starts, watches and ends the parts of an engine on further nodes. `options`: Ray options of each."""
 
     def __init__(self, spec: EngineSpec, options: Sequence[Mapping[str, Any]]) -> None:
         address = own_address()
@@ -117,7 +117,7 @@ class EngineParts:
         raise AssertionError("until_death returned")
 
     async def shutdown(self) -> None:
-        """Ask the parts to stop, so that they clean up, then kill them."""
+        """Let the parts clean up, then kill them."""
         asked = [asyncio.ensure_future(actor.shutdown.remote()) for actor in self._actors]
         try:
             if asked:

@@ -36,7 +36,7 @@ LAST_SECONDS = 2.0
 PULSE_SECONDS = 2.0
 """Pause between a heartbeat's answer and the next heartbeat."""
 MOST_BLOCKS = 32
-"""Maximum of token blocks returned by one call."""
+"""Maximum number of token blocks (tables of samples' tokens) returned by one call."""
 POLL_SECONDS = 10.0
 """A call for completions returns after this time even without any."""
 
@@ -135,7 +135,7 @@ class InferWorker(AsyncWorker):
         await self._of_engine(self._strategy.offload(parts))
 
     async def leave_device(self) -> None:
-        """Offload everything, unless the weights are partly old and partly new: these are replaced first."""
+        """Offload everything, unless a weight update broke off: it must be repeated first."""
         if self._strategy.life.state is not EngineState.HALF_UPDATED:
             await self.offload(tuple(EngineMemory))
 
@@ -167,17 +167,17 @@ class InferWorker(AsyncWorker):
 
 
 class EngineSeat:
-    """Member of the fleet of engines: an engine and, if it is lost, its successors, which the driver starts."""
+    """An engine's place in the fleet. After a loss, the driver starts a replacement."""
 
     def __init__(self, engine: RemoteEngine) -> None:
         self.name = engine.name
         self.engine = engine
         self.successors: asyncio.Queue[RemoteEngine | MemberLost] = asyncio.Queue()
-        """Started engines; MemberLost: none comes."""
+        """Replacements, already started; MemberLost if none will come."""
         self._is_first = True
 
     async def start(self) -> None:
-        """Wait until the driver has started the engine, or has handed over a successor that it has started."""
+        """Wait until the engine has started or, after a loss, a replacement has. MemberLost if none will come."""
         if self._is_first:
             self._is_first = False
             await self.engine.start()

@@ -1,4 +1,4 @@
-"""Judges started by the run: vLLM's OpenAI-compatible server in a separate process, restarted when it dies."""
+"""LLM judges started by the run: vLLM's OpenAI-compatible server in a separate process, restarted when it dies."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ class JudgeAddress:
 
     @staticmethod
     def of(servers: Sequence[JudgeAddress]) -> JudgeAddress:
-        """Join the addresses of all servers of one judge."""
         return JudgeAddress(tuple(url for server in servers for url in server.urls), servers[0].model)
 
 
@@ -56,7 +55,7 @@ def with_addresses(reward: RewardConfig, judges: Mapping[str, JudgeAddress]) -> 
 
 
 class JudgeServer:
-    """The server's process. Its port is reserved here and survives restarts."""
+    """Process of a judge's server. Its port is reserved here and survives restarts."""
 
     def __init__(self, name: str, config: JudgeServerConfig) -> None:
         self.name = "the judge's server"

@@ -70,9 +70,9 @@ class Update:
     result: TrainResult
     peaks: dict[str, float] = field(default_factory=dict)
     ratios: np.ndarray | None = None
-    """Counts of log-ratios of new and old policy, [domains, bins] (RatioHistogram in algorithms/token_metrics.py); the actor's only."""
+    """Histogram of log-ratios between new and old policy, [domains, bins] (RatioHistogram); None for the critic."""
     mismatch: SampleSums = field(default_factory=dict)
-    """Differences of engine and trainer; only for the first update, if no earlier pass measured them."""
+    """Log-prob differences between engine and trainer; only for the first update, if no earlier pass measured them."""
     row_losses: dict[int, float] = field(default_factory=dict)
     """Loss of each of this rank's rows, supervised ones included, by sample; only for the first of consecutive skipped updates."""
 
@@ -85,7 +85,7 @@ def training_columns(loss_columns: Sequence[str], if_there: Sequence[str] = ()) 
 
 class ModelWorker(Worker):
     computes: ClassVar[Mapping[str, str]] = {}
-    """Column that the role can compute -> model output it is taken from."""
+    """Batch column that the role can compute -> model output it is taken from."""
     forward_columns: ClassVar[Columns] = Columns(reads=("input_ids",))
     strategy: TrainStrategy
 
@@ -139,7 +139,7 @@ class ModelWorker(Worker):
         self.strategy.load_hf(folder)
 
     def compute(self, shard: BatchShard, columns: Sequence[str]) -> Block | None:
-        """Compute columns of this rank's rows; None except on head ranks (RankLayout)."""
+        """Compute columns of this rank's rows; None except on head ranks (one per data-parallel rank)."""
         batch = shard.materialize()
         found = self.forward_pass(batch, columns)
         return None if found is None else put_block(DataProto({"sample": batch.tensor("sample"), **found}))
@@ -191,7 +191,7 @@ class ModelWorker(Worker):
         return dist.new_group([layout.rank for layout in heads], backend="gloo")
 
     def gather_from_heads(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """Rows of all head ranks, in data-rank order. Collective over them."""
+        """All-gather rows of the head ranks, in data-rank order."""
         everyone: list[torch.Tensor | None] = [None] * self.strategy.layout.data_size
         dist.all_gather_object(everyone, rows, group=self._heads)
         return [part for part in everyone if part is not None]

@@ -39,11 +39,7 @@ OLD_COLUMN: dict[OldLogProbs, str | None] = {"recompute": "old_log_probs", "curr
 @dataclass(eq=False)
 class ActorLoss:
     """Policy loss with its mismatch correction, KL to the reference and entropy bonus; cross-entropy for supervised rows, those with a
-    ptx_weight.
-
-    Reads advantages and loss_weight; if settings or metrics need them also old_log_probs, rollout_log_probs, ref_log_probs (for `full`
-    ref_distribution) and domain_number.
-    """
+    ptx_weight."""
 
     policy_loss: PolicyLossConfig = field(default_factory=PpoLossConfig)
     mismatch_correction: MismatchCorrectionConfig | None = None
@@ -58,13 +54,13 @@ class ActorLoss:
     domains: int = 1
     """Rows without the column domain_number belong to domain 0."""
     given: tuple[str, ...] = field(init=False)
-    """Those of the optional inputs (GIVEN_TO_LOSSES) that the user's loss asks for."""
+    """Optional inputs (GIVEN_TO_LOSSES) that a user's loss asks for."""
     mismatch: RowSums = field(init=False)
-    """Receives each sample's difference of engine and trainer."""
+    """Collects each sample's log-prob differences between engine and trainer."""
     peaks: Peaks = field(init=False)
-    """Receives mismatch/max and the largest and smallest ratio."""
+    """Collects mismatch/max and the largest and smallest ratio of new to old policy."""
     ratios: RatioHistogram = field(init=False)
-    """Receives the tokens' log-ratios of new and old policy."""
+    """Collects the tokens' log-ratios between new and old policy."""
 
     def __post_init__(self) -> None:
         self.given = given_to(self.policy_loss)
@@ -171,7 +167,7 @@ class ActorLoss:
     def _kl(
         self, outputs: MicroBatchOutputs, log_probs: torch.Tensor, old: torch.Tensor, micro_batch: MicroBatch
     ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
-        """KL to the reference: for the loss (or None), and as metrics."""
+        """KL to the reference: for the loss (None if not in it), and as metrics."""
         masked = ~micro_batch.mask
         if self.kl_coef > 0 and self.kl_estimator == "full":
             assert outputs.distribution is not None
@@ -196,7 +192,7 @@ class ActorLoss:
 
 
 def domain_numbers(micro_batch: MicroBatch, domains: int) -> torch.Tensor:
-    """[B] domain of each row; 0 without the column."""
+    """Domain number of each row, [B]; 0 without the column."""
     if domains > 1 and "domain_number" in micro_batch.columns:
         return micro_batch.columns["domain_number"]
     return torch.zeros(len(micro_batch.mask), dtype=torch.int64, device=micro_batch.mask.device)
@@ -235,7 +231,7 @@ class CriticLoss:
 
 
 def _policy_diagnostics(policy: PolicyLoss, current: torch.Tensor, old: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-    """current, old and results: [B, T-1], 0 where masked."""
+    """Metrics of how far the policy moved, by token. `current`, `old` and results: [B, T-1], 0 where masked."""
     ratio = policy.ratio.double().masked_fill(~mask, 0.0)
     return {
         "actor/tokens": mask,
@@ -252,7 +248,7 @@ def _column(micro_batch: MicroBatch, name: str) -> torch.Tensor:
 
 
 def _token_weights(micro_batch: MicroBatch) -> torch.Tensor:
-    """[B, T-1], 0 where masked."""
+    """Loss weight of each token, [B, T-1], 0 where masked."""
     return micro_batch.mask * micro_batch.columns["loss_weight"][:, None]
 
 

@@ -53,7 +53,7 @@ def read_batch(path: Path) -> RolloutBatch:
 
 
 def recorded_stats(recorded: Mapping[str, Any]) -> RolloutStats:
-    """Statistics recorded with the dump; unknown counts are dropped."""
+    """Statistics recorded with the dump, without unknown fields."""
     domains = {name: _known(DomainStats, counts) for name, counts in recorded["domains"].items()}
     return _known(RolloutStats, {**recorded, "domains": domains})
 

@@ -71,7 +71,8 @@ class RewardModelWorker(Worker):
         return strategy.layout
 
     def score(self, texts: Sequence[ScoredText]) -> list[float | str] | None:
-        """Score of each text, or the reason it has none. Called on all ranks of a copy; None except on its head rank."""
+        """Score of each text, or the reason it has none. Called on all ranks of a model copy; None except on its head rank, which returns
+        the results."""
         strategy = self._initialized()
         tokens = [self._tokens.of(text) for text in texts]
         scores = self._scores(strategy, [ids for ids in tokens if not isinstance(ids, str)])

@@ -1,4 +1,4 @@
-"""Reward models as the rollout service uses them: copies, their restart after a death, and the samples they score."""
+"""Reward models as the rollout service uses them: their copies, restarts after a death, and the samples they score."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Ranks:
         self.guilty = None
 
     async def until_lost(self) -> str:
-        """Wait until a rank is silent or dead, then end all; returns the cause."""
+        """Wait until a rank is silent or dead; returns the cause, or raises MemberLost with it."""
 
         async def ask() -> None:
             if await self._find_places() != self._places:

@@ -79,7 +79,7 @@ def _answers(group: SampleGroup) -> Iterator[int]:
 
 
 def tokens_of(groups: Sequence[SampleGroup], extra: Sequence[str] = ()) -> Block:
-    """Block that refers to the samples' tokens where they lie. `extra`: further columns."""
+    """Block of references to the samples' tokens. `extra`: further columns."""
     places = [sample.transcript.tokens for group in groups for sample in group.samples]
     numbers: dict[Any, int] = {}
     objects = np.empty(len(places), np.int32)
@@ -104,7 +104,7 @@ def _baseline_scores(groups: Sequence[SampleGroup]) -> list[float]:
 
 
 def ledger_text(lines: Iterable[dict[str, Any]], step: int | None = None) -> bytes:
-    """Lines of JSON for the ledger. `step`: of the batch and its groups."""
+    """JSON lines for the ledger. `step`: added to lines of the batch and its groups."""
     return b"".join(_line(line | {"step": step} if line.get("end") == DELIVERED or line["event"] == "batch" else line) for line in lines)
 
 
@@ -125,7 +125,7 @@ def write_samples(path: Path, groups: Iterable[SampleGroup], step: int, clock_of
 
 
 def _line(record: dict[str, Any]) -> bytes:
-    """Line of JSON. Half a surrogate pair, which a program may print, is no UTF-8: it is escaped."""
+    """Line of JSON. Half a surrogate pair, which a program may print, is not UTF-8: it is escaped."""
     try:
         return to_json(record, inf_nan_mode="constants", fallback=str) + b"\n"
     except PydanticSerializationError:
