@@ -9,7 +9,7 @@ from math import comb
 import numpy as np
 
 NO_ANSWER, READS_NONE = -1, -2
-"""Sentinels: the response has no answer; this reward extracts none."""
+"""Sentinels in place of an answer: the response has none; the reward function extracts none."""
 
 
 def every_k(most: int) -> list[int]:
@@ -43,12 +43,12 @@ class SampledPrompts:
         return np.array(values)[which.reshape(-1)]
 
     def best(self, k: int) -> np.ndarray:
-        """[P] expected highest score of k samples; NaN for n < k. The i-th lowest of n samples is the highest of C(i - 1, k - 1) of the
-        C(n, k) choices."""
+        """[P] expected highest score of k samples; NaN for n < k."""
         sizes, which = np.unique(self.samples, return_inverse=True)
         weights = np.full((len(sizes), int(self.samples.max(initial=0))), np.nan)
         for row, n in enumerate(sizes.tolist()):
             if n >= k:
+                # The i-th lowest of n samples is the highest of C(i - 1, k - 1) of the C(n, k) choices.
                 weights[row, :n] = [comb(i, k - 1) / comb(n, k) for i in range(n)]
         return np.bincount(self.prompt, weights=self._ascending * weights[which[self.prompt], self.place])
 

@@ -76,7 +76,7 @@ def gae(
     returns: Any,
     moments: Any,
 ) -> None:
-    """Write the row moments of the advantages; if `moments` has no rows, write advantages (from lam) and returns (from lam_critic)
+    """Write the `row_moments` of the advantages; if `moments` has no rows, write advantages (from lam) and returns (from lam_critic)
     instead. Arguments as in advantages.gae."""
     paid, measured = rewards.size > 0, moments.size > 0
     for row in range(first, stop):
@@ -112,8 +112,8 @@ def gae(
 def discounted_returns(
     first: int, stop: int, rewards: Any, mask: Any, gamma: float, at_end: Any, shift: float, scale: float, out: Any, moments: Any
 ) -> None:
-    """Write the row moments of the returns; if `moments` has no rows, write the returns instead: G_t = r_t + gamma * G of the next
-    policy token. at_end as in gae."""
+    """Write the `row_moments` of the returns; if `moments` has no rows, write the returns instead: G_t = r_t + gamma * G of the next policy
+    token. at_end as in gae."""
     paid, measured = rewards.size > 0, moments.size > 0
     for row in range(first, stop):
         carried = at_end[row]

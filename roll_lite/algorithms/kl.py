@@ -80,7 +80,7 @@ def kl_loss(
 
 
 LARGEST_ERROR = 0.2
-"""Limit of the KL's relative deviation from its target."""
+"""The KL's relative deviation from its target is clipped to +- this."""
 
 
 class KlController:

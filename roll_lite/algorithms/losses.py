@@ -1,8 +1,8 @@
 """Token losses [B, T-1], 0 where masked: policy, critic, entropy. Also the correction of the engine-trainer mismatch, and row weights.
 
-Policy losses take `PolicyTerms.filled()`. A loss of sequences puts the sequence's loss on each policy token, so that
-`sequence_mean_token_mean` is the mean over sequences. Tokens with advantage 0 have no gradient (except in Kimi's loss) and never count
-as clipped."""
+Policy losses take `PolicyTerms.filled()`. A sequence-level loss puts the sequence's loss on each policy token, so that
+`sequence_mean_token_mean` is the mean over sequences. Tokens with advantage 0 have no gradient (except in Kimi's loss) and never count as
+clipped."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PolicyTerms:
 
     log_probs: torch.Tensor
     old_log_probs: torch.Tensor
-    """Log-probs before the step."""
+    """Log-probs of the old policy."""
     advantages: torch.Tensor
     mask: torch.Tensor
     """bool: tokens that count."""
@@ -248,8 +248,9 @@ def mismatch_weights(
     low: float,
     high: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Importance weights exp(trained - rollout) of tokens, or of sequences (product or geometric mean over tokens), and a bool mask of
-    those outside [low, high]. `truncate` limits these to the range (TIS), `mask` sets them to 0 (IcePop)."""
+    """Correction of the engine-trainer mismatch: importance weights exp(trained - rollout) of tokens or sequences (product or geometric
+    mean over tokens), and a bool mask of those outside [low, high]. `truncate` limits these to the range (TIS), `mask` sets them to 0
+    (IcePop)."""
     log_weight = _log_ratio(trained, rollout, mask)
     if level == "sequence":
         log_weight = clamped(row_sum(log_weight)).expand_as(log_weight)

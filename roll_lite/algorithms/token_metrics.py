@@ -34,7 +34,7 @@ def sums_by_domain(tokens: dict[str, torch.Tensor], domain_numbers: torch.Tensor
 
 @dataclass
 class Peaks:
-    """Largest (or smallest) values, kept on the device until read."""
+    """Maxima and minima by domain, kept on the device until read."""
 
     domains: int = 1
     _largest: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)

@@ -24,7 +24,7 @@ class EngineLoad:
     requests: int = 0
     """Requests in flight or about to be sent."""
     generating: int = 0
-    """Requests started and not finished."""
+    """Requests that the engine has started and not finished."""
     last_sign: float = 0.0
     """Time of the last start or end of a request."""
     dead: str | None = None

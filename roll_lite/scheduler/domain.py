@@ -18,9 +18,10 @@ from roll_lite.scheduler.runner import RewardClient, SampleRunner
 from roll_lite.scheduler.stats import SURPLUS, UNFINISHED, Recorder, commonest, loss_of
 
 LEAST_LOSSES = 8
-"""The run fails if this many prompts in a row are lost, or 3 times the domain's prompts per batch if that is more."""
+"""The run fails if this many prompts in a row yield no usable group, or 3 times the domain's prompts per batch if that is more."""
 LONGER, MOST_LOST = 4, 7 / 8
-"""The run also fails if the share MOST_LOST of the latest LONGER * LEAST_LOSSES prompts (more with large batches) is lost."""
+"""The run also fails if the share MOST_LOST of the latest LONGER * LEAST_LOSSES prompts (more with large batches) yields no usable
+group."""
 
 
 class DomainFailed(RuntimeError):
@@ -130,7 +131,7 @@ class DomainScheduler:
         self._tries_left = 0
         """Filtered groups that may still be replaced."""
         self._waits_for: int | None = None
-        """Group, by number, that the batch must wait for."""
+        """Number of the group that the batch must wait for."""
 
     @property
     def running(self) -> int:

@@ -25,7 +25,7 @@ CLOCK_S = 1e-6
 LOOK_S = 1.0
 """Interval of time-out checks while the engine is paused."""
 ABORT_PATIENCE_S = 10.0
-"""Time in which an engine must answer an abort with its tokens."""
+"""Time in which an engine must answer an abort."""
 
 
 class ExpectedLength:

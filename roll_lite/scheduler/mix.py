@@ -84,7 +84,7 @@ class _Batch:
 class BatchPlan:
     """Plan of the coming batches: how many groups of each domain they hold, and which domain starts the next prompt.
 
-    `least`: minimum number of groups per batch, by domain; if a share is too small for it, other domains give up places."""
+    `least`: minimum number of groups per batch, by domain; if a share is too small for it, other domains get fewer."""
 
     def __init__(self, shares: Mapping[str, float], least: Mapping[str, int] | None = None) -> None:
         self.size = 0

@@ -57,7 +57,7 @@ class DomainStats:
         return self.finish_reasons.total()
 
     def metrics(self) -> Iterator[tuple[str, float, float]]:
-        """Row of the metric table, value and count of every statistic."""
+        """(row of the metric table, value, count) of every statistic."""
         for name, hint in get_type_hints(DomainStats, include_extras=True).items():
             if get_origin(hint) is Annotated:
                 value, (row, *counted) = getattr(self, name), hint.__metadata__

@@ -1,4 +1,4 @@
-"""Passes requests to an inference engine and returns responses, with their tokens in token blocks."""
+"""Passes requests to an inference engine and returns responses, with their tokens in tables (token blocks)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Ready(NamedTuple):
 
 
 class CompletionPump:
-    """Collects completions of a strategy until they are fetched."""
+    """Passes requests to an engine, and keeps completions until they are fetched."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class CompletionPump:
         self._before: dict[str, list[TokenRecord]] = {}
         """Earlier turns and prompt of each outstanding request."""
         self._entering: set[str] = set()
-        """Requests whose context is being fetched."""
+        """Requests whose earlier turns are being fetched."""
         self._generated: dict[str, int] = {}
         """Response tokens so far, of requests that made progress since the last `collect`."""
         self._changed = asyncio.Event()

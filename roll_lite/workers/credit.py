@@ -32,7 +32,7 @@ class Credit:
 
     advantages: torch.Tensor
     returns: torch.Tensor | None
-    """The critic's targets, with GAE."""
+    """The critic's targets; None without a critic."""
     kl: torch.Tensor | None
     """KL(policy || reference) of each token before its coefficient, if part of the reward."""
     rewards_per_row: torch.Tensor

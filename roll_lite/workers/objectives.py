@@ -33,7 +33,7 @@ from roll_lite.data.user_function import load_function
 OldLogProbs = Literal["recompute", "current", "rollout"]
 
 OLD_COLUMN: dict[OldLogProbs, str | None] = {"recompute": "old_log_probs", "current": None, "rollout": "rollout_log_probs"}
-"""Column with the old log-probs of the policy ratio; None: those of the training forward itself, detached."""
+"""Column with the old log-probs of the policy ratio; None: those of the training forward pass, detached."""
 
 
 @dataclass(eq=False)
@@ -43,7 +43,7 @@ class ActorLoss:
 
     policy_loss: PolicyLossConfig = field(default_factory=PpoLossConfig)
     mismatch_correction: MismatchCorrectionConfig | None = None
-    """Multiplies the policy loss, not KL and entropy."""
+    """Its weights multiply the policy loss, not KL and entropy."""
     kl_coef: float = 0.0
     kl_estimator: KlEstimator | Literal["full"] = "k3"
     kl_unbiased_gradient: bool = False
