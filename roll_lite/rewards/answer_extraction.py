@@ -1,4 +1,4 @@
-r"""Answers in a response: after the thinking, before a cut at the token limit, in <answer></answer>, in \boxed{}."""
+r"""Extracts answers from responses: drops the thinking and what the token limit cut, and reads <answer></answer> and \boxed{}."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ESCAPES = ("\\\\", "\\{", "\\}")
 BOX_NAME = re.compile(r"\\(?:boxed|fbox)\s*\{")
 BARE_BOX = re.compile(r"\\(?:boxed|fbox)(?:\s+|(?=\d))(-?[\w.,]*\w)")
 BLANK = re.compile(r"(?:\\[hv]?phantom\{[^{}]*\}|\\hspace\*?\{[^{}]*\}|\\q?quad|\\[ ,;:!]|\\_|[\s~?_.…])*")
-"""Content of an empty box, as in a quoted question."""
+r"""Matches the content of an empty \boxed{}, as in a quoted question: blanks, dots, underscores."""
 _SPACE = r"(?:[\s,;$]|\\[()\[\],;:! ]|\\q?quad(?![A-Za-z]))*+"
 BETWEEN_BOXES = re.compile(rf"{_SPACE}(?:\b(?:or|and)\b|\\text\s*\{{\s*,?\s*(?:or|and)\s*\}}|[或和])?{_SPACE}")
 MOST_BOXES = 20
@@ -45,20 +45,20 @@ def without_thinking(text: str, prompt: str = "") -> str:
 
 
 def is_cut(sample: RewardInput) -> bool:
-    """True if the token limit cut the response. Its end may be a fragment: 12 of 123."""
+    """True if the token limit cut the response. Its end may then be a fragment, such as 12 of 123."""
     return sample.finish_reason == FinishReason.LENGTH
 
 
 def complete(sample: RewardInput) -> str:
-    """Response for a reward that judges all of it; empty if cut."""
+    """Response without thinking, for rewards that judge all of it; empty if cut."""
     return "" if is_cut(sample) else after_thinking(sample)
 
 
 def finished(sample: RewardInput) -> str:
-    """Response for a reward that searches an answer in it.
+    """Response without thinking, for rewards that search it for an answer.
 
-    If it was cut, only parts remain that the cut cannot have shortened: whole sentences and lines, and closed boxes and tags of the
-    last sentence. An open displayed formula is dropped.
+    If it was cut, only parts remain that the cut cannot have shortened: whole sentences and lines, and closed boxes and tags of the last
+    sentence. An open displayed formula is dropped.
     """
     if not is_cut(sample):
         return after_thinking(sample)
@@ -88,8 +88,8 @@ def last_boxed(text: str) -> str | None:
 
 
 def last_boxes(text: str) -> list[str]:
-    r"""Contents of the last \boxed{}s with only `and`, `or` or commas between them, in order, at most MOST_BOXES. Empty boxes are
-    skipped."""
+    r"""Contents of the last nonempty \boxed{} and of those before it, in order, as long as only commas, `and` or `or` separate them; at
+    most MOST_BOXES."""
     found: list[str] = []
     before = len(text)
     for start, end in _boxes(text):

@@ -1,4 +1,4 @@
-"""Reads a built-in type's arguments from YAML; reports every mistake with its place and a remedy."""
+"""Reads a built-in reward type's arguments from YAML; reports every mistake with its place and a remedy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from roll_lite.rewards.reward_type import RewardType, Unshown
 
 
 def read_arguments(name: str, cls: type[RewardType], args: Mapping[str, Any], place: str) -> RewardType | list[Problem]:
-    """The reward type with these arguments, or the problems with them. The text "3" is no number."""
+    """Create the reward type, or return all problems with its arguments. Strict: the text "3" is no number."""
     unquoted = list(_unquoted(args, place))
     if unquoted:
         return unquoted
@@ -52,8 +52,8 @@ def _problem(name: str, cls: type[RewardType], args: Mapping[str, Any], error: E
 
 
 def _where(cls: type[RewardType], args: Mapping[str, Any], error: ErrorDetails) -> tuple[list[str], type[BaseModel], Any]:
-    """YAML path of an error, the model with its last key as a field, and the value. Pydantic's location also has union members and list
-    indices."""
+    """Return an error's YAML path, the model that the path's last key belongs to, and the value. Pydantic's location also has union members
+    and list indices."""
     first, *rest = map(str, error["loc"])
     path, value = [first], args.get(first)
     section = _section(cls.model_fields[first].annotation) if first in cls.model_fields else None

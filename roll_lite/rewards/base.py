@@ -1,7 +1,7 @@
 """Calls reward functions and tells scores from failures.
 
-A failure takes the sample out of training. Only the reference answer, a service or the machine may cause one; a bad response gets a
-low score, or the policy could learn to have wrong responses left out.
+A failure takes the sample out of training. Only the reference answer, a service or the machine may cause one. A bad response must get a low
+score, or the policy could learn to have wrong responses left out.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ResponseSuspected(RewardFailed):
 
 
 class RewardFunction:
-    """Reward function with its arguments: sync or async, for a sample or a list."""
+    """Reward function with its arguments: sync or async, for one sample or a list."""
 
     def __init__(self, name: str, function: Callable[..., Any], args: Mapping[str, Any]) -> None:
         self.name = name
@@ -54,13 +54,13 @@ class RewardFunction:
         self.is_batched = is_batched(function)
         self._type = function if isinstance(function, RewardType) else RewardType()
         self.at_once = self._type.at_once()
-        """Maximum samples in one list call; None: any number. They run concurrently, each within a sample's whole time limit."""
+        """Maximum samples per list call; a whole call has one sample's time limit. None: any number."""
         self._function = function
         self._args = dict(args)
         self._runner: asyncio.Runner | None = None
 
     def __call__(self, item: RewardInput) -> Score:
-        """Score outside an event loop. An async function keeps its loop and connections between calls."""
+        """Score a sample outside an event loop. An async function keeps a loop of its own, and its connections, between calls."""
         if self.is_async:
             self._runner = self._runner or asyncio.Runner()
             return self._runner.run(self.score(item))
@@ -71,7 +71,7 @@ class RewardFunction:
             return self._lowest(failure)
 
     async def score(self, item: RewardInput) -> Score:
-        """Score within an event loop; many calls of an async function may be in flight."""
+        """Score a sample inside an event loop, where many calls of an async function may be in flight."""
         if not self.is_async:
             return self(item)
         try:
@@ -84,8 +84,7 @@ class RewardFunction:
             return self._lowest(failure)
 
     def scores(self, items: Sequence[RewardInput]) -> list[Score | RewardFailed]:
-        """Score a list in one call of a sync function. Raises RewardFailed if the call failed, ResponseSuspected if one response may be
-        the cause: score each sample alone."""
+        """Score a list in one call of a sync function. RewardFailed if the whole call failed: score each sample alone."""
         if len(items) == 1:
             return [self(items[0])]
         with self._failures():
@@ -101,11 +100,9 @@ class RewardFunction:
         return self._many(results, len(items))
 
     def warm(self) -> None:
-        """Do the slow work of a first call (imports, tables)."""
         self._type.warm()
 
     def describe(self) -> str:
-        """Text for the user on how the reward runs here; may be empty."""
         return self._type.describe()
 
     def close(self) -> None:
@@ -214,7 +211,7 @@ def to_score(result: Any, name: str) -> Score:
 
 
 def checked_score(number: float, name: str) -> float:
-    """RewardFailed if the number is not finite as float32."""
+    """Return the number; RewardFailed if it is not finite as float32."""
     if not abs(number) <= LARGEST_SCORE:
         what = f"is beyond float32, whose largest number is {LARGEST_SCORE:.5g}" if math.isfinite(number) else "is not finite"
         raise RewardFailed(f"reward {name}: returned {number:.5g}, which {what}")
@@ -229,5 +226,5 @@ def _float(value: Any) -> float:
 
 
 def _plain(value: Any) -> Any:
-    """Convert numpy's bool, without importing numpy, which is slow."""
+    """Convert numpy's bool to Python's, without importing numpy, which is slow."""
     return bool(value) if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_") else value

@@ -61,16 +61,17 @@ class ModelReward(RewardType):
     model: str
     """Name in the section `reward_models`."""
     template: Annotated[str, AfterValidator(_is_template)] = "{prompt}{response}"
-    """Text that the model reads. {prompt} is the policy's input with its template applied, {question} the prompt as in the data,
-    {response} the policy's response without special tokens and thinking, {answer} the reference answer, any other name a column of the
-    data. chat: use the reward model's chat template, with `question` as the user's message and the response as the assistant's."""
+    """Text that the model reads, with placeholders, or `chat`. {prompt} is the policy's input with its template applied, {question} the
+    prompt as in the data, {response} the policy's response without special tokens and thinking, {answer} the reference answer, any other
+    name a column of the data. `chat` applies the reward model's own chat template to `question`, as the user's message, and the response,
+    as the assistant's."""
     question: Annotated[str, AfterValidator(_is_text)] = "{question}"
-    """User's message with `template: chat`, with the same placeholders. A single placeholder whose value is a chat gives all messages
-    before the response."""
+    """User's message for `template: chat`, with the same placeholders. If it is a single placeholder whose value is a list of chat
+    messages, these come before the response."""
     scale: Literal["none", "sigmoid"] = "none"
-    """none: the output itself. sigmoid: its sigmoid, between 0 and 1."""
+    """none: the score is the model's output. sigmoid: its sigmoid, between 0 and 1."""
     threshold: float = 0.0
-    """Unscaled output above which a response is correct."""
+    """Model output, before `scale`, above which a response is correct."""
 
     @field_validator("question")
     @classmethod
@@ -101,7 +102,7 @@ class ModelReward(RewardType):
             yield Problem(f"{place}.args.template", message, CHAT)
 
     def model_input(self, sample: RewardInput) -> ScoredText:
-        """Input for a sample; RewardFailed if a column is missing."""
+        """The model's input for a sample; RewardFailed if a column is missing."""
         if self.template != CHAT:
             return filled(self.template, sample, "model")
         response = {"role": "assistant", "content": str(filling("response", sample))}
@@ -120,5 +121,5 @@ class ModelReward(RewardType):
 
 
 def nothing(sample: RewardInput) -> float:
-    """Base score of 0 in reward workers, to which terms are added; the model's output comes later."""
+    """Score 0 in place of the model's: reward workers score the terms alone, and the model's output is added later."""
     return 0.0

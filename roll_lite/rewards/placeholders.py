@@ -19,7 +19,7 @@ QUESTION = "question"
 
 @lru_cache(maxsize=64)
 def template_parts(template: str) -> tuple[tuple[str, str | None], ...]:
-    """Pairs of text and the placeholder after it, or None; ValueError for a malformed template."""
+    """Split a template into pairs (text, name of the placeholder after it or None); ValueError if malformed."""
     placeholders(template)
     return tuple((text, name) for text, name, _, _ in Formatter().parse(template))
 
@@ -71,7 +71,7 @@ def is_chat(value: Any) -> TypeGuard[list[dict[str, Any]]]:
 
 
 def chat_as_text(messages: Sequence[dict[str, Any]]) -> str:
-    """Text of the messages, each with its role; a single message without."""
+    """Text of chat messages, each with its role; a single message has none."""
     if len(messages) == 1:
         return str(messages[0]["content"])
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)

@@ -30,7 +30,7 @@ from roll_lite.rewards.running.reward_process import RewardProcess
 RIGHT, WRONG_ANSWERS, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 INSTEAD = "--responses FILE (lines with `response` and `prompt` or `prompt_uid`), or --column NAME for a column of the data with right ones"
 REFERENCES_S = 30.0
-"""Time limit for checking the split's references if `limit` is set, in seconds."""
+"""Time limit for checking all reference answers if `limit` is set, in seconds."""
 PROMPTS_A_PROCESS = 500
 MOST_PROCESSES = 8
 
@@ -45,7 +45,7 @@ class Look:
     limit: int | None = 20
     """Maximum number of responses; None: all."""
     responses: Path | None = None
-    """Lines with `response` and `prompt_uid` or `prompt`, such as the samples of a run."""
+    """File of lines with `response` and `prompt_uid` or `prompt`, such as the samples of a run."""
     column: str | None = None
 
 
@@ -108,7 +108,7 @@ def _progress(done: int, total: int) -> None:
 
 
 def _tries(name: str, config: RunConfig, look: Look, reward: RewardType | None) -> tuple[PromptSet, list[Try]]:
-    """Prompts (the whole split if its references will be checked), and responses to score."""
+    """Load prompts (the whole split if all its references will be checked) and the responses to score."""
     domain, tokenizer = config.domains[name], load_tokenizer(config.model.path)
     reads_all = reward is not None and reward.reads_answer_first
     if look.responses is not None:
@@ -150,7 +150,7 @@ def _response(prompt: Prompt, reward: RewardType | None, look: Look) -> str:
 
 
 def _readable(file: Path, domain: str) -> Iterator[tuple[Row, Mapping[str, Any]]]:
-    """Lines of this domain with a response; failed samples of a run are skipped."""
+    """Read this domain's lines; a run's failed samples are skipped. ValueError for an invalid line."""
     for row in read_rows(file.absolute()):
         content, place = row.content, f"--responses: {row.place}"
         if isinstance(content, str):
@@ -170,7 +170,7 @@ def _readable(file: Path, domain: str) -> Iterator[tuple[Row, Mapping[str, Any]]
 
 
 def _texts(content: Mapping[str, Any], domain: DomainConfig, template: Template) -> list[str]:
-    """Possible texts of the prompt: as given, and with the template applied."""
+    """Texts that a line's prompt may have in the data: as given, and with the template applied."""
     if "prompt" not in content:
         return []
     texts = [content["prompt"]] if isinstance(content["prompt"], str) else []
@@ -204,8 +204,8 @@ def _given(row: Row, content: Mapping[str, Any], prompts: PromptSet, by_text: Ma
 def read_references(
     config: RewardConfig, path: str, prompts: PromptSet, seconds: float | None, progress: Callable[[int], None]
 ) -> References:
-    """Find references that the reward cannot read, in random order, for at most `seconds` (None: all). ValueError for a mistake in the
-    section at `path`."""
+    """Find reference answers that the reward cannot read, in random order, for at most `seconds` (None: all). ValueError if the section at
+    `path` is invalid."""
     plain = config.model_copy(update={"terms": [], "format": None})
     order = iter(random.Random(0).sample(range(len(prompts)), len(prompts)))
     processes = min(os.cpu_count() or 1, MOST_PROCESSES, 1 + len(prompts) // PROMPTS_A_PROCESS)

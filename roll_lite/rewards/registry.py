@@ -127,7 +127,8 @@ def check_rewards(config: RunConfig) -> Iterator[Problem]:
 
 
 def address_notes(config: RunConfig) -> list[str]:
-    """Notes on reward addresses that do not answer now: a service may start later, or be reachable from other machines only."""
+    """Notes on URLs of rewards that do not answer now. They may still be right: a service may start later, or be reachable only from other
+    machines."""
     sections = {f"domains.{name}.reward": domain.reward for name, domain in config.domains.items()}
     addresses = {text: path for place, reward in sections.items() for path, text in texts_in(reward, place) if ADDRESS.match(text)}
     silent: dict[str, str] = {}
@@ -158,7 +159,7 @@ def _reward(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Prob
 
 
 def _data_of(place: str, domain: DomainConfig, part: RewardConfig | RewardTermConfig, read: RewardType) -> Iterator[Problem]:
-    """Problems with columns that the reward reads and the data lacks."""
+    """Problems with data columns that the reward reads and the data lacks."""
     if read.needs_answer() and domain.data.answer is None:
         message = f"{part.name} ({place}) reads the reference answer: name its column"
         yield Problem(f"{place.partition('.reward')[0]}.data.answer", message, None)

@@ -20,9 +20,9 @@ class ArgumentSection(BaseModel):
 
 
 class RewardType(ArgumentSection):
-    """Reward type; its fields are its arguments in YAML.
+    """Base class of reward types. Its fields are the arguments in YAML.
 
-    docs/rewards.md is generated from the docstrings of the class, which ends with a YAML example, and of its fields.
+    docs/rewards.md is generated from the docstrings of the classes, which end with a YAML example, and of their fields.
     """
 
     within_a_run: ClassVar[bool] = False
@@ -31,7 +31,7 @@ class RewardType(ArgumentSection):
     """True if the reward reads the reference answer before the response, and scores an empty response quickly."""
 
     def __call__(self, sample: Any) -> Any:
-        """Score a sample, or a list of samples, sync or async, like a user's function."""
+        """Score a sample, or a list of samples; sync or async, as a user's function may be."""
         raise NotImplementedError
 
     def lowest(self) -> float:
@@ -39,29 +39,29 @@ class RewardType(ArgumentSection):
         return 0.0
 
     def warm(self) -> None:
-        """Do the slow work of a first call (imports, tables), before time limits; ValueError if something is missing."""
+        """Do a first call's slow work (imports, tables) before any time limit runs; ValueError if something is missing."""
 
     def at_once(self) -> int | None:
-        """Maximum samples in one list call, run concurrently, each within the whole time limit; None: any number."""
+        """Maximum samples per list call; a whole call has one sample's time limit. None: any number."""
         return None
 
     def describe(self) -> str:
-        """Text for the user on how the reward runs here; may be empty."""
+        """Note for the user on how the reward runs here; may be empty."""
         return ""
 
     def in_run(self, config: RunConfig, place: str, timeout_s: float) -> Iterator[Problem]:
-        """Problems in this configuration. `place`: YAML path of the reward; `timeout_s`: time limit of a sample."""
+        """Find the reward's problems in this configuration. `place`: YAML path of the reward; `timeout_s`: time limit of a sample."""
         yield from ()
 
     def needs_answer(self) -> bool:
         return False
 
     def named_columns(self) -> dict[str, tuple[str, ...]]:
-        """Data columns that the arguments name, by argument; defaults excluded."""
+        """Names of data columns given as arguments, by argument; defaults excluded."""
         return {}
 
     def no_response(self) -> str | None:
-        """Describe the reference answers, for a message, if they cannot serve as responses; else None."""
+        """What the reference answers are, for a message ("tests"), if they cannot be scored as responses; None if they can."""
         return None
 
     def response_for(self, answer: Any) -> str | None:
@@ -70,7 +70,8 @@ class RewardType(ArgumentSection):
 
 
 def too_slow(place: str, argument: str, value: float, seconds: float, timeout_s: float) -> Iterator[Problem]:
-    """Problem if an inner limit is not below the sample's `timeout_s`: that time-out would come first and fail the sample."""
+    """Problem if a limit inside the reward (`seconds`) is not below the sample's `timeout_s`, which would then end first and fail the
+    sample."""
     if seconds >= timeout_s:
         message = f"allows {seconds:g} s by the clock; the whole sample has {timeout_s:g} (the reward's timeout_s): use less, or raise that"
         yield Problem(f"{place}.args.{argument}", message, value)
@@ -80,7 +81,7 @@ WRAPPED = {"boxed": r"\boxed{{{}}}", "tagged": "<answer>{}</answer>"}
 
 
 def written(answer: Any, extract: str = "") -> str | None:
-    """Response with the answer where `extract` looks for it; None if the answer is no text or number."""
+    """Response with the answer where `extract` (boxed, tagged) looks for it; None if the answer is no text or number."""
     first = answer[0] if isinstance(answer, list) and answer else answer  # of a list any entry counts
     if isinstance(first, bool) or not isinstance(first, str | int | float):
         return None

@@ -22,7 +22,7 @@ class Term:
 
 
 class Reward:
-    """Sum of a base and weighted terms. Only the base decides whether a sample is correct. If a term fails, the sample fails."""
+    """Sum of a base reward and weighted terms. Only the base decides whether a sample is correct. If a term fails, the sample fails."""
 
     def __init__(self, base: RewardFunction, terms: Sequence[Term] = ()) -> None:
         self.name = base.name
@@ -152,7 +152,7 @@ class RepetitionReward(RewardType):
     unit: Literal["words", "characters"] = "words"
     """Unit of the n-grams."""
     free: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share up to which the value is 0; from there it rises linearly to 1."""
+    """Repeated share up to which the value is 0; from there it rises linearly to 1."""
 
     def __call__(self, sample: RewardInput) -> Score:
         text = sample.response.casefold()
