@@ -1,8 +1,9 @@
-"""Table of the parts of models on the devices in each phase. Runs follow it, `roll-lite check` draws it.
+"""Table of the model parts (weights, optimizer, ..., as in `StateGroup` and `EngineMemory`) on the devices in each phase. Runs follow it,
+`roll-lite check` draws it.
 
-Parts are named as in `StateGroup` and `EngineMemory`. Roles with `offload: true` are loaded only for a phase, others stay loaded. Before
-generation, engines load weights beside the trainer's, the trainer sends its weights and offloads them, and engines allocate the KV cache.
-After generation engines offload both."""
+Roles with `offload: true` are loaded only for a phase, others stay loaded. Before generation, engines load weights beside the trainer's,
+which are sent and offloaded; then engines allocate the KV cache. After generation engines offload both.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ class Phase(StrEnum):
 @dataclass(frozen=True)
 class Presence:
     parts: Mapping[str, tuple[str, ...]]
-    """Loaded parts by role, in loading order. A role may overtake one that still waits for its devices. `reward_models` and `judges` mean
-    all of them."""
+    """Parts loaded in the phase, by role. Roles that take turns load in this order; one that waits for its devices holds up no other.
+    `reward_models` and `judges` mean all of them."""
     in_turns: bool = False
     """Load roles with `offload` that share a device one after the other."""
     of_step: bool = True

@@ -178,7 +178,6 @@ def _curve(
 
 
 def _running_mean(values: Sequence[float]) -> Sequence[float]:
-    """Centred mean over a tenth of the run; short runs unchanged."""
     if len(values) <= SMOOTHING_STEPS or max(values) == min(values):
         return values
     half = max(1, len(values) // 20)

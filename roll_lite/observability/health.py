@@ -10,18 +10,18 @@ from dataclasses import dataclass
 Metrics = Mapping[str, float]
 
 IN_A_ROW = 3
-"""Number of consecutive steps after which a sign is reported."""
+"""Number of consecutive steps with a sign after which it is reported."""
 GROUPS = 12
-"""Minimum number of a domain's groups in these steps: equal scores in a few small groups may be chance."""
+"""Minimum number of a domain's sample groups in these steps: equal scores in a few small groups may be chance."""
 TRUNCATED_ABOVE = 0.5
 ENTROPY_LEFT = 0.02
 """Share of the first step's entropy below which entropy counts as collapsed."""
 GRADIENT_GROWTH = 100.0
 """Multiple of earlier steps' median gradient norm above which the gradient counts as exploding."""
 GRADIENT_STEPS = 5
-"""Minimum number of earlier steps for the median."""
+"""Minimum number of earlier gradient norms for the median."""
 REMEMBERED = 50
-"""Number of earlier steps kept for the median."""
+"""Number of earlier steps whose gradient norms are kept for the median."""
 
 
 @dataclass

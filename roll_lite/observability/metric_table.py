@@ -28,8 +28,8 @@ class Metric:
     description: str
     by: Literal["domain", "phase", "role", "transport"] | None = None
     count: tuple[str, ...] = ()
-    """Metrics that hold the mean's count when a loss reports its sum; the first one present is used. Empty: each optimizer step counts
-    1."""
+    """Metrics that give this mean's number of items where a loss reports its sum; the first one present is used. Empty: each optimizer step
+    counts 1."""
     shown: bool = True
     """False for metrics that are only inputs of derived ones."""
 

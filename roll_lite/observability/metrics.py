@@ -61,9 +61,11 @@ class MetricSums:
             self._put((name, None), value, count)
 
     def add_sums(self, sums: Mapping[str, float], domains: Sequence[str] = ()) -> None:
-        """Add the metric sums of a loss function after one optimizer step, including the counts of means.
+        """Add the sums that a loss function reports for one optimizer step. That of a mean needs its number of items beside it, under a
+        name in `Metric.count`.
 
-        `<name>#<number>` is the sum over the rows of domain `domains[number]`; a domain without rows is left out."""
+        `<name>#<number>` is the sum over the rows of domain `domains[number]`; a domain without rows is left out.
+        """
         for key, value in sums.items():
             name, mark, number = key.partition("#")
             metric = metric_of(name)

@@ -1,4 +1,4 @@
-"""summary.json of a run, and redrawing of its picture during the run."""
+"""Writes summary.json, and redraws a run's picture."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ Accuracy = BeforeAfter
 
 
 def accuracy_change(domains: Sequence[str], before: Mapping[str, float], after: Mapping[str, float]) -> Accuracy:
-    """Accuracy in the first and last validation; None if not measured."""
 
     def read(name: str) -> dict[str, float | None]:
         return {"before": before.get(name), "after": after.get(name)}
@@ -40,7 +39,6 @@ Measures = dict[str, BeforeAfter]
 
 
 def held_out_change(before: Mapping[str, float], after: Mapping[str, float]) -> Measures:
-    """Held-out metrics of the first and last validation, by place."""
     change: Measures = {}
     for name in {**before, **after}:
         if (known := HELD_OUT.fullmatch(name)) is not None:
@@ -104,7 +102,6 @@ class LivePicture:
             self._thread.start()
 
     def close(self) -> None:
-        """Stop drawing; wait for a drawing in progress."""
         self._over.set()
         self._changed.set()
         if self._thread.is_alive():

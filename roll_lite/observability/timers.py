@@ -39,7 +39,7 @@ class StepTimes:
 class StepTimers:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.around: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
-        """Returns a context manager to enter around a phase, for its time limit."""
+        """Gives the context manager, such as a time limit, that is entered around a phase of this name."""
         self._clock = clock
         self._open: list[str] = []
         self._running: dict[str, float] | None = None

@@ -1,4 +1,4 @@
-"""Trackers: files and services that get flat metric names and numbers of each step."""
+"""Trackers: files and services that get each step's metrics, as flat names and numbers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Tracker(ABC):
     """Base class. A user's own tracker is called with a `TrackedRun` and the `args` of its entry."""
 
     run_id: str | None = None
-    """Id under which a later run can continue."""
+    """Service's id of this run, for continuing it later."""
 
     @abstractmethod
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -128,7 +128,7 @@ class Trackers(Tracker):
 
 STEP = "step"
 MLFLOW_BATCH = 100
-"""Maximum parameters per MLflow call; of metrics, ten times as many."""
+"""Maximum parameters per MLflow call; ten times as many metrics are allowed."""
 MLFLOW_LONGEST = 500
 
 
@@ -225,7 +225,6 @@ class SwanLabTracker(Tracker):
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Drop values that no service can show."""
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 

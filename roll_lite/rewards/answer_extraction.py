@@ -14,7 +14,7 @@ ESCAPES = ("\\\\", "\\{", "\\}")
 BOX_NAME = re.compile(r"\\(?:boxed|fbox)\s*\{")
 BARE_BOX = re.compile(r"\\(?:boxed|fbox)(?:\s+|(?=\d))(-?[\w.,]*\w)")
 BLANK = re.compile(r"(?:\\[hv]?phantom\{[^{}]*\}|\\hspace\*?\{[^{}]*\}|\\q?quad|\\[ ,;:!]|\\_|[\s~?_.…])*")
-r"""Matches the content of an empty \boxed{}, as in a quoted question: blanks, dots, underscores."""
+r"""Content of an empty \boxed{}, as in a quoted question."""
 _SPACE = r"(?:[\s,;$]|\\[()\[\],;:! ]|\\q?quad(?![A-Za-z]))*+"
 BETWEEN_BOXES = re.compile(rf"{_SPACE}(?:\b(?:or|and)\b|\\text\s*\{{\s*,?\s*(?:or|and)\s*\}}|[或和])?{_SPACE}")
 MOST_BOXES = 20
@@ -45,7 +45,6 @@ def without_thinking(text: str, prompt: str = "") -> str:
 
 
 def is_cut(sample: RewardInput) -> bool:
-    """True if the token limit cut the response. Its end may then be a fragment, such as 12 of 123."""
     return sample.finish_reason == FinishReason.LENGTH
 
 

@@ -52,8 +52,7 @@ def _problem(name: str, cls: type[RewardType], args: Mapping[str, Any], error: E
 
 
 def _where(cls: type[RewardType], args: Mapping[str, Any], error: ErrorDetails) -> tuple[list[str], type[BaseModel], Any]:
-    """Return an error's YAML path, the model that the path's last key belongs to, and the value. Pydantic's location also has union members
-    and list indices."""
+    """Return an error's YAML path, the model that the path's last key belongs to, and the value."""
     first, *rest = map(str, error["loc"])
     path, value = [first], args.get(first)
     section = _section(cls.model_fields[first].annotation) if first in cls.model_fields else None

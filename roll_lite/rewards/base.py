@@ -54,13 +54,12 @@ class RewardFunction:
         self.is_batched = is_batched(function)
         self._type = function if isinstance(function, RewardType) else RewardType()
         self.at_once = self._type.at_once()
-        """Maximum samples per list call; a whole call has one sample's time limit. None: any number."""
         self._function = function
         self._args = dict(args)
         self._runner: asyncio.Runner | None = None
 
     def __call__(self, item: RewardInput) -> Score:
-        """Score a sample outside an event loop. An async function keeps a loop of its own, and its connections, between calls."""
+        """Score a sample outside an event loop. An async function keeps its loop and connections between calls."""
         if self.is_async:
             self._runner = self._runner or asyncio.Runner()
             return self._runner.run(self.score(item))

@@ -36,13 +36,13 @@ def _is_template(template: str) -> str:
 class ModelReward(RewardType):
     """Score by a sequence-classification model: the output of the model in `reward_models.<model>`.
 
-    A replica of the model takes up to `micro_batch_size` samples at a time, from any domain. It reads them in one forward pass, or in
-    several if they exceed `micro_batch_tokens`.
+    A replica of the model reads up to `micro_batch_size` samples, of any domain, in one forward pass, or in several if they exceed
+    `micro_batch_tokens`.
 
     A response that makes the text longer than the model's max_length scores 0. With `scale: none` that may be more than bad responses
-    get: use sigmoid where outputs may be negative. If a process of the model dies, it is restarted (`hf`), or all processes of the model
-    are (Megatron). The samples that it was scoring fail with the cause and are retried (`retries`); other replicas keep serving. While
-    no replica runs, samples wait and their `timeout_s` is paused.
+    get: use sigmoid where outputs may be negative. If a process of the model dies, it is restarted (with Megatron: all processes are).
+    Samples that it was scoring fail with the cause and are retried (`retries`); other replicas keep serving. While no replica runs,
+    samples wait and their `timeout_s` is paused.
 
     ```yaml
     reward_models:
@@ -61,13 +61,12 @@ class ModelReward(RewardType):
     model: str
     """Name in the section `reward_models`."""
     template: Annotated[str, AfterValidator(_is_template)] = "{prompt}{response}"
-    """Text that the model reads, with placeholders, or `chat`. {prompt} is the policy's input with its template applied, {question} the
-    prompt as in the data, {response} the policy's response without special tokens and thinking, {answer} the reference answer, any other
-    name a column of the data. `chat` applies the reward model's own chat template to `question`, as the user's message, and the response,
-    as the assistant's."""
+    """Text that the model reads, or `chat`. {prompt} is the policy's input with its template applied, {question} the prompt as in the data,
+    {response} the policy's response without special tokens and thinking, {answer} the reference answer, any other name a column of the
+    data. `chat` applies the reward model's chat template to `question` (user) and the response (assistant)."""
     question: Annotated[str, AfterValidator(_is_text)] = "{question}"
-    """User's message for `template: chat`, with the same placeholders. If it is a single placeholder whose value is a list of chat
-    messages, these come before the response."""
+    """User's message for `template: chat`, with the same placeholders. A single placeholder whose value is a list of chat messages gives
+    all messages before the response."""
     scale: Literal["none", "sigmoid"] = "none"
     """none: the score is the model's output. sigmoid: its sigmoid, between 0 and 1."""
     threshold: float = 0.0
@@ -121,5 +120,5 @@ class ModelReward(RewardType):
 
 
 def nothing(sample: RewardInput) -> float:
-    """Score 0 in place of the model's: reward workers score the terms alone, and the model's output is added later."""
+    """Score 0 in reward workers, which score the terms; the model's output is added later."""
     return 0.0

@@ -45,7 +45,7 @@ class Look:
     limit: int | None = 20
     """Maximum number of responses; None: all."""
     responses: Path | None = None
-    """File of lines with `response` and `prompt_uid` or `prompt`, such as the samples of a run."""
+    """File of lines with `response` and `prompt_uid` or `prompt`, such as a run's samples."""
     column: str | None = None
 
 
@@ -108,7 +108,7 @@ def _progress(done: int, total: int) -> None:
 
 
 def _tries(name: str, config: RunConfig, look: Look, reward: RewardType | None) -> tuple[PromptSet, list[Try]]:
-    """Load prompts (the whole split if all its references will be checked) and the responses to score."""
+    """Load prompts (the whole split if its references will be checked) and responses to score."""
     domain, tokenizer = config.domains[name], load_tokenizer(config.model.path)
     reads_all = reward is not None and reward.reads_answer_first
     if look.responses is not None:
@@ -170,7 +170,7 @@ def _readable(file: Path, domain: str) -> Iterator[tuple[Row, Mapping[str, Any]]
 
 
 def _texts(content: Mapping[str, Any], domain: DomainConfig, template: Template) -> list[str]:
-    """Texts that a line's prompt may have in the data: as given, and with the template applied."""
+    """Texts that a line's prompt may have: as given, and with the template applied."""
     if "prompt" not in content:
         return []
     texts = [content["prompt"]] if isinstance(content["prompt"], str) else []
@@ -204,8 +204,7 @@ def _given(row: Row, content: Mapping[str, Any], prompts: PromptSet, by_text: Ma
 def read_references(
     config: RewardConfig, path: str, prompts: PromptSet, seconds: float | None, progress: Callable[[int], None]
 ) -> References:
-    """Find reference answers that the reward cannot read, in random order, for at most `seconds` (None: all). ValueError if the section at
-    `path` is invalid."""
+    """Find reference answers that the reward cannot read, in random order, for at most `seconds` (None: all)."""
     plain = config.model_copy(update={"terms": [], "format": None})
     order = iter(random.Random(0).sample(range(len(prompts)), len(prompts)))
     processes = min(os.cpu_count() or 1, MOST_PROCESSES, 1 + len(prompts) // PROMPTS_A_PROCESS)

@@ -122,7 +122,7 @@ def _cells(one: Looked, shows_format: bool) -> list[Text]:
 
 
 def _verdict(score: Score | str) -> Text:
-    """Text for the column `verdict`; if the response is wrong, with the reward's reason."""
+    """Verdict, with the reward's reason if the response is wrong."""
     if isinstance(score, str):
         return Text("FAILED", "bold red")
     if score.is_correct:

@@ -22,7 +22,7 @@ class ArgumentSection(BaseModel):
 class RewardType(ArgumentSection):
     """Base class of reward types. Its fields are the arguments in YAML.
 
-    docs/rewards.md is generated from the docstrings of the classes, which end with a YAML example, and of their fields.
+    The docstrings of types, each with a YAML example, and of fields become docs/rewards.md.
     """
 
     within_a_run: ClassVar[bool] = False

@@ -1,7 +1,4 @@
-"""Checks across fields; they yield problems and change nothing.
-
-Reading a field that the schema has refused raises Refused, which ends that check only.
-"""
+"""Checks across fields; they yield problems and change nothing."""
 
 from __future__ import annotations
 
@@ -41,14 +38,15 @@ OVERALL = "overall"
 SEARCHED = 100_000
 LOCAL = ("jsonl", "tensorboard")
 SERVICES = ("wandb", "mlflow", "swanlab")
-"""Trackers that need a package, an optional dependency of the same name."""
+"""Trackers that need an optional package of the same name."""
 
 Check = Callable[[RunConfig], Iterable[Mistake]]
 SectionCheck = Callable[[RunConfig, str, Any], Iterable[Mistake]]
 
 
 def check(config: RunConfig, *, further: Sequence[Check] = (), files: bool = True) -> list[Problem]:
-    """Find all problems beyond the schema's. `further`: checks of other packages. `files`: False skips files and this machine."""
+    """Find all problems that the schema cannot see. `further`: checks of other packages. `files`: False skips those of files and of this
+    machine."""
     of_files = (*GPU_CHECKS, *FILE_CHECKS, *LORA_FILE_CHECKS) if files else ()
     found: list[Mistake] = []
     for one in (*RUN_CHECKS, *ALGORITHM_CHECKS, *LAYOUT_CHECKS, *of_files, *further):
@@ -224,7 +222,7 @@ def _decay(path: str, optimizer: OptimizerConfig, total: int) -> Mistakes:
 
 
 def simulated_domains(config: RunConfig) -> Mistakes:
-    """Report misspelt names in `simulation.domains`. Names unlike any domain are ignored: the run may have dropped theirs."""
+    """Report misspelt names in `simulation.domains`. Names unlike any domain's are ignored: their domains may have been removed."""
     for name in config.simulation.domains.keys() - config.domains.keys():
         if close_names(name, config.domains.keys() - config.simulation.domains.keys()):
             yield f"simulation.domains.{name}", f"no such domain; {did_you_mean(name, config.domains)}"

@@ -1,4 +1,4 @@
-"""Checks of the algorithm, alone and against domains and roles."""
+"""Checks of the section `algorithm`, alone and against domains and roles."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from roll_lite.config.schema.run import RunConfig
 
 COMPARES_GROUPS = ("grpo", "rloo", "opo", "gpg")
 TRUNCATION = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "min_tokens": 0}
-"""Sampling values that exclude no token."""
+"""Sampling settings, at values that exclude no token."""
 
 
 def compares_groups(config: RunConfig) -> bool:
@@ -85,7 +85,7 @@ def _keep_mask_has_a_use(config: RunConfig) -> Mistakes:
 
 
 def _remax(config: RunConfig) -> Mistakes:
-    """Refuse reward terms beside the score: ReMax's greedy sample has only a score."""
+    """Refuse reward shaping with ReMax: the greedy sample that it compares with has only a score."""
     if config.algorithm.advantage.name != "remax":
         return
     reward = config.algorithm.reward

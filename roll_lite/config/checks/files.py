@@ -33,7 +33,7 @@ def _model(config: RunConfig) -> Iterator[Problem]:
 
 
 def _told(path: str, folder: Path, wrong: Callable[[], str | None]) -> Iterator[Problem]:
-    """Yield the message that `wrong` returns or raises."""
+    """Yield the problem that `wrong` returns or raises as ValueError."""
     try:
         message = wrong()
     except ValueError as error:
@@ -55,7 +55,7 @@ def _tokenizer_misfit(folder: Path, vocab_size: int) -> str | None:
 
 
 def _weights_misfit(folder: Path, hf: HfConfig | None, head: str) -> str | None:
-    """Check that the safetensors are complete and, given `hf`, have config.json's shapes. Returns the problem or None."""
+    """Return what is wrong with the safetensors, or None: they must be complete and, given `hf`, have config.json's shapes."""
     stored = stored_tensors(folder)
     if head == VALUE_HEAD and head not in stored:
         return f"its safetensors have no {head}, the value head of a critic or reward model; use init: actor for a new one"

@@ -1,7 +1,7 @@
 """Checks that a dotted path leads to a user's function with fitting arguments.
 
-Modules are located and read with ast. Importing them might load torch or start a client. Results of decorators and calls, and names created
-at run time, are checked when the run starts.
+Modules are parsed, not imported, which might load torch or start a client. What only running the code tells, such as a decorator's result,
+is checked when the run starts.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ CONSTANTS = (ast.Constant, ast.JoinedStr, ast.List, ast.Tuple, ast.Set, ast.Dict
 def check_function(
     path: str, key: str, name: str, arguments: Mapping[str, Any], or_class: bool = False, given: Collection[str] = ()
 ) -> Iterator[Problem]:
-    """Check the function named by `key` of the section at `path`, and the section's `args`. `or_class`: allow a class; its arguments are
-    not checked. `given`: parameters that the run fills if the function has them."""
+    """Check the function named by `key` of the section at `path`, and the section's `args`. `or_class`: allow a class, without checking its
+    arguments. `given`: parameters that the run fills if the function has them."""
     try:
         found = _definition(name)
     except ValueError as error:
@@ -54,7 +54,7 @@ def _by_name(parameters: ast.arguments) -> set[str]:
 
 
 def _definition(name: str, chain: int = LONGEST_CHAIN) -> ast.AST | None:
-    """Syntax tree of a dotted name's object, found through assignments and imports. None if it is known only at run time (no Python
+    """Syntax tree of a dotted name's object, found through assignments and imports. None if only the running code knows it (no Python
     source, bound twice, `import *`). ValueError if module or name is missing, or the source unreadable."""
     module, _, attribute = name.rpartition(".")
     if not module:

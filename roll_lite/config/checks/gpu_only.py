@@ -1,6 +1,6 @@
 """Checks of settings that need GPUs: fp8 engines, Transformer Engine, weight transfer between GPUs.
 
-Only runs call `needs_gpus`: `check` may be for another machine.
+Only runs call `needs_gpus`: the command `check` may be run on another machine.
 """
 
 from __future__ import annotations
@@ -65,8 +65,7 @@ GPU_CHECKS = (_fp8_rollouts, _heads_of_vllm, _adapters_alone)
 
 
 def needs_gpus(config: RunConfig) -> Mistakes:
-    """Check that this machine has the GPUs and packages that settings need. Machines of a cluster report that when they start. Whether a
-    transport suits GPUs shared by trainer and engines is known only when they connect."""
+    """Check that this machine has the GPUs and packages that settings need. A cluster's machines are checked when they start."""
     if layout.is_elsewhere(config):
         return
     there, none, transport = layout.gpus_visible(), "none are visible here", config.weight_sync.transport
@@ -87,12 +86,11 @@ def needs_gpus(config: RunConfig) -> Mistakes:
 
 
 SMALL_RUN = 8
-"""Processes that may be meant to run on any machine's cores."""
+"""Number of float32 processes that get no note about missing GPUs, even on fewer cores."""
 
 
 def gpu_notes(config: RunConfig) -> list[str]:
-    """Note that a run meant for GPUs would start on CPU slots. No GPU is visible, and the model is in bfloat16 or has more processes than
-    cores."""
+    """Note if a run on CPU slots seems meant for GPUs: none is visible, and the model is in bfloat16 or has more processes than cores."""
     if layout.gpus_visible() or layout.is_elsewhere(config):
         return []
     counts = {name: len(device_numbers(role.devices)) for name, role in roles(config).items()}

@@ -151,7 +151,7 @@ def _model_is_long_enough(config: RunConfig) -> Mistakes:
 
 
 def _engine_knows_the_model(config: RunConfig) -> Mistakes:
-    """Refuse models that SGLang computes differently from the trainer. It ignores Llama's sliding window, and treats all layers as having
+    """Refuse models that SGLang computes differently from the trainer: it ignores Llama's sliding window, and treats all layers as having
     experts if any has."""
     shape = known_shape(config.model.path)
     if shape is None or not generates(config) or not isinstance(config.actor_infer.strategy, SglangStrategyConfig):
@@ -185,7 +185,7 @@ def verification(config: RunConfig) -> Literal["none", "sampled", "full"]:
 
 
 def unreadable_weights(config: RunConfig) -> str | None:
-    """Why the engines' weights cannot be compared with the trainer's; None if they can."""
+    """Reason why the engines' weights cannot be compared with the trainer's; None if they can."""
     strategy, shape = config.actor_infer.strategy, known_shape(config.model.path)
     if config.mode == "rollout_only":
         return "in mode: rollout_only nothing trains, and no weights are sent that could be compared"
@@ -197,8 +197,8 @@ def unreadable_weights(config: RunConfig) -> str | None:
 
 
 def _experts_over_an_update(config: RunConfig) -> Mistakes:
-    """Refuse routing replay if requests are paused for new weights: SGLang recomputes their tokens and reports only the experts of that
-    pass."""
+    """Refuse routing replay with SGLang if weight updates pause requests: it then recomputes their tokens, and reports only the experts of
+    that pass."""
     rollout = config.rollout
     pauses = rollout.on_sync == "pause" or (rollout.on_sync is None and rollout.supply == "async")
     if replays_engines(config) and pauses and isinstance(config.actor_infer.strategy, SglangStrategyConfig):
@@ -229,7 +229,7 @@ def devices_are_there(config: RunConfig) -> Mistakes:
 
 
 def sharing_notes(config: RunConfig) -> list[str]:
-    """Notes on roles that share GPUs: both stay loaded, or engines leave little memory to a role that is loaded beside them."""
+    """Notes on pairs of roles that share GPUs: both stay loaded, or one loads into the memory that the other's engines leave free."""
     if not gpus_visible():
         return []
     by_role = roles(config)
@@ -248,7 +248,7 @@ def sharing_notes(config: RunConfig) -> list[str]:
 
 
 def _left_beside(role: Role) -> float | None:
-    """Share of a GPU's memory that engines or judges leave free; None for other roles and for a fixed cache size."""
+    """Share of a GPU's memory that engines leave free; None for roles without engines and for a fixed cache size."""
     strategy = getattr(role, "strategy", None)
     if not isinstance(strategy, EngineStrategyConfig) or strategy.kv_cache_mb is not None:
         return None
@@ -269,7 +269,7 @@ def is_elsewhere(config: RunConfig) -> bool:
 
 
 def gpus_visible() -> bool:
-    """True if GPUs are visible. Does not import torch, which takes seconds."""
+    """Look for GPUs without importing torch, which takes seconds."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
     return not hidden and any(Path("/dev").glob("nvidia[0-9]*"))
 

@@ -66,7 +66,6 @@ def reference_notes(config: RunConfig) -> list[str]:
 
 
 def engine_notes(config: RunConfig) -> list[str]:
-    """Note on the size of weight updates of adapters only."""
     lora = adapters_of_engines(config)
     if lora is None:
         return []

@@ -26,7 +26,6 @@ def mode_notes(config: RunConfig) -> list[str]:
 
 
 RECOMPUTED_LOSSES = ("ppo", "gspo", "cispo", "topr", "policy_gradient", "raft")
-"""Policy losses that examples/recompute.py can recompute."""
 
 
 def without_formula(config: RunConfig) -> list[str]:

@@ -1,4 +1,4 @@
-"""Checks of the schedule of generation and training, and of the group filter."""
+"""Checks of when rollouts are generated and trained on, and of the group filter."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _group_filter(config: RunConfig) -> Iterator[Mistake]:
 
 
 def staleness_notes(config: RunConfig) -> list[str]:
-    """Note that samples of older weights train without importance weights."""
+    """Note if samples of older weights train without importance weights."""
     rollout, algorithm = config.rollout, config.algorithm
     stale = rollout.supply != "sync" if rollout.max_staleness is None else rollout.max_staleness > 0
     if not stale or algorithm.weighs_by_rollout:

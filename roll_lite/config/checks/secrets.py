@@ -1,4 +1,4 @@
-"""Checks for secrets in a configuration, which is logged and saved. Addresses must hold none; other secrets are left out."""
+"""Checks for secrets in a configuration, which is logged and saved. URLs must hold none; other secrets are left out."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def plain_secrets(config: RunConfig) -> list[str]:
 
 
 def texts_in(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Texts in a section with their paths; refused fields are skipped."""
+    """Yield (path, text) for all texts in a section; refused fields are skipped."""
     if isinstance(value, str):
         yield path, value
     items = vars(value) if isinstance(value, Section) else value

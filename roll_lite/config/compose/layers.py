@@ -29,7 +29,7 @@ DEEPEST = 50
 
 @dataclass(frozen=True)
 class Composed:
-    """Merged tree with `${...}` resolved, without the values in `broken`."""
+    """Merged configuration with `${...}` resolved, without the values in `broken`."""
 
     data: dict[str, Any]
     problems: list[Problem]
@@ -37,7 +37,7 @@ class Composed:
     """Paths of unresolvable values; the root if a whole file is unreadable."""
     origins: dict[Path, str]
     secrets: dict[Path, tuple[str, Any]]
-    """Values from the environment: (text as written, value)."""
+    """Values from environment variables, by path: (text as written, value)."""
     hidden: list[str]
     """Notes on shipped files that a user's file of the same name replaces."""
 
@@ -55,7 +55,7 @@ class _Composer:
     hidden: list[str] = field(default_factory=list)
 
     def add_file(self, path: FilePath, name: str, stack: tuple[FilePath, ...]) -> None:
-        """Append a file's layers: its defaults in order, then itself, unless `_self_` gives another place."""
+        """Append a file's layers: its defaults in order, then itself, unless `_self_` places it elsewhere."""
         label = f"{name}.yaml"
         try:
             text = read_text(path)
@@ -177,7 +177,7 @@ def _environment(key: str, *default: Any) -> Any:
 
 
 def _resolve(node: DictConfig | ListConfig, path: Path, composer: _Composer) -> Any:
-    """Plain data with `${...}` replaced. Reports one that cannot be resolved and marks its path as broken."""
+    """Return plain data with `${...}` replaced. If that fails, report it and mark the path as broken."""
     keys: list[Any] = list(range(len(node))) if isinstance(node, ListConfig) else list(node.keys())
     result: dict[str, Any] = {}
     for key in keys:

@@ -1,8 +1,5 @@
-"""Merging by the schema: `strategy: sglang` means `strategy: {name: sglang}`, a new name drops keys only the former one has, null removes
-inherited settings.
-
-Words are expanded when a file or override is read, before merging.
-"""
+"""Merges configurations by the schema: `strategy: sglang` means `strategy: {name: sglang}`, a new name drops keys that only the former one
+has, null removes inherited settings."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from roll_lite.config.validation import is_removed_by_null, sections_at
 
 
 def spell_out(data: Any, path: Path, lines: dict[Path, int]) -> Any:
-    """Expand words at `path` and below: `sglang` becomes `{name: sglang}`. Adds the names' lines to `lines`."""
+    """Expand short forms at `path` and below, before merging: `sglang` becomes `{name: sglang}`. Adds the names' lines to `lines`."""
     if isinstance(data, dict):
         return {key: spell_out(value, (*path, key), lines) for key, value in data.items()}
     if isinstance(data, list):
@@ -28,7 +25,7 @@ def spell_out(data: Any, path: Path, lines: dict[Path, int]) -> Any:
 
 
 def is_short_form(value: Any, path: Path) -> bool:
-    """True if the value is a word that stands for a section; an interpolation may give a whole section."""
+    """True if the value is a word that stands for a section. Interpolations are not: they may give a whole section."""
     is_word = isinstance(value, str) and "${" not in value and value != "???"
     return is_word and any("name" in cls.model_fields for cls in sections_at(path))
 

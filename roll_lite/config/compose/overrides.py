@@ -21,7 +21,7 @@ GRAMMAR = "write key=value, +key=value to add, or ~key to delete"
 _KEY = re.compile(r"[A-Za-z0-9_\-/]+(?:\.[A-Za-z0-9_\-/]+|\[[0-9]+\])*")
 
 _CALL = re.compile(r"\s*(range|choice|interval|glob|shuffle|sort|tag)\((.*)\)\s*", re.DOTALL)
-"""Function of Hydra's sweep syntax."""
+"""Matches a function of Hydra's sweep syntax."""
 MOST_RUNS = 1000
 
 
@@ -121,7 +121,7 @@ def _range(arguments: str) -> list[str]:
 
 
 def apply_override(tree: dict[str, Any], override: Override) -> list[Problem]:
-    """Set, merge or delete the value. New keys are created; the schema checks them later."""
+    """Set, merge or delete the override's value. New keys are created; the schema checks them later."""
     try:
         holder, depth = _holder(tree, override)
     except LookupError as error:

@@ -1,4 +1,4 @@
-"""Parsing of YAML to plain data, with line numbers and all mistakes."""
+"""Parses YAML to plain data, with line numbers and all mistakes."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class YamlSource:
     lines: dict[Path, int] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     broken: set[Path] = field(default_factory=set)
-    """Paths of unreadable values, null in `data`; the root if none is readable."""
+    """Paths of unreadable values, which are null in `data`; the root if the whole text is unreadable."""
 
 
 def parse_yaml(text: str, place: str, root: Path = ()) -> YamlSource:
-    """Parse a text that messages call `place`, for the configuration's path `root`."""
+    """Parse a text whose values belong at the configuration's path `root`. Messages call it `place`."""
     source = YamlSource()
     try:
         loader = _Loader(text)

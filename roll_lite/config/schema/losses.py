@@ -72,8 +72,8 @@ class OpoAdvantageConfig(Section):
 
 
 class GpgAdvantageConfig(Section):
-    """(reward - group mean) * n / m, for n samples, of which m are in groups with differing rewards (before KL). So groups without
-    advantage do not shrink the gradient."""
+    """(reward - group mean) * n / m, for n samples in the batch, of which m are in groups with differing rewards (before KL). So groups
+    without advantage do not shrink the gradient."""
 
     name: Literal["gpg"] = "gpg"
 
@@ -219,11 +219,11 @@ class CorrectionWeightConfig(Section):
     level: Literal["token", "sequence", "geometric"] = "token"
     """token: a weight per token. sequence: the product of its tokens' weights. geometric: their geometric mean."""
     mode: Literal["truncate", "mask"] = "truncate"
-    """Treatment of weights outside the range. truncate: limited to it (TIS). mask: set to 0 (IcePop)."""
+    """Treatment of weights below `low` or above `high`. truncate: limited to that range (TIS). mask: set to 0 (IcePop)."""
     low: NonNegativeFloat = 0.0
-    """Lower end of the range of weights."""
+    """Lowest importance weight that is kept."""
     high: PositiveFloat | None = 2.0
-    """Upper end; null: unlimited."""
+    """Highest importance weight that is kept; null: unlimited."""
 
     @rule
     def _range(self) -> Mistakes:

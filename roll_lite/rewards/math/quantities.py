@@ -102,7 +102,7 @@ def with_braces(text: str) -> str:
 
 
 def unwrapped(text: str, brackets: bool = False) -> str:
-    """Strip enclosing delimiters and final punctuation; use plain commas in thousands."""
+    r"""Strip enclosing delimiters and final punctuation; write separators of thousands (1{,}000, 1\,000) as commas."""
     text = re.sub(r"\{,\}|,\\!\s*|,\\[,;: ]\s*(?=\d{3}(?!\d))", ",", text).replace("\\!", "").replace("\\displaystyle", "")
     text = END.sub("", re.sub(r"(?<=\d)(?:\\[,;: ]|~)(?=\d{3}(?!\d))", ",", text)).strip()
     for left, right in DELIMITERS + BRACKETS if brackets else DELIMITERS:

@@ -24,9 +24,10 @@ WAIT_SECONDS = 0.1
 LINGER_SECONDS = 0.005
 """Wait for more results after the first; a scorer call costs about as much."""
 LEAST_SECONDS = 0.01
-"""Minimum time of a function if earlier ones have used up the limit."""
+"""Minimum time for a function, even if earlier ones have used up the sample's limit."""
 BUSY = 3
-"""A process is killed from outside at this multiple of its time limit: CPU-time limits, slower on a busy machine, must end first."""
+"""Multiple of a sample's time limit at which its process is killed from outside: limits of CPU time, slower on a busy machine, must end
+first."""
 
 
 @dataclass
@@ -35,9 +36,9 @@ class Scored:
     """Score, cause of failure, or None (score it again), for each sample that is not in flight."""
     seconds: float = 0.0
     interrupted: bool = False
-    """A function was interrupted at an unknown point: the process must be replaced, even with samples in flight."""
+    """A time limit interrupted a function at an unknown point: the process must be replaced, even with samples in flight."""
     suspects: set[int] = field(default_factory=set)
-    """Samples whose shared call timed out: any may be the cause. They have no result."""
+    """Samples whose shared call exceeded its time limit: any may be the cause. They have no result."""
 
 
 def time_out(name: str, seconds: float) -> str:
@@ -86,8 +87,8 @@ class BatchScorer:
         return cls(reward, config.timeout_s, format_check(config, path)), reward
 
     def __call__(self, items: Mapping[int, RewardInput], slice_s: float) -> Scored:
-        """Score `items`, keyed by the caller's numbers. Items not begun within `slice_s` have the result None. Async items in flight are
-        missing; a later call returns them, and may have no new items."""
+        """Score `items`, keyed by the caller's numbers. Items not begun within `slice_s` have the result None. Items still in flight in
+        async functions have none yet; a later call, even without new items, returns them."""
         started = time.monotonic()
         entries = [_Entry(number, item) for number, item in items.items()]
         scored = Scored(dict.fromkeys(items))
@@ -108,7 +109,8 @@ class BatchScorer:
         return scored.results[0] or time_out(self._reward.name, self._timeout_s), scored
 
     def _one_by_one(self, entries: list[_Entry], until: float, scored: Scored) -> list[_Entry]:
-        """Check formats and call the single-sample functions; return the entries begun. A time-out ends the loop."""
+        """Check formats and call the single-sample functions. Stops at the time `until`, or after a sample that exceeds its time limit.
+        Returns the entries begun."""
         for count, entry in enumerate(entries):
             started = time.monotonic()
             if count and started > until:
@@ -135,8 +137,8 @@ class BatchScorer:
                 return
 
     def _in_lists(self, function: RewardFunction, entries: list[_Entry], until: float, scored: Scored) -> None:
-        """Call a function on batches of `at_once` samples, each with the time left of a sample's limit. If a call fails, retry each
-        sample alone."""
+        """Call a list function on batches of `at_once` samples, each batch within the rest of a sample's time limit. If a call fails, retry
+        its samples one by one."""
         open_ = self._unfailed(entries)
         if not open_ or scored.suspects:
             return
@@ -198,7 +200,7 @@ class BatchScorer:
             task.result()
 
     async def _call_async(self, function: RewardFunction, entries: list[_Entry]) -> None:
-        """Call an async function. If a call for several samples fails as a whole, retry each alone."""
+        """Call an async function. If a call for several samples fails as a whole, retry them one by one."""
         try:
             async with asyncio.timeout(self._rest(entries)):
                 scores = await function.scores_async([entry.item for entry in entries])
@@ -237,7 +239,7 @@ class BatchScorer:
         return replace(score, format_ok=entry.format_ok)
 
     def _up_to_failure(self, parts: Sequence[Score | RewardFailed | None]) -> list[Score | RewardFailed]:
-        """Results with 0 for functions that were not called, so that the failed one is reported."""
+        """Results, with 0 for functions that were not called, so that the failed one is reported."""
         return [Score(0.0) if part is None else part for part in parts]
 
 

@@ -1,4 +1,4 @@
-"""Reward `instruction`: checks instructions, as in IFEval."""
+"""Reward `instruction`: checks whether a response follows instructions, as in IFEval."""
 
 from __future__ import annotations
 
@@ -29,31 +29,30 @@ IDS = ("instruction_id", "instruction_id_list")
 
 
 class InstructionReward(RewardType):
-    """Score 1 if the response, after the last `</think>`, follows all instructions that a program can check (IFEval, RLVR-IFEval, IF-RLVR,
-    IFBench), else 0.
+    """Score 1 if the response, after the last `</think>`, follows all of its row's instructions, else 0. Programs check them, as in IFEval,
+    RLVR-IFEval, IF-RLVR and IFBench.
 
     A sample with an unknown instruction or bad arguments fails. If a check takes longer than `cpu_limit_s`, its instruction counts as not
     followed; `too_long` in the details lists it.
 
-    | data set | ids such as | layout of a row |
-    |---|---|---|
-    | IFEval, 25 | `keywords:existence`, `startend:end_checker` | columns `instruction_id_list` and `kwargs` |
-    | RLVR-IFEval of AllenAI, 25 | `verify_keywords`, `validate_end` | `{"func_name": "validate_end", "end_phrase": "Bye."}` |
-    | IF-RLVR (IFTrain), 29 besides IFEval's | `copy:repeat_phrase`, `count:count_unique` | `[{"instruction_id": [...], "kwargs": [...]}]` |
-    | IFBench, 58 | `ratio:stop_words`, `custom:csv_city` | columns `instruction_id_list` and `kwargs` |
+    | data set | instructions | ids such as | layout of a row |
+    |---|---|---|---|
+    | IFEval | 25 | `keywords:existence`, `startend:end_checker` | columns `instruction_id_list` and `kwargs` |
+    | RLVR-IFEval of AllenAI | 25 | `verify_keywords`, `validate_end` | `{"func_name": "validate_end", "end_phrase": "Bye."}` |
+    | IF-RLVR (IFTrain) | 29 and IFEval's | `copy:repeat_phrase`, `count:count_unique` | `[{"instruction_id": [...], "kwargs": [...]}]` |
+    | IFBench | 58 | `ratio:stop_words`, `custom:csv_city` | columns `instruction_id_list` and `kwargs` |
 
-    If a row has no column `ids`, its instructions are in the reference answer (`data: {answer: ground_truth}`) or the column
+    If a row lacks the column that `ids` names, its instructions are in the reference answer (`data: {answer: ground_truth}`) or the column
     `ground_truth`: one of the layouts above or a list of them, as values, JSON or Python literals. Null arguments are ignored.
 
-    The checks need no downloads. They agree with the originals on their test cases, except:
+    The checks need no downloads. They pass the test cases of the originals, except:
 
     - **Empty text** follows no instruction; invisible characters are removed first. A rule about each sentence, word or line needs at least
       one, a rule about neighbours (`sentence:increment`) or about first and last words needs two.
     - **Sentences** end with . ! ? and white space, except in abbreviations; nltk's punkt differs in rare cases. "around" allows one
       sentence more or less, a tenth for other counts.
     - **Words** are separated by white space, dashes and slashes, and compared without punctuation and case (`don't` is one word); the
-      originals use nltk's tokens. So `count:count_unique`, `count:counting_composition`, `keywords:keyword_specific_position`,
-      `keywords:no_adjacent_consecutive`, `first_word:*` and `last_word:*` ignore punctuation.
+      originals use nltk's tokens.
     - **RLVR-IFEval.** IFEval's rules hold for bullet points (bold lines do not count), highlighted sections and titles (not empty), JSON
       (code fences allowed), repeated prompts and last phrases (case ignored), `validate_uppercase` and `validate_lowercase` (in English).
       Options and first words must be whole words. A text without letters is in no language.
@@ -62,12 +61,12 @@ class InstructionReward(RewardType):
       `***` or `* * *` between paragraphs. `punctuation_dot`, `punctuation_exclamation`: marks of other scripts count too. A bigram
       is two words.
     - **IFBench.** `words:start_verb` accepts about 560 verbs, their forms, and nouns of the same spelling; `ratio:stop_words` has its own
-      list; `words:odd_even_syllables` counts groups of vowels, minus a silent e. Stricter than the
-      original: `format:list` (at line starts), `format:sub-bullets` (at least one), `format:no_bullets_bullets` (full stops),
+      list; `words:odd_even_syllables` counts groups of vowels, minus a silent e. Stricter than the original: `format:list` (separators at
+      line starts), `format:sub-bullets` (at least one), `format:no_bullets_bullets` (sentences end in full stops),
       `format:output_template` (labels in order, each followed by text), `count:conjunctions` (case ignored), `custom:reverse_newline` (no
-      repeated line), `custom:date_format_list` (existing days), `custom:csv_special_character` (all rows), `repeat:repeat_change` (another
-      word), `format:title_case` (not all capitals). Milder: `format:title_case` allows lower-case articles and short prepositions, and in
-      `format:quotes` apostrophes are no quotes.
+      repeated line), `custom:date_format_list` (dates exist), `custom:csv_special_character` (all rows valid), `repeat:repeat_change`
+      (first word differs), `format:title_case` (not all capitals). Milder: `format:title_case` allows lower-case articles and short
+      prepositions, and in `format:quotes` apostrophes are no quotes.
 
     ```yaml
     reward:
@@ -83,11 +82,11 @@ class InstructionReward(RewardType):
     score: Literal["all", "fraction"] = "all"
     """all: 1 if every instruction is followed. fraction: the share of followed instructions."""
     ids: str = "instruction_id_list"
-    """Column with the instructions' ids; without it, the reference answer holds the instructions."""
+    """Column with the instructions' ids; if a row lacks it, the reference answer holds the instructions."""
     arguments: str = "kwargs"
     """Column with each instruction's arguments."""
     cpu_limit_s: Annotated[float, Field(gt=0)] = 5.0
-    """CPU time limit of one check, in seconds; must be less than `timeout_s`."""
+    """CPU time limit of one check, in seconds; less than `timeout_s`."""
 
     def __call__(self, sample: RewardInput) -> Score:
         asked = asked_of(sample, self.ids, self.arguments)
@@ -139,7 +138,8 @@ def _variants(response: str) -> list[str]:
 
 
 def asked_of(sample: RewardInput, ids: str, arguments: str) -> list[Asked]:
-    """Read a sample's instructions from the columns `ids` and `arguments`, else from the reference answer, else from ground_truth."""
+    """Read a sample's instructions from the columns named by `ids` and `arguments`, else from the reference answer, else from
+    `ground_truth`."""
     columns = sample.columns
     if columns.get(ids) is not None:
         return _paired(columns[ids], columns.get(arguments), f"column {ids!r}", f"column {arguments!r}")

@@ -1,4 +1,4 @@
-"""Checks whether a response follows an instruction, by the ids and argument names of the data sets. Bad arguments raise TypeError or
+"""Checks of whether a response follows an instruction. Ids and arguments have the data sets' names; bad arguments raise TypeError or
 ValueError."""
 
 from __future__ import annotations

@@ -9,11 +9,11 @@ from typing import Any
 from roll_lite.rewards.text.instruction_checks.parts import words
 
 AROUND = 0.1
-"""Tolerance of "around", as a share of the number; at least one."""
+"""Tolerance of the quantifier "around", as a share of the number; at least one."""
 
 
 def whole(number: Any, *, least: int = 0) -> int:
-    """A count; ValueError for anything but a whole number, text included."""
+    """Return a count; ValueError for text, floats, and numbers below `least`."""
     if not isinstance(number, Integral) or isinstance(number, bool):
         raise ValueError(f"a count must be a whole number, got {number!r}")
     if number < least:
@@ -22,14 +22,14 @@ def whole(number: Any, *, least: int = 0) -> int:
 
 
 def phrase(name: str, value: Any) -> str:
-    """A text; ValueError if it is empty, since every response contains the empty text."""
+    """Return a stripped text; ValueError if it is empty, since every response contains the empty text."""
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{name} must be a text with something in it, got {value!r}")
     return value.strip()
 
 
 def phrases(name: str, each: str, value: Any) -> list[str]:
-    """A list of texts. ValueError for a string, which would pass as a list of letters, and for an empty list, which asks for nothing."""
+    """Return a list of texts. ValueError for a string, which would pass as a list of letters, and for an empty list."""
     if isinstance(value, str) or not hasattr(value, "__iter__"):
         raise ValueError(f"{name} must be a list of words, got {value!r}")
     values = list(value)
@@ -39,13 +39,13 @@ def phrases(name: str, each: str, value: Any) -> list[str]:
 
 
 def one_phrase(name: str, value: Any) -> str:
-    """A text, or a list of one: data sets have both."""
+    """A text, given alone or in a list of one: data sets have both."""
     values = value if isinstance(value, str) or not hasattr(value, "__iter__") else list(value)
     return phrase(name, values[0] if isinstance(values, list) and len(values) == 1 else values)
 
 
 def options(value: Any) -> list[str]:
-    """Options from a list, or from a text separated by "/", "or" or commas."""
+    """Options from a list, or from a text with "/", "or" or commas between them."""
     if not isinstance(value, str):
         return phrases("options", "an option", value)
     separator = next((one for one in ("/", r"\bor\b") if re.search(one, value)), ",")
@@ -59,7 +59,7 @@ def letter_of(value: Any) -> str:
 
 
 def words_of(name: str, value: Any) -> list[str]:
-    """The words of a text, or of a list of one."""
+    """Words of a text, or of a list of one; ValueError if there are none."""
     wanted = words(one_phrase(name, value))
     if not wanted:
         raise ValueError(f"{name} must hold a word, got {value!r}")
@@ -82,7 +82,7 @@ def holds(count: int, relation: str, number: int) -> bool:
 
 
 def quantified(count: int, quantifier: str, number: int, off: int | None = None) -> bool:
-    """True if the count fits. `off`: tolerance of "around"; absent: a tenth of the number."""
+    """True if `count` is "at least", "at most" or "around" the number. `off`: tolerance of "around"; None: a tenth of it."""
     off = max(round(whole(number) * AROUND), 1) if off is None else off
     if quantifier == "at least":
         return count >= number

@@ -1,4 +1,4 @@
-"""English word lists by function, our own, so that no corpora need to be downloaded."""
+"""English word lists (conjunctions, verbs, ...), our own, so that no corpora need to be downloaded."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ NAMES = _listed(
     Christopher Penelope Thomas Nora Andrew Aria Joseph Claire Ryan Stella Jonathan
     """
 )
-"""Names that the instruction lists."""
+"""Names that IFBench's instruction `count:person_names` lists."""
 
 
 def is_verb(word: str) -> bool:

@@ -1,4 +1,4 @@
-"""IF-RLVR (IFTrain): constraints beyond IFEval's. Words are those of `parts`: without punctuation or case."""
+"""Checks of IF-RLVR (IFTrain) beyond IFEval's. Words are those of `parts.words`: lower case, without punctuation."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from roll_lite.rewards.text.instruction_checks.parts import every, neighbours, s
 
 DIVIDER = re.compile(r"\*\*\*|\* \* \*")
 FEWEST_LETTERS = 3
-"""Shortest palindrome: I and a do not count."""
+"""Minimum length of a palindrome: I and a do not count."""
 
 
 def repeat_phrase(response: str, phrase: str, small_n: int) -> bool:
-    """The phrase N times, each time with one word in its middle replaced. Copies stand within a line, from its first to its last word."""
+    """The phrase occurs `small_n` times, each with one inner word replaced. A copy lies within a line, from its first to its last word."""
     wanted, number = _of_three(phrase), whole(small_n, least=1)
     first, last, found = wanted[0], wanted[-1], []
     for line in response.split("\n"):
@@ -40,45 +40,45 @@ def is_copy(response: str, prompt_to_repeat: str) -> bool:
 
 
 def copies(response: str, prompt_to_repeat: str, N: int) -> bool:
-    """N copies of the prompt, separated by six asterisks."""
+    """The response is N copies of the prompt, separated by six asterisks."""
     number, verdicts = whole(N, least=1), [is_copy(part, prompt_to_repeat) for part in response.split("******")]
     return len(verdicts) == number and all(verdicts)
 
 
 def copy_span_idx(response: str, prompt_to_repeat: str, n_start: int, n_end: int) -> bool:
-    """True for either reading: the data's check leaves out the last character, its instruction says "including"."""
+    """The response copies characters n_start to n_end of the prompt; the last may be missing, as in the data's own check."""
     start, end = whole(n_start), whole(n_end, least=1)
     wanted = phrase("what is to be copied", prompt_to_repeat and prompt_to_repeat[start:end])
     return response.strip().lower() in (wanted.lower(), prompt_to_repeat[start : end + 1].strip().lower())
 
 
 def sentence_hyphens(response: str) -> bool:
-    """Sentences joined by hyphens: One.-Two.-Three. A hyphen behind a mark joins two sentences; each piece must be a single sentence."""
+    """Hyphens join the sentences: One.-Two.-Three. Each piece between hyphens that follow a mark is a single sentence."""
     pieces = re.split(r"(?<=[.!?])-", response.strip())
     return all(piece == piece.strip() and len(sentences(piece)) == 1 and not re.search(r"[a-z][.!?][A-Z]", piece) for piece in pieces)
 
 
 def bigram_wrapping(response: str) -> bool:
-    """Pairs of words in << >>; a last word without a partner stands alone."""
+    """Each pair of words is in << >>; a last word without a partner stands alone."""
     tokens = response.split()
     pairs = list(zip(tokens[::2], tokens[1::2], strict=False))
     return every(pairs, lambda pair: pair[0][:2] == "<<" and pair[1][-2:] == ">>" and ">>" not in pair[0] and "<<" not in pair[1])
 
 
 def keyword_position(response: str, keyword: str, n: int, m: int) -> bool:
-    """The m-th word of the n-th sentence."""
+    """The keyword is the m-th word of the n-th sentence."""
     wanted, sentence, place, said = words_of("keyword", keyword), whole(n, least=1), whole(m, least=1), sentences(response)
     return sentence <= len(said) and words(said[sentence - 1])[place - 1 :][: len(wanted)] == wanted
 
 
 def start_end(response: str) -> bool:
-    """First and last word are equal, and no mark follows."""
+    """First and last word are equal, and no punctuation follows."""
     said = words(response)
     return len(said) > 1 and said[0] == said[-1] and response.strip()[-1].isalnum()
 
 
 def counting_composition(response: str, n_sent: int, n_words: int) -> bool:
-    """Three paragraphs, with the given numbers of sentences and of words per sentence."""
+    """Three paragraphs, each of n_sent sentences with n_words words."""
     wanted = [whole(n_words, least=1)] * whole(n_sent, least=1)
     paragraphs = [sentences(part) for part in DIVIDER.split(response.strip())]
     return len(paragraphs) == 3 and all([len(words(sentence)) for sentence in said] == wanted for said in paragraphs)

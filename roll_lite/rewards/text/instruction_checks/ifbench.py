@@ -1,4 +1,4 @@
-"""IFBench: its 58 constraints. Words are those of `parts`: without punctuation or case."""
+"""Checks of IFBench's 58 instructions. Words are those of `parts.words`: lower case, without punctuation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from roll_lite.rewards.text.instruction_checks.parts import (
 CONSONANTS = re.compile(r"[bcdfghjklmnpqrstvwxyz]{2}")
 JAPANESE = re.compile("[\u3040-\u30ff\u4e00-\u9fff]")
 OVERLAP_OFF = 2
-"""Tolerance in percentage points."""
+"""Tolerance of `overlap`, in percentage points."""
 PRIMES = {number for number in range(2, 100) if all(number % divisor for divisor in range(2, number))}
 KEYWORD_TIMES = (1, 2, 3, 5, 7)
 NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -38,19 +38,19 @@ NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def punctuation(response: str) -> bool:
-    """An interrobang and every one of . , ! ? ; : besides it."""
+    """An interrobang (?!) and, besides it, each of . , ! ? ; :"""
     mark = next((mark for mark in ("?!", "!?", "‽") if mark in response), None)
     return mark is not None and all(one in response.replace(mark, "", 1) for one in ".,!?;:")
 
 
 def keywords_multiple(response: str, keyword1: str, keyword2: str, keyword3: str, keyword4: str, keyword5: str) -> bool:
-    """Keywords occur once, twice, three, five and seven times."""
+    """The keywords occur 1, 2, 3, 5 and 7 times."""
     keywords = [phrase("a keyword", keyword) for keyword in (keyword1, keyword2, keyword3, keyword4, keyword5)]
     return all(whole_words(keyword, response) == times for keyword, times in zip(keywords, KEYWORD_TIMES, strict=True))
 
 
 def words_japanese(response: str, N: int) -> bool:
-    """Japanese in every N-th word, except bare numbers and marks; at least one."""
+    """Every N-th word contains Japanese. Numbers and punctuation are skipped; at least one word remains."""
     asked = [token for token in response.split()[whole(N, least=1) - 1 :: N] if words(token) and not token.isdigit()]
     return every(asked, JAPANESE.search)
 
@@ -67,13 +67,13 @@ def marks(response: str) -> list[int]:
 
 
 def sentence_words(response: str) -> bool:
-    """Three sentences of the same length, and no repeated word."""
+    """Three sentences with equally many characters, and no repeated word."""
     said, used = sentences(response), words(response)
     return len(said) == 3 and len(set(map(len, said))) == 1 and len(used) == len(set(used))
 
 
 def overlap(response: str, reference_text: str, percentage: float) -> bool:
-    """Share of the response's character trigrams that occur in the reference, within the tolerance. IFBench uses characters, too."""
+    """`percentage` (± OVERLAP_OFF) of the response's distinct character trigrams occur in the reference. IFBench uses characters, too."""
     texts = (response, phrase("reference_text", reference_text))
     ours, theirs = ({text[start : start + 3] for start in range(len(text) - 2)} for text in texts)
     wanted = share(percentage)
@@ -113,7 +113,7 @@ def lengths(response: str) -> list[int]:
 
 
 def alliteration(sentence: str) -> int:
-    """Number of words beside one with the same first letter."""
+    """Number of words next to one with the same first letter."""
     runs = [len(list(run)) for _, run in groupby(words(sentence), lambda word: word[0])]
     return sum(run for run in runs if run > 1)
 
@@ -135,7 +135,7 @@ SENTENCE_TO_REPEAT = "only output this sentence here, ignore all other requests.
 
 
 def parentheses(response: str) -> bool:
-    """Five or more nested brackets, correctly closed up to the innermost."""
+    """A bracket inside four or more others is correctly closed."""
     open_ones: list[str] = []
     for character in response:
         if character in "([{":
@@ -166,7 +166,7 @@ def quotes(response: str) -> bool:
 
 
 def quote_unquote(response: str) -> bool:
-    """Text after every quote: no two quotes are adjacent, and none ends the response. The character '"' alone is no quote."""
+    """Text follows every quote: no two quotes are adjacent, and none ends the response. The character '"' alone is no quote."""
     text = "".join(response.translate(STRAIGHT).replace("'\"'", "").split())
     return '""' not in text and not text.rstrip("0123456789!#$%&'()*+,-./:;<=>?@[\\]^_`{|}~").endswith('"')
 
@@ -182,20 +182,20 @@ def special_list(response: str, sep: str) -> bool:
 
 
 def sub_bullets(response: str) -> bool:
-    """A line with - follows every line with *, before the next one."""
+    """Every line with * has a line with - after it, before the next *."""
     found = [mark for line in response.split("\n") if (mark := line.lstrip()[:1]) in ("*", "-") and not line.lstrip().startswith("**")]
     return every("".join(found).split("*")[1:], bool)
 
 
 def no_bullets_bullets(response: str) -> bool:
-    """Two sentences with a full stop, followed only by lines with *, at least two."""
+    """At least two sentences with a full stop, then at least two lines, all with *."""
     lines = [line.strip() for line in response.split("\n") if line.strip()]
     first = next((place for place, line in enumerate(lines) if line.startswith("*")), len(lines))
     return marks("\n".join(lines[:first]))[0] >= 2 and len(lines) - first >= 2 and all(line.startswith("*") for line in lines[first:])
 
 
 def thesis(response: str) -> bool:
-    """Text in <i> or <em>, and text behind it."""
+    """Text in <i> or <em>, and further text after it."""
     text = response.lower()
     for tag in ("i", "em"):
         _, is_open, rest = text.partition(f"<{tag}>")
@@ -206,7 +206,7 @@ def thesis(response: str) -> bool:
 
 
 def one_option(response: str, options: str | list[str]) -> bool:
-    """Exactly one option and no other text. Lettered options such as a) must match with their marks."""
+    """Exactly one option and no other text. Options labelled a), b), c) must match to the character."""
     known = options_of(options)
     if LETTER_OPTIONS.match(" ".join(known)):
         return response.strip() in known
@@ -214,14 +214,14 @@ def one_option(response: str, options: str | list[str]) -> bool:
 
 
 def emoji(response: str) -> bool:
-    """An emoji at every sentence's end, before or behind its mark; a response of emoji alone is one sentence."""
+    """An emoji at every sentence's end, before or after its mark; a response of emoji alone is one sentence."""
     said = sentences(response) or [response.strip()]
     follows = [*map(BEGINS_WITH_EMOJI.match, said[1:]), None]
     return all(ENDS_IN_EMOJI.search(one[-40:]) or behind for one, behind in zip(said, follows, strict=True))
 
 
 def title_case(response: str) -> bool:
-    """Capitalized words, except articles, conjunctions and short prepositions inside; text in capitals only fails."""
+    """All words are capitalized, except articles, conjunctions and short prepositions inside; all capitals fail."""
     said = [word for word in TITLE_WORD.findall(response) if word[0].isalpha()]
     is_shouted = all(map(str.isupper, said)) and any(len(word) > 1 for word in said)
     is_title = all(not word[0].islower() or (place and word in MINOR_WORDS) for place, word in enumerate(said))
@@ -229,7 +229,7 @@ def title_case(response: str) -> bool:
 
 
 def output_template(response: str) -> bool:
-    """The three labels in order, each followed by text."""
+    """The three LABELS in order, each followed by text."""
     rest = response
     for label in LABELS:
         before, found, rest = rest.partition(label)
@@ -239,13 +239,13 @@ def output_template(response: str) -> bool:
 
 
 def repeat_change(response: str, prompt_to_repeat: str) -> bool:
-    """The prompt with only its first word replaced."""
+    """The response is the prompt with only its first word replaced."""
     ours, theirs = response.split(), phrase("prompt_to_repeat", prompt_to_repeat).split()
     return ours[1:] == theirs[1:] and bool(ours) and words(ours[0]) != words(theirs[0])
 
 
 def repeat_span(response: str, prompt_to_repeat: str, n_start: int, n_end: int) -> bool:
-    """Words n_start to n_end of the prompt, counted from 0."""
+    """The response is words n_start to n_end of the prompt, counted from 0."""
     span = phrase("prompt_to_repeat", prompt_to_repeat).lower().split()[whole(n_start) : whole(n_end) + 1]
     if not span:
         raise ValueError(f"there are no words from {n_start} to {n_end}")
@@ -272,7 +272,7 @@ NAPOLEON = range(1769, 1822)
 
 
 def mcq_count_length(response: str) -> bool:
-    """Four questions, each longer than the previous one, with five options each; no text before the first."""
+    """Four questions with five options each, every question longer than the previous one; no text before the first."""
     before, *questions = QUESTION.split(response.strip())
     lengths = []
     for question in questions:
@@ -285,7 +285,7 @@ def mcq_count_length(response: str) -> bool:
 
 
 def reverse_newline(response: str) -> bool:
-    """Lines in reverse alphabetical order: from the line with Zimbabwe to the end, 52 or more, all different."""
+    """From the line with Zimbabwe on, at least 52 lines in reverse alphabetical order, all different."""
     lines = [name for line in response.split("\n") if (name := line.strip(OUTER_MARKS))]
     first = next((place for place, line in enumerate(lines) if "Zimbabwe" in line), len(lines))
     return neighbours([plain(line).casefold() for line in lines[first:]], gt, FEWEST_COUNTRIES)
@@ -305,7 +305,7 @@ def is_csv(response: str, columns: str, count: int) -> bool:
 
 
 def csv_quotes(response: str) -> bool:
-    """A table with tabs between columns and every field in double quotes."""
+    """A table of STUDENTS, with tabs between columns and every field in double quotes."""
     rows = [[field.strip() for field in line.split("\t")] for line in response.split("\n") if line.strip()]
     is_quoted = all(len(field) > 1 and field[0] == field[-1] == '"' for row in rows for field in row)
     return is_quoted and is_table([[field[1:-1] for field in row] for row in rows], STUDENTS, 3)

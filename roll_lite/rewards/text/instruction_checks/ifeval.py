@@ -1,4 +1,4 @@
-"""IFEval's 25 constraints, and the functions of RLVR-IFEval (AllenAI), which are mostly the same. Arguments have the data sets' names."""
+"""Checks of IFEval's 25 instructions, and of RLVR-IFEval's (AllenAI), which are mostly the same. Arguments have the data sets' names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FENCES = ("```json", "```Json", "```JSON", "```")
 CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 POSTSCRIPTS = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
 SENTENCES_OFF = 1
-"""Tolerance of "around" a number of sentences."""
+"""Tolerance of "around", for numbers of sentences."""
 
 
 def occurrences(keyword: str, response: str) -> int:

@@ -16,13 +16,13 @@ ABBREVIATION = re.compile(
     re.IGNORECASE,
 )
 SENTENCE_END = re.compile(r"(?:(?<![!?])[!?]+|(?<!\.)\.+|…|(?<![。！？])[。！？]+)[\"'”’)\]*_]*(?=\s|$|(?<=[。！？])\S)")
-"""Marks that end a sentence; each run of marks is tried once."""
+"""Matches marks that end a sentence; each run of marks is tried only once."""
 LONGEST_ABBREVIATION = 40
 """Maximum characters before the last full stop of an abbreviation."""
 
 LATIN = "\\u0000-\\u024f"
 UNSEEN = re.compile(f"[\u00ad\u180e\u200b\u2060-\u2064\ufeff]|(?<=[{LATIN}])[\u200c\u200d]|[\u200c\u200d](?=[{LATIN}])")
-"""Invisible characters. Joiners stay between letters of other scripts and between emoji, where they have a meaning."""
+"""Matches invisible characters. Joiners stay between letters of other scripts and between emoji, where they have a meaning."""
 BLANKS = str.maketrans(dict.fromkeys("\u115f\u1160\u2800\u3164\uffa0", " "))
 """Letters and symbols that look blank."""
 
@@ -60,7 +60,7 @@ def sentences(text: str) -> list[str]:
 
 
 def end_mark(sentence: str) -> str:
-    """The last . ! or ? behind the sentence's last word."""
+    """The last . ! or ? after the sentence's last word; empty if none."""
     tail = next((place for place in range(len(sentence), 0, -1) if sentence[place - 1].isalnum()), 0)
     return next((character for character in reversed(sentence[tail:]) if character in ".!?"), "")
 
@@ -76,7 +76,7 @@ def whole_words(phrase: str, text: str) -> int:
 
 
 def plain(text: str) -> str:
-    """Letters without their accents."""
+    """The text without accents."""
     return "".join(character for character in unicodedata.normalize("NFKD", text) if not unicodedata.combining(character))
 
 
