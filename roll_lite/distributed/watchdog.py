@@ -39,6 +39,14 @@ class SessionLost(RuntimeError):
     """Ray's own process on this machine died or was stopped."""
 
 
+LEAST_SECONDS = 5.0
+"""Least time for saving after a SIGTERM, even if finishing updates took all of it."""
+
+
+class Preempted(BaseException):
+    """SIGTERM asks the run to save its state and end."""
+
+
 class Watchdog:
     """Time limits and Ray processes of this driver; WATCHDOG is the only instance."""
 
@@ -51,6 +59,9 @@ class Watchdog:
         self._told = False
         self.silence_s: float | None = None
         """Time that a process may stay stopped; None: unlimited."""
+        self.preempted_at: float | None = None
+        """Time of a SIGTERM that the next wait raises as Preempted; None: none came."""
+        self._keeps_on = False
 
     # ------------------------------------------------------------ limits
 
@@ -81,10 +92,26 @@ class Watchdog:
             self._processes = {}
 
     def check(self) -> None:
-        """Raise SessionLost if the session is lost. The main thread calls this in every wait."""
+        """Raise SessionLost if the session is lost, Preempted after a SIGTERM. The main thread calls this in every wait."""
         if self._lost is not None:
             self._told = True
             raise SessionLost(self._lost)
+        if self.preempted_at is not None and not self._keeps_on:
+            raise Preempted
+
+    def preempted_for(self, seconds: float) -> float:
+        """Time left of this many seconds since the SIGTERM, but enough for an attempt."""
+        assert self.preempted_at is not None
+        return max(LEAST_SECONDS, self.preempted_at + seconds - time.monotonic())
+
+    @contextmanager
+    def uninterrupted(self) -> Iterator[None]:
+        """Let the block finish before a SIGTERM ends the run: it changes state that is saved."""
+        before, self._keeps_on = self._keeps_on, True
+        try:
+            yield
+        finally:
+            self._keeps_on = before
 
     # ------------------------------------------------------------ the thread
 

@@ -63,21 +63,21 @@ class Checkpoints:
         """Newest complete checkpoint that this run has written or loaded."""
         self.goes_on = goes_on(config, run_folder)
 
-    def save(self, models: Models, source: BatchSource, pipeline: dict[str, Any]) -> Path:
-        """Save a checkpoint. `pipeline`: the driver's state. With checkpoint.asynchronous the folder exists only after `finish_if_written`
-        or `finish`."""
+    def save(self, models: Models, rollouts: dict[str, Any], pipeline: dict[str, Any]) -> Path:
+        """Save a checkpoint. `rollouts`, `pipeline`: states of the batch source and of the driver. With
+        checkpoint.asynchronous the folder exists only after `finish_if_written` or `finish`."""
         self.finish()
         whole = self._run_folder / FOLDER / f"step_{pipeline['steps_done']:06d}"
         folder = whole.with_suffix(".partial")
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         with _removed_on_failure(folder):
-            self._start(models, source, pipeline, folder)
+            self._start(models, rollouts, pipeline, folder)
         if not self._config.checkpoint.asynchronous:
             self.finish()
         return whole
 
-    def _start(self, models: Models, source: BatchSource, pipeline: dict[str, Any], folder: Path) -> None:
+    def _start(self, models: Models, rollouts: dict[str, Any], pipeline: dict[str, Any], folder: Path) -> None:
         saved = self.stateful(models)
         for role, model in saved.items():
             (folder / role).mkdir()
@@ -87,7 +87,7 @@ class Checkpoints:
             "schema_version": SCHEMA_VERSION,
             "listed": True,
             "pipeline": pipeline,
-            "rollouts": source.state_dict(),
+            "rollouts": rollouts,
             "config": self._config.model_dump(mode="json"),
         }
         (folder / STATE_FILE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")

@@ -12,6 +12,7 @@ import ray
 
 from roll_lite.distributed.failures import RankFailed
 from roll_lite.distributed.rank_group import WATCH
+from roll_lite.distributed.watchdog import WATCHDOG
 from roll_lite.pipeline.checkpoint import Checkpoints
 from roll_lite.pipeline.clusters import Models, initialize, lengths
 from roll_lite.pipeline.journal import Journal
@@ -40,14 +41,19 @@ class Recovery:
         self._restarted: dict[str, list[float]] = {}
         """Times of restarts, by role."""
         self._start: dict[str, Any] = {}
-        self._reached: dict[str, Any] = {}
+        self.reached: dict[str, Any] = {}
         """State of the driver at the run's start and after the last step."""
+        self.source_state: dict[str, Any] = {}
+        """State of the batch source after the last step."""
+        self._next_source_state: dict[str, Any] = {}
+        """State of the batch source after the batch of the step in progress."""
         self._weights_are_known = True
         """False while the trained weights may be others than those after the last step."""
 
     def begin(self, state: dict[str, Any]) -> None:
         """Remember the driver's state at the start, for runs without a checkpoint."""
-        self._start = self._reached = _saved(state)
+        self._start = self.reached = _saved(state)
+        self.source_state = self._next_source_state = self._source.state_dict()
 
     def batch(self, step: int, take: Callable[[], RolloutBatch]) -> RolloutBatch:
         """Batch of a step: the kept one if the step is repeated, otherwise the result of `take`, which is kept."""
@@ -57,6 +63,7 @@ class Recovery:
             self._batches[step] = take()
             while len(self._batches) > 1 and sum(map(_size, self._batches.values())) > _room():
                 del self._batches[min(self._batches)]
+        self._next_source_state = self._batches[step].state
         return self._batches[step]
 
     def trains(self) -> None:
@@ -64,7 +71,8 @@ class Recovery:
         self._weights_are_known = False
 
     def step_is_done(self, state: dict[str, Any]) -> None:
-        self._reached, self._weights_are_known = _saved(state), True
+        self.reached, self._weights_are_known = _saved(state), True
+        self.source_state = self._next_source_state
 
     def survive(self, pipeline: RLVRPipeline, work: Callable[[], None]) -> None:
         """Do the work; if a training rank is lost meanwhile, recover and repeat it."""
@@ -92,8 +100,8 @@ class Recovery:
 
     def _recover(self, pipeline: RLVRPipeline, failure: RankFailed) -> None:
         """Start the lost role anew, and bring all trained weights and the driver to the state after the last step."""
-        started, reached = time.monotonic(), self._reached["steps_done"]
-        with self._journal.timers.phase("recovery"), WATCH.expecting_answers(None):
+        started, reached = time.monotonic(), self.reached["steps_done"]
+        with self._journal.timers.phase("recovery"), WATCH.expecting_answers(None), WATCHDOG.uninterrupted():
             lost = next(model for model in self._models.all if model.ranks.name == failure.role)
             trained = list(self._checkpoints.stateful(self._models).values())
             goes_back = lost in trained or not self._weights_are_known
@@ -109,7 +117,7 @@ class Recovery:
             if goes_back:
                 self._source.trainer_lost()
             initialize(again)
-            pipeline.restore((self._checkpoints.go_back(self._models) or self._start) if goes_back else self._reached)
+            pipeline.restore((self._checkpoints.go_back(self._models) or self._start) if goes_back else self.reached)
             while pipeline.steps_done < reached:
                 pipeline.repeat_update(self._batches[pipeline.steps_done + 1])
             self._weights_are_known = True

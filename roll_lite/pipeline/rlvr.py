@@ -17,6 +17,7 @@ from roll_lite.data.proto import DataProto
 from roll_lite.data.stable_hash import derived_seed
 from roll_lite.data.supervised import SupervisedRows
 from roll_lite.distributed.dataflow import Batch
+from roll_lite.distributed.watchdog import WATCHDOG, Preempted
 from roll_lite.observability.timers import phase
 from roll_lite.pipeline.agreement import Agreement, compare_replicas
 from roll_lite.pipeline.batch_files import BatchFiles
@@ -80,15 +81,20 @@ class RLVRPipeline:
         if not self.checkpoints.goes_on or self.validation_is_due:  # a validation that is not due would come twice into the run's files
             self.recovery.survive(self, self.validate)
         with self.checkpoints.finished():
-            while self.steps_done < self.config.steps:
-                self.recovery.survive(self, self.recorded_step)
-                self.recovery.survive(self, self.between_steps)
+            try:
+                while self.steps_done < self.config.steps:
+                    self.recovery.survive(self, self.recorded_step)
+                    self.recovery.survive(self, self.between_steps)
+            except Preempted:
+                self.save_before_the_end()
+                raise
         self.recovery.survive(self, self.export_model)
 
     def recorded_step(self) -> None:
         with self.journal.step(self.steps_done + 1):
             self.step()
-            self.journal.moved(self.models.take_moved())
+            with WATCHDOG.uninterrupted():
+                self.journal.moved(self.models.take_moved())
             self.journal.ledger.step(self.steps_done, self.version)
             self.recovery.step_is_done(self.state_dict())
 
@@ -108,7 +114,8 @@ class RLVRPipeline:
             self.compute_log_probs(batch)
             self.assign_credit(batch)
             self.write_batch(batch)
-            self.train(batch)
+            with WATCHDOG.uninterrupted():
+                self.train(batch)
         self.steps_done += 1
 
     def repeat_update(self, rollouts: RolloutBatch) -> None:
@@ -252,11 +259,26 @@ class RLVRPipeline:
     @phase("checkpoint")
     def refresh_reference(self) -> None:
         assert self.refresh is not None
-        self.checkpoints.refresh_reference(self.models, self.refresh)
+        with WATCHDOG.uninterrupted():
+            self.checkpoints.refresh_reference(self.models, self.refresh)
 
     @phase("checkpoint")
     def save_checkpoint(self) -> None:
-        self.checkpoints.save(self.models, self.source, self.state_dict())
+        with WATCHDOG.uninterrupted():
+            self.checkpoints.save(self.models, self.source.state_dict(), self.state_dict())
+
+    @phase("checkpoint")
+    def save_before_the_end(self) -> None:
+        """Save the state after the last complete step, in what is left of the time after a SIGTERM."""
+        seconds = WATCHDOG.preempted_for(self.config.checkpoint.on_sigterm_s)
+        with WATCHDOG.uninterrupted(), WATCHDOG.limit("checkpoint", seconds, "checkpoint.on_sigterm_s"):
+            self.source.abandon()
+            self.checkpoints.finish()
+            reached = self.recovery.reached
+            if self.checkpoints.newest_step < reached["steps_done"]:
+                self.checkpoints.save(self.models, self.recovery.source_state, reached)
+                self.checkpoints.finish()
+        self.journal.console.message(f"SIGTERM: saved the state after step {self.checkpoints.newest_step}")
 
     @phase("checkpoint")
     def look_at_checkpoint(self) -> None:

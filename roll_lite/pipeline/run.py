@@ -21,7 +21,7 @@ from roll_lite.config.checks.notes import notes_on
 from roll_lite.config.schema.run import LimitsConfig, RunConfig
 from roll_lite.distributed.rank_group import WATCH
 from roll_lite.distributed.ray_session import ray_session
-from roll_lite.distributed.watchdog import WATCHDOG
+from roll_lite.distributed.watchdog import WATCHDOG, Preempted
 from roll_lite.distributed.worker import freeze_heap
 from roll_lite.files import first_line
 from roll_lite.observability.report import SUMMARY_FILE
@@ -31,6 +31,8 @@ from roll_lite.pipeline.checkpoint_files import resumption, resumption_notes, se
 from roll_lite.pipeline.journal import FAILURE_FILE, Journal
 
 COMPLETED, FAILED, INTERRUPTED = 0, 1, 130
+PREEMPTED = 75
+"""Exit code after a SIGTERM if the state was saved: EX_TEMPFAIL, the same command goes on later."""
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 REGULAR = {"sync_weights", "log_probs", "advantages", "train"}
 """Phases whose work is about the same in each step."""
@@ -73,7 +75,7 @@ def _run(config: RunConfig, folder: Path, notes: Sequence[str]) -> int:
     journal = Journal(config, folder)
     journal.timers.around = PhaseLimits(config.limits).limited
     WATCHDOG.silence_s = config.limits.silence or None
-    interruption = Interruption()
+    interruption = Interruption(config.checkpoint.every > 0)
     end = RunEnd(journal, interruption)
     # `handled` and `recorded` come twice: the end is recorded before Ray shuts down, which may end this process, and Ray installs its own
     # signal handlers.
@@ -86,7 +88,7 @@ def _run(config: RunConfig, folder: Path, notes: Sequence[str]) -> int:
                 journal.console.message(f"loading the model into {', '.join(roles(config))}{engine}")
                 pipeline = build(config, folder, session, journal)
                 freeze_heap()
-            with WATCH.expecting_answers(config.limits.silence):
+            with WATCH.expecting_answers(config.limits.silence), interruption.saving():
                 pipeline.run()
                 pipeline.close()
     return end.code
@@ -122,14 +124,27 @@ def announce(config: RunConfig, journal: Journal, notes: Sequence[str]) -> None:
 
 class Interruption:
     """Lets SIGTERM, and SIGHUP of a closed terminal, end a run like Ctrl-C; nohup is respected. Only the first signal counts until the end
-    is recorded, since closing terminals send several."""
+    is recorded, since closing terminals send several. If the run writes checkpoints, a first SIGTERM lets it save its state."""
 
-    def __init__(self) -> None:
+    def __init__(self, saves: bool = False) -> None:
+        self._saves = saves
+        self._may_save = False
         self._is_deaf = False
 
-    def __call__(self, _signal: int, _frame: FrameType | None) -> None:
-        if not self._is_deaf:
+    def __call__(self, number: int, _frame: FrameType | None) -> None:
+        if self._may_save and number == signal.SIGTERM:
+            self._may_save, WATCHDOG.preempted_at = False, time.monotonic()
+        elif not self._is_deaf:
             raise KeyboardInterrupt
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Inside the block, the first SIGTERM lets the run save."""
+        self._may_save = self._saves
+        try:
+            yield
+        finally:
+            self._may_save, WATCHDOG.preempted_at = False, None
 
     @contextmanager
     def handled(self) -> Iterator[None]:
@@ -163,9 +178,9 @@ class RunEnd:
         """Record how the run ended (completed, failed, interrupted) when the block ends."""
         try:
             yield
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, Preempted) as signal_:
             with self._interruption.ignored():
-                self._close("interrupted", INTERRUPTED)
+                self._close("interrupted", PREEMPTED if isinstance(signal_, Preempted) else INTERRUPTED)
         except Exception as error:
             with self._interruption.ignored():
                 self._fail(error)
@@ -189,8 +204,8 @@ class RunEnd:
             return
         self._closed, self.code = True, code
         console = self._journal.console
-        if code == INTERRUPTED:
-            console.message("interrupted")
+        if code in (INTERRUPTED, PREEMPTED):
+            console.message(exit_state)
         try:
             self._journal.close(exit_state)
         except OSError as error:

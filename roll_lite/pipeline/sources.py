@@ -69,6 +69,9 @@ class BatchSource(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 (for a source with state)
         """Restore the state."""
 
+    def abandon(self) -> None:  # noqa: B027 (for a source with engines)
+        """Stop everything at once: the run is about to end, and needs the devices to save its state."""
+
     def close(self) -> None:  # noqa: B027 (for a source with files or engines)
         """Write the last files and clean up."""
 
@@ -171,6 +174,13 @@ class LiveRollouts(BatchSource):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.rollouts.one(RolloutWorker.load_state_dict, state)
+
+    def abandon(self) -> None:
+        self.returns.end()
+        self.rollouts.shutdown()
+        self.engines.replicas.shutdown()
+        for ranks in self.reward_models.clusters.values():
+            ranks.shutdown()
 
     def end_ledger(self) -> None:
         self.journal.ledger.append(self.rollouts.start_one(RolloutWorker.last_ledger).result(LAST_SECONDS))

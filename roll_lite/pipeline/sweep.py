@@ -16,7 +16,7 @@ from roll_lite.config.problems import hidden
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.observability.report import OVERALL, SUMMARY_FILE
 
-INTERRUPTED = 130
+INTERRUPTED, PREEMPTED = 130, 75
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def run_each(command: Sequence[str], choices: Sequence[Choice]) -> int:
         end, accuracy = _summary(folder) if folder is not None and folder != before else ("did not start", "")
         seconds = f"{time.monotonic() - started:.0f}"
         rows.append([settings, str(codes[-1]), end, seconds, accuracy, str(folder) if folder != before else ""])
-        if codes[-1] == INTERRUPTED:
+        if codes[-1] in (INTERRUPTED, PREEMPTED):
             break
     sys.stdout.write(f"\n{table(['overrides', 'exit', 'end', 'seconds', 'accuracy', 'folder'], rows)}\n")
     return next((code for code in codes if code), 0)

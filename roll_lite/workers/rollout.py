@@ -81,6 +81,8 @@ class RolloutBatch:
     """Seconds of silence of each engine lost since the last batch."""
     ledger: bytes = b""
     """Lines for the run's ledger."""
+    state: dict[str, Any] = field(default_factory=dict)
+    """State of the rollout service after this batch."""
 
 
 GC_THRESHOLDS = (100_000, 50, 100)
@@ -253,6 +255,7 @@ class RolloutWorker(AsyncWorker):
     async def next_batch(self, prompts: int, step: int) -> RolloutBatch:
         """Accepted samples of exactly `prompts` prompts, with references to the engines' token blocks."""
         result = await self._service.next_batch(prompts)
+        state = self._service.state_dict()
         await self._reward_models_rest()
         trainable = accepted(result.groups)
         rows = rows_of(trainable, self._temperatures)
@@ -263,7 +266,7 @@ class RolloutWorker(AsyncWorker):
         await self._write(writing)
         replaced = {name: pool.newly_replaced() for name, pool in self._pools.items()}
         silences, self._silences = self._silences, []
-        return RolloutBatch(rows, [self._tokens_of(trainable)], result.stats, replaced, silences, ledger_text(result.ledger, step))
+        return RolloutBatch(rows, [self._tokens_of(trainable)], result.stats, replaced, silences, ledger_text(result.ledger, step), state)
 
     async def finished(self, known: Collection[int], least: int) -> tuple[DataProto, Block]:
         """Rows and tokens of finished groups that will surely be in the current batch, without those whose numbers are `known`; empty if

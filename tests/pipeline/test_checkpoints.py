@@ -76,7 +76,8 @@ def parts(*roles: str) -> Any:
     return SimpleNamespace(trained={role: SimpleNamespace(ranks=Ranks(), loaded=lambda groups: nullcontext()) for role in roles})
 
 
-SOURCE: Any = SimpleNamespace(state_dict=lambda: {"prompts": 3}, load_state_dict=lambda state: None)
+ROLLOUTS = {"prompts": 3}
+SOURCE: Any = SimpleNamespace(state_dict=lambda: ROLLOUTS, load_state_dict=lambda state: None)
 
 
 @pytest.fixture
@@ -92,7 +93,7 @@ def resuming(config: RunConfig, folder: Path) -> RunConfig:
 def test_the_newest_are_kept_by_number_not_by_name(config: RunConfig, tmp_path: Path) -> None:
     checkpoints = Checkpoints(config, tmp_path)
     for step in (999_998, 999_999, 1_000_000):
-        checkpoints.save(parts("actor_train"), SOURCE, {"steps_done": step})
+        checkpoints.save(parts("actor_train"), ROLLOUTS, {"steps_done": step})
     assert [folder.name for folder in finished_checkpoints(tmp_path)] == ["step_999999", "step_1000000"]
     assert resumption(tmp_path).checkpoint.name == "step_1000000"
 
@@ -101,7 +102,7 @@ def test_some_are_kept_for_ever(config: RunConfig, tmp_path: Path) -> None:
     settings = config.checkpoint.model_copy(update={"every": 2, "keep": 1, "keep_every": 6})
     checkpoints = Checkpoints(config.model_copy(update={"checkpoint": settings}), tmp_path)
     for step in range(2, 17, 2):
-        checkpoints.save(parts("actor_train"), SOURCE, {"steps_done": step})
+        checkpoints.save(parts("actor_train"), ROLLOUTS, {"steps_done": step})
         assert finished_checkpoints(tmp_path)[-1].name == f"step_{step:06d}"
     assert sorted(folder.name for folder in (tmp_path / "checkpoints").iterdir()) == ["step_000006", "step_000012", "step_000016"]
 
@@ -119,7 +120,7 @@ def test_a_checkpoint_counts_once_everybody_has_written_it(asynchronous: RunConf
     checkpoints, both = Checkpoints(asynchronous, tmp_path), parts("actor_train", "critic")
     checkpoints.finish_if_written()
     state = {"steps_done": 1}
-    folder = checkpoints.save(both, SOURCE, state)
+    folder = checkpoints.save(both, ROLLOUTS, state)
     state["steps_done"] = 2
     for role in ("actor_train", "critic"):
         checkpoints.finish_if_written()
@@ -144,7 +145,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_counts(config: RunConfig, tmp_pat
 
     note("fsync", os.fsync)
     note("rename", os.rename)
-    whole = Checkpoints(config, tmp_path).save(parts("actor_train"), SOURCE, {"steps_done": 1})
+    whole = Checkpoints(config, tmp_path).save(parts("actor_train"), ROLLOUTS, {"steps_done": 1})
     draft = whole.with_suffix(".partial")
     renamed = done.index(("rename", draft))
     flushed = {path for _, path in done[:renamed]}
@@ -154,8 +155,8 @@ def test_a_checkpoint_is_on_the_disk_before_it_counts(config: RunConfig, tmp_pat
 
 def test_the_next_one_waits_for_the_last_one_and_so_does_the_end(asynchronous: RunConfig, tmp_path: Path) -> None:
     checkpoints, actor = Checkpoints(asynchronous, tmp_path), parts("actor_train")
-    checkpoints.save(actor, SOURCE, {"steps_done": 1})
-    checkpoints.save(actor, SOURCE, {"steps_done": 2})
+    checkpoints.save(actor, ROLLOUTS, {"steps_done": 1})
+    checkpoints.save(actor, ROLLOUTS, {"steps_done": 2})
     assert names(tmp_path) == ["step_000001"], "the older one is kept until the newer one is written"
     checkpoints.finish()
     checkpoints.finish()
@@ -164,8 +165,8 @@ def test_the_next_one_waits_for_the_last_one_and_so_does_the_end(asynchronous: R
 
 def test_a_write_that_fails_is_told_and_leaves_the_one_before(asynchronous: RunConfig, tmp_path: Path) -> None:
     checkpoints, actor = Checkpoints(asynchronous, tmp_path), parts("actor_train")
-    checkpoints.save(actor, SOURCE, {"steps_done": 1})
-    checkpoints.save(actor, SOURCE, {"steps_done": 2})
+    checkpoints.save(actor, ROLLOUTS, {"steps_done": 1})
+    checkpoints.save(actor, ROLLOUTS, {"steps_done": 2})
     actor.trained["actor_train"].ranks.is_written = actor.trained["actor_train"].ranks.fails = True
     with pytest.raises(RuntimeError, match="No space left"):
         checkpoints.finish_if_written()
@@ -179,7 +180,7 @@ def test_a_run_that_fails_finishes_what_it_was_writing_and_tells_its_own_cause(
     checkpoints, actor = Checkpoints(asynchronous, tmp_path), parts("actor_train")
     actor.trained["actor_train"].ranks.fails = fails
     with pytest.raises(ValueError, match="skipped"), checkpoints.finished():
-        checkpoints.save(actor, SOURCE, {"steps_done": 1})
+        checkpoints.save(actor, ROLLOUTS, {"steps_done": 1})
         raise ValueError("too many updates were skipped")
     assert names(tmp_path) == ([] if fails else ["step_000001"])
 
@@ -189,7 +190,7 @@ def test_an_interrupted_run_keeps_what_everybody_has_written(asynchronous: RunCo
     """It waits neither for writers nor for ranks that train."""
     checkpoints, both = Checkpoints(asynchronous, tmp_path), parts("actor_train", "critic")
     with pytest.raises(KeyboardInterrupt), checkpoints.finished():
-        checkpoints.save(both, SOURCE, {"steps_done": 1})
+        checkpoints.save(both, ROLLOUTS, {"steps_done": 1})
         both.trained["actor_train"].ranks.is_written, both.trained["critic"].ranks.is_written = True, written
         both.trained["critic"].ranks.is_busy = busy
         raise KeyboardInterrupt
@@ -206,14 +207,14 @@ def test_where_nothing_trains_there_is_no_average_and_no_reference_to_renew(conf
     pipeline = RLVRPipeline(generating, Models(None), SOURCE, stub, checkpoints, BatchFiles(generating, tmp_path))
     assert pipeline.refresh is None
     checkpoints.export_model(pipeline.models)
-    checkpoints.save(pipeline.models, SOURCE, {"steps_done": 1})
+    checkpoints.save(pipeline.models, ROLLOUTS, {"steps_done": 1})
     assert names(tmp_path) == ["step_000001"]
 
 
 def test_one_that_is_half_removed_is_none(config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints = Checkpoints(config, tmp_path)
     for step in (1, 2):
-        checkpoints.save(parts("actor_train"), SOURCE, {"steps_done": step})
+        checkpoints.save(parts("actor_train"), ROLLOUTS, {"steps_done": step})
 
     def killed(folder: Path, ignore_errors: bool = False) -> None:
         if not ignore_errors:
@@ -221,23 +222,23 @@ def test_one_that_is_half_removed_is_none(config: RunConfig, tmp_path: Path, mon
 
     monkeypatch.setattr("roll_lite.pipeline.checkpoint.shutil.rmtree", killed)
     with pytest.raises(KeyboardInterrupt):
-        checkpoints.save(parts("actor_train"), SOURCE, {"steps_done": 3})
+        checkpoints.save(parts("actor_train"), ROLLOUTS, {"steps_done": 3})
     assert [folder.name for folder in finished_checkpoints(tmp_path)] == ["step_000002", "step_000003"]
 
 
 def test_a_checkpoint_brings_the_drivers_state_back(config: RunConfig, tmp_path: Path) -> None:
     state = {"steps_done": 4, "version": 3, "kl_in_loss": {"coef": 0.5}}
-    Checkpoints(config, tmp_path).save(parts("actor_train", "critic"), SOURCE, state)
+    Checkpoints(config, tmp_path).save(parts("actor_train", "critic"), ROLLOUTS, state)
     assert Checkpoints(resuming(config, tmp_path), tmp_path / "next").load(parts("actor_train", "critic"), SOURCE) == state
 
 
 def test_a_run_in_which_nothing_trains_has_checkpoints_too(config: RunConfig, tmp_path: Path) -> None:
-    Checkpoints(config, tmp_path).save(parts(), SOURCE, {"steps_done": 4})
+    Checkpoints(config, tmp_path).save(parts(), ROLLOUTS, {"steps_done": 4})
     assert Checkpoints(resuming(config, tmp_path), tmp_path / "next").load(parts(), SOURCE) == {"steps_done": 4}
 
 
 def test_a_checkpoint_without_a_role_is_refused(config: RunConfig, tmp_path: Path) -> None:
-    Checkpoints(config, tmp_path).save(parts("actor_train"), SOURCE, {"steps_done": 1})
+    Checkpoints(config, tmp_path).save(parts("actor_train"), ROLLOUTS, {"steps_done": 1})
     with pytest.raises(ValueError, match="holds nothing for critic"):
         Checkpoints(resuming(config, tmp_path), tmp_path / "next").load(parts("actor_train", "critic"), SOURCE)
 
@@ -266,9 +267,9 @@ def test_a_reference_that_follows_the_actor_is_renewed_and_kept(config: RunConfi
     following = config.model_copy(update={"reference": ReferenceRoleConfig(refresh=refresh)})
     both = parts("actor_train")
     both.reference = parts("reference").trained["reference"]
-    folder = Checkpoints(following, tmp_path).save(both, SOURCE, {"steps_done": 1})
+    folder = Checkpoints(following, tmp_path).save(both, ROLLOUTS, {"steps_done": 1})
     assert (folder / "reference" / "weights").is_file()
-    Checkpoints(config, tmp_path).save(both, SOURCE, {"steps_done": 2})
+    Checkpoints(config, tmp_path).save(both, ROLLOUTS, {"steps_done": 2})
     with pytest.raises(ValueError, match="holds nothing for reference"):
         Checkpoints(resuming(following, tmp_path), tmp_path / "next").load(both, SOURCE)
 
@@ -285,7 +286,7 @@ def test_files_that_lie_on_another_nodes_disk_end_the_run(
         if kind == "exported":
             checkpoints.export_model(both)
         else:
-            checkpoints.save(both, SOURCE, {"steps_done": 1})
+            checkpoints.save(both, ROLLOUTS, {"steps_done": 1})
             checkpoints.finish()
     assert names(tmp_path) == []
 
@@ -297,8 +298,8 @@ def test_files_of_another_node_may_be_seen_late(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("name", ["critic/weights", "state.json"])
 def test_a_flipped_byte_is_noticed_before_anything_is_loaded(config: RunConfig, tmp_path: Path, name: str) -> None:
-    Checkpoints(config, tmp_path).save(parts("actor_train", "critic"), SOURCE, {"steps_done": 1})
-    folder = Checkpoints(config, tmp_path).save(parts("actor_train", "critic"), SOURCE, {"steps_done": 2})
+    Checkpoints(config, tmp_path).save(parts("actor_train", "critic"), ROLLOUTS, {"steps_done": 1})
+    folder = Checkpoints(config, tmp_path).save(parts("actor_train", "critic"), ROLLOUTS, {"steps_done": 2})
     assert sorted(json.loads((folder / "files.json").read_text())) == ["actor_train/weights", "critic/weights", "state.json"]
     content = (folder / name).read_bytes()
     (folder / name).write_bytes(content.replace(b"s", b"t", 1))
@@ -310,7 +311,7 @@ def test_a_flipped_byte_is_noticed_before_anything_is_loaded(config: RunConfig, 
 @pytest.mark.parametrize("left", [True, False])
 def test_a_run_that_goes_on_in_its_folder_passes_a_damaged_one_over(config: RunConfig, tmp_path: Path, left: bool) -> None:
     for step in (1, 2) if left else (2,):
-        folder = Checkpoints(config, tmp_path).save(parts("actor_train"), SOURCE, {"steps_done": step})
+        folder = Checkpoints(config, tmp_path).save(parts("actor_train"), ROLLOUTS, {"steps_done": step})
     (folder / "actor_train" / "weights").write_bytes(b"other weights.."[: (folder / "actor_train" / "weights").stat().st_size])
     with nullcontext() if left else pytest.raises(ValueError, match="no run with finished checkpoints"):
         assert Checkpoints(resuming(config, folder), tmp_path).load(parts("actor_train"), SOURCE) == {"steps_done": 1}

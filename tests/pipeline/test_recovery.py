@@ -52,7 +52,7 @@ class Pipeline:
         }
         trained = {role: self.models[role] for role in ("actor_train", "critic")}
         self.checkpoints = checkpoints = SimpleNamespace(stateful=lambda _: trained, go_back=self._go_back, newest_step=0)
-        source = SimpleNamespace(trainer_lost=story.tells("trainer lost"))
+        source = SimpleNamespace(trainer_lost=story.tells("trainer lost"), state_dict=lambda: {"batches": 0})
         journal = SimpleNamespace(
             timers=SimpleNamespace(phase=self._phase),
             rank_lost=lambda failure, since, reached: story.append(f"{failure.role} lost, {since} to {reached}"),
@@ -87,7 +87,7 @@ class Pipeline:
         def take() -> Any:
             self.story.append(f"generate {number}")
             taken = batch()
-            taken.number = number
+            taken.number, taken.state = number, {"batches": number}
             return taken
 
         assert self.recovery.batch(number, take).number == number

@@ -185,7 +185,7 @@ def run_with(config: RunConfig, folder: Path, steps: list[list[Update]], monkeyp
         load=lambda *_: None, finished=nullcontext, finish_if_written=lambda: None, finish=lambda: None, goes_on=False
     )
     monkeypatch.setattr(RLVRPipeline, "validate", lambda self: None)
-    source: Any = SimpleNamespace(loaded=lambda *_: nullcontext())
+    source: Any = SimpleNamespace(loaded=lambda *_: nullcontext(), state_dict=dict)
     return RLVRPipeline(config, Models(actor), source, journal, checkpoints, BatchFiles(config, folder))
 
 

@@ -72,6 +72,9 @@ class Source:
     def loaded(self, *_: Any) -> Any:
         return nullcontext()
 
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
     def sync(self, version: int) -> None:
         if version != self.version:
             self.story.append(f"weights {version}")

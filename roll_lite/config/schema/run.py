@@ -63,6 +63,10 @@ class CheckpointConfig(Section):
     """Checkpoint to resume from: its folder, or a run's folder for its newest one. The resumed run writes to a new folder. auto: resume
     from this experiment's newest undamaged checkpoint and continue in its run's folder, or start afresh if there is none; the same command
     then starts and resumes a run. null: start afresh."""
+    on_sigterm_s: PositiveFloat = 60.0
+    """Time in seconds for ending a run after SIGTERM. The run finishes updates that have begun, saves the state after its last complete
+    step, and ends with exit code 75; the same command with `resume: auto` continues it. Without checkpoints (`every: 0`) SIGTERM ends a run
+    like Ctrl-C."""
     export_model: bool = True
     """Write the final model to the run's folder, in Hugging Face format."""
 

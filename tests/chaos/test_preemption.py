@@ -1,0 +1,58 @@
+"""Whole runs that get SIGTERM: they save their state within the deadline, and the same command goes on."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from roll_lite.pipeline.checkpoint_files import finished_checkpoints
+from tests.chaos.test_training_ranks import SETTINGS, assert_equal
+from tests.integration.test_runs import Run, until_gone
+
+NIGHTLY = pytest.mark.nightly
+PREEMPTED = 75
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("overrides", "steps", "waits_s"),
+    [
+        pytest.param([], [5], 0.0, id="as its samples come"),
+        pytest.param(["checkpoint.asynchronous=true"], [2, 4, 6], 0.5, id="while it trains", marks=NIGHTLY),
+        pytest.param(
+            ["actor_train.offload=true", "actor_infer.offload=true", "actor_train.devices=[0]", "actor_infer.devices=[0]"],
+            [2, 5],
+            1.0,
+            id="on shared devices",
+            marks=NIGHTLY,
+        ),
+    ],
+)
+@pytest.mark.usefixtures("signals_arrive")
+def test_a_run_saves_its_state_and_goes_on(tmp_path: Path, overrides: list[str], steps: list[int], waits_s: float) -> None:
+    settings = ["tiny_grpo", *SETTINGS, *overrides, "steps=7", "checkpoint.resume=auto"]
+    with Run(tmp_path / "quiet", *settings) as quiet:
+        code, output = quiet.finish(400)
+    assert code == 0, output
+    for step in steps:
+        with Run(tmp_path / "preempted", *settings) as run:
+            run.wait_for_step(step)
+            time.sleep(waits_s)
+            processes = run.tree()
+            started = time.monotonic()
+            run.process.send_signal(signal.SIGTERM)
+            code, output = run.finish(60)
+            assert code == PREEMPTED and "SIGTERM: saved the state after step" in output, output
+            assert time.monotonic() - started < 30
+            assert run.summary()["exit"] == "interrupted" and until_gone(processes, 60) == []
+            assert len(finished_checkpoints(run.folder)) <= 2
+            last = [line["step"] for line in run.metrics() if "time/step" in line][-1]
+            assert finished_checkpoints(run.folder)[-1].name == f"step_{last:06d}", "nothing that was done is lost"
+    with Run(tmp_path / "preempted", *settings) as run:
+        code, output = run.finish(400)
+        assert code == 0, output
+        assert_equal(run, quiet)
