@@ -63,9 +63,9 @@ class RolloutSpec:
     engine_silence_s: float | None = None
     """Time in which an engine's process must answer; None: unlimited."""
     trained_embeddings: dict[str, Path] = field(default_factory=dict)
-    """Models that train their embeddings, by the setting that names them: checked for zero embeddings of prompt tokens."""
+    """Models that train their embeddings, by the setting that names them: a note warns if prompt tokens have zero embeddings."""
     columns: tuple[str, ...] = ()
-    """Extra columns of token blocks, as in EngineSpec."""
+    """Extra token columns that engines return, as in EngineSpec."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class RolloutBatch:
     silences: list[float] = field(default_factory=list)
     """Seconds of silence of each engine lost since the last batch."""
     ledger: bytes = b""
-    """Lines for the run's ledger."""
+    """Lines for ledger.jsonl."""
     state: dict[str, Any] = field(default_factory=dict)
     """State of the rollout service after this batch."""
 
@@ -92,7 +92,7 @@ time."""
 
 @dataclass(frozen=True)
 class Trial:
-    """A reward, or one part of it, that is tried before the engines start."""
+    """A reward, or part of it, to try before the engines start."""
 
     domain: str
     place: str
@@ -101,10 +101,10 @@ class Trial:
     prompts: Sequence[Prompt]
     pool: RewardPool | RewardModelClient
     is_part: bool = False
-    """True if the pool has only this part; it is used for the trial only."""
+    """True if the pool has only this part, for the trial."""
 
     async def problem(self) -> str | None:
-        """Message if no prompt gets a score, otherwise None: an unreadable reference may concern a single sample."""
+        """Error message if no prompt gets a score, otherwise None: a single failure may be a bad reference answer."""
         causes = await asyncio.gather(*map(self._failure, self.prompts))
         if not all(causes):
             return None
@@ -152,7 +152,7 @@ class RolloutWorker(AsyncWorker):
         await self._try_rewards(judges)
 
     async def initialize(self, engines: Sequence[Any]) -> None:
-        """Serve batches, once prepared. `engines`: InferWorker actors."""
+        """Start serving, after `prepare`. `engines`: InferWorker actors."""
         spec = self._spec
         clients = [self._client(number, engine) for number, engine in enumerate(engines)]
         rollout, limits = spec.rollout, (spec.engine_slots, spec.rollout.max_tokens_per_engine)
@@ -253,7 +253,7 @@ class RolloutWorker(AsyncWorker):
         return [*self._data_notes, *(f"domains.{name}.reward: {note}" for name, note in pools if note)]
 
     async def next_batch(self, prompts: int, step: int) -> RolloutBatch:
-        """Accepted samples of exactly `prompts` prompts, with references to the engines' token blocks."""
+        """Accepted samples of exactly `prompts` prompts, with references to their tokens."""
         result = await self._service.next_batch(prompts)
         state = self._service.state_dict()
         await self._reward_models_rest()
@@ -282,11 +282,11 @@ class RolloutWorker(AsyncWorker):
         return RemoteEngine(f"actor_infer[{number}]", engine, self._spec.deterministic, self._spec.engine_silence_s)
 
     async def lost_engines(self) -> dict[int, str]:
-        """Causes of lost engines, by number, until their successors serve."""
+        """Lost engines without a replacement in service: number -> cause."""
         return self._engines.lost
 
     async def engine_returned(self, number: int, engine: Any) -> None:
-        """Serve with the successor of a lost engine, which has the current weights."""
+        """Serve with a lost engine's replacement, which has the current weights."""
         seat, client = self._engines.members[number], self._client(number, engine)
         await self._engines.until(seat, MemberState.LOST, MemberState.STARTING)  # the driver may have noticed the loss first
         seat.successors.put_nowait(client)
@@ -294,7 +294,7 @@ class RolloutWorker(AsyncWorker):
         self._router.add(client)
 
     async def engine_given_up(self, number: int, cause: str) -> None:
-        """Serve without a lost engine, for which no successor comes."""
+        """Give up a lost engine: no replacement will come."""
         self._engines.members[number].successors.put_nowait(MemberLost(cause))
 
     async def progress(self, held_out: bool) -> dict[str, Progress]:
@@ -359,7 +359,7 @@ def _clock_offset() -> float:
 
 
 def sampling_of(config: SamplingConfig, keep_mask: bool = False) -> Sampling:
-    """Sampling parameters for engines. `keep_mask` applies only to truncated sampling."""
+    """Sampling parameters for engines. `keep_mask`: return the ids that top-k, top-p or min-p keep, if any truncates."""
     return Sampling(
         temperature=config.temperature,
         max_tokens=config.max_tokens,
