@@ -110,7 +110,7 @@ class JudgeServer:
             await asyncio.sleep(POLL_SECONDS)
 
     def kill(self) -> None:
-        """Kill the server and all its child processes."""
+        """Kill the server with its child processes."""
         if self.process is None:
             return
         with suppress(ProcessLookupError):

@@ -74,7 +74,8 @@ class Update:
     mismatch: SampleSums = field(default_factory=dict)
     """Log-prob differences between engine and trainer; only for the first update, if no earlier pass measured them."""
     row_losses: dict[int, float] = field(default_factory=dict)
-    """Loss of each of this rank's rows, supervised ones included, by sample; only for the first of consecutive skipped updates."""
+    """Loss of each of this rank's rows, supervised ones included, by sample; only for the first of consecutive updates skipped as
+    non-finite."""
 
 
 def training_columns(loss_columns: Sequence[str], if_there: Sequence[str] = ()) -> Columns:

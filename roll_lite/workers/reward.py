@@ -20,7 +20,7 @@ from roll_lite.rewards.running.batch_scorer import BUSY, BatchScorer, Scored, sl
 from roll_lite.workers.scoring_pool import ScoringJob, ScoringPool
 
 BATCH_SECONDS = 0.05
-"""Target duration of one call: much longer than a remote call's overhead, short enough that samples do not wait for each other."""
+"""Target duration of one call: much longer than a remote call's overhead, but samples should not wait for each other."""
 SLICE_SECONDS = 0.5
 """A call returns after this time with the samples done so far: a hanging sample does not hold up its batch."""
 MOST_SAMPLES = 64

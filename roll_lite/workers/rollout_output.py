@@ -112,7 +112,7 @@ def ledger_text(lines: Iterable[dict[str, Any]], step: int | None = None) -> byt
 
 
 def write_samples(path: Path, groups: Iterable[SampleGroup], step: int, clock_offset: float = 0.0) -> None:
-    """Write one line per sample, failed ones and greedy baselines included. The file appears complete or not at all.
+    """Write a line per sample, with failed ones and greedy baselines. The file appears complete or not at all.
 
     `clock_offset`: wall clock minus event loop's clock.
     """
