@@ -61,7 +61,7 @@ class MetricSums:
             self._put((name, None), value, count)
 
     def add_sums(self, sums: Mapping[str, float], domains: Sequence[str] = ()) -> None:
-        """Add the sums that a loss function reports for one optimizer step. That of a mean needs its number of items beside it, under a
+        """Add the sums that a loss function reports for one optimizer step. The sum for a mean needs its number of items beside it, under a
         name in `Metric.count`.
 
         `<name>#<number>` is the sum over the rows of domain `domains[number]`; a domain without rows is left out.

@@ -57,7 +57,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def goes_on(config: RunConfig, run_folder: Path) -> bool:
-    """True if the run goes on in the folder of the checkpoint that it resumes from (`checkpoint.resume: auto`)."""
+    """True if the run continues in the folder of the checkpoint that it resumes from (`checkpoint.resume: auto`)."""
     source = config.checkpoint.source
     return source is not None and source.parent.parent.resolve() == run_folder.resolve()
 

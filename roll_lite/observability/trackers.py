@@ -128,7 +128,7 @@ class Trackers(Tracker):
 
 STEP = "step"
 MLFLOW_BATCH = 100
-"""Maximum parameters per MLflow call; ten times as many metrics are allowed."""
+"""Maximum parameters per MLflow call; metrics may be ten times as many."""
 MLFLOW_LONGEST = 500
 
 

@@ -87,8 +87,8 @@ def last_boxed(text: str) -> str | None:
 
 
 def last_boxes(text: str) -> list[str]:
-    r"""Contents of the last nonempty \boxed{} and of those before it, in order, as long as only commas, `and` or `or` separate them; at
-    most MOST_BOXES."""
+    r"""Contents of the last nonempty \boxed{} and of those before it that only commas, `and` or `or` separate, in order; at most
+    MOST_BOXES."""
     found: list[str] = []
     before = len(text)
     for start, end in _boxes(text):

@@ -83,7 +83,7 @@ class RewardFunction:
             return self._lowest(failure)
 
     def scores(self, items: Sequence[RewardInput]) -> list[Score | RewardFailed]:
-        """Score a list in one call of a sync function. RewardFailed if the whole call failed: score each sample alone."""
+        """Score a list in one call of a sync function. RewardFailed if the whole call failed: then score each sample alone."""
         if len(items) == 1:
             return [self(items[0])]
         with self._failures():

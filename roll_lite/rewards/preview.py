@@ -150,7 +150,7 @@ def _response(prompt: Prompt, reward: RewardType | None, look: Look) -> str:
 
 
 def _readable(file: Path, domain: str) -> Iterator[tuple[Row, Mapping[str, Any]]]:
-    """Read this domain's lines; a run's failed samples are skipped. ValueError for an invalid line."""
+    """Read this domain's lines, without a run's failed samples. ValueError for an invalid line."""
     for row in read_rows(file.absolute()):
         content, place = row.content, f"--responses: {row.place}"
         if isinstance(content, str):

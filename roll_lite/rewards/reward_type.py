@@ -22,7 +22,7 @@ class ArgumentSection(BaseModel):
 class RewardType(ArgumentSection):
     """Base class of reward types. Its fields are the arguments in YAML.
 
-    The docstrings of types, each with a YAML example, and of fields become docs/rewards.md.
+    Docstrings of types, each with a YAML example, and of fields become docs/rewards.md.
     """
 
     within_a_run: ClassVar[bool] = False
@@ -61,7 +61,7 @@ class RewardType(ArgumentSection):
         return {}
 
     def no_response(self) -> str | None:
-        """What the reference answers are, for a message ("tests"), if they cannot be scored as responses; None if they can."""
+        """What the reference answers hold instead of responses, such as "tests"; None if they can be scored like responses."""
         return None
 
     def response_for(self, answer: Any) -> str | None:
@@ -70,8 +70,7 @@ class RewardType(ArgumentSection):
 
 
 def too_slow(place: str, argument: str, value: float, seconds: float, timeout_s: float) -> Iterator[Problem]:
-    """Problem if a limit inside the reward (`seconds`) is not below the sample's `timeout_s`, which would then end first and fail the
-    sample."""
+    """Problem if a limit inside the reward (`seconds`) is not below `timeout_s`, which would then fail the sample first."""
     if seconds >= timeout_s:
         message = f"allows {seconds:g} s by the clock; the whole sample has {timeout_s:g} (the reward's timeout_s): use less, or raise that"
         yield Problem(f"{place}.args.{argument}", message, value)

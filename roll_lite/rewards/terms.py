@@ -71,7 +71,7 @@ class Reward:
 
 
 def labels_of(names: Sequence[str]) -> list[str]:
-    """Last part of each dotted path, numbered if repeated."""
+    """Labels of dotted paths: their last parts, numbered if repeated."""
     labels: list[str] = []
     for name in names:
         short = name.rpartition(".")[2]

@@ -1,7 +1,7 @@
 """Checks that a dotted path leads to a user's function with fitting arguments.
 
-Modules are parsed, not imported, which might load torch or start a client. What only running the code tells, such as a decorator's result,
-is checked when the run starts.
+Modules are parsed: importing them might load torch or start a client. What only running the code tells, such as a decorator's result, is
+checked when the run starts.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ CONSTANTS = (ast.Constant, ast.JoinedStr, ast.List, ast.Tuple, ast.Set, ast.Dict
 def check_function(
     path: str, key: str, name: str, arguments: Mapping[str, Any], or_class: bool = False, given: Collection[str] = ()
 ) -> Iterator[Problem]:
-    """Check the function named by `key` of the section at `path`, and the section's `args`. `or_class`: allow a class, without checking its
-    arguments. `given`: parameters that the run fills if the function has them."""
+    """Check the function `name`, which the section at `path` gives under `key`, and its `arguments`. `or_class`: allow a class, without
+    checking its arguments. `given`: parameters that the run fills if the function has them."""
     try:
         found = _definition(name)
     except ValueError as error:

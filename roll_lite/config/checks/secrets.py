@@ -1,4 +1,4 @@
-"""Checks for secrets in a configuration, which is logged and saved. URLs must hold none; other secrets are left out."""
+"""Checks for secrets in a configuration, which is logged and saved. URLs must hold none; other secrets are left out there."""
 
 from __future__ import annotations
 

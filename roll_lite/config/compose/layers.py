@@ -84,7 +84,7 @@ class _Composer:
         return path
 
     def refuse(self, place: str, message: str, value: Any = NO_VALUE, broken: Path = ()) -> None:
-        """Report a problem and mark a path as broken. An unreadable file breaks the root: its settings do not count as missing."""
+        """Report a problem and mark a path as broken. An unreadable file breaks the root, so that its settings do not count as missing."""
         self.problems.append(Problem(place, message, value))
         self.broken.add(broken)
 
@@ -142,7 +142,8 @@ def suggestion(name: str, folder: FilePath) -> str:
 
 
 def compose(name: str, folder: FilePath, overrides: Sequence[str], *, may_be_left_out: bool = False) -> Composed:
-    """Merge a file, its defaults and the overrides; resolve `${...}`. `may_be_left_out`: keep `???` instead of reporting it."""
+    """Merge a file, its defaults and the overrides; resolve `${...}`. `may_be_left_out`: keep missing values (`???`) instead of reporting
+    them."""
     composer = _Composer(folder, may_be_left_out)
     parsed = [parse_override(text) for text in overrides]
     composer.problems += [one for one in parsed if isinstance(one, Problem)]
@@ -167,7 +168,7 @@ def _written_on_the_command_line(origins: dict[Path, str], path: Path) -> None:
 # ---------------------------------------------------------------- interpolations
 
 _from_environment: ContextVar[list[str] | None] = ContextVar("_from_environment", default=None)
-"""Environment variables read for the current value."""
+"""Environment variables that the current value's resolution has read."""
 
 
 def _environment(key: str, *default: Any) -> Any:

@@ -45,7 +45,7 @@ def merge(tree: dict[str, Any], layer: Mapping[str, Any], path: Path = ()) -> No
 
 
 def _ended(tree: Mapping[str, Any], layer: Mapping[str, Any], path: Path) -> list[str]:
-    """Keys to drop because the layer changes the section's name: `args`, and fields that the new choice lacks or defines differently.
+    """Keys to drop because the layer changes the section's `name`: `args`, and fields that the new choice lacks or defines differently.
     Empty if the new name is interpolated or missing."""
     former, chosen = (None if "${" in str(one.get("name")) or one.get("name") == "???" else one.get("name") for one in (tree, layer))
     classes = sections_at(path)

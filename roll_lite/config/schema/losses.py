@@ -274,4 +274,4 @@ class MismatchCorrectionConfig(Section):
 
 class ValueLossConfig(Section):
     clip: PositiveFloat | None = 0.2
-    """Value clipping: largest change of a value that counts in a step's updates; null: no clipping."""
+    """Value clipping: largest change of a token's value within a step that can lower its loss; null: no clipping."""

@@ -26,7 +26,7 @@ LINGER_SECONDS = 0.005
 LEAST_SECONDS = 0.01
 """Minimum time for a function, even if earlier ones have used up the sample's limit."""
 BUSY = 3
-"""Multiple of a sample's time limit at which its process is killed from outside: limits of CPU time, slower on a busy machine, must end
+"""Processes are killed after this multiple of a sample's time limit, so that their own limits of CPU time, slower on a busy machine, end
 first."""
 
 
@@ -59,13 +59,13 @@ class _Entry:
     parts: dict[RewardFunction, Score | RewardFailed] = field(default_factory=dict)
     format_ok: bool | None = None
     seconds: float = 0.0
-    """Time used of the sample's limit."""
+    """Seconds of the sample's time limit that are used up."""
     failure: str | None = None
     is_suspect: bool = False
 
 
 class BatchScorer:
-    """Scores samples, each within its own time limit. Sync parts run in the main thread, outside the event loop."""
+    """Scores samples, each within its own time limit. Sync functions run in the main thread, outside the event loop."""
 
     def __init__(self, reward: Reward, timeout_s: float, format_check: FormatCheck | None = None) -> None:
         self._reward = reward

@@ -46,7 +46,7 @@ def copies(response: str, prompt_to_repeat: str, N: int) -> bool:
 
 
 def copy_span_idx(response: str, prompt_to_repeat: str, n_start: int, n_end: int) -> bool:
-    """The response copies characters n_start to n_end of the prompt; the last may be missing, as in the data's own check."""
+    """The response copies characters n_start to n_end of the prompt; the last may be missing, as in the data's check."""
     start, end = whole(n_start), whole(n_end, least=1)
     wanted = phrase("what is to be copied", prompt_to_repeat and prompt_to_repeat[start:end])
     return response.strip().lower() in (wanted.lower(), prompt_to_repeat[start : end + 1].strip().lower())

@@ -73,7 +73,7 @@ def sentence_words(response: str) -> bool:
 
 
 def overlap(response: str, reference_text: str, percentage: float) -> bool:
-    """`percentage` (± OVERLAP_OFF) of the response's distinct character trigrams occur in the reference. IFBench uses characters, too."""
+    """`percentage` (± OVERLAP_OFF) of the response's distinct character trigrams occur in the reference."""
     texts = (response, phrase("reference_text", reference_text))
     ours, theirs = ({text[start : start + 3] for start in range(len(text) - 2)} for text in texts)
     wanted = share(percentage)
@@ -103,7 +103,6 @@ def words_position(response: str, keyword: str) -> bool:
 
 
 def sentence_keyword(response: str, word: str, N: int) -> bool:
-    """The N-th sentence contains the word."""
     wanted, place, said = phrase("word", word), whole(N, least=1), sentences(response)
     return place <= len(said) and whole_words(wanted, said[place - 1]) > 0
 
@@ -305,7 +304,7 @@ def is_csv(response: str, columns: str, count: int) -> bool:
 
 
 def csv_quotes(response: str) -> bool:
-    """A table of STUDENTS, with tabs between columns and every field in double quotes."""
+    """A table with tabs between columns and every field in double quotes."""
     rows = [[field.strip() for field in line.split("\t")] for line in response.split("\n") if line.strip()]
     is_quoted = all(len(field) > 1 and field[0] == field[-1] == '"' for row in rows for field in row)
     return is_quoted and is_table([[field[1:-1] for field in row] for row in rows], STUDENTS, 3)

@@ -20,7 +20,7 @@ SENTENCES_OFF = 1
 
 
 def occurrences(keyword: str, response: str) -> int:
-    """Number of occurrences, also within longer words."""
+    """Number of occurrences, also within longer words, ignoring case."""
     return len(re.findall(re.escape(phrase("a keyword", keyword)), response, re.IGNORECASE))
 
 

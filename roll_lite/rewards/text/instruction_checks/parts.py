@@ -18,13 +18,13 @@ ABBREVIATION = re.compile(
 SENTENCE_END = re.compile(r"(?:(?<![!?])[!?]+|(?<!\.)\.+|…|(?<![。！？])[。！？]+)[\"'”’)\]*_]*(?=\s|$|(?<=[。！？])\S)")
 """Matches marks that end a sentence; each run of marks is tried only once."""
 LONGEST_ABBREVIATION = 40
-"""Maximum characters before the last full stop of an abbreviation."""
+"""Number of characters before a full stop that are searched for an abbreviation."""
 
 LATIN = "\\u0000-\\u024f"
 UNSEEN = re.compile(f"[\u00ad\u180e\u200b\u2060-\u2064\ufeff]|(?<=[{LATIN}])[\u200c\u200d]|[\u200c\u200d](?=[{LATIN}])")
 """Matches invisible characters. Joiners stay between letters of other scripts and between emoji, where they have a meaning."""
 BLANKS = str.maketrans(dict.fromkeys("\u115f\u1160\u2800\u3164\uffa0", " "))
-"""Letters and symbols that look blank."""
+"""Maps letters and symbols that look blank to spaces."""
 
 MARKS = [chr(code) for code in range(0x10000) if unicodedata.category(chr(code))[0] == "P"]
 NO_MARKS = str.maketrans(dict.fromkeys(MARKS, "") | dict.fromkeys("$+<=>^`|~", "") | dict.fromkeys("/–—―", " "))
@@ -81,7 +81,7 @@ def plain(text: str) -> str:
 
 
 def syllables(word: str) -> int:
-    """Number of vowel groups, minus a silent e: an English rule without exceptions."""
+    """Number of vowel groups, minus a silent e: a rough rule for English."""
     letters = "".join(character for character in plain(word.lower()) if character.isalpha())
     count = sum(is_vowel for is_vowel, _ in groupby(letters, lambda letter: letter in VOWELS))
     if letters.endswith("e") and not (letters.endswith("le") and letters[-3:-2] not in VOWELS) and letters[-2:-1] not in VOWELS:
