@@ -28,7 +28,7 @@ LATEST = "latest"
 
 
 def create_run_folder(run_dir: Path, experiment: str, now: datetime | None = None) -> Path:
-    """Make a new, empty folder for this run, even if two runs start in the same second."""
+    """Make a new folder for this run, even if two runs start in the same second."""
     parts = Path(experiment).parts
     if not parts or parts[0] == LATEST or ".." in parts or Path(experiment).is_absolute():
         raise ValueError(f"experiment: {experiment!r} names no folder of its own under {run_dir}; a plain name such as `my_run` does")

@@ -178,11 +178,11 @@ class RaftLossConfig(Section):
 
 
 class KimiLossConfig(Section):
-    """(advantage - tau * log-ratio of the sequence)² / (2 tau): a policy gradient with a pull to the old policy."""
+    """(advantage - tau * log-ratio of the sequence)² / (2 tau): a policy gradient regularised towards the old policy."""
 
     name: Literal["kimi"] = "kimi"
     tau: PositiveFloat = 0.1
-    """Strength of the pull."""
+    """Strength of the regularisation."""
 
 
 GIVEN_TO_LOSSES = ("rollout_log_probs", "ref_log_probs", "entropy")

@@ -20,9 +20,9 @@ from roll_lite.rewards.terms import Reward
 from roll_lite.rewards.text.format import FormatCheck, format_check
 
 WAIT_SECONDS = 0.1
-"""Maximum wait of one scorer call for async functions in flight; new samples can join them afterwards."""
+"""Maximum seconds that one scorer call waits for async functions in flight; the next call can add samples."""
 LINGER_SECONDS = 0.005
-"""Wait for more results after the first; a scorer call costs about as much."""
+"""Seconds to wait for more results after the first; a scorer call takes about as long."""
 LEAST_SECONDS = 0.01
 """Minimum time for a function, even if earlier ones have used up the sample's limit."""
 BUSY = 3
