@@ -20,7 +20,7 @@ from roll_lite.rewards.terms import Reward
 from roll_lite.rewards.text.format import FormatCheck, format_check
 
 WAIT_SECONDS = 0.1
-"""Maximum seconds that one scorer call waits for async functions in flight; the next call can add samples."""
+"""Maximum seconds that a call waits for async functions in flight; the next call can add samples."""
 LINGER_SECONDS = 0.005
 """Seconds to wait for more results after the first; a scorer call takes about as long."""
 LEAST_SECONDS = 0.01
