@@ -173,6 +173,8 @@ class LivenessWatch:
     def __init__(self) -> None:
         self.groups: weakref.WeakKeyDictionary[RankGroup, None] = weakref.WeakKeyDictionary()
         """Oldest first. Held weakly: Ray ends actors without handles."""
+        self.overlooked: str | None = None
+        """Name of a group whose deaths are noticed later."""
         self.errand: Callable[[], None] | None = None
         """Called about once a second by every wait; must not block."""
         self._silence_s: float | None = None
@@ -193,7 +195,17 @@ class LivenessWatch:
 
     def deaths(self) -> dict[ray.ObjectRef, tuple[RankGroup, int]]:
         """References that become ready, with an error, when a rank dies whose group dies together."""
-        return {ref: (group, rank) for group in self.groups if not group.live_alone for ref, rank in group.deaths.items()}
+        together = [group for group in self.groups if not group.live_alone and group.name != self.overlooked]
+        return {ref: (group, rank) for group in together for ref, rank in group.deaths.items()}
+
+    @contextmanager
+    def overlooking(self, name: str) -> Iterator[None]:
+        """Notice deaths in this group only after the block."""
+        before, self.overlooked = self.overlooked, name
+        try:
+            yield
+        finally:
+            self.overlooked = before
 
     @contextmanager
     def expecting_answers(self, within_s: float | None) -> Iterator[None]:
@@ -211,7 +223,8 @@ class LivenessWatch:
         if self._silence_s is None or now - self._listened < LISTEN_SECONDS:
             return None
         self._listened = now
-        heard = [(group, rank, pulse.listen()) for group in self.groups for rank, pulse in enumerate(group.pulses)]
+        groups = [group for group in self.groups if group.name != self.overlooked]
+        heard = [(group, rank, pulse.listen()) for group in groups for rank, pulse in enumerate(group.pulses)]
         late = max(heard, key=lambda entry: entry[2], default=None)
         return (late[0], late[1], self._silence_s) if late is not None and late[2] > self._silence_s else None
 

@@ -44,7 +44,7 @@ from roll_lite.pipeline.sources import LiveRollouts, ReplayedRollouts
 from roll_lite.pipeline.weights import WeightSync
 from roll_lite.workers.actor import ActorWorker, AdaptedActorWorker
 from roll_lite.workers.infer import InferWorker
-from roll_lite.workers.judge import JudgeAddress, JudgeWorker
+from roll_lite.workers.judge import JudgeWorker
 from roll_lite.workers.model import CriticWorker, ModelRole, ModelWorker, ReferenceWorker
 from roll_lite.workers.replay import ReplayWorker
 from roll_lite.workers.reward_model import RewardModelSpec, RewardModelWorker
@@ -118,11 +118,9 @@ def initialize_all(models: Sequence[Model[Any]], live: LiveRollouts | None) -> N
 
 def starting(live: LiveRollouts) -> list[Pending[Any]]:
     """Try the rewards, then start the rollout service, the judges, and the engines and reward models that stay on their devices."""
-    addresses = {name: JudgeAddress.of(servers.all(JudgeWorker.address)) for name, servers in live.judges.items()}
-    live.rollouts.one(RolloutWorker.prepare, live.reward_models.actors, addresses)
-    together: list[Pending[Any]] = [ranks.start_all(RewardModelWorker.initialize) for ranks in live.reward_models.resident]
+    together: list[Pending[Any]] = [live.start_service()]
+    together += [ranks.start_all(RewardModelWorker.initialize) for ranks in live.reward_models.resident]
     together += [servers.start_all(JudgeWorker.initialize) for servers in live.judges.values()]
-    together.append(live.rollouts.start_one(RolloutWorker.initialize, live.engines.replicas.actors))
     if not live.engines.offloads:
         together.append(live.engines.start_first_ones())
     return together

@@ -175,7 +175,7 @@ class Checkpoints:
         return 0 if self._newest is None else steps_of(self._newest)
 
     def go_back(self, models: Models) -> dict[str, Any] | None:
-        """Load the newest complete checkpoint into new ranks; returns the driver's state. None without one: the ranks have the start
+        """Load the newest complete checkpoint into new ranks; returns its state. None without one: the ranks have the start
         weights. A checkpoint that is not complete yet is given up, since the ranks that wrote it are gone."""
         if self._running is not None:
             shutil.rmtree(self._running.folder, ignore_errors=True)
@@ -184,7 +184,7 @@ class Checkpoints:
             return None
         state = self._verified(self._newest, models)
         self._load_models(models, self._newest)
-        return state["pipeline"]
+        return state
 
     def _load_models(self, models: Models, folder: Path) -> None:
         for role, model in self.stateful(models).items():

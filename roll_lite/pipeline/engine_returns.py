@@ -66,6 +66,17 @@ class EngineReturns:
         self._newcomers = [engine for engine in self._newcomers if engine not in lost]
         return self._newcomers
 
+    @property
+    def absent(self) -> dict[int, str]:
+        """Engines that must not serve now, with the reason: lost ones, and newcomers."""
+        return {**self._group.lost, **dict.fromkeys(self.newcomers, "its successor lacks the current weights")}
+
+    def service_restarted(self) -> None:
+        """Tell a new rollout service which engines are not replaced."""
+        for engine, cause in self._group.lost.items():
+            if engine not in self._group.replaceable:
+                self._rollouts.one(RolloutWorker.engine_given_up, engine, cause)
+
     def tell_losses(self) -> None:
         """Report each loss once, with the rollout service's cause, or the driver's if it noticed first."""
         if not self._journal.knows_lost(lost := dict(self.replicas.lost)):
@@ -118,9 +129,9 @@ class EngineReturns:
 
     def hand_over(self, version: int | None) -> None:
         """Let newcomers serve. `version`: of their weights; None: nothing trains."""
-        newcomers, self._newcomers = self.newcomers, []
-        for engine in newcomers:
+        for engine in list(self.newcomers):
             self._rollouts.one(RolloutWorker.engine_returned, engine, self.replicas.actors[engine])
+            self._newcomers.remove(engine)
             self._journal.engine_returned(engine, time.monotonic() - self._lost_at.pop(engine), version)
 
     def _failure(self, engine: int, start: _Start) -> str | None:

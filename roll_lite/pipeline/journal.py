@@ -148,18 +148,18 @@ class Journal:
         weights = "" if version is None else f", with the weights of version {version}"
         self.console.message(f"actor_infer[{number}] serves again, {seconds:.0f} s after its loss{weights}")
 
-    def rank_lost(self, failure: RankFailed, since: int, reached: int) -> None:
-        """Report the loss of a training rank. `since`: step of the checkpoint to load, `reached`: of the last update, both as numbers of
-        steps done. Its update lines of the step in progress are void."""
+    def rank_lost(self, failure: RankFailed, since: int, reached: int, repeats: str) -> None:
+        """Report a loss. `since`: step of the checkpoint to load, `reached`: of the last update, both as numbers of steps done. `repeats`:
+        what is repeated in between. Update lines of the step in progress are void."""
         cause = failure.cause.splitlines()[0]
         with (self.folder / FAILURE_FILE).open("a", encoding="utf-8") as file:
             file.write(f"{failure}\n\n")
         self.ledger.write("restart", role=failure.role, rank=failure.rank, cause=cause, step=reached, since=since)
         cut_after(self.folder, reached, (UPDATES_FILE,), folders=False)
         place = f"step {since}" if since else "the start"
-        repeats = f", and repeats the updates of steps {since + 1} to {reached}" if reached > since else ""
+        again = f", and repeats {repeats} {since + 1} to {reached}" if reached > since else ""
         self.console.message(
-            f"{failure.role} rank {failure.rank} is lost in {failure.phase}: {cause}; {failure.role} starts again from {place}{repeats}"
+            f"{failure.role} rank {failure.rank} is lost in {failure.phase}: {cause}; {failure.role} starts again from {place}{again}"
             f" (more in {self.folder / FAILURE_FILE})"
         )
 
@@ -367,11 +367,17 @@ class Journal:
     # ---------------------------------------------------------------- around the steps
 
     def resumed(self, step: int) -> None:
-        self._first = self._steps = step
+        self._first = step
         if goes_on(self._config, self.folder):
-            cut_after(self.folder, step, (METRICS_FILE, UPDATES_FILE))
-            self.history.restore(self.folder / METRICS_FILE)
+            self.go_back(step)
+        self._steps = step
         self.console.message(f"resumed after step {step} from {self._config.checkpoint.source}")
+
+    def go_back(self, step: int) -> None:
+        """Remove records of later steps, which are repeated."""
+        self._steps = step
+        cut_after(self.folder, step, (METRICS_FILE, UPDATES_FILE))
+        self.history.restore(self.folder / METRICS_FILE)
 
     def validation(self, step: int, rows: DataProto, stats: RolloutStats) -> None:
         sums = held_out_metrics(rows, self._config.validation.samples_per_prompt)

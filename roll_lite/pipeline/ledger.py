@@ -29,6 +29,7 @@ class Ledger:
     def __init__(self, config: RunConfig, folder: Path) -> None:
         self._config = config
         self._path = folder / LEDGER_FILE
+        self._first = 0
 
     def append(self, lines: bytes) -> None:
         with self._path.open("ab") as file:
@@ -37,15 +38,17 @@ class Ledger:
     def write(self, event: str, **facts: Any) -> None:
         self.append(json.dumps({"event": event, **facts}).encode() + b"\n")
 
-    def start(self, step: int, version: int) -> None:
-        """Record what the run promises and which run it continues. `step`, `version`: reached so far."""
+    def start(self, step: int, version: int, again: bool = False) -> None:
+        """Record what the run promises and which run it continues. `step`, `version`: reached so far. `again`: from the same process: the
+        run continues after this step, and what it wrote since then is void."""
+        self._first = self._first if again else step
         config = self._config
         with self._path.open("ab+") as file:
             if file.tell() and (file.seek(-1, 2), file.read())[1] != b"\n":
                 file.write(b"\n")  # an earlier process was killed in the middle of a line
         self.write(
             "start",
-            resumed_from=self._earlier(),
+            resumed_from="." if step > self._first else self._earlier(),
             step=step,
             version=version,
             trains=trains(config),

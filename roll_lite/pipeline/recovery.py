@@ -1,20 +1,25 @@
-"""Recovery from dead and hanging training ranks. Their groups start anew, load the newest checkpoint, and train once more on the batches
-since then. Engines, rollout service and rewards stay up, and no sample is generated again."""
+"""Recovery from dead and hanging training ranks, and of the rollout service.
+
+A lost training role starts anew, loads the newest checkpoint, and trains once more on the batches since then, which the driver keeps.
+Everything else stays up, and no sample is generated again. A lost service starts anew in its state after the last batch. Its tokens are
+lost with it: if updates were under way, the run goes back to the newest checkpoint and repeats the steps since then."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import ray
 
+from roll_lite.config.schema.run import RunConfig
 from roll_lite.distributed.failures import RankFailed
 from roll_lite.distributed.rank_group import WATCH
 from roll_lite.distributed.watchdog import WATCHDOG
 from roll_lite.pipeline.checkpoint import Checkpoints
-from roll_lite.pipeline.clusters import Models, initialize, lengths
+from roll_lite.pipeline.clusters import Model, Models, initialize, lengths
 from roll_lite.pipeline.journal import Journal
 from roll_lite.pipeline.sources import BatchSource
 from roll_lite.workers.rollout import RolloutBatch
@@ -31,7 +36,8 @@ STORE_SHARE = 0.5
 
 
 class Recovery:
-    def __init__(self, models: Models, source: BatchSource, checkpoints: Checkpoints, journal: Journal) -> None:
+    def __init__(self, config: RunConfig, models: Models, source: BatchSource, checkpoints: Checkpoints, journal: Journal) -> None:
+        self._config = config
         self._models = models
         self._source = source
         self._checkpoints = checkpoints
@@ -41,6 +47,7 @@ class Recovery:
         self._restarted: dict[str, list[float]] = {}
         """Times of restarts, by role."""
         self._start: dict[str, Any] = {}
+        self._service_start: dict[str, Any] = {}
         self.reached: dict[str, Any] = {}
         """State of the driver at the run's start and after the last step."""
         self.source_state: dict[str, Any] = {}
@@ -53,7 +60,7 @@ class Recovery:
     def begin(self, state: dict[str, Any]) -> None:
         """Remember the driver's state at the start, for runs without a checkpoint."""
         self._start = self.reached = _saved(state)
-        self.source_state = self._next_source_state = self._source.state_dict()
+        self._service_start = self.source_state = self._next_source_state = self._source.state_dict()
 
     def batch(self, step: int, take: Callable[[], RolloutBatch]) -> RolloutBatch:
         """Batch of a step: the kept one if the step is repeated, otherwise the result of `take`, which is kept."""
@@ -66,16 +73,20 @@ class Recovery:
         self._next_source_state = self._batches[step].state
         return self._batches[step]
 
-    def trains(self) -> None:
-        """Note that updates begin: their outcome is unknown until `step_is_done`."""
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Update weights inside the block: the outcome is unknown until `step_is_done`. The service's death is noticed later, since
+        the ranks have the batch."""
         self._weights_are_known = False
+        with WATCHDOG.uninterrupted(), WATCH.overlooking(self._source.service.name):
+            yield
 
     def step_is_done(self, state: dict[str, Any]) -> None:
         self.reached, self._weights_are_known = _saved(state), True
         self.source_state = self._next_source_state
 
     def survive(self, pipeline: RLVRPipeline, work: Callable[[], None]) -> None:
-        """Do the work; if a training rank is lost meanwhile, recover and repeat it."""
+        """Do the work; if a training rank or the rollout service is lost meanwhile, recover and repeat it."""
         failure: RankFailed | None = None
         while True:
             try:
@@ -89,39 +100,69 @@ class Recovery:
 
     def _require_restart(self, failure: RankFailed) -> None:
         """Raise the failure if no restart helps, or no further one is allowed."""
-        role = next((model.role for model in self._models.all if model.ranks.name == failure.role), None)
-        if role is None or not failure.is_loss or role.restarts == 0:
+        setting, allowed = self._allowed(failure.role)
+        if not failure.is_loss or allowed == 0:
             raise failure
         now = time.monotonic()
         times = self._restarted[failure.role] = [at for at in self._restarted.get(failure.role, []) if now - at < BUDGET_SECONDS]
-        if len(times) == role.restarts:
-            raise _final(failure, f"after {len(times)} restarts within an hour, {failure.role}.restarts")
+        if len(times) == allowed:
+            raise _final(failure, f"after {len(times)} restarts within an hour, {setting}")
         times.append(now)
 
+    def _allowed(self, role: str) -> tuple[str, int]:
+        """YAML path and value of the role's maximum number of restarts; 0 for roles that do not restart."""
+        if role == self._source.service.name:
+            return "rollout.restarts", self._config.rollout.restarts
+        return f"{role}.restarts", next((model.role.restarts for model in self._models.all if model.ranks.name == role), 0)
+
     def _recover(self, pipeline: RLVRPipeline, failure: RankFailed) -> None:
-        """Start the lost role anew, and bring all trained weights and the driver to the state after the last step."""
+        """Start the lost role anew, and bring the driver, all trained weights and the service to the state after the last step or, if that
+        takes batches which are gone, to that of the newest checkpoint."""
         started, reached = time.monotonic(), self.reached["steps_done"]
         with self._journal.timers.phase("recovery"), WATCH.expecting_answers(None), WATCHDOG.uninterrupted():
-            lost = next(model for model in self._models.all if model.ranks.name == failure.role)
             trained = list(self._checkpoints.stateful(self._models).values())
-            goes_back = lost in trained or not self._weights_are_known
+            lost = [model for model in self._models.all if model.ranks.name == failure.role]
+            if not lost:
+                self._batches.clear()  # their tokens died with the service
+            goes_back = any(model in trained for model in lost) or not self._weights_are_known
             since = self._checkpoints.newest_step if goes_back else reached
-            if missing := [step for step in range(since + 1, reached + 1) if step not in self._batches]:
-                why = f"the batches of steps {missing[0]} to {missing[-1]} do not fit into half of Ray's object store"
-                raise _final(failure, f"{why}; write checkpoints more often (checkpoint.every) to survive this")
-            self._journal.rank_lost(failure, since, reached)
+            rewinds = any(step not in self._batches for step in range(since + 1, reached + 1))
+            self._journal.rank_lost(failure, since, reached, "steps" if rewinds else "the updates of steps")
             self._weights_are_known = not goes_back
-            again = [*trained, *([] if lost in trained else [lost])] if goes_back else [lost]
-            for model in again:
-                model.ranks.rebuild()
+            self._restart_models([*trained, *(model for model in lost if model not in trained)] if goes_back else lost, goes_back)
+            driver = self.reached
             if goes_back:
-                self._source.trainer_lost()
-            initialize(again)
-            pipeline.restore((self._checkpoints.go_back(self._models) or self._start) if goes_back else self.reached)
-            while pipeline.steps_done < reached:
+                saved = self._checkpoints.go_back(self._models)
+                driver, service = (self._start, self._service_start) if saved is None else (saved["pipeline"], saved["rollouts"])
+                if rewinds:
+                    self.reached, self.source_state = driver, service
+            pipeline.restore(driver)
+            while pipeline.steps_done < self.reached["steps_done"]:
                 pipeline.repeat_update(self._batches[pipeline.steps_done + 1])
             self._weights_are_known = True
-        self._journal.rank_returned(failure.role, time.monotonic() - started, reached)
+            if rewinds or not lost:
+                self._restart_service(pipeline, rewinds)
+        self._journal.rank_returned(failure.role, time.monotonic() - started, self.reached["steps_done"])
+
+    def _restart_models(self, models: Sequence[Model[Any]], goes_back: bool) -> None:
+        for model in models:
+            model.ranks.rebuild()
+        if goes_back:
+            self._source.trainer_lost()
+        initialize(models)
+
+    def _restart_service(self, pipeline: RLVRPipeline, rewinds: bool) -> None:
+        """Start the service anew in the state after the step reached. `rewinds`: later steps are repeated."""
+        self._batches.clear()
+        self._source.restart(self.source_state)
+        self._journal.ledger.start(pipeline.steps_done, pipeline.version, again=True)
+        validation = pipeline.validation.forget()
+        if rewinds:
+            self._journal.go_back(pipeline.steps_done)
+            if pipeline.validation_is_due:
+                pipeline.validate()
+        elif validation is not None:
+            pipeline.begin_validation(validation)
 
 
 def _final(failure: RankFailed, why: str) -> RankFailed:

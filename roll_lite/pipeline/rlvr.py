@@ -55,7 +55,7 @@ class RLVRPipeline:
         self.batch_files = batch_files
         self.ptx = ptx
         self.timers = journal.timers
-        self.recovery = Recovery(models, source, checkpoints, journal)
+        self.recovery = Recovery(config, models, source, checkpoints, journal)
         self.shaping = RewardShaping(config)
         self.agreement = Agreement(config)
         self.skipped = SkippedUpdates.of(config)
@@ -82,18 +82,24 @@ class RLVRPipeline:
             self.recovery.survive(self, self.validate)
         with self.checkpoints.finished():
             try:
-                while self.steps_done < self.config.steps:
-                    self.recovery.survive(self, self.recorded_step)
-                    self.recovery.survive(self, self.between_steps)
+                self.train_and_export()
             except Preempted:
                 self.save_before_the_end()
                 raise
-        self.recovery.survive(self, self.export_model)
+
+    def train_and_export(self) -> None:
+        while True:
+            while self.steps_done < self.config.steps:
+                self.recovery.survive(self, self.recorded_step)
+                self.recovery.survive(self, self.between_steps)
+            self.recovery.survive(self, self.export_model)
+            if self.steps_done == self.config.steps:  # otherwise a loss took the last steps along
+                return
 
     def recorded_step(self) -> None:
         with self.journal.step(self.steps_done + 1):
             self.step()
-            with WATCHDOG.uninterrupted():
+            with self.recovery.updating():
                 self.journal.moved(self.models.take_moved())
             self.journal.ledger.step(self.steps_done, self.version)
             self.recovery.step_is_done(self.state_dict())
@@ -114,7 +120,7 @@ class RLVRPipeline:
             self.compute_log_probs(batch)
             self.assign_credit(batch)
             self.write_batch(batch)
-            with WATCHDOG.uninterrupted():
+            with self.recovery.updating():
                 self.train(batch)
         self.steps_done += 1
 
@@ -201,7 +207,6 @@ class RLVRPipeline:
             own = critic.shares(batch, self.critic_columns, mini_batches)
             work = partial(critic.ranks.start_scatter, CriticWorker.train, own)
             turns["critic"] = DeviceTurn(critic, work, partial(self.timers.part, "critic"))
-        self.recovery.trains()
         updates = dict(zip(turns, take_turns(list(turns.values()), states(Phase.TRAIN)), strict=True))
         self.journal.updates(self.steps_done + 1, updates, kl_coef)
         self.journal.ledger.updates(self.steps_done + 1, batch.rows, mini_batches, updates)
@@ -234,13 +239,18 @@ class RLVRPipeline:
     def validate(self) -> None:
         if not validates(self.config):
             return
+        if self.validation.step == self.steps_done:  # a loss interrupted it
+            self.validation.wait(self.version)
+            return
         self.validation.finish(self.version)
-        if self.validation.last_step == self.steps_done:
-            return  # a lost rank interrupted the wait for it
+        self.begin_validation(self.steps_done)
+
+    def begin_validation(self, step: int) -> None:
+        """Begin a validation with the current weights. `step`: under which it is reported."""
         with self.source.loaded(Phase.SYNC_WEIGHTS, self.version):
             self.source.sync(self.version)
             with self.source.loaded(Phase.GENERATE, self.version):
-                self.validation.begin(self.steps_done, self.version)
+                self.validation.begin(step, self.version)
 
     @phase("validation")
     def look_at_validation(self) -> None:

@@ -25,7 +25,7 @@ from roll_lite.pipeline.journal import Journal
 from roll_lite.pipeline.weights import WeightSync
 from roll_lite.scheduler.stats import Progress, RolloutStats
 from roll_lite.workers.infer import InferWorker
-from roll_lite.workers.judge import JudgeWorker
+from roll_lite.workers.judge import JudgeAddress, JudgeWorker
 from roll_lite.workers.replay import ReplayWorker
 from roll_lite.workers.rollout import RolloutBatch, RolloutWorker
 
@@ -38,6 +38,15 @@ HeldOut = tuple[DataProto, RolloutStats]
 
 class BatchSource(ABC):
     """Source of batches. The defaults suit a source without engines and state."""
+
+    @property
+    @abstractmethod
+    def service(self) -> Cluster[Any]:
+        """The worker that hands out batches."""
+
+    @abstractmethod
+    def restart(self, state: dict[str, Any]) -> None:
+        """Start the service anew, in this state. Prompts taken since then start again."""
 
     def loaded(self, phase: Phase, version: int) -> AbstractContextManager[None]:
         """Load the engine parts of the phase inside the block. `version`: of the actor's weights; if it is still to be sent, the trainer's
@@ -93,6 +102,26 @@ class LiveRollouts(BatchSource):
     _batch: Pending[RolloutBatch] | None = None
     """Batch in generation, also while training ranks recover."""
 
+    @property
+    def service(self) -> Cluster[RolloutWorker]:
+        return self.rollouts
+
+    def start_service(self) -> Pending[None]:
+        """Try the rewards, then start the rollout service."""
+        addresses = {name: JudgeAddress.of(servers.all(JudgeWorker.address)) for name, servers in self.judges.items()}
+        self.rollouts.one(RolloutWorker.prepare, self.reward_models.actors, addresses)
+        return self.rollouts.start_one(RolloutWorker.initialize, self.engines.replicas.actors, self.returns.absent)
+
+    def restart(self, state: dict[str, Any]) -> None:
+        self._batch = None
+        self.rollouts.rebuild()
+        self.engines.replicas.each(InferWorker.forget_requests)
+        self.start_service().result()
+        self.returns.service_restarted()
+        self.rollouts.one(RolloutWorker.load_state_dict, state)
+        if self.weights is not None:
+            self.weights.service_restarted()
+
     def loaded(self, phase: Phase, version: int) -> AbstractContextManager[None]:
         if phase is Phase.SYNC_WEIGHTS:
             self.returns.living(tuple(EngineMemory))
@@ -142,6 +171,8 @@ class LiveRollouts(BatchSource):
             try:
                 result = shown(rollouts, self.rollouts, self.journal.console, label, also, held_out)
             except RankFailed as failure:
+                if failure.role == self.rollouts.name and failure.is_loss:
+                    self.engines.replicas.each(InferWorker.forget_requests)  # on shared devices they leave now
                 if lost is not None or not self.engines.offloads or failure.role in (self.rollouts.name, self.engines.replicas.name):
                     raise lost or failure from None
                 lost = failure
@@ -202,6 +233,13 @@ class ReplayedRollouts(BatchSource):
 
     reader: Cluster[ReplayWorker]
 
+    @property
+    def service(self) -> Cluster[ReplayWorker]:
+        return self.reader
+
+    def restart(self, state: dict[str, Any]) -> None:
+        self.reader.rebuild()
+
     def next_batch(self, step: int, meanwhile: Callable[[Cluster[RolloutWorker]], None]) -> RolloutBatch:
         return self.reader.one(ReplayWorker.next_batch, step)
 
@@ -242,8 +280,8 @@ class Validations:
         self._source = source
         self._journal = journal
         self._running: RunningValidation | None = None
-        self.last_step: int | None = None
-        """Step of the last complete validation."""
+        self.step: int | None = None
+        """Step of the running validation or, if none runs, of the last one."""
 
     def begin(self, step: int, version: int) -> None:
         """Start a validation; wait for it unless training continues meanwhile. `version`: of the trainer's weights."""
@@ -251,8 +289,18 @@ class Validations:
         config = self._config
         sampling = {name: held_out_sampling(config, domain) for name, domain in config.domains.items()}
         self._running = RunningValidation(step, self._source.start_validation(config.validation.samples_per_prompt, sampling, step))
-        if step == config.steps or not generates_ahead(config):
+        self.step = step
+        self.wait(version)
+
+    def wait(self, version: int) -> None:
+        """Wait for the running validation, unless training continues meanwhile."""
+        if self.step == self._config.steps or not generates_ahead(self._config):
             self.finish(version)
+
+    def forget(self) -> int | None:
+        """Give up the running validation; returns its step, if there is one."""
+        running, self._running, self.step = self._running, None, None
+        return None if running is None else running.step
 
     def finish_if_complete(self, version: int) -> None:
         if self._running is not None and self._running.answers.answer() is not None:
@@ -262,5 +310,5 @@ class Validations:
         """Wait for the validation, and report it."""
         if (running := self._running) is not None:
             held_out = self._source.finish_validation(running.answers, version)
-            self._running, self.last_step = None, running.step
+            self._running = None
             self._journal.validation(running.step, *held_out)

@@ -96,6 +96,11 @@ class WeightSync:
             self._transfer.result()
         self._export = self._rendezvous = self._interrupts = self._plan = self._version = self._transfer = None
 
+    def service_restarted(self) -> None:
+        """Tell a new rollout service the version that the engines have, if any."""
+        if self._version is not None:
+            self._rollouts.one(RolloutWorker.set_version, self._version)
+
     def sender(self, version: int) -> Model[ActorWorker] | None:
         """Model that `push` needs on the devices; None if nothing is to be sent."""
         return self._model if version != self._version or self._returns.newcomers else None

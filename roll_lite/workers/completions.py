@@ -56,6 +56,7 @@ class CompletionPump:
         self._generated: dict[str, int] = {}
         """Response tokens so far, of requests that made progress since the last `collect`."""
         self._changed = asyncio.Event()
+        self._running: set[asyncio.Future[Completion]] = set()
 
     async def submit(self, requests: Sequence[GenerationRequest], frozen: bool) -> None:
         """Give requests to the engine. `frozen`: the engine starts only when it has all of them, which makes batches reproducible."""
@@ -87,6 +88,8 @@ class CompletionPump:
         self._entering.discard(request.request_id)
         answer = self._strategy.generate(request, partial(self._note_progress, request.request_id))
         answer.add_done_callback(partial(self._answered, request.request_id))
+        self._running.add(answer)
+        answer.add_done_callback(self._running.discard)
         return answer
 
     async def _until_admitted(self, answers: Sequence[asyncio.Future[Completion]]) -> None:
@@ -127,6 +130,15 @@ class CompletionPump:
         for request_id in list(self._entering if request_ids is None else self._entering.intersection(request_ids)):
             self._push(Completion(request_id, finish_reason=FinishReason.ABORT))
         await self._strategy.abort(request_ids)
+
+    async def forget(self) -> None:
+        """Abort all requests, and drop their responses."""
+        for kept in (self._before, self._entering, self._generated, self._ready):
+            kept.clear()
+        self._tokens_waiting = 0
+        await self._strategy.abort(None)
+        if self._running:  # a new request may have the same id
+            await asyncio.wait(self._running)
 
     async def collect(self, max_wait_s: float, most_blocks: int = 1) -> tuple[Collected, list[DataProto]]:
         """Return completions and progress since the last call, and token blocks. Waits for the first completion, then `linger_s` for more;

@@ -114,6 +114,11 @@ class InferWorker(AsyncWorker):
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         await self._pump.abort(request_ids)
 
+    async def forget_requests(self) -> None:
+        """Abort and drop all requests: the rollout service that sent them is gone."""
+        with suppress(Exception):  # a dead engine has none
+            await self._pump.forget()
+
     # ------------------------------------------------------------ weights
 
     async def connect_weights(self, first_member: int, membership: Membership) -> Transferred:
@@ -169,12 +174,13 @@ class InferWorker(AsyncWorker):
 class EngineSeat:
     """An engine's place in the fleet. After a loss, the driver starts a replacement."""
 
-    def __init__(self, engine: RemoteEngine) -> None:
+    def __init__(self, engine: RemoteEngine, is_absent: bool = False) -> None:
+        """`is_absent`: only a replacement will serve."""
         self.name = engine.name
         self.engine = engine
         self.successors: asyncio.Queue[RemoteEngine | MemberLost] = asyncio.Queue()
         """Replacements, already started; MemberLost if none will come."""
-        self._is_first = True
+        self._is_first = not is_absent
 
     async def start(self) -> None:
         """Wait until the engine has started or, after a loss, a replacement has. MemberLost if none will come."""
@@ -184,6 +190,7 @@ class EngineSeat:
             return
         successor = await self.successors.get()
         if isinstance(successor, MemberLost):
+            self.successors.put_nowait(successor)  # for further attempts
             raise successor
         self.engine = successor  # if it is dead already, `until_lost` says so, and another one comes
 

@@ -39,6 +39,7 @@ from roll_lite.workers.reward_model_pool import RewardModelClient, RewardModelPo
 from roll_lite.workers.rollout_output import DumpSpec, held_out_rows, ledger_text, rows_of, tokens_of, write_samples
 
 CANNED_RESPONSE = "The answer is 1."
+NOBODY: Mapping[int, str] = {}
 
 
 @dataclass(frozen=True)
@@ -151,8 +152,9 @@ class RolloutWorker(AsyncWorker):
         await starting
         await self._try_rewards(judges)
 
-    async def initialize(self, engines: Sequence[Any]) -> None:
-        """Start serving, after `prepare`. `engines`: InferWorker actors."""
+    async def initialize(self, engines: Sequence[Any], absent: Mapping[int, str] = NOBODY) -> None:
+        """Start serving, after `prepare`. `engines`: InferWorker actors. `absent`: those that `engine_returned` will add, with the
+        reason."""
         spec = self._spec
         clients = [self._client(number, engine) for number, engine in enumerate(engines)]
         rollout, limits = spec.rollout, (spec.engine_slots, spec.rollout.max_tokens_per_engine)
@@ -165,8 +167,11 @@ class RolloutWorker(AsyncWorker):
 
         # The driver counts restarts, and says when none is left.
         policy = Policy(start_timeout_s=None, restarts=None if spec.engines_return else 0, attempts=1)
-        self._engines = Fleet("actor_infer", [EngineSeat(client) for client in clients], policy, lost=lost, down=self.tell_end)
+        seats = [EngineSeat(client, number in absent) for number, client in enumerate(clients)]
+        self._engines = Fleet("actor_infer", seats, policy, lost=lost, down=self.tell_end)
         self._engines.tend()
+        for number, why in absent.items():
+            router.engine_lost(clients[number].name, why)
         self._service = RolloutService(
             self._domains,
             router,

@@ -483,7 +483,7 @@ def test_an_interrupted_run_ends_within_seconds_and_leaves_no_process(start: Any
 @pytest.mark.parametrize("role", ["ActorWorker", *(pytest.param(role, marks=NIGHTLY) for role in ("RolloutWorker", "EngineCore"))])
 def test_a_killed_worker_ends_the_run_with_its_role_and_the_cause(start: Any, role: str, tmp_path: Path) -> None:
     traces = Traces(tmp_path / "traces")
-    run = start("tiny_grpo", *SMALL, "steps=1000", "actor_infer.restarts=0", "actor_train.restarts=0")
+    run = start("tiny_grpo", *SMALL, "steps=1000", "actor_infer.restarts=0", "actor_train.restarts=0", "rollout.restarts=0")
     run.wait_for_step(2)
     processes = run.tree()
     victim = engine_core(processes) if role == "EngineCore" else worker(processes, role)

@@ -16,6 +16,7 @@ from roll_lite.config.schema.models import OptimizerConfig
 from roll_lite.data.templates import load_tokenizer
 from roll_lite.pipeline import build
 from roll_lite.pipeline.build import QUIET, Starter, trained_embeddings
+from roll_lite.pipeline.sources import LiveRollouts
 from roll_lite.workers.judge import JudgeAddress
 from roll_lite.workers.model import ModelRole
 
@@ -91,8 +92,10 @@ def test_rewards_are_tried_before_engines_judges_and_reward_models_start() -> No
     engines.replicas, engines.offloads = ranks("engines"), False
     models = SimpleNamespace(resident=[ranks("reward model")], actors={})
     live: Any = SimpleNamespace(rollouts=ranks("rollouts"), reward_models=models, judges={"main": ranks("judge")}, engines=engines)
+    live.returns = SimpleNamespace(absent={})
+    live.start_service = MethodType(LiveRollouts.start_service, live)
     build.starting(live)
-    assert begun == ["rollouts prepare", "reward model initialize", "judge initialize", "rollouts initialize", "engines starts"]
+    assert begun == ["rollouts prepare", "rollouts initialize", "reward model initialize", "judge initialize", "engines starts"]
 
 
 @pytest.mark.parametrize(

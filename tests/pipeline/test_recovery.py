@@ -13,6 +13,7 @@ import torch
 from roll_lite.config.schema.run import LimitsConfig
 from roll_lite.data.proto import DataProto
 from roll_lite.distributed.failures import RankFailed
+from roll_lite.distributed.rank_group import WATCH
 from roll_lite.distributed.watchdog import WATCHDOG
 from roll_lite.pipeline import recovery as module
 from roll_lite.pipeline.journal import Journal
@@ -42,7 +43,7 @@ class Pipeline:
 
     def __init__(self, restarts: int = 3) -> None:
         self.story = story = Story()
-        self.steps_done = self.version = 0
+        self.steps_done = self.version = 0  # the version is not looked at
         self.fails: dict[str, list[RankFailed]] = {}
         self.models = {
             role: SimpleNamespace(
@@ -52,13 +53,26 @@ class Pipeline:
         }
         trained = {role: self.models[role] for role in ("actor_train", "critic")}
         self.checkpoints = checkpoints = SimpleNamespace(stateful=lambda _: trained, go_back=self._go_back, newest_step=0)
-        source = SimpleNamespace(trainer_lost=story.tells("trainer lost"), state_dict=lambda: {"batches": 0})
+        source = SimpleNamespace(
+            trainer_lost=story.tells("trainer lost"),
+            state_dict=lambda: {"batches": 0},
+            service=SimpleNamespace(name="rollouts"),
+            restart=lambda state: story.append(f"service after {state['batches']}"),
+        )
         journal = SimpleNamespace(
             timers=SimpleNamespace(phase=self._phase),
-            rank_lost=lambda failure, since, reached: story.append(f"{failure.role} lost, {since} to {reached}"),
+            rank_lost=lambda failure, since, reached, repeats: story.append(f"{failure.role} lost, {since} to {reached}"),
             rank_returned=story.tells("returned"),
+            ledger=SimpleNamespace(start=lambda step, version, again: story.append(f"ledger from {step}")),
+            go_back=lambda step: story.append(f"journal to {step}"),
         )
-        self.recovery = Recovery(SimpleNamespace(all=list(self.models.values())), source, checkpoints, journal)  # type: ignore[arg-type]
+        config = SimpleNamespace(rollout=SimpleNamespace(restarts=restarts))
+        models = SimpleNamespace(all=list(self.models.values()))
+        self.validation = SimpleNamespace(forget=lambda: None)
+        self.validation_is_due = False
+        self.validate = story.tells("validate")
+        self.begin_validation = lambda step: story.append(f"validation of {step}")
+        self.recovery = Recovery(config, models, source, checkpoints, journal)  # type: ignore[arg-type]
         self.recovery.begin(self.state())
 
     @contextmanager
@@ -68,7 +82,7 @@ class Pipeline:
     def _go_back(self, _: Any) -> dict[str, Any] | None:
         newest = self.checkpoints.newest_step
         self.story.append(f"load {newest}")
-        return {"steps_done": newest} if newest else None
+        return {"pipeline": {"steps_done": newest}, "rollouts": {"batches": newest}} if newest else None
 
     def state(self) -> dict[str, Any]:
         return {"steps_done": self.steps_done}
@@ -92,9 +106,10 @@ class Pipeline:
 
         assert self.recovery.batch(number, take).number == number
         self._may_fail("before training")
-        self.recovery.trains()
-        self._may_fail("training")
-        self.story.append(f"train {number}")
+        with self.recovery.updating():
+            assert WATCH.overlooked == "rollouts"
+            self._may_fail("training")
+            self.story.append(f"train {number}")
         self.steps_done = number
         self.recovery.step_is_done(self.state())
 
@@ -180,7 +195,7 @@ def test_restarts_are_counted_by_role_within_an_hour(monkeypatch: pytest.MonkeyP
         pipeline.run(3)
 
 
-@pytest.mark.parametrize("failure", [lost("actor_train", is_loss=False), lost("rollouts"), lost("actor_infer")])
+@pytest.mark.parametrize("failure", [lost("actor_train", is_loss=False), lost("rollouts", is_loss=False), lost("actor_infer")])
 def test_errors_and_other_roles_end_the_run(failure: RankFailed) -> None:
     pipeline = Pipeline()
     pipeline.fails = {"training 1": [failure]}
@@ -198,9 +213,41 @@ def test_batches_are_kept_since_the_newest_checkpoint_as_far_as_the_store_has_ro
     monkeypatch.setattr(module, "_room", lambda: 32.0 * 25)  # two batches of ten tokens
     pipeline.run(5)
     assert list(pipeline.recovery._batches) == [4, 5]
+    pipeline.story.clear()
     pipeline.fails = {"training 6": [lost("critic")]}
-    with pytest.raises(RankFailed, match=r"\(the batches of steps 3 to 4 do not fit into half of Ray's object store; write"):
-        pipeline.run(6)
+    assert pipeline.run(6) == [
+        "generate 6",
+        *("critic lost, 2 to 5", "rebuild actor_train", "rebuild critic", "trainer lost", "load 2", "restore 2"),
+        *("service after 2", "ledger from 2", "journal to 2", "returned"),
+        *("generate 3", "train 3", "generate 4", "train 4", "generate 5", "train 5", "generate 6", "train 6"),
+    ]
+
+
+def test_a_lost_service_goes_on_after_its_last_batch_that_trained() -> None:
+    pipeline = Pipeline()
+    pipeline.run(2)
+    pipeline.story.clear()
+    pipeline.validation.forget = lambda: 2
+    pipeline.fails = {"before training 3": [lost("rollouts")]}
+    assert pipeline.run(3) == [
+        *("generate 3", "rollouts lost, 2 to 2", "restore 2", "service after 2", "ledger from 2", "validation of 2", "returned"),
+        *("generate 3", "train 3"),
+    ]
+
+
+@pytest.mark.parametrize("newest", [0, 1])
+def test_a_service_that_is_lost_while_updates_are_under_way_takes_the_steps_since_the_checkpoint_along(newest: int) -> None:
+    pipeline = Pipeline()
+    pipeline.run(2)
+    pipeline.checkpoints.newest_step = newest
+    pipeline.story.clear()
+    pipeline.validation_is_due = True
+    pipeline.fails = {"training 3": [lost("rollouts")]}
+    assert pipeline.run(3)[1:] == [
+        *(f"rollouts lost, {newest} to 2", "rebuild actor_train", "rebuild critic", "trainer lost", f"load {newest}", f"restore {newest}"),
+        *(f"service after {newest}", f"ledger from {newest}", f"journal to {newest}", "validate", "returned"),
+        *(what for step in range(newest + 1, 4) for what in (f"generate {step}", f"train {step}")),
+    ]
 
 
 def test_nothing_is_recorded_of_a_repeated_update() -> None:
@@ -217,7 +264,7 @@ def test_the_journal_voids_the_update_lines_of_the_step_in_progress(tmp_path: Pa
     (tmp_path / "updates.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
     (tmp_path / "samples").mkdir()
     (tmp_path / "samples" / "step_000003.jsonl").touch()
-    journal.rank_lost(lost("actor_train"), since=0, reached=2)
+    journal.rank_lost(lost("actor_train"), since=0, reached=2, repeats="the updates of steps")
     assert (tmp_path / "updates.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
     assert (tmp_path / "samples" / "step_000003.jsonl").exists(), "the samples are used again"
     assert '"event": "restart", "role": "actor_train", "rank": 1' in (tmp_path / "ledger.jsonl").read_text()

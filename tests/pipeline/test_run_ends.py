@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from roll_lite.distributed.watchdog import WATCHDOG, Preempted
 from roll_lite.pipeline.run import Interruption
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -143,3 +144,23 @@ def test_a_killed_run_has_its_summary_and_its_picture(tmp_path: Path) -> None:
         process.wait()
     assert (summary(tmp_path)["exit"], summary(tmp_path)["steps"]) == ("running", 1)
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.read_bytes().endswith(b"IEND\xaeB`\x82")
+
+
+def test_a_first_sigterm_waits_until_what_is_saved_is_whole() -> None:
+    interruption = Interruption(saves=True)
+    with interruption.handled(), interruption.saving():
+        signal.raise_signal(signal.SIGTERM)
+        with WATCHDOG.uninterrupted():
+            WATCHDOG.check()
+        assert 59 < WATCHDOG.preempted_for(60.0) <= 60 and WATCHDOG.preempted_for(1e-9) == 5.0
+        with pytest.raises(Preempted):
+            WATCHDOG.check()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+    WATCHDOG.check()
+    for saves, number in ((False, signal.SIGTERM), (True, signal.SIGINT)):
+        other = Interruption(saves)
+        with other.handled(), other.saving(), pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+    with interruption.handled(), pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGTERM)  # before training there is nothing to save

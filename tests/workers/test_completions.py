@@ -255,6 +255,25 @@ def test_an_abort_that_comes_while_earlier_turns_are_fetched_is_not_lost() -> No
     assert seconds < 12.0 and running == 0
 
 
+def test_nothing_is_left_of_the_requests_of_a_service_that_has_died() -> None:
+    async def main() -> None:
+        strategy = ScriptedEngine(lambda r: Response(5, 0.2))
+        pump = CompletionPump(strategy, fetch_block)
+        await pump.submit([request("done")], frozen=False)
+        await asyncio.sleep(2.0)
+        await pump.submit([request("running")], frozen=False)
+        await asyncio.sleep(0.5)
+        await pump.forget()
+        assert (await strategy.health()).running == 0
+        assert await collect(pump, 1.0) == Collected([])
+        await pump.submit([request("running")], frozen=False)  # the next service may ask for the same again
+        await asyncio.sleep(2.0)
+        (turn,) = (await collect(pump, 1.0)).turns
+        assert (turn.request_id, turn.length, turn.finish_reason) == ("running", 5, FinishReason.STOP)
+
+    run_virtual(main())
+
+
 async def forgotten(reference: object) -> DataProto:
     raise ConnectionError("its owner has died")
 

@@ -134,3 +134,20 @@ def test_a_seat_waits_for_the_next_successor_when_one_dies_at_once_and_is_given_
         assert [str(end) for end in ends] == ["third died; it could not be started again: it died too often"]
 
     run_virtual(main())
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_an_absent_engine_serves_only_with_its_replacement(comes: bool) -> None:
+    async def main() -> None:
+        absent, replacement = Engine("absent", lives=True), Engine("replacement", lives=True)
+        seat, ends = EngineSeat(absent, is_absent=True), list[FleetDown]()  # type: ignore[arg-type]
+        fleet = Fleet("actor_infer", [seat], Policy(start_timeout_s=None, attempts=1), down=ends.append)
+        fleet.tend()
+        await asyncio.sleep(100.0)
+        assert fleet.state(seat) is MemberState.STARTING
+        seat.successors.put_nowait(replacement if comes else MemberLost("it died too often"))  # type: ignore[arg-type]
+        await fleet.until(seat, MemberState.SERVING, MemberState.DOWN)
+        assert (fleet.state(seat) is MemberState.SERVING, len(ends)) == ((True, 0) if comes else (False, 1))
+        assert seat.engine is (replacement if comes else absent)
+
+    run_virtual(main())
