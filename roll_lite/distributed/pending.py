@@ -161,7 +161,7 @@ def _ready(refs: Sequence[ray.ObjectRef], timeout_s: float) -> list[ray.ObjectRe
     if silent := WATCH.silent():
         group, rank, seconds = silent
         _give_up(group, [rank], group.phase, f"nothing was heard of its process for {seconds:g} s (limits.silence)")
-    WATCH.run_errand()
+    WATCH.run_errands()
     deaths = WATCH.deaths()
     both = [*refs, *deaths]
     if not both:

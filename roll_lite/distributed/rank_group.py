@@ -173,9 +173,9 @@ class LivenessWatch:
     def __init__(self) -> None:
         self.groups: weakref.WeakKeyDictionary[RankGroup, None] = weakref.WeakKeyDictionary()
         """Oldest first. Held weakly: Ray ends actors without handles."""
-        self.overlooked: str | None = None
-        """Name of a group whose deaths are noticed later."""
-        self.errand: Callable[[], None] | None = None
+        self.overlooked: Sequence[str] = ()
+        """Names of groups whose deaths are noticed later."""
+        self.errands: dict[str, Callable[[], None]] = {}
         """Called about once a second by every wait; must not block."""
         self._silence_s: float | None = None
         self._listened = self._ran = 0.0
@@ -185,23 +185,24 @@ class LivenessWatch:
         for group in self.groups:
             group.end = "the Ray session has ended"
         self.groups.clear()
-        self.errand = None
+        self.errands.clear()
 
-    def run_errand(self) -> None:
+    def run_errands(self) -> None:
         now = time.monotonic()
-        if self.errand is not None and now - self._ran >= LISTEN_SECONDS:
+        if now - self._ran >= LISTEN_SECONDS:
             self._ran = now
-            self.errand()
+            for errand in list(self.errands.values()):
+                errand()
 
     def deaths(self) -> dict[ray.ObjectRef, tuple[RankGroup, int]]:
         """References that become ready, with an error, when a rank dies whose group dies together."""
-        together = [group for group in self.groups if not group.live_alone and group.name != self.overlooked]
+        together = [group for group in self.groups if not group.live_alone and group.name not in self.overlooked]
         return {ref: (group, rank) for group in together for ref, rank in group.deaths.items()}
 
     @contextmanager
-    def overlooking(self, name: str) -> Iterator[None]:
-        """Notice deaths in this group only after the block."""
-        before, self.overlooked = self.overlooked, name
+    def overlooking(self, names: Sequence[str]) -> Iterator[None]:
+        """Notice deaths in groups of these names only after the block."""
+        before, self.overlooked = self.overlooked, names
         try:
             yield
         finally:
@@ -223,7 +224,7 @@ class LivenessWatch:
         if self._silence_s is None or now - self._listened < LISTEN_SECONDS:
             return None
         self._listened = now
-        groups = [group for group in self.groups if group.name != self.overlooked]
+        groups = [group for group in self.groups if group.name not in self.overlooked]
         heard = [(group, rank, pulse.listen()) for group in groups for rank, pulse in enumerate(group.pulses)]
         late = max(heard, key=lambda entry: entry[2], default=None)
         return (late[0], late[1], self._silence_s) if late is not None and late[2] > self._silence_s else None

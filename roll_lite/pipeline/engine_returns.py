@@ -53,11 +53,11 @@ class EngineReturns:
         if self._restarts:
             self._group.replaceable = set(range(self.replicas.world_size))
             if not self._engines.offloads:
-                WATCH.errand = self.tend
+                WATCH.errands["engines"] = self.tend
 
     def end(self) -> None:
         """Start no more successors while the run closes."""
-        WATCH.errand = None
+        WATCH.errands.pop("engines", None)
 
     @property
     def newcomers(self) -> list[int]:

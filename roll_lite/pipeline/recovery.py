@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import ray
 
@@ -21,18 +21,36 @@ from roll_lite.distributed.watchdog import WATCHDOG
 from roll_lite.pipeline.checkpoint import Checkpoints
 from roll_lite.pipeline.clusters import Model, Models, initialize, lengths
 from roll_lite.pipeline.journal import Journal
-from roll_lite.pipeline.sources import BatchSource
+from roll_lite.pipeline.sources import BatchSource, Validations
 from roll_lite.workers.rollout import RolloutBatch
 
-if TYPE_CHECKING:
-    from roll_lite.pipeline.rlvr import RLVRPipeline
-
+SERVICES = ("rollouts", "replay")
+"""Names of the workers that hand out batches."""
 BUDGET_SECONDS = 3600.0
 """Time in which a role may be restarted `restarts` times."""
 BYTES_PER_TOKEN = 32
 """Estimate for a token in the object store, with its log-prob and masks."""
 STORE_SHARE = 0.5
 """Largest share of Ray's object store for kept batches."""
+
+
+class Recoverable(Protocol):
+    """The pipeline, as recovery needs it."""
+
+    steps_done: int
+    version: int
+    validation: Validations
+
+    @property
+    def validation_is_due(self) -> bool: ...
+
+    def restore(self, state: dict[str, Any]) -> None: ...
+
+    def repeat_update(self, rollouts: RolloutBatch) -> None: ...
+
+    def validate(self) -> None: ...
+
+    def begin_validation(self, step: int) -> None: ...
 
 
 class Recovery:
@@ -78,14 +96,14 @@ class Recovery:
         """Update weights inside the block: the outcome is unknown until `step_is_done`. The service's death is noticed later, since
         the ranks have the batch."""
         self._weights_are_known = False
-        with WATCHDOG.uninterrupted(), WATCH.overlooking(self._source.service.name):
+        with WATCHDOG.uninterrupted(), WATCH.overlooking(SERVICES):
             yield
 
     def step_is_done(self, state: dict[str, Any]) -> None:
         self.reached, self._weights_are_known = _saved(state), True
         self.source_state = self._next_source_state
 
-    def survive(self, pipeline: RLVRPipeline, work: Callable[[], None]) -> None:
+    def survive(self, pipeline: Recoverable, work: Callable[[], None]) -> None:
         """Do the work; if a training rank or the rollout service is lost meanwhile, recover and repeat it."""
         failure: RankFailed | None = None
         while True:
@@ -111,11 +129,11 @@ class Recovery:
 
     def _allowed(self, role: str) -> tuple[str, int]:
         """YAML path and value of the role's maximum number of restarts; 0 for roles that do not restart."""
-        if role == self._source.service.name:
+        if role in SERVICES:
             return "rollout.restarts", self._config.rollout.restarts
         return f"{role}.restarts", next((model.role.restarts for model in self._models.all if model.ranks.name == role), 0)
 
-    def _recover(self, pipeline: RLVRPipeline, failure: RankFailed) -> None:
+    def _recover(self, pipeline: Recoverable, failure: RankFailed) -> None:
         """Start the lost role anew, and bring the driver, all trained weights and the service to the state after the last step or, if that
         takes batches which are gone, to that of the newest checkpoint."""
         started, reached = time.monotonic(), self.reached["steps_done"]
@@ -151,7 +169,7 @@ class Recovery:
             self._source.trainer_lost()
         initialize(models)
 
-    def _restart_service(self, pipeline: RLVRPipeline, rewinds: bool) -> None:
+    def _restart_service(self, pipeline: Recoverable, rewinds: bool) -> None:
         """Start the service anew in the state after the step reached. `rewinds`: later steps are repeated."""
         self._batches.clear()
         self._source.restart(self.source_state)

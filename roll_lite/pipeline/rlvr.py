@@ -21,6 +21,7 @@ from roll_lite.distributed.watchdog import WATCHDOG, Preempted
 from roll_lite.observability.timers import phase
 from roll_lite.pipeline.agreement import Agreement, compare_replicas
 from roll_lite.pipeline.batch_files import BatchFiles
+from roll_lite.pipeline.chaos import faults
 from roll_lite.pipeline.checkpoint import Checkpoints
 from roll_lite.pipeline.clusters import DeviceTurn, Model, Models, states, take_turns
 from roll_lite.pipeline.early_passes import EarlyPasses
@@ -80,7 +81,7 @@ class RLVRPipeline:
         self.recovery.begin(self.state_dict())
         if not self.checkpoints.goes_on or self.validation_is_due:  # a validation that is not due would come twice into the run's files
             self.recovery.survive(self, self.validate)
-        with self.checkpoints.finished():
+        with self.checkpoints.finished(), faults(self.config.chaos, self.journal.console.message):
             try:
                 self.train_and_export()
             except Preempted:

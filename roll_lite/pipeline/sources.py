@@ -39,11 +39,6 @@ HeldOut = tuple[DataProto, RolloutStats]
 class BatchSource(ABC):
     """Source of batches. The defaults suit a source without engines and state."""
 
-    @property
-    @abstractmethod
-    def service(self) -> Cluster[Any]:
-        """The worker that hands out batches."""
-
     @abstractmethod
     def restart(self, state: dict[str, Any]) -> None:
         """Start the service anew, in this state. Prompts taken since then start again."""
@@ -101,10 +96,6 @@ class LiveRollouts(BatchSource):
     """None: nothing trains."""
     _batch: Pending[RolloutBatch] | None = None
     """Batch in generation, also while training ranks recover."""
-
-    @property
-    def service(self) -> Cluster[RolloutWorker]:
-        return self.rollouts
 
     def start_service(self) -> Pending[None]:
         """Try the rewards, then start the rollout service."""
@@ -232,10 +223,6 @@ class ReplayedRollouts(BatchSource):
     """Batches from another run's dumps, by step."""
 
     reader: Cluster[ReplayWorker]
-
-    @property
-    def service(self) -> Cluster[ReplayWorker]:
-        return self.reader
 
     def restart(self, state: dict[str, Any]) -> None:
         self.reader.rebuild()

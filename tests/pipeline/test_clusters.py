@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
@@ -167,6 +168,7 @@ def test_a_step_moves_as_the_table_says(house: House) -> None:
         write_batch=lambda batch: None,
         train=lambda batch: take_turns([actor.turn()], states(Phase.TRAIN)),
         learn=lambda batch: RLVRPipeline.learn(step, batch),
+        recovery=SimpleNamespace(updating=nullcontext),
     )
     RLVRPipeline.step(step)
     moves = [

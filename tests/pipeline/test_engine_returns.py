@@ -113,7 +113,7 @@ def house(
         try:
             yield House(returns, infer, service, record)
         finally:
-            WATCH.errand = None
+            WATCH.errands.clear()
 
 
 def test_a_successor_serves_once_it_is_handed_over(model: ModelConfig, tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_a_start_that_fails_counts_as_a_restart(tmp_path: Path) -> None:
 
 def test_on_shared_devices_a_successor_starts_only_where_it_may_and_leaves_them(model: ModelConfig, tmp_path: Path) -> None:
     with house(model, tmp_path, 2, offload=True, worker=Moves) as made:
-        assert WATCH.errand is None, "other roles have the devices while the driver waits for them"
+        assert not WATCH.errands, "other roles have the devices while the driver waits for them"
         made.kill(1)
         made.returns.tend()
         made.returns.settle()

@@ -56,7 +56,6 @@ class Pipeline:
         source = SimpleNamespace(
             trainer_lost=story.tells("trainer lost"),
             state_dict=lambda: {"batches": 0},
-            service=SimpleNamespace(name="rollouts"),
             restart=lambda state: story.append(f"service after {state['batches']}"),
         )
         journal = SimpleNamespace(
@@ -107,7 +106,7 @@ class Pipeline:
         assert self.recovery.batch(number, take).number == number
         self._may_fail("before training")
         with self.recovery.updating():
-            assert WATCH.overlooked == "rollouts"
+            assert "rollouts" in WATCH.overlooked
             self._may_fail("training")
             self.story.append(f"train {number}")
         self.steps_done = number

@@ -158,6 +158,29 @@ class LimitsConfig(Section):
     with GPUs, 300 without."""
 
 
+Victim = Literal["actor_train", "critic", "reference", "actor_infer", "rollouts", "reward_models", "judges"]
+Fault = Literal["kill", "stop", "slow"]
+ONLY_KILLS: dict[Fault, float] = {"kill": 1.0}
+USUAL_VICTIMS: tuple[Victim, ...] = ("actor_train", "critic", "reference", "actor_infer", "rollouts")
+
+
+class ChaosConfig(Section):
+    """Faults on purpose, to try what a run survives: kills, stops and slows its processes by a seeded plan while it trains."""
+
+    every_s: PositiveFloat = 60.0
+    """Mean time between faults in seconds; the times are random."""
+    targets: Annotated[list[Victim], Field(min_length=1)] = Field(default_factory=lambda: list[Victim](USUAL_VICTIMS))
+    """Roles to strike: one of their processes, or of the processes that these have started (an engine's). rollouts: the rollout service."""
+    actions: Annotated[dict[Fault, PositiveFloat], Field(min_length=1)] = Field(default_factory=lambda: {**ONLY_KILLS})
+    """Weights of the faults: SIGKILL, SIGSTOP, and a tenth of the usual speed for slow_s."""
+    slow_s: PositiveFloat = 10.0
+    """Time in seconds for which a process is slow."""
+    most: PositiveInt | None = None
+    """Maximum number of faults; null: unlimited. Roles restart only as often as their `restarts` allow."""
+    seed: int = 0
+    """Seed of the plan: which role, rank and fault come in turn."""
+
+
 LONGEST_NAME = 200
 """Maximum length of an experiment's name; file systems allow 255 bytes."""
 
@@ -224,6 +247,8 @@ class RunConfig(Section):
     """The Ray cluster."""
     limits: LimitsConfig = Field(default_factory=LimitsConfig)
     """Time limits of phases and processes."""
+    chaos: ChaosConfig | None = None
+    """Faults on purpose; null: none."""
     simulation: SimulationConfig = Field(default_factory=SimulationConfig)
     """Assumptions of `roll-lite simulate`; runs do not read them."""
 
