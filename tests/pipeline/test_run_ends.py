@@ -146,6 +146,7 @@ def test_a_killed_run_has_its_summary_and_its_picture(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.read_bytes().endswith(b"IEND\xaeB`\x82")
 
 
+@pytest.mark.usefixtures("signals_arrive")
 def test_a_first_sigterm_waits_until_what_is_saved_is_whole() -> None:
     interruption = Interruption(saves=True)
     with interruption.handled(), interruption.saving():
