@@ -69,7 +69,7 @@ def actor_options(spec: ClusterSpec, rank: int) -> dict[str, Any]:
 
 
 def _actor_class(worker_class: type[Worker]) -> tuple[Any, dict[str, str] | None]:
-    """Ray actor class, and options of its watch call: a synchronous actor needs further threads for it."""
+    """Return the Ray actor class, and options of the call that watches it (None: unwatched)."""
     has_coroutines = any(inspect.iscoroutinefunction(member) for _, member in inspect.getmembers(worker_class))
     if has_coroutines != issubclass(worker_class, AsyncWorker):
         raise TypeError(f"{worker_class.__name__} has coroutine methods: it must derive from AsyncWorker")
@@ -159,11 +159,11 @@ class Cluster(Generic[W_co]):
         return self.start_each(method, *args, **kwargs).result()
 
     def scatter(self, method: Method[W_co, Concatenate[S, P], R], shards: Sequence[S], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Send shard i, even if empty, to every rank of data rank i; returns the heads' results in data-rank order."""
+        """Send shard i, even if empty, to all ranks of data-parallel rank i; returns the results of its head ranks, in that order."""
         return self.start_scatter(method, shards, *args, **kwargs).result()
 
     def heads_scatter(self, method: Method[W_co, Concatenate[S, P], R], shards: Sequence[S], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Send shard i to the head of data rank i; returns results in data-rank order."""
+        """Send shard i to the head rank of data-parallel rank i; returns the results in that order."""
         return self.start_heads_scatter(method, shards, *args, **kwargs).result()
 
     # ------------------------------------------------------------ verbs that do not wait

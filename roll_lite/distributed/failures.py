@@ -69,7 +69,7 @@ def is_death(error: BaseException) -> bool:
 
 
 def is_loss(error: BaseException) -> bool:
-    """True if a rank that dies alone is lost: its process died, or it raised MemberLost."""
+    """True if the error means that an engine, whose group survives it, is lost: its process died, or it raised MemberLost."""
     return is_death(error) or (isinstance(error, RayTaskError) and isinstance(error.cause, MemberLost))
 
 

@@ -53,8 +53,8 @@ class Pulse:
 
 
 class RankGroup:
-    """The ranks of one cluster, Ray actors. They die together unless `live_alone` (engines). A call that never returns watches each rank:
-    it fails as soon as the process dies.
+    """The ranks of one cluster, as Ray actors. The death of one ends all, unless they `live_alone` (engines). A call that never returns
+    watches each rank: it fails as soon as the process dies.
 
     `watch`: Ray options of that call, so that it does not block others; None: unwatched.
     """
@@ -108,7 +108,7 @@ class RankGroup:
 
     @property
     def lost(self) -> Mapping[int, str]:
-        """Dead ranks and their causes, of ranks that die alone."""
+        """Dead ranks and their causes, in a group that survives them (`live_alone`)."""
         open_ones = {ref: rank for ref, rank in self.deaths.items() if rank not in self._lost} if self.live_alone else {}
         ready, _ = ray.wait(list(open_ones), num_returns=len(open_ones), timeout=0, fetch_local=False) if open_ones else ([], [])
         for ref in ready:
@@ -195,7 +195,7 @@ class LivenessWatch:
                 errand()
 
     def deaths(self) -> dict[ray.ObjectRef, tuple[RankGroup, int]]:
-        """References that become ready, with an error, when a rank dies whose group dies together."""
+        """Ranks whose death ends their group, by references that become ready, with an error, when the rank dies."""
         together = [group for group in self.groups if not group.live_alone and group.name not in self.overlooked]
         return {ref: (group, rank) for group in together for ref, rank in group.deaths.items()}
 

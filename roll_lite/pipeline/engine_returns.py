@@ -78,7 +78,7 @@ class EngineReturns:
                 self._rollouts.one(RolloutWorker.engine_given_up, engine, cause)
 
     def tell_losses(self) -> None:
-        """Report each loss once, with the rollout service's cause, or the driver's if it noticed first."""
+        """Report each lost engine once, with the cause that the rollout service knows or, if the driver noticed first, the driver's."""
         if not self._journal.knows_lost(lost := dict(self.replicas.lost)):
             lost |= self._rollouts.one(RolloutWorker.lost_engines)
             self._journal.engines_lost(lost, self.replicas.world_size)

@@ -46,7 +46,7 @@ CREDIT_FOLDER = "credit"
 CREDIT_NUMBERS = ("group", "index", "prompt_uid", "epoch", "score", "reward", "train_weight", "policy_tokens")
 """Row columns in the credit files."""
 NUMBER = re.compile(r"\w*\d\w*(\.\d+)?")
-"""Number, or word with digits: a process, an address, a request."""
+"""Numbers and words with digits (process ids, addresses), in which texts of equal failures differ."""
 
 SOLVED = {
     "none": (-1.0, 0.0),

@@ -100,7 +100,7 @@ def _outcome(updates: Sequence[Update], number: int) -> str:
 
 
 def _names(rows: DataProto, places: np.ndarray) -> dict[int, list[int]]:
-    """Indices of samples by group."""
+    """Samples in the rows at `places`, as indices within each group."""
     groups, indices = rows.tensor("group").numpy()[places].tolist(), rows.tensor("index").numpy()[places].tolist()
     names: dict[int, list[int]] = {}
     for group, index in zip(groups, indices, strict=True):

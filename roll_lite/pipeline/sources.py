@@ -156,7 +156,7 @@ class LiveRollouts(BatchSource):
         return held_out
 
     def _complete(self, rollouts: Pending[T], label: str, also: Callable[[], None], held_out: bool = False) -> T:
-        """Wait for a batch or validation. On shared devices also if a training rank is lost meanwhile: its successor needs the room."""
+        """Wait for a batch or validation. Raise the loss of a training rank at once or, on shared devices, when the engines are done."""
         lost: RankFailed | None = None
         while True:
             try:

@@ -29,7 +29,7 @@ LOSS_SECONDS = 5.0
 
 
 class WeightSync:
-    """Sends the actor's weights to all living engines, or to newcomers alone."""
+    """Sends the actor's weights to all living engines, or only to newcomers: replacements of lost engines, which do not serve yet."""
 
     def __init__(
         self,

@@ -153,6 +153,7 @@ def test_a_newcomer_that_dies_before_it_serves_gets_a_successor_too(model: Model
         assert made.record.told == ["0 lost", "0 returned with 1"] and made.batch(1) == 32
 
 
+@pytest.mark.nightly
 def test_after_its_restarts_an_engine_stays_away_and_with_the_last_one_the_run_ends(model: ModelConfig, tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match="actor_infer rank 0 failed"), house(model, tmp_path, 1, restarts=1) as made:
         made.kill(0)
@@ -166,6 +167,7 @@ def test_after_its_restarts_an_engine_stays_away_and_with_the_last_one_the_run_e
         made.batch(1)
 
 
+@pytest.mark.nightly
 def test_a_start_that_fails_counts_as_a_restart(tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match="actor_infer rank 0 failed"):
         with house(toy_model(tmp_path / "model"), tmp_path, 1, restarts=2, worker=FailsToReturn) as made:
