@@ -86,6 +86,7 @@ def test_a_step_waits_for_the_successor_of_the_only_engine(begun: Any, make: Mak
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("make", ["vllm", pytest.param("sglang", marks=NIGHTLY)])
+@pytest.mark.usefixtures("signals_arrive")
 def test_two_engines_return_one_after_the_other(begun: Any, make: Make) -> None:
     run = begun(make, "steps=100000")
     for number in range(2):
