@@ -83,9 +83,9 @@ def test_a_step_waits_for_the_successor_of_the_only_engine(begun: Any, make: Mak
     assert until_gone(processes, 60) == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("make", ["vllm", pytest.param("sglang", marks=NIGHTLY)])
+@pytest.mark.parametrize("make", ["vllm", "sglang"])
 @pytest.mark.usefixtures("signals_arrive")
 def test_two_engines_return_one_after_the_other(begun: Any, make: Make) -> None:
     run = begun(make, "steps=100000")

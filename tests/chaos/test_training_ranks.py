@@ -88,12 +88,11 @@ def assert_equal(run: Run, quiet: Run) -> None:
         ),
     ],
 )
-def test_what_is_lost_changes_nothing(tmp_path: Path, config: str, overrides: list[str], victims: list[tuple[int, str, str]]) -> None:
-    settings: list[Any] = [config, *SETTINGS, *overrides, "steps=7"]
-    with Run(tmp_path / "quiet", *settings) as quiet:
-        code, output = quiet.finish(400)
-    assert code == 0, output
-    with Run(tmp_path / "disturbed", *settings) as run:
+def test_what_is_lost_changes_nothing(
+    tmp_path: Path, config: str, overrides: list[str], victims: list[tuple[int, str, str]], undisturbed: Any
+) -> None:
+    quiet = undisturbed(config, *SETTINGS, *overrides, "steps=7")
+    with Run(tmp_path / "disturbed", config, *SETTINGS, *overrides, "steps=7") as run:
         processes = run.tree()
         disturbed(run, victims, 7)
         assert_equal(run, quiet)

@@ -27,7 +27,7 @@ SLOW, NIGHTLY = (pytest.mark.slow,), (pytest.mark.slow, pytest.mark.nightly)
     ("make", "how", "verify", "engine", "says"),
     [
         pytest.param("vllm", "negated", "none", 1, BY_LOG_PROBS, marks=SLOW),
-        pytest.param("sglang", "stale", "auto", 1, BY_CHECKSUM, marks=SLOW),
+        pytest.param("sglang", "stale", "auto", 1, BY_CHECKSUM, marks=NIGHTLY),
         pytest.param("sglang", "negated", "none", 0, BY_LOG_PROBS, marks=NIGHTLY),
         pytest.param("vllm", "stale", "auto", 0, BY_CHECKSUM, marks=NIGHTLY),
         pytest.param("vllm", "stale", "none", 1, BY_LOG_PROBS, marks=NIGHTLY),

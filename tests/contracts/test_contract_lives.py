@@ -244,10 +244,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("make", "workers"), [*(pytest.param("vllm", workers, marks=pytest.mark.nightly) for workers in (1, 2)), ("sglang", 2)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("make", "workers"), [("vllm", 1), ("vllm", 2), ("sglang", 2)])
 def test_no_process_outlives_a_killed_host(make: Make, tmp: Path, workers: int) -> None:
     require(make)
     script = tmp / "host.py"

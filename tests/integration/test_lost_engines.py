@@ -108,9 +108,9 @@ def goes_on(run: Run, how: str, of_engine: bool) -> str:
     return output
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("make", ["vllm", pytest.param("sglang", marks=NIGHTLY)])
+@pytest.mark.parametrize("make", ["vllm", "sglang"])
 def test_with_the_last_engine_the_run_ends_with_the_cause(begun: Any, make: Make) -> None:
     run = begun(make, "steps=100000")
     processes = run.tree()

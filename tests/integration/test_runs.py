@@ -496,8 +496,8 @@ def test_a_killed_worker_ends_the_run_with_its_role_and_the_cause(start: Any, ro
     traces.assert_nothing_shared()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("role", [pytest.param("ActorWorker", marks=NIGHTLY), "EngineCore"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("role", ["ActorWorker", "EngineCore"])
 def test_a_stopped_process_ends_the_run_and_is_named(start: Any, role: str) -> None:
     """A rank by its silence, whatever is waited for; a process of the only engine by its own limit."""
     limits = ["limits.silence=10", "limits.engine_silence=5", "actor_infer.restarts=0", "actor_train.restarts=0"]
@@ -540,7 +540,7 @@ def test_a_wrong_configuration_ends_with_exit_code_2_before_anything_starts(star
     assert not run.run_dir.exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_the_same_command_goes_on_after_its_driver_was_killed(tmp_path: Path) -> None:
     """In its own folder, each step once, bit for bit as a run that nobody disturbed."""
