@@ -249,6 +249,9 @@ def _too_long(domain: str, config: DomainConfig, loader: _Loader) -> str:
     )
 
 
+SAME_DATA = "Use the same data, or give the domain another name, under which it starts at its first prompt"
+
+
 class PromptOrder:
     """Endless order of prompts. Each epoch has every prompt once, in a new random order that depends only on seed, domain and epoch."""
 
@@ -288,9 +291,12 @@ class PromptOrder:
         """Continue from a saved state. Raises ValueError if the number of prompts, seed or domain differ, or if the saved order used
         several files with shares. Whether the prompts are the same is not checked."""
         if "parts" in state:
-            raise ValueError(f"domain {self._domain}: the checkpoint's prompts came from several files with shares, this run's do not")
+            raise ValueError(
+                f"domain {self._domain}: the checkpoint's prompts came from several files with shares, this run's do not. {SAME_DATA}"
+            )
         for name, mine in (("count", self._count), ("seed", self._seed), ("domain", self._domain)):
             if state[name] != mine:
-                raise ValueError(f"domain {self._domain}: the checkpoint's prompt order has {name} {state[name]!r}, this run has {mine!r}")
+                told = f"the checkpoint's prompt order has {name} {state[name]!r}, this run has {mine!r}"
+                raise ValueError(f"domain {self._domain}: {told}. {SAME_DATA}")
         self._epoch, self._position = state["epoch"], state["position"]
         self._order = self._shuffled(self._epoch)

@@ -21,6 +21,7 @@ from roll_lite.config.schema.run import RunConfig
 from roll_lite.files import FileRecord, elsewhere, is_folder, kind_of, listing, record
 from roll_lite.models.hf_config import check_same_model, read_hf_config
 from roll_lite.observability.run_folder import checkpoint_setting, resumed_from
+from roll_lite.pipeline.resumed_settings import described, refused
 
 FOLDER = "checkpoints"
 STATE_FILE = "state.json"
@@ -231,12 +232,8 @@ def check_resumption(config: RunConfig) -> Iterator[Problem]:
         absent = [name for name in ("pipeline", "rollouts") if not isinstance(state.get(name), dict)]
         if absent:
             raise ValueError(f"{checkpoint / 'state.json'} has no {' and no '.join(absent)}; {remedy(checkpoint)}")
-        if (mode := state.get("config", {}).get("mode", "full")) != config.mode:
-            raise ValueError(f"{checkpoint} was written by a run of mode: {mode}, this one is of mode: {config.mode}")
-        lora = config.actor_train.lora
-        before, now = _adapters(_saved(state, "actor_train", "lora")), _adapters(lora.model_dump() if lora else None)
-        if trains(config) and before != now:
-            raise ValueError(f"{checkpoint} was written with other adapters (actor_train.lora): {before}; this run: {now}")
+        if told := [str(change) for change in refused(_saved(state) or {}, config.model_dump(mode="json"), trains(config))]:
+            raise ValueError(f"{checkpoint} was written with other settings, which may not change on resume: {'; '.join(told)}")
         with_state = [role for role in saved_roles(config) if role in roles(config)]
         absent = [role for role in with_state if not is_folder(checkpoint / role) or not listing(checkpoint / role)]
         if absent:
@@ -255,12 +252,6 @@ def _check_model(config: RunConfig, role: str, folder: Path) -> None:
     check_same_model(folder, hf.tensor_facts(config.model.dtype, role == "critic"))
 
 
-def _adapters(lora: Mapping[str, Any] | None) -> str:
-    if not lora:
-        return "trains all weights"
-    return f"rank {lora.get('rank')}, alpha {lora.get('alpha')}, targets {sorted(lora.get('targets') or [])}"
-
-
 def _saved(state: Mapping[str, Any], *names: str) -> Mapping[str, Any] | None:
     """Section of the checkpoint's configuration; None if absent."""
     found: Any = state.get("config")
@@ -269,17 +260,14 @@ def _saved(state: Mapping[str, Any], *names: str) -> Mapping[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-NOT_COMPARED = ("experiment", "run_dir", "checkpoint.resume", "simulation")
-MOST_CHANGES = 12
-
-
 def resumption_notes(config: RunConfig) -> list[str]:
     config, notes = settled(config)
     if config.checkpoint.source is None:
         return notes
     chosen = resumption(config.checkpoint.source)
     state = read_state(chosen.checkpoint)
-    return [*notes, *chosen.notes, *_reference_notes(config, state), _changes(config, state)]
+    told = described(_saved(state) or {}, config.model_dump(mode="json"))
+    return [*notes, *chosen.notes, *_reference_notes(config, state), f"checkpoint.resume: {told}"]
 
 
 def _reference_notes(config: RunConfig, state: Mapping[str, Any]) -> Iterator[str]:
@@ -295,22 +283,3 @@ def _reference_notes(config: RunConfig, state: Mapping[str, Any]) -> Iterator[st
         was = made["path"]
     if was is not None:
         yield f"checkpoint.resume: KL is measured against model.path ({now}) from here on, and was so far against {was}"
-
-
-def _changes(config: RunConfig, state: Mapping[str, Any]) -> str:
-    was, now = flattened(_saved(state) or {}), flattened(config.model_dump(mode="json"))
-    compared = [path for path in {**was, **now} if not f"{path}.".startswith(tuple(f"{one}." for one in NOT_COMPARED))]
-    told = [f"{path}: {was.get(path)!s:.60} -> {now.get(path)!s:.60}" for path in compared if was.get(path) != now.get(path)]
-    if not told:
-        return "checkpoint.resume: every setting is as it was"
-    more = [f"and {len(told) - MOST_CHANGES} more"] if len(told) > MOST_CHANGES else []
-    return f"checkpoint.resume: these settings differ from the checkpoint's: {'; '.join([*told[:MOST_CHANGES], *more])}"
-
-
-def flattened(section: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Settings by full path; a list is one value."""
-    flat: dict[str, Any] = {}
-    for key, value in section.items():
-        place = f"{path}.{key}" if path else str(key)
-        flat |= flattened(value, place) if isinstance(value, dict) and value else {place: value}
-    return flat

@@ -10,7 +10,7 @@ from itertools import accumulate
 from math import lcm
 from typing import Any
 
-from roll_lite.data.prompts import PromptOrder
+from roll_lite.data.prompts import SAME_DATA, PromptOrder
 
 
 class DomainMix:
@@ -197,7 +197,7 @@ class MixedOrder:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the order. Shares may differ from the saved ones, files may not."""
         if state.get("parts", {}).keys() != self._orders.keys():
-            raise ValueError(f"domain {self._domain}: the checkpoint's prompts came from other files")
+            raise ValueError(f"domain {self._domain}: the checkpoint's prompts came from other files. {SAME_DATA}")
         self._mix.load_state_dict(state["mix"])
         for name, order in self._orders.items():
             order.load_state_dict(state["parts"][name])

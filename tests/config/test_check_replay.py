@@ -216,7 +216,7 @@ def test_a_checkpoint_of_another_mode_is_refused(project: Project, tmp_path: Pat
     state = {"schema_version": SCHEMA_VERSION, "pipeline": {}, "rollouts": {}, "config": {"mode": "train_only"}}
     (checkpoint / "state.json").write_text(json.dumps(state))
     message = told(project, f"checkpoint.resume={checkpoint}")["checkpoint.resume"]
-    assert message.endswith("was written by a run of mode: train_only, this one is of mode: full")
+    assert message.endswith('may not change on resume: mode: "train_only" -> "full"')
 
 
 @pytest.mark.parametrize("mistake", ["seed=x", "algorithm.ppo_epochs=x", "domains.add.sampling.top_p=x", "actor_train.optimizer.lr=x"])

@@ -21,6 +21,7 @@ from roll_lite.config.checks.layout import sharing_notes
 from roll_lite.config.checks.rollout import staleness_notes
 from roll_lite.config.schema.base import readable
 from roll_lite.pipeline.checkpoint_files import resumption_notes
+from roll_lite.pipeline.resumed_settings import Effect
 
 CRITIC = "critic: {}\nalgorithm: {advantage: {name: gae}}\n"
 
@@ -325,10 +326,10 @@ def test_a_resumed_run_says_which_settings_differ(project: Project) -> None:
     made = project.load().model_dump(mode="json")
     for changed, told in (
         ({}, ["checkpoint.resume: every setting is as it was"]),
-        ({"seed": 7}, ["checkpoint.resume: these settings differ from the checkpoint's: seed: 7 -> 1"]),
+        ({"steps": 7}, [f"  {Effect.NEXT_STEP.value}: steps: 7 -> {made['steps']}"]),
         (
             {"domains": {"old": {"share": 2.0}}, "experiment": "another"},
-            [f"domains.old.share: 2.0 -> None; domains.{next(iter(made['domains']))}.", "; and "],
+            [f'domains.old: {{"share": 2.0}} -> absent; domains.{next(iter(made["domains"]))}: absent -> {{'],
         ),
     ):
         state = {"schema_version": 4, "pipeline": {}, "rollouts": {}, "config": made | changed}
