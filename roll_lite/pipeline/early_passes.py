@@ -36,7 +36,7 @@ class EarlyPasses:
 
     def begin(self) -> Callable[[Cluster[RolloutWorker]], None]:
         """Begin a batch. Returns a function to call about once a second until the batch is complete; it does not block."""
-        self._forget()
+        self.forget()
         return self._look
 
     def join(self, batch: Batch) -> None:
@@ -50,7 +50,7 @@ class EarlyPasses:
             batch.add(block.renumbered(numbers) for blocks in gather(*part.passes) for block in blocks if block is not None)
             joined += len(numbers)
         self._journal.early(joined)
-        self._forget()
+        self.forget()
 
     def _look(self, rollouts: Cluster[RolloutWorker]) -> None:
         if not self._models or not self._idle():
@@ -68,7 +68,8 @@ class EarlyPasses:
     def _idle(self) -> bool:
         return all(running.answer() is not None for part in self._parts[-1:] for running in part.passes)
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Drop all passes, for instance when their ranks have died."""
         for running in [running for part in self._parts for running in part.passes]:
             running.settle()
         if self._asked is not None:

@@ -20,6 +20,7 @@ from roll_lite.distributed.rank_group import WATCH
 from roll_lite.distributed.watchdog import WATCHDOG
 from roll_lite.pipeline.checkpoint import Checkpoints
 from roll_lite.pipeline.clusters import Model, Models, initialize, lengths
+from roll_lite.pipeline.early_passes import EarlyPasses
 from roll_lite.pipeline.journal import Journal
 from roll_lite.pipeline.sources import BatchSource, Validations
 from roll_lite.workers.rollout import RolloutBatch
@@ -40,6 +41,7 @@ class Recoverable(Protocol):
     steps_done: int
     version: int
     validation: Validations
+    early: EarlyPasses
 
     @property
     def validation_is_due(self) -> bool: ...
@@ -147,6 +149,7 @@ class Recovery:
             rewinds = any(step not in self._batches for step in range(since + 1, reached + 1))
             self._journal.rank_lost(failure, since, reached, "steps" if rewinds else "the updates of steps")
             self._weights_are_known = not goes_back
+            pipeline.early.forget()
             self._restart_models([*trained, *(model for model in lost if model not in trained)] if goes_back else lost, goes_back)
             driver = self.reached
             if goes_back:

@@ -28,6 +28,23 @@ ABORT_PATIENCE_S = 10.0
 """Time in which an engine must answer an abort."""
 
 
+DEADLY = 3
+"""A request is given up after losing this many engines: it may have caused the losses."""
+
+
+class RequestFailed(Exception):
+    """Failure of one generation request; another attempt may succeed."""
+
+    def __init__(self, cause: str, partial: Turn | None = None, timed_out: bool = False, began: bool = False, final: bool = False) -> None:
+        """`partial`: response so far. `began`: generation may have started. `final`: no further attempt is allowed."""
+        super().__init__(cause)
+        self.cause = cause
+        self.final = final
+        self.partial = partial
+        self.timed_out = timed_out
+        self.began = began or partial is not None
+
+
 class ExpectedLength:
     """Estimate of response lengths from a domain's latest responses. One response of `most` tokens always counts."""
 
@@ -165,6 +182,13 @@ class Flight(Asked):
     def interrupted(self, turn: Turn) -> None:
         self.so_far = joined(self.so_far, turn)
         self.legs += 1
+
+    def survive(self, loss: EngineLost) -> None:
+        """Note the loss of the request's engine. Raises RequestFailed if it was one loss too many."""
+        self.survived += (loss,)
+        if len(self.survived) >= DEADLY:
+            causes = f"{DEADLY} engines died while running it: {'; '.join(str(loss) for loss in self.survived)}"
+            raise RequestFailed(f"request given up: {causes}", self.so_far, final=True) from loss
 
     def _next_request(self) -> GenerationRequest:
         """The original request, or one that continues from the response so far."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from math import inf
 from statistics import fmean
 
@@ -12,29 +13,14 @@ from roll_lite.data.samples import FinishReason, GenerationRequest, Turn
 from roll_lite.data.stable_hash import stable_hash
 from roll_lite.scheduler.choice import EngineChoice, EngineLoad
 from roll_lite.scheduler.engines import EngineClient, EngineLost
-from roll_lite.scheduler.flight import EngineClock, ExpectedLength, Flight, joined
+from roll_lite.scheduler.flight import EngineClock, ExpectedLength, Flight, RequestFailed, joined
 
 NEW_COST = 0.1
 """Weight of the newest request in the running average of a domain's load per request."""
 READY_SHARE = 0.25
 """Requests sent to an engine beyond its slots, as a share of the slots: a free slot is then filled at once."""
-DEADLY = 3
-"""A request is given up after losing this many engines: it may have caused the losses."""
 FRUITLESS = 3
 """Aborts in a row without progress after which a request fails."""
-
-
-class RequestFailed(Exception):
-    """Failure of one generation request; another attempt may succeed."""
-
-    def __init__(self, cause: str, partial: Turn | None = None, timed_out: bool = False, began: bool = False, final: bool = False) -> None:
-        """`partial`: response so far. `began`: generation may have started. `final`: no further attempt is allowed."""
-        super().__init__(cause)
-        self.cause = cause
-        self.final = final
-        self.partial = partial
-        self.timed_out = timed_out
-        self.began = began or partial is not None
 
 
 class NoEngineLeft(RuntimeError):
@@ -60,7 +46,7 @@ class Router:
     ) -> None:
         """`engines_return`: lost engines will be added again, so requests wait even if none is left."""
         self.engines = [EngineLoad(client) for client in engines]
-        self.gate = WaveGate() if deterministic else None
+        self.gate = WaveGate(self._all_serve) if deterministic else None
         self.clock = EngineClock()
         self.on_room: Callable[[], None] = lambda: None
         self._engines_return = engines_return
@@ -80,34 +66,64 @@ class Router:
 
     async def generate(self, domain: str, request: GenerationRequest) -> Turn:
         """Generate a response. Raises RequestFailed (a retry may succeed) or NoEngineLeft."""
+        flight = self._flight(domain, request)
+        turn = await (self._generate(flight) if self.gate is None else self._generate_in_wave(flight, self.gate))
+        self._choice.remember(flight.sample, flight.engine)
+        flight.expected.observe(turn.length)
+        return turn
+
+    def _flight(self, domain: str, request: GenerationRequest) -> Flight:
         expected = self._expected.get(domain)
         if expected is None or expected.most < request.sampling.max_tokens:  # a validation may use a smaller maximum
             expected = self._expected[domain] = ExpectedLength(request.sampling.max_tokens)
-        flight = Flight(domain, request, expected, self._timeout_s, self._choice, self.clock)
+        return Flight(domain, request, expected, self._timeout_s, self._choice, self.clock)
+
+    async def _generate(self, flight: Flight) -> Turn:
+        """Generate a response; an interrupted one continues from its tokens."""
         while True:
-            if flight.so_far is not None and flight.so_far.length >= request.sampling.max_tokens:
+            if flight.so_far is not None and flight.so_far.length >= flight.first.sampling.max_tokens:
                 return flight.so_far._replace(finish_reason=FinishReason.LENGTH)  # it was interrupted after its last token
-            if self.gate is not None:
-                await self.gate.enter(request.request_id)
             await self._place(flight)
             try:
                 turn = await self._answer(flight)
             except EngineLost as loss:
-                flight.survived += (loss,)
                 if loss.partial is not None:
                     flight.interrupted(loss.partial)
-                if len(flight.survived) >= DEADLY:
-                    causes = f"{DEADLY} engines died while running it: {'; '.join(str(loss) for loss in flight.survived)}"
-                    raise RequestFailed(f"request given up: {causes}", flight.so_far, final=True) from loss
+                flight.survive(loss)
                 continue
             if turn.error is not None:
                 raise RequestFailed(turn.error)
             if turn.finish_reason is not FinishReason.ABORT:
-                turn = joined(flight.so_far, turn)
-                self._choice.remember(flight.sample, flight.engine)
-                expected.observe(turn.length)
-                return turn
+                return joined(flight.so_far, turn)
             self._go_on_from(flight, turn)
+
+    async def _generate_in_wave(self, flight: Flight, gate: WaveGate) -> Turn:
+        """Generate a response together with the others of its wave. An interrupted request starts again, since its continuation would be
+        another response."""
+        async with gate.wave(flight.first.request_id) as wave:
+            while True:
+                await self._place(flight)
+                failure: RequestFailed | EngineLost | None = None
+                turn = None
+                try:
+                    turn = await self._answer(flight)
+                except (RequestFailed, EngineLost) as error:
+                    failure = error
+                is_lost = isinstance(failure, EngineLost) or (turn is not None and turn.finish_reason is FinishReason.ABORT)
+                if isinstance(failure, EngineLost):
+                    flight.survive(failure)
+                elif is_lost and not self._held:
+                    flight.fruitless += 1
+                if is_lost and flight.fruitless >= FRUITLESS:
+                    raise RequestFailed("aborted by the engine")
+                if await wave.starts_again(flight.first.request_id, flight.engine.client.name, is_lost):
+                    continue
+                if isinstance(failure, RequestFailed):
+                    raise failure
+                assert turn is not None, "a lost request starts again"
+                if turn.error is not None:
+                    raise RequestFailed(turn.error)
+                return turn
 
     def _go_on_from(self, flight: Flight, turn: Turn) -> None:
         """Continue an aborted request if it made progress or requests are on hold; otherwise count the abort as fruitless."""
@@ -176,8 +192,23 @@ class Router:
         else:
             self.engines.append(engine)
         self._choice.add(engine)
-        self._send_waiting()
+        self._engines_changed()
         self.on_room()
+
+    def give_up(self, name: str) -> None:
+        """Forget a lost engine that will not return, unless it is the only one."""
+        if len(self.engines) > 1:
+            self.engines.remove(self._named(name))
+        self._engines_changed()
+
+    def _engines_changed(self) -> None:
+        self._send_waiting()
+        if self.gate is not None:
+            self.gate.engines_changed()
+
+    def _all_serve(self) -> bool:
+        """True if no engine is missing that will return."""
+        return not self._engines_return or all(engine.serves for engine in self.engines)
 
     async def drain(self, name: str) -> None:
         """Send an engine nothing more, wait until it is idle, then forget it. `remove`, called meanwhile, ends the wait."""
@@ -206,7 +237,7 @@ class Router:
     def _take_out(self, engine: EngineLoad, cause: str) -> None:
         if engine.dead is None:
             self._choice.withdraw(engine).dead = cause
-            self._send_waiting()
+            self._engines_changed()
 
     # ------------------------------------------------------------ placing
 
@@ -308,13 +339,61 @@ class Router:
         raise RequestFailed(f"time-out: {what} within {self._timeout_s:g} s", partial, timed_out=True, began=began)
 
 
-class WaveGate:
-    """Waves of requests, for deterministic runs. A request waits until every live sample waits here or is done; then all leave in one
-    event-loop turn. So an engine gets the same requests together in every run, independent of timing. Retries form the next wave."""
+class Wave:
+    """Requests that left the gate together. Their answers count only when all have come. If an engine was lost before, all requests that
+    it had start again together, also those that it had answered: so its successor works on the same batch as the engine would have."""
 
-    def __init__(self) -> None:
+    def __init__(self, request_ids: Iterable[str], all_serve: Callable[[], bool]) -> None:
+        self._running = set(request_ids)
+        self._all_serve = all_serve
+        self._answered: dict[str, tuple[str, asyncio.Future[bool]]] = {}
+        """Engine and wait of each answered request, by request id."""
+        self._lost: set[str] = set()
+        """Lost engines."""
+
+    async def starts_again(self, request_id: str, engine: str, is_lost: bool) -> bool:
+        """Wait until the whole wave is answered. Returns True if the request must start again. `is_lost`: its engine was lost."""
+        place = asyncio.get_running_loop().create_future()
+        self._answered[request_id] = (engine, place)
+        self._running.discard(request_id)
+        if is_lost:
+            self._lost.add(engine)
+        self.settle()
+        return await place
+
+    def leave(self, request_id: str) -> None:
+        self._running.discard(request_id)
+        self._answered.pop(request_id, None)
+        self.settle()
+
+    @property
+    def is_over(self) -> bool:
+        return not self._running and not self._answered
+
+    def settle(self) -> None:
+        """Release the requests if all are answered: those of lost engines to start again, once all engines serve, or else all."""
+        if self._running or (self._lost and not self._all_serve()):
+            return
+        again = {request_id for request_id, (engine, _) in self._answered.items() if engine in self._lost}
+        self._lost.clear()
+        for request_id in sorted(again or self._answered):
+            _, place = self._answered.pop(request_id)
+            if not place.done():
+                place.set_result(bool(again))
+        self._running |= again
+
+
+class WaveGate:
+    """Waves of requests, for deterministic runs. A request waits until every live sample waits here or is done, and no engine is missing;
+    then all leave in one event-loop turn. So an engine gets the same requests together in every run, independent of timing. Retries form
+    the next wave."""
+
+    def __init__(self, all_serve: Callable[[], bool]) -> None:
+        self._all_serve = all_serve
         self._members = 0
-        self._waiting: dict[str, asyncio.Future[None]] = {}
+        self._waiting: dict[str, asyncio.Future[Wave]] = {}
+        self._waves: list[Wave] = []
+        """Waves with requests in them; several only if requests come without samples."""
 
     def join(self) -> None:
         self._members += 1
@@ -323,20 +402,34 @@ class WaveGate:
         self._members -= 1
         self._open_if_complete()
 
-    async def enter(self, request_id: str) -> None:
-        """Wait for the wave's release. Requests leave in the order of their ids."""
+    @asynccontextmanager
+    async def wave(self, request_id: str) -> AsyncIterator[Wave]:
+        """Wait for the wave's release, and leave it at the end. Requests start in the order of their ids."""
         loop = asyncio.get_running_loop()
         place = self._waiting[request_id] = loop.create_future()
         loop.call_soon(self._open_if_complete)  # not at once: the last sample would leave before all others
         try:
-            await place
+            wave = await place
         finally:
             self._waiting.pop(request_id, None)
+        try:
+            yield wave
+        finally:
+            wave.leave(request_id)
+            if wave.is_over and wave in self._waves:
+                self._waves.remove(wave)
+
+    def engines_changed(self) -> None:
+        for wave in self._waves:
+            wave.settle()
+        self._open_if_complete()
 
     def _open_if_complete(self) -> None:
-        if len(self._waiting) < self._members:
+        if not self._waiting or len(self._waiting) < self._members or not self._all_serve():
             return
-        wave, self._waiting = self._waiting, {}
-        for _, place in sorted(wave.items()):
+        waiting, self._waiting = self._waiting, {}
+        wave = Wave([request_id for request_id, place in waiting.items() if not place.done()], self._all_serve)
+        self._waves.append(wave)
+        for _, place in sorted(waiting.items()):
             if not place.done():
-                place.set_result(None)
+                place.set_result(wave)

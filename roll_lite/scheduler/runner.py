@@ -28,7 +28,8 @@ from roll_lite.data.samples import (
 )
 from roll_lite.data.stable_hash import stable_hash
 from roll_lite.rewards.base import RewardFailed
-from roll_lite.scheduler.router import RequestFailed, Router
+from roll_lite.scheduler.flight import RequestFailed
+from roll_lite.scheduler.router import Router
 from roll_lite.scheduler.stats import Recorder
 
 Ask = Callable[[GenerationRequest], Awaitable[Turn]]

@@ -301,6 +301,7 @@ class RolloutWorker(AsyncWorker):
     async def engine_given_up(self, number: int, cause: str) -> None:
         """Give up a lost engine: no replacement will come."""
         self._engines.members[number].successors.put_nowait(MemberLost(cause))
+        self._router.give_up(self._engines.members[number].name)
 
     async def progress(self, held_out: bool) -> dict[str, Progress]:
         return self._service.progress(held_out)

@@ -101,10 +101,11 @@ def test_what_is_lost_changes_nothing(
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
-def test_an_asynchronous_run_loses_no_prompt(tmp_path: Path) -> None:
+@pytest.mark.parametrize("early", [[], ["rollout.stream_log_probs=true"]], ids=["", "with early passes"])
+def test_an_asynchronous_run_loses_no_prompt(tmp_path: Path, early: list[str]) -> None:
     settings = ["rollout.prompts_per_step=8", "checkpoint.every=5", "limits.silence=10", "rollout.restarts=10", "actor_train.restarts=10"]
     victims = [(3, "RolloutWorker", "kill"), (8, "ActorWorker", "kill"), (13, "RolloutWorker", "suspend"), (18, "ActorWorker", "kill")]
-    with Run(tmp_path, "tiny_async", *settings, "validation.every=4", "steps=24") as run:
+    with Run(tmp_path, "tiny_async", *settings, *early, "validation.every=4", "steps=24") as run:
         processes = run.tree()
         disturbed(run, victims, 24)
         assert all(line["rollout/failed"] == 0 for line in run.metrics() if "time/step" in line)

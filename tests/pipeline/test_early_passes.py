@@ -201,3 +201,12 @@ def test_where_it_is_not_wanted_all_is_as_always(house: House) -> None:
     house.finish(1, 2, 3)
     house.complete([1, 2, 3])
     assert house.models[0].passes == [names(1, 2, 3)] and house.service.asked == []
+
+
+def test_passes_of_dead_ranks_are_forgotten(house: House) -> None:
+    house.models[0].fast = False
+    house.finish(1, 2)
+    house.early.forget()
+    assert house.models[0].running[0].settled
+    house.complete([1, 2, 3])
+    assert house.counted == [0] and house.models[0].passes == [names(1, 2), names(1, 2, 3)]

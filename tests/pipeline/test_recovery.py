@@ -69,6 +69,8 @@ class Pipeline:
         models = SimpleNamespace(all=list(self.models.values()))
         self.validation = SimpleNamespace(forget=lambda: None)
         self.validation_is_due = False
+        self.early_forgotten = 0
+        self.early = SimpleNamespace(forget=self._forget_early)
         self.validate = story.tells("validate")
         self.begin_validation = lambda step: story.append(f"validation of {step}")
         self.recovery = Recovery(config, models, source, checkpoints, journal)  # type: ignore[arg-type]
@@ -77,6 +79,10 @@ class Pipeline:
     @contextmanager
     def _phase(self, name: str) -> Any:
         yield
+
+    def _forget_early(self) -> None:
+        assert "rebuild" not in str(self.story[-1:]), "before the new ranks come"
+        self.early_forgotten += 1
 
     def _go_back(self, _: Any) -> dict[str, Any] | None:
         newest = self.checkpoints.newest_step
@@ -140,6 +146,7 @@ def test_trained_models_go_back_and_repeat_the_updates_on_the_kept_batches() -> 
         *("load 1", "restore 1", "repeat 2 on 2", "returned"),
         "train 3",
     ]
+    assert pipeline.early_forgotten == 1
 
 
 def test_without_a_checkpoint_they_start_from_the_start_weights() -> None:

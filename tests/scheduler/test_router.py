@@ -12,9 +12,13 @@ from support_scripted import Response, ScriptedEngine
 from roll_lite.data.samples import FinishReason, GenerationRequest, Sampling, TokenRow, Turn, VersionSpan
 from roll_lite.scheduler.choice import EngineLoad
 from roll_lite.scheduler.engines import Asked, EngineLost
-from roll_lite.scheduler.flight import ExpectedLength, Flight
-from roll_lite.scheduler.router import NoEngineLeft, RequestFailed, Router
+from roll_lite.scheduler.flight import ExpectedLength, Flight, RequestFailed
+from roll_lite.scheduler.router import NoEngineLeft, Router
 from roll_lite.simulator.clock import run_virtual
+
+
+def answer(engine: HeldEngine, name: str) -> None:
+    engine.held.pop(name).set_result(Turn(name, 3, finish_reason=FinishReason.STOP))
 
 
 def request(name: str, prompt_tokens: int = 4, max_tokens: int = 100) -> GenerationRequest:
@@ -284,6 +288,67 @@ async def test_deterministic_routing_depends_on_the_id_only() -> None:
     names = [f"r{i}" for i in range(60)]
     assert await chosen(names) == await chosen(names[::-1])
     assert set((await chosen(names)).values()) == {"e0", "e1", "e2"}
+
+
+async def test_a_wave_that_lost_an_engine_starts_again_there_with_what_it_had_answered() -> None:
+    """Its successor gets the same requests as in an undisturbed run, together; those of other engines stay answered."""
+    engines = [HeldEngine("a"), HeldEngine("b")]
+    router = Router(engines, timeout_s=60, deterministic=True, engines_return=True)
+    names = [f"r{number}" for number in range(12)]
+    tasks = {name: asyncio.create_task(router.generate("d", request(name))) for name in names}
+    await settle()
+    at = {name: engine for engine in engines for name in engine.held}
+    first = [request.request_id for request in engines[0].asked]
+    assert set(at) == set(names) and len(first) > 2
+    answer(at[first[0]], first[0])
+    for name in first[1:]:
+        engines[0].held[name].set_exception(EngineLost("a", "killed", Turn(name, 5)))
+    await settle()
+    for name in names:
+        if name not in first:
+            answer(engines[1], name)
+    await settle()
+    assert not any(task.done() for task in tasks.values()), "the wave waits for the engine's successor"
+    successor = HeldEngine("a")
+    router.add(successor)
+    await settle()
+    assert successor.asked == engines[0].asked and len(engines[1].asked) == len(names) - len(first)
+    for name in first:
+        answer(successor, name)
+    await settle()
+    assert [(await tasks[name]).length for name in names] == [3] * len(names)
+
+
+async def test_a_wave_goes_on_without_an_engine_that_is_given_up() -> None:
+    engines = [HeldEngine("a"), HeldEngine("b")]
+    router = Router(engines, timeout_s=60, deterministic=True, engines_return=True)
+    tasks = [asyncio.create_task(router.generate("d", request(f"r{number}"))) for number in range(6)]
+    await settle()
+    router.engine_lost("a", "killed")
+    for name in list(engines[0].held):
+        engines[0].held.pop(name).set_exception(EngineLost("a", "killed"))
+    for name in list(engines[1].held):
+        answer(engines[1], name)
+    await settle()
+    router.give_up("a")
+    await settle()
+    assert len(engines[1].held) == len(engines[0].asked)
+    for name in list(engines[1].held):
+        answer(engines[1], name)
+    assert len(await asyncio.gather(*tasks)) == 6
+
+
+async def test_a_request_that_fails_in_a_wave_holds_up_no_other() -> None:
+    engine = HeldEngine("a")
+    router = Router([engine], timeout_s=60, deterministic=True)
+    tasks = [asyncio.create_task(router.generate("d", request(f"r{number}"))) for number in range(3)]
+    await settle()
+    engine.held.pop("r0").set_result(Turn("r0", error="too long"))
+    tasks[1].cancel()
+    answer(engine, "r2")
+    assert (await tasks[2]).length == 3
+    with pytest.raises(RequestFailed, match="too long"):
+        await tasks[0]
 
 
 def test_domains_share_one_view_of_the_engines() -> None:

@@ -16,8 +16,8 @@ from roll_lite.data.samples import FinishReason, GenerationRequest, SampleOutcom
 from roll_lite.data.stable_hash import stable_hash
 from roll_lite.distributed.strategy.base import PauseMode
 from roll_lite.scheduler.engines import Asked, EngineLost
-from roll_lite.scheduler.flight import LOOK_S
-from roll_lite.scheduler.router import NoEngineLeft, RequestFailed, Router
+from roll_lite.scheduler.flight import LOOK_S, RequestFailed
+from roll_lite.scheduler.router import NoEngineLeft, Router
 from roll_lite.scheduler.service import RolloutResult, accepted
 from roll_lite.scheduler.supply import Asynchronous, OnSync
 from roll_lite.simulator.clock import run_virtual
