@@ -43,8 +43,8 @@ async def answers(pump: CompletionPump, count: int) -> dict[str, Turn]:
 
 
 async def interrupted(engine: Harness, pump: CompletionPump, request: GenerationRequest) -> Turn:
-    """Ended by an abort, somewhere in the middle; once more where a busy machine had it end before."""
-    for _ in range(3):
+    """Ended by an abort, somewhere in the middle; again where a busy machine had it end before."""
+    for _ in range(30):
         await pump.submit([request], frozen=False)
         answer = asyncio.create_task(answers(pump, 1))
         while not answer.done() and not await engine.generated([request.request_id]):  # noqa: ASYNC110
