@@ -13,7 +13,7 @@ NO_ANSWER, READS_NONE = -1, -2
 
 
 def every_k(most: int) -> list[int]:
-    """Values of k to report: powers of two up to `most`, and `most`; without 1, which is the mean."""
+    """Values of k to report: `most` and the powers of two below it, except 1, which is the mean."""
     return sorted({*(2**power for power in range(1, most.bit_length())), most} - {1})
 
 
@@ -21,8 +21,8 @@ class SampledPrompts:
     """Samples of some prompts, sorted by prompt; arrays have one entry per sample."""
 
     def __init__(self, prompts: np.ndarray, correct: np.ndarray, scores: np.ndarray, answers: np.ndarray) -> None:
-        """`prompts`: prompt id of each sample. `answers`: number of its answer, from 0, the same for equal answers to a prompt; or a
-        sentinel."""
+        """`prompts`: prompt id of each sample. `answers`: each sample's answer as a number from 0, the same for equal answers to a prompt;
+        or a sentinel (NO_ANSWER, READS_NONE)."""
         _, numbers = np.unique(prompts, return_inverse=True)
         order = np.argsort(numbers, kind="stable")
         self.prompt = numbers[order]

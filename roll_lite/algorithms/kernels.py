@@ -139,7 +139,7 @@ def discounted_returns(
 
 @compiled
 def _put_moments(moments: Any, row: int, count: int, origin: float, total: float, squares: float) -> None:
-    """Store a row's moments from sums relative to one of its entries, `origin`, so that a large common offset costs no precision."""
+    """Store a row's moments from sums relative to one of its entries, `origin`, so a large common offset costs no precision."""
     moments[row, 0] = count
     moments[row, 1] = total + count * origin
     moments[row, 2] = max(0.0, squares - total * total / max(count, 1))

@@ -58,8 +58,9 @@ def kl_loss(
 ) -> torch.Tensor:
     """KL estimate of each token, with a gradient (to `new` only) that lowers KL.
 
-    Gradients, with r = log new - log ref. k1 and k2: r * grad log new, unbiased for KL(new || ref) on tokens sampled by `new` (k1's own has
-    expectation 0). k3: (1 - exp(-r)) * grad log new, that of KL(ref || new), as in GRPO. abs: sign(r) * grad log new.
+    Gradients, with r = log new - log ref. k1 and k2: r * grad log new, unbiased for KL(new || ref) on tokens sampled by `new` (the gradient
+    of r itself has expectation 0). k3: (1 - exp(-r)) * grad log new, the gradient of KL(ref || new), as in GRPO. abs: sign(r) * grad log
+    new.
 
     unbiased_gradient: (new / old) * r * grad log new for any estimator, unbiased also on tokens sampled by an older policy; without `old`
     the ratio is 1."""

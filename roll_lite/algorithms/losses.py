@@ -15,7 +15,7 @@ import torch
 from roll_lite.algorithms.kl import LOG_RATIO_LIMIT, KlEstimator, clamped, clamped_log_ratio, kl_estimate
 
 ROUNDING = 1e-4
-"""Relative rounding error of float32: a weight this close to its ratio does not count as limited."""
+"""Relative rounding error of float32. A weight that differs from its ratio by less does not count as limited."""
 
 # ---------------------------------------------------------------- inputs and result of a policy loss
 
@@ -29,11 +29,11 @@ class PolicyTerms:
     """Log-probs of the old policy."""
     advantages: torch.Tensor
     mask: torch.Tensor
-    """bool: tokens that count."""
+    """bool: tokens that the loss includes."""
 
     def filled(self) -> PolicyTerms:
-        """Zero masked entries, so that NaN there reaches neither loss nor gradient; detach all but log_probs. A token with advantage 0
-        that is impossible under both policies has no ratio: its log-probs become 0."""
+        """Zero masked entries, so NaN there reaches neither loss nor gradient; detach all but log_probs. A token with advantage 0 that is
+        impossible under both policies has no ratio: its log-probs become 0."""
         masked, advantages = ~self.mask, self.advantages.detach()
         impossible = (self.log_probs == -torch.inf) & (self.old_log_probs == -torch.inf)
         nothing = masked | (impossible & (advantages == 0))
@@ -46,7 +46,7 @@ class PolicyTerms:
 
     @property
     def log_ratio(self) -> torch.Tensor:
-        """log(new / old), clamped; 0 where masked."""
+        """log(new / old probability), clamped; 0 where masked."""
         return clamped_log_ratio(self.log_probs, self.old_log_probs)
 
     @property
@@ -61,7 +61,7 @@ class PolicyTerms:
 
     @property
     def ratio(self) -> torch.Tensor:
-        """new / old probability; 1 where masked."""
+        """Token probability under the new policy / under the old one; 1 where masked."""
         return torch.exp(self.log_ratio)
 
 
@@ -80,7 +80,7 @@ class PolicyLoss:
 
 
 def row_sum(x: torch.Tensor) -> torch.Tensor:
-    """Row sum, [B, T-1] -> [B, 1] of the same dtype; in float64, so that padding changes nothing."""
+    """Row sum, [B, T-1] -> [B, 1] of the same dtype; in float64, so padding changes nothing."""
     return x.sum(1, keepdim=True, dtype=torch.float64).to(x.dtype)
 
 
@@ -271,7 +271,7 @@ def within(
     low: float | None,
     high: float | None,
 ) -> torch.Tensor:
-    """bool mask of tokens whose engine-trainer mismatch, or whose sequence's, lies in [low, high]; NaN lies outside.
+    """bool mask of tokens to keep: the engine-trainer mismatch of the token, or of its sequence, is in [low, high] and not NaN.
 
     ratio: exp(trained - rollout); for sequences exp of the log-ratios' sum, mean, min or max. k1, k2, k3, abs: KL(rollout || trained).
     difference: of probabilities, trained - rollout."""
@@ -311,7 +311,7 @@ def _of_sequence(x: torch.Tensor, mask: torch.Tensor, level: str) -> torch.Tenso
 class ValueLoss:
     loss: torch.Tensor
     clipped: torch.Tensor
-    """bool: the new value is outside old +- clip. It has no gradient where the clipped error is the larger one."""
+    """bool: the new value is outside old +- clip. Such a value has no gradient if its clipped error is the larger one."""
 
 
 def clipped_value_loss(

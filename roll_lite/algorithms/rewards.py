@@ -19,7 +19,7 @@ class RewardRows:
     """Columns of the global batch without tokens, all [N]."""
 
     score: torch.Tensor
-    """float32."""
+    """float32: score by the reward function, before shaping."""
     correct: torch.Tensor
     """float32, 1 or 0."""
     format_ok: torch.Tensor
@@ -172,7 +172,7 @@ def mask_samples(
     response_tokens: tuple[int, int] | None,
     function_weights: np.ndarray | None,
 ) -> Masked:
-    """Training weight of each sample: the data's times the user function's; 0 if a mask applies. None turns a criterion off."""
+    """Training weight of each sample: the data's weight times the user function's; 0 if a mask applies. None turns a criterion off."""
     weights = as_float64(rows.sample_weight)
     causes: dict[str, np.ndarray] = {}
     if (weights != 1).any():

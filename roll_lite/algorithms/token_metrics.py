@@ -13,7 +13,7 @@ import torch
 from roll_lite.algorithms.kl import LOG_RATIO_LIMIT, kl_estimate
 
 BINS = 801
-"""Number of histogram bins; odd, so that the middle one is centred at log-ratio 0."""
+"""Number of histogram bins; odd, so the middle one is centred at log-ratio 0."""
 
 FINE = 1e-3
 """Log-ratio up to which bins are about equally wide; beyond it, widths grow with the log-ratio."""
@@ -34,14 +34,14 @@ def sums_by_domain(tokens: dict[str, torch.Tensor], domain_numbers: torch.Tensor
 
 @dataclass
 class Peaks:
-    """Maxima and minima by domain, kept on the device until read."""
+    """Maxima and minima of metrics by domain, kept on the device until read."""
 
     domains: int = 1
     _largest: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
     """Peaks [domains] by name and sign; sign -1 is a minimum."""
 
     def record(self, name: str, values: torch.Tensor, mask: torch.Tensor, domain_numbers: torch.Tensor, *, smallest: bool = False) -> None:
-        """Record values with mask [B, T-1] and domain_numbers [B]. NaN is kept, so that it shows."""
+        """Record values with mask [B, T-1] and domain_numbers [B]. NaN is kept, so it shows."""
         sign = -1 if smallest else 1
         if values.numel() == 0:
             return
