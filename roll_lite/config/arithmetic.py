@@ -43,17 +43,17 @@ class ClusterArithmetic:
 
 @dataclass(frozen=True)
 class PassArithmetic:
-    """Micro-batches of a role's forward or training pass if every sample (row) has the maximum length. All ranks run as many as the fullest
-    one."""
+    """Micro-batches of a role's forward or training pass if every sample (row) has the maximum length. All ranks run as many micro-batches
+    as the fullest one."""
 
     role: str
     what: Literal["forward", "training"]
     rows: int
     """Number of rows on the fullest rank if all rows are equally long."""
     most_rows: int
-    """Maximum number of rows on a rank, if every other rank has one."""
+    """Maximum rows on a rank, reached if every other rank has one."""
     longest: int
-    """Maximum number of tokens of a row."""
+    """Maximum tokens of a row."""
     budget: int
     """Token limit of a micro-batch; a longer row is a micro-batch alone."""
     row_limit: int | None = None
@@ -67,7 +67,7 @@ class PassArithmetic:
 
     @property
     def tokens(self) -> int:
-        """Maximum number of tokens of a micro-batch, padding to `token_multiple` included."""
+        """Maximum tokens of a micro-batch, padding to `token_multiple` included."""
         rows = min(self.most_rows, self.row_limit or self.most_rows)
         most = max(self.longest, min(self.budget, rows * self.longest))
         return ceil(most / self.token_multiple) * self.token_multiple
@@ -83,7 +83,7 @@ class DomainArithmetic:
     name: str
     share: Fraction
     prompts_per_step: Fraction
-    """Average over steps; a single step differs from it by less than two."""
+    """Average number of a domain's prompts in a step; a single step differs from it by less than two."""
     samples_per_prompt: int
     max_tokens: int
     """Maximum tokens of prompt plus response."""
@@ -98,11 +98,11 @@ class BatchArithmetic:
     clusters: dict[str, ClusterArithmetic]
     passes: tuple[PassArithmetic, ...]
     learning_rates: dict[str, str]
-    """Schedule in words, by role; empty if `steps` or an optimizer's value is missing."""
+    """Learning-rate schedule in words, by role; empty if `steps` or an optimizer's value is missing."""
     domains: tuple[DomainArithmetic, ...]
     prompts_per_step: int
     samples_per_step: Fraction
-    """Average over steps, if domains differ in samples per prompt."""
+    """Number of samples in a step; an average, if domains differ in samples per prompt."""
     mini_batch_samples: Fraction
     ppo_epochs: int
     mini_batches: int
@@ -125,7 +125,7 @@ def device_numbers(devices: Devices) -> tuple[int, ...]:
 
 
 def max_model_len(config: RunConfig) -> int:
-    """Engines' limit of prompt plus response in tokens: the setting, or the longest request."""
+    """Engines' limit of prompt plus response, in tokens: the setting max_model_len or, by default, the length of the longest request."""
     return config.actor_infer.strategy.max_model_len or max(one.tokens for one in requests(config))
 
 
@@ -186,7 +186,7 @@ def infer_dtype(config: RunConfig) -> Literal["float32", "bfloat16"]:
 
 
 def adapters_of_engines(config: RunConfig) -> LoraConfig | None:
-    """LoRA settings if engines receive only the adapters; None if all weights."""
+    """LoRA settings if weight updates send engines only the adapters; None if they send all weights."""
     lora = config.actor_train.lora
     return lora if lora is not None and lora.engines == "adapter" and config.mode == "full" else None
 
@@ -302,7 +302,6 @@ def roles(config: RunConfig) -> dict[str, Role]:
 
 
 def derive(config: RunConfig) -> BatchArithmetic:
-    """Derive all values from a valid configuration."""
     shares = {name: Fraction(str(domain.share)) for name, domain in config.domains.items()}
     prompts, algorithm, by_role = config.rollout.prompts_per_step, config.algorithm, roles(config)
     domains = tuple(
@@ -335,7 +334,6 @@ def derive(config: RunConfig) -> BatchArithmetic:
 
 
 def _learning_rate(optimizer: OptimizerConfig, total: int) -> str:
-    """Learning-rate schedule over `total` updates, in words."""
     lr, warmup, decay, least = optimizer.lr, optimizer.warmup_steps, optimizer.decay, f"{optimizer.min_lr:g}"
     if warmup > total:
         return f"rises over {warmup} updates; the {total} of this run take it to {lr * total / warmup:g}"
@@ -380,8 +378,8 @@ def _passes(config: RunConfig, by_role: Mapping[str, Role], domains: Sequence[Do
 
 
 def _largest_batch(domains: Sequence[DomainArithmetic]) -> int:
-    """Maximum number of samples of a step. A domain's prompts in a step differ from its share by less than two, or not at all if the share
-    is an integer."""
+    """Maximum samples of a step. A domain's prompts in a step differ from its share by less than two, or not at all if the share is an
+    integer."""
     prompts = int(sum(one.prompts_per_step for one in domains))
     spare = {one.name: 0 if one.prompts_per_step.denominator == 1 else 2 for one in domains}
     least = {one.name: max(ceil(one.prompts_per_step) - spare[one.name], 0) for one in domains}
@@ -396,5 +394,5 @@ def _largest_batch(domains: Sequence[DomainArithmetic]) -> int:
 
 
 def _fullest_rank(rows: int, ranks: int) -> tuple[int, int]:
-    """Number of rows on the fullest rank: if all rows are equally long, and at most (every other rank has one)."""
+    """Number of rows on the fullest rank, twice: if all rows are equally long, and at most (when every other rank has one)."""
     return ceil(rows / ranks), max(rows - (ranks - 1), 1)

@@ -22,7 +22,8 @@ GROUPS: Mapping[str, Sequence[Sequence[str]]] = {
     "pairs": (("actor_train", "reference"), ("critic", "reward_models"), ("actor_infer",)),
     "apart": (),
 }
-"""Groups of roles by preset; a role in no group has separate devices. Under by_role every count begins at device 0."""
+"""Groups of roles that share devices, by preset; a role in no group has separate devices. Under by_role every role's device numbers begin
+at 0."""
 
 
 def placed(config: RunConfig) -> tuple[RunConfig, list[Problem]]:
@@ -133,8 +134,8 @@ def _parts(text: str) -> tuple[int, int, int]:
 
 
 def _changed(config: RunConfig, by_role: Mapping[str, Role], numbers: Mapping[str, list[int]]) -> RunConfig:
-    """Return the configuration with these device numbers. Roles that a preset puts on the same devices get `offload: true`, unless the
-    configuration sets it or the role is always in use."""
+    """Configuration with these device numbers. Roles that a preset puts on the same devices get `offload: true`, unless the configuration
+    sets it or the role is always in use."""
     staying = {f"reward_models.{name}" for name in config.reward_models if config.rollout.supply != "sync"}
     staying |= set(TRAINING_ROLES if config.rollout.stream_log_probs else ())
     update: dict[str, Any] = {}
@@ -214,5 +215,5 @@ def engines(role: InferRoleConfig | JudgeServerConfig) -> list[list[int]]:
 
 
 def nodes_of_engine(placement: PlacementConfig, devices: Sequence[int]) -> list[list[int]]:
-    """An engine's devices by node, in rank order."""
+    """Devices of an engine as a list per node, in rank order."""
     return [list(own) for _, own in groupby(devices, key=lambda number: number // placement.devices_per_node)]

@@ -39,8 +39,8 @@ _INVALID = _Invalid()
 
 
 def validate(data: dict[str, Any], broken: frozenset[Path] = frozenset()) -> tuple[RunConfig, list[Problem]]:
-    """Return the valid part of the configuration and all problems. Reading an invalid field raises Refused. `broken`: paths to skip, since
-    their problems are known."""
+    """Valid part of the configuration and all problems. Reading an invalid field raises Refused. `broken`: paths to skip, since their
+    problems are known."""
     walker = _Walker(broken)
     config = walker.section(RunConfig, data, ())
     assert isinstance(config, RunConfig)
@@ -105,7 +105,7 @@ class _Walker:
         return built if isinstance(value, dict) else list(built.values())
 
     def _item(self, cls: type[Section], data: Any, path: Path) -> Section:
-        """Build an item of a mapping or list. An invalid item becomes an object without attributes, so that later checks see it and raise
+        """Build an item of a mapping or list. An invalid item becomes an object without attributes, so later checks see it and raise
         Refused."""
         built = _INVALID if path in self.broken else self.section(cls, data, path)
         if isinstance(built, Section):
@@ -115,7 +115,7 @@ class _Walker:
         return hollow
 
     def _tell_strays(self, cls: type[Section], items: dict[str, Any], path: Path) -> None:
-        """Report misspelt entries: without required keys, and with a name close to a complete entry's."""
+        """Report entries that are probably misspelt: without required keys, and with a name close to a complete entry's."""
         needed = {name for name, info in cls.model_fields.items() if info.is_required()}
         for name, item in items.items():
             others = [other for other in items if other != name and isinstance(items[other], dict) and needed <= items[other].keys()]

@@ -16,7 +16,7 @@ from roll_lite.config.schema.run import RunConfig
 
 COMPARES_GROUPS = ("grpo", "rloo", "opo", "gpg")
 TRUNCATION = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "min_tokens": 0}
-"""Sampling settings, at values that exclude no token."""
+"""Sampling settings that can exclude tokens -> values at which they exclude none."""
 
 
 def compares_groups(config: RunConfig) -> bool:

@@ -86,11 +86,12 @@ def needs_gpus(config: RunConfig) -> Mistakes:
 
 
 SMALL_RUN = 8
-"""Number of float32 processes that get no note about missing GPUs, even on fewer cores."""
+"""Number of float32 processes up to which a run gets no note about missing GPUs, even on a machine with fewer cores."""
 
 
 def gpu_notes(config: RunConfig) -> list[str]:
-    """Note if a run on CPU slots seems meant for GPUs: none is visible, and the model is in bfloat16 or has more processes than cores."""
+    """Return a note if the run would use CPU slots but seems meant for GPUs: the model is in bfloat16, or there are more processes than
+    cores."""
     if layout.gpus_visible() or layout.is_elsewhere(config):
         return []
     counts = {name: len(device_numbers(role.devices)) for name, role in roles(config).items()}

@@ -11,7 +11,7 @@ from roll_lite.config.schema.run import RunConfig
 
 
 def addresses_without_secrets(config: RunConfig) -> Iterator[Problem]:
-    """Check all texts, including arguments of rewards, engines and functions."""
+    """Refuse addresses that contain a login, token or key, in all texts, including arguments of rewards, engines and functions."""
     for path, text in texts_in(config, ""):
         what = secret_in_address(text)
         if what is not None:

@@ -84,12 +84,12 @@ class _Composer:
         return path
 
     def refuse(self, place: str, message: str, value: Any = NO_VALUE, broken: Path = ()) -> None:
-        """Report a problem and mark a path as broken. An unreadable file breaks the root, so that its settings do not count as missing."""
+        """Report a problem and mark a path as broken. An unreadable file breaks the root, so its settings do not count as missing."""
         self.problems.append(Problem(place, message, value))
         self.broken.add(broken)
 
     def _entries(self, defaults: Any, place: str) -> list[tuple[str | None, str]]:
-        """Names in a `defaults:` list with their places; None means the file itself (`_self_`)."""
+        """Entries of a `defaults:` list: (file name, place in the list). The name is None for the file itself (`_self_`)."""
         items = [defaults] if isinstance(defaults, str) else defaults
         if not isinstance(items, list):
             self.refuse(place, "has to be a file's name or a list of them", defaults)
@@ -135,8 +135,8 @@ def searched(folder: FilePath) -> str:
 
 
 def suggestion(name: str, folder: FilePath) -> str:
-    """Suggest close names among the user's `folder` and the shipped files. If none is close, list the user's, or without any the shipped
-    ones."""
+    """Suggest close names among the user's `folder` and the shipped files. If none is close, list the user's files, or the shipped ones if
+    the user has none."""
     own, shipped = ([path.stem for path in one.glob("*.yaml")] for one in (folder, CONFIGS))
     return did_you_mean(name, [*own, *shipped] if close_names(name, [*own, *shipped]) or not own else own)
 

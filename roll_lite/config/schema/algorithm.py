@@ -31,8 +31,8 @@ class AdaptiveKlConfig(Section):
 
     name: Literal["adaptive"] = "adaptive"
     target: PositiveFloat
-    """Target of KL(policy || reference), in nats per token. KL is measured by the term's estimator in kl_in_reward (k3 in place of abs), by
-    k3 in kl_in_loss unless its estimator is full."""
+    """Target of KL(policy || reference), in nats per token. kl_in_reward measures KL by its estimator (k3 in place of abs); kl_in_loss
+    measures it by k3, or exactly if its estimator is full."""
     horizon: PositiveFloat = 10000.0
     """Number of samples over which the coefficient changes by at most about 20%; larger: slower changes. A batch with more samples counts
     as this many."""
@@ -60,8 +60,8 @@ class KlInLossConfig(KlInRewardConfig):
     estimator: Literal["k1", "k2", "k3", "abs", "full"] = "k3"
     """Estimator of KL, as for kl_in_reward."""
     unbiased_gradient: bool = False
-    """Use the gradient of KL(policy || reference) itself in place of the estimator's, importance-weighted for samples of an older
-    policy."""
+    """Use the gradient of KL(policy || reference) itself in place of the estimator's. Tokens sampled by an older policy get importance
+    weights."""
 
     @rule
     def _unbiased(self) -> Mistakes:
@@ -90,7 +90,7 @@ class RewardNormalizationConfig(Section):
 class LengthPenaltyConfig(Section):
     name: Literal["linear", "group"] = "linear"
     """linear: subtract coef * tokens / max_tokens. group: add a value that falls from coef/2 for the group's shortest response to -coef/2
-    for its longest; only correct samples get a positive one."""
+    for its longest; incorrect samples get no positive value."""
     coef: PositiveFloat
     """Strength of the penalty."""
 
@@ -157,7 +157,7 @@ class PtxConfig(Section):
     samples: PositiveInt
     """Rows per optimizer step, packed into micro-batches with the policy's."""
     max_tokens: Annotated[int, Field(ge=2)] = 4096
-    """Maximum number of tokens of prompt and answer; longer rows are cut at the end."""
+    """Maximum tokens of prompt and answer; longer rows are cut at the end."""
 
     @property
     def as_domain(self) -> DomainConfig:

@@ -97,5 +97,5 @@ class Section(BaseModel):
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """All fields except `name`, as keyword arguments."""
+        """All fields of the section except `name`, as keyword arguments."""
         return {field: value for field, value in self if field != "name"}

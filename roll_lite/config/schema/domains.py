@@ -50,8 +50,8 @@ class DataConfig(Section):
     weight: str | None = None
     """Column with the weight of a prompt's samples in the loss; null: all weights are 1."""
     epochs: PositiveInt | None = None
-    """Maximum number of passes over `train`, each in a new order. After them other domains fill this domain's part of the batch; if none
-    has prompts left, the run ends with an error. null: unlimited."""
+    """Maximum passes over `train`, each in a new order. After them other domains fill this domain's part of the batch; if none has prompts
+    left, the run ends with an error. null: unlimited."""
     report_by: str | None = None
     """Column of held-out prompts, such as level or subject. Validation is also reported for each of its values (at most 50). null: none."""
 
@@ -154,11 +154,11 @@ class FormatConfig(Section):
     """Bonus or penalty for a response's format, whatever its answer."""
 
     pattern: Annotated[str, AfterValidator(lambda pattern: compile_format(pattern).pattern)]
-    """Regular expression that is searched in the response. `.` matches line breaks too; anchor with ^ and $ to match the whole response."""
+    """Regular expression searched in the response. `.` matches line breaks too; anchor with ^ and $ to match the whole response."""
     bonus: float = 0.1
     """Added to the score of matching responses."""
     penalty: NonNegativeFloat = 0.0
-    """Subtracted from the score of others."""
+    """Subtracted from the score of responses that do not match."""
 
 
 class RewardTermConfig(Section):
@@ -236,7 +236,7 @@ class GroupFilterConfig(Section):
     below: float | None = None
     """Train only groups whose measure is below this. null: 1 for accuracy, no bound for mean and std."""
     tries: PositiveInt = 10
-    """Maximum number of prompts generated for each place in the batch, on average over a domain's places."""
+    """Maximum prompts generated for each place in the batch, on average over a domain's places."""
     when_short: Literal["fail", "continue"] = "fail"
     """Action when `tries` is reached. fail: end the run. continue: train on the groups that passed."""
 
@@ -256,7 +256,7 @@ class GroupFilterConfig(Section):
 
     @property
     def bounds(self) -> tuple[float | None, float | None]:
-        """(above, below), with the measure's defaults."""
+        """Bounds (above, below) of the measure; its defaults where null."""
         above, below = GROUP_MEASURES[self.name]
         return above if self.above is None else self.above, below if self.below is None else self.below
 
@@ -281,8 +281,8 @@ class RolloutConfig(Section):
     waits for samples near the limit. Older samples are dropped and their prompts generated again."""
     on_sync: Literal["drain", "pause", "abort"] | None = None
     """Treatment of running responses at a weight update. drain: the update waits until they end. pause: they continue in their engine,
-    which recomputes the KV cache. abort: they stop, and continue in any engine. null: abort if engines offload, else drain for one_step_off
-    and pause for the others."""
+    which recomputes the KV cache. abort: they stop, and continue in any engine. null: abort if engines offload; otherwise drain for
+    one_step_off, pause for sync and async."""
     oversample: Annotated[float, Field(ge=1, le=16)] = 1.0
     """Number of prompts started for a batch, as a multiple of its size. Above 1, slow or filtered groups delay the batch less. Only with
     `supply: sync`; the others generate ahead anyway."""

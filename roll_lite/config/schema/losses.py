@@ -221,9 +221,9 @@ class CorrectionWeightConfig(Section):
     mode: Literal["truncate", "mask"] = "truncate"
     """Treatment of weights below `low` or above `high`. truncate: limited to that range (TIS). mask: set to 0 (IcePop)."""
     low: NonNegativeFloat = 0.0
-    """Lowest importance weight that is kept."""
+    """Lowest importance weight kept."""
     high: PositiveFloat | None = 2.0
-    """Highest importance weight that is kept; null: unlimited."""
+    """Highest importance weight kept; null: unlimited."""
 
     @rule
     def _range(self) -> Mistakes:
@@ -237,8 +237,9 @@ class CorrectionFilterConfig(Section):
     level: Literal["token", "sequence_sum", "sequence_mean", "sequence_min", "sequence_max"] = "token"
     """token: filter each token by its value. Others: filter each sequence by the sum, mean, minimum or maximum of its tokens' values."""
     estimator: Literal["ratio", "k1", "k2", "k3", "abs", "difference"] = "ratio"
-    """Value of a token. ratio: trainer's / engine's probability; over a sequence its sum stands for the product, its mean for the geometric
-    mean. k1, k2, k3, abs: estimates of KL(engine || trainer) in nats, as for kl_in_reward. difference: trainer's probability - engine's."""
+    """Value of a token. ratio: trainer's / engine's probability; over a sequence, sum means the product of the ratios and mean their
+    geometric mean. k1, k2, k3, abs: estimates of KL(engine || trainer) in nats, as for kl_in_reward. difference: trainer's probability -
+    engine's."""
     low: float | None = None
     """Lower limit of values that pass; null: unlimited."""
     high: float | None = None

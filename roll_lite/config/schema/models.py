@@ -116,9 +116,10 @@ class MegatronStrategyConfig(Section):
     """Interleaved parts of the model per pipeline stage. With more parts stages wait less but exchange more. Needs pipeline_parallel >
     1."""
     pipeline_layers: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
-    """Number of layers of each pipeline part: pipeline_parallel x virtual_pipeline_parallel numbers in layer order, first the first part of
-    every stage, then the second. The first part also holds the embeddings, the last the output layer; give these two fewer layers for
-    balance, or none. null: equal numbers; a remainder goes to the first parts."""
+    """Number of layers of each pipeline part: a list of pipeline_parallel x virtual_pipeline_parallel numbers in layer order. The first
+    pipeline_parallel numbers are for each stage's first part, the next for each stage's second part, and so on. The first part also holds
+    the embeddings, the last the output layer; give these two fewer layers for balance, or none. null: equal numbers; a remainder goes to
+    the first parts."""
     context_parallel: PositiveInt = 1
     """Number of ranks that split the tokens of every micro-batch, for samples too long for one rank."""
     expert_parallel: PositiveInt = 1
@@ -170,10 +171,10 @@ class EngineStrategyConfig(Section):
     max_model_len: PositiveInt | None = None
     """Longest prompt plus response in tokens; null: the longest that the domains allow."""
     max_running_requests: PositiveInt = 256
-    """Maximum number of requests that an engine decodes at a time; others wait."""
+    """Maximum requests that an engine decodes at a time; others wait."""
     max_batched_tokens: PositiveInt = 8192
-    """Maximum number of tokens in a forward pass of an engine; longer prompts are split. vLLM on a CPU cannot split them: it raises the
-    limit to max_model_len, with a message."""
+    """Maximum tokens in a forward pass of an engine; longer prompts are split. vLLM on a CPU cannot split them: it raises the limit to
+    max_model_len, with a message."""
     kv_cache_mb: PositiveInt | None = None
     """Size of the KV cache in MB. null: determined by gpu_memory_utilization on GPUs, 256 on a CPU."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
@@ -237,15 +238,15 @@ class ForwardRoleConfig(Section):
     strategy: TrainStrategyConfig = Field(default_factory=MegatronStrategyConfig)
     """Megatron-Core's parallel layout and settings."""
     micro_batch_tokens: PositiveInt = 16384
-    """Maximum number of tokens in a rank's forward pass (micro-batch). Samples are packed, not padded; a longer one runs alone. Lower it if
-    memory runs out."""
+    """Maximum tokens in a rank's forward pass (micro-batch). Samples are packed, not padded; a longer one runs alone. Lower it if memory
+    runs out."""
     micro_batch_size: PositiveInt | None = None
-    """Maximum number of samples in a rank's forward pass; null: unlimited."""
+    """Maximum samples in a rank's forward pass; null: unlimited."""
     offload: bool = False
     """Free this role's device memory while it is idle, for roles that share devices."""
     restarts: Annotated[int, Field(ge=0)] = 3
-    """Maximum number of restarts of the role within an hour, after one of its ranks died or hung; then the run ends. Trained roles return
-    to the newest checkpoint, or their initial weights, and repeat the updates since then on the same samples."""
+    """Maximum restarts of the role within an hour, after one of its ranks died or hung; then the run ends. Trained roles return to the
+    newest checkpoint, or their initial weights, and repeat the updates since then on the same samples."""
     threads: PositiveInt = 1
     """CPU threads per process."""
 
@@ -261,9 +262,9 @@ class TrainRoleConfig(ForwardRoleConfig):
     """Steps between checks that data-parallel replicas hold the same weights (by checksum); also checked before every checkpoint. A
     difference ends the run. 0: never."""
     train_micro_batch_tokens: PositiveInt | None = None
-    """Maximum number of tokens in a rank's forward and backward pass; null: micro_batch_tokens."""
+    """Maximum tokens in a rank's forward and backward pass; null: micro_batch_tokens."""
     train_micro_batch_size: PositiveInt | None = None
-    """Maximum number of samples in a rank's forward and backward pass; null: micro_batch_size."""
+    """Maximum samples in a rank's forward and backward pass; null: micro_batch_size."""
 
     @property
     def in_training(self) -> tuple[int, int | None]:
@@ -342,7 +343,7 @@ class InferRoleConfig(Section):
     offload: bool = False
     """Free the engines' device memory while the actor trains."""
     restarts: Annotated[int, Field(ge=0)] = 3
-    """Maximum number of restarts of a lost engine within an hour. Then the run continues without it, or ends if no engine is left."""
+    """Maximum restarts of a lost engine within an hour. Beyond that the run continues without the engine, or ends if none is left."""
     threads: PositiveInt = 1
     """CPU threads per engine."""
 
@@ -359,10 +360,9 @@ class RewardModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Precision. Use float32 on CPUs, bfloat16 on GPUs."""
     micro_batch_tokens: PositiveInt = 16384
-    """Maximum number of tokens in a rank's forward pass. hf pads samples to the longest one, and padding counts. A longer sample runs
-    alone."""
+    """Maximum tokens in a rank's forward pass. hf pads samples to the longest one, and padding counts. A longer sample runs alone."""
     micro_batch_size: PositiveInt = 8
-    """Maximum number of samples in a rank's forward pass and, with hf, in a call to a replica."""
+    """Maximum samples in a rank's forward pass and, with hf, in a call to a replica."""
     max_length: PositiveInt | None = None
     """Longest text in tokens; null: the model's max_position_embeddings. Scoring a longer text fails; it is never cut."""
     offload: bool = False
@@ -381,10 +381,10 @@ class JudgeServerConfig(Section):
     strategy: VllmStrategyConfig = Field(default_factory=VllmStrategyConfig)
     """Engine settings. max_model_len defaults to the model's; engine_args may hold any argument of the server."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Precision; auto: the checkpoint's."""
+    """Precision of the weights; auto: the checkpoint's."""
     threads: PositiveInt = 1
     """CPU threads per server."""
     start_timeout_s: PositiveFloat = 900.0
     """Time limit in seconds for a server to load the model."""
     restarts: Annotated[int, Field(ge=0)] = 3
-    """Maximum number of restarts of a dead server; then the run fails. During a restart verdicts wait, or fail and are retried."""
+    """Maximum restarts of a dead server; then the run fails. During a restart verdicts wait, or fail and are retried."""

@@ -86,8 +86,8 @@ class BatchFilesConfig(Section):
     and weights from them (docs/recompute.md)."""
 
     write: Literal["auto", "always", "never"] = "auto"
-    """auto: save if a step has at most 262,144 tokens and the script can recompute the training; it needs float32, and supports neither
-    algorithm.routing_replay nor adapters of experts."""
+    """auto: save the data of runs that `examples/recompute.py` can recompute (in float32, without algorithm.routing_replay and adapters of
+    experts), for steps of at most 262,144 tokens."""
     copy_models_mb: Annotated[int, Field(ge=0)] = 256
     """Models up to this size in MB are copied into the run's folder before training; of larger ones only path and checksums are saved."""
 
@@ -114,8 +114,8 @@ class WeightSyncConfig(Section):
     """Weights are sent in buckets of this size in MB. Larger buckets mean fewer transfers but more memory."""
     verify: Literal["auto", "none", "sampled", "full"] = "auto"
     """Compare checksums of weights in trainer and engines after each update; a difference ends the run. full: all tensors. sampled: one
-    tensor in sixteen, so that sixteen updates cover all. auto: sampled, or none if weights cannot be read back from the engines (fp8,
-    experts on GPUs)."""
+    tensor in sixteen, so sixteen updates cover all. auto: sampled, or none if weights cannot be read back from the engines (fp8, experts on
+    GPUs)."""
     timeout_s: PositiveFloat = 300.0
     """Longest time in seconds that trainer and engines wait for each other in a transfer. limits.sync_weights limits the whole update."""
 
@@ -170,9 +170,9 @@ class ChaosConfig(Section):
     every_s: PositiveFloat = 60.0
     """Mean time between faults in seconds; the times are random."""
     targets: Annotated[list[Victim], Field(min_length=1)] = Field(default_factory=lambda: list[Victim](USUAL_VICTIMS))
-    """Roles to strike: one of their processes, or of the processes that these have started (an engine's). rollouts: the rollout service."""
+    """Roles whose processes are struck, including child processes, such as an engine's. rollouts: the rollout service."""
     actions: Annotated[dict[Fault, PositiveFloat], Field(min_length=1)] = Field(default_factory=lambda: {**ONLY_KILLS})
-    """Weights of the faults: SIGKILL, SIGSTOP, and a tenth of the usual speed for slow_s."""
+    """Relative frequencies of the faults. kill: SIGKILL. stop: SIGSTOP. slow: a tenth of the usual speed for slow_s."""
     slow_s: PositiveFloat = 10.0
     """Time in seconds for which a process is slow."""
     most: PositiveInt | None = None

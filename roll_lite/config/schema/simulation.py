@@ -45,7 +45,8 @@ class SimulatedTrainerConfig(Section):
     tokens_per_device_s: PositiveFloat = 6_000.0
     """Prompt and response tokens that each device of actor_train processes per second, log-probs and training together."""
     log_probs: Share = 0.25
-    """Share of that time for log-probs and values. `rollout.stream_log_probs` computes them before a batch is complete."""
+    """Share of the trainer's time per token that log-probs and values take. `rollout.stream_log_probs` computes them before a batch is
+    complete."""
     sync_s: NonNegativeFloat = 3.0
     """Seconds of a weight update; engines pause meanwhile."""
 
@@ -68,8 +69,8 @@ class SimulatedResponsesConfig(Section):
     reward_p99_s: PositiveFloat | None = None
     """99th percentile of scoring times in seconds; null: all take the median."""
     reward_workers: PositiveInt | None = None
-    """Number of samples scored at a time; others wait. With `rollout.supply: async` no later batch starts while as many wait as a batch
-    has. null: unlimited, for times measured by `--from`, which include waiting."""
+    """Number of samples scored at a time; others wait. With `rollout.supply: async` no later batch starts while a whole batch of samples
+    waits. null: unlimited, for times measured by `--from`, which include waiting."""
     all_right: Share = 0.1
     """Share of prompts that are always solved."""
     all_wrong: Share = 0.1
