@@ -32,8 +32,8 @@ from roll_lite.files import is_folder, read_text
 from roll_lite.models.model_files import chat_templates
 
 SCANNED_ROWS, TABLE_ROWS = 200_000, 1000
-"""Maximum number of rows checked per file, which takes about two seconds. SCANNED_ROWS: rows of JSON lines, and rows of a table for its tag
-column. TABLE_ROWS: rows of a table for its other columns."""
+"""Maximum rows checked per file, which takes about two seconds. SCANNED_ROWS: rows of JSON lines, and rows of a table for its tag column.
+TABLE_ROWS: rows of a table for its other columns."""
 NAMED_LINES = 5
 
 
@@ -127,7 +127,7 @@ class _Scan:
     rows: int = 0
     columns: dict[str, None] = field(default_factory=dict)
     without: dict[str, list[str]] = field(default_factory=dict)
-    """Column name -> places of the rows that lack it."""
+    """Column name -> places (line or row) where it is missing."""
     unfit: dict[str, tuple[str, str]] = field(default_factory=dict)
     """Setting -> place of the first unusable value, and what is wrong."""
     mistakes: list[str] = field(default_factory=list)

@@ -51,8 +51,8 @@ def dump_file(folder: Path, step: int) -> Path:
 
 
 def found_dumps(path: Path) -> dict[int, Path]:
-    """Return the dump file of each step. Raises ValueError if there are none. `path`: folder of a run or of its dumps. If the run was
-    resumed, dumps of earlier steps are taken from the run that it continued."""
+    """Dump file of each step. ValueError if there are none. `path`: folder of a run or of its dumps. If the run was resumed, dumps of
+    earlier steps are taken from the run that it continued."""
     if (kind := kind_of(path)) != "folder":
         raise ValueError(
             f"{path} is a file; name a run's folder, or that of its dumps" if kind else f"no such folder: {path}{elsewhere(path)}"
@@ -79,7 +79,7 @@ def _within(folder: Path) -> dict[int, Path]:
 
 
 def read_header(path: Path) -> DumpHeader:
-    """Read a dump's metadata. Raises ValueError if the file is no dump, is damaged, or has another schema version."""
+    """Read a dump's metadata. ValueError if the file is no dump, is damaged, or has another schema version."""
     from pyarrow import ArrowException, parquet
 
     try:
@@ -203,7 +203,7 @@ def _same_policy(config: RunConfig, headers: Sequence[DumpHeader]) -> Iterator[P
 
 
 def _differences(config: Mapping[str, Any], made: Mapping[str, Any]) -> str:
-    """Describe which settings that affect the policy after the first step have changed; empty if none has."""
+    """Name the settings that affect training after the first step and differ from the dumped run's (`made`); empty if none differs."""
     if made["mode"] != "full":
         return f"mode {made['mode']} sampled all dumps with the same weights"
     mine, its = _learning(config), _learning(made)
@@ -246,7 +246,7 @@ def _adapters(lora: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _plain(config: RunConfig) -> dict[str, Any]:
-    """Return the configuration in the form of a dump's header. Raises Refused if a field that is compared is invalid."""
+    """Configuration in the form of a dump's header. Raises Refused if a field that is compared is invalid."""
     for name in ("seed", "model", "steps", "algorithm", "actor_train", "reference", "critic", "domains"):
         _read_all(getattr(config, name))
     return config.model_dump(mode="json")

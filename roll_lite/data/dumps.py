@@ -65,7 +65,7 @@ DESCRIPTION = {
 TOKENS = {"input_ids": pa.int64(), "response_mask": pa.bool_(), "rollout_log_probs": pa.float32()}
 KEPT_IDS = "kept_ids"
 LONGEST_COLUMN = 1000
-"""Maximum number of characters kept of a data column's value."""
+"""Maximum characters kept of a data column's value."""
 UNKNOWN = {"format_ok": False}
 """Values to use in training if the dump has null, by column."""
 
@@ -96,8 +96,8 @@ def write_dump(
 ) -> None:
     """Write a dump atomically.
 
-    `groups`: all samples. `rows`: the batch of those to train on. `facts`: step, config, tokenizer and stats for the header. `kept_ids`:
-    whether token blocks have that column. `clock_offset`: wall clock minus the event loop's clock, in seconds."""
+    `groups`: all samples. `rows`: the batch of the samples to train on. `facts`: step, config, tokenizer and stats for the header.
+    `kept_ids`: whether token blocks have that column. `clock_offset`: wall clock minus the event loop's clock, in seconds."""
     entries = _entries(groups, rows)
     further = {name: as_array(column) for name, column in rows.columns.items() if name not in DESCRIPTION}
     tokens = {name: pa.large_list(kind) for name, kind in TOKENS.items()}
@@ -165,7 +165,7 @@ def _described(entry: _Entry, clock_offset: float) -> dict[str, Any]:
 
 
 def times(sample: Sample, clock_offset: float) -> dict[str, float | None]:
-    """Return the times of request, last token and score, in seconds since 1970."""
+    """Times of request, last token and score, in seconds since 1970."""
     moments = {"asked_at": sample.asked, "generated_at": sample.generated, "scored_at": sample.scored}
     return {name: None if moment is None else round(moment + clock_offset, 3) for name, moment in moments.items()}
 
@@ -257,8 +257,8 @@ def _sizes(rows: DataProto) -> dict[str, dict[str, int]]:
 
 
 def load_dump(path: Path | str) -> DataProto:
-    """Return the samples that were trained on, in order and bit-identical. Raises ValueError if the file is no dump, is damaged, or has
-    another schema version."""
+    """Samples that were trained on, in order and bit-identical. ValueError if the file is no dump, is damaged, or has another schema
+    version."""
     return DataProto.concat(list(dump_parts(Path(path))))
 
 

@@ -43,7 +43,7 @@ class Columns:
         return {*self.reads, *self.if_there}
 
     def of(self, present: Iterable[str]) -> list[str]:
-        """Return the columns to take from a batch that has the columns `present`."""
+        """Columns to take from a batch that has the columns `present`."""
         held = set(present)
         return list(dict.fromkeys([*self.reads, *(name for name in self.if_there if name in held)]))
 

@@ -53,8 +53,8 @@ class Multiples:
 
 class MicroBatchPlanner(Protocol):
     def cut(self, lengths: torch.Tensor, parts: int = 1) -> list[np.ndarray]:
-        """Return the row numbers of each micro-batch; every row is in exactly one. `lengths` [rows]: token counts. `parts`: number of
-        micro-batches that other ranks run. This rank runs as many anyway, so it may spread its rows over them."""
+        """Row numbers of each micro-batch; every row is in exactly one. `lengths` [rows]: token counts. `parts`: number of micro-batches
+        that other ranks run. This rank runs as many anyway, so it may spread its rows over them."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ class RowsAtATime:
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """Planner that makes as few micro-batches as possible, with at most `tokens` tokens each and about equal cost, so that pipeline stages
-    and ranks do not wait for each other. A longer row gets a micro-batch to itself. Rows are sorted, longest first."""
+    """Planner that makes as few micro-batches as possible, with at most `tokens` tokens each and about equal cost, so pipeline stages and
+    ranks do not wait for each other. A longer row gets a micro-batch to itself. Rows are sorted, longest first."""
 
     tokens: int
     rows: int | None = None
@@ -201,7 +201,7 @@ class MicroBatchPlan:
 
 def padded(rows: DataProto) -> MicroBatch:
     """Pad rows to the longest one, with 0 or the column's value in VECTORS. Columns of Python objects are dropped. Without a response_mask,
-    all predicted tokens count in the mask. Without rows, the width is one predicted token, so that losses still work."""
+    all predicted tokens count in the mask. Without rows, the width is one predicted token, so losses still work."""
     lengths = rows.lengths
     width = int(lengths.max()) if len(rows) else 2
     columns: dict[str, torch.Tensor] = {}

@@ -111,7 +111,7 @@ class Ragged:
         return padded
 
     def equals(self, other: Ragged) -> bool:
-        """Return True if rows and dtype are the same. NaN equals NaN."""
+        """True if rows and dtype are the same. NaN equals NaN."""
         return torch.equal(self.offsets, other.offsets) and same_tensor(self.values, other.values)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -123,7 +123,7 @@ class Ragged:
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """Convert to a contiguous array, so that pickling a slice does not pickle the whole tensor."""
+    """Convert to a contiguous array, so pickling a slice does not pickle the whole tensor."""
     return tensor.detach().contiguous().numpy()
 
 
@@ -143,7 +143,7 @@ def from_numpy(array: np.ndarray) -> torch.Tensor:
 
 
 def same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Return True if dtype, shape and entries are the same. NaN equals NaN."""
+    """True if dtype, shape and entries are the same. NaN equals NaN."""
     if left.dtype != right.dtype or left.shape != right.shape:
         return False
     return bool(((left == right) | ((left != left) & (right != right))).all())

@@ -87,7 +87,7 @@ def difficulty_of(row: Mapping[str, Any], column: str) -> float:
 
 
 def weight_of(row: Mapping[str, Any], column: str | None) -> float:
-    """Return the loss weight of a row's samples; 1 if no column is configured."""
+    """Loss weight of a row's samples; 1 if no column is configured."""
     weight = 1.0 if column is None else cell(row, column)
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= LARGEST_WEIGHT:
         raise RowError(str(column), f"the weight of a sample is a number of at least 0, got {show(weight)}")

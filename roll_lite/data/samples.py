@@ -122,7 +122,7 @@ class VersionSpan(NamedTuple):
 
 
 def since_token(spans: Sequence[VersionSpan], first: int, end: int) -> tuple[VersionSpan, ...]:
-    """Return the version spans of tokens `first` to `end` (exclusive), counted from `first`."""
+    """Version spans of tokens `first` to `end` (exclusive), counted from `first`."""
     begun = [span for span in spans if span.start <= first][-1:] if first < end else []
     return tuple(VersionSpan(max(0, span.start - first), span.version) for span in [*begun, *(s for s in spans if first < s.start < end)])
 

@@ -42,7 +42,7 @@ class Row(NamedTuple):
     """Unit of row numbers: "line" or "row". Numbers start at 1."""
     number: int
     content: dict[str, Any] | str
-    """Columns of the row; a text if it is unreadable: the reason."""
+    """Columns of the row. If it is unreadable, the reason, as a text."""
 
     @property
     def place(self) -> str:
@@ -57,8 +57,8 @@ def paths_of(files: DataFiles) -> list[Path]:
 
 
 def shards_of(path: Path) -> list[Shard]:
-    """Return the data file, or a folder's data files in order. A folder may be a data set saved by Hugging Face `datasets`, or hold files
-    of one kind and one split. Raises ValueError for anything else."""
+    """Data file, or a folder's data files in order. A folder may be a data set saved by Hugging Face `datasets`, or hold files of one kind
+    and one split. ValueError for anything else."""
     found = kind_of(path)
     if found is None:
         raise ValueError(f"no such file: {path}{elsewhere(path)}")
@@ -104,7 +104,7 @@ def _refuse_mixed_splits(folder: Path, names: Sequence[str]) -> None:
 
 
 def _split(name: str) -> str:
-    """Return the splits named in a file name, joined by "+"; empty if none."""
+    """Splits named in a file name, joined by "+"; empty if none."""
     words = re.findall(r"[a-z]+", re.sub(r"held[-_. ]out|hold[-_. ]out", "heldout", name.lower()))
     return "+".join(sorted({_SPLIT_OF[word] for word in words if word in _SPLIT_OF}))
 
@@ -130,7 +130,7 @@ def _saved(folder: Path) -> list[Shard]:
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Yield the rows of a file or folder in order. Raises ValueError for an unreadable file."""
+    """Yield the rows of a file or folder in order. ValueError for an unreadable file."""
     for index, shard in enumerate(shards_of(path)):
         yield from shard_rows(shard, index)
 
@@ -182,7 +182,7 @@ def _lone_surrogate(row: Any) -> str | None:
 
 
 def declared_columns(shard: Shard) -> list[str]:
-    """Return the column names of a parquet or arrow file. Raises ValueError if it is unreadable."""
+    """Column names of a parquet or arrow file. ValueError if it is unreadable."""
     from pyarrow import ArrowException, parquet
 
     try:

@@ -44,7 +44,7 @@ class SupervisedRows:
         )
 
     def distinct_ids(self) -> set[int]:
-        """Return the token ids that occur in the first LOOKED_AT rows."""
+        """Token ids that occur in the first LOOKED_AT rows."""
         return {token for number in range(min(len(self._prompts), LOOKED_AT)) for token in self._row(number)[0].tolist()}
 
     def shares(self, updates: int, ranks: int, attention_par: float) -> list[list[DataProto]]:

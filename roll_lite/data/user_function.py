@@ -12,8 +12,8 @@ from roll_lite.config.problems import or_nearest
 
 
 def load_function(name: str, path: str, shape: str) -> Callable[..., Any]:
-    """Load the function named "package.module.function". Raises ValueError if that fails. `path`: YAML path of the setting, `shape`:
-    signature of the function; both for messages."""
+    """Load the function named "package.module.function". ValueError if that fails. `path`: YAML path of the setting, `shape`: signature of
+    the function; both for messages."""
     module_name, _, attribute = name.rpartition(".")
     if not module_name or not attribute:
         raise ValueError(f"{path}: {name!r} is no dotted path; a function of your own is named package.module.function")
@@ -41,5 +41,5 @@ def load_function(name: str, path: str, shape: str) -> Callable[..., Any]:
 
 
 def nearest_aside(word: str, known: list[str]) -> str:
-    """Return a hint at the nearest known name, to be inserted into a message."""
+    """Hint at the nearest known name, to be inserted into a message."""
     return or_nearest(word, known).replace(";", ",", 1)
