@@ -198,7 +198,7 @@ class CheckpointWrite:
 
     @property
     def is_done(self) -> bool:
-        """True if the files are written or writing has failed, so that `finish` returns at once."""
+        """True if the files are written or writing has failed, so `finish` returns at once."""
         return True
 
     def finish(self) -> dict[str, FileRecord]:
@@ -364,7 +364,7 @@ class InferenceStrategy(ABC):
 
     @abstractmethod
     async def begin_weight_update(self, tensors: Sequence[ExportedTensor]) -> None:
-        """Prepare to receive a weight update of these tensors. Raises ValueError if names or shapes are wrong; nothing has changed then."""
+        """Prepare to receive a weight update of these tensors. ValueError if names or shapes are wrong; nothing has changed then."""
 
     @abstractmethod
     async def receive_bucket(self, routes: Sequence[Route], following: Sequence[Route] = ()) -> None:

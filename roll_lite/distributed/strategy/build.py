@@ -44,7 +44,7 @@ def _hf(spec: ModelSpec) -> ForwardStrategy:
 class ModelStrategy:
     build: Callable[[ModelSpec], ForwardStrategy]
     connects_ranks: bool
-    """True if all ranks are in one process group, so that a single rank cannot be replaced."""
+    """True if all ranks are in one process group, so a single rank cannot be replaced."""
 
 
 STRATEGIES: Mapping[str, ModelStrategy] = {"megatron": ModelStrategy(_megatron, True), "hf": ModelStrategy(_hf, False)}
@@ -70,8 +70,8 @@ def build_engine(spec: EngineSpec) -> InferenceStrategy:
 
 
 def share_of_device(strategy: InferStrategyConfig, place: int, sharers: int) -> InferStrategyConfig:
-    """Return the settings for one of several engines that share a GPU equally. `place`: number of engines that start on it before. vLLM's
-    memory setting is a fraction of the whole GPU, SGLang's of the free memory."""
+    """Return the settings for one of several engines that share a GPU equally. `place`: number of engines that start on this GPU earlier.
+    vLLM's memory setting is a fraction of the whole GPU, SGLang's of the free memory."""
     part = strategy.gpu_memory_utilization / sharers
     taken = place * part if isinstance(strategy, SglangStrategyConfig) else 0.0
     return strategy.model_copy(update={"gpu_memory_utilization": part / (1 - taken)})
@@ -127,8 +127,8 @@ def _problems(
 
 
 def declared_fields(package: str, places: Sequence[tuple[str, str | None]]) -> frozenset[str]:
-    """Return the field names of classes in an installed package. They are read from source, because importing takes seconds. Empty if none
-    are found; then the engine itself refuses unknown arguments at its start."""
+    """Field names of classes in an installed package. They are read from source, because importing takes seconds. Empty if none are found;
+    then the engine itself refuses unknown arguments at its start."""
     spec = find_spec(package)
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec is not None else []
     names: set[str] = set()

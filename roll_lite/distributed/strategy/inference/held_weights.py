@@ -39,8 +39,7 @@ class Layers:
     gather: Gather
 
     def whole(self, part: torch.Tensor, dim: int, copies: int = 1) -> torch.Tensor:
-        """Join a sharded tensor; collective. `copies`: number of workers that hold the same shard. Raises RuntimeError if their copies
-        differ."""
+        """Join a sharded tensor; collective. `copies`: number of workers that hold the same shard. RuntimeError if their copies differ."""
         if self.workers == 1:
             return part
         parts = self.gather(part.contiguous(), dim).chunk(self.workers, dim)
@@ -74,7 +73,7 @@ def _of_module(path: str, module: nn.Module, model: nn.Module, layers: Layers) -
 
 
 def held_layers(path: str, model: nn.Module) -> list[str]:
-    """Names of the checkpoint's linear layers that are fused into one engine layer."""
+    """Names of the checkpoint's linear layers fused into one engine layer."""
     packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", FUSED)
     prefix, _, leaf = path.rpartition(".")
     return [f"{prefix}.{part}" if prefix else part for part in packed.get(leaf, [leaf])]

@@ -79,7 +79,7 @@ _MEANWHILE = {
     _E.OFFLOAD: "finish it before anything is offloaded",
     _E.READ_WEIGHTS: "the engine holds parts of two sets of weights",
 }
-"""Error text for events that are forbidden during a weight update."""
+"""Error text for events forbidden during a weight update."""
 
 
 class EngineLife:
@@ -114,7 +114,6 @@ class EngineLife:
         return self.failure
 
     async def until_refused(self) -> NoReturn:
-        """Wait for the engine's death and raise EngineDead."""
         raise EngineDead(f"{self._make} engine: {await self.until_dead()}")
 
     def require(self, event: EngineEvent) -> None:

@@ -34,8 +34,8 @@ class EngineMake(EnginePart, Protocol):
     """Engine (vLLM or SGLang) in separate processes. EngineStrategy calls these methods only when the engine's state allows it. It raises
     EngineDead if the engine dies during a call.
 
-    The engine's workers have methods to receive and read weights: `roll_lite_connect`, `roll_lite_load_bucket`, `roll_lite_put_in_place`,
-    `roll_lite_weights_touched` and `roll_lite_checksums`. After `roll_lite_take_adapters` they handle only LoRA adapters."""
+    The engine's workers have methods to receive and read weights (`roll_lite_connect`, `roll_lite_load_bucket`, ...). After
+    `roll_lite_take_adapters` they handle only LoRA adapters."""
 
     @property
     def notes(self) -> Sequence[str]: ...

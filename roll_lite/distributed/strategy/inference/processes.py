@@ -77,7 +77,7 @@ def _ancestors(process: psutil.Process) -> set[int]:
 
 
 def cleans_up(process: psutil.Process) -> bool:
-    """Return True for Python's resource tracker, which removes the shared memory of dead processes and then ends by itself."""
+    """True for Python's resource tracker, which removes the shared memory of dead processes and then ends by itself."""
     try:
         return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
     except psutil.Error:

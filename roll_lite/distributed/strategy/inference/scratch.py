@@ -38,7 +38,7 @@ class Scratch:
 
     @contextmanager
     def inherited(self) -> Iterator[None]:
-        """Make processes that are started inside the block use the folder as temporary folder. This process keeps its own."""
+        """Make processes started inside the block use the folder as temporary folder. This process keeps its own."""
         names = dict.fromkeys(self._variables, self.path)
         before = {name: os.environ.get(name) for name in names}
         os.environ.update(names)

@@ -26,8 +26,8 @@ Range = tuple[str, str]
 
 
 def check_version(distributions: Sequence[str], supported: Range, remedy: str) -> str:
-    """Return the version of the first of these distributions that is installed. Raises RuntimeError if none is (with the `remedy`) or if
-    its version is not supported."""
+    """Version of the first of these distributions that is installed. RuntimeError if none is (with the `remedy`) or if its version is not
+    supported."""
     low, high = supported
     for name in distributions:
         try:
@@ -43,11 +43,11 @@ def check_version(distributions: Sequence[str], supported: Range, remedy: str) -
 @dataclass(frozen=True)
 class Environment:
     preset: Mapping[str, str]
-    """Defaults, used if the user has not set the variable."""
+    """Environment variables with defaults, used if the user has not set them."""
     required: Mapping[str, str] = field(default_factory=dict)
-    """Values that override the user's, because the engine or its results would be wrong otherwise."""
+    """Environment variables whose values override the user's, because the engine or its results would be wrong otherwise."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """Values that follow from the YAML configuration or the placement."""
+    """Environment variables whose values follow from the YAML configuration or the placement."""
 
     def variables(self, given: Mapping[str, str] = os.environ) -> dict[str, str]:
         return {name: given.get(name, value) for name, value in self.preset.items()} | dict(self.required) | dict(self.settings)
@@ -67,7 +67,7 @@ def kv_cache_mb(given: int | None, cuda: bool) -> int | None:
 
 
 def is_fp8(strategy: EngineStrategyConfig, cuda: bool) -> bool:
-    """Return True if the strategy asks for fp8. Raises ValueError if it does and this machine has no GPU that supports it."""
+    """True if the strategy asks for fp8. ValueError if it does and this machine has no GPU that supports it."""
     if strategy.quantization != "fp8":
         return False
     if not cuda:

@@ -1,8 +1,7 @@
 """Detect an engine that takes no steps although its processes live, for example because of a hung kernel or a deadlock.
 
 The engine's loop answers a question only between two steps. A step is short, because prompts are prefilled in chunks of at most
-`max_batched_tokens`. So an engine is stuck if its answer takes much longer than the longest step so far. Generated tokens are a worse sign:
-a long prompt yields none for many steps.
+`max_batched_tokens`. So an engine is stuck if its answer takes much longer than the longest step so far.
 
 On GPUs a step may wait until a kernel is compiled, mostly in the beginning. Compilers are separate processes, so this is detected."""
 

@@ -200,8 +200,8 @@ def _kept_of(chunk: Any, state: dict[str, Any], optimizer: Optimizer | None) -> 
 
 
 def _is_extra(name: str) -> bool:
-    """Return True for Transformer Engine's fp8 scaling factors. fp8 is not used here. Without them, models with Transformer Engine's layers
-    and with torch's can load each other's checkpoints."""
+    """True for Transformer Engine's fp8 scaling factors. fp8 is not used here. Without them, models with Transformer Engine's layers and
+    with torch's can load each other's checkpoints."""
     return name.rpartition(".")[2].startswith("_extra_state")
 
 

@@ -2,7 +2,7 @@
 
 Megatron-Core 0.16 names CUDA everywhere, though training hardly needs it. `install()` adds an import hook that rewrites the source of the
 modules in EXPECTED as they are imported. If a module's number of rewrites differs from EXPECTED, upstream has changed; the import then
-fails, so that a person reviews the change."""
+fails."""
 
 from __future__ import annotations
 

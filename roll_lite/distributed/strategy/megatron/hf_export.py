@@ -138,8 +138,8 @@ class HfExporter:
         return cuts
 
     def _cuts(self, entry: Entry, joined: torch.Tensor) -> list[torch.Tensor]:
-        """Take this rank's shards of the Hugging Face tensors from a Megatron tensor. `joined`: that of all ranks that share a key/value
-        head."""
+        """Take this rank's shards of the Hugging Face tensors from a Megatron tensor. `joined`: Megatron tensor of all ranks that share a
+        key/value head (`_join_shared`)."""
         sharing = ranks_of_a_group(entry, self._hf, self._tensor_group.size())
         return [cut.chunk(sharing)[self._tensor_group.rank() % sharing] for cut in take_apart(entry, joined, self._hf)]
 
@@ -159,8 +159,8 @@ class HfExporter:
         return torch.empty(sharing * len(local), *local.shape[1:], dtype=local.dtype, device="meta")
 
     def _gather(self, tensors: Sequence[ExportedTensor], cuts: Sequence[torch.Tensor], source: _Source) -> dict[str, torch.Tensor] | None:
-        """Gather a bucket at its owner in one collective. Shards are flattened and concatenated first. The owner has the replicated
-        tensors."""
+        """Gather a bucket at its owner in one collective. Shards are flattened and concatenated first. Replicated tensors are not sent,
+        since the owner has them."""
         entries = [self._places[tensor.name][0].entry for tensor in tensors]
         spread = [cut for cut, entry in zip(cuts, entries, strict=True) if entry.cut is not None]
         pieces: list[torch.Tensor] = []

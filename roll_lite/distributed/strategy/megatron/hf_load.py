@@ -38,7 +38,7 @@ class HfCheckpoint:
         return set(self._files)
 
     def slice(self, name: str) -> Any:
-        """Return a lazy view of a stored tensor: indexing it reads from the file."""
+        """Lazy view of a stored tensor: indexing it reads from the file."""
         file = self._files[name]
         if file not in self._open:
             self._open[file] = safe_open(str(self.folder / file), framework="pt")
@@ -60,8 +60,8 @@ def load_weights(
     value_init: ValueInit | None,
     key: str,
 ) -> None:
-    """Load every parameter. `value_init`: None for a language model; "actor" leaves the value head at zero. Raises ValueError for missing,
-    unknown and misshapen tensors."""
+    """Load every parameter. `value_init`: None for a language model; "actor" leaves the value head at zero. ValueError for missing, unknown
+    and misshapen tensors."""
     checkpoint = HfCheckpoint(folder, key)
     fresh = set(VALUE_HEAD.hf) if value_init == "actor" else set()
     missing = sorted({name for binding in bindings for name in binding.hf} - checkpoint.names - fresh)
@@ -87,7 +87,7 @@ def load_weights(
 
 
 def load_adapters(bindings: Sequence[Binding], folder: Path, wanted: Set[str]) -> None:
-    """Load LoRA adapters in PEFT's format. `wanted`: adapter names of the whole model. Raises ValueError for missing, unknown and misshapen
+    """Load LoRA adapters in PEFT's format. `wanted`: adapter names of the whole model. ValueError for missing, unknown and misshapen
     tensors."""
     checkpoint = HfCheckpoint(folder, "actor_train.lora.path", ADAPTER_WEIGHTS)
     for names, what in ((wanted - checkpoint.names, "lacks"), (checkpoint.names - wanted, "has")):

@@ -152,7 +152,7 @@ TORCH = LayerParts(
 
 
 def chosen_parts(wanted: Literal["auto", "torch", "transformer_engine"], has_adapters: bool) -> LayerParts:
-    """Choose torch's or Transformer Engine's layer classes. Raises ValueError if Transformer Engine is asked for but cannot be used."""
+    """Choose torch's or Transformer Engine's layer classes. ValueError if Transformer Engine is asked for but cannot be used."""
     obstacle = _obstacle(has_adapters)
     if wanted == "transformer_engine" and obstacle is not None:
         raise ValueError(f"strategy.layers: transformer_engine {obstacle}; use torch, or auto")

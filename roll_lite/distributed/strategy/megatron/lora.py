@@ -3,8 +3,7 @@
 A layer with weight W computes W x + (alpha / rank) B A x. Each Hugging Face projection has its own A [rank, in] and B [out, rank]; a
 Megatron layer may hold several. Tensor parallelism shards B if it shards W's rows (q, k, v, gate, up), A if it shards W's columns (o,
 down); the other matrix is replicated. Ranks exchange only A x. An expert's adapters are not sharded: each rank that holds the expert has
-them, and their gradients are summed. Layouts in which tensor ranks share a key/value head, or an expert's matrices, are refused
-(config/checks/lora.py)."""
+them, and their gradients are summed."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ class Projection(torch.nn.Module):
 
     @torch.no_grad()
     def scaled(self, lora_b: torch.Tensor) -> torch.Tensor:
-        """Return the LoRA matrix B times alpha / rank, for engines that add B A x without that factor."""
+        """LoRA matrix B times alpha / rank, for engines that add B A x without that factor."""
         return (lora_b.float() * self.scale).to(lora_b.dtype)
 
     @torch.no_grad()
@@ -99,7 +98,8 @@ class Adapter(torch.nn.Module):
         return join(self._entry, outputs, self._hf, dim=low.dim() - 1)
 
     def _over_tensor_ranks(self, low: torch.Tensor) -> torch.Tensor:
-        """Exchange the input's product with the LoRA matrix A between tensor ranks, in the way the layer exchanges its input or output."""
+        """Combine `low`, the LoRA product A x, over tensor ranks: gather it along a sharded sequence in a column-parallel layer, sum it in
+        a row-parallel one. Experts need neither."""
         if self._entry.of_experts:
             return low
         match self._entry.cut, self._sequence_parallel:

@@ -24,7 +24,7 @@ from roll_lite.distributed.strategy.megatron.packed_rows import PackedRows
 from roll_lite.models.hf_config import HfConfig, RopeConfig
 
 ROTARY_STEP = 256
-"""Rotary embeddings are computed for lengths rounded up to a multiple of this, so that Megatron caches only a few."""
+"""Rotary embeddings are computed for lengths rounded up to a multiple of this, so Megatron caches only a few."""
 
 
 def transformer_config(hf: HfConfig, strategy: MegatronStrategyConfig, dtype: torch.dtype, deterministic: bool) -> Any:
@@ -96,10 +96,8 @@ def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
 
 
 class RollModel(GPTModel):
-    """Pipeline stage of the model, or one chunk of it under virtual pipeline parallelism.
-
-    The last stage's forward returns results only at the N requested positions: hidden states [N, hidden], to be multiplied with
-    output_weight, or values [N]. Other prompt tokens and padding never reach the head."""
+    """Pipeline stage of the model, or one chunk of it under virtual pipeline parallelism. The last stage's forward returns results only at
+    the N requested positions: hidden states [N, hidden], to be multiplied with output_weight, or values [N]."""
 
     def __init__(
         self, config: Any, hf: HfConfig, value_head: bool, balance: Balance, part: int | None = None, parts: LayerParts = TORCH

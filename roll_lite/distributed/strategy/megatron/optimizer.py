@@ -117,7 +117,7 @@ class Optimizer:
         return StepResult(grad_norm, lr, skipped=False)
 
     def _grad_norm(self, is_finite: bool) -> tuple[float, bool]:
-        """Return the gradient norm of the whole model, with shared gradients counted once, and whether the losses of all ranks are finite.
+        """Gradient norm of the whole model, with shared gradients counted once, and whether the losses of all ranks are finite.
         `is_finite`: whether this rank's loss is. Collective."""
         sums = torch.zeros(2, dtype=torch.float64, device=current_device())
         for part in self.parts:
@@ -150,7 +150,7 @@ def _megatron_optimizer(config: OptimizerConfig, chunks: Sequence[Any], distribu
 
 
 def squared_norm(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return the sum of squares over all tensors, in float64 on the device; does not wait for the device."""
+    """Sum of squares over all tensors, in float64 on the device; does not wait for the device."""
     if device.type == "cpu":
         # On a CPU torch sums a float32 tensor in eight running sums: the norm of 10^7 entries is 0.1% too small, that of 10^9 almost 2%.
         # Sums of short stretches, added in float64, are exact enough and as fast.
@@ -186,10 +186,8 @@ class Staged:
 
 
 class HostStep:
-    """Replacement for torch AdamW's `step` that keeps the moments in host memory and updates there. This frees eight bytes of device memory
-    per trained weight.
-
-    Gradients and weights are copied on a separate stream, so that one weight is updated while others are being copied."""
+    """Replacement for torch AdamW's `step` that keeps the moments in host memory and updates there. Gradients and weights are copied on a
+    separate stream, so one weight is updated while others are being copied."""
 
     def __init__(self, adam: torch.optim.AdamW, device: torch.device) -> None:
         self._optimizer = adam

@@ -20,7 +20,7 @@ class PackedRows:
 
     runs: tuple[tuple[int, int, int], ...]
     """Adjacent pieces of equal size, as (number of pieces, tokens per piece, tokens that a piece's last token attends to). A piece is a row
-    or, under context parallelism, a stretch of a row. Each earlier token of it attends to one fewer."""
+    or, under context parallelism, a stretch of a row. Each earlier token of the piece attends to one fewer."""
     places: torch.Tensor
     """[tokens] int64: position of each token in its row, from 0."""
     starts: torch.Tensor
@@ -93,7 +93,7 @@ class ContextCut:
 
     @property
     def parts(self) -> list[tuple[int, int]]:
-        """Start and end of this rank's two parts."""
+        """(start, end) of this rank's two parts of the sequence."""
         return [(number * self.part, (number + 1) * self.part) for number in (self.rank, 2 * self.ranks - 1 - self.rank)]
 
     def own(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -301,12 +301,11 @@ class WeightAverage:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Set the average to the current weights."""
         for weight, mean in self._means.items():
             mean.copy_(weight)
 
     def read(self, weight: torch.nn.Parameter) -> torch.Tensor:
-        """Return the moving average of a weight, to be exported instead of the weight."""
+        """Moving average of a weight, to be exported instead of the weight."""
         return self._means[weight].detach().to(weight.device)
 
 

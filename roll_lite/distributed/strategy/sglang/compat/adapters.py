@@ -44,7 +44,7 @@ def _padded(name: str, tensor: torch.Tensor, config: Any) -> torch.Tensor:
 
 
 def adapters_leave_with_weights() -> None:
-    """Allocate SGLang's adapter buffers in the memory region of the weights, so that offloading frees both."""
+    """Allocate SGLang's adapter buffers in the memory region of the weights, so offloading frees both."""
     init = model_runner.ModelRunner.init_lora_manager
 
     def init_lora_manager(runner: Any) -> None:

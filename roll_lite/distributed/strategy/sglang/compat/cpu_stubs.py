@@ -1,7 +1,6 @@
-"""Dummy modules for packages that SGLang imports but never calls on a CPU: Triton, its CUDA kernels, torchvision, IPython.
-
-SGLang's wheel is built for GPUs. With these dummies it can be imported on a CPU, where it uses its native torch code. They are installed
-only in the engine's processes (by `server.py`), and never with CUDA. Only the hash of sampling seeds is really implemented."""
+"""Dummy modules for packages that SGLang imports but never calls on a CPU: Triton, its CUDA kernels, torchvision, IPython. With these
+dummies SGLang can be imported on a CPU, where it uses its native torch code. They are installed only in the engine's processes (by
+`server.py`), and never with CUDA. Only the hash of sampling seeds is really implemented."""
 
 from __future__ import annotations
 

@@ -71,13 +71,13 @@ def _choice(request: GenerationRequest, vocabulary: int) -> dict[str, Any]:
 
 
 def reports_survivors(request: GenerationRequest) -> bool:
-    """Return True if SGLang must report the tokens that truncated sampling kept. Greedy decoding truncates nothing."""
+    """True if SGLang must report the tokens that truncated sampling kept. Greedy decoding truncates nothing."""
     return request.sampling.keep_mask and request.sampling.temperature > 0 and is_truncated(request.sampling)
 
 
 def new_tokens(request: GenerationRequest, state: Any, first: int, version: int) -> Completion | None:
-    """Return the tokens that SGLang has reported so far from index `first` on, without the newest; None if there are none. SGLang reports
-    every 50 tokens. `version`: weight version of these tokens."""
+    """Tokens that SGLang has reported so far from index `first` on, without the newest; None if there are none. SGLang reports every 50
+    tokens. `version`: weight version of these tokens."""
     end = min(len(state.output_ids), len(state.output_token_logprobs_val)) - 1
     kept: tuple[tuple[int, ...], ...] | None = None
     if request.sampling.keep_mask:

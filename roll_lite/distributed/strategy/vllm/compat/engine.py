@@ -64,7 +64,7 @@ class VllmProcesses:
 
     @contextmanager
     def _inherited(self) -> Iterator[None]:
-        """Give processes that are started inside the block their environment and a scratch folder."""
+        """Give processes started inside the block their environment and a scratch folder."""
         os.environ.update(self._environment.variables() | {HOST_PID: str(os.getpid())})
         self._scratch = Scratch("rl-vllm-", settings.SOCKETS)
         with self._scratch.inherited():

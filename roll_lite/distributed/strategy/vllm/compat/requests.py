@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 ADAPTERS = 1
-"""Number of the only LoRA adapter in vLLM."""
+"""Id of vLLM's only LoRA adapter in requests (`lora_int_id`)."""
 
 
 def adapters_request() -> LoRARequest:

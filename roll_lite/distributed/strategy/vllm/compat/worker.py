@@ -176,7 +176,7 @@ def _pack_lm_head_again(model: torch.nn.Module) -> None:
 
 
 def _make_expert_kernels_anew(model: torch.nn.Module) -> None:
-    """Drop the expert kernels, so that the reload builds new ones. Kernels pack the weights only when they are built."""
+    """Drop the expert kernels, so the reload builds new ones. Kernels pack the weights only when they are built."""
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if isinstance(method, unquantized_fused_moe_method.UnquantizedFusedMoEMethod):
@@ -188,8 +188,8 @@ _DIGIT = 128
 
 
 def _read_experts(module: Any) -> tuple[int, torch.Tensor, torch.Tensor]:
-    """Return the number of experts and this worker's weights (gate and up, down), without the packing and padding that vLLM adds on a CPU.
-    GPU layouts are not supported."""
+    """Number of experts and this worker's weights (gate and up, down), without the packing and padding that vLLM adds on a CPU. GPU layouts
+    are not supported."""
     if module.w13_weight.device.type != "cpu":
         raise RuntimeError("weight_sync.verify: experts cannot be read back from vLLM on a GPU; use none")
     rows, isa = module.moe_config.intermediate_size_per_partition_unpadded, module.quant_method.experts_cls.isa
