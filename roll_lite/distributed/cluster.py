@@ -1,8 +1,8 @@
 """A role's workers as one object.
 
 Calls name the method itself, so that editors find its definition: `cluster.scatter(ActorWorker.train, shards)`. `all` calls every rank;
-`each` every living rank, where ranks die alone; `one` rank 0; `scatter` sends one shard to every data-parallel rank; `heads_scatter` only
-to the heads, which return results, one per data-parallel rank. The `start_` variants do not wait.
+`each` every living rank, if the others survive a rank's death; `one` rank 0; `scatter` sends one shard to every data-parallel rank;
+`heads_scatter` only to the heads, which return results, one per data-parallel rank. The `start_` variants do not wait.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Cluster(Generic[W_co]):
 
     @property
     def left(self) -> list[int]:
-        """Ranks that live. Raises RankFailed if there is none, unless lost ranks are replaced."""
+        """Living ranks. Raises RankFailed if there is none, unless lost ranks are being replaced."""
         lost = self.lost
         left = [rank for rank in range(self.world_size) if rank not in lost]
         if not left and not self.group.replaceable:
@@ -128,7 +128,7 @@ class Cluster(Generic[W_co]):
 
     @property
     def layouts(self) -> list[RankLayout]:
-        """Layouts in rank order, fetched at first use, after strategies are initialized."""
+        """Parallel coordinates of the ranks, in rank order. Fetched at first use, after strategies are initialized."""
         if self._layouts is None:
             found = self.all(Worker.layout)
             self._layouts = [layout or RankLayout.of_copy(rank, self.world_size) for rank, layout in enumerate(found)]
@@ -155,7 +155,8 @@ class Cluster(Generic[W_co]):
         return self.start_one(method, *args, **kwargs).result()
 
     def each(self, method: AsyncMethod[W_co, P, R], *args: P.args, **kwargs: P.kwargs) -> dict[int, R]:
-        """Results by rank, without ranks that die meanwhile."""
+        """Call the method on all living ranks. Returns the results by rank, without ranks that die meanwhile. For independent ranks, such
+        as engines."""
         return self.start_each(method, *args, **kwargs).result()
 
     def scatter(self, method: Method[W_co, Concatenate[S, P], R], shards: Sequence[S], *args: P.args, **kwargs: P.kwargs) -> list[R]:
@@ -208,7 +209,7 @@ class Cluster(Generic[W_co]):
         return self._start(method, calls, kwargs, list)
 
     def rebuild(self) -> None:
-        """Start all ranks anew, in their places; they must be initialized again."""
+        """Replace all ranks by new processes on the same devices, which must be initialized again."""
         self.group.rebuild()
 
     def shutdown(self) -> None:
@@ -223,7 +224,7 @@ class Cluster(Generic[W_co]):
         kwargs: Mapping[str, Any],
         collect: Callable[[list[Any]], T],
     ) -> Pending[T]:
-        """Start calls. `args`: by rank; `collect` gets the results in the same order."""
+        """Start calls with `args` by rank. `collect` turns their results, in the same order, into one."""
         self._introduce()
         return self._call(method, args, kwargs, collect, method.__name__)
 

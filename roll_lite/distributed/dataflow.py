@@ -25,7 +25,7 @@ NAMED_SAMPLES = 5
 
 @dataclass(frozen=True)
 class Block:
-    """Columns of some samples, in one object of the store or several."""
+    """Columns of some samples, stored in one or several objects of Ray's object store."""
 
     refs: tuple[ray.ObjectRef, ...]
     keys: tuple[str, ...]
@@ -34,7 +34,7 @@ class Block:
     objects: np.ndarray
     """[n] int32: index in `refs` of each sample's object."""
     rows: np.ndarray
-    """[n] int32: row of each sample in its object, which may hold others."""
+    """[n] int32: row of each sample in its object, which may also hold other samples."""
 
     def renumbered(self, numbers: Mapping[int, int]) -> Block:
         kept = np.array([place for place, sample in enumerate(self.samples.tolist()) if sample in numbers], dtype=np.int64)
@@ -153,7 +153,7 @@ class Batch:
             self._refs += block.refs
 
     def shards(self, parts: Sequence[np.ndarray], keys: Sequence[str]) -> list[BatchShard]:
-        """Cut into shards. `parts`: row numbers of each data-parallel rank, possibly none."""
+        """Cut the batch into one shard per data-parallel rank. `parts`: row numbers of each rank, possibly none."""
         wanted = tuple(dict.fromkeys([SAMPLE, *keys]))
         self._check_keys(parts, wanted)
         return [self._shard(np.asarray(part, dtype=np.int64), wanted) for part in parts]

@@ -1,6 +1,6 @@
 """Fleets of members that die independently: engines, reward workers, reward models, judge servers.
 
-A fleet knows neither Ray nor samples, and belongs to one event loop. Training ranks, which die together, form a `RankGroup`.
+A fleet knows neither Ray nor samples, and belongs to one event loop. Training ranks, which are all ended if one dies, form a `RankGroup`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SILENCE_SECONDS = 30.0
 
 
 class Member(Protocol):
-    """Member of a fleet; may be several processes."""
+    """Engine, reward worker or server in a Fleet; may consist of several processes."""
 
     name: str
 
@@ -47,9 +47,9 @@ class Policy:
     start_timeout_s: float | None
     """Time limit of one attempt to start; None: unlimited."""
     restarts: int | None = None
-    """Maximum per member; None: unlimited."""
+    """Maximum restarts of each member; None: unlimited."""
     attempts: int = 3
-    """Attempts at one restart."""
+    """Number of attempts to start a member at each restart."""
     path: str = ""
 
 
@@ -57,9 +57,9 @@ class MemberState(StrEnum):
     STARTING = "starting"
     SERVING = "serving"
     LOST = "lost"
-    """Dead, about to be restarted."""
+    """The member is dead and about to be restarted."""
     DOWN = "down"
-    """Dead, without restarts left."""
+    """The member is dead and has no restarts left."""
 
 
 M = TypeVar("M", bound=Member)
@@ -80,9 +80,9 @@ class _Seat(Generic[M]):
 
 
 class Fleet(Generic[M]):
-    """Starts members, watches them, and replaces lost ones. `serve(member)` runs from each start until the member is lost, which cancels
-    it; if it raises, the member is lost. `lost(member, cause)` is called at each loss, before a restart. `down(end)` is called once, when
-    no member is left. An error in the callbacks ends the fleet."""
+    """Starts members (engines, reward workers, ...), watches them, and replaces lost ones. `serve(member)` runs from each start until the
+    member is lost, which cancels it; if it raises, the member is lost. `lost(member, cause)` is called at each loss, before a restart.
+    `down(end)` is called once, when no member is left. An error in the callbacks ends the fleet."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class Fleet(Generic[M]):
         return bool(self._tasks)
 
     def close(self, kill: bool = True) -> None:
-        """Stop watching. `kill`: end the members too; False if another owner does."""
+        """Stop watching. `kill`: also kill the members; False if another owner does that."""
         for task in self._tasks:
             task.cancel()
         for member in self.members if kill else ():
@@ -146,7 +146,7 @@ class Fleet(Generic[M]):
 
     @property
     def lost(self) -> dict[int, str]:
-        """Causes of lost members, by number, until their successors serve."""
+        """Causes of lost members, by number, until their replacements serve."""
         return {seat.place: seat.cause for seat in self._seats.values() if seat.cause}
 
     async def until(self, member: M, *states: MemberState) -> None:
@@ -167,7 +167,7 @@ class Fleet(Generic[M]):
 
     @asynccontextmanager
     async def at_work(self, member: M) -> AsyncIterator[None]:
-        """Mark the member busy inside the block; waits while the fleet is drained."""
+        """Mark the member busy inside the block. Waits first if `drained` demands idle members."""
         seat = self._seats[id(member)]
         await self._until(lambda: not self._drains)
         seat.at_work += 1
@@ -284,6 +284,6 @@ class Fleet(Generic[M]):
 
 
 async def until_silent(ask: Callable[[], Awaitable[object]], is_busy: Callable[[], bool]) -> str:
-    """Ask an idle member for answers; returns the cause when it is silent."""
+    """Ask a member at intervals, while it is idle, for an answer. Returns the cause when an answer takes longer than SILENCE_SECONDS."""
     limit_s = await Heartbeat(ask, SILENCE_SECONDS, ASK_SECONDS, is_busy=is_busy).until_silent()
     return f"it had nothing to do, and did not answer within {limit_s:g} s"

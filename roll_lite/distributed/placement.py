@@ -1,8 +1,8 @@
 """Placement of workers on devices.
 
 Device numbers count over the cluster's nodes; roles with the same number share the device. A device is a GPU or, without GPUs, a share of a
-core, so that two cores can host every role. One placement group holds all devices: a run gets all or none. With `placement.nodes` each
-device is on its configured node; otherwise Ray packs them.
+core. One placement group holds all devices: a run gets all or none. With `placement.nodes` each device is on its configured node; otherwise
+Ray packs them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ USABLE_SHARE = 0.9
 
 
 class PlacementTimeout(TimeoutError):
-    """No room for the run's devices."""
+    """The cluster has no room for the run's devices."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,8 @@ class Placement:
         self.devices = dict(zip(numbers, _in_node_order(self.group, len(numbers), gpus, order), strict=True))
 
     def slots(self, role: str, devices_per_worker: int = 1, workers_per_device: int = 1) -> list[Slot]:
-        """Slots of the role's workers, in rank order. A worker gets consecutive devices; workers that share one have consecutive ranks."""
+        """Slots of the role's workers, in rank order. A worker gets consecutive devices; workers on the same device have consecutive
+        ranks."""
         slots = self.slots_by_node(role, devices_per_worker, workers_per_device)
         for worker, own in enumerate(slots):
             if len(own) > 1:
@@ -111,7 +112,7 @@ def beside_driver() -> Slot:
 
 
 def _cpu_slot(slots: int) -> float:
-    """Largest share of a core, at most 1, with which all slots fit; in hundredths."""
+    """Largest share of a core, at most 1 and rounded down to 0.01, with which all slots fit."""
     free = [cores * USABLE_SHARE for cores in _free("CPU").values() if cores > 0]
     sizes = sorted({min(LARGEST_SLOT, math.floor(100 * cores / n) / 100) for cores in free for n in range(1, slots + 1)}, reverse=True)
     for size in sizes:
@@ -121,7 +122,7 @@ def _cpu_slot(slots: int) -> float:
 
 
 def _slot_of_nodes(counts: Mapping[str, int]) -> float:
-    """Largest share of a core with which each node's slots fit."""
+    """Largest share of a core, as in `_cpu_slot`, if `counts` slots are on each node."""
     free = _free("CPU")
     sizes = [math.floor(100 * free.get(node, 0.0) * USABLE_SHARE / count) / 100 for node, count in counts.items()]
     return max(min(LARGEST_SLOT, *sizes), SMALLEST_SLOT)
@@ -159,7 +160,7 @@ class _Wanted:
 
 
 def _anywhere(wanted: _Wanted) -> tuple[PlacementGroup, list[str]]:
-    """Reserve devices on any nodes; returns the placement group and the nodes in order."""
+    """Reserve devices on any nodes; returns the placement group and the ids of all nodes in order."""
     size = 1.0 if wanted.kind == "GPU" else _cpu_slot(len(wanted.numbers))
     group = _reserve(wanted, size, None, wanted.timeout_s)
     return group or _no_room(wanted, size), [node.id for node in _nodes(wanted.kind)]
@@ -179,7 +180,7 @@ def _on_nodes(wanted: _Wanted, layout: PlacementConfig) -> tuple[PlacementGroup,
 
 
 def _nodes_of_the_run(wanted: _Wanted, layout: PlacementConfig, counts: Mapping[int, int]) -> dict[int, Node]:
-    """Choose a node for each configured one; wait for missing or busy nodes. `counts`: devices on each."""
+    """Choose a Ray node for each node number; wait for missing or busy nodes. `counts`: devices wanted by node number."""
     assert layout.nodes is not None
     while True:
         nodes, free = _nodes(wanted.kind), _free(wanted.kind)
@@ -196,7 +197,7 @@ def _nodes_of_the_run(wanted: _Wanted, layout: PlacementConfig, counts: Mapping[
 
 
 def _assign(room: Sequence[tuple[Node, float]], wanted: Mapping[int, int]) -> dict[int, Node] | None:
-    """Assign to each number the first node that has enough room and leaves enough for the others; None if impossible."""
+    """Assign to each node number the first node with room for its devices that leaves enough for the others; None if impossible."""
     found: dict[int, Node] = {}
     left = list(room)
     for number in sorted(wanted):
@@ -236,7 +237,7 @@ def _no_room(wanted: _Wanted, size: float) -> NoReturn:
 
 
 def _in_node_order(group: PlacementGroup, count: int, gpus: bool, order: Sequence[str]) -> list[Device]:
-    """Bundles sorted by node and GPU, so that consecutive device numbers share a node."""
+    """Bundles sorted by node and GPU, so consecutive device numbers share a node."""
     placed = placement_group_table(group)["bundles_to_node_id"]
     numbers = _gpu_numbers(group, count) if gpus else [None] * count
     devices = [Device(bundle, placed[bundle], numbers[bundle]) for bundle in range(count)]

@@ -32,7 +32,7 @@ from roll_lite.observability.report import SUMMARY_FILE
 logger = logging.getLogger(__name__)
 
 SUPPORTED_RAY = ((2, 60), (2, 62))
-"""Tested versions; the last is excluded."""
+"""Tested Ray versions, from the first to below the second."""
 FOLDER_PREFIX = "rl-"
 OWNER_FILE = "owner"
 MARK_FILE = "mark"
@@ -67,7 +67,7 @@ class RaySession:
 
 @contextmanager
 def ray_session(config: RayConfig, run_folder: Path | None) -> Iterator[RaySession]:
-    """Attach to a cluster, or start a private one, for the block. Nested sessions are refused."""
+    """Attach to a Ray cluster, or start a private one, for the block. Nested sessions are refused."""
     _check_version()
     if ray.is_initialized():
         raise RuntimeError("this process is connected to a Ray cluster already; one session at a time")

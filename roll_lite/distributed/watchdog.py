@@ -67,7 +67,7 @@ class Watchdog:
 
     @contextmanager
     def limit(self, phase: str, seconds: float | None, setting: str | None = None) -> Iterator[None]:
-        """Limit the time of the block. `seconds`: None or 0: unlimited. `setting`: YAML path; None: that of the phase."""
+        """Limit the time of the block. `seconds`: None or 0: unlimited. `setting`: the limit's YAML path; None: the phase's."""
         seconds = seconds or math.inf
         limit = Limit(phase, seconds, f"limits.{phase}" if setting is None else setting, time.monotonic() + seconds)
         self._limits.append(limit)
@@ -100,13 +100,13 @@ class Watchdog:
             raise Preempted
 
     def preempted_for(self, seconds: float) -> float:
-        """Time left of this many seconds since the SIGTERM, but enough for an attempt."""
+        """Seconds left until `seconds` after the SIGTERM, but at least LEAST_SECONDS."""
         assert self.preempted_at is not None
         return max(LEAST_SECONDS, self.preempted_at + seconds - time.monotonic())
 
     @contextmanager
     def uninterrupted(self) -> Iterator[None]:
-        """Let the block finish before a SIGTERM ends the run: it changes state that is saved."""
+        """Delay the end by a SIGTERM until the block, which changes saved state, is over."""
         before, self._keeps_on = self._keeps_on, True
         try:
             yield
@@ -117,7 +117,7 @@ class Watchdog:
 
     @contextmanager
     def patrol(self, give_up: Callable[[str], None]) -> Iterator[None]:
-        """Run the thread. If the main thread is stuck, it calls `give_up(cause)` to end the process."""
+        """Run the watchdog's thread inside the block. If the main thread is stuck, it calls `give_up(cause)` to end the process."""
         ended = threading.Event()
         main = threading.get_ident()
         thread = threading.Thread(target=self._patrol, args=(ended, main, give_up), name="watchdog", daemon=True)

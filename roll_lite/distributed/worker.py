@@ -39,12 +39,12 @@ class Address:
 class Worker:
     """Synchronous worker. The cluster sets RANK, WORLD_SIZE, LOCAL_RANK before the process starts.
 
-    Methods run one after another on one thread, not the main thread, since the watch call needs another. A worker that needs the main
+    Methods run one after another on one thread, not the main one, beside a call that watches the process. A worker that needs the main
     thread sets `watched = False`; its death is then noticed at the next call."""
 
     watched: ClassVar[bool] = True
     lives_alone: ClassVar[bool] = False
-    """True if its death does not end its cluster: a `Fleet` handles it."""
+    """True if the death of one worker does not end its cluster, because a `Fleet` handles it."""
     max_restarts: ClassVar[int] = 0
     """Restarts by Ray, -1: unlimited. For unwatched workers, whose callers initialize them again."""
 

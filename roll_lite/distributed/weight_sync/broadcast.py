@@ -272,7 +272,7 @@ def neighbours(group: TransferGroup, route: Route, of: int) -> tuple[int, ...]:
 
 
 def to_machines(group: TransferGroup, route: Route) -> Route:
-    """Return the route with only the first receiver of each machine."""
+    """Route with only the first receiver of each machine."""
     return replace(route, receivers=tuple(dict.fromkeys(neighbours(group, route, one)[0] for one in route.receivers)))
 
 
@@ -313,7 +313,7 @@ class GlooReceiver(BroadcastReceiver):
         return unflatten(segment.whole, sent.tensors, flat_layout(sent.tensors))
 
     def _here(self, route: Route) -> Route:
-        """Return the route from this machine's first receiver to its other receivers."""
+        """Route from this machine's first receiver to its other receivers."""
         first, *others = neighbours(self.group, route, self.group.number)
         return replace(route, sender=first, receivers=tuple(others))
 

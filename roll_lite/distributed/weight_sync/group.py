@@ -120,7 +120,7 @@ class Pushed:
 
 
 def largest(members: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return the seconds of the slowest member, by phase."""
+    """Seconds of the slowest member, by phase."""
     slowest: dict[str, float] = {}
     for seconds in members:
         slowest |= {phase: max(value, slowest.get(phase, 0.0)) for phase, value in seconds.items()}
@@ -222,7 +222,7 @@ class TransferGroup:
     # ------------------------------------------------------------ buckets
 
     def step(self, route: Route) -> int:
-        """Return the number of the channel's next bucket. Every member calls this once per bucket."""
+        """Number of the channel's next bucket. Every member calls this once per bucket."""
         number = self._steps[route.channel]
         self._steps[route.channel] = number + 1
         return number

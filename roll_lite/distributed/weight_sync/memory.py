@@ -48,7 +48,7 @@ def _users(tensor: torch.Tensor) -> int:
 
 
 def _roomy(nbytes: int) -> int:
-    """Round up to a power of two, so that buckets of similar size can reuse a segment. Host memory that is never written costs nothing."""
+    """Round up to a power of two, so buckets of similar size can reuse a segment. Host memory that is never written costs nothing."""
     return 1 << (nbytes - 1).bit_length()
 
 
@@ -168,7 +168,7 @@ def local_number(uuid: str) -> int:
 
 
 def wait_for_device(tensor: torch.Tensor) -> None:
-    """Wait for the device's pending work, so that other processes may read the tensor."""
+    """Wait for the device's pending work, so other processes may read the tensor."""
     if tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()
 

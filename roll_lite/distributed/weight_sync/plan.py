@@ -34,12 +34,12 @@ class ExportedTensor:
 
     @property
     def aligned_nbytes(self) -> int:
-        """Bytes in a buffer, including alignment."""
+        """Bytes that the tensor takes in a buffer, with alignment."""
         return -(-self.nbytes // ALIGNMENT) * ALIGNMENT
 
     def sent_as(self, dtype: torch.dtype | None) -> ExportedTensor:
-        """Return the tensor as it is sent to engines of this dtype. The sender casts only if that saves bytes; otherwise the engine casts,
-        with the same result."""
+        """Tensor as it is sent to engines of this dtype. The sender casts only if that saves bytes; otherwise the engine casts, with the
+        same result."""
         if dtype is None or not self.dtype.is_floating_point or dtype.itemsize >= self.dtype.itemsize:
             return self
         return replace(self, dtype=dtype, cast_from=self.dtype)

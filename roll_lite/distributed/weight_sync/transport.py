@@ -1,4 +1,4 @@
-"""Common parts of the transports. A transport has a sender, used in trainers, and a receiver, used in engine workers.
+"""Common parts of the transports. A transport has a sender in trainers and a receiver in engine workers.
 
 Both announce each bucket through the transfer group. Before a collective, they wait for each other (`TransferGroup.meet`). If receivers
 fetch the data themselves, a receiver waits for the sender's announcement, and the sender waits for `done` before it reuses a buffer. A
@@ -43,7 +43,7 @@ class Lane:
         """Handles of the segments that each receiver still used at its last `done`."""
 
     def segment(self, nbytes: int) -> BucketSegment:
-        """Return the smallest free segment that fits, or a new one. Waits while too many buckets are in flight."""
+        """Smallest free segment that fits, or a new one. Waits while too many buckets are in flight."""
         while len(self.under_way) >= BUCKETS_AHEAD:
             self.await_oldest()
         used = {id(segment) for segment, _ in self.under_way}
@@ -191,7 +191,7 @@ def flat_layout(bucket: Sequence[ExportedTensor]) -> FlatLayout:
 
 
 def flatten(bucket: Sequence[ExportedTensor], tensors: Mapping[str, torch.Tensor], layout: FlatLayout, buffer: torch.Tensor) -> None:
-    """Write tensors into a buffer, cast as planned. Raises ValueError if names, shapes or dtypes differ from the plan."""
+    """Write tensors into a buffer, cast as planned. ValueError if names, shapes or dtypes differ from the plan."""
     for spec, offset in zip(bucket, layout.offsets, strict=True):
         if spec.name not in tensors:
             raise ValueError(f"weight transfer: {spec.name} is in the plan but not in the bucket to send")
@@ -214,7 +214,7 @@ def _view(buffer: torch.Tensor, spec: ExportedTensor, offset: int) -> torch.Tens
 
 class FetchSender(BufferedSender):
     def _dispatch(self, route: Route, layout: FlatLayout, segment: BucketSegment) -> Await:
-        """Announce the segment, so that receivers may read it."""
+        """Announce the segment, so receivers may read it."""
         step = self.group.step(route)
         self.group.tell(route, step, "here", layout.announcement(segment.handle))
 

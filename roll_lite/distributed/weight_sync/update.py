@@ -96,9 +96,7 @@ def sample(names: Iterable[str], version: int) -> list[str]:
 
 
 def checksum(tensor: torch.Tensor) -> str:
-    """Digest of a tensor's dtype, shape and values in row-major order, independent of strides and device. It is computed on the tensor's
-    device, which is much faster than a copy to the host.
-
+    """Digest of a tensor's dtype, shape and values in row-major order, independent of strides and device; computed on the tensor's device.
     Negative zero counts as zero, because engines with packed weights read them back through a multiplication, which loses the sign."""
     flat = tensor.detach().reshape(-1)
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
