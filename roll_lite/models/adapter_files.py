@@ -80,7 +80,7 @@ def adapter_problems(folder: Path, rank: int, alpha: float) -> Iterator[str]:
 
 
 def target_of(weight: str) -> str | None:
-    """Return the LoRA target that a weight belongs to: q_proj for self_attn.q_proj.weight. None for tensors that are no weights."""
+    """LoRA target that a weight belongs to: q_proj for self_attn.q_proj.weight. None for tensors that are no weights."""
     module, _, kind = weight.rpartition(".")
     return module.rpartition(".")[2] if kind == "weight" else None
 

@@ -60,7 +60,7 @@ ZERO_ROWS_SHOWN = 5
 
 
 def zero_embeddings(setting: str, model: Path, tokens: Iterable[int], where: str, tokenizer: Any) -> list[str]:
-    """Return a warning if embeddings of these tokens are zero, since a norm multiplies their gradient by up to a thousand."""
+    """Warning if embeddings of these tokens are zero, since a norm multiplies their gradient by up to a thousand."""
     try:
         zero = stored_tensors(model)[EMBEDDING].zero_rows(tokens)
     except (ValueError, KeyError):  # reported when the weights are loaded
@@ -77,7 +77,7 @@ def zero_embeddings(setting: str, model: Path, tokens: Iterable[int], where: str
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Return the tensors in a folder's safetensors files by name. Raises ValueError for broken or missing files."""
+    """Tensors in a folder's safetensors files by name. ValueError for broken or missing files."""
     index = folder / "model.safetensors.index.json"
     if kind_of(index) is None:
         if kind_of(folder / "model.safetensors") is None:
@@ -132,7 +132,7 @@ def _header(file: Path) -> dict[str, StoredTensor]:
 
 
 def weights_fingerprint(folder: Path) -> str:
-    """Return a hash of names, dtypes, shapes and first bytes of all tensors. Raises ValueError for broken files."""
+    """Hash of names, dtypes, shapes and first bytes of all tensors. ValueError for broken files."""
     digest = hashlib.sha256()
     for name, tensor in sorted(stored_tensors(folder).items()):
         digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
@@ -143,7 +143,7 @@ def weights_fingerprint(folder: Path) -> str:
 
 
 def wrong_weights(stored: Mapping[str, StoredTensor], hf: HfConfig, head: str) -> str | None:
-    """Return a message if the stored tensors do not fit the model, else None. `head`: name of the head's tensor."""
+    """Message if the stored tensors do not fit the model, else None. `head`: name of the head's tensor."""
     heads = {HEAD: (hf.vocab_size, hf.hidden), VALUE_HEAD: (1, hf.hidden)}
     if hf.tied_embeddings:
         del heads[HEAD]
@@ -161,7 +161,7 @@ def wrong_weights(stored: Mapping[str, StoredTensor], hf: HfConfig, head: str) -
 
 
 def tensors_without_place(names: Iterable[str], hf: HfConfig, head: str) -> str | None:
-    """Return a message if there are tensors that the model does not use, else None. An unused language-model head is allowed."""
+    """Message if there are tensors that the model does not use, else None. An unused language-model head is allowed."""
     known = {*weight_shapes(hf), HEAD, head}
     unknown = sorted(name for name in names if name not in known and not name.endswith(_HARMLESS))
     if not unknown:
@@ -171,7 +171,7 @@ def tensors_without_place(names: Iterable[str], hf: HfConfig, head: str) -> str 
 
 
 def _not_finite(stored: Mapping[str, StoredTensor]) -> str | None:
-    """Return a message if a tensor contains NaN or infinity, else None. Reads only the first numbers of the first tensors."""
+    """Message if a tensor contains NaN or infinity, else None. Reads only the first numbers of the first tensors."""
     read = ((name, tensor) for name, tensor in stored.items() if tensor.dtype in _EXPONENTS)  # harmless extra tensors may have any type
     for name, tensor in islice(read, _MOST_SAMPLED):
         with tensor.file.open("rb") as file:
@@ -185,7 +185,7 @@ def _not_finite(stored: Mapping[str, StoredTensor]) -> str | None:
 
 
 def misfit(name: str, dtype: str, shape: Sequence[int], wanted: Sequence[int], by: str = "config.json") -> str | None:
-    """Return a message if a stored tensor has another shape or dtype than wanted, else None. `by`: where the wanted shape comes from."""
+    """Message if a stored tensor has another shape or dtype than wanted, else None. `by`: where the wanted shape comes from."""
     if dtype not in READ_AS_WEIGHTS:
         return f"{name} holds {dtype} in its safetensors; weights are read from {', '.join(READ_AS_WEIGHTS)}: take the unquantised model"
     if list(shape) != list(wanted):
@@ -228,7 +228,7 @@ def _one_feed_forward(place: str, hidden: int, inner: int) -> dict[str, tuple[in
 
 
 def head_beside_tied_embeddings(folder: Path) -> str | None:
-    """Return a message if config.json ties the LM head to the embedding but the files contain a different head, else None."""
+    """Message if config.json ties the LM head to the embedding but the files contain a different head, else None."""
     stored = stored_tensors(folder)
     head, embedding = stored.get(HEAD), stored.get(EMBEDDING)
     if head is None or embedding is None or head.equals(embedding):
@@ -244,7 +244,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def chat_templates(folder: Path) -> list[str]:
-    """Return the tokenizer's chat templates, usually one. Raises ValueError if they are unreadable."""
+    """Tokenizer's chat templates, usually one. ValueError if they are unreadable."""
     settings = folder / "tokenizer_config.json"
     if is_file(folder / "chat_template.jinja"):
         return [read_text(folder / "chat_template.jinja")]
@@ -254,7 +254,7 @@ def chat_templates(folder: Path) -> list[str]:
 
 
 def _vocabulary(folder: Path) -> tuple[Any, list[tuple[int, str]]] | None:
-    """Read vocabulary and added tokens from tokenizer.json; None without that file. Raises ValueError if it is broken."""
+    """Read vocabulary and added tokens from tokenizer.json; None without that file. ValueError if it is broken."""
     file = folder / "tokenizer.json"
     if kind_of(file) is None:
         return None
@@ -269,7 +269,7 @@ def _vocabulary(folder: Path) -> tuple[Any, list[tuple[int, str]]] | None:
 
 
 def tokenizer_checksum(folder: Path) -> str:
-    """Return a checksum of the vocabulary that does not depend on tokenizer.json's formatting. Raises ValueError for a broken tokenizer."""
+    """Checksum of the vocabulary that does not depend on tokenizer.json's formatting. ValueError for a broken tokenizer."""
     digest = hashlib.sha256()
     if (found := _vocabulary(folder)) is not None:
         digest.update(json.dumps(found, sort_keys=True).encode())
@@ -281,7 +281,7 @@ def tokenizer_checksum(folder: Path) -> str:
 
 
 def largest_token_id(folder: Path) -> int | None:
-    """Return the largest token id in the tokenizer's JSON files; None if there are none. Raises ValueError for a broken file."""
+    """Largest token id in the tokenizer's JSON files; None if there are none. ValueError for a broken file."""
     vocabulary, added = _vocabulary(folder) or ({}, [])
     ids = [*(vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))), *(number for number, _ in added)]
     for name in ("vocab.json", "added_tokens.json"):
@@ -296,7 +296,7 @@ SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json", "generatio
 
 
 def wrong_settings(folder: Path, vocab_size: int | None = None) -> str | None:
-    """Return a message if a special token is outside the vocabulary, else None. Raises ValueError for a broken file."""
+    """Message if a special token is outside the vocabulary, else None. ValueError for a broken file."""
     for file in ("config.json", *SETTINGS_FILES):
         raw = read_object(folder / file) if kind_of(folder / file) is not None else {}
         for field in ("eos_token_id", "pad_token_id") if vocab_size is not None else ():
