@@ -145,7 +145,7 @@ class RunConsole:
         self._line(f"{step}/{self._total}", self._scores(metrics, "reward/mean", "reward/accuracy"), [speed, total, *phases])
 
     def validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show held-out results, with pass@k and maj@k for the largest k, in the columns of the step's line if that is the last line, else
+        """Show held-out results, with pass@k and maj@k for the largest k: in the columns of the step's line if that was printed last, else
         as sentences."""
         k = largest_k(metrics)
         measures = {"held-out": ("validation/reward", "validation/accuracy")}

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 Metrics = Mapping[str, float]
 
 IN_A_ROW = 3
-"""Number of consecutive steps with a sign after which it is reported."""
+"""Number of consecutive steps with a sign of failing training after which it is reported."""
 GROUPS = 12
-"""Minimum number of a domain's sample groups in these steps: equal scores in a few small groups may be chance."""
+"""Minimum number of a domain's sample groups in the consecutive steps with a sign: in a few small groups, equal scores may be chance."""
 TRUNCATED_ABOVE = 0.5
 ENTROPY_LEFT = 0.02
 """Share of the first step's entropy below which entropy counts as collapsed."""
@@ -47,8 +47,7 @@ class RunHealth:
     """Looks for signs of failing training. A sign is reported once; later steps with it are counted."""
 
     def __init__(self, compares_groups: bool, domains: Sequence[str] = ()) -> None:
-        """`compares_groups`: advantages compare a prompt's samples, so that equal scores teach nothing. `domains`: also checked one by
-        one."""
+        """`compares_groups`: advantages compare a prompt's samples, so equal scores teach nothing. `domains`: also checked one by one."""
         self.findings: dict[str, Finding] = {}
         signs = [sign for sign in SIGNS if compares_groups or sign.name != "flat_groups"]
         each = [(domain, sign) for sign in signs if sign.by_domain for domain in domains if len(domains) > 1]

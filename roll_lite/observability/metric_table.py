@@ -28,7 +28,7 @@ class Metric:
     description: str
     by: Literal["domain", "phase", "role", "transport"] | None = None
     count: tuple[str, ...] = ()
-    """Metrics that give this mean's number of items where a loss reports its sum; the first one present is used. Empty: each optimizer step
+    """Names of metrics that count a mean's items if the loss reports it as a sum; the first one present is used. Empty: each optimizer step
     counts 1."""
     shown: bool = True
     """False for metrics that are only inputs of derived ones."""

@@ -44,8 +44,8 @@ class MetricSums:
     def add(self, name: str, value: float, count: float = 1.0, *, label: str | None = None, part: str = "") -> None:
         """Add a value; for means, the sum over `count` items.
 
-        `label`: domain, phase or role, as the metric's `by` demands; NO_DOMAIN: a value over all domains that is not the sum of theirs.
-        `part`: part of the domain; the whole domain is added by another call."""
+        `label`: domain, phase or role, as the metric's `by` demands; NO_DOMAIN: a value over all domains that is not the sum of the
+        domains' values. `part`: part of the domain; the whole domain is added by another call."""
         metric = metric_of(name)
         if label == NO_DOMAIN and metric.by == "domain":
             self._put((name, None), float(value), count)

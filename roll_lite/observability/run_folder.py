@@ -47,7 +47,7 @@ def create_run_folder(run_dir: Path, experiment: str, now: datetime | None = Non
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock a run's folder against other drivers inside the block; ValueError if another holds the lock. It ends with this process."""
+    """Lock a run's folder against other drivers inside the block; ValueError if another holds the lock. The lock ends with this process."""
     with (folder / LOCK_FILE).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -71,7 +71,7 @@ def keep_config(folder: Path, text: str) -> None:
 
 
 def cut_after(folder: Path, step: int, files: Sequence[str], folders: bool = True) -> None:
-    """Remove what a run wrote about later steps and about the validation of this one, since it repeats them. `files`: names of files with
+    """Remove what a run wrote about steps after `step` and about the validation of `step`, which are repeated. `files`: names of files with
     one JSON record per line. `folders`: also remove files in its folders."""
     for name in files:
         if not (folder / name).exists():

@@ -20,7 +20,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Times in seconds."""
+    """Seconds of a step's phases."""
 
     total: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class StepTimers:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Time a step. A step that fails keeps its times so far."""
+        """Measure the time of a step. A step that fails keeps its times so far."""
         assert self._running is None and not self._open, "a step inside a step or a phase"
         self._running = {}
         start = self._clock()
@@ -65,7 +65,7 @@ class StepTimers:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a block, inside or outside of a step."""
+        """Measure the time of a block, inside or outside of a step."""
         assert "/" not in name and name not in (OTHER, STEP), f"not a name for a phase: {name}"
         self._open.append(name)
         path = "/".join(self._open)

@@ -20,7 +20,7 @@ from roll_lite.config.schema.run import TrackerConfig
 
 METRICS_FILE = "metrics.jsonl"
 IDS_FILE = "trackers.json"
-"""Ids of this run at tracking services. A run that resumes this one continues under them."""
+"""File with this run's ids at tracking services. A run that resumes this one continues under them."""
 
 
 @dataclass(frozen=True)
