@@ -1,9 +1,8 @@
 """Check that engine and trainer give the same tokens the same log-probs, in every step.
 
 If they read a model differently (config.json, a tied head, an engine argument), or an engine misses part of an update, a run would train
-without error on another policy's samples. The mismatch is measured in a forward pass that runs anyway. Samples are compared by engine and
-by the weight versions that sampled them: with the trainer's current version only rounding makes a difference, with older ones the updates
-since.
+without error on another policy's samples. Samples are compared by engine and by the weight versions that sampled them: with the trainer's
+current version only rounding makes a difference, with older ones the updates since.
 """
 
 from __future__ import annotations
@@ -35,13 +34,15 @@ If engines are meant to differ that much, raise rollout.max_mismatch; null allow
 UPDATED = """The engine's weights have likely gone wrong in that update; weight_sync.verify: full compares all of them after each one.
 If engines are meant to differ that much, raise rollout.max_mismatch; null allows any difference."""
 FLOOR = {"float32": 1e-3, "bfloat16": 0.03}
-"""Mean difference below which nothing is reported, by the lower precision of the two: kernels round differently."""
+"""Mean difference of log-probs, in nats, that is never reported, since kernels round differently; by the lower precision of engine and
+trainer."""
 STALE_FLOOR = 0.05
-"""FLOOR for samples of older weights."""
+"""FLOOR for samples of older weights, in nats."""
 FACTOR, STALE_FACTOR = 5.0, 10.0
-"""Multiples of the usual difference above which it is reported; with older weights it varies with the size of updates."""
+"""Multiples of the usual mean difference above which a difference is reported. STALE_FACTOR: for samples of older weights, whose difference
+varies with the size of updates."""
 LEAST_TOKENS = {"float32": 20, "bfloat16": 1000}
-"""Minimum of an engine's tokens to compare, by precision as in FLOOR: single tokens differ much in bfloat16."""
+"""Minimum number of an engine's tokens for a comparison, by precision as in FLOOR: single tokens differ much in bfloat16."""
 STEPS, REMEMBERED = 5, 50
 """Minimum and maximum of earlier steps whose median counts as usual."""
 Age = tuple[int, int]
@@ -73,7 +74,8 @@ def compare_replicas(model: Model[Any], step: int) -> None:
 
 
 class Agreement:
-    """Compares every step in which both sides give log-probs; in a critic's warm-up with `old_log_probs: rollout` the actor gives none."""
+    """Compares log-probs of engines and trainer in every step that has both. In a critic's warm-up with `old_log_probs: rollout`, the
+    trainer computes none."""
 
     def __init__(self, config: RunConfig) -> None:
         self._bound = config.rollout.max_mismatch if trains(config) else None
@@ -88,8 +90,8 @@ class Agreement:
         """Mean difference of earlier steps, by age, as a text ("1 0") for checkpoints."""
 
     def check(self, version: int, rows: DataProto, found: Iterable[SampleSums]) -> None:
-        """Raise DifferentModels if the samples of an engine differ too much; warn once about samples that cannot be compared. `version`: of
-        the trainer's weights. `found`: parts of the batch."""
+        """Raise DifferentModels if an engine's log-probs of its samples differ too much from the trainer's; warn once about samples that
+        cannot be compared. `version`: of the trainer's weights. `found`: sums of the differences by sample, in several mappings."""
         if self._bound is None or not (self._is_live or self._is_first):
             return
         places = self._places(version, rows, {sample: sums for part in found for sample, sums in part.items()})
@@ -124,7 +126,8 @@ class Agreement:
         return places
 
     def _compare(self, version: int, age: Age, engines: Mapping[int, tuple[float, int]], bound: float) -> None:
-        """Compare each engine with the bound, with the past, and with the other engines; remember the mean of all."""
+        """Compare each engine's mean difference with the bound, with earlier steps, and with the other engines; then remember the mean of
+        all engines."""
         is_current, past = age == CURRENT, self._past.setdefault(f"{age[0]} {age[1]}", [])
         floor, factor = (self._floor, FACTOR) if is_current else (max(STALE_FLOOR, self._floor), STALE_FACTOR)
         for engine, (total, tokens) in engines.items():

@@ -29,9 +29,9 @@ from roll_lite.pipeline.skipped_updates import Skipped
 from roll_lite.workers.actor import ActorWorker
 
 SMALL_STEP_TOKENS = 2**18
-"""Maximum number of tokens of a step that `batches.write: auto` writes: some megabytes on the disk."""
+"""Maximum tokens of a step that `batches.write: auto` writes: some megabytes on the disk."""
 WHOLE_VOCABULARY = ("ref_distribution", "old_distribution")
-"""Columns left out: thousands of numbers per token, which a forward pass gives again."""
+"""Columns not written: thousands of numbers per token, which a forward pass can compute again."""
 
 
 class BatchFiles:

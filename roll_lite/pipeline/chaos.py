@@ -23,7 +23,7 @@ RUNS = 0.1
 
 @contextmanager
 def faults(config: ChaosConfig | None, say: Callable[[str], None]) -> Iterator[None]:
-    """Cause faults inside the block. `say` reports each."""
+    """Cause faults as configured (`chaos`) inside the block. `say` reports each."""
     if config is None:
         yield
         return
@@ -69,7 +69,7 @@ class Chaos:
 
 @ray.remote(num_cpus=0, max_retries=0)
 def strike(place: Place, action: str, draw: float, slow_s: float) -> None:
-    """Run on the node of a process: signal it or one of its descendants. `draw`: in [0, 1), which one."""
+    """Signal a process or one of its descendants. Runs on the node of the process. `draw`: number in [0, 1) that selects one."""
     with suppress(psutil.Error):  # it has ended meanwhile
         process = psutil.Process(place.pid)
         family = [process, *process.children(recursive=True)]
@@ -81,7 +81,7 @@ def strike(place: Place, action: str, draw: float, slow_s: float) -> None:
 
 
 def slowed(process: psutil.Process, seconds: float) -> None:
-    """Let a process run only a tenth of the time, for so many seconds."""
+    """Let a process run only a tenth of the time, for `seconds` seconds."""
     end = time.monotonic() + seconds
     with suppress(psutil.Error):
         while time.monotonic() < end:

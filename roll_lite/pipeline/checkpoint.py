@@ -40,11 +40,11 @@ logger = logging.getLogger(__name__)
 
 EXPORTED = {"actor_train": "model", "critic": "critic"}
 SEEN_WITHIN_S = 60.0
-"""Time for other nodes' files to appear: a network file system may cache their absence for so long."""
+"""Time for other nodes' files to appear: a network file system may cache their absence that long."""
 FULL = 16 << 20
 """Free bytes below which a disk counts as full."""
 INTERRUPTED_S = 3.0
-"""Time, at an interruption, for the ranks' report on their part of a checkpoint."""
+"""Time, after an interruption, for ranks to report that they have written their part of a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ class Checkpoints:
         return self._run_folder / EXPORTED["actor_train"]
 
     def refresh_reference(self, models: Models, refresh: RefreshConfig) -> None:
-        """Copy the actor, or its average, to the reference through files: their layouts may differ."""
+        """Copy the actor's weights, or their average, to the reference through files, since the two roles' layouts may differ."""
         with models.actor.loaded(states(Phase.NEW_REFERENCE)):
             folder = self._save_hf(models.actor, "actor_train", "reference", refresh.weights == "ema")
         assert models.reference is not None
@@ -229,7 +229,7 @@ class Checkpoints:
         return folder
 
     def stateful(self, models: Models) -> dict[str, Model[Any]]:
-        """Models in a checkpoint: trained ones, and a reference that follows them."""
+        """Models in a checkpoint: trained ones, and a reference that is refreshed from the actor."""
         stateful: dict[str, Model[Any]] = {**models.trained}
         if follows_actor(self._config.reference) and models.reference is not None:
             stateful["reference"] = models.reference

@@ -32,8 +32,6 @@ SCHEMA_VERSION = 4
 
 @dataclass(frozen=True)
 class Resumption:
-    """Checkpoint to resume from, and notes on the choice."""
-
     checkpoint: Path
     notes: list[str]
 
@@ -78,7 +76,7 @@ def resumption(folder: Path) -> Resumption:
 
 
 def settled(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """Configuration with a checkpoint, or none, in the place of `resume: auto`, and notes on the choice."""
+    """Replace `resume: auto` by a checkpoint, or none. Returns the configuration, and notes on the choice."""
     if config.checkpoint.resume != "auto":
         return config, []
     runs = sorted(folder for folder in (config.run_dir / config.experiment).glob("*") if folder.is_dir())
@@ -213,7 +211,7 @@ def follows_actor(reference: ReferenceRoleConfig | None) -> bool:
 
 
 def saved_roles(config: RunConfig) -> list[str]:
-    """Roles in a checkpoint: trained ones, and a reference that follows them."""
+    """Roles in a checkpoint: trained ones, and a reference that is refreshed from the actor."""
     return ["actor_train", "critic", *(["reference"] if follows_actor(config.reference) else [])]
 
 
@@ -271,8 +269,8 @@ def resumption_notes(config: RunConfig) -> list[str]:
 
 
 def _reference_notes(config: RunConfig, state: Mapping[str, Any]) -> Iterator[str]:
-    """Notes that KL is measured against other weights than before: a checkpoint does not contain a fixed reference. None with adapters:
-    there model.path must have the same weights."""
+    """Notes that KL is measured against other weights than before: a checkpoint does not contain a fixed reference. No notes with adapters,
+    since model.path must then have the same weights."""
     if not trains(config) or not uses_reference(config) or follows_actor(config.reference):
         return
     now, made, had = config.model.path.resolve(), _saved(state, "model"), _saved(state, "reference")

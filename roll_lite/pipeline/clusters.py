@@ -42,7 +42,7 @@ class Movable(ABC):
 
     @property
     def offloads(self) -> bool:
-        """True if loaded only while it works (`offload: true`)."""
+        """True if the role is loaded only while it works (`offload: true`)."""
         return self.role.offload
 
     @property
@@ -198,7 +198,7 @@ class DeviceTurn(Generic[R]):
     role: Movable
     start: Callable[[], Pending[R]]
     took: Callable[[float], None] = lambda seconds: None
-    """Gets the turn's seconds, load and offload included."""
+    """Called with the seconds of the turn, load and offload included."""
 
 
 @contextmanager

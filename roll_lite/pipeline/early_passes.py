@@ -17,7 +17,7 @@ from roll_lite.workers.rollout import RolloutWorker
 
 @dataclass(frozen=True)
 class EarlyPass:
-    """Rows of some finished groups, with the part's own sample numbers, and the passes over them, one per model."""
+    """Rows of finished groups of an incomplete batch, numbered from 0, and the forward passes over them, one per model."""
 
     rows: DataProto
     passes: list[Pending[list[Block | None]]]
@@ -78,5 +78,5 @@ class EarlyPasses:
 
 
 def _names(rows: DataProto) -> list[tuple[int, int]]:
-    """(group, index) of each row, equal in part and batch, unlike sample numbers."""
+    """(group, index) of each row, which identify a sample here and in the whole batch; sample numbers differ."""
     return list(zip(rows.tensor("group").tolist(), rows.tensor("index").tolist(), strict=True))

@@ -35,7 +35,7 @@ class EngineReturns:
     With `offload: true` engines start only while the driver waits for rollouts, when they have the devices."""
 
     def __init__(self, engines: Engines, rollouts: Cluster[RolloutWorker], restarts: int, journal: Journal) -> None:
-        """`restarts`: maximum of each engine within BUDGET_SECONDS."""
+        """`restarts`: maximum number of restarts of each engine within BUDGET_SECONDS."""
         self.replicas = engines.replicas
         self._engines = engines
         self._rollouts = rollouts
@@ -78,7 +78,7 @@ class EngineReturns:
                 self._rollouts.one(RolloutWorker.engine_given_up, engine, cause)
 
     def tell_losses(self) -> None:
-        """Report each lost engine once, with the cause that the rollout service knows or, if the driver noticed first, the driver's."""
+        """Report each lost engine once. The cause is the rollout service's or, if the driver noticed first, the driver's."""
         if not self._journal.knows_lost(lost := dict(self.replicas.lost)):
             lost |= self._rollouts.one(RolloutWorker.lost_engines)
             self._journal.engines_lost(lost, self.replicas.world_size)
@@ -95,13 +95,14 @@ class EngineReturns:
                 self._restart(engine, failure or cause)
 
     def may_serve(self) -> bool:
-        """True if successors are ready and may get the weights now: on shared devices, only if no engine is left."""
+        """True if replacements have started and may get the weights now: with `offload: true`, only if no engine is left."""
         self.tend()
         ready = any(start.is_ready for start in self._starts.values())
         return ready and (not self._engines.offloads or not self.replicas.left)
 
     def take(self, parts: Sequence[EngineMemory]) -> None:
-        """Make newcomers of all ready successors. `parts`: to offload, if engines offload."""
+        """Turn started replacements into newcomers, which get the weights before they serve. `parts`: engine memory to offload, with
+        `offload: true`."""
         self.tell_losses()
         for engine in [engine for engine, start in self._starts.items() if start.is_ready]:
             del self._starts[engine]
@@ -111,7 +112,7 @@ class EngineReturns:
                 self.replicas.start_each_own(InferWorker.offload, {engine: parts}).result()
 
     def living(self, parts: Sequence[EngineMemory]) -> list[int]:
-        """Living engines, with ready successors as newcomers; waits for one if none is left. `parts`: as in `take`."""
+        """Living engines, after `take`; if none is left, waits for a replacement. `parts`: as in `take`."""
         self.take(parts)
         while not (left := self.replicas.left):
             self.tend()
@@ -120,7 +121,7 @@ class EngineReturns:
         return left
 
     def settle(self) -> None:
-        """Wait for starting successors that share devices, and offload them before other roles load."""
+        """Wait for replacements that are starting on shared devices, and offload them before other roles load."""
         while self._engines.offloads and any(not start.is_ready for start in self._starts.values()):
             pause(self._group, next(iter(self._starts)), "the start of its successor")
             self.tend()
@@ -128,14 +129,14 @@ class EngineReturns:
             self.take(tuple(EngineMemory))
 
     def hand_over(self, version: int | None) -> None:
-        """Let newcomers serve. `version`: of their weights; None: nothing trains."""
+        """Let newcomers (replacements with the current weights) serve. `version`: of their weights; None: nothing trains."""
         for engine in list(self.newcomers):
             self._rollouts.one(RolloutWorker.engine_returned, engine, self.replicas.actors[engine])
             self._newcomers.remove(engine)
             self._journal.engine_returned(engine, time.monotonic() - self._lost_at.pop(engine), version)
 
     def _failure(self, engine: int, start: _Start) -> str | None:
-        """Cause of a failed start, or of the successor's death since."""
+        """Why a replacement failed to start, or died since; None if it did neither."""
         for call in [start.started, self._group.death_of(engine)]:
             if ray.wait([call], timeout=0, fetch_local=False)[0]:
                 try:

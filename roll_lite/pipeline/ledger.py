@@ -39,8 +39,8 @@ class Ledger:
         self.append(json.dumps({"event": event, **facts}).encode() + b"\n")
 
     def start(self, step: int, version: int, again: bool = False) -> None:
-        """Record what the run promises and which run it continues. `step`, `version`: reached so far. `again`: from the same process: the
-        run continues after this step, and what it wrote since then is void."""
+        """Record settings that later lines must satisfy, and which run this one continues. `step`, `version`: reached so far. `again`: from
+        the same process: the run continues after this step, and what it wrote since then is void."""
         self._first = self._first if again else step
         config = self._config
         with self._path.open("ab+") as file:
@@ -63,7 +63,7 @@ class Ledger:
         )
 
     def _earlier(self) -> str | None:
-        """Folder of the run that this one continues; "." for itself, whose checkpoint may have been renamed as damaged."""
+        """Folder of the run that this one continues; "." if it continues itself (its checkpoint may have been renamed as damaged)."""
         source = self._config.checkpoint.source
         if source is None:
             return None
@@ -100,7 +100,7 @@ def _outcome(updates: Sequence[Update], number: int) -> str:
 
 
 def _names(rows: DataProto, places: np.ndarray) -> dict[int, list[int]]:
-    """Samples in the rows at `places`, as indices within each group."""
+    """Samples of the rows with numbers `places`: group id -> indices of the samples in the group."""
     groups, indices = rows.tensor("group").numpy()[places].tolist(), rows.tensor("index").numpy()[places].tolist()
     names: dict[int, list[int]] = {}
     for group, index in zip(groups, indices, strict=True):

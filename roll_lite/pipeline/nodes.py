@@ -37,7 +37,7 @@ class Reader:
     roles: tuple[str, ...]
 
     def files(self) -> dict[str, str]:
-        """Fingerprints of its files on this node, by name. Of a checkpoint only sizes, since loading verifies checksums."""
+        """Fingerprints of the folder's files on this node, by name. Of a checkpoint only sizes, since loading verifies checksums."""
         if self.setting == RESUME:
             found = (path for path in self.folder.rglob("*") if path.is_file())
             return {str(path.relative_to(self.folder)): f"{path.stat().st_size} bytes" for path in found}
@@ -53,7 +53,7 @@ class Reader:
 @dataclass(frozen=True)
 class View:
     apart: str | None
-    """Reason why its run folder is not the driver's; None if it is."""
+    """Why the node's run folder is not the driver's; None if it is."""
     files: Mapping[Reader, Mapping[str, str]]
 
 

@@ -83,7 +83,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], below: str = "") 
 
 
 def refused(before: Mapping[str, Any], now: Mapping[str, Any], is_trained: bool) -> list[Change]:
-    """Changes that the run cannot resume with. `is_trained`: the run trains its actor, so that adapters matter."""
+    """Changes that the run cannot resume with. `is_trained`: the run trains its actor, so adapters matter."""
     found = [change for change in changes(before, now) if change.effect is Effect.REFUSED and change.before != ABSENT]
     return [change for change in found if is_trained or not change.path.startswith("actor_train.")]
 

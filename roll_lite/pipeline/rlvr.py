@@ -126,7 +126,7 @@ class RLVRPipeline:
         self.steps_done += 1
 
     def repeat_update(self, rollouts: RolloutBatch) -> None:
-        """Repeat an update that a lost rank took along. Its step is recorded already."""
+        """Repeat an update that was lost with a rank. Its step is recorded already."""
         recorded = self.journal, self.batch_files
         self.journal = self.batch_files = cast(Any, Unrecorded())
         try:
@@ -337,7 +337,7 @@ class RLVRPipeline:
 
     @property
     def remembering(self) -> dict[str, RewardShaping | KlController | SkippedUpdates | Agreement | SupervisedRows]:
-        """Further driver state in a checkpoint, besides the counts."""
+        """Parts of the driver whose states checkpoints hold, besides the counts."""
         of_ptx = {} if self.ptx is None else {"ptx": self.ptx}
         return {
             "shaping": self.shaping,

@@ -31,7 +31,7 @@ from roll_lite.workers.rollout import RolloutBatch, RolloutWorker
 
 T = TypeVar("T")
 LAST_SECONDS = 60.0
-"""Time for the rollout service's last lines of the ledger."""
+"""Time to wait for the rollout service's last ledger lines."""
 HeldOut = tuple[DataProto, RolloutStats]
 """Rows and statistics of held-out samples."""
 
@@ -41,7 +41,7 @@ class BatchSource(ABC):
 
     @abstractmethod
     def restart(self, state: dict[str, Any]) -> None:
-        """Start the service anew, in this state. Prompts taken since then start again."""
+        """Restart the rollout service in this state. Prompts that it took later start again."""
 
     def loaded(self, phase: Phase, version: int) -> AbstractContextManager[None]:
         """Load the engine parts of the phase inside the block. `version`: of the actor's weights; if it is still to be sent, the trainer's
@@ -271,7 +271,7 @@ class Validations:
         """Step of the running validation or, if none runs, of the last one."""
 
     def begin(self, step: int, version: int) -> None:
-        """Start a validation; wait for it unless training continues meanwhile. `version`: of the trainer's weights."""
+        """Start a validation and call `wait`. `step`: under which it is reported; `version`: of the trainer's weights."""
         assert self._running is None
         config = self._config
         sampling = {name: held_out_sampling(config, domain) for name, domain in config.domains.items()}
@@ -280,7 +280,8 @@ class Validations:
         self.wait(version)
 
     def wait(self, version: int) -> None:
-        """Wait for the running validation, unless training continues meanwhile."""
+        """Wait for the running validation, unless engines generate during training (`rollout.supply`) and steps are left. `version`: of the
+        trainer's weights."""
         if self.step == self._config.steps or not generates_ahead(self._config):
             self.finish(version)
 
@@ -294,7 +295,6 @@ class Validations:
             self.finish(version)
 
     def finish(self, version: int) -> None:
-        """Wait for the validation, and report it."""
         if (running := self._running) is not None:
             held_out = self._source.finish_validation(running.answers, version)
             self._running = None
