@@ -39,7 +39,7 @@ def columns_in(template: str) -> tuple[str, ...]:
 
 
 def filled(template: str, sample: RewardInput, reward: str, response: str | None = None) -> str:
-    """Fill all placeholders in one pass, so that braces in a prompt or response are kept. `response` replaces the sample's."""
+    """Fill all placeholders in one pass, so braces in a prompt or response are kept. `response` replaces the sample's."""
     parts = []
     for text, name in template_parts(template):
         value = "" if name is None else response if name == "response" and response is not None else filling(name, sample)

@@ -34,7 +34,7 @@ class Looked:
 class References:
     total: int
     unreadable: dict[int, str]
-    """Cause of failure by the prompt's uid."""
+    """Why a reference answer is unreadable, by the prompt's uid."""
     read: int
     """Number of references read; less than all if the time ran out."""
 

@@ -20,7 +20,7 @@ COMPILE = Limits(cpu_s=20.0, wall_s=60.0, memory_mb=2048, output_kb=16 * 1024, f
 CLOCK = 3.0
 """Ratio of the wall-clock limit to the CPU limit, as other processes use the CPUs too."""
 MOST_CALLS = 20
-"""Maximum number of calls that share one run of the program."""
+"""Maximum calls that share one run of the program."""
 SHOWN = 160
 LONGEST_CODE = 4000
 
@@ -84,7 +84,8 @@ class Rounds:
             waiting = [one for one in waiting if not one.over and one.failure is None and one.done < len(one.tests)]
 
     def _group(self, attempt: Attempt) -> list[Test]:
-        """Next tests for one process: all asserts, one run with input, or a growing number of calls. Most wrong programs fail at once."""
+        """Choose the tests that the next process runs: all asserts, one run with input, or several calls. With `fail_fast` it is few calls
+        at first, because most wrong programs fail at once."""
         rest = attempt.tests[attempt.done :]
         kind = [(test.function, test.source is None) for test in rest]
         alike = next((place for place, one in enumerate(kind) if one != kind[0]), len(kind))

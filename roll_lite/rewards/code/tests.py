@@ -26,7 +26,7 @@ class Test:
     """Other values accepted as correct."""
     source: str | None = None
     names: tuple[str, ...] = ()
-    """Names of the program that the asserts use."""
+    """Names that the asserts use and the tested program must define."""
     modules: dict[str, str] = field(default_factory=dict)
     imports: tuple[str, ...] = ()
     inside: str = ""

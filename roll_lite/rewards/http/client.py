@@ -56,8 +56,6 @@ Addresses = Annotated[str | tuple[str, ...], AfterValidator(_are_urls), Unshown(
 
 
 class HttpSettings(ArgumentSection):
-    """Limits and credentials of requests to a service."""
-
     concurrency: PositiveInt = 64
     """Concurrent requests per worker."""
     timeout_s: PositiveFloat = 20.0

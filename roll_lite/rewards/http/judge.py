@@ -58,7 +58,7 @@ AGAIN_TEMPERATURE = 0.7
 UNFINISHED = "\0cut"
 """Stands for a judge's text that was cut at max_tokens."""
 MOST_KEPT = 10_000
-"""Maximum number of answers kept in memory."""
+"""Maximum answers kept in memory."""
 SHOWN_CHARACTERS = 200
 KEPT_CHARACTERS = 1000
 
@@ -223,7 +223,6 @@ class Questions:
         self._greedy: dict[str, asyncio.Task[str]] = {}
 
     async def ask(self, request: Mapping[str, Any]) -> str:
-        """Return the judge's text."""
         if request["temperature"] > 0:
             return await self._send(request)
         key = _key(request)

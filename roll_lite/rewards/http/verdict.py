@@ -14,7 +14,7 @@ from roll_lite.rewards.text.format import FORMAT_SECONDS
 
 NUMBER = r"[-+]?\d+(?:\.\d+)?"
 KEYS = ("verdict", "score", "rating", "grade", "judgment", "judgement", "answer")
-"""Keys of a JSON verdict. The first one present counts, since `answer` may repeat the response's."""
+"""Keys of a JSON verdict. The first one present counts, since `answer` may repeat the response's answer."""
 NAMES = rf"(?:{'|'.join(KEYS)})"
 OBJECT = r"(?:\A|\n)[ \t]*(?:```\w*\s*)?(?P<value>\{.*\})\s*(?:```)?\Z"
 LINE = (
@@ -52,7 +52,7 @@ class VerdictParser:
     scale: tuple[float, float] | None = None
 
     def __call__(self, text: str) -> Verdict | None:
-        """Return the verdict in a judge's text, after its thinking, or None."""
+        """Verdict in a judge's text, after its thinking, or None."""
         text = without_thinking(text).strip()
         choices = YES_OR_NO if (self.choices, self.pattern, self.scale) == (None, None, None) else self.choices
         known = None if choices is None else {choice.strip().casefold(): float(value) for choice, value in choices.items()}

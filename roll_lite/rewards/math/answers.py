@@ -78,7 +78,7 @@ def find_words(response: str, extract: Extract) -> str:
 
 
 def words(text: str, shortest: int = 3) -> list[str]:
-    """Find words of at least `shortest` letters, without LaTeX and functions (sin). Products (xyz) count only if it is 2."""
+    """Find words of at least `shortest` letters, without LaTeX and functions (sin). Products (xyz) count only if `shortest` is 2."""
     found = re.findall(rf"[A-Za-z]{{{shortest},}}|[{HAN}]", NO_WORDS.sub(" ", text))
     return [word for word in found if shortest == 2 or (word not in string.ascii_lowercase and word.lower() not in ("and", "for"))]
 
@@ -93,7 +93,7 @@ def is_formula(text: str) -> bool:
 
 
 def _within(text: str) -> str:
-    """Return the formula in a box or tag if it is the only one and comes first, or follows "the answer is"; else the whole content."""
+    """Formula in a box or tag if it is the only one and comes first, or follows "the answer is"; else the whole content."""
     text = text.strip()
     if is_formula(text):
         return text

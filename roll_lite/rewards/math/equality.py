@@ -260,7 +260,8 @@ def _repeated_factors(product: Any) -> int:
 
 
 def _joinable(expression: Any) -> int:
-    """Count powers to combine: of a power, or of one number in a product. Roots and fractions do not count."""
+    """Count powers that could be combined: 1 for a power of a power, (x^2)^5; in a product, such as 2^3 * 2^5, the powers of one number
+    less one. Roots and fractions do not count."""
     if not expression.is_Mul:
         exponents: list[Any] = [expression.exp, expression.base.as_base_exp()[1]] if expression.is_Pow else [1]
         return int(all(one != 1 and (not one.is_number or (one.is_Integer and one > 0)) for one in exponents))

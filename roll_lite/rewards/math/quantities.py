@@ -14,7 +14,7 @@ from roll_lite.rewards.answer_extraction import narrow
 
 T = TypeVar("T")
 LONGEST = 1000
-"""Maximum characters of a text that is read as a number."""
+"""Maximum characters of a text read as a number."""
 CLEANED = str.maketrans({**dict.fromkeys("−–‐‑‒﹣－", "-"), **dict.fromkeys("\u00a0\u2007\u2009\u202f", " "), "％": "%"})
 SUFFIX = r"(?:\\(?:text|mathrm|textrm|textsuperscript)\s*\{\s*(?:st|nd|rd|th)\s*\}|(?:st|nd|rd|th)(?![A-Za-z]))"
 ORDINAL = re.compile(rf"(?<=\d)\s*\^?\s*(?:\{{\s*{SUFFIX}\s*\}}|{SUFFIX})")

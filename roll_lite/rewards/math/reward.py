@@ -234,7 +234,7 @@ def _says_of(name: str, answer: str) -> bool:
 
 
 def _variables(side: str, last: str = "") -> set[str]:
-    """Variables in one side of an equation. Letters of a unit count, except at the side's end if the last side has a unit."""
+    """Variables in one side of an equation. Letters of a unit count as variables, except at the side's end if the last side has a unit."""
     number = quantity(last)
     parsed = parse(_without_unit(side)[0] if number and number.unit != NO_UNIT else side)
     return {str(one) for part in parsed for one in part.free_symbols} if parsed else set(VARIABLE.findall(side))

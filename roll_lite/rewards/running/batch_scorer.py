@@ -26,7 +26,7 @@ LINGER_SECONDS = 0.005
 LEAST_SECONDS = 0.01
 """Minimum time for a function, even if earlier ones have used up the sample's limit."""
 BUSY = 3
-"""Processes are killed after this multiple of a sample's time limit, so that their own limits of CPU time, slower on a busy machine, end
+"""Processes are killed after this multiple of a sample's time limit, so their own limits of CPU time, slower on a busy machine, end
 first."""
 
 
@@ -59,7 +59,7 @@ class _Entry:
     parts: dict[RewardFunction, Score | RewardFailed] = field(default_factory=dict)
     format_ok: bool | None = None
     seconds: float = 0.0
-    """Seconds of the sample's time limit that are used up."""
+    """Seconds of the sample's time limit used up."""
     failure: str | None = None
     is_suspect: bool = False
 
