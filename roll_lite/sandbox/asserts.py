@@ -35,7 +35,7 @@ NO_ANSWER = (ValueError, TypeError, LookupError, AttributeError, RecursionError,
 
 
 class _Aborted(BaseException):
-    """Raised in a call to end the test. It is a BaseException, so that `except Exception` in the tests does not catch it."""
+    """Raised in a call to end the test. It is a BaseException, so `except Exception` in the tests does not catch it."""
 
 
 # ---------------------------------------------------------------- the tests' side
@@ -244,7 +244,7 @@ def run_test(test: dict[str, Any], names: dict[str, Any], inside: bool = False) 
 
 
 def _is_left_by(tests: dict[str, Any], end: SystemExit) -> bool:
-    """Return True if the tests themselves called `sys.exit()`. A program that calls it must not pass."""
+    """True if the tests themselves called `sys.exit()`. A program that calls it must not pass."""
     *_, (frame, _) = traceback.walk_tb(end.__traceback__)
     return frame.f_globals is tests
 

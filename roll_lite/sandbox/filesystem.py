@@ -46,7 +46,7 @@ CLAIM_S = 60.0
 REMOVED = "removed-"
 DEEPEST = 256
 DEEPEST_OPEN = 100
-"""Maximum number of nested folders open at once while a tree is removed."""
+"""Maximum nested folders open at once while a tree is removed."""
 BLOCK = 512
 """Bytes per unit of `st_blocks`."""
 SHARED = "/dev/shm"
@@ -55,8 +55,8 @@ WORK = "/sandbox"
 
 
 def readable_paths(more: Iterable[str] = ()) -> list[str]:
-    """Return the paths that a program may read in addition to SYSTEM: those of the interpreter and `more`. Paths below another one are left
-    out, unless a hidden folder lies between them."""
+    """Paths that a program may read in addition to SYSTEM: those of the interpreter and `more`. Paths below another one are left out,
+    unless a hidden folder lies between them."""
     hidden, kept = hidden_paths(more), list[str]()
     for path in sorted({*_interpreter(), *more}):
         if _below(path, hidden) or not _below(path, (*SYSTEM, *kept)):
@@ -65,7 +65,7 @@ def readable_paths(more: Iterable[str] = ()) -> list[str]:
 
 
 def hidden_paths(more: Iterable[str] = ()) -> list[str]:
-    """Return the package folders to hide from programs, except those that are in `more`."""
+    """Package folders to hide from programs, except those that are in `more`."""
     libraries = [os.path.dirname(os.path.realpath(os.__file__)), *glob.glob("/usr/local/lib/python3*")]  # noqa: PTH120, PTH207
     found = {os.path.realpath(f"{library}/{name}") for library in libraries for name in PACKAGES}
     asked = [os.path.realpath(path) for path in more]

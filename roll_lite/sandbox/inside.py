@@ -45,7 +45,7 @@ RAISING = ("raises", "assertRaises", "assertRaisesRegex", "suppress", "warns", "
 
 
 def replaced_by(source: str) -> set[str]:
-    """Return the names that the tests themselves may replace: attributes that they assign, and all their strings, which may be arguments of
+    """Names that the tests themselves may replace: attributes that they assign, and all their strings, which may be arguments of
     `setattr`."""
     nodes = list(ast.walk(ast.parse(source)))
     texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
@@ -53,8 +53,8 @@ def replaced_by(source: str) -> set[str]:
 
 
 def guarded(source: str, names: dict[str, Any], failed: list[str]) -> ast.Module:
-    """Parse the tests and insert calls of guard functions, which are added to `names`. Failed asserts are appended to `failed`, so that
-    they count even if the program catches them."""
+    """Parse the tests and insert calls of guard functions, which are added to `names`. Failed asserts are appended to `failed`, so they
+    count even if the program catches them."""
     names |= {
         "__builtins__": BUILTINS,
         "__compare__": compare,
@@ -341,14 +341,14 @@ def _is_guard(held: Any) -> bool:
 
 
 def _is_of_objects(value: Any) -> bool:
-    """Return True for an object of a class of the program, or a non-empty container of only such objects."""
+    """True for an object of a class of the program, or a non-empty container of only such objects."""
     if type(value) in PLAIN_CONTAINERS:
         return bool(value) and all(map(_is_of_objects, value))
     return any(map(_is_own, MRO(type(value))))
 
 
 def _is_by_test(frame: types.FrameType | None) -> bool:
-    """Return True if the test applies an operator, directly or through Python's modules; False if the program does."""
+    """True if the test applies an operator, directly or through Python's modules; False if the program does."""
     while frame is not None and Operators.tests is not None:
         if frame.f_globals is Operators.tests:
             return True
@@ -362,27 +362,26 @@ OURS = globals()
 
 
 def _is_own(kind: type) -> bool:
-    """Return True if the program created the class: its `__module__` says so, or one of its functions is the program's."""
+    """True if the program created the class: its `__module__` says so, or one of its functions is the program's."""
     if not FLAGS(kind) & MADE_IN_PYTHON or id(kind) in LOADED.classes:
         return False
     return kind.__module__ == FROM_PROGRAM or any(type(one) is types.FunctionType and _made(one) for one in HELD_BY(kind).values())
 
 
 def _made(function: types.FunctionType) -> bool:
-    """Return True if the program made the function. Checks both globals and code, since `FunctionType` can combine a module's globals with
-    any code."""
+    """True if the program made the function. Checks both globals and code, since `FunctionType` can combine a module's globals with any
+    code."""
     code, known = function.__code__, function.__globals__
     return code is GUARD or _is_programs(known) or (known is not Operators.tests and id(code) not in LOADED.codes)
 
 
 def _is_programs(known: dict[str, Any]) -> bool:
-    """Return True for the globals of the program or of a module loaded after the program started."""
+    """True for the globals of the program or of a module loaded after the program started."""
     return id(known) not in LOADED.names and known is not Operators.tests and known is not OURS
 
 
 def _defines(value: Any, dunders: tuple[str, ...]) -> bool:
-    """Return True if the value's class or a base class defines one of these operators and is the program's, or defines it oddly
-    (`_is_odd`)."""
+    """True if the value's class or a base class defines one of these operators and is the program's, or defines it oddly (`_is_odd`)."""
     for kind in MRO(type(value)):
         held = HELD_BY(kind)
         operators = {name: held[name] for name in dunders if name in held} if FLAGS(kind) & MADE_IN_PYTHON else {}
@@ -392,12 +391,12 @@ def _defines(value: Any, dunders: tuple[str, ...]) -> bool:
 
 
 def _is_odd(name: str, held: Any) -> bool:
-    """Return True if an operator is not a function, or is a different operator of a C class (`__sub__ = float.__mul__`)."""
+    """True if an operator is not a function, or is a different operator of a C class (`__sub__ = float.__mul__`)."""
     return held.__name__ != name if type(held) in OF_C else type(held) is not types.FunctionType
 
 
 def _decides(value: Any, dunders: tuple[str, ...], depth: int = 0) -> bool:
-    """Return True if comparing or subtracting the value would call an operator of the program, also for its items."""
+    """True if comparing or subtracting the value would call an operator of the program, also for its items."""
     if type(value) in PLAIN_CONTAINERS and depth < DEEPEST:
         return any(_decides(one, dunders, depth + 1) for one in (*value, *(value.values() if type(value) is dict else ())))
     return _defines(value, dunders)

@@ -20,7 +20,7 @@ from roll_lite.sandbox.kernel import checked, libc
 
 NOBODY = 65534
 FIRST_OF_OWN = 2_000_000_000
-"""First user id for sandboxes. Each sandbox has a user id of its own, so that its processes are counted and signalled separately."""
+"""First user id for sandboxes. Each sandbox has a user id of its own, so its processes are counted and signalled separately."""
 SHARED_BYTES = 16 << 20
 ROOM = 2
 """Address space limit divided by memory limit: programs reserve more than they use."""
@@ -123,8 +123,7 @@ def _namespaces(readable: Sequence[str]) -> Walls:
 
 
 def _is_root_of_machine() -> bool:
-    """Return True for the machine's root, to whom RLIMIT_NPROC does not apply. Root in a user namespace may be an ordinary user outside of
-    it."""
+    """True for the machine's root, to whom RLIMIT_NPROC does not apply. Root in a user namespace may be an ordinary user outside of it."""
     with open("/proc/self/uid_map", encoding="ascii") as stream:  # noqa: PTH123
         return os.getuid() == 0 and stream.readline().split()[:2] == ["0", "0"]
 
@@ -250,8 +249,8 @@ def go_inside(walls: Walls, folder: str, limits: Mapping[str, Any], readable: Se
 
 @functools.cache
 def _shown_by_landlock(readable: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """Return the paths that programs may read, and the folders of which they may only list names. Both are needed, since landlock cannot
-    hide a path below a readable folder."""
+    """Paths that programs may read, and the folders of which they may only list names. Both are needed, since landlock cannot hide a path
+    below a readable folder."""
     hidden, shown, named = filesystem.hidden_paths(readable), list[str](filesystem.SETTINGS), list[str]()
     for path in dict.fromkeys(map(os.path.realpath, (*filesystem.SYSTEM, *filesystem.readable_paths(readable)))):
         if os.path.exists(path):  # noqa: PTH110
@@ -328,7 +327,7 @@ def reset_signals() -> None:
 
 
 def landlock_abi() -> int:
-    """Return the kernel's landlock version; 0 if it has none."""
+    """Kernel's landlock version; 0 if it has none."""
     return max(0, int(libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), 1)))
 
 

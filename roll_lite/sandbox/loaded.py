@@ -14,7 +14,7 @@ MRO, HELD_BY, FLAGS = (OF_CLASS[name].__get__ for name in ("__mro__", "__dict__"
 DERIVED = OF_CLASS["__subclasses__"]
 """Function that lists a class's subclasses. A metaclass can override neither this function nor MRO, HELD_BY and FLAGS."""
 MADE_IN_PYTHON = 1 << 9
-"""Flag of classes that are created at run time (Py_TPFLAGS_HEAPTYPE)."""
+"""Flag of classes created at run time (Py_TPFLAGS_HEAPTYPE)."""
 CONSTANT = (int, float, complex, str, bytes)
 
 

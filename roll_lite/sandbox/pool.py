@@ -62,9 +62,9 @@ class Limits:
     file_mb: int = 16
     folder_mb: int = 64
     processes: int = 64
-    """Maximum number of processes and threads, in addition to the first."""
+    """Maximum processes and threads, in addition to the first."""
     open_files: int = 64
-    """Maximum number of open files per process. Each may be a socket, whose buffer is counted for no process."""
+    """Maximum open files per process. Each may be a socket, whose buffer is counted for no process."""
 
 
 @dataclass(frozen=True)
@@ -337,8 +337,7 @@ class SandboxPool:
         self._allow_unprotected = allow_unprotected
 
     def start(self) -> Protections:
-        """Start all sandboxes and log their protections. Raises ValueError if required ones are missing, unless `allow_unprotected` is
-        true."""
+        """Start all sandboxes and log their protections. ValueError if required ones are missing, unless `allow_unprotected` is true."""
         try:
             protections, *_ = [sandbox.start() for sandbox in self._sandboxes]
             protections.refuse_missing(self._allow_unprotected)

@@ -145,7 +145,7 @@ def _module(order: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _calls(order: dict[str, Any]) -> None:
-    """Call one function of the program several times, each time in a child process, so that calls do not affect each other."""
+    """Call one function of the program several times, each time in a child process, so calls do not affect each other."""
     names = _module(order, FROM_PROGRAM)
     for arguments, named in decode(order["calls"]):
         _print(RESULT, _call_in_child(names, order, arguments, named))

@@ -98,8 +98,8 @@ class Usage:
         return "" if self._fits(deleted) else "output"
 
     def folder_is_full(self, members: Callable[[], Iterable[int]]) -> bool:
-        """Return True if the program's folder exceeds a limit. The folder is measured only if free disk space has changed by a quarter of
-        the limit, down or up (others' deletions can hide writes)."""
+        """True if the program's folder exceeds a limit. The folder is measured only if free disk space has changed by a quarter of the
+        limit, down or up (others' deletions can hide writes)."""
         if self._namespaces or abs(self._free - (free := _free_bytes(self._folder))) <= self._limits["folder_bytes"] // 4:
             return False
         self._free = free
@@ -109,7 +109,7 @@ class Usage:
         return fits(self._folder, self._limits["folder_bytes"] - deleted, self._limits["folder_files"])
 
     def _open_files(self, members: Iterable[int]) -> tuple[int, int]:
-        """Return the bytes of deleted files that still take disk space because they are open or mapped, and the number of sockets."""
+        """Bytes of deleted files that still take disk space because they are open or mapped, and the number of sockets."""
         device, found, inside = os.stat(self._folder).st_dev, dict[int, int](), f"{self._folder}/".encode()  # noqa: PTH116
         sockets = set[int]()
         for process in members:
@@ -144,8 +144,8 @@ class Usage:
         return self._group is not None and self._group.out_of_memory()
 
     def _is_forked(self, stat: list[bytes]) -> bool:
-        """Return True if a process is a fork that has not executed another program: its stack is at the warm interpreter's address or, if
-        the kernel hides that, it has the flag "forked, no exec"."""
+        """True if a process is a fork that has not executed another program: its stack is at the warm interpreter's address or, if the
+        kernel hides that, it has the flag "forked, no exec"."""
         return stat[STACK] == self._own_stack if stat[STACK] != b"0" else bool(int(stat[6]) & FORKED_AND_NO_MORE)
 
     def _in_sockets(self) -> int:
@@ -177,7 +177,7 @@ def _tasks_of(process: int) -> list[str]:
 
 
 def _living_thread(process: int, fields: list[bytes]) -> str:
-    """Return the path of a living thread if the main thread has ended, because the process then shows no memory; otherwise empty."""
+    """Path of a living thread if the main thread has ended, because the process then shows no memory; otherwise empty."""
     if fields[0] != b"Z":
         return ""
     for thread in _tasks_of(process):
@@ -188,8 +188,7 @@ def _living_thread(process: int, fields: list[bytes]) -> str:
 
 
 def _lines(status: bytes, names: bytes | tuple[bytes, ...]) -> list[list[bytes]]:
-    """Return the words of each line that starts with one of the names. Splits only at line feeds, since a process name may contain other
-    line ends."""
+    """Words of each line that starts with one of the names. Splits only at line feeds, since a process name may contain other line ends."""
     return [line.split() for line in status.split(b"\n") if line.startswith(names)]
 
 

@@ -36,7 +36,7 @@ MADE_OF_PARTS = {"range": int, "Fraction": int, "date": int, "Decimal": str, "ti
 LONGEST_NUMBER = 10_000
 """Maximum number of digits of such arguments, since large Fractions are slow to reduce."""
 SAME_HASH = 100
-"""Maximum number of items with the same hash in a decoded set or dict. Each lookup compares with all of them."""
+"""Maximum items with the same hash in a decoded set or dict. Each lookup compares with all of them."""
 HELD: dict[type, Callable[[Any], Any]] = {
     bool: lambda value: value,
     list: lambda value: list(list.__iter__(value)),
@@ -53,7 +53,7 @@ HELD: dict[type, Callable[[Any], Any]] = {
 }
 """Type -> function that reads plain data by that type's own methods, whatever a subclass overrides."""
 MOST_ITEMS = 100_000
-"""Maximum number of items read from an iterator, which may be endless."""
+"""Maximum items read from an iterator, which may be endless."""
 VIEWS: dict[str, Callable[[Any], Any]] = {
     "Iterator": iter,
     "KeysView": lambda items: dict.fromkeys(_spread(items)).keys(),
@@ -113,7 +113,7 @@ def _scalar(value: Any) -> Any:
 
 
 def decode(data: Any, find: Callable[[Any], Any] | None = None) -> Any:
-    """Decode what `encode` returned. Raises ValueError for data that `encode` cannot have made. `find` resolves references made by `refer`.
+    """Decode what `encode` returned. ValueError for data that `encode` cannot have made. `find` resolves references made by `refer`.
     Without it, iterators, dict views and numpy arrays become lists."""
     if isinstance(data, list):
         return [decode(one, find) for one in data]

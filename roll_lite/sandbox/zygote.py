@@ -38,8 +38,7 @@ array bisect collections copy datetime decimal fractions functools heapq itertoo
 string threading traceback typing linecache ast types enum io time atexit inspect dataclasses abc numbers cmath textwrap
 """
 FIRST_LOOK_S, LOOK_S = 0.02, 0.05
-"""Seconds until the first usage sample, and average seconds between later ones. They are random, so that a program cannot time its
-pauses."""
+"""Seconds until the first usage sample, and average seconds between later ones. They are random, so a program cannot time its pauses."""
 DISK_LOOK_S = 0.002
 """Seconds between checks of free disk space, which happen between samples."""
 LONGEST_LIMITS = 4096
@@ -273,7 +272,7 @@ def descendants() -> list[int]:
 
 
 def _children(pid: int) -> list[int]:
-    """Return the children of a process. Those of all its threads are read, since a child belongs to the thread that forked it."""
+    """Children of a process. Those of all its threads are read, since a child belongs to the thread that forked it."""
     found: list[int] = []
     try:
         threads = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208
