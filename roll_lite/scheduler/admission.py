@@ -96,7 +96,7 @@ class Admission:
         return self.plan.has_open(domain, self._due_places()) and not self._schedulers[domain].exhausted
 
     def oldest_at_next_turn(self, domain: str) -> int:
-        """Groups admitted when fewer batches than this were requested are too old for the domain's next batch."""
+        """Number of requested batches such that groups admitted at fewer are too old for the domain's next batch."""
         most = self._pacing.supply.max_staleness
         return self.asked + self.plan.turns_until(domain, most) - most
 

@@ -35,7 +35,7 @@ class EngineLoad:
 
     @property
     def left(self) -> float:
-        """Expected tokens still to prefill and generate."""
+        """Expected tokens that the engine still has to prefill and generate."""
         return self.tokens - self.done
 
 

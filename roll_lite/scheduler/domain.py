@@ -84,9 +84,9 @@ class Counts:
 class _Live:
     number: int
     row: tuple[int, int]
-    """Epoch and row number of its prompt."""
+    """Epoch and row number of the group's prompt."""
     admitted: int
-    """Number of batches requested before it started; staleness is counted from here."""
+    """Number of batches requested before the group started, from which its staleness is counted."""
     samples: asyncio.Future[list[Sample]] | None = None
     group: SampleGroup | None = None
 
@@ -329,7 +329,7 @@ class DomainScheduler:
 
     @property
     def live(self) -> list[int]:
-        """Numbers of groups that have not ended."""
+        """Numbers of the groups that have not ended."""
         return [*self._running, *self._finished]
 
     def take_ledger(self) -> list[dict[str, Any]]:
@@ -337,7 +337,7 @@ class DomainScheduler:
         return lines
 
     def ledger_if_dropped(self, cause: str) -> list[dict[str, Any]]:
-        """Ledger lines not taken yet, plus one for each undelivered group, as if it were dropped now."""
+        """Ledger lines not taken yet, plus a line for each undelivered group that records it as dropped."""
         live = [*self._running.values(), *self._finished.values()]
         return [*self._ledger, *(group_line(one.number, self.name, one.row, one.admitted, DROPPED, cause) for one in live)]
 

@@ -28,7 +28,7 @@ Cause = Callable[[SampleGroup], LeftOut | None]
 class GroupFilter:
     cause: Cause
     tries: int = 10
-    """Maximum number of prompts tried for each group of a batch."""
+    """Maximum prompts tried for each group of a batch."""
     fill: bool = True
     """True: the run fails when the tries are used up; False: it trains on the groups at hand."""
 

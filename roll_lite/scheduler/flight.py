@@ -112,7 +112,7 @@ class EngineClock:
 
 
 class Flight(Asked):
-    """A request, across all engines that work on it in turn."""
+    """One request, followed across all engines that work on it one after another."""
 
     __slots__ = (
         "_choice",
@@ -165,12 +165,13 @@ class Flight(Asked):
 
     @property
     def shared_tokens(self) -> int:
-        """Prompt tokens that an engine with this prefix has cached."""
+        """Number of tokens at the beginning of the input that requests with the same `prefix` share."""
         return self.first.context.length if self.first.context is not None else len(self.first.prompt_ids)
 
     @property
     def own_tokens(self) -> int:
-        """Tokens to prefill, apart from the shared ones: a later turn's prompt, and the response so far."""
+        """Number of tokens to prefill after `shared_tokens`: in a later turn the new messages, and after an interruption the response so
+        far."""
         new = len(self.first.prompt_ids) if self.first.context is not None else 0
         return new + (self.so_far.length if self.so_far is not None else 0)
 
@@ -220,8 +221,8 @@ class Flight(Asked):
         self._report(self.cost - left, tokens + left - self._length)
 
     def _report(self, done: float, grown: float) -> None:
-        """Report progress to the engine's load, since the request was sent there. `done`: decrease of the remaining load; `grown`: change
-        of the expected length."""
+        """Report the progress of the request at its engine. `done`: decrease of the remaining load; `grown`: change of the expected length;
+        both since it was sent there."""
         done += grown
         self._choice.report(self.engine, done - self._done, grown - self._grown)
         self._done, self._grown = done, grown

@@ -7,7 +7,7 @@ from typing import Any
 from roll_lite.data.samples import SampleGroup, SampleOutcome
 
 DELIVERED, FILTERED, FAILED, STALE, DROPPED = "delivered", "filtered", "failed", "stale", "dropped"
-"""Ways a group ends. The prompt of a stale or dropped one starts again."""
+"""Ways a group ends. The prompt of a stale or dropped group starts again."""
 LONGEST_CAUSE = 200
 
 

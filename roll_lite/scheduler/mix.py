@@ -69,7 +69,7 @@ class DomainMix:
         return {"weights": dict(self._weights), "counts": dict(self._counts), "places": self._places}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the counts; with other domains or shares they start at zero."""
+        """Restore the numbers of places given to each domain; if domains or shares have changed, they start at zero."""
         if state["weights"] == self._weights:
             self._counts = dict(state["counts"])
             self._places = state["places"]
@@ -105,7 +105,8 @@ class BatchPlan:
         return self._mix.shares
 
     def admit(self, most: Mapping[str, int]) -> tuple[str, int] | None:
-        """Take the next place to fill: (domain, place number). None if no domain has one below its limit in `most`."""
+        """Take the next open place (for one group of a batch): (domain, place number). None if no domain has one below its limit in
+        `most`."""
         while not (first := [(places[0], name) for name, places in self._open.items() if places and places[0] < most[name]]):
             if self._places >= max(most.values()):
                 return None
@@ -116,7 +117,7 @@ class BatchPlan:
         return name, place
 
     def has_open(self, domain: str, most: int) -> bool:
-        """True if one of the first `most` places waits for a prompt of this domain."""
+        """True if one of the first `most` places in batches still waits for a prompt of this domain."""
         places = self._open[domain]
         return bool(places) and places[0] < most
 

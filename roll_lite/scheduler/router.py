@@ -153,7 +153,7 @@ class Router:
         return inf if self._most is None else self._choice.takes(tokens)
 
     def expected_tokens(self, domain: str, most: int) -> float:
-        """Expected load of the domain's next request, in tokens; `most` before the first."""
+        """Expected load of the domain's next request, in tokens; `most` if the domain has had none."""
         return self._costs.get(domain, float(most))
 
     def under_way(self, domain: str) -> int:

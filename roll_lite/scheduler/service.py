@@ -167,7 +167,7 @@ class RolloutService:
         return {"admitted": self._next_group, "open": sorted(n for scheduler in self._schedulers.values() for n in scheduler.live)}
 
     def last_ledger(self) -> list[dict[str, Any]]:
-        """Ledger lines of a run that ends now."""
+        """Ledger lines for a run that ends now: undelivered ones, unfinished groups as dropped, and the end."""
         return [*self._ledger_if_dropped("the run ended"), {"event": "end", "admitted": self._next_group, "open": []}]
 
     def _ledger_if_dropped(self, cause: str) -> list[dict[str, Any]]:
@@ -298,6 +298,6 @@ def _held_out(domain: str) -> str:
 
 
 def accepted(groups: Sequence[SampleGroup]) -> list[SampleGroup]:
-    """Drop failed samples, and groups without any left."""
+    """Drop failed samples, and groups in which all have failed."""
     kept = [replace(group, samples=tuple(s for s in group.samples if s.outcome is SampleOutcome.ACCEPTED)) for group in groups]
     return [group for group in kept if group.samples]

@@ -130,7 +130,7 @@ class Progress(NamedTuple):
 
 
 class Recorder:
-    """Collects statistics per batch, by each event's time: a slow sample may count in several."""
+    """Collects statistics per batch. An event counts in the batch during which it happens, so a slow sample may count in several."""
 
     def __init__(self, domains: Iterable[str], now: float) -> None:
         self._names = list(domains)
@@ -153,7 +153,7 @@ class Recorder:
         return stats
 
     def progress(self, wanted: Mapping[str, tuple[int, int]]) -> dict[str, Progress]:
-        """Progress by domain. `wanted`: (groups, samples per group)."""
+        """Progress of each domain. `wanted`: domain -> (groups, samples per group)."""
         found = {}
         for name, (groups, samples) in wanted.items():
             domain = self.domains[name]

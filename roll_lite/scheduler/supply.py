@@ -24,7 +24,7 @@ class OnSync(StrEnum):
 class Supply(Protocol):
     @property
     def max_staleness(self) -> int:
-        """Maximum number of batches between a group's admission and its training."""
+        """Maximum batches between a group's admission and its training."""
         ...
 
     @property
