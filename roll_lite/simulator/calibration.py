@@ -42,14 +42,13 @@ class MeasuredRun:
 
 
 def calibrated(config: RunConfig, folder: Path) -> RunConfig:
-    """Return the configuration with assumptions replaced by the run's measurements. Raises ValueError if the run cannot be used for
-    that."""
+    """Configuration with assumptions replaced by the run's measurements. ValueError if the run cannot be used for that."""
     simulation = measured(read_run(folder), config.simulation, list(config.domains))
     return config.model_copy(update={"simulation": simulation})
 
 
 def read_run(folder: Path) -> MeasuredRun:
-    """Read a run's folder. Raises ValueError if the run cannot be used for measurements."""
+    """Read a run's folder. ValueError if the run cannot be used for measurements."""
     try:
         lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         settings = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
@@ -142,7 +141,7 @@ def _engine(run: MeasuredRun, steps: Sequence[int], assumed: SimulatedEngineConf
 
 
 def passes(lengths: Sequence[int], slots: int) -> int:
-    """Return the number of forward passes in which an engine generates responses of these lengths, `slots` at a time."""
+    """Number of forward passes in which an engine generates responses of these lengths, `slots` at a time."""
     ends = [0] * min(slots, len(lengths))
     for tokens in lengths:
         heapq.heapreplace(ends, ends[0] + tokens)

@@ -54,6 +54,6 @@ def run_virtual(main: Coroutine[Any, Any, T]) -> T:
 
 
 async def _settle() -> None:
-    """Let scheduled callbacks start, so that closing the loop cancels their tasks too."""
+    """Let scheduled callbacks start, so closing the loop cancels their tasks too."""
     for _ in range(5):
         await asyncio.sleep(0)

@@ -53,11 +53,11 @@ class EngineRates:
 @dataclass(frozen=True)
 class EngineLimits:
     slots: int
-    """Maximum number of running requests."""
+    """Maximum running requests."""
     cached_tokens: int | None = None
     """Size of the KV cache in tokens; None: unlimited. Requests that do not fit wait, or are preempted and prefilled again later."""
     reserve: float = 0.01
-    """Fraction of the cache that is left free when a request is admitted."""
+    """Fraction of the cache left free when a request is admitted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,5 +367,5 @@ class SimulatedEngine:
 
 
 def sample_of(request_id: str) -> str:
-    """Return the sample id: the request id without the suffixes for turn and continuation."""
+    """Sample id: the request id without the suffixes for turn and continuation."""
     return "/".join(request_id.partition("~")[0].split("/", 6)[:6])

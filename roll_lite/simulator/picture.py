@@ -19,7 +19,7 @@ VERSION_COLORS = ("#3b6fb6", "#e07b39", "#3f9b62", "#b5497f", "#8a6bbf", "#c9a22
 PHASE_COLORS = {"train": "#444444", "hold": "#f0b4b4", "sync": "#d62728", "move": "#bbbbbb"}
 """Colours of the phases training, draining, weight update, and loading or offloading of engines."""
 MOST_ROWS = 96
-"""Maximum number of request slots drawn as separate rows. If there are more, a row shows an engine, paler if fewer requests run."""
+"""Maximum request slots drawn as separate rows. If there are more, a row shows an engine, paler if fewer requests run."""
 COLUMNS = 1400
 
 
@@ -118,7 +118,7 @@ def _bars(axes: Any, spans: Sequence[Span], slots: int, by: str, colors: dict[An
 
 
 def _image(spans: Sequence[Span], rows: int, slots: int, by: str, colors: dict[Any, str], end: float) -> np.ndarray:
-    """Return the colour of each engine at each time, mixed over its running requests; white if none runs."""
+    """Colour of each engine at each time, mixed over its running requests; white if none runs."""
     amount = np.zeros((rows, COLUMNS + 1, 4))  # changes by column: red, green, blue, number
     rgb = {key: np.array([int(color[place : place + 2], 16) / 255 for place in (1, 3, 5)]) for key, color in colors.items()}
     for span in spans:

@@ -24,7 +24,7 @@ class TrainerModel:
     sync_s: float = 0.0
     """Seconds per weight update, during which all engines pause."""
     log_probs: float = 0.0
-    """Fraction of `token_s` that is spent on log-prob passes."""
+    """Fraction of `token_s` spent on log-prob passes."""
 
     def seconds(self, tokens: int, early: int = 0) -> float:
         """Seconds that training on a batch takes. `early`: number of its tokens whose log-probs were already computed during generation."""
@@ -51,7 +51,7 @@ class Failures:
 
 @dataclass(frozen=True)
 class Changes:
-    """Engines that are added or removed on purpose."""
+    """Engines added or removed on purpose."""
 
     joining: tuple[float, ...] = ()
     """Times in seconds at which an engine is added."""

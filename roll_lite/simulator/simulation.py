@@ -115,7 +115,7 @@ class SimulatedRun:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Fraction of each domain in the delivered groups."""
+        """Each domain's fraction of the delivered groups."""
         total = sum(sum(step.groups.values()) for step in self.steps)
         return {name: sum(step.groups.get(name, 0) for step in self.steps) / total for name in self.steps[0].groups}
 
@@ -207,7 +207,6 @@ class _Simulation:
         self.record(result, ready - asked, self.clock() - ready)
 
     async def move_engines(self) -> None:
-        """Spend the time to offload and load the engines."""
         if self.scenario.offload_s is not None:
             started = self.clock()
             await asyncio.sleep(self.scenario.offload_s)

@@ -23,7 +23,7 @@ P99 = NORMAL.inv_cdf(0.99)
 
 
 def uniform(*parts: object) -> float:
-    """Return a pseudo-random number in (0, 1) that depends only on `parts`."""
+    """Pseudo-random number in (0, 1) that depends only on `parts`."""
     return (stable_hash(*parts) + 0.5) / 2**63
 
 
@@ -123,7 +123,7 @@ class SimulatedReward:
 
 
 def lengths(models: Sequence[DomainModel], seed: int) -> Callable[[GenerationRequest], int]:
-    """Return a function that draws the length in tokens of a request's whole response."""
+    """Function that draws the length in tokens of a request's whole response."""
     by_name = {model.name: model.lengths for model in models}
 
     def length(request: GenerationRequest) -> int:
