@@ -40,7 +40,7 @@ class CompletionPump:
         columns: Collection[str] = (),
         engine: int | None = None,
     ) -> None:
-        """`fetch`: gets the token block behind a reference. `columns`: EXTRA_COLUMNS to write. `engine`: its number."""
+        """`fetch`: gets the token block behind a reference. `columns`: EXTRA_COLUMNS to write. `engine`: the engine's number."""
         self._strategy = strategy
         self._fetch = fetch
         self._linger_s = linger_s
@@ -132,7 +132,6 @@ class CompletionPump:
         await self._strategy.abort(request_ids)
 
     async def forget(self) -> None:
-        """Abort all requests, and drop their responses."""
         for kept in (self._before, self._entering, self._generated, self._ready):
             kept.clear()
         self._tokens_waiting = 0

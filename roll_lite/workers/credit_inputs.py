@@ -22,11 +22,11 @@ class RowTable:
     groups: torch.Tensor
     """int64: samples of one prompt have the same number."""
     policy_tokens: torch.Tensor
-    """int64."""
+    """int64: number of tokens that the policy chose in each sample."""
     trains: torch.Tensor
     """bool: train_weight > 0."""
     local: slice
-    """Rows of this rank: everyone.rewards[everyone.local] belongs to the rows of the inputs."""
+    """Slice with this rank's rows: everyone.rewards[everyone.local] are the rewards of the rows in CreditInputs."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class CreditInputs:
     reward: torch.Tensor
     """[B] float32: the shaped score, without KL."""
     groups: torch.Tensor
-    """[B] int64."""
+    """[B] int64: samples of one prompt have the same number."""
     policy_tokens: torch.Tensor
-    """[B] int64."""
+    """[B] int64: number of tokens that the policy chose."""
     truncated: torch.Tensor
     """[B] bool: cut at max_tokens."""
     train_weight: torch.Tensor
@@ -54,7 +54,8 @@ class CreditInputs:
 
 
 def users_advantages(inputs: CreditInputs, name: str, args: dict[str, Any], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The user's advantages, one per sample or per token, as [B, T-1], 0 where masked; with a critic its targets too."""
+    """Call the user's estimator. Returns (advantages, the critic's targets or None), [B, T-1], 0 where masked, even if the user's function
+    returns one number per sample."""
     result = load_function(name, WHERE, "CreditInputs -> advantages")(inputs, **args)
     pair = isinstance(result, tuple)
     if inputs.values is not None and not (pair and len(result) == 2):

@@ -32,7 +32,7 @@ def own_address() -> str:
 
 
 class EnginePartWorker(AsyncWorker):
-    """Part of an engine on one node. The InferWorker that made it calls it; Ray ends it with that worker."""
+    """Part of an engine on one node. It is called by the InferWorker that made it, and ends with that worker."""
 
     lives_alone: ClassVar[bool] = True
     _watching: asyncio.Task[None] | None = None
@@ -59,7 +59,7 @@ class EnginePartWorker(AsyncWorker):
 
 
 class EngineParts:
-    """Starts, watches and ends the parts of an engine on further nodes. `options`: Ray options of each."""
+    """Starts, watches and ends the parts of an engine on further nodes. `options`: Ray options of each part."""
 
     def __init__(self, spec: EngineSpec, options: Sequence[Mapping[str, Any]]) -> None:
         address = own_address()

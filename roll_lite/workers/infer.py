@@ -36,7 +36,7 @@ LAST_SECONDS = 2.0
 PULSE_SECONDS = 2.0
 """Pause between a heartbeat's answer and the next heartbeat."""
 MOST_BLOCKS = 32
-"""Maximum number of token blocks (tables of samples' tokens) returned by one call."""
+"""Maximum token blocks (tables of samples' tokens) returned by one call."""
 POLL_SECONDS = 10.0
 """A call for completions returns after this time even without any."""
 
@@ -140,7 +140,7 @@ class InferWorker(AsyncWorker):
         await self._of_engine(self._strategy.offload(parts))
 
     async def leave_device(self) -> None:
-        """Offload everything, unless a weight update broke off: it must be repeated first."""
+        """Offload everything, except after a weight update broke off: that must be repeated first."""
         if self._strategy.life.state is not EngineState.HALF_UPDATED:
             await self.offload(tuple(EngineMemory))
 
@@ -172,10 +172,10 @@ class InferWorker(AsyncWorker):
 
 
 class EngineSeat:
-    """An engine's place in the fleet. After a loss, the driver starts a replacement."""
+    """Member of the rollout service's Fleet: an engine or, after its loss, the replacement that the driver starts."""
 
     def __init__(self, engine: RemoteEngine, is_absent: bool = False) -> None:
-        """`is_absent`: only a replacement will serve."""
+        """`is_absent`: the engine is lost already; only a replacement will serve."""
         self.name = engine.name
         self.engine = engine
         self.successors: asyncio.Queue[RemoteEngine | MemberLost] = asyncio.Queue()
@@ -204,8 +204,7 @@ class EngineSeat:
 class RemoteEngine(BatchedEngine):
     """Client of an InferWorker. If the worker's process dies, the pending `collect` fails at once.
 
-    `silence_s`: time in which it must answer a heartbeat; None: unlimited.
-    """
+    `silence_s`: time in which the worker must answer a heartbeat; None: unlimited."""
 
     def __init__(self, name: str, worker: Any, frozen_admission: bool = False, silence_s: float | None = None) -> None:
         super().__init__(name, frozen_admission)

@@ -30,8 +30,6 @@ SILENCE_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class JudgeAddress:
-    """Address of a judge, for the reward workers."""
-
     urls: tuple[str, ...]
     model: str
     """Model name in requests."""
@@ -70,7 +68,7 @@ class JudgeServer:
 
     @property
     def address(self) -> JudgeAddress:
-        """Address, known before the server is up."""
+        """Address of the server, known before it is up."""
         return JudgeAddress((f"http://{self._host}:{self._port}/v1",), self._served_name)
 
     async def start(self) -> None:

@@ -43,7 +43,7 @@ class ActorLoss:
 
     policy_loss: PolicyLossConfig = field(default_factory=PpoLossConfig)
     mismatch_correction: MismatchCorrectionConfig | None = None
-    """Its weights multiply the policy loss, not KL and entropy."""
+    """Correction whose weights multiply the policy loss, but not KL and entropy."""
     kl_coef: float = 0.0
     kl_estimator: KlEstimator | Literal["full"] = "k3"
     kl_unbiased_gradient: bool = False
@@ -52,7 +52,7 @@ class ActorLoss:
     measure_entropy: bool = True
     """Compute the entropy, for its metric, even if no bonus needs it."""
     domains: int = 1
-    """Rows without the column domain_number belong to domain 0."""
+    """Number of domains. Rows without the column domain_number belong to domain 0."""
     given: tuple[str, ...] = field(init=False)
     """Optional inputs (GIVEN_TO_LOSSES) that a user's loss asks for."""
     mismatch: RowSums = field(init=False)

@@ -24,16 +24,16 @@ BATCH_SECONDS = 0.05
 SLICE_SECONDS = 0.5
 """A call returns after this time with the samples done so far: a hanging sample does not hold up its batch."""
 MOST_SAMPLES = 64
-"""Maximum number of samples in one call, and in flight in one worker."""
+"""Maximum samples in one call, and in flight in one worker."""
 GRACE_SECONDS = 1.0
 LOST_IN_A_ROW = 16
-"""Workers lost, without a score in between, after which all waiting samples fail."""
+"""Number of workers lost, without a score in between, after which all waiting samples fail."""
 
 RewardJob = ScoringJob[RewardInput, Score]
 
 
 class RewardWorker:
-    """Synchronous actor, so that reward functions run in the main thread of their process; a single `async def` method would move them to
+    """Synchronous actor, so reward functions run in the main thread of their process; a single `async def` method would move them to
     another."""
 
     _scorer: BatchScorer

@@ -32,7 +32,7 @@ WINDOW_SECONDS = 0.003
 RESTART_SECONDS = 600.0
 """Time limit for processes to start and load the model."""
 HANG_SECONDS = 600.0
-"""Time limit of a copy's batch; a sample's own is shorter."""
+"""Time limit of one batch on a copy of the model; a sample's `timeout_s` is shorter."""
 KILL_SECONDS = 1.0
 POLL_SECONDS = 0.25
 
@@ -62,8 +62,8 @@ def is_gone(error: BaseException) -> bool:
 
 
 class Ranks:
-    """Ranks of a reward model that start together: a member of its fleet. With Megatron all ranks are one member, with hf each is one. The
-    driver owns the processes. Ray restarts dead ones, and `start` loads the model into them."""
+    """Ranks of a reward model that are started and replaced together (a Member of a Fleet): with Megatron all ranks, with hf each rank
+    alone. The driver owns the processes. Ray restarts dead ones, and `start` loads the model into them."""
 
     def __init__(self, model: str, actors: Sequence[Any], config: RewardModelConfig) -> None:
         self.name = f"reward model {model}"
@@ -82,7 +82,8 @@ class Ranks:
 
     @staticmethod
     def of(model: str, actors: Sequence[Any], config: RewardModelConfig) -> list[Ranks]:
-        """Members of the model's fleet. `actors`: all ranks, in order."""
+        """Group a model's ranks into the Ranks that start together: with Megatron all ranks, with hf each rank alone. `actors`: all ranks,
+        in order."""
         parts = [actors] if STRATEGIES[config.strategy.name].connects_ranks else [[actor] for actor in actors]
         return [Ranks(model, part, config) for part in parts]
 
@@ -138,7 +139,7 @@ class Ranks:
             raise MemberLost(f"{self.name}: it hangs: no scores within {HANG_SECONDS:g} s") from None
 
     async def move(self, to_devices: bool) -> None:
-        """Load or offload the model. A rank found dead when offloading raises nothing: the next sample notices."""
+        """Load or offload the model. If a rank is dead when offloading, nothing is raised: the next sample notices."""
         async with self._moving:
             if self._is_resident == to_devices:
                 return
@@ -172,7 +173,7 @@ async def _reached(actor: Any) -> None:
 
 class RewardModelPool(ScoringPool[Ranks, ScoredText, float]):
     """Client of one reward model, which batches the samples of all domains. If a copy loses a process, its samples fail with the cause and
-    it is started again; others serve meanwhile. If no copy is left, waiting samples fail too and may be retried."""
+    the copy is started again; others serve meanwhile. If no copy is left, waiting samples fail too and may be retried."""
 
     def __init__(self, name: str, actors: Sequence[Any], config: RewardModelConfig) -> None:
         self.name = name

@@ -50,7 +50,7 @@ class RolloutSpec:
     seed: int
     deterministic: bool
     engine_slots: int | None = None
-    """Maximum number of running requests per engine; None: unlimited."""
+    """Maximum running requests per engine; None: unlimited."""
     samples_folder: Path | None = None
     dumps: DumpSpec | None = None
     greedy_baseline: bool = False
@@ -60,7 +60,7 @@ class RolloutSpec:
     """Number of steps; nothing is generated beyond them."""
     engines_rest: bool = False
     engines_return: bool = False
-    """The driver replaces lost engines."""
+    """True if the driver replaces lost engines."""
     engine_silence_s: float | None = None
     """Time in which an engine's process must answer; None: unlimited."""
     trained_embeddings: dict[str, Path] = field(default_factory=dict)
@@ -93,16 +93,16 @@ time."""
 
 @dataclass(frozen=True)
 class Trial:
-    """A reward, or part of it, to try before the engines start."""
+    """A reward, or one of its parts (base reward or term), to try before the engines start."""
 
     domain: str
     place: str
-    """Path in the YAML."""
+    """YAML path of the reward or part."""
     retries: int
     prompts: Sequence[Prompt]
     pool: RewardPool | RewardModelClient
     is_part: bool = False
-    """True if the pool has only this part, for the trial."""
+    """True if `pool` was made for this trial and computes only one part."""
 
     async def problem(self) -> str | None:
         """Error message if no prompt gets a score, otherwise None: a single failure may be a bad reference answer."""
@@ -141,7 +141,7 @@ class RolloutWorker(AsyncWorker):
 
     async def prepare(self, reward_models: Mapping[str, Sequence[Any]], judges: Mapping[str, JudgeAddress]) -> None:
         """Read the data, start the reward workers and try them, before any engine starts. `reward_models`: RewardModelWorker actors by
-        model. `judges`: addresses of those that the run starts."""
+        model. `judges`: addresses of the run's own judges."""
         models = self._spec.reward_models
         self._reward_models = {name: RewardModelPool(name, reward_models[name], config) for name, config in models.items()}
         self._pools = {name: self._pool(name, domain, judges) for name, domain in self._spec.domains.items()}
@@ -153,7 +153,7 @@ class RolloutWorker(AsyncWorker):
         await self._try_rewards(judges)
 
     async def initialize(self, engines: Sequence[Any], absent: Mapping[int, str] = NOBODY) -> None:
-        """Start serving, after `prepare`. `engines`: InferWorker actors. `absent`: those that `engine_returned` will add, with the
+        """Start serving, after `prepare`. `engines`: InferWorker actors. `absent`: engines that `engine_returned` will add later, with the
         reason."""
         spec = self._spec
         clients = [self._client(number, engine) for number, engine in enumerate(engines)]
@@ -194,8 +194,8 @@ class RolloutWorker(AsyncWorker):
             raise ValueError("\n".join(problems))
 
     def _trials(self, judges: Mapping[str, JudgeAddress]) -> list[Trial]:
-        """Trials of all rewards. If a reward uses a model or judge of this run, which has not started yet, its other parts are tried one by
-        one."""
+        """Make a Trial of each reward. Reward models and judges of this run have not started yet: of a reward that uses one, only parts
+        (base reward, terms) that use none are tried, each alone."""
 
         def waits(reward: RewardConfig) -> bool:
             return reward.name == MODEL_REWARD or with_addresses(reward, judges) != reward

@@ -24,11 +24,11 @@ class ScoringJob(Generic[Item, Result]):
     item: Item
     answer: asyncio.Future[Result]
     alone: bool = False
-    """Score it alone next: its last batch hung or died, and only a sample that was alone can be blamed."""
+    """Score this sample alone next: its last batch hung or died, and only a sample that was alone can be blamed."""
 
 
 class ScoringPool(ABC, Generic[M, Item, Result]):
-    """Queue of samples. A free worker takes waiting ones at once, so that the least loaded gets the work."""
+    """Queue of samples. A free worker takes waiting samples at once, so the least loaded gets the work."""
 
     def __init__(self, path: str, members: Sequence[M], policy: Policy, window_s: float = 0.0) -> None:
         """`path`: YAML path of the workers. `window_s`: time that a free worker waits for a full batch."""
@@ -42,15 +42,15 @@ class ScoringPool(ABC, Generic[M, Item, Result]):
 
     @abstractmethod
     async def _serve(self, member: M) -> None:
-        """Score samples until the member is lost."""
+        """Score samples on a worker or model until it is lost."""
 
     @abstractmethod
     def _lost(self, member: M, cause: str) -> None:
-        """Retry or fail the samples in flight in a lost member."""
+        """Retry or fail the samples in flight in a lost worker or model."""
 
     @abstractmethod
     def _most(self, member: M) -> int:
-        """Maximum size of the member's next batch."""
+        """Maximum samples in the next batch of a worker or model."""
 
     def newly_replaced(self) -> int:
         return self._fleet.newly_replaced()

@@ -32,11 +32,11 @@ class TokenRecord:
     """Tokens of one sample; all arrays have length T."""
 
     ids: np.ndarray
-    """int64"""
+    """[T] int64: token ids."""
     mask: np.ndarray
-    """bool: the policy chose the token."""
+    """[T] bool: the policy chose the token."""
     log_probs: np.ndarray
-    """float32, under the sampling distribution; 0 where the mask is 0."""
+    """[T] float32, under the sampling distribution; 0 where the mask is 0."""
     extra: Mapping[str, np.ndarray] = field(default_factory=dict)
     """[T, K], by name in EXTRA_COLUMNS; a missing name means all -1."""
 
@@ -100,7 +100,7 @@ async def joined_block(request: GenerationRequest, parts: Sequence[TokenRow], fe
 
 
 def token_block(records: Sequence[TokenRecord], extra: Collection[str] = ()) -> DataProto:
-    """Write records as rows. `extra`: further columns, even if empty, so that all blocks of a batch agree."""
+    """Write records as rows. `extra`: further columns, even if empty, so all blocks of a batch agree."""
     assert all(len(record) for record in records), "a sample has tokens"
     whole = TokenRecord.joined([TokenRecord.given(()), *records])
     offsets = np.concatenate([[0], np.cumsum([len(record) for record in records], dtype=np.int64)])
@@ -120,7 +120,7 @@ def token_block(records: Sequence[TokenRecord], extra: Collection[str] = ()) -> 
 
 
 def _padded(kept_ids: Sequence[Sequence[int]]) -> np.ndarray:
-    """[tokens, K] int32, padded with -1."""
+    """Convert lists of token ids to an array [tokens, K] int32, padded with -1."""
     counts = np.fromiter(map(len, kept_ids), dtype=np.int64, count=len(kept_ids))
     ids = np.full((len(kept_ids), max(1, int(counts.max(initial=0)))), -1, dtype=np.int32)
     ids[np.arange(ids.shape[1]) < counts[:, None]] = np.fromiter(chain.from_iterable(kept_ids), dtype=np.int32)
