@@ -71,9 +71,9 @@ class Counts:
     delivered: int = 0
     filtered: int = 0
     stale: int = 0
-    """Too old; the prompt is put back in the queue."""
+    """Groups that became too old; their prompts are put back in the queue."""
     lost: int = 0
-    """No sample survived, or the greedy baseline is missing."""
+    """Groups without a surviving sample, or without their greedy baseline."""
 
     @property
     def ended(self) -> int:

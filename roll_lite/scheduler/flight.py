@@ -185,7 +185,7 @@ class Flight(Asked):
         self.legs += 1
 
     def survive(self, loss: EngineLost) -> None:
-        """Note the loss of the request's engine. Raises RequestFailed if it was one loss too many."""
+        """Note the loss of an engine that ran the request. Raises RequestFailed after DEADLY losses."""
         self.survived += (loss,)
         if len(self.survived) >= DEADLY:
             causes = f"{DEADLY} engines died while running it: {'; '.join(str(loss) for loss in self.survived)}"

@@ -14,8 +14,7 @@ from roll_lite.data.prompts import SAME_DATA, PromptOrder
 
 
 class DomainMix:
-    """Assigns batch places to domains by Tijdeman's rule: after any number of places, every domain's count differs from share * places by
-    less than one."""
+    """Assigns groups to domains by Tijdeman's rule: after n groups, every domain's number differs from share * n by less than one."""
 
     def __init__(self, shares: Mapping[str, float]) -> None:
         # Through the decimal text, so that 0.1 means one tenth.
@@ -69,7 +68,7 @@ class DomainMix:
         return {"weights": dict(self._weights), "counts": dict(self._counts), "places": self._places}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the numbers of places given to each domain; if domains or shares have changed, they start at zero."""
+        """Restore the numbers of groups assigned to each domain; if domains or shares have changed, they start at zero."""
         if state["weights"] == self._weights:
             self._counts = dict(state["counts"])
             self._places = state["places"]
@@ -105,8 +104,8 @@ class BatchPlan:
         return self._mix.shares
 
     def admit(self, most: Mapping[str, int]) -> tuple[str, int] | None:
-        """Take the next open place (for one group of a batch): (domain, place number). None if no domain has one below its limit in
-        `most`."""
+        """Take the next group whose prompt has not started: (domain, group's number over all batches). None if no domain has one below its
+        limit in `most`."""
         while not (first := [(places[0], name) for name, places in self._open.items() if places and places[0] < most[name]]):
             if self._places >= max(most.values()):
                 return None
@@ -117,7 +116,7 @@ class BatchPlan:
         return name, place
 
     def has_open(self, domain: str, most: int) -> bool:
-        """True if one of the first `most` places in batches still waits for a prompt of this domain."""
+        """True if one of the first `most` groups of the run still waits for a prompt of this domain."""
         places = self._open[domain]
         return bool(places) and places[0] < most
 

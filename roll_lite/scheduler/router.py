@@ -207,7 +207,7 @@ class Router:
             self.gate.engines_changed()
 
     def _all_serve(self) -> bool:
-        """True if no engine is missing that will return."""
+        """False if a lost engine will return but does not serve yet."""
         return not self._engines_return or all(engine.serves for engine in self.engines)
 
     async def drain(self, name: str) -> None:
@@ -340,19 +340,19 @@ class Router:
 
 
 class Wave:
-    """Requests that left the gate together. Their answers count only when all have come. If an engine was lost before, all requests that
-    it had start again together, also those that it had answered: so its successor works on the same batch as the engine would have."""
+    """Requests of a deterministic run that start together. Their answers count only when all have come. If an engine was lost before, all
+    its requests start again together, even answered ones, so its replacement works on the same batch."""
 
     def __init__(self, request_ids: Iterable[str], all_serve: Callable[[], bool]) -> None:
         self._running = set(request_ids)
         self._all_serve = all_serve
         self._answered: dict[str, tuple[str, asyncio.Future[bool]]] = {}
-        """Engine and wait of each answered request, by request id."""
+        """Request id -> engine's name, and future that `starts_again` awaits; for answered requests."""
         self._lost: set[str] = set()
-        """Lost engines."""
+        """Names of engines that were lost during the wave."""
 
     async def starts_again(self, request_id: str, engine: str, is_lost: bool) -> bool:
-        """Wait until the whole wave is answered. Returns True if the request must start again. `is_lost`: its engine was lost."""
+        """Wait until the whole wave is answered. Returns True if the request must start again. `is_lost`: the request's engine was lost."""
         place = asyncio.get_running_loop().create_future()
         self._answered[request_id] = (engine, place)
         self._running.discard(request_id)
@@ -371,7 +371,7 @@ class Wave:
         return not self._running and not self._answered
 
     def settle(self) -> None:
-        """Release the requests if all are answered: those of lost engines to start again, once all engines serve, or else all."""
+        """If all requests are answered, end the wave; or, if engines were lost, start their requests again once all engines serve."""
         if self._running or (self._lost and not self._all_serve()):
             return
         again = {request_id for request_id, (engine, _) in self._answered.items() if engine in self._lost}
@@ -393,7 +393,7 @@ class WaveGate:
         self._members = 0
         self._waiting: dict[str, asyncio.Future[Wave]] = {}
         self._waves: list[Wave] = []
-        """Waves with requests in them; several only if requests come without samples."""
+        """Waves that are not over; several only if requests come without samples."""
 
     def join(self) -> None:
         self._members += 1

@@ -121,7 +121,7 @@ class RunTotals:
 
 
 class Progress(NamedTuple):
-    """Samples of one domain in the current batch."""
+    """Numbers of samples of one domain in the current batch."""
 
     generated: int
     scored: int
