@@ -291,7 +291,7 @@ def _log_ratio(trained: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor)
 
 
 def _of_sequence(x: torch.Tensor, mask: torch.Tensor, level: str) -> torch.Tensor:
-    """Reduce each row, [B, T-1] -> [B, 1], unless level is `token`. Undefined for rows without policy tokens."""
+    """Reduce each row as `level` says, [B, T-1] -> [B, 1]; unchanged for `token`. Undefined for rows without policy tokens."""
     if level == "token":
         return x
     if level == "sequence_sum":

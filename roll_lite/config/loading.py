@@ -94,7 +94,7 @@ def _without_secrets(problem: Problem, composed: Composed) -> Problem:
 
 
 def _with_source(problem: Problem, origins: dict[Path, str]) -> Problem:
-    """Add file and line of the value or its section."""
+    """Add to the problem the file and line of its value or section."""
     path: Path = tuple(problem.path.split("."))
     while path and path not in origins:
         path = path[:-1]

@@ -127,7 +127,7 @@ class _Scan:
     rows: int = 0
     columns: dict[str, None] = field(default_factory=dict)
     without: dict[str, list[str]] = field(default_factory=dict)
-    """Column name -> places (line or row) where it is missing."""
+    """Column name -> rows that lack it, as texts for messages."""
     unfit: dict[str, tuple[str, str]] = field(default_factory=dict)
     """Setting -> place of the first unusable value, and what is wrong."""
     mistakes: list[str] = field(default_factory=list)

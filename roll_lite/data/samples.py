@@ -91,7 +91,7 @@ class TokenRow(NamedTuple):
     """Tokens, mask and log-probs of a sample: a row of a token block (workers/token_blocks.py)."""
 
     block: Any
-    """Reference to the block in Ray's object store or, within one process, the block itself."""
+    """Reference to the token block in Ray's object store or, within one process, the block itself."""
     row: int
     length: int
 
@@ -182,7 +182,7 @@ class Author(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Consecutive tokens of one author. The tokens themselves are in the token block."""
+    """Consecutive tokens of one author. The tokens themselves are in a token block (workers/token_blocks.py)."""
 
     author: Author
     length: int

@@ -1,8 +1,7 @@
 """Data flow of a batch: the driver sees one number per row; token columns pass from worker to worker through Ray's object store.
 
-A worker stores its columns as one block. The driver sends shards, which say where each row's columns are stored; workers fetch them. The
-driver fetches a shard only to write batches for ranks that do not share the run's folder (pipeline/batch_files.py). A block lives as long
-as a Batch or a shard refers to it.
+A worker stores its columns as one block. The driver sends shards, which say where each row's columns are stored; workers fetch them. A
+block lives as long as a Batch or a shard refers to it.
 """
 
 from __future__ import annotations

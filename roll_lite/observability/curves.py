@@ -21,7 +21,7 @@ SMOOTHING_STEPS = 30
 """Curves with more points show a running mean over a tenth of them, with single points behind it."""
 
 FEW_POINTS = 4
-"""Shorter curves are drawn with dots: a line through one point is invisible."""
+"""Curves with fewer points are drawn with dots: a line through one point is invisible."""
 
 Records = Mapping[int, Mapping[str, float]]
 """Metrics by step; step 0 is before training."""

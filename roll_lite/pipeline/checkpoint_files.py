@@ -45,7 +45,7 @@ def finished_checkpoints(run_folder: Path) -> list[Path]:
 
 
 def is_finished(checkpoint: Path) -> bool:
-    """True if complete; a checkpoint of a version that wrote no list counts as complete."""
+    """True if the checkpoint is complete; one of an early version, without files.json, counts as complete."""
     if not (checkpoint / STATE_FILE).is_file():
         return False
     return (checkpoint / LIST_FILE).is_file() or not _should_have_list(checkpoint)

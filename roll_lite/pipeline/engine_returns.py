@@ -24,15 +24,15 @@ BUDGET_SECONDS = 3600.0
 
 @dataclass
 class _Start:
-    """A starting successor. `started`: the call that starts its engine."""
+    """A starting replacement of a lost engine. `started`: the call that starts it."""
 
     started: ray.ObjectRef
     is_ready: bool = False
 
 
 class EngineReturns:
-    """Replaces lost engines. A successor is `ready` once started. From `take` to `hand_over`, while it gets the weights, it is a newcomer.
-    With `offload: true` engines start only while the driver waits for rollouts, when they have the devices."""
+    """Replaces lost engines. A replacement is `ready` once started. From `take` to `hand_over`, while it gets the weights, it is a
+    newcomer. With `offload: true` engines start only while the driver waits for rollouts, when they have the devices."""
 
     def __init__(self, engines: Engines, rollouts: Cluster[RolloutWorker], restarts: int, journal: Journal) -> None:
         """`restarts`: maximum number of restarts of each engine within BUDGET_SECONDS."""

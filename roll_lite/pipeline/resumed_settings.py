@@ -70,7 +70,7 @@ class Change:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], below: str = "") -> Iterator[Change]:
-    """Yield the settings that differ. A section that only one of them has is one change."""
+    """Yield the settings that differ. A section in only one of the configurations is one change."""
     for name in {**before, **now}:
         path = f"{below}{name}"
         was, is_now = before.get(name, ABSENT), now.get(name, ABSENT)

@@ -67,7 +67,8 @@ class WeightSync:
         return self._version
 
     def push(self, version: int) -> Pushed | None:
-        """Send weights to every living engine or, if the others have this version, to newcomers alone; None if all have it."""
+        """Send weights to every living engine or, if the others have this version, only to replacements of lost engines; None if all have
+        it."""
         if version != self._version:
             pushed = self._send(version, lambda: self._returns.living((EngineMemory.KV_CACHE,)))
             self._rollouts.one(RolloutWorker.set_version, version)
@@ -106,7 +107,7 @@ class WeightSync:
         return self._model if version != self._version or self._returns.newcomers else None
 
     def _update(self, version: int, receivers: list[int]) -> Pushed | None:
-        """Run an update. None if an engine was lost: the others may have old weights, new ones, or both."""
+        """Update the weights of the engines `receivers`. None if an engine was lost: the others may have old weights, new ones, or both."""
         if self._plan is not None and (list(self._plan.engines) != receivers or self._returns.newcomers):
             self._plan = None
         plan = self._plan = self._plan or self._connect(receivers)

@@ -117,7 +117,7 @@ class EngineParts:
         raise AssertionError("until_death returned")
 
     async def shutdown(self) -> None:
-        """Let the parts clean up, then kill them."""
+        """Let the engine's parts on other nodes clean up, then kill them."""
         asked = [asyncio.ensure_future(actor.shutdown.remote()) for actor in self._actors]
         try:
             if asked:

@@ -236,7 +236,7 @@ class GroupFilterConfig(Section):
     below: float | None = None
     """Train only groups whose measure is below this. null: 1 for accuracy, no bound for mean and std."""
     tries: PositiveInt = 10
-    """Maximum prompts generated for each place in the batch, on average over a domain's places."""
+    """Maximum prompts generated for each group of the batch, on average over a domain's groups."""
     when_short: Literal["fail", "continue"] = "fail"
     """Action when `tries` is reached. fail: end the run. continue: train on the groups that passed."""
 

@@ -6,7 +6,7 @@ bucket is sent as one byte buffer. Both sides compute its layout from the same l
 sender fills one buffer per channel while another is in flight.
 
 The simplest transport is here too: memory, on the host or a GPU, that both sides can read. A segment is reused once every worker has loaded
-its bucket and dropped its tensors. An engine may keep some until a layer is complete."""
+its bucket and dropped its tensors."""
 
 from __future__ import annotations
 

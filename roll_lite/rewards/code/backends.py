@@ -1,7 +1,6 @@
 """Backends that run programs: sandboxes on this machine, or a SandboxFusion server.
 
 SandboxFusion (`POST .../run_code`) runs our `sandbox/guest.py`, sent in a zip file, which runs the job and writes the outcome to a file.
-Calls, asserts and languages thus mean the same as in our sandboxes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Receive and read LoRA adapters in an engine's worker, for weight updates that send only adapters.
 
-The engine keeps the base weights that it loaded at start-up, and adds the matrices A and B beside its layers. B arrives already multiplied
-by alpha / rank. Engines fuse projections (q, k, v into one layer). In a fused layer, projections without an adapter get zeros, because an
-engine may track adapters by layer."""
+The engine keeps the base weights that it loaded at start-up, and adds the matrices A and B beside its layers. Engines fuse projections (q,
+k, v into one layer). In a fused layer, projections without an adapter get zeros, because an engine may track adapters by layer."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Move weights, gradients and optimizer state out of device memory and back.
 
 Offloading empties the storages that Megatron's buffers share; loading refills them, and all views (parameters, main_grad, optimizer shards)
-are valid again. Host copies (pinned if there is a GPU) are reused until the state changes: a reference model is copied out once per run.
+are valid again. Host copies (pinned if there is a GPU) are reused until the state changes.
 
 Copies run on a separate stream. `load` only starts them; `require` makes the computation wait for the groups it names, so the optimizer
 state can arrive during the first micro-batches. On a CPU, copies are immediate."""
