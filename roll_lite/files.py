@@ -49,6 +49,13 @@ def flush(paths: Iterable[Path]) -> None:
             os.close(handle)
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file so that readers see the old text or the whole new one."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(path)
+
+
 def absolute_path(path: Path) -> Path:
     """Make a path absolute, from the current folder. A path in examples/ that does not exist there names the package's file."""
     path = path.expanduser()

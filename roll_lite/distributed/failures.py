@@ -26,9 +26,11 @@ class RankFailed(RuntimeError):
         self.cause = cause
         self.is_loss = is_loss
         """True if the rank died or hung, so that a new one may succeed; False if it raised an error, which would come again."""
+        self.where = ""
+        """" on ADDRESS" in a cluster of several nodes."""
 
     def __str__(self) -> str:
-        return f"{self.role} rank {self.rank} failed in {self.phase}: {self.cause}"
+        return f"{self.role} rank {self.rank}{self.where} failed in {self.phase}: {self.cause}"
 
 
 class MemberLost(Exception):

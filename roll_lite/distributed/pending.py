@@ -207,6 +207,7 @@ def _fail(group: RankGroup, rank: int, phase: str, error: BaseException, note: s
 
 
 def _end(group: RankGroup, failure: RankFailed) -> NoReturn:
+    failure.where = WATCH.where(failure.role, failure.rank)
     group.kill(str(failure))
     raise failure from None
 

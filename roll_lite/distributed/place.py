@@ -15,10 +15,12 @@ from roll_lite.distributed.liveness import is_stopped, status_of
 class Place(NamedTuple):
     node: str
     pid: int
+    address: str = ""
+    """Address of the node."""
 
     @staticmethod
     def here() -> Place:
-        return Place(ray.get_runtime_context().get_node_id(), os.getpid())
+        return Place(ray.get_runtime_context().get_node_id(), os.getpid(), ray.util.get_node_ip_address())
 
     @property
     def process(self) -> psutil.Process | None:

@@ -194,6 +194,17 @@ class LivenessWatch:
             for errand in list(self.errands.values()):
                 errand()
 
+    def places(self) -> dict[tuple[str, int], Place]:
+        """Known places, by name of the group and rank."""
+        found = ((group.name, rank, pulse.place) for group in self.groups for rank, pulse in enumerate(group.pulses))
+        return {(name, rank): place for name, rank, place in found if place is not None}
+
+    def where(self, name: str, rank: int) -> str:
+        """ " on ADDRESS" for a rank, by name of its group; empty if it is not known, or all are on one node."""
+        places = self.places()
+        place = places.get((name, rank))
+        return "" if place is None or len({one.node for one in places.values()}) < 2 else f" on {place.address}"
+
     def deaths(self) -> dict[ray.ObjectRef, tuple[RankGroup, int]]:
         """Ranks whose death ends their group, by references that become ready, with an error, when the rank dies."""
         together = [group for group in self.groups if not group.live_alone and group.name not in self.overlooked]

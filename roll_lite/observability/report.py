@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,6 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
+from roll_lite.files import write_whole
 from roll_lite.observability.health import Finding
 
 OVERALL = "overall"
@@ -81,9 +81,7 @@ def write_summary(
         "exit": exit_state,
     }
     path = folder / SUMMARY_FILE
-    draft = folder / f".{SUMMARY_FILE}.{os.getpid()}"
-    draft.write_text(json.dumps(_with_nulls(summary), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    draft.replace(path)
+    write_whole(path, json.dumps(_with_nulls(summary), indent=2, allow_nan=False) + "\n")
     return path
 
 

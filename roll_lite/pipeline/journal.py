@@ -21,8 +21,11 @@ from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import FinishReason
 from roll_lite.distributed.failures import RankFailed
+from roll_lite.distributed.place import Place
+from roll_lite.distributed.rank_group import WATCH
 from roll_lite.distributed.strategy.base import Moved
 from roll_lite.distributed.weight_sync.group import Pushed
+from roll_lite.files import write_whole
 from roll_lite.observability.console import RunConsole
 from roll_lite.observability.curves import CURVES_FILE, draw_curves
 from roll_lite.observability.health import RunHealth
@@ -42,6 +45,8 @@ from roll_lite.workers.model import Update
 UPDATES_FILE = "updates.jsonl"
 FAILURE_FILE = "failure.txt"
 """Whole texts of failures."""
+PROCESSES_FILE = "processes.json"
+"""Node and process id of each rank, engine host and service."""
 CREDIT_FOLDER = "credit"
 CREDIT_NUMBERS = ("group", "index", "prompt_uid", "epoch", "score", "reward", "train_weight", "policy_tokens")
 """Row columns in the credit files."""
@@ -78,6 +83,8 @@ class Journal:
         """Engines lost since the last batch."""
         self._told: dict[tuple[str, str], tuple[int, str]] = {}
         """(number of reports, first full text), by place and by text without its numbers."""
+        self._places: list[tuple[tuple[str, int], Place]] = []
+        """Content of PROCESSES_FILE."""
         self._picture = LivePicture(self._draw)
         self._current = 0
         self._shaped: DataProto | None = None
@@ -107,6 +114,7 @@ class Journal:
         except BaseException:
             self._tokens = tokens  # if the step is repeated, it counts once
             raise
+        self.processes()
         self._write_credit({})  # not written yet if nothing trains
         for label, seconds in self.timers.last.labelled().items():
             self._sums.add("time", seconds, label=label)
@@ -130,6 +138,14 @@ class Journal:
             for name, seconds in transfer.transport_seconds.items():
                 self._sums.add("sync/transport_megabytes_per_second", transfer.by_transport[name] / seconds, label=name)
 
+    def processes(self) -> None:
+        """Write which process of the run is where, if that has changed."""
+        places = sorted(WATCH.places().items())
+        if places != self._places:
+            self._places = places
+            table = [{"role": role, "rank": rank, "node": place.address, "pid": place.pid} for (role, rank), place in places]
+            write_whole(self.folder / PROCESSES_FILE, json.dumps(table, indent=1) + "\n")
+
     def knows_lost(self, engines: Iterable[int]) -> bool:
         return self._lost_engines.issuperset(engines)
 
@@ -139,7 +155,10 @@ class Journal:
             self._lost_engines.add(number)
             self._new_losses += 1
             left = engines - len(self._lost_engines)
-            self.console.message(f"actor_infer[{number}] is lost: {causes[number].splitlines()[0]}; {left} of {engines} engines are left")
+            where = WATCH.where("actor_infer", number)
+            self.console.message(
+                f"actor_infer[{number}]{where} is lost: {causes[number].splitlines()[0]}; {left} of {engines} engines are left"
+            )
 
     def engine_returned(self, number: int, seconds: float, version: int | None) -> None:
         """Report an engine whose successor serves. `seconds`: since its loss; `version`: of its weights; None: nothing trains."""
@@ -159,8 +178,8 @@ class Journal:
         place = f"step {since}" if since else "the start"
         again = f", and repeats {repeats} {since + 1} to {reached}" if reached > since else ""
         self.console.message(
-            f"{failure.role} rank {failure.rank} is lost in {failure.phase}: {cause}; {failure.role} starts again from {place}{again}"
-            f" (more in {self.folder / FAILURE_FILE})"
+            f"{failure.role} rank {failure.rank}{failure.where} is lost in {failure.phase}: {cause}; {failure.role} starts again from "
+            f"{place}{again} (more in {self.folder / FAILURE_FILE})"
         )
 
     def rank_returned(self, role: str, seconds: float, step: int) -> None:

@@ -189,7 +189,9 @@ class Recovery:
 def _final(failure: RankFailed, why: str) -> RankFailed:
     """The failure as the end of the run. `why`: reason that the rank gets no successor."""
     first, _, rest = failure.cause.partition("\n")
-    return RankFailed(failure.role, failure.rank, failure.phase, f"{first} ({why})\n{rest}".rstrip())
+    final = RankFailed(failure.role, failure.rank, failure.phase, f"{first} ({why})\n{rest}".rstrip())
+    final.where = failure.where
+    return final
 
 
 def _saved(state: dict[str, Any]) -> dict[str, Any]:

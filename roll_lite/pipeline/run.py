@@ -87,6 +87,7 @@ def _run(config: RunConfig, folder: Path, notes: Sequence[str]) -> int:
                 engine = f"; {config.actor_infer.strategy.name} takes up to a minute to start" if generates(config) else ""
                 journal.console.message(f"loading the model into {', '.join(roles(config))}{engine}")
                 pipeline = build(config, folder, session, journal)
+                journal.processes()
                 freeze_heap()
             with WATCH.expecting_answers(config.limits.silence), interruption.saving():
                 pipeline.run()

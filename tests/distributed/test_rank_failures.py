@@ -178,3 +178,13 @@ def test_children_of_a_killed_worker_die_with_it(ray_local: object) -> None:
     assert psutil.pid_exists(child)
     cluster.shutdown()
     assert_gone([child])
+
+
+def test_a_failure_names_the_node_where_there_are_several(ray_local: object) -> None:
+    cluster = start_cluster(ClusterSpec("actor_train", anywhere(2)), Collective)
+    cluster.all(Collective.process_id)
+    here = WATCH.places()["actor_train", 1]
+    assert WATCH.where("actor_train", 1) == WATCH.where("nobody", 0) == "" and here.address
+    cluster.group.pulses[0].place = here._replace(node="another node")
+    with pytest.raises(RankFailed, match=rf"actor_train rank 1 on {here.address} failed in fail_in_collective: its process"):
+        cluster.all(Collective.fail_in_collective, "kill")

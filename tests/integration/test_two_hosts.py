@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -62,6 +63,8 @@ def test_without_checkpoints_and_model_everything_is_in_the_drivers_folder(hosts
         assert files_below(folder / "batches" / f"step_{step:06d}") == {"rows_0000.parquet", "mini_batches.parquet", "step.json"}
     assert not [file for file in files_below(hosts.apart_there) if not file.endswith(".log")]
     assert not list(folder.glob(".probe*"))
+    where = {(entry["role"], entry["rank"]): entry["node"] for entry in json.loads((folder / "processes.json").read_text())}
+    assert where["actor_train", 0] == hosts.addresses[1] and where["rollouts", 0] == hosts.addresses[0]
 
 
 def test_ranks_on_both_hosts_write_whole_checkpoints_where_they_share_the_folder(hosts: TwoHosts) -> None:
