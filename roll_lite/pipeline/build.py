@@ -38,6 +38,7 @@ from roll_lite.pipeline.checkpoint import Checkpoints
 from roll_lite.pipeline.clusters import Engines, Model, Models, RewardModels, initialize
 from roll_lite.pipeline.engine_returns import EngineReturns
 from roll_lite.pipeline.journal import Journal
+from roll_lite.pipeline.node_facts import compare_nodes
 from roll_lite.pipeline.nodes import check_nodes
 from roll_lite.pipeline.rlvr import RLVRPipeline
 from roll_lite.pipeline.sources import LiveRollouts, ReplayedRollouts
@@ -61,6 +62,7 @@ QUIET = {"VLLM_NO_USAGE_STATS": "1", "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFF
 
 def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal) -> RLVRPipeline:
     start = Starter(config, folder, session)
+    compare_nodes(start.placement, folder, journal.console.message)
     if apart := check_nodes(config, folder, start.placement):
         journal.console.message(
             f"run_dir: {', '.join(apart)} do not share {folder}: logs of their workers stay there, the driver writes the batches"

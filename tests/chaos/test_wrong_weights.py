@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from engine_harness import Make, require
+from support_models import make_tiny_model
 
 from tests.integration.test_lost_engines import SETTINGS
 from tests.integration.test_runs import Run
@@ -26,6 +27,12 @@ SLOW, NIGHTLY = (pytest.mark.slow,), (pytest.mark.slow, pytest.mark.nightly)
 @pytest.mark.parametrize(
     ("make", "how", "verify", "engine", "says"),
     [
+        *(
+            pytest.param(make, how, verify, engine, says, marks=NIGHTLY)
+            for how in ("swapped", "unapplied")
+            for make, engine in (("vllm", 0), ("sglang", 1))
+            for verify, says in (("none", BY_LOG_PROBS), ("auto", BY_CHECKSUM))
+        ),
         pytest.param("vllm", "negated", "none", 1, BY_LOG_PROBS, marks=SLOW),
         pytest.param("sglang", "stale", "auto", 1, BY_CHECKSUM, marks=NIGHTLY),
         pytest.param("sglang", "negated", "none", 0, BY_LOG_PROBS, marks=NIGHTLY),
@@ -40,6 +47,11 @@ def test_wrong_weights_are_named_at_the_update_that_brought_them(
     path = os.pathsep.join([str(FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])])
     wrong = {"WRONG_HOW": how, "WRONG_FROM_UPDATE": str(UPDATE), "WRONG_ENGINE": str(engine), "PYTHONPATH": path}
     settings = [f"actor_infer.strategy={make}", f"weight_sync.verify={verify}", "steps=5", "checkpoint.every=1"]
+    if how == "swapped":
+        model = make_tiny_model(tmp_path / "model", "qwen3_moe", tied=False, num_experts=4, sharpness=2.0)
+        settings += [f"model.path={model}", "algorithm.entropy_coef=0.3"]
+    elif how == "unapplied":
+        settings += ["actor_train.lora={rank: 8, engines: adapter}", "actor_train.optimizer.lr=5e-3"]
     with Run(tmp_path, "tiny_grpo", *SETTINGS, *settings, environment=wrong) as run:
         code, output = run.finish(400)
     assert code == 1 and re.search(says.format(engine=engine), output), output

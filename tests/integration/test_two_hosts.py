@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -59,6 +60,8 @@ def test_without_checkpoints_and_model_everything_is_in_the_drivers_folder(hosts
     code, output, folder = run(hosts, hosts.apart / "runs", ON_THE_OTHER, "checkpoint.export_model=false")
     assert code == 0, output
     assert f"run_dir: {hosts.addresses[1]} do not share {folder}" in output
+    assert re.search(r"2 nodes, all with python 3\.\d+, torch .*:", output)
+    assert re.search(rf"{hosts.addresses[1]} +actor_train .*GiB .*GiB .* s", output), output
     for step in (1, 2):
         assert files_below(folder / "batches" / f"step_{step:06d}") == {"rows_0000.parquet", "mini_batches.parquet", "step.json"}
     assert not [file for file in files_below(hosts.apart_there) if not file.endswith(".log")]

@@ -4,14 +4,15 @@ trainer holds another weight after one."""
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 HOW, FROM, ENGINE = "WRONG_HOW", "WRONG_FROM_UPDATE", "WRONG_ENGINE"
-"""Variables: `negated` (a quarter of a tensor), `stale` (the update is skipped) or `replica` (one entry of a weight in the trainer's last
-rank); the first such update, from 0; the engine."""
+"""Variables: `negated` (a quarter of a tensor), `stale` (the update is skipped), `swapped` (two experts), `unapplied` (adapters that change
+nothing) or `replica` (one entry of a weight in the trainer's last rank); the first such update, from 0; the engine."""
 
 
 def _change(receiver: Any) -> None:
@@ -22,8 +23,8 @@ def _change(receiver: Any) -> None:
         def wrong(arrived: Iterable[Any]) -> None:
             if updates < int(os.environ[FROM]) or self._half.group.number != 1 + int(os.environ[ENGINE]):
                 into_model(arrived)
-            elif os.environ[HOW] == "negated":
-                into_model([(name, _quarter_negated(tensor) if name.endswith("o_proj.weight") else tensor) for name, tensor in arrived])
+            elif os.environ[HOW] != "stale":
+                into_model([_wrong(name, tensor) for name, tensor in arrived])
 
         load(self, routes, begin, wrong, *following)
 
@@ -47,6 +48,17 @@ def _damage(strategy: Any) -> None:
         return result
 
     strategy.train_step = train_and_damage
+
+
+def _wrong(name: str, tensor: Any) -> tuple[str, Any]:
+    how = os.environ[HOW]
+    if how == "negated" and name.endswith("o_proj.weight"):
+        return name, _quarter_negated(tensor)
+    if how == "swapped" and (expert := re.search(r"\.experts\.([01])\.", name)):
+        return name.replace(expert[0], f".experts.{1 - int(expert[1])}."), tensor
+    if how == "unapplied" and "lora_B" in name:
+        return name, tensor * 0
+    return name, tensor
 
 
 def _quarter_negated(tensor: Any) -> Any:

@@ -1,0 +1,167 @@
+"""Facts about the nodes of a run, compared and shown in one table before it starts: versions, clocks, memory, disk, open ports."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import psutil
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from roll_lite.distributed.placement import Placement
+from roll_lite.files import first_line
+
+PACKAGES = ("torch", "megatron-core", "ray", "transformers", "vllm", "sglang")
+ENGINES = ("vllm", "sglang")
+CONNECT_SECONDS = 5.0
+MOST_CLOCK_SECONDS = 5.0
+"""Difference between clocks above which the ledger's and the logs' times mislead."""
+LEAST_DISK_GIB = 1.0
+GIB = 1 << 30
+ANSWER_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    versions: Mapping[str, str]
+    """Versions of Python and of the installed packages."""
+    memory_gib: float
+    """Free memory."""
+    disk_gib: float
+    """Free space where the run's folder is, or would be."""
+    unreachable: Mapping[str, str]
+    """Nodes to which no connection could be made, with the reason, by address."""
+    clock_s: float = 0.0
+    """Seconds by which the clock is ahead of the driver's, less what measuring leaves open."""
+
+
+class Scout:
+    """Looks at its node. While it lives, it accepts connections on a port that the system chose, as training ranks do."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("", 0))
+
+    def listens_at(self) -> tuple[str, int]:
+        return ray.util.get_node_ip_address(), self._listener.getsockname()[1]
+
+    def time(self) -> float:
+        return time.time()
+
+    def look(self, run_folder: Path, others: Sequence[tuple[str, int]]) -> NodeFacts:
+        """`others`: addresses and ports of the other nodes' scouts."""
+        versions = {"python": ".".join(platform.python_version_tuple()[:2])}
+        for name in PACKAGES:
+            try:
+                versions[name] = version(name)
+            except PackageNotFoundError:
+                continue
+        disk = next(folder for folder in (run_folder, *run_folder.parents) if folder.is_dir())
+        with ThreadPoolExecutor(max_workers=32) as threads:
+            reasons = dict(zip((address for address, _ in others), threads.map(_why_unreachable, others), strict=True))
+        free = psutil.virtual_memory().available / GIB, shutil.disk_usage(disk).free / GIB
+        return NodeFacts(versions, *free, {address: reason for address, reason in reasons.items() if reason is not None})
+
+
+def _why_unreachable(place: tuple[str, int]) -> str | None:
+    try:
+        socket.create_connection(place, CONNECT_SECONDS).close()
+    except OSError as error:
+        return error.strerror or first_line(error)
+    return None
+
+
+def compare_nodes(placement: Placement, run_folder: Path, tell: Callable[[str], None]) -> None:
+    """Show the nodes of a run in a table. ValueError if versions differ, or nodes do not reach each other. Does nothing on one node."""
+    driver = ray.get_runtime_context().get_node_id()
+    on_node: dict[str, set[str]] = {driver: set()}
+    for role, numbers in placement.roles.items():
+        for number in numbers:
+            on_node.setdefault(placement.devices[number].node, set()).add(role)
+    if len(on_node) == 1:
+        return
+    facts = look_at(list(on_node), run_folder)
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    by_address = {addresses[node]: own for node, own in facts.items()}
+    roles = {addresses[node]: own for node, own in on_node.items()}
+    tell(table(by_address, roles))
+    for warning in warnings(by_address):
+        tell(warning)
+    if problems := list(differences(by_address, roles)):
+        raise ValueError("\n".join(problems))
+
+
+def look_at(nodes: Sequence[str], run_folder: Path) -> dict[str, NodeFacts]:
+    """Facts of each node, the driver's first."""
+    make = ray.remote(Scout)
+    strategies = (NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes)
+    scouts = [make.options(num_cpus=0, scheduling_strategy=strategy).remote() for strategy in strategies]
+    try:
+        places = ray.get([scout.listens_at.remote() for scout in scouts], timeout=ANSWER_SECONDS)
+        others = [[place for place in places if place is not own] for own in places]
+        found = ray.get([scout.look.remote(run_folder, rest) for scout, rest in zip(scouts, others, strict=True)], timeout=ANSWER_SECONDS)
+        clocks = [_clock_of(scout) for scout in scouts]
+    except RayError as error:
+        raise RuntimeError(f"the nodes of the run cannot be looked at: {first_line(error)}") from error
+    finally:
+        for scout in scouts:
+            ray.kill(scout)
+    return {node: NodeFacts(**{**vars(own), "clock_s": clock}) for node, own, clock in zip(nodes, found, clocks, strict=True)}
+
+
+def _clock_of(scout: ray.actor.ActorHandle) -> float:
+    asked = time.time()
+    there = ray.get(scout.time.remote(), timeout=ANSWER_SECONDS)
+    answered = time.time()
+    return min(0.0, there - asked) + max(0.0, there - answered)
+
+
+def differences(facts: Mapping[str, NodeFacts], roles: Mapping[str, set[str]]) -> Iterator[str]:
+    """Yield what keeps the run from starting. The first node is the driver's."""
+    here = next(iter(facts))
+    with_engines = [address for address in facts if "actor_infer" in roles[address]]
+    for name in ("python", *PACKAGES):
+        compared = with_engines if name in ENGINES else list(facts)
+        given = {address: facts[address].versions.get(name, "none") for address in compared}
+        if len(set(given.values())) > 1:
+            told = ", ".join(f"{version} on {address}" for address, version in given.items())
+            yield f"versions of {name} differ: {told}. Install the same on all nodes"
+    for address, own in facts.items():
+        for other, reason in own.unreachable.items():
+            side = "the driver's node" if address == here else "node"
+            yield (
+                f"{side} {address} cannot connect to {other}: {reason}. Training ranks and weight transfers use ports that the system "
+                f"chooses: let the nodes of the cluster reach each other on all ports above 1023"
+            )
+
+
+def warnings(facts: Mapping[str, NodeFacts]) -> Iterator[str]:
+    for address, own in facts.items():
+        if abs(own.clock_s) > MOST_CLOCK_SECONDS:
+            yield f"node {address}: its clock differs from the driver's by {own.clock_s:+.0f} s; times in logs and ledger will mislead"
+        if own.disk_gib < LEAST_DISK_GIB:
+            yield f"node {address}: {own.disk_gib:.1f} GiB are free where the run writes"
+
+
+def table(facts: Mapping[str, NodeFacts], roles: Mapping[str, set[str]]) -> str:
+    """Table with a line for each node. A version that all nodes have stands once, above it."""
+    installed = [name for name in ("python", *PACKAGES) if any(name in own.versions for own in facts.values())]
+    differing = [name for name in installed if len({own.versions.get(name) for own in facts.values()}) > 1]
+    common = next(iter(facts.values())).versions
+    lines = [("node", "roles", *differing, "memory free", "disk free", "clock")]
+    for address, own in facts.items():
+        versions = (own.versions.get(name, "none") for name in differing)
+        amounts = f"{own.memory_gib:.0f} GiB", f"{own.disk_gib:.0f} GiB", f"{own.clock_s:+.1f} s"
+        lines.append((address, ", ".join(sorted(roles[address])) or "driver", *versions, *amounts))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    same = ", ".join(f"{name} {common[name]}" for name in installed if name not in differing)
+    rows = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
+    return "\n".join([f"{len(facts)} nodes, all with {same}:", *rows])

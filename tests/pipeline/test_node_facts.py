@@ -1,0 +1,85 @@
+"""The table of a run's nodes, and what of it keeps a run from starting. tests/integration/test_two_hosts.py has real hosts."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from roll_lite.pipeline import node_facts as module
+from roll_lite.pipeline.node_facts import NodeFacts, Scout, compare_nodes, differences, look_at, table, warnings
+
+SAME = {"python": "3.11", "torch": "2.11.0", "ray": "2.50"}
+ROLES = {"a": {"actor_train"}, "b": {"actor_infer"}, "c": {"actor_infer"}}
+
+
+def facts(**changes: Any) -> NodeFacts:
+    return NodeFacts(**({"versions": SAME, "memory_gib": 12.3, "disk_gib": 100.0, "unreachable": {}} | changes))
+
+
+def test_equal_nodes_start_and_are_shown() -> None:
+    nodes = {"a": facts(), "b": facts(clock_s=0.25), "c": facts()}
+    assert not list(differences(nodes, ROLES)) and not list(warnings(nodes))
+    assert table(nodes, ROLES).splitlines() == [
+        "3 nodes, all with python 3.11, torch 2.11.0, ray 2.50:",
+        "node  roles        memory free  disk free  clock",
+        "a     actor_train  12 GiB       100 GiB    +0.0 s",
+        "b     actor_infer  12 GiB       100 GiB    +0.2 s",
+        "c     actor_infer  12 GiB       100 GiB    +0.0 s",
+    ]
+
+
+def test_another_version_is_named_by_node() -> None:
+    nodes = {"a": facts(), "b": facts(), "c": facts(versions=SAME | {"torch": "2.10.0"})}
+    (problem,) = differences(nodes, ROLES)
+    assert problem == "versions of torch differ: 2.11.0 on a, 2.11.0 on b, 2.10.0 on c. Install the same on all nodes"
+    assert table(nodes, ROLES).splitlines()[1].split() == ["node", "roles", "torch", "memory", "free", "disk", "free", "clock"]
+
+
+def test_an_engines_package_is_compared_where_engines_are() -> None:
+    with_vllm = facts(versions=SAME | {"vllm": "0.32"})
+    assert not list(differences({"a": facts(), "b": with_vllm, "c": with_vllm}, ROLES))
+    (problem,) = differences({"a": facts(), "b": with_vllm, "c": facts()}, ROLES)
+    assert problem.startswith("versions of vllm differ: 0.32 on b, none on c")
+
+
+def test_nodes_that_do_not_reach_each_other_are_refused() -> None:
+    nodes = {"a": facts(unreachable={"b": "timed out"}), "b": facts(unreachable={"c": "refused"}), "c": facts()}
+    first, second = differences(nodes, ROLES)
+    assert first.startswith("the driver's node a cannot connect to b: timed out.") and second.startswith(
+        "node b cannot connect to c: refused."
+    )
+
+
+def test_clocks_and_full_disks_are_told() -> None:
+    told = list(warnings({"a": facts(), "b": facts(clock_s=-3600.0), "c": facts(disk_gib=0.2)}))
+    assert told[0].startswith("node b: its clock differs from the driver's by -3600 s") and told[1].startswith("node c: 0.2 GiB are free")
+
+
+def test_a_scout_tells_versions_and_which_nodes_it_reaches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scout = Scout()
+    port = scout._listener.getsockname()[1]
+    closed = socket.create_server(("127.0.0.1", 0))
+    other = closed.getsockname()[1]
+    closed.close()
+    found = scout.look(tmp_path / "not" / "yet", [("127.0.0.1", port), ("localhost", other)])
+    assert found.versions["ray"] == ray.__version__ and found.versions["python"].startswith("3.")
+    assert list(found.unreachable) == ["localhost"] and "refused" in found.unreachable["localhost"]
+    assert found.memory_gib > 0 and found.disk_gib > 0
+
+
+def test_nodes_of_a_cluster_are_looked_at(ray_local: object, tmp_path: Path) -> None:
+    here = ray.get_runtime_context().get_node_id()
+    (found,) = look_at([here], tmp_path).values()
+    assert abs(found.clock_s) < 1 and "ray" in found.versions and not found.unreachable
+
+
+def test_a_run_on_one_node_looks_at_none(ray_local: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "look_at", None)
+    here = ray.get_runtime_context().get_node_id()
+    placement: Any = SimpleNamespace(roles={"actor_train": [0]}, devices=[SimpleNamespace(node=here)])
+    compare_nodes(placement, tmp_path, print)
