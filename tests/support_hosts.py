@@ -1,6 +1,6 @@
-"""Two hosts on this machine: network namespaces with a Ray node each.
+"""Hosts on this machine: network namespaces on a bridge, with a Ray node each.
 
-They see one folder differently, as hosts without a shared disk do.
+The first and the others see one folder differently, as hosts without a shared disk do.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -24,16 +25,17 @@ START_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
-class TwoHosts:
+class Hosts:
     """The driver runs on the first host, where paths are as outside."""
 
     names: Sequence[str]
     addresses: Sequence[str]
     shared: Path
-    """A folder that both hosts see."""
+    """A folder that all hosts see."""
     apart: Path
-    """A folder of the first host; on the second one its path leads to `apart_there`."""
+    """A folder of the first host; on the others its path leads to `apart_there`."""
     apart_there: Path
+    cpus: int
 
     @property
     def environment(self) -> dict[str, str]:
@@ -43,61 +45,88 @@ class TwoHosts:
         """A command line that runs this command on the first host."""
         return ["ip", "netns", "exec", self.names[0], *map(str, command)]
 
-
-@contextmanager
-def two_hosts(cpus: int = 2) -> Iterator[TwoHosts]:
-    """Everything that it started is gone afterwards: processes, namespaces, folders."""
-    _require_namespaces()
-    mark, folder = uuid.uuid4().hex[:6], Path(tempfile.mkdtemp(prefix="h-", dir="/tmp"))
-    third, fourth = int(mark[:2], 16), int(mark[2:4], 16)
-    hosts = TwoHosts(
-        names=[f"rl-{mark}-{number}" for number in (1, 2)],
-        addresses=[f"10.{third}.{fourth}.{number}" for number in (1, 2)],
-        **{name: folder / name for name in ("shared", "apart", "apart_there")},
-    )
-    for place in (hosts.shared, hosts.apart, hosts.apart_there):
-        place.mkdir()
-    with ExitStack() as left:
-        left.callback(shutil.rmtree, folder, ignore_errors=True)
-        for name in hosts.names:
-            _run("ip", "netns", "add", name)
-            left.callback(_run, "ip", "netns", "delete", name)
-            left.callback(_end_processes, name)
-        cable = [f"rl{mark}{end}" for end in "ab"]
-        _run("ip", "link", "add", cable[0], "netns", hosts.names[0], "type", "veth", "peer", "name", cable[1], "netns", hosts.names[1])
-        for name, end, address in zip(hosts.names, cable, hosts.addresses, strict=True):
-            inside = ("ip", "-netns", name)
-            _run(*inside, "address", "add", f"{address}/24", "dev", end)
-            _run(*inside, "link", "set", end, "up")
-            _run(*inside, "link", "set", "lo", "up")
-            _run(*inside, "route", "add", "default", "via", f"10.{third}.{fourth}.254")  # nobody: Ray looks for the address of this route
-        _start_ray(hosts, folder, cpus)
-        yield hosts
-
-
-def _start_ray(hosts: TwoHosts, folder: Path, cpus: int) -> None:
-    ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--num-cpus={cpus}", "--object-store-memory=100000000"]
-    head = ["--head", "--port=6379", f"--temp-dir={folder}/1", "--include-dashboard=false"]
-    other_disk = ["unshare", "--mount", "bash", "-c", 'mount --bind "$0" "$1" && shift && exec "$@"', hosts.apart_there, hosts.apart]
-    for number, (name, address, before, role) in enumerate(
-        zip(hosts.names, hosts.addresses, ([], other_disk), (head, [f"--address={hosts.addresses[0]}:6379"]), strict=True), start=1
-    ):
-        command = ["ip", "netns", "exec", name, *before, *ray, *role, f"--node-ip-address={address}"]
-        with (folder / f"ray-{number}.log").open("w") as log:
+    def start(self, number: int) -> None:
+        """Start Ray on a host, counted from 0, and wait until it has joined the cluster."""
+        ray = [
+            sys.executable,
+            "-m",
+            "ray.scripts.scripts",
+            "start",
+            "--block",
+            f"--num-cpus={self.cpus}",
+            "--object-store-memory=100000000",
+        ]
+        before: list[str | Path] = []
+        role = ["--head", "--port=6379", f"--temp-dir={self.shared.parent}/1", "--include-dashboard=false"]
+        if number:
+            bind = 'mount --bind "$0" "$1" && shift && exec "$@"'
+            before = ["unshare", "--mount", "bash", "-c", bind, self.apart_there, self.apart]
+            role = [f"--address={self.addresses[0]}:6379"]
+        command = ["ip", "netns", "exec", self.names[number], *before, *ray, *role, f"--node-ip-address={self.addresses[number]}"]
+        file = self.shared.parent / f"ray-{number}.log"
+        with file.open("w") as log:
             started = subprocess.Popen(
                 list(map(str, command)), stdout=log, stderr=subprocess.STDOUT, env=_ray_environment(), start_new_session=True
             )
-        _until_alive(hosts, number, started, folder / f"ray-{number}.log")
+        _until_alive(self, self.addresses[number], started, file)
+
+    def kill(self, number: int) -> None:
+        """Kill all processes of a host, as if it were switched off."""
+        _end_processes(self.names[number])
+
+    def set_link(self, number: int, state: Literal["up", "down"]) -> None:
+        """Connect a host to the network, or cut it off."""
+        _run("ip", "-netns", self.names[number], "link", "set", "eth0", state)
 
 
-def _until_alive(hosts: TwoHosts, nodes: int, started: subprocess.Popen[bytes], log: Path) -> None:
-    code = "import sys, ray; print(len(ray._raylet.GcsClient(address=sys.argv[1]).get_all_node_info()))"
+@contextmanager
+def hosts(count: int = 2, cpus: int = 2) -> Iterator[Hosts]:
+    """Everything that it started is gone afterwards: processes, namespaces, folders."""
+    _require_namespaces()
+    mark, folder = uuid.uuid4().hex[:6], Path(tempfile.mkdtemp(prefix="h-", dir="/tmp"))
+    network = f"10.{int(mark[:2], 16)}.{int(mark[2:4], 16)}"
+    numbers = range(1, count + 1)
+    found = Hosts(
+        names=[f"rl-{mark}-{number}" for number in numbers],
+        addresses=[f"{network}.{number}" for number in numbers],
+        **{name: folder / name for name in ("shared", "apart", "apart_there")},
+        cpus=cpus,
+    )
+    for place in (found.shared, found.apart, found.apart_there):
+        place.mkdir()
+    with ExitStack() as left:
+        left.callback(shutil.rmtree, folder, ignore_errors=True)
+        switch = f"rl-{mark}-0"
+        for name in (switch, *found.names):
+            _run("ip", "netns", "add", name)
+            left.callback(_run, "ip", "netns", "delete", name)
+            left.callback(_end_processes, name)
+        _run("ip", "-netns", switch, "link", "add", "bridge", "type", "bridge")
+        _run("ip", "-netns", switch, "link", "set", "bridge", "up")
+        for name, address in zip(found.names, found.addresses, strict=True):
+            port, inside = f"to-{address.rpartition('.')[2]}", ("ip", "-netns", name)
+            _run("ip", "link", "add", port, "netns", switch, "type", "veth", "peer", "name", "eth0", "netns", name)
+            _run("ip", "-netns", switch, "link", "set", port, "master", "bridge", "up")
+            _run(*inside, "address", "add", f"{address}/24", "dev", "eth0")
+            for device in ("eth0", "lo"):
+                _run(*inside, "link", "set", device, "up")
+            _run(*inside, "route", "add", "default", "via", f"{network}.254")  # nobody: Ray looks for the address of this route
+        for number in range(count):
+            found.start(number)
+        yield found
+
+
+def _until_alive(hosts: Hosts, address: str, started: subprocess.Popen[bytes], log: Path) -> None:
+    code = (
+        "import sys, ray; nodes = ray._raylet.GcsClient(address=sys.argv[1]).get_all_node_info().values(); "
+        "print([node.node_manager_address for node in nodes if node.state == 0])"
+    )
     deadline = time.monotonic() + START_SECONDS
     while True:
         assert started.poll() is None and time.monotonic() < deadline, log.read_text()
         asked = hosts.on_first([sys.executable, "-c", code, f"{hosts.addresses[0]}:6379"])
         answer = subprocess.run(asked, capture_output=True, text=True, env=_ray_environment(), timeout=60, check=False)
-        if answer.returncode == 0 and answer.stdout.strip() == str(nodes):
+        if answer.returncode == 0 and f"'{address}'" in answer.stdout:
             return
         time.sleep(0.5)
 

@@ -25,6 +25,8 @@ from roll_lite.config.placement import describe, nodes_of, ranges
 from roll_lite.config.schema.models import Devices
 from roll_lite.config.schema.placement import PlacementConfig
 
+NODE_SHARE = 0.001
+"""Share of the resource by which Ray names a node; any positive share binds a bundle to the node."""
 LARGEST_SLOT = 1.0
 SMALLEST_SLOT = 0.01
 CHOOSE_AGAIN_S = 10.0
@@ -162,7 +164,7 @@ class _Wanted:
 def _anywhere(wanted: _Wanted) -> tuple[PlacementGroup, list[str]]:
     """Reserve devices on any nodes; returns the placement group and the ids of all nodes in order."""
     size = 1.0 if wanted.kind == "GPU" else _cpu_slot(len(wanted.numbers))
-    group = _reserve(wanted, size, None, wanted.timeout_s)
+    group = _reserve(wanted, size, wanted.timeout_s)
     return group or _no_room(wanted, size), [node.id for node in _nodes(wanted.kind)]
 
 
@@ -172,8 +174,8 @@ def _on_nodes(wanted: _Wanted, layout: PlacementConfig) -> tuple[PlacementGroup,
     while True:
         nodes = _nodes_of_the_run(wanted, layout, counts)
         size = 1.0 if wanted.kind == "GPU" else _slot_of_nodes({nodes[node].id: count for node, count in counts.items()})
-        labels = [{NODE_ID_LABEL_KEY: nodes[number // layout.devices_per_node].id} for number in wanted.numbers]
-        if (group := _reserve(wanted, size, labels, min(CHOOSE_AGAIN_S, wanted.timeout_s))) is not None:
+        of_devices = [nodes[number // layout.devices_per_node] for number in wanted.numbers]
+        if (group := _reserve(wanted, size, min(CHOOSE_AGAIN_S, wanted.timeout_s), of_devices)) is not None:
             return group, [nodes[node].id for node in sorted(counts)]
         if time.monotonic() > wanted.deadline:
             _no_room(wanted, size)
@@ -217,8 +219,15 @@ def _words(kind: str) -> str:
     return "GPUs" if kind == "GPU" else "cores"
 
 
-def _reserve(wanted: _Wanted, size: float, labels: list[dict[str, str]] | None, timeout_s: float) -> PlacementGroup | None:
-    group = placement_group([{wanted.kind: size}] * len(wanted.numbers), strategy="PACK", bundle_label_selector=labels)
+def _reserve(wanted: _Wanted, size: float, timeout_s: float, nodes: Sequence[Node] = ()) -> PlacementGroup | None:
+    """Reserve a bundle for each device; None if that takes too long. `nodes`: of each device; empty: Ray chooses them."""
+    bundles = [{wanted.kind: size} for _ in wanted.numbers]
+    labels = [{NODE_ID_LABEL_KEY: node.id} for node in nodes] or None
+    if nodes and len({node.address for node in nodes}) == len({node.id for node in nodes}):
+        # A node that was lost and comes back has another id, but its old address.
+        bundles = [bundle | {f"node:{node.address}": NODE_SHARE} for bundle, node in zip(bundles, nodes, strict=True)]
+        labels = None
+    group = placement_group(bundles, strategy="PACK", bundle_label_selector=labels)
     if group.wait(timeout_s):
         return group
     remove_placement_group(group)

@@ -97,7 +97,8 @@ def _attached(address: str, config: RayConfig) -> Iterator[str]:
             ) from error
     session_guard.keep_exit_codes()
     try:
-        with WATCHDOG.over([process for process, command in _raylets() if context.address_info["raylet_socket_name"] in command]):
+        socket_name = f"--raylet_socket_name={context.address_info['raylet_socket_name']}"
+        with WATCHDOG.over([process for process, command in _raylets() if socket_name in command.split()]):
             yield context.address_info["address"]
     finally:
         # Ends the job: Ray removes its actors and placement groups, and nothing else.

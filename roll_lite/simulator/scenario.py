@@ -40,6 +40,9 @@ class Failures:
     """Planned deaths of engines: (second, engine number)."""
     mean_s: float | None = None
     """Mean seconds between random deaths of an engine, exponentially distributed; None: no random deaths."""
+    mean_node_s: float | None = None
+    """Mean seconds between random losses of a node with all its engines, exponentially distributed; None: no losses."""
+    engines_per_node: int = 1
     hangs: tuple[tuple[float, int], ...] = ()
     """Planned hangs of engines: (second, engine number)."""
     mean_hang_s: float | None = None
@@ -128,6 +131,8 @@ def scenario_of(config: RunConfig) -> Scenario:
         trainer=TrainerModel(trainer.overhead_s, 1 / (trainer.tokens_per_device_s * trained_on), trainer.sync_s, trainer.log_probs),
         failures=Failures(
             mean_s=DAY_S / engine.failures_per_day if engine.failures_per_day else None,
+            mean_node_s=DAY_S / engine.node_failures_per_day if engine.node_failures_per_day else None,
+            engines_per_node=engine.engines_per_node,
             mean_hang_s=DAY_S / engine.hangs_per_day if engine.hangs_per_day else None,
             hang_s=engine.hang_s,
             start_s=engine.start_s,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import math
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
@@ -158,7 +159,12 @@ class _Simulation:
         self.clock = asyncio.get_running_loop().time
         self.length = lengths(scenario.domains, scenario.seed)
         self.tasks: set[asyncio.Task[None]] = set()
+        self.node_of: dict[int, int] = {}
+        """Node of each engine."""
         first = [self.start_engine(number) for number in range(scenario.engines)]
+        if (mean_s := scenario.failures.mean_node_s) is not None:
+            for node in sorted(set(self.node_of.values())):
+                self.later(self.fail_node(node, mean_s))
         limits = scenario.limits.slots, rollout.max_tokens_per_engine
         self.router = Router(first, rollout.request_timeout_s, scenario.deterministic, *limits)
         self.service = RolloutService(
@@ -284,8 +290,10 @@ class _Simulation:
 
     # ------------------------------------------------------------ engines that come and go
 
-    def start_engine(self, number: int) -> SimulatedEngine:
+    def start_engine(self, number: int, node: int | None = None) -> SimulatedEngine:
+        """`node`: None for a first engine, whose number tells it."""
         scenario = self.scenario
+        self.node_of[number] = number // scenario.failures.engines_per_node if node is None else node
         engine = SimulatedEngine(number, scenario.rates, scenario.limits, self.length, self.outcome.spans if self.keep_spans else None)
         engine.update(self.version)
         self.engines[number] = engine
@@ -300,9 +308,9 @@ class _Simulation:
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
-    async def join(self, at: float) -> None:
+    async def join(self, at: float, node: int | None = None) -> None:
         await asyncio.sleep(at - self.clock())
-        self.router.add(self.start_engine(len(self.engines) + len(self.gone)))
+        self.router.add(self.start_engine(len(self.engines) + len(self.gone), node))
 
     async def leave(self, at: float, number: int) -> None:
         await asyncio.sleep(at - self.clock())
@@ -334,4 +342,11 @@ class _Simulation:
         self.gone.append(engine)
         self.outcome.deaths.append((self.clock(), number))
         if self.scenario.failures.start_s is not None:
-            await self.join(self.clock() + self.scenario.failures.start_s)
+            await self.join(self.clock() + self.scenario.failures.start_s, self.node_of[number])
+
+    async def fail_node(self, node: int, mean_s: float) -> None:
+        """Let all engines of a node die at once, at random times."""
+        for time in itertools.count():
+            await asyncio.sleep(-mean_s * math.log(uniform(self.scenario.seed, "node failure", node, time)))
+            for number in [number for number in self.engines if self.node_of[number] == node]:
+                self.later(self.fail(self.clock(), number, hangs=False))

@@ -82,7 +82,15 @@ def dumps(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.timeout(3000)
 def test_after_each_of_fifty_kills_during_saves_the_last_good_checkpoint_loads(tmp_path: Path, dumps: Path) -> None:
     draw = random.Random(5)
-    settings = [*RECORDED, "mode=train_only", f"replay.path={dumps}", "steps=200", "checkpoint.every=1", "checkpoint.keep=3"]
+    settings = [
+        *RECORDED,
+        "mode=train_only",
+        "algorithm.old_log_probs=rollout",
+        f"replay.path={dumps}",
+        "steps=200",
+        "checkpoint.every=1",
+        "checkpoint.keep=3",
+    ]
     newest, hit = 0, 0
     for number in range(SAVES):
         asynchronous = f"checkpoint.asynchronous={'true' if number % 2 else 'false'}"

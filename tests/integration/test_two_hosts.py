@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
-from support_hosts import TwoHosts, two_hosts
+from support_hosts import Hosts
+from support_hosts import hosts as start_hosts
 
 from roll_lite.pipeline.checkpoint_files import LIST_FILE, finished_checkpoints, read_list
 
@@ -27,12 +28,12 @@ ON_BOTH, ON_THE_OTHER = "actor_train.devices=[1, 2]", "actor_train.devices=[2]"
 
 
 @pytest.fixture(scope="module")
-def hosts() -> Iterator[TwoHosts]:
-    with two_hosts() as found:
+def hosts() -> Iterator[Hosts]:
+    with start_hosts() as found:
         yield found
 
 
-def run(hosts: TwoHosts, run_dir: Path, *settings: str) -> tuple[int, str, Path]:
+def run(hosts: Hosts, run_dir: Path, *settings: str) -> tuple[int, str, Path]:
     """Exit code, what it said, and the run's folder."""
     command = [sys.executable, "examples/start_rlvr_pipeline.py", "--config-name", "tiny_grpo", f"run_dir={run_dir}", *SETTINGS, *settings]
     done = subprocess.run(
@@ -46,7 +47,7 @@ def files_below(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("trainer", [ON_BOTH, pytest.param(ON_THE_OTHER, marks=pytest.mark.nightly)])
-def test_a_checkpoint_that_ranks_would_write_to_another_disk_is_refused_at_the_start(hosts: TwoHosts, trainer: str) -> None:
+def test_a_checkpoint_that_ranks_would_write_to_another_disk_is_refused_at_the_start(hosts: Hosts, trainer: str) -> None:
     code, output, folder = run(hosts, hosts.apart / "runs", trainer, "checkpoint.every=1")
     assert code == 1
     here, there = hosts.addresses
@@ -56,7 +57,7 @@ def test_a_checkpoint_that_ranks_would_write_to_another_disk_is_refused_at_the_s
     assert not files_below(hosts.apart_there), "no rank has started"
 
 
-def test_without_checkpoints_and_model_everything_is_in_the_drivers_folder(hosts: TwoHosts) -> None:
+def test_without_checkpoints_and_model_everything_is_in_the_drivers_folder(hosts: Hosts) -> None:
     code, output, folder = run(hosts, hosts.apart / "runs", ON_THE_OTHER, "checkpoint.export_model=false")
     assert code == 0, output
     assert f"run_dir: {hosts.addresses[1]} do not share {folder}" in output
@@ -70,7 +71,7 @@ def test_without_checkpoints_and_model_everything_is_in_the_drivers_folder(hosts
     assert where["actor_train", 0] == hosts.addresses[1] and where["rollouts", 0] == hosts.addresses[0]
 
 
-def test_ranks_on_both_hosts_write_whole_checkpoints_where_they_share_the_folder(hosts: TwoHosts) -> None:
+def test_ranks_on_both_hosts_write_whole_checkpoints_where_they_share_the_folder(hosts: Hosts) -> None:
     code, output, folder = run(hosts, hosts.shared / "runs", ON_BOTH, "checkpoint.every=2")
     assert code == 0, output
     (checkpoint,) = finished_checkpoints(folder)
@@ -84,7 +85,7 @@ def test_ranks_on_both_hosts_write_whole_checkpoints_where_they_share_the_folder
     assert f"checkpoint.resume: {hosts.apart / 'step_000002'} on node {hosts.addresses[1]}, where actor_train loads it" in output
 
 
-def test_other_weights_under_the_same_path_are_refused(hosts: TwoHosts) -> None:
+def test_other_weights_under_the_same_path_are_refused(hosts: Hosts) -> None:
     for place in (hosts.apart, hosts.apart_there):
         shutil.copytree(ROOT / "examples/models/tiny", place / "model")
     weights = hosts.apart_there / "model" / "model.safetensors"

@@ -95,6 +95,16 @@ def test_drawn_failures_come_about_as_often_as_they_should() -> None:
     assert len(outcome.hangs) == pytest.approx(expected / 2, rel=0.5)
 
 
+def test_a_lost_node_takes_all_its_engines_along() -> None:
+    failures = Failures(mean_node_s=300.0, engines_per_node=4, start_s=20.0)
+    outcome = simulate(replace(scenario(LONG_TAIL, engines=16, steps=20, prompts=16), failures=failures))
+    by_time: dict[float, int] = {}
+    for at, _ in outcome.deaths:
+        by_time[at] = by_time.get(at, 0) + 1
+    assert len(by_time) == pytest.approx(4 * outcome.steps[-1].end / 320, rel=0.5)
+    assert set(by_time.values()) <= {1, 2, 3, 4} and list(by_time.values()).count(4) > len(by_time) / 2
+
+
 def test_what_a_hanging_engine_has_waits_until_it_is_given_up() -> None:
     """Responses of 10 s on three engines. One hangs at 6 s and is given up at 13: what it had goes on from the 5 tokens that it has
     reported, until 18. The update that begins at 21 waits for the one that hangs at 20, until 27; it had nothing, so the next batch takes

@@ -26,6 +26,10 @@ class SimulatedEngineConfig(Section):
     """KV cache size in tokens; requests beyond it wait. null: unlimited."""
     failures_per_day: NonNegativeFloat = 0.0
     """Mean number of an engine's deaths per day."""
+    node_failures_per_day: NonNegativeFloat = 0.0
+    """Mean number of a node's losses per day. All its engines die with it."""
+    engines_per_node: PositiveInt = 1
+    """Engine replicas on a node, for node_failures_per_day."""
     hangs_per_day: NonNegativeFloat = 0.0
     """Mean number of an engine's hangs per day. A hung engine generates and answers nothing until it is given up."""
     hang_s: PositiveFloat = 7.0

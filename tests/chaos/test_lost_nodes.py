@@ -1,0 +1,106 @@
+"""Runs over three hosts of which one is switched off, or cut off, and comes back: the run waits or goes on, and nothing is lost."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support_hosts import Hosts
+from support_hosts import hosts as start_hosts
+
+from tests.integration.test_runs import ROOT
+
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
+
+SETTINGS = [
+    *("steps=100000", "rollout.prompts_per_step=6", "rollout.samples_per_prompt=4", "validation=null", "batches.write=never"),
+    *("placement={nodes: 3, devices_per_node: 1}", "checkpoint.every=5", "limits.silence=10"),
+]
+ENGINES_APART = ("actor_train.devices=[0]", "actor_infer.devices=[1, 2]")
+TRAINER_APART = ("actor_train.devices=[2]", "actor_infer.devices=[0, 1]")
+RETURNED = r"actor_infer\[1\] serves again"
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    with start_hosts(3) as found:
+        yield found
+
+
+class HostedRun:
+    """A run whose driver is on the first host."""
+
+    def __init__(self, hosts: Hosts, *settings: str) -> None:
+        self.run_dir = hosts.shared / "runs"
+        script = [sys.executable, "examples/start_rlvr_pipeline.py", "--config-name", "tiny_grpo", f"run_dir={self.run_dir}"]
+        self.said = hosts.shared.parent / "run.txt"
+        with self.said.open("w") as output:
+            self.process = subprocess.Popen(
+                hosts.on_first([*script, *SETTINGS, *settings]), cwd=ROOT, env=hosts.environment, stdout=output, stderr=subprocess.STDOUT
+            )
+
+    @property
+    def steps(self) -> int:
+        file = self.run_dir / "latest" / "metrics.jsonl"
+        return file.read_text().count("time/step") if file.exists() else 0
+
+    def until(self, holds: Any, seconds: float = 180.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not holds():
+            assert self.process.poll() is None and time.monotonic() < deadline, self.said.read_text()
+            time.sleep(0.2)
+
+    def trains(self, steps: int) -> None:
+        wanted = self.steps + steps
+        self.until(lambda: self.steps >= wanted)
+
+    def says(self, pattern: str) -> bool:
+        return re.search(pattern, self.said.read_text().replace("\n", " ")) is not None
+
+    def ends(self) -> Path:
+        """End it as Ctrl-C does, and check its ledger."""
+        subprocess.run(["kill", "-INT", str(self.process.pid)], check=True)
+        self.process.wait(120)
+        folder = (self.run_dir / "latest").resolve()
+        audit = subprocess.run([sys.executable, "examples/audit.py", folder], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert audit.returncode == 0 and "the ledger adds up" in audit.stdout, audit.stdout
+        return folder
+
+
+@pytest.mark.parametrize("how", ["switched off", "cut off"])
+@pytest.mark.usefixtures("signals_arrive")
+def test_a_lost_engine_node_costs_its_engine_until_it_is_back(hosts: Hosts, how: str) -> None:
+    run = HostedRun(hosts, *ENGINES_APART)
+    run.until(lambda: run.steps >= 2)
+    if how == "switched off":
+        hosts.kill(2)
+    else:
+        hosts.set_link(2, "down")
+    run.until(lambda: run.says(rf"actor_infer\[1\] on {hosts.addresses[2]} is lost"))
+    run.trains(3)
+    assert not run.says(RETURNED)
+    if how == "cut off":
+        hosts.set_link(2, "up")
+        hosts.kill(2)  # its raylet has been declared dead, and ends
+    hosts.start(2)
+    run.until(lambda: run.says(RETURNED))
+    run.trains(2)
+    run.ends()
+
+
+@pytest.mark.usefixtures("signals_arrive")
+def test_a_lost_trainers_node_is_waited_for(hosts: Hosts) -> None:
+    run = HostedRun(hosts, *TRAINER_APART)
+    run.until(lambda: run.steps >= 6)
+    hosts.kill(2)
+    run.until(lambda: run.says(rf"actor_train rank 0 on {hosts.addresses[2]} is lost"))
+    hosts.start(2)
+    run.until(lambda: run.says("actor_train is back at step"))
+    run.trains(2)
+    run.ends()

@@ -1,0 +1,95 @@
+"""A long run in which a process is killed every half a minute: it loses no sample, leaks nothing, and learns what a quiet run learns."""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.integration.test_runs import ROOT, Run, until_gone
+
+MINUTES = float(os.environ.get("ROLL_LITE_SOAK_MINUTES", "60"))
+LOOK_SECONDS = 5.0
+COMPARED = range(60, 101)
+"""Steps whose accuracy is compared with that of a quiet run."""
+SETTINGS = [
+    *("rollout.prompts_per_step=16", "checkpoint.every=20", "validation=null", "batches.write=never", "limits.silence=10"),
+    *(f"{role}.restarts=1000" for role in ("actor_train", "actor_infer", "rollout")),
+]
+GROWTH_MB = {"driver": 60.0, "gcs_server": 60.0, "raylet": 30.0}
+"""Growth in an hour that Ray's own tables explain."""
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(60 * (2 * MINUTES + 30))
+@pytest.mark.usefixtures("signals_arrive")
+def test_an_hour_of_kills(tmp_path: Path) -> None:
+    with Run(tmp_path / "quiet", "tiny_async", *SETTINGS, f"steps={COMPARED.stop}") as quiet:
+        code, output = quiet.finish(900)
+        assert code == 0, output
+    looks: list[dict[str, float]] = []
+    with Run(tmp_path / "chaos", "tiny_async", *SETTINGS, "steps=1000000", "chaos={every_s: 30, seed: 1}") as run:
+        run.wait_for_step(2)
+        end = time.monotonic() + 60 * MINUTES
+        while time.monotonic() < end:
+            assert run.process.poll() is None, run.finish()[1]
+            looks.append(look(run))
+            time.sleep(LOOK_SECONDS)
+        processes = run.tree()
+        run.process.send_signal(signal.SIGINT)
+        code, output = run.finish(120)
+    assert code == 130, output
+    assert until_gone(processes, 60) == []
+    kills = output.count("chaos: kill of")
+    assert kills >= MINUTES, output
+    steps = [line for line in run.metrics() if "time/step" in line]
+    assert [line["step"] for line in steps] == list(range(1, len(steps) + 1))
+    assert sum(line["rollout/failed"] for line in steps) == 0
+    audit = subprocess.run([sys.executable, "examples/audit.py", run.folder], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert audit.returncode == 0 and "the ledger adds up" in audit.stdout, audit.stdout
+    growth = grown(looks)
+    print(f"{MINUTES:g} minutes, {kills} kills, {len(steps)} steps; growth: {growth}")
+    for name, most in GROWTH_MB.items():
+        assert growth[name] < most, growth
+    assert growth["processes"] <= 2 and growth["files"] <= 20 and growth["shm_mb"] < 50, growth
+    ours, theirs = (statistics.fmean(line["reward/accuracy"] for line in one.metrics() if line["step"] in COMPARED) for one in (run, quiet))
+    assert ours == pytest.approx(theirs, abs=0.1)
+
+
+def look(run: Run) -> dict[str, float]:
+    """Memory in MB by name, and how many processes, open files and MB in shared memory there are."""
+    found: dict[str, float] = {"shm_mb": psutil.disk_usage("/dev/shm").used / 2**20}
+    family = run.tree()
+    found["processes"] = len(family)
+    found["driver"], found["files"] = family[0].memory_info().rss / 2**20, family[0].num_fds()
+    for process in family:
+        try:
+            name, megabytes = process.name(), process.memory_info().rss / 2**20
+        except psutil.Error:
+            continue
+        if name in GROWTH_MB:
+            found[name] = megabytes
+    return found
+
+
+def grown(looks: list[dict[str, float]]) -> dict[str, float]:
+    """Median of the last quarter less that of the second: the first warms up."""
+    quarter = len(looks) // 4
+
+    def median(part: list[dict[str, float]], name: str) -> float:
+        return statistics.median(one[name] for one in part if name in one)
+
+    return {name: median(looks[-quarter:], name) - median(looks[quarter : 2 * quarter], name) for name in looks[0]}
+
+
+def test_growth_is_that_of_the_medians() -> None:
+    looks: list[dict[str, Any]] = [{"driver": value} for value in (1, 2, 5, 5, 6, 6, 9, 9)]
+    assert grown(looks) == {"driver": 4.0}
