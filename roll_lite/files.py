@@ -1,4 +1,4 @@
-"""Reading of files. An unreadable file raises a ValueError that names it.
+"""Reading of files, and folders in object stores. An unreadable file raises a ValueError that names it.
 
 Only plain files are opened: reading a pipe or a device might never end."""
 
@@ -8,9 +8,11 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import stat
-from collections.abc import Iterable
-from contextlib import suppress
+import uuid
+from collections.abc import Container, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -75,6 +77,8 @@ def kind_of(path: Path) -> Literal["file", "folder", "other"] | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
+        if not is_local(path):
+            raise
         raise unreadable(path, error) from error
     return "folder" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else "other"
 
@@ -151,3 +155,87 @@ def elsewhere(path: Path) -> str:
 def first_line(error: BaseException) -> str:
     """First line of the message; the type if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+# ---------------------------------------------------------------- object stores
+
+
+class StoreUnreachable(RuntimeError):
+    pass
+
+
+def remote_folder(url: str) -> Path:
+    """Folder in a file system of fsspec, as an object with Path's methods. ValueError for an unknown protocol."""
+    from upath import UPath  # takes half a second
+
+    folder: Any = UPath(url, use_listings_cache=False)  # other processes write there as well
+    return folder
+
+
+def is_local(folder: Path) -> bool:
+    return isinstance(folder, Path)
+
+
+@contextmanager
+def reaching(folder: Path) -> Iterator[None]:
+    """Raise failures inside the block as StoreUnreachable if the folder is in a store, except ValueErrors."""
+    try:
+        yield
+    except (ValueError, StoreUnreachable):
+        raise
+    except Exception as error:  # of any library
+        if is_local(folder):
+            raise
+        remedy = "check URL, credentials and network"
+        if isinstance(error, ImportError):
+            remedy = "install that package on every node; for s3: pip install 'roll_lite[s3]'"
+        raise StoreUnreachable(f"{folder} cannot be used ({type(error).__name__}: {first_line(error)}): {remedy}") from error
+
+
+def try_store(url: str) -> str | None:
+    """Write a file to a store and remove it. Returns the failure; None if there was none."""
+    folder = remote_folder(url)
+    probe = folder / f".probe-{uuid.uuid4().hex}"
+    try:
+        with reaching(folder):
+            _make_folder(folder)
+            probe.write_bytes(b"probe")
+            probe.unlink()
+    except (ValueError, StoreUnreachable) as error:
+        return str(error)
+    return None
+
+
+def upload(source: Path, target: Any) -> None:
+    _make_folder(target.parent)
+    target.fs.put_file(str(source), target.path)
+
+
+def download(source: Any, target: Path) -> None:
+    """Download a file; it replaces another one only when it is complete."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f"{target.name}.{uuid.uuid4().hex}")
+    source.fs.get_file(source.path, str(part))
+    part.replace(target)
+
+
+def remove_tree(folder: Any) -> None:
+    if is_local(folder):
+        shutil.rmtree(folder)
+    elif is_folder(folder):
+        folder.fs.rm(folder.path, recursive=True)
+
+
+def keep_only(folder: Path, names: Container[str]) -> None:
+    """Remove all other folders in it."""
+    for other in folder.glob("*/"):
+        if other.name not in names:
+            shutil.rmtree(other, ignore_errors=True)
+
+
+def _make_folder(folder: Path) -> None:
+    """Make a folder where there are any: in an object store that would make a bucket, if its name is misspelt."""
+    from upath.implementations.cloud import CloudPath
+
+    if not isinstance(folder, CloudPath):
+        folder.mkdir(parents=True, exist_ok=True)

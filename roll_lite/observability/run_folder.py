@@ -18,7 +18,7 @@ import yaml
 
 from roll_lite.config.problems import Problem
 from roll_lite.config.schema.run import RunConfig
-from roll_lite.files import kind_of
+from roll_lite.files import kind_of, remote_folder, try_store
 
 CONFIG_FILE = "config.yaml"
 LOCK_FILE = ".lock"
@@ -56,10 +56,20 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
+def experiment_folder(config: RunConfig) -> Path:
+    """Folder of the experiment's runs; with checkpoint.store the one there, which holds only their checkpoints."""
+    store = config.checkpoint.store
+    return (config.run_dir if store is None else remote_folder(store)) / config.experiment
+
+
+def folder_of_checkpoints(config: RunConfig, run_folder: Path) -> Path:
+    return run_folder if config.checkpoint.store is None else experiment_folder(config) / run_folder.name
+
+
 def goes_on(config: RunConfig, run_folder: Path) -> bool:
     """True if the run continues in the folder of the checkpoint that it resumes from (`checkpoint.resume: auto`)."""
     source = config.checkpoint.source
-    return source is not None and source.parent.parent.resolve() == run_folder.resolve()
+    return source is not None and source.parent.parent.resolve() == folder_of_checkpoints(config, run_folder).resolve()
 
 
 def keep_config(folder: Path, text: str) -> None:
@@ -119,6 +129,12 @@ def check_run_dir(config: RunConfig) -> Iterator[Problem]:
         yield Problem("run_dir", f"{link} is not a link; it has to make room for the link to the newest run", str(config.run_dir))
 
 
+def check_store(config: RunConfig) -> Iterator[Problem]:
+    """Check that files can be written to checkpoint.store."""
+    if (url := config.checkpoint.store) is not None and (why := try_store(url)):
+        yield Problem("checkpoint.store", why, url)
+
+
 def checkpoint_setting(run_folder: Path, key: str) -> Any:
     """Value in a run's `checkpoint` section; None if unreadable."""
     try:
@@ -132,6 +148,6 @@ def resumed_from(run_folder: Path) -> Path | None:
     if (resume := checkpoint_setting(run_folder, "resume")) == "auto":
         return None
     try:
-        return Path(resume).resolve()
+        return remote_folder(resume) if "://" in resume else Path(resume).resolve()
     except (OSError, TypeError, ValueError, RuntimeError):  # no path, or circular links
         return None

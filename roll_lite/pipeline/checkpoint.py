@@ -1,4 +1,8 @@
-"""Checkpoints and the final model. A checkpoint is renamed when complete; checkpoint_files.py describes its files."""
+"""Checkpoints and the final model. A checkpoint is renamed when complete; checkpoint_files.py describes its files.
+
+With checkpoint.store it counts once it is in the store. Ranks write and read files on their own nodes, in the run's folder there, which
+nodes need not share; the newest checkpoint stays there for ranks that start again.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +19,8 @@ from typing import Any
 from roll_lite.config.device_phases import Phase
 from roll_lite.config.schema.models import RefreshConfig
 from roll_lite.config.schema.run import RunConfig
-from roll_lite.files import FileRecord, first_line, flush, record
-from roll_lite.observability.run_folder import goes_on
+from roll_lite.files import FileRecord, StoreUnreachable, download, first_line, flush, is_local, keep_only, reaching, record, upload
+from roll_lite.observability.run_folder import folder_of_checkpoints, goes_on
 from roll_lite.pipeline.checkpoint_files import (
     FOLDER,
     LIST_FILE,
@@ -24,11 +28,13 @@ from roll_lite.pipeline.checkpoint_files import (
     STATE_FILE,
     DamagedCheckpoint,
     check_sums,
+    discard,
     finished_checkpoints,
     follows_actor,
     read_list,
     read_state,
     resumption,
+    set_aside,
     steps_of,
     write_list,
 )
@@ -43,6 +49,8 @@ SEEN_WITHIN_S = 60.0
 """Time for other nodes' files to appear: a network file system may cache their absence that long."""
 FULL = 16 << 20
 """Free bytes below which a disk counts as full."""
+LAST_TRIES, BETWEEN_TRIES_S = 4, 15.0
+"""Uploads of the last checkpoint before the run fails, and the time between them."""
 INTERRUPTED_S = 3.0
 """Time, after an interruption, for ranks to report that they have written their part of a checkpoint."""
 
@@ -58,6 +66,11 @@ class Checkpoints:
     def __init__(self, config: RunConfig, run_folder: Path) -> None:
         self._config = config
         self._run_folder = run_folder
+        self._home = folder_of_checkpoints(config, run_folder)
+        """Folder whose checkpoints count: the run's, or its place in the store."""
+        self._in_store = not is_local(self._home)
+        self._waiting: list[Path] = []
+        """Checkpoints on the nodes that the store lacks, oldest first."""
         self._running: Unfinished | None = None
         self._newest: Path | None = None
         """Newest complete checkpoint that this run has written or loaded."""
@@ -68,7 +81,10 @@ class Checkpoints:
         checkpoint.asynchronous the folder exists only after `finish_if_written` or `finish`."""
         self.finish()
         whole = self._run_folder / FOLDER / f"step_{pipeline['steps_done']:06d}"
-        folder = whole.with_suffix(".partial")
+        folder = whole if self._in_store else whole.with_suffix(".partial")
+        if self._in_store:
+            self._waiting = [other for other in self._waiting if other != whole]
+            self._keep_on_nodes(models)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         with _removed_on_failure(folder):
@@ -123,7 +139,12 @@ class Checkpoints:
         self._running = None
         with _removed_on_failure(running.folder):
             self._complete(running)
-        self._remove_old()
+        if self._in_store:
+            self._waiting.append(running.folder)
+            self._upload(running.models)
+        else:
+            self._newest = running.folder.with_suffix("")
+            self._remove_old()
 
     def _complete(self, running: Unfinished) -> None:
         folder, whole = running.folder, running.folder.with_suffix("")
@@ -131,22 +152,72 @@ class Checkpoints:
         for role, model in running.models.items():
             of_ranks = model.ranks.all(ModelWorker.finish_checkpoint)
             records |= {f"{role}/{name}": one for found in of_ranks for name, one in found.items()}
-        for role in running.models:
+        for role in () if self._in_store else running.models:
             expect_files(folder, {name: one.bytes for name, one in records.items() if name.startswith(f"{role}/")}, role)
         write_list(folder, {**records, STATE_FILE: record(folder / STATE_FILE)})
         flush([folder / STATE_FILE, folder / LIST_FILE, *(path for path in folder.rglob("*") if path.is_dir()), folder])
-        shutil.rmtree(whole, ignore_errors=True)
-        folder.rename(whole)
+        if folder != whole:
+            shutil.rmtree(whole, ignore_errors=True)
+            folder.rename(whole)
         flush([whole.parent])
-        self._newest = whole
 
     def _remove_old(self) -> None:
-        """Remove all but the newest `keep` checkpoints and those of `keep_every`; folders are renamed first, since a half-removed one is
-        no checkpoint."""
+        for old in self._surplus(finished_checkpoints(self._home)):
+            discard(old)
+
+    def _surplus(self, checkpoints: Sequence[Path]) -> list[Path]:
+        """All but the newest `keep` checkpoints and those of `keep_every`."""
         settings = self._config.checkpoint
-        for old in finished_checkpoints(self._run_folder)[: -settings.keep]:
-            if not settings.keep_every or steps_of(old) % settings.keep_every:
-                shutil.rmtree(old.rename(old.with_name(f"{old.name}.removed")))
+        return [old for old in checkpoints[: -settings.keep] if not settings.keep_every or steps_of(old) % settings.keep_every]
+
+    def _upload(self, models: Mapping[str, Model[Any]]) -> None:
+        """Upload checkpoints that the store lacks. A failure is only told: the next save tries again."""
+        for folder in self._surplus(self._waiting):
+            self._waiting.remove(folder)
+        try:
+            while self._waiting:
+                self._upload_one(self._waiting[0], models)
+                del self._waiting[0]
+            with reaching(self._home):
+                self._remove_old()
+        except StoreUnreachable as error:
+            logger.warning("checkpoint.store: %s. %s", error, self._what_waits())
+
+    def _upload_one(self, folder: Path, models: Mapping[str, Model[Any]]) -> None:
+        target, wanted = self._home / FOLDER / folder.name, read_list(folder) or {}
+        with reaching(target):
+            discard(target)
+        for role, model in models.items():
+            own = [name for name in wanted if name.startswith(f"{role}/")]
+            for failure in filter(None, model.ranks.all(ModelWorker.upload_checkpoint, folder.resolve(), target, own)):
+                raise StoreUnreachable(failure)
+        with reaching(target):
+            upload(folder / STATE_FILE, target / STATE_FILE)
+            if wrong := [name for name, one in wanted.items() if _size(target / name) != one.bytes]:
+                raise StoreUnreachable(f"{target} lacks files that were uploaded, or has other sizes: {', '.join(wrong[:3])}")
+            upload(folder / LIST_FILE, target / LIST_FILE)
+        self._newest = target
+
+    def upload_last(self, models: Models) -> None:
+        """Upload what still waits, at the run's end. RuntimeError if that fails LAST_TRIES times."""
+        for number in range(LAST_TRIES):
+            if not self._waiting:
+                return
+            time.sleep(BETWEEN_TRIES_S * (number > 0))
+            self._upload(self.stateful(models))
+        if self._waiting:
+            raise RuntimeError(f"checkpoint.store: {self._home} lacks the last checkpoint. {self._what_waits()}")
+
+    def _what_waits(self) -> str:
+        waiting = ", ".join(folder.name for folder in self._waiting)
+        return f"To be uploaded, in {self._run_folder / FOLDER} on the nodes of the ranks: {waiting or 'nothing'}"
+
+    def _keep_on_nodes(self, models: Models) -> None:
+        """Remove checkpoints from the nodes, except the newest and those that wait to be uploaded."""
+        names = [folder.name for folder in (*self._waiting, self._newest) if folder is not None]
+        for model in self.stateful(models).values():
+            model.ranks.all(ModelWorker.keep_checkpoints, (self._run_folder / FOLDER).resolve(), names)
+        keep_only(self._run_folder / FOLDER, names)
 
     def load(self, models: Models, source: BatchSource) -> dict[str, Any] | None:
         """Load `checkpoint.resume` after verifying all checksums. Returns the driver's state; None without `resume`. A run that goes on in
@@ -162,8 +233,8 @@ class Checkpoints:
                 if not self.goes_on:
                     raise
                 logger.warning("%s", error)
-                folder.rename(folder.with_name(f"{folder.name}.damaged"))
-                folder = resumption(self._run_folder.resolve()).checkpoint
+                set_aside(folder)
+                folder = resumption(self._home.resolve()).checkpoint
         self._load_models(models, folder)
         source.load_state_dict(state["rollouts"])
         self._newest = folder
@@ -180,27 +251,44 @@ class Checkpoints:
         if self._running is not None:
             shutil.rmtree(self._running.folder, ignore_errors=True)
             self._running = None
+        self._waiting.clear()
         if self._newest is None:
             return None
-        state = self._verified(self._newest, models)
+        state = self._verified(self._newest, models, self._on_nodes(self._newest))
         self._load_models(models, self._newest)
         return state
 
     def _load_models(self, models: Models, folder: Path) -> None:
         for role, model in self.stateful(models).items():
             with model.loaded(states(Phase.CHECKPOINT)):
-                model.ranks.all(ModelWorker.load_checkpoint, (folder / role).resolve())
+                model.ranks.all(ModelWorker.load_checkpoint, (self._on_nodes(folder) / role).resolve())
 
-    def _verified(self, folder: Path, models: Models) -> dict[str, Any]:
-        """State of a checkpoint whose files all have the checksums with which they were written; the ranks share the reading."""
-        state, wanted = read_state(folder), read_list(folder) or {}
+    def _on_nodes(self, checkpoint: Path) -> Path:
+        """Folder of a checkpoint's files on the nodes that load it; a copy if it is in a store."""
+        return checkpoint if is_local(checkpoint) else self._run_folder / FOLDER / checkpoint.name
+
+    def _verified(self, folder: Path, models: Models, copy: Path | None = None) -> dict[str, Any]:
+        """State of a checkpoint whose files all have the checksums with which they were written; the ranks share the reading. They download
+        what their nodes lack. `copy`: a folder here with the same state and list, instead of those in a store."""
+        described = copy or folder
+        with reaching(described):
+            state, wanted = read_state(described, sizes=described == folder), read_list(described) or {}
         saved = self.stateful(models)
-        if missing := [role for role in saved if not (folder / role).is_dir()]:
+        if missing := [role for role in saved if described == folder and not (folder / role).is_dir()]:
             raise ValueError(f"checkpoint.resume: {folder} holds nothing for {', '.join(missing)}; was it written without?")
         for role, model in saved.items():
-            own = sorted(name for name in wanted if name.startswith(f"{role}/"))
-            for records in model.ranks.all(ModelWorker.file_records, folder.resolve(), own) if own else ():
+            own = {name: wanted[name] for name in sorted(wanted) if name.startswith(f"{role}/")}
+            if not own:
+                continue
+            if is_local(folder):
+                found = model.ranks.all(ModelWorker.file_records, folder.resolve(), list(own))
+            else:
+                found = model.ranks.all(ModelWorker.download_checkpoint, folder, self._on_nodes(folder).resolve(), own)
+            for records in found:
                 check_sums(folder, wanted, records.items())
+        with reaching(folder):
+            for name in () if is_local(described) else (STATE_FILE, LIST_FILE):
+                download(folder / name, self._on_nodes(folder) / name)
         return state
 
     def export_model(self, models: Models) -> Path:

@@ -1,7 +1,7 @@
 """Files of checkpoints: choice of the one to resume from, integrity, and fit to the run.
 
 The folder `checkpoints/step_000020` holds a folder per trained role, `state.json`, and `files.json`, written last: all files with sizes and
-checksums.
+checksums. It is the same on a disk and in a store (checkpoint.store), where it is read through objects with Path's methods.
 """
 
 from __future__ import annotations
@@ -18,9 +18,21 @@ from roll_lite.config.checks.layout import model_folder
 from roll_lite.config.problems import Problem
 from roll_lite.config.schema.models import ReferenceRoleConfig
 from roll_lite.config.schema.run import RunConfig
-from roll_lite.files import FileRecord, elsewhere, is_folder, kind_of, listing, record
+from roll_lite.files import (
+    FileRecord,
+    StoreUnreachable,
+    elsewhere,
+    is_file,
+    is_folder,
+    is_local,
+    kind_of,
+    listing,
+    reaching,
+    record,
+    remove_tree,
+)
 from roll_lite.models.hf_config import check_same_model, read_hf_config
-from roll_lite.observability.run_folder import checkpoint_setting, resumed_from
+from roll_lite.observability.run_folder import checkpoint_setting, experiment_folder, resumed_from
 from roll_lite.pipeline.resumed_settings import described, refused
 
 FOLDER = "checkpoints"
@@ -46,15 +58,15 @@ def finished_checkpoints(run_folder: Path) -> list[Path]:
 
 def is_finished(checkpoint: Path) -> bool:
     """True if the checkpoint is complete; one of an early version, without files.json, counts as complete."""
-    if not (checkpoint / STATE_FILE).is_file():
+    if not is_file(checkpoint / STATE_FILE):
         return False
-    return (checkpoint / LIST_FILE).is_file() or not _should_have_list(checkpoint)
+    return is_file(checkpoint / LIST_FILE) or not _should_have_list(checkpoint)
 
 
 def resumption(folder: Path) -> Resumption:
     """Choose a checkpoint; ValueError if there is none. `folder`: a checkpoint, or a run, whose newest finished one is taken. For a resumed
     run without checkpoints, the one that it resumed from."""
-    if NAME.fullmatch(folder.name) or (folder / STATE_FILE).is_file():
+    if NAME.fullmatch(folder.name) or is_file(folder / STATE_FILE):
         if is_finished(folder):
             return Resumption(folder, _unlisted(folder))
         raise ValueError(f"{folder} is an unfinished checkpoint; {remedy(folder)}")
@@ -71,27 +83,32 @@ def resumption(folder: Path) -> Resumption:
         folder = earlier
     newer = [other.name for other in _numbered(folder) if steps_of(other) > steps_of(checkpoints[-1])]
     if newer:
-        notes.append(f"{', '.join(newer)} in {folder / FOLDER} was not finished; going on from {checkpoints[-1].name}")
+        notes.append(f"{', '.join(newer)} in {folder / FOLDER} was not finished, or is damaged; going on from {checkpoints[-1].name}")
     return Resumption(checkpoints[-1], notes + _unlisted(checkpoints[-1]))
 
 
 def settled(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """Replace `resume: auto` by a checkpoint, or none. Returns the configuration, and notes on the choice."""
+    """Replace `resume: auto` by a checkpoint, or none. Returns the configuration, and notes on the choice. May raise StoreUnreachable."""
     if config.checkpoint.resume != "auto":
         return config, []
-    runs = sorted(folder for folder in (config.run_dir / config.experiment).glob("*") if folder.is_dir())
+    experiment = experiment_folder(config)
     chosen, notes = None, list[str]()
-    for checkpoint in (checkpoint for run in reversed(runs) for checkpoint in reversed(finished_checkpoints(run))):
-        try:
-            read_state(checkpoint)
-        except (ValueError, OSError) as error:
-            notes.append(f"{str(error).split('; ')[0]}; an older one is looked for")
-            continue
-        chosen = checkpoint.resolve()
-        break
+    with reaching(experiment):
+        for checkpoint in (
+            checkpoint for run in sorted(experiment.glob("*"), reverse=True) for checkpoint in reversed(finished_checkpoints(run))
+        ):
+            try:
+                with reaching(checkpoint):
+                    read_state(checkpoint)
+            except (ValueError, OSError) as error:
+                notes.append(f"{str(error).split('; ')[0]}; an older one is looked for")
+                continue
+            chosen = checkpoint.resolve()
+            break
     if chosen is None:
-        notes.append(f"checkpoint.resume: auto: no checkpoint in {config.run_dir / config.experiment}, the run starts afresh")
-    return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": chosen})}), notes
+        notes.append(f"checkpoint.resume: auto: no checkpoint in {experiment}, the run starts afresh")
+    resume = chosen if chosen is None or is_local(chosen) else str(chosen)
+    return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": resume})}), notes
 
 
 def _no_checkpoints(folder: Path) -> str:
@@ -113,7 +130,7 @@ def remedy(checkpoint: Path) -> str:
 
 
 def _unlisted(checkpoint: Path) -> list[str]:
-    if (checkpoint / LIST_FILE).is_file():
+    if is_file(checkpoint / LIST_FILE):
         return []
     return [f"{checkpoint} has no {LIST_FILE}: it comes from an earlier version, and damage to its files cannot be noticed"]
 
@@ -135,6 +152,18 @@ def _should_have_list(checkpoint: Path) -> bool:
         return False
 
 
+def discard(checkpoint: Path) -> None:
+    """Remove a checkpoint. What makes it one goes first, since a half-removed one is none."""
+    for name in (STATE_FILE, LIST_FILE):
+        (checkpoint / name).unlink(missing_ok=True)
+    remove_tree(checkpoint)
+
+
+def set_aside(checkpoint: Path) -> None:
+    """Mark a checkpoint as damaged: it is not chosen again."""
+    (checkpoint / STATE_FILE).rename(checkpoint / f"{STATE_FILE}.damaged")
+
+
 # ---------------------------------------------------------------- integrity of the files
 
 
@@ -146,7 +175,7 @@ def write_list(checkpoint: Path, records: Mapping[str, FileRecord]) -> None:
 
 def read_list(checkpoint: Path) -> dict[str, FileRecord] | None:
     """Recorded files; None for a checkpoint of an early version, without a list."""
-    if not (checkpoint / LIST_FILE).is_file():
+    if not is_file(checkpoint / LIST_FILE):
         return None
     entries = _read_json(checkpoint, LIST_FILE)
     try:
@@ -158,11 +187,11 @@ def read_list(checkpoint: Path) -> dict[str, FileRecord] | None:
         raise damaged(checkpoint, LIST_FILE, f"is not a list of files: {error}") from None
 
 
-def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Content of state.json, after checking its checksum and all files' sizes."""
+def read_state(checkpoint: Path, sizes: bool = True) -> dict[str, Any]:
+    """Content of state.json, after checking its checksum and, unless `sizes` is False, all files' sizes."""
     wanted = read_list(checkpoint)
     if wanted is not None:
-        check_sizes(checkpoint, wanted)
+        check_sizes(checkpoint, wanted if sizes else {})
         check_sums(checkpoint, wanted, [(STATE_FILE, record(checkpoint / STATE_FILE))])
     state = _read_json(checkpoint, STATE_FILE)
     version = state.get("schema_version") if isinstance(state, dict) else None
@@ -216,30 +245,37 @@ def saved_roles(config: RunConfig) -> list[str]:
 
 
 def check_resumption(config: RunConfig) -> Iterator[Problem]:
-    config, _ = settled(config)
+    try:
+        config, _ = settled(config)
+    except StoreUnreachable:  # reported for checkpoint.store
+        return
     folder = config.checkpoint.source
     if folder is None:
         return
-    if (found := kind_of(folder)) != "folder":
-        what = f"no such folder: {folder}{elsewhere(folder)}" if found is None else f"{folder} is no folder; name a checkpoint's or a run's"
-        yield Problem("checkpoint.resume", what, str(folder))
-        return
     try:
-        checkpoint = resumption(folder).checkpoint
-        state = read_state(checkpoint)
-        absent = [name for name in ("pipeline", "rollouts") if not isinstance(state.get(name), dict)]
-        if absent:
-            raise ValueError(f"{checkpoint / 'state.json'} has no {' and no '.join(absent)}; {remedy(checkpoint)}")
-        if told := [str(change) for change in refused(_saved(state) or {}, config.model_dump(mode="json"), trains(config))]:
-            raise ValueError(f"{checkpoint} was written with other settings, which may not change on resume: {'; '.join(told)}")
-        with_state = [role for role in saved_roles(config) if role in roles(config)]
-        absent = [role for role in with_state if not is_folder(checkpoint / role) or not listing(checkpoint / role)]
-        if absent:
-            raise ValueError(f"{checkpoint} holds nothing for {', '.join(absent)}; {remedy(checkpoint)}")
-        for role in with_state:
-            _check_model(config, role, checkpoint / role)
-    except (ValueError, OSError) as error:
+        with reaching(folder):
+            _check_folder(config, folder)
+    except (ValueError, OSError, StoreUnreachable) as error:
         yield Problem("checkpoint.resume", str(error).removeprefix("checkpoint.resume: "), str(folder))
+
+
+def _check_folder(config: RunConfig, folder: Path) -> None:
+    if (found := kind_of(folder)) != "folder":
+        hint = elsewhere(folder) if is_local(folder) else ""
+        raise ValueError(f"no such folder: {folder}{hint}" if found is None else f"{folder} is no folder; name a checkpoint's or a run's")
+    checkpoint = resumption(folder).checkpoint
+    state = read_state(checkpoint)
+    absent = [name for name in ("pipeline", "rollouts") if not isinstance(state.get(name), dict)]
+    if absent:
+        raise ValueError(f"{checkpoint / 'state.json'} has no {' and no '.join(absent)}; {remedy(checkpoint)}")
+    if told := [str(change) for change in refused(_saved(state) or {}, config.model_dump(mode="json"), trains(config))]:
+        raise ValueError(f"{checkpoint} was written with other settings, which may not change on resume: {'; '.join(told)}")
+    with_state = [role for role in saved_roles(config) if role in roles(config)]
+    absent = [role for role in with_state if not is_folder(checkpoint / role) or not listing(checkpoint / role)]
+    if absent:
+        raise ValueError(f"{checkpoint} holds nothing for {', '.join(absent)}; {remedy(checkpoint)}")
+    for role in with_state:
+        _check_model(config, role, checkpoint / role)
 
 
 def _check_model(config: RunConfig, role: str, folder: Path) -> None:

@@ -31,7 +31,7 @@ from roll_lite.observability.curves import CURVES_FILE, draw_curves
 from roll_lite.observability.health import RunHealth
 from roll_lite.observability.metrics import NO_DOMAIN, MetricSums
 from roll_lite.observability.report import OVERALL, Accuracy, BeforeAfter, LivePicture, accuracy_change, held_out_change, write_summary
-from roll_lite.observability.run_folder import cut_after, goes_on
+from roll_lite.observability.run_folder import cut_after, folder_of_checkpoints, goes_on
 from roll_lite.observability.timers import StepTimers
 from roll_lite.observability.trackers import METRICS_FILE, HistoryTracker, TrackedRun, Trackers, build_trackers, for_trackers
 from roll_lite.pipeline.checkpoint_files import resumption, steps_of
@@ -67,6 +67,7 @@ SOLVED = {
 class Journal:
     def __init__(self, config: RunConfig, folder: Path) -> None:
         self.folder = folder
+        self.checkpoints = folder_of_checkpoints(config, folder)
         self.timers = StepTimers()
         self.history = HistoryTracker()
         self.ledger = Ledger(config, folder)
@@ -94,8 +95,11 @@ class Journal:
         """Start the trackers; ValueError for one that fails."""
         config, resume = self._config, self._config.checkpoint.source
         settings = for_trackers(config.model_dump(mode="json"), os.environ)
-        earlier = resumption(resume).checkpoint.parent.parent if resume is not None else None
-        repeats_from = steps_of(resume) + 1 if resume is not None and goes_on(config, self.folder) else None
+        earlier, repeats_from = None, None
+        if resume is not None and goes_on(config, self.folder):
+            earlier, repeats_from = self.folder, steps_of(resume) + 1
+        elif resume is not None:
+            earlier = resumption(resume).checkpoint.parent.parent
         built = build_trackers(config.trackers, TrackedRun(self.folder, config.experiment, settings, repeats_from), earlier)
         self._trackers = Trackers([*built, self.history], self.console.message)
         self._summarize("running")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import ray
@@ -16,7 +16,7 @@ from roll_lite.config.arithmetic import roles
 from roll_lite.config.checks.layout import model_folder
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.distributed.placement import Placement
-from roll_lite.files import first_line
+from roll_lite.files import first_line, is_local, try_store
 from roll_lite.pipeline.batch_files import batches_are_written
 from roll_lite.pipeline.checkpoint_files import follows_actor, resumption, saved_roles
 
@@ -55,6 +55,8 @@ class View:
     apart: str | None
     """Why the node's run folder is not the driver's; None if it is."""
     files: Mapping[Reader, Mapping[str, str]]
+    store: str | None = None
+    """Reason why it cannot use checkpoint.store."""
 
 
 def check_nodes(config: RunConfig, run_folder: Path, placement: Placement) -> list[str]:
@@ -66,10 +68,11 @@ def check_nodes(config: RunConfig, run_folder: Path, placement: Placement) -> li
     if not others:
         return []
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    views = looked_at(run_folder.resolve(), readers(config), driver, others, addresses)
+    views = looked_at(run_folder.resolve(), readers(config), driver, others, addresses, config.checkpoint.store)
     by_address = {addresses[node]: view for node, view in views.items()}
     placed = {role: {addresses[node] for node in found} for role, found in nodes.items()}
     problems = list(differences(by_address, placed, addresses[driver]))
+    problems += [f"checkpoint.store: on node {address} {view.store}" for address, view in sorted(by_address.items()) if view.store]
     writing = {role: placed[role] for role in saved_roles(config) if role in placed}
     apart = {address: view.apart for address, view in by_address.items() if view.apart and any(address in own for own in writing.values())}
     if apart and (lost := written_by_ranks(config)):
@@ -95,8 +98,8 @@ def readers(config: RunConfig) -> list[Reader]:
     lora = config.actor_train.lora
     if lora is not None and lora.path is not None:
         found["actor_train.lora.path", lora.path] = ["actor_train"]
-    if config.checkpoint.source is not None:
-        found[RESUME, resumption(config.checkpoint.source).checkpoint.resolve()] = saved_roles(config)
+    if (source := config.checkpoint.source) is not None and is_local(source):
+        found[RESUME, resumption(source).checkpoint.resolve()] = saved_roles(config)
     return [Reader(setting, folder, tuple(names)) for (setting, folder), names in found.items()]
 
 
@@ -105,7 +108,7 @@ def written_by_ranks(config: RunConfig) -> dict[str, str]:
     return {
         what: setting
         for what, setting, is_written in (
-            ("checkpoints", "checkpoint.every=0", config.checkpoint.every > 0),
+            ("checkpoints", "checkpoint.every=0", config.checkpoint.every > 0 and config.checkpoint.store is None),
             ("the exported model", "checkpoint.export_model=false", config.checkpoint.export_model),
             ("adapters at the start", "batches.write=never", config.actor_train.lora is not None and batches_are_written(config)),
             ("the new reference", "reference.refresh=null", follows_actor(config.reference)),
@@ -114,16 +117,20 @@ def written_by_ranks(config: RunConfig) -> dict[str, str]:
     }
 
 
-def looked_at(run_folder: Path, read: list[Reader], driver: str, others: set[str], addresses: Mapping[str, str]) -> dict[str, View]:
+def looked_at(
+    run_folder: Path, read: list[Reader], driver: str, others: set[str], addresses: Mapping[str, str], store: str | None
+) -> dict[str, View]:
     """View of each node, including the driver's. A node that shares the run's folder leaves a file beside the driver's."""
     probe = run_folder / f".probe-{uuid.uuid4().hex}"
     probe.touch()
     task = ray.remote(view_of)
     asked = {
-        node: task.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(probe, node, read)
+        node: task.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
+            probe, node, read, store
+        )
         for node in sorted(others)
     }
-    views = {driver: view_of(probe, driver, read)}
+    views = {driver: view_of(probe, driver, read, None)}
     try:
         for node, reference in asked.items():
             try:
@@ -131,15 +138,15 @@ def looked_at(run_folder: Path, read: list[Reader], driver: str, others: set[str
             except RayError as error:
                 raise RuntimeError(f"node {addresses[node]} cannot be looked at: {first_line(error)}") from error
             seen = view.apart or Path(f"{probe}-{node}").exists()
-            views[node] = view if seen else View("another folder has this path", view.files)
+            views[node] = view if seen else replace(view, apart="another folder has this path")
     finally:
         for file in run_folder.glob(f"{probe.name}*"):
             file.unlink()
     return views
 
 
-def view_of(probe: Path, node: str, read: list[Reader]) -> View:
-    return View(why_apart(probe, node), {reader: reader.files() for reader in read})
+def view_of(probe: Path, node: str, read: list[Reader], store: str | None) -> View:
+    return View(why_apart(probe, node), {reader: reader.files() for reader in read}, try_store(store) if store else None)
 
 
 def why_apart(probe: Path, node: str) -> str | None:

@@ -289,6 +289,7 @@ class RLVRPipeline:
             if self.checkpoints.newest_step < reached["steps_done"]:
                 self.checkpoints.save(self.models, self.recovery.source_state, reached)
                 self.checkpoints.finish()
+            self.checkpoints.upload_last(self.models)
         self.journal.console.message(f"SIGTERM: saved the state after step {self.checkpoints.newest_step}")
 
     @phase("checkpoint")
@@ -300,6 +301,7 @@ class RLVRPipeline:
         self.checkpoints.finish()
         if self.config.checkpoint.export_model:
             self.checkpoints.export_model(self.models)
+        self.checkpoints.upload_last(self.models)
 
     def resume(self) -> None:
         state = self.checkpoints.load(self.models, self.source)

@@ -23,7 +23,7 @@ from roll_lite.distributed.rank_group import WATCH
 from roll_lite.distributed.ray_session import ray_session
 from roll_lite.distributed.watchdog import WATCHDOG, Preempted
 from roll_lite.distributed.worker import freeze_heap
-from roll_lite.files import first_line
+from roll_lite.files import StoreUnreachable, first_line, is_local, reaching
 from roll_lite.observability.report import SUMMARY_FILE
 from roll_lite.observability.run_folder import create_run_folder, keep_config, locked, point_latest
 from roll_lite.pipeline.build import build
@@ -43,11 +43,19 @@ REMOTE_TRACEBACK = re.compile(r"\n\s*\n(?=\S*ray::)")
 
 def run(config: RunConfig) -> int:
     """Start, train, clean up; returns the exit code. The cause of a failure is on standard error and in summary.json."""
-    given, (config, notes) = config, settled(config)
+    given = config
+    try:
+        config, notes = settled(config)
+    except StoreUnreachable as error:
+        sys.stderr.write(f"checkpoint.store: {error}\n")
+        return FAILED
     checkpoint = config.checkpoint.source if given.checkpoint.resume == "auto" else None
     with ExitStack() as lock:
         try:
             folder = create_run_folder(config.run_dir, config.experiment) if checkpoint is None else checkpoint.parent.parent
+            if not is_local(folder):
+                folder = config.run_dir / config.experiment / folder.name
+                folder.mkdir(parents=True, exist_ok=True)
             lock.enter_context(locked(folder))
             if checkpoint is not None and is_over(folder, config.steps):
                 sys.stderr.write(f"{folder}: all {config.steps} steps are done; to go on, raise steps\n")
@@ -213,8 +221,8 @@ class RunEnd:
             self.code = code or FAILED
             sys.stderr.write(f"the end of the run could not be recorded in {self._journal.folder}: {error}\n")
         if code != COMPLETED:
-            with suppress(ValueError):  # no checkpoint
-                console.message(f"go on from its last checkpoint with checkpoint.resume={resumption(self._journal.folder).checkpoint}")
+            with suppress(ValueError, StoreUnreachable), reaching(self._journal.checkpoints):  # no checkpoint
+                console.message(f"go on from its last checkpoint with checkpoint.resume={resumption(self._journal.checkpoints).checkpoint}")
 
 
 def report_failure(error: Exception, folder: Path, what: str) -> None:

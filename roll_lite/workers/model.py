@@ -21,10 +21,11 @@ from roll_lite.data.proto import Column, DataProto
 from roll_lite.data.ragged import from_numpy
 from roll_lite.data.supervised import beside
 from roll_lite.distributed.dataflow import BatchShard, Block, put_block
+from roll_lite.distributed.place import Place
 from roll_lite.distributed.strategy.base import ModelSpec, Moved, RankLayout, StateGroup, TrainResult, TrainStrategy
 from roll_lite.distributed.strategy.build import build_model
 from roll_lite.distributed.worker import Worker, freeze_heap
-from roll_lite.files import FileRecord, record
+from roll_lite.files import FileRecord, StoreUnreachable, download, keep_only, reaching, record, upload
 from roll_lite.workers.objectives import ActorLoss, CriticLoss
 
 
@@ -125,6 +126,38 @@ class ModelWorker(Worker):
 
     def finish_checkpoint(self) -> dict[str, FileRecord]:
         return self._checkpoint.finish()
+
+    def upload_checkpoint(self, folder: Path, target: Path, names: Sequence[str]) -> str | None:
+        """Upload those of the files that are on this node, which its ranks share. Returns the failure; None if there was none."""
+        try:
+            with reaching(target):
+                for name in self._share_of_node([name for name in names if (folder / name).is_file()]):
+                    upload(folder / name, target / name)
+        except (ValueError, StoreUnreachable) as error:
+            return str(error)
+        return None
+
+    def download_checkpoint(self, source: Path, folder: Path, wanted: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
+        """Download the files that this node lacks, which its ranks share. Returns sizes and checksums of this rank's share."""
+        found = {}
+        for name in self._share_of_node(list(wanted)):
+            file = folder / name
+            if not file.is_file() or record(file) != wanted[name]:
+                with reaching(source):
+                    download(source / name, file)
+            found[name] = record(file)
+        return found
+
+    def keep_checkpoints(self, folder: Path, names: Sequence[str]) -> None:
+        """Remove all other checkpoints from the folder on this node."""
+        keep_only(folder, names)
+
+    def _share_of_node(self, items: Sequence[str]) -> Sequence[str]:
+        """Every n-th item for each of a node's n ranks. Collective; `items` is the same for all of them."""
+        nodes: list[str | None] = [None] * self.world_size
+        dist.all_gather_object(nodes, Place.here().node)
+        ranks = [rank for rank, node in enumerate(nodes) if node == nodes[self.rank]]
+        return items[ranks.index(self.rank) :: len(ranks)]
 
     def load_checkpoint(self, folder: Path) -> None:
         self.strategy.load_checkpoint(folder)

@@ -85,6 +85,23 @@ def test_ranks_on_both_hosts_write_whole_checkpoints_where_they_share_the_folder
     assert f"checkpoint.resume: {hosts.apart / 'step_000002'} on node {hosts.addresses[1]}, where actor_train loads it" in output
 
 
+def test_with_a_store_ranks_on_both_hosts_save_and_go_on_without_a_shared_folder(hosts: Hosts) -> None:
+    settings = [ON_BOTH, "checkpoint.every=1", "checkpoint.export_model=false", f"checkpoint.store=file://{hosts.shared}/store"]
+    code, output, folder = run(hosts, hosts.apart / "runs", *settings)
+    assert code == 0, output
+    home = hosts.shared / "store" / folder.parent.name / folder.name
+    whole = {f"actor_train/rank_0000{rank}.pt" for rank in (0, 1)}
+    for own in (hosts.apart, hosts.apart_there):
+        assert not whole <= files_below(own / "runs" / folder.parent.name / folder.name / "checkpoints" / "step_000002")
+        shutil.rmtree(own / "runs")
+    code, output, _ = run(hosts, hosts.apart / "runs", *settings, "steps=3", "checkpoint.resume=auto", "checkpoint.asynchronous=true")
+    assert code == 0 and "resumed after step 2 from file://" in output, output
+    assert [one.name for one in finished_checkpoints(home)] == ["step_000002", "step_000003"]
+    for checkpoint in finished_checkpoints(home):
+        listed = read_list(checkpoint)
+        assert listed is not None and set(listed) | {LIST_FILE} == files_below(checkpoint) and whole < set(listed)
+
+
 def test_other_weights_under_the_same_path_are_refused(hosts: Hosts) -> None:
     for place in (hosts.apart, hosts.apart_there):
         shutil.copytree(ROOT / "examples/models/tiny", place / "model")

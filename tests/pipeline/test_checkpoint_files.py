@@ -68,7 +68,7 @@ def test_an_unfinished_one_does_not_hide_the_one_before_it(tmp_path: Path, left_
     (tmp_path / "checkpoints" / "step_000006.partial").mkdir()
     choice = resumption(tmp_path)
     assert choice.checkpoint == good and finished_checkpoints(tmp_path) == [good]
-    assert choice.notes == [f"step_000004 in {tmp_path / 'checkpoints'} was not finished; going on from step_000002"]
+    assert choice.notes == [f"step_000004 in {tmp_path / 'checkpoints'} was not finished, or is damaged; going on from step_000002"]
     with pytest.raises(ValueError, match=rf"step_000004 is an unfinished checkpoint; the one before it .*checkpoint\.resume={good}"):
         resumption(unfinished)
 

@@ -315,7 +315,7 @@ def test_a_run_that_goes_on_in_its_folder_passes_a_damaged_one_over(config: RunC
     (folder / "actor_train" / "weights").write_bytes(b"other weights.."[: (folder / "actor_train" / "weights").stat().st_size])
     with nullcontext() if left else pytest.raises(ValueError, match="no run with finished checkpoints"):
         assert Checkpoints(resuming(config, folder), tmp_path).load(parts("actor_train"), SOURCE) == {"steps_done": 1}
-    assert (tmp_path / "checkpoints" / "step_000002.damaged").exists() and len(finished_checkpoints(tmp_path)) == left
+    assert (folder / "state.json.damaged").exists() and len(finished_checkpoints(tmp_path)) == left
 
 
 def test_no_resumption_where_none_was_asked_for(config: RunConfig, tmp_path: Path) -> None:

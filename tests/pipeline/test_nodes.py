@@ -60,6 +60,7 @@ def test_folders_are_compared_where_roles_read_them(monkeypatch: pytest.MonkeyPa
     [
         ([], ["the exported model"]),
         (["checkpoint.every=2"], ["checkpoints", "the exported model"]),
+        (["checkpoint.every=2", "checkpoint.store=file:///store"], ["the exported model"]),
         (["checkpoint.export_model=false"], []),
         (["checkpoint.export_model=false", "actor_train.lora={}"], ["adapters at the start"]),
         (["checkpoint.export_model=false", "reference={refresh: {every: 2}}"], ["the new reference"]),

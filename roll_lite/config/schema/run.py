@@ -23,6 +23,7 @@ from roll_lite.config.schema.models import (
 )
 from roll_lite.config.schema.placement import PlacementConfig
 from roll_lite.config.schema.simulation import SimulationConfig
+from roll_lite.files import remote_folder
 
 
 class RayConfig(Section):
@@ -49,6 +50,16 @@ class ValidationConfig(Section):
     """false: no validation; `validation: null` means the same."""
 
 
+def _url(text: str) -> str:
+    if "://" not in text:
+        raise ValueError("is no URL; write one such as s3://bucket/prefix")
+    remote_folder(text)
+    return text
+
+
+Url = Annotated[str, AfterValidator(_url)]
+
+
 class CheckpointConfig(Section):
     every: Annotated[int, Field(ge=0)] = 0
     """Steps between checkpoints; the last step writes one too. 0: write none."""
@@ -59,10 +70,13 @@ class CheckpointConfig(Section):
     asynchronous: bool = False
     """Write in background processes. Training waits only while a checkpoint is copied to host memory, which needs room for the copy, and,
     when the next one is due, until the last one is written."""
-    resume: Literal["auto"] | Annotated[UserPath, AfterValidator(Path.resolve)] | None = None
-    """Checkpoint to resume from: its folder, or a run's folder for its newest one. The resumed run writes to a new folder. auto: resume
-    from this experiment's newest undamaged checkpoint and continue in its run's folder, or start afresh if there is none; the same command
-    then starts and resumes a run. null: start afresh."""
+    store: Url | None = None
+    """Object store, or another file system of fsspec, for all checkpoints: a URL such as s3://bucket/prefix. Those of a run are then in
+    store/experiment/start time/checkpoints, and `resume: auto` looks there (docs/checkpoints.md). null: the run's folder."""
+    resume: Literal["auto"] | Url | Annotated[UserPath, AfterValidator(Path.resolve)] | None = None
+    """Checkpoint to resume from: its folder, or a run's folder for its newest one; also URLs. The resumed run writes to a new folder. auto:
+    resume from this experiment's newest undamaged checkpoint and continue in its run's folder, or start afresh if there is none; the same
+    command then starts and resumes a run. null: start afresh."""
     on_sigterm_s: PositiveFloat = 60.0
     """Time in seconds for ending a run after SIGTERM. The run finishes updates that have begun, saves the state after its last complete
     step, and ends with exit code 75; the same command with `resume: auto` continues it. Without checkpoints (`every: 0`) SIGTERM ends a run
@@ -73,7 +87,9 @@ class CheckpointConfig(Section):
     @property
     def source(self) -> Path | None:
         """Folder to resume from; None without one, and for `auto` until a checkpoint is chosen (pipeline/checkpoint_files.py)."""
-        return None if self.resume == "auto" else self.resume
+        if self.resume == "auto":
+            return None
+        return remote_folder(self.resume) if isinstance(self.resume, str) else self.resume
 
     @rule
     def _kept(self) -> Mistakes:

@@ -14,6 +14,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from roll_lite.distributed.strategy.base import CheckpointWrite, RankLayout
+from roll_lite.distributed.strategy.base import CheckpointWrite
 from roll_lite.files import FileRecord, flush, record
 
 ALIGNMENT = 64
@@ -112,17 +113,14 @@ class StagedWriter(FileSystemWriter):
 
 
 class RunningSave(CheckpointWrite):
-    """Running asynchronous save: one process per rank writes the copied tensors. Constructor and `finish` are collective."""
+    """Running asynchronous save: one process per rank writes the copied tensors. `files`: this rank's others; those not written yet are
+    the writer's. `finish` is collective."""
 
-    def __init__(self, folder: Path, layout: RankLayout, writer: StagedWriter) -> None:
+    def __init__(self, folder: Path, files: Sequence[Path], writer: StagedWriter) -> None:
         super().__init__(folder)
         self._writer = writer
-        dist.barrier()  # wait until all ranks have written the rest of the checkpoint
-        others = [path for path in folder.rglob("*") if path.is_file() and path.suffix != TENSORS_SUFFIX] if layout.rank == 0 else []
-        listed = [others]
-        dist.broadcast_object_list(listed, src=0)  # one rank lists the files, since nodes may see new files at different times
         later = [(file, memory.fileno()) for file, memory in writer.later]
-        job = SaveJob(writer.folder, writer.plan, writer.contents, later, listed[0][layout.rank :: layout.world_size])
+        job = SaveJob(writer.folder, writer.plan, writer.contents, later, [file for file in files if file.is_file()])
         self._written, self._errors = _memory("written"), _memory("errors")
         with ExitStack() as ours:
             file = _memory("job")

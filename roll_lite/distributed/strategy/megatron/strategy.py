@@ -271,7 +271,7 @@ class MegatronStrategy(TrainStrategy):
         if self._average is not None:
             write = staged.write_later if staged is not None else None
             files += self._write_hf(folder / AVERAGE_FOLDER, torch.float32, average=True, write=write)
-        return CheckpointWrite(folder, files) if staged is None else RunningSave(folder, self.layout, staged)
+        return CheckpointWrite(folder, files) if staged is None else RunningSave(folder, files, staged)
 
     def load_checkpoint(self, folder: Path) -> None:
         self._mover.require_to_write(StateGroup.WEIGHTS, StateGroup.OPTIMIZER)
