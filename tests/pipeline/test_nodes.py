@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from roll_lite.config.loading import load_config
-from roll_lite.pipeline.nodes import READ_WHOLE, Reader, View, differences, fingerprint, readers, why_apart, written_by_ranks
+from roll_lite.pipeline.nodes import READ_WHOLE, Reader, View, differences, fingerprint, readers, view_of, why_apart, written_by_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = Reader("model.path", Path("/models/m"), ("actor_train", "actor_infer"))
@@ -78,6 +78,12 @@ def test_a_folder_is_shared_where_both_see_the_others_file(tmp_path: Path) -> No
     assert why_apart(tmp_path / "run" / "probe", "b") is None and (tmp_path / "run" / "probe-b").is_file()
     assert why_apart(tmp_path / "run" / "other", "b") == "another folder has this path"
     assert why_apart(tmp_path / "none" / "probe", "b") == "it is not there"
+
+
+def test_every_node_tries_the_store(tmp_path: Path) -> None:
+    assert view_of(tmp_path / "probe", "b", [], f"file://{tmp_path}/store").store is None
+    (tmp_path / "file").touch()
+    assert f"{tmp_path}/file/store cannot be used" in str(view_of(tmp_path / "probe", "b", [], f"file://{tmp_path}/file/store").store)
 
 
 @pytest.mark.parametrize("size", [1000, READ_WHOLE + 4 * 4096])
