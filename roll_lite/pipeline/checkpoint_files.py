@@ -29,6 +29,7 @@ from roll_lite.files import (
     listing,
     reaching,
     record,
+    remote_folder,
     remove_tree,
 )
 from roll_lite.models.hf_config import check_same_model, read_hf_config
@@ -88,9 +89,13 @@ def resumption(folder: Path) -> Resumption:
 
 
 def settled(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """Replace `resume: auto` by a checkpoint, or none. Returns the configuration, and notes on the choice. May raise StoreUnreachable."""
-    if config.checkpoint.resume != "auto":
-        return config, []
+    """Replace `resume: auto` by a checkpoint, or none, and a run's folder by its place in the store. Returns the configuration, and notes
+    on the choice. May raise StoreUnreachable."""
+    given = config.checkpoint.resume
+    if given != "auto":
+        if isinstance(given, Path) and (store := checkpoint_setting(given, "store")):
+            given = str(remote_folder(store) / given.parent.name / given.name)
+        return _resuming(config, given), []
     experiment = experiment_folder(config)
     chosen, notes = None, list[str]()
     with reaching(experiment):
@@ -107,8 +112,11 @@ def settled(config: RunConfig) -> tuple[RunConfig, list[str]]:
             break
     if chosen is None:
         notes.append(f"checkpoint.resume: auto: no checkpoint in {experiment}, the run starts afresh")
-    resume = chosen if chosen is None or is_local(chosen) else str(chosen)
-    return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": resume})}), notes
+    return _resuming(config, chosen if chosen is None or is_local(chosen) else str(chosen)), notes
+
+
+def _resuming(config: RunConfig, resume: Path | str | None) -> RunConfig:
+    return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": resume})})
 
 
 def _no_checkpoints(folder: Path) -> str:

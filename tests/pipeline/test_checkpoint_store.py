@@ -266,6 +266,18 @@ def test_auto_never_takes_an_outage_for_an_empty_store(config: RunConfig, models
     assert problem.path == "checkpoint.resume" and "no answer" in problem.message
 
 
+def test_a_runs_folder_leads_to_its_place_in_the_store(config: RunConfig, models: Any, tmp_path: Path) -> None:
+    folder = run_folder(tmp_path)
+    (folder / "config.yaml").write_text(json.dumps(config.model_dump(mode="json")))
+    save(Checkpoints(config, folder), models, 1)
+    (folder.parent.parent / "latest").symlink_to(folder)
+    resumed = settled(of(tmp_path, "checkpoint.store=null", f"checkpoint.resume={tmp_path}/runs/latest"))[0]
+    assert str(resumed.checkpoint.source) == f"flaky://{tmp_path}/store/demo/{RUN}"
+    assert Checkpoints(resumed, run_folder(tmp_path, "next")).load(models, SOURCE) == {"steps_done": 1}
+    checkpoint = folder / "checkpoints/step_000001"
+    assert settled(of(tmp_path, f"checkpoint.resume={checkpoint}"))[0].checkpoint.source == checkpoint, "of this node, if it is named"
+
+
 def test_a_store_is_tried_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert try_store(f"file://{tmp_path}/new/store") is None and not list((tmp_path / "new/store").iterdir())
     (tmp_path / "file").touch()
