@@ -22,7 +22,7 @@ EXAMPLES = (Path(__file__).parent / "examples").resolve()
 CONFIGS = EXAMPLES / "configs"
 
 LARGEST = 1 << 30
-"""Maximum size, in bytes, of a file that is read as a whole."""
+"""Maximum size, in bytes, of a file read as a whole."""
 _SHOWN = 80
 
 
@@ -70,7 +70,7 @@ def absolute_path(path: Path) -> Path:
 
 
 def kind_of(path: Path) -> Literal["file", "folder", "other"] | None:
-    """Kind of a path; None if it does not exist. ValueError if that cannot be told: circular links, a name too long, a folder without
+    """Kind of a path; None if it does not exist. ValueError if it cannot be determined: circular links, a name too long, a folder without
     permission."""
     try:
         mode = path.stat().st_mode
@@ -165,7 +165,7 @@ class StoreUnreachable(RuntimeError):
 
 
 def remote_folder(url: str) -> Path:
-    """Folder in a file system of fsspec, as an object with Path's methods. ValueError for an unknown protocol."""
+    """Return a folder of an fsspec file system as an object with Path's methods. ValueError for an unknown protocol."""
     from upath import UPath  # takes half a second
 
     folder: Any = UPath(url, use_listings_cache=False)  # other processes write there as well
@@ -178,7 +178,7 @@ def is_local(folder: Path) -> bool:
 
 @contextmanager
 def reaching(folder: Path) -> Iterator[None]:
-    """Raise failures inside the block as StoreUnreachable if the folder is in a store, except ValueErrors."""
+    """Turn failures inside the block, except ValueErrors, into StoreUnreachable if the folder is in a store."""
     try:
         yield
     except (ValueError, StoreUnreachable):
@@ -227,14 +227,14 @@ def remove_tree(folder: Any) -> None:
 
 
 def keep_only(folder: Path, names: Container[str]) -> None:
-    """Remove all other folders in it."""
+    """Remove all folders in `folder` except `names`."""
     for other in folder.glob("*/"):
         if other.name not in names:
             shutil.rmtree(other, ignore_errors=True)
 
 
 def _make_folder(folder: Path) -> None:
-    """Make a folder where there are any: in an object store that would make a bucket, if its name is misspelt."""
+    """Make a folder, except in an object store: there it would create a bucket if its name is misspelt."""
     from upath.implementations.cloud import CloudPath
 
     if not isinstance(folder, CloudPath):

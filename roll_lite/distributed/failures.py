@@ -16,7 +16,7 @@ ANSI_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class RankFailed(RuntimeError):
-    """First failure of a cluster, whose ranks have all been ended: a rank raised, died or exceeded its time limit."""
+    """First failure of a cluster: a rank raised, died or exceeded its time limit. All ranks have been ended."""
 
     def __init__(self, role: str, rank: int, phase: str, cause: str, is_loss: bool = False) -> None:
         super().__init__(role, rank, phase, cause, is_loss)
@@ -27,14 +27,14 @@ class RankFailed(RuntimeError):
         self.is_loss = is_loss
         """True if the rank died or hung, so that a new one may succeed; False if it raised an error, which would come again."""
         self.where = ""
-        """" on ADDRESS" in a cluster of several nodes."""
+        """" on ADDRESS" in a cluster of several nodes, else empty."""
 
     def __str__(self) -> str:
         return f"{self.role} rank {self.rank}{self.where} failed in {self.phase}: {self.cause}"
 
 
 class MemberLost(Exception):
-    """Loss of a fleet's member (an engine, a reward worker), with its cause."""
+    """An engine, reward worker or other member of a Fleet is lost; holds the cause."""
 
     def __init__(self, cause: str) -> None:
         super().__init__(cause)
@@ -42,7 +42,7 @@ class MemberLost(Exception):
 
 
 class FleetDown(RuntimeError):
-    """A fleet has no member left, alive or to be restarted."""
+    """All members of a Fleet, such as all engines, are dead. `place`: number of the last one."""
 
     def __init__(self, fleet: str, place: int, cause: str) -> None:
         super().__init__(fleet, place, cause)
@@ -71,7 +71,7 @@ def is_death(error: BaseException) -> bool:
 
 
 def is_loss(error: BaseException) -> bool:
-    """True if the error means that an engine, whose group survives it, is lost: its process died, or it raised MemberLost."""
+    """True if the error means that an engine is lost, which other engines survive: its process died, or it raised MemberLost."""
     return is_death(error) or (isinstance(error, RayTaskError) and isinstance(error.cause, MemberLost))
 
 
@@ -88,7 +88,7 @@ def is_connection_error(error: BaseException) -> bool:
 
 
 def cause_of(error: BaseException, name: str = "") -> str:
-    """Cause in one line. `name`: used if the error does not say who failed."""
+    """Cause of an error in one line. `name`: who failed, if the error does not say so."""
     if isinstance(error, RayTaskError) and error.cause is not None:
         error = error.cause
     if isinstance(error, MemberLost):

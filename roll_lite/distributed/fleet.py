@@ -39,7 +39,7 @@ class Member(Protocol):
 
 
 class SlowStart(MemberLost):
-    """A start exceeded its time limit."""
+    """A Fleet's member did not start within its time limit."""
 
 
 @dataclass(frozen=True)

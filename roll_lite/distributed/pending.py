@@ -109,10 +109,9 @@ def first_done(pendings: Sequence[Pending[T]]) -> list[Pending[T]]:
 
 
 def nobody_is_left(group: RankGroup) -> NoReturn:
-    """Raise the failure of a group of independent ranks that are all dead.
+    """Raise the failure of a group of independent ranks (engines) that are all dead.
 
-    If a worker owns these ranks as a fleet and ends in time, its failure is raised instead, since it knows the cause best.
-    """
+    If the worker that supervises them ends in time, its failure is raised instead, since it knows the cause best."""
     deaths = WATCH.deaths()
     ready, _ = ray.wait(list(deaths), num_returns=1, timeout=BLAME_SECONDS, fetch_local=False) if deaths else ([], [])
     _report_deaths([deaths[ref] for ref in ready])
@@ -213,7 +212,8 @@ def _end(group: RankGroup, failure: RankFailed) -> NoReturn:
 
 
 def _fail_dead(group: RankGroup, rank: int, phase: str) -> NoReturn:
-    """Raise the failure of a dead rank. If it ended because its fleet had no member left, name the member whose loss caused that."""
+    """Raise the failure of a dead rank or, if it was a worker that ended because its last engine (or reward worker) was lost, that engine's
+    failure."""
     error = _death_of(group, rank)
     down = error.cause if isinstance(error, RayTaskError) else None
     if isinstance(down, FleetDown):

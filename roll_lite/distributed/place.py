@@ -44,7 +44,7 @@ class Place(NamedTuple):
 
 
 def stopped_at(places: Iterable[Place | None]) -> list[psutil.Process]:
-    """Stopped processes at these places on this node, children included."""
+    """Stopped (SIGSTOP) processes on this node: those at `places` (node and pid) and their children."""
     found = []
     for process in (process for place in places if place is not None and (process := place.process) is not None):
         try:

@@ -220,7 +220,7 @@ def _words(kind: str) -> str:
 
 
 def _reserve(wanted: _Wanted, size: float, timeout_s: float, nodes: Sequence[Node] = ()) -> PlacementGroup | None:
-    """Reserve a bundle for each device; None if that takes too long. `nodes`: of each device; empty: Ray chooses them."""
+    """Reserve a bundle for each device; None if that takes too long. `nodes`: node of each device; empty: Ray chooses."""
     bundles = [{wanted.kind: size} for _ in wanted.numbers]
     labels = [{NODE_ID_LABEL_KEY: node.id} for node in nodes] or None
     if nodes and len({node.address for node in nodes}) == len({node.id for node in nodes}):

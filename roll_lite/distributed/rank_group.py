@@ -17,10 +17,10 @@ from roll_lite.distributed.liveness import Silence
 from roll_lite.distributed.place import Place, kill_actors
 
 PULSE_SECONDS = 5.0
-"""Pause between an answer and the next question."""
+"""Seconds between a heartbeat's answer and the next question."""
 LISTEN_SECONDS = 1.0
 KILL_SECONDS = 30.0
-"""Time for killed processes to go."""
+"""Seconds to wait until killed processes are gone."""
 
 
 class Pulse:
@@ -35,7 +35,7 @@ class Pulse:
         self._silence = Silence()
 
     def listen(self) -> float:
-        """Seconds that the unanswered question has waited, without time in which this process did not listen."""
+        """Look for an answer; returns the seconds waited for it, without time in which this process did not listen."""
         if self._question is None:
             if time.monotonic() >= self._next:
                 self._question, self._silence = self._ask(), Silence()
@@ -53,11 +53,10 @@ class Pulse:
 
 
 class RankGroup:
-    """The ranks of one cluster, as Ray actors. The death of one ends all, unless they `live_alone` (engines). A call that never returns
-    watches each rank: it fails as soon as the process dies.
+    """The ranks of one cluster, as Ray actors. If one dies, all are ended, except with `live_alone`: then the others (engines) continue. A
+    call that never returns watches each rank: it fails as soon as the process dies.
 
-    `watch`: Ray options of that call, so that it does not block others; None: unwatched.
-    """
+    `watch`: Ray options of that call, so that it does not block others; None: unwatched."""
 
     def __init__(
         self,
@@ -74,9 +73,9 @@ class RankGroup:
         self.log_folder = log_folder
         self.timeout_s = timeout_s
         self.live_alone = live_alone
-        """True if ranks die alone: a fleet handles deaths, the group only records them."""
+        """True if the other ranks continue when one dies: a Fleet handles the death."""
         self.replaceable: set[int] = set()
-        """Ranks that get a successor if they are lost."""
+        """Ranks that are replaced if they are lost."""
         self._make = make
         self._lost: dict[int, str] = {}
         self.phases: list[str] = []
@@ -108,7 +107,7 @@ class RankGroup:
 
     @property
     def lost(self) -> Mapping[int, str]:
-        """Dead ranks and their causes, in a group that survives them (`live_alone`)."""
+        """Dead ranks and their causes, in a group whose other ranks continue (`live_alone`)."""
         open_ones = {ref: rank for ref, rank in self.deaths.items() if rank not in self._lost} if self.live_alone else {}
         ready, _ = ray.wait(list(open_ones), num_returns=len(open_ones), timeout=0, fetch_local=False) if open_ones else ([], [])
         for ref in ready:
@@ -122,7 +121,7 @@ class RankGroup:
         self._lost.setdefault(rank, failure_text(error, self.log_file(rank)))
 
     def restart(self, rank: int) -> Any:
-        """Start and return the successor of a lost rank, which counts as lost until `regain`."""
+        """Start and return a replacement of a lost rank, which counts as lost until `regain`."""
         assert self._make is not None and self._watch_options is not None and rank in self._lost
         kill_actors([self.actors[rank]], [self.pulses[rank].place])
         self.deaths = {ref: number for ref, number in self.deaths.items() if number != rank}
@@ -135,7 +134,7 @@ class RankGroup:
         return next(ref for ref, number in self.deaths.items() if number == rank)
 
     def regain(self, rank: int) -> None:
-        """Count a successor, which has started, as a living rank."""
+        """Count a lost rank as living again: its replacement has started."""
         assert self._watch_options is not None
         self.pulses[rank] = Pulse(self.actors[rank].place.options(**self._watch_options).remote)
         del self._lost[rank]
@@ -152,7 +151,7 @@ class RankGroup:
             kill_actors(self.actors, [pulse.place for pulse in self.pulses])
 
     def rebuild(self) -> None:
-        """Start all ranks anew, in their places. The old processes are gone by then, with the device memory that they held."""
+        """Replace all ranks by new processes on the same devices, once the old processes and their device memory are gone."""
         assert self._make is not None and not self.live_alone
         self.kill("it starts anew")
         if self.deaths:
@@ -168,7 +167,7 @@ class RankGroup:
 
 
 class LivenessWatch:
-    """Watch over the living groups of this process."""
+    """Watches the living groups of this process for dead and silent ranks."""
 
     def __init__(self) -> None:
         self.groups: weakref.WeakKeyDictionary[RankGroup, None] = weakref.WeakKeyDictionary()
@@ -181,7 +180,7 @@ class LivenessWatch:
         self._listened = self._ran = 0.0
 
     def forget_all(self) -> None:
-        """Drop all groups, since the Ray session ends with every actor."""
+        """Drop all groups: the Ray session ends, and every actor with it."""
         for group in self.groups:
             group.end = "the Ray session has ended"
         self.groups.clear()
@@ -195,12 +194,12 @@ class LivenessWatch:
                 errand()
 
     def places(self) -> dict[tuple[str, int], Place]:
-        """Known places, by name of the group and rank."""
+        """Node and pid of each known rank, by group name and rank."""
         found = ((group.name, rank, pulse.place) for group in self.groups for rank, pulse in enumerate(group.pulses))
         return {(name, rank): place for name, rank, place in found if place is not None}
 
     def where(self, name: str, rank: int) -> str:
-        """ " on ADDRESS" for a rank, by name of its group; empty if it is not known, or all are on one node."""
+        """Text " on ADDRESS" for a rank of the group `name`; empty if unknown, or if all ranks are on one node."""
         places = self.places()
         place = places.get((name, rank))
         return "" if place is None or len({one.node for one in places.values()}) < 2 else f" on {place.address}"

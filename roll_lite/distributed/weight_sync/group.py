@@ -247,7 +247,7 @@ class TransferGroup:
         return {other: Announcement(**json.loads(value)) for other, value in zip(others, said, strict=True)}
 
     def meet(self, route: Route, said: Announcement) -> dict[int, Announcement]:
-        """Announce a bucket and wait for the other side's announcement. Raises TransferError if it is at another bucket."""
+        """Announce a bucket and wait for the other side's announcement. TransferError if that is of another bucket."""
         step = self.step(route)
         self.tell(route, step, "here", said)
         heard = self.hear(route, step, "here")

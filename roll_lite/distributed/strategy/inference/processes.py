@@ -42,7 +42,7 @@ class EngineProcesses:
         return bool(self.all)
 
     def running(self) -> bool:
-        """True while all processes run. The engine itself may notice a lost process late."""
+        """True while all processes run."""
         return all(is_running(process) for process in self.all)
 
     def are_compiling(self) -> bool:

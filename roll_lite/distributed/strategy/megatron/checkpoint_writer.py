@@ -113,8 +113,8 @@ class StagedWriter(FileSystemWriter):
 
 
 class RunningSave(CheckpointWrite):
-    """Running asynchronous save: one process per rank writes the copied tensors. `files`: this rank's others; those not written yet are
-    the writer's. `finish` is collective."""
+    """Running asynchronous save: one process per rank writes the copied tensors. `files`: this rank's other files, written by the process
+    unless they exist. `finish` is collective."""
 
     def __init__(self, folder: Path, files: Sequence[Path], writer: StagedWriter) -> None:
         super().__init__(folder)

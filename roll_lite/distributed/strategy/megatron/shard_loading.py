@@ -61,7 +61,7 @@ class ShardReader:
 
     def _tensors(self, owned: Owned, wanted: dict[str, list[ShardedTensor]]) -> dict[str, list[torch.Tensor]]:
         """Allocate memory for the optimizer state of those entries of a weight that this rank owns, by name ("param", "exp_avg",
-        "exp_avg_sq"). Adds what to read into it to `wanted`, by stored name."""
+        "exp_avg_sq"). Adds the tensors to read into this memory to `wanted`, by stored name."""
         place = self._places[owned.weight]
         tensors: dict[str, list[torch.Tensor]] = defaultdict(list)
         for piece in place.build() if isinstance(place, ShardedTensorFactory) else [place]:
