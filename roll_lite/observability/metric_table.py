@@ -328,4 +328,4 @@ DERIVED: dict[str, Derived] = {
         _explained_variance,
     ),
 }
-"""Metrics computed from others; by domain if their inputs are."""
+"""Metrics computed from other metrics; by domain if these are."""

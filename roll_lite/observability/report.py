@@ -35,7 +35,7 @@ def accuracy_change(domains: Sequence[str], before: Mapping[str, float], after: 
 
 
 Measures = dict[str, BeforeAfter]
-"""Metrics by place: `overall`, a domain, or a reported part of a domain (`math/level:5`)."""
+"""Metrics of `overall`, a domain, or a reported part of a domain (`math/level:5`)."""
 
 
 def held_out_change(before: Mapping[str, float], after: Mapping[str, float]) -> Measures:

@@ -57,7 +57,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def experiment_folder(config: RunConfig) -> Path:
-    """Folder of the experiment's runs; with checkpoint.store the one there, which holds only their checkpoints."""
+    """Folder of the experiment's runs or, with checkpoint.store, of their checkpoints in the store."""
     store = config.checkpoint.store
     return (config.run_dir if store is None else remote_folder(store)) / config.experiment
 

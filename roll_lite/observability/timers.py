@@ -24,7 +24,7 @@ class StepTimes:
 
     total: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
-    """Outermost phases, in the order of their first start."""
+    """Seconds of the outermost phases, in the order of their first start."""
     inner: dict[str, float] = field(default_factory=dict)
 
     @property

@@ -36,7 +36,7 @@ class TrackedRun:
 
 
 class Tracker(ABC):
-    """Base class. A user's own tracker is called with a `TrackedRun` and the `args` of its YAML entry."""
+    """Base class of trackers. A user's tracker is called with a `TrackedRun` and the `args` of its YAML entry."""
 
     run_id: str | None = None
     """Service's id of this run, for continuing it later."""

@@ -133,7 +133,7 @@ class Checkpoints:
             raise
 
     def finish(self) -> None:
-        """Wait for the checkpoint in progress, and rename it."""
+        """Wait until the checkpoint in progress is written, and give it its final name."""
         if (running := self._running) is None:
             return
         self._running = None
@@ -171,7 +171,7 @@ class Checkpoints:
         return [old for old in checkpoints[: -settings.keep] if not settings.keep_every or steps_of(old) % settings.keep_every]
 
     def _upload(self, models: Mapping[str, Model[Any]]) -> None:
-        """Upload checkpoints that the store lacks. A failure is only told: the next save tries again."""
+        """Upload checkpoints that the store lacks. A failure is only reported: the next save tries again."""
         for folder in self._surplus(self._waiting):
             self._waiting.remove(folder)
         try:
@@ -199,7 +199,7 @@ class Checkpoints:
         self._newest = target
 
     def upload_last(self, models: Models) -> None:
-        """Upload what still waits, at the run's end. RuntimeError if that fails LAST_TRIES times."""
+        """Upload what the store still lacks, at the run's end. RuntimeError if that fails LAST_TRIES times."""
         for number in range(LAST_TRIES):
             if not self._waiting:
                 return

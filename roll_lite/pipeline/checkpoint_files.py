@@ -161,7 +161,7 @@ def _should_have_list(checkpoint: Path) -> bool:
 
 
 def discard(checkpoint: Path) -> None:
-    """Remove a checkpoint. What makes it one goes first, since a half-removed one is none."""
+    """Remove a checkpoint. state.json and files.json go first, so a half-removed one counts as no checkpoint."""
     for name in (STATE_FILE, LIST_FILE):
         (checkpoint / name).unlink(missing_ok=True)
     remove_tree(checkpoint)

@@ -27,7 +27,7 @@ class EarlyPasses:
     """Runs at most one pass per model at a time; results for samples outside the batch are dropped."""
 
     def __init__(self, models: Sequence[tuple[Model[Any], Sequence[str]]], prompts_per_step: int, journal: Journal) -> None:
-        """`models`: with the columns that each computes; empty: no early passes."""
+        """`models`: pairs (model, columns that it computes); empty: no early passes."""
         self._models = models
         self._least = least_early(prompts_per_step)
         self._journal = journal

@@ -143,7 +143,7 @@ class Journal:
                 self._sums.add("sync/transport_megabytes_per_second", transfer.by_transport[name] / seconds, label=name)
 
     def processes(self) -> None:
-        """Write which process of the run is where, if that has changed."""
+        """Write PROCESSES_FILE if a process has started or moved since the last call."""
         places = sorted(WATCH.places().items())
         if places != self._places:
             self._places = places
@@ -165,15 +165,15 @@ class Journal:
             )
 
     def engine_returned(self, number: int, seconds: float, version: int | None) -> None:
-        """Report an engine whose successor serves. `seconds`: since its loss; `version`: of its weights; None: nothing trains."""
+        """Report an engine whose replacement serves. `seconds`: since its loss; `version`: of its weights; None: nothing trains."""
         self._lost_engines.discard(number)
         self._sums.add("rollout/engines_returned", 1)
         weights = "" if version is None else f", with the weights of version {version}"
         self.console.message(f"actor_infer[{number}] serves again, {seconds:.0f} s after its loss{weights}")
 
     def rank_lost(self, failure: RankFailed, since: int, reached: int, repeats: str) -> None:
-        """Report a loss. `since`: step of the checkpoint to load, `reached`: of the last update, both as numbers of steps done. `repeats`:
-        what is repeated in between. Update lines of the step in progress are void."""
+        """Report a lost rank. `since`: step of the checkpoint to load; `reached`: step of the last update. `repeats`: name of what is
+        repeated between these steps. Update lines of the step in progress are void."""
         cause = failure.cause.splitlines()[0]
         with (self.folder / FAILURE_FILE).open("a", encoding="utf-8") as file:
             file.write(f"{failure}\n\n")
@@ -192,8 +192,8 @@ class Journal:
     def rollouts(
         self, rows: DataProto, stats: RolloutStats, version: int, replaced: Mapping[str, int], silences: Iterable[float] = ()
     ) -> None:
-        """Record a batch. `replaced`: reward workers that died or hung since the last one, by domain. `silences`: seconds, of engines
-        lost since then."""
+        """Record a batch. `replaced`: reward workers that died or hung since the last batch, by domain. `silences`: for each engine lost
+        since then, seconds without an answer."""
         for name, died in replaced.items():
             self._sums.add("reward/workers_replaced", died, label=name)
             if died:
@@ -298,7 +298,7 @@ class Journal:
         self._write_credit({number: advantage for report in reports for number, advantage in report.advantages.items()})
 
     def _write_credit(self, advantages: Mapping[int, float]) -> None:
-        """Write a line per row, once. `advantages`: by sample number; null if missing or not finite."""
+        """Write a line per row to the step's credit file, once. `advantages`: by sample number; null if missing or not finite."""
         rows, self._shaped = self._shaped, None
         if rows is None:
             return

@@ -41,11 +41,11 @@ class NodeFacts:
     unreachable: Mapping[str, str]
     """Nodes to which no connection could be made, with the reason, by address."""
     clock_s: float = 0.0
-    """Seconds by which the clock is ahead of the driver's, less what measuring leaves open."""
+    """Seconds by which the clock is ahead of the driver's, less the measurement's uncertainty."""
 
 
 class Scout:
-    """Looks at its node. While it lives, it accepts connections on a port that the system chose, as training ranks do."""
+    """Collects facts about its node. While it lives, it accepts connections on a port that the system chose, as training ranks do."""
 
     def __init__(self) -> None:
         self._listener = socket.create_server(("", 0))
@@ -125,7 +125,7 @@ def _clock_of(scout: ray.actor.ActorHandle) -> float:
 
 
 def differences(facts: Mapping[str, NodeFacts], roles: Mapping[str, set[str]]) -> Iterator[str]:
-    """Yield what keeps the run from starting. The first node is the driver's."""
+    """Yield differences that keep the run from starting. The first node is the driver's."""
     here = next(iter(facts))
     with_engines = [address for address in facts if "actor_infer" in roles[address]]
     for name in ("python", *PACKAGES):

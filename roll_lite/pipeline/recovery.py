@@ -36,7 +36,7 @@ STORE_SHARE = 0.5
 
 
 class Recoverable(Protocol):
-    """The pipeline, as recovery needs it."""
+    """Methods of the pipeline that recovery calls."""
 
     steps_done: int
     version: int
@@ -95,8 +95,8 @@ class Recovery:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Update weights inside the block: the outcome is unknown until `step_is_done`. The service's death is noticed later, since
-        the ranks have the batch."""
+        """Mark the block as a weight update: its outcome is unknown until `step_is_done`. The rollout service's death is noticed only after
+        it."""
         self._weights_are_known = False
         with WATCHDOG.uninterrupted(), WATCH.overlooking(SERVICES):
             yield
@@ -136,8 +136,8 @@ class Recovery:
         return f"{role}.restarts", next((model.role.restarts for model in self._models.all if model.ranks.name == role), 0)
 
     def _recover(self, pipeline: Recoverable, failure: RankFailed) -> None:
-        """Start the lost role anew, and bring the driver, all trained weights and the service to the state after the last step or, if that
-        takes batches which are gone, to that of the newest checkpoint."""
+        """Replace the lost role's processes, and bring the driver, all trained weights and the rollout service to the state after the last
+        step or, if that takes batches which are gone, to that of the newest checkpoint."""
         started, reached = time.monotonic(), self.reached["steps_done"]
         with self._journal.timers.phase("recovery"), WATCH.expecting_answers(None), WATCHDOG.uninterrupted():
             trained = list(self._checkpoints.stateful(self._models).values())
@@ -173,7 +173,7 @@ class Recovery:
         initialize(models)
 
     def _restart_service(self, pipeline: Recoverable, rewinds: bool) -> None:
-        """Start the service anew in the state after the step reached. `rewinds`: later steps are repeated."""
+        """Restart the rollout service in the state after the last complete step. `rewinds`: later steps are repeated."""
         self._batches.clear()
         self._source.restart(self.source_state)
         self._journal.ledger.start(pipeline.steps_done, pipeline.version, again=True)
@@ -187,7 +187,7 @@ class Recovery:
 
 
 def _final(failure: RankFailed, why: str) -> RankFailed:
-    """The failure as the end of the run. `why`: reason that the rank gets no successor."""
+    """The failure as the end of the run. `why`: reason that the rank is not replaced."""
     first, _, rest = failure.cause.partition("\n")
     final = RankFailed(failure.role, failure.rank, failure.phase, f"{first} ({why})\n{rest}".rstrip())
     final.where = failure.where

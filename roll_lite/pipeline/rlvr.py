@@ -329,11 +329,11 @@ class RLVRPipeline:
         return self.due(self.config.validation.every) or self.steps_done == self.config.steps
 
     def wanted(self) -> list[tuple[Model[Any], list[str]]]:
-        """Models with a forward pass, and the columns it computes."""
+        """Models that need a forward pass, and the columns that each computes."""
         return [(model, columns) for model in self.models.all if (columns := self.wanted_of(model))]
 
     def wanted_of(self, model: Model[Any]) -> list[str]:
-        """Columns that the model computes and something reads."""
+        """Columns that the model can compute and that credit or losses read."""
         read = self.credit_columns.wanted | self.actor_columns.wanted | self.critic_columns.wanted
         return [column for column in model.worker.computes if column in read]
 

@@ -23,7 +23,7 @@ class Skipped:
     role: str
     step: int
     update: int
-    """Which update of the step it is, from 1, as in updates.jsonl."""
+    """Number of the update in its step, from 1, as in updates.jsonl."""
     loss: float
     grad_norm: float
     row_losses: Mapping[int, float]

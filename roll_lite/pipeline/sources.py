@@ -257,7 +257,7 @@ def shown(
 @dataclass(frozen=True)
 class RunningValidation:
     step: int
-    """Step under which it is reported."""
+    """Step under which the validation is reported."""
     answers: Pending[HeldOut]
 
 
