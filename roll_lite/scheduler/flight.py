@@ -236,8 +236,8 @@ class Flight(Asked):
             self._look()
 
     def _look(self) -> None:
-        """Abort the request if its time limit, counted from its start, is up; if it has not started, once its engine was idle for that
-        long."""
+        """Abort the request if its time limit, counted from its start in the engine, is up; if it has not started, once its engine was idle
+        that long."""
         now = self._clock.time()
         if self.begun:
             used = self._generating_s + now - self._since

@@ -103,7 +103,7 @@ class RunTotals:
         self._sums = {total: dict.fromkeys(names, 0) for total, _, _ in self.TOTALS}
 
     def add(self, stats: RolloutStats) -> None:
-        """Add one batch, and fill in its shares."""
+        """Add one batch's statistics, and fill in the domains' shares."""
         for total, number, share in self.TOTALS:
             sums = self._sums[total]
             for name, domain in stats.domains.items():

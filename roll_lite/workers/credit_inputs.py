@@ -26,7 +26,7 @@ class RowTable:
     trains: torch.Tensor
     """bool: train_weight > 0."""
     local: slice
-    """Slice with this rank's rows: everyone.rewards[everyone.local] are the rewards of the rows in CreditInputs."""
+    """Slice of the rows that this rank has: `everyone.rewards[everyone.local]` are their rewards."""
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,7 @@ class ModelWorker(Worker):
         return found
 
     def keep_checkpoints(self, folder: Path, names: Sequence[str]) -> None:
-        """Remove all other checkpoints from the folder on this node."""
+        """Remove all checkpoints except `names` from the folder on this node."""
         keep_only(folder, names)
 
     def _share_of_node(self, items: Sequence[str]) -> Sequence[str]:

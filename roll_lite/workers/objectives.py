@@ -200,7 +200,7 @@ def domain_numbers(micro_batch: MicroBatch, domains: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class CriticLoss:
-    """Clipped value loss. Reads values (those the advantages were made from), returns, loss_weight."""
+    """Clipped value loss. Reads the columns values (from which the advantages were computed), returns, loss_weight."""
 
     clip: float | None = 0.2
     domains: int = 1

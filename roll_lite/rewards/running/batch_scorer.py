@@ -26,8 +26,8 @@ LINGER_SECONDS = 0.005
 LEAST_SECONDS = 0.01
 """Minimum time for a function, even if earlier ones have used up the sample's limit."""
 BUSY = 3
-"""Processes are killed after this multiple of a sample's time limit, so their own limits of CPU time, slower on a busy machine, end
-first."""
+"""Processes are killed after this multiple of a sample's time limit, so their own CPU time limits, which pass more slowly on a busy
+machine, come first."""
 
 
 @dataclass
