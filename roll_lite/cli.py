@@ -122,7 +122,7 @@ def _loaded(parsed: argparse.Namespace, overrides: Sequence[str], further: Seque
 
 
 def _without_values(parsed: argparse.Namespace, overrides: Sequence[str], error: ConfigError) -> RunConfig:
-    """Configuration without its missing values or, if it has other mistakes too, its valid part."""
+    """The configuration without missing values; if there are other mistakes too, only its valid part."""
     try:
         return _loaded(parsed, overrides, (), files=False)
     except ConfigError:

@@ -110,7 +110,7 @@ def ppo(terms: PolicyTerms, clip_low: float, clip_high: float, dual_clip: float 
 
 
 def gspo(terms: PolicyTerms, clip_low: float, clip_high: float) -> PolicyLoss:
-    """PPO's surrogate with one ratio per sequence, exp(mean of its log-ratios), and its mean advantage (arXiv 2507.18071)."""
+    """PPO's surrogate with one ratio per sequence, exp(mean of token log-ratios), and the sequence's mean advantage (arXiv 2507.18071)."""
     ratio = torch.exp(row_mean(terms.log_ratio, terms.mask))
     advantages = row_mean(terms.advantages, terms.mask)
     loss = _clipped_surrogate(ratio, advantages, clip_low, clip_high)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 SPREAD_RESOLUTION = 1e-12
-"""Standard deviation, relative to the root mean square, below which it is rounding error and counts as 0."""
+"""Share of the root mean square below which a standard deviation is rounding error and counts as 0."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ OTHERS_NAMES = {
     "num_generations": "samples_per_prompt",
     "rollout_batch_size": "prompts_per_step",
 }
-"""Names of settings in other trainers, with ours."""
+"""Names of settings in other trainers -> names here."""
 
 
 class _Invalid:

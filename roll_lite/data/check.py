@@ -129,10 +129,10 @@ class _Scan:
     without: dict[str, list[str]] = field(default_factory=dict)
     """Column name -> rows that lack it, as texts for messages."""
     unfit: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """Setting -> place of the first unusable value, and what is wrong."""
+    """Setting -> (row of the first unusable value, what is wrong)."""
     mistakes: list[str] = field(default_factory=list)
     strays: dict[tuple[str, Path], tuple[str, str]] = field(default_factory=dict)
-    """(tag, file) of a tag that no domain lists -> place of its first row, and the message."""
+    """(tag that no domain lists, file) -> (row of its first use, message)."""
 
     def check_row(self, row: Row, where: str) -> None:
         content = row.content

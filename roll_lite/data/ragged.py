@@ -54,7 +54,6 @@ class Ragged:
 
     @cached_property
     def lengths(self) -> torch.Tensor:
-        """Lengths of the rows: [rows] int64."""
         return self.offsets[1:] - self.offsets[:-1]
 
     @property

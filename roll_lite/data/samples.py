@@ -169,7 +169,7 @@ class Turn(NamedTuple):
     tokens: TokenRow | None = None
     """Tokens of context, prompt and response."""
     engine: int | None = None
-    """Number of the engine that sampled it; None if several did."""
+    """Number of the engine that sampled the response; None if several did."""
 
 
 class Author(StrEnum):

@@ -21,7 +21,7 @@ from roll_lite.config.schema.losses import (
 
 
 class FixedKlConfig(Section):
-    """Constant coefficient."""
+    """Constant KL coefficient."""
 
     name: Literal["fixed"] = "fixed"
 

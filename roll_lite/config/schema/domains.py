@@ -15,7 +15,7 @@ class DataFilterConfig(Section):
     """Selects rows of the data. A run prints at its start how many it drops."""
 
     prompt_tokens: Annotated[tuple[Annotated[int, Field(ge=0)], PositiveInt], ASCENDING] | None = None
-    """Keep prompts, also held-out ones, whose length lies in this range: tokens with the template, ends included. null: all."""
+    """Keep prompts, also held-out ones, whose number of tokens (with the template) lies in this range, ends included. null: all."""
     difficulty: str | None = None
     """Column with the number for difficulty_range, such as the share of a model's samples that were correct. Only files of `train` need
     it."""
@@ -285,7 +285,7 @@ class RolloutConfig(Section):
     one_step_off, pause for sync and async."""
     oversample: Annotated[float, Field(ge=1, le=16)] = 1.0
     """Number of prompts started for a batch, as a multiple of its size. Above 1, slow or filtered groups delay the batch less. Only with
-    `supply: sync`; the others generate ahead anyway."""
+    `supply: sync`; one_step_off and async generate ahead anyway."""
     filter: GroupFilterConfig | None = None
     """Dynamic sampling; null: all groups train."""
     max_tokens_per_engine: PositiveInt | None = None

@@ -160,7 +160,7 @@ class LimitsConfig(Section):
     other: TimeLimit = 3600.0
     """Calls outside these phases, such as loading a role onto its devices or resuming."""
     hang_factor: NonNegativeFloat = 10.0
-    """Multiple of a phase's longest time so far in this run after which it also counts as hung, but not before 300 s. Applies to
+    """A phase also counts as hung after this multiple of its longest time so far in this run, but not before 300 s. Applies to
     sync_weights, log_probs, advantages and train. 0: only the limits above count."""
     silence: TimeLimit = 300.0
     """Time within which every process must answer, busy or idle; otherwise it counts as hung. A process fails to answer if it is stopped or
