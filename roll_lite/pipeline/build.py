@@ -65,7 +65,7 @@ def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal
     compare_nodes(start.placement, folder, journal.console.message)
     if apart := check_nodes(config, folder, start.placement):
         journal.console.message(
-            f"run_dir: {', '.join(apart)} do not share {folder}: logs of their workers stay there, the driver writes the batches"
+            f"run_dir: {', '.join(apart)} do not share {folder}: logs of their workers come at the end, the driver writes the batches"
         )
     models = start.models()
     live = start.live(models, journal) if generates(config) else None

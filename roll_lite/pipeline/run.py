@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -29,6 +30,7 @@ from roll_lite.observability.run_folder import create_run_folder, keep_config, l
 from roll_lite.pipeline.build import build
 from roll_lite.pipeline.checkpoint_files import resumption, resumption_notes, settled
 from roll_lite.pipeline.journal import FAILURE_FILE, Journal
+from roll_lite.pipeline.nodes import logs_come_home
 
 COMPLETED, FAILED, INTERRUPTED = 0, 1, 130
 PREEMPTED = 75
@@ -90,7 +92,7 @@ def _run(config: RunConfig, folder: Path, notes: Sequence[str]) -> int:
     with interruption.handled(), WATCHDOG.patrol(end.give_up), end.recorded():
         announce(config, journal, notes)
         journal.connect()
-        with ray_session(config.ray, folder) as session, interruption.handled(), end.recorded():
+        with ray_session(config.ray, folder) as session, logs_come_home(folder), interruption.handled(), end.recorded():
             with journal.timers.phase("start"):
                 engine = f"; {config.actor_infer.strategy.name} takes up to a minute to start" if generates(config) else ""
                 journal.console.message(f"loading the model into {', '.join(roles(config))}{engine}")
@@ -101,6 +103,9 @@ def _run(config: RunConfig, folder: Path, notes: Sequence[str]) -> int:
                 pipeline.run()
                 pipeline.close()
     return end.code
+
+
+TOO_FEW_FILES = ". Processes may open too few files here: raise the limit (ulimit -n 65536) and start the run again"
 
 
 class PhaseLimits:
@@ -235,5 +240,6 @@ def report_failure(error: Exception, folder: Path, what: str) -> None:
     except OSError as other:
         note = f"{more} cannot be written: {other.strerror}"
     with suppress(OSError):  # its reader may be gone
-        sys.stderr.write(f"\n{what}: {REMOTE_TRACEBACK.split(str(error))[0].rstrip()}\n({note})\n")
+        remedy = TOO_FEW_FILES if os.strerror(errno.EMFILE) in str(error) else ""
+        sys.stderr.write(f"\n{what}: {REMOTE_TRACEBACK.split(str(error))[0].rstrip()}{remedy}\n({note})\n")
         sys.stderr.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ import psutil
 import pytest
 
 from roll_lite.distributed.watchdog import WATCHDOG, Preempted
-from roll_lite.pipeline.run import Interruption
+from roll_lite.pipeline.run import Interruption, report_failure
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 60.0
@@ -165,3 +166,10 @@ def test_a_first_sigterm_waits_until_what_is_saved_is_whole() -> None:
             signal.raise_signal(number)
     with interruption.handled(), pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGTERM)  # before training there is nothing to save
+
+
+def test_too_few_open_files_are_told_with_the_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report_failure(OSError(errno.EMFILE, os.strerror(errno.EMFILE)), tmp_path, "the run failed")
+    report_failure(ValueError("another"), tmp_path, "the run failed")
+    first, second = capsys.readouterr().err.split("the run failed: ")[1:]
+    assert "raise the limit (ulimit -n 65536)" in first and "ulimit" not in second
