@@ -60,7 +60,7 @@ class View:
     """Why the node's run folder is not the driver's; None if it is."""
     files: Mapping[Reader, Mapping[str, str]]
     store: str | None = None
-    """Reason why it cannot use checkpoint.store."""
+    """Why the node cannot use checkpoint.store; None if it can."""
 
 
 def check_nodes(config: RunConfig, run_folder: Path, placement: Placement) -> list[str]:

@@ -34,12 +34,12 @@ from roll_lite.pipeline.nodes import logs_come_home
 
 COMPLETED, FAILED, INTERRUPTED = 0, 1, 130
 PREEMPTED = 75
-"""Exit code after a SIGTERM if the state was saved: EX_TEMPFAIL, the same command goes on later."""
+"""Exit code after a SIGTERM if the state was saved: EX_TEMPFAIL, since the same command continues the run."""
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 REGULAR = {"sync_weights", "log_probs", "advantages", "train"}
 """Phases whose work is about the same in each step."""
 LEAST_HANG_S = 300.0
-"""Least limit by `limits.hang_factor`: short phases vary more."""
+"""Minimum limit by `limits.hang_factor`, in seconds: short phases vary more."""
 REMOTE_TRACEBACK = re.compile(r"\n\s*\n(?=\S*ray::)")
 
 
@@ -73,7 +73,7 @@ def run(config: RunConfig) -> int:
 
 
 def is_over(folder: Path, steps: int) -> bool:
-    """True if the run in this folder has completed so many steps."""
+    """True if the run in this folder has completed `steps` steps."""
     try:
         summary = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
         return summary["exit"] == "completed" and summary["steps"] >= steps
@@ -153,7 +153,7 @@ class Interruption:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Inside the block, the first SIGTERM lets the run save."""
+        """Let the run save its state at a first SIGTERM inside the block."""
         self._may_save = self._saves
         try:
             yield
