@@ -95,8 +95,6 @@ class ScriptedEngine(InferenceStrategy):
         self.life = EngineLife("scripted")
         self.life.start()
         self._reports = ProgressReports(self._progress)
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     async def initialize(self) -> None:
         """Do nothing: there is nothing to load."""
@@ -117,7 +115,6 @@ class ScriptedEngine(InferenceStrategy):
         while self.life.state is EngineState.SERVING and self._waiting and (self._slots is None or len(self._running) < self._slots):
             run = self._waiting.popleft()
             self._running[run.request.request_id] = run
-            self._idle.clear()
             run.versions.append(VersionSpan(0, self.life.version))
             self._continue(run)
 
@@ -142,8 +139,6 @@ class ScriptedEngine(InferenceStrategy):
 
     def _end(self, run: _Running, tokens: int, reason: FinishReason, error: str | None = None) -> None:
         self._running.pop(run.request.request_id, None)
-        if not self._running:
-            self._idle.set()
         if run.answer.done():  # cancelled
             return
         if error is not None:
@@ -196,10 +191,8 @@ class ScriptedEngine(InferenceStrategy):
         self.life.pause()
         if mode is PauseMode.ABORT:
             await self.abort()
-        elif mode is PauseMode.KEEP or self.life.held_up:
-            self._freeze_all()
         else:
-            await self._idle.wait()
+            self._freeze_all()
 
     async def resume(self) -> None:
         self.life.resume()

@@ -81,7 +81,6 @@ def test_abort_of_all() -> None:
     [
         (PauseMode.KEEP, [(12, "short", 2, "stop"), (17, "long", 7, "stop"), (14, "late", 4, "stop")]),
         (PauseMode.ABORT, [(1, "short", 1, "abort"), (1, "long", 1, "abort"), (15, "late", 4, "stop")]),
-        (PauseMode.WAIT, [(2, "short", 2, "stop"), (7, "long", 7, "stop"), (15, "late", 4, "stop")]),
     ],
 )
 def test_pause_modes(mode: PauseMode, expected: list[tuple[float, str, int, str]]) -> None:

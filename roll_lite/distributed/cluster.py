@@ -1,7 +1,7 @@
 """A role's workers as one object.
 
-Calls name the method itself, so that editors find its definition: `cluster.scatter(ActorWorker.train, shards)`. `all` calls every rank;
-`each` every living rank, if the others survive a rank's death; `one` rank 0; `scatter` sends one shard to every data-parallel rank;
+Calls name the method itself, so that editors find its definition: `cluster.start_scatter(ActorWorker.train, shares)`. `all` calls every
+rank; `each` every living rank, if the others survive a rank's death; `one` rank 0; `scatter` sends one shard to every data-parallel rank;
 `heads_scatter` only to the heads, which return results, one per data-parallel rank. The `start_` variants do not wait.
 """
 
@@ -159,10 +159,6 @@ class Cluster(Generic[W_co]):
         as engines."""
         return self.start_each(method, *args, **kwargs).result()
 
-    def scatter(self, method: Method[W_co, Concatenate[S, P], R], shards: Sequence[S], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Send shard i, even if empty, to all ranks of data-parallel rank i; returns the results of its head ranks, in that order."""
-        return self.start_scatter(method, shards, *args, **kwargs).result()
-
     def heads_scatter(self, method: Method[W_co, Concatenate[S, P], R], shards: Sequence[S], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Send shard i to the head rank of data-parallel rank i; returns the results in that order."""
         return self.start_heads_scatter(method, shards, *args, **kwargs).result()
@@ -194,6 +190,7 @@ class Cluster(Generic[W_co]):
     def start_scatter(
         self, method: Method[W_co, Concatenate[S, P], R], shards: Sequence[S], *args: P.args, **kwargs: P.kwargs
     ) -> Pending[list[R]]:
+        """Send shard i, even if empty, to all ranks of data-parallel rank i; returns the results of its head ranks, in that order."""
         self._check_shards(method, shards)
         # Ranks of one data rank share a copy in the object store; a shard for a single rank travels with its call.
         shared = [ray.put(shard) for shard in shards] if self.world_size > len(shards) else list(shards)

@@ -87,9 +87,6 @@ class Worker:
         """Layout of the strategy; None: each rank is a data-parallel rank."""
         return getattr(getattr(self, "strategy", None), "layout", None)
 
-    def process_id(self) -> int:
-        return os.getpid()
-
     # ------------------------------------------------------------ watch
 
     def until_death(self) -> None:

@@ -29,14 +29,6 @@ class DomainMix:
     def shares(self) -> dict[str, float]:
         return {name: weight / self._total_weight for name, weight in self._weights.items()}
 
-    @property
-    def counts(self) -> dict[str, int]:
-        return dict(self._counts)
-
-    def quota(self, places: int) -> dict[str, int]:
-        given = Counter(self.places(places))
-        return {name: given[name] for name in self._counts}
-
     def places(self, count: int) -> list[str]:
         return [self._give() for _ in range(count)]
 
@@ -120,7 +112,7 @@ class BatchPlan:
         places = self._open[domain]
         return bool(places) and places[0] < most
 
-    def next_batch(self) -> dict[str, int]:
+    def next_quota(self) -> dict[str, int]:
         if not self._planned:
             self._plan()
         batch = self._planned.popleft()

@@ -137,7 +137,7 @@ class RolloutService:
                 f"every domain has been through its epochs (domains.*.data.epochs) after {admission.handed_out} batches: use as many "
                 "steps, or more epochs"
             )
-        quota = admission.plan.next_batch()
+        quota = admission.plan.next_quota()
         wanted = {name: (count, self._domains[name].group_size) for name, count in quota.items()}
         self._progress = lambda: self._recorder.progress(wanted)
         for name, count in quota.items():

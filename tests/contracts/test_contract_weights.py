@@ -90,7 +90,7 @@ async def test_nothing_runs_on_half_loaded_weights(engine: Harness) -> None:
     await engine.strategy.begin_weight_update(engine.tensors)
     await engine.transfer(0, seed=134)
     await engine.strategy.resume()
-    await engine.strategy.pause(PauseMode.WAIT)
+    await engine.strategy.pause(PauseMode.KEEP)
     late = asyncio.create_task(engine.one(8))
     await asyncio.sleep(0.2)
     for number in range(1, len(engine.plan.routes)):

@@ -56,7 +56,7 @@ def test_without_a_strategy_every_rank_is_a_data_rank(adders: Cluster[Adder]) ->
         (0, 0, 2, True),
         (1, 1, 2, True),
     ]
-    assert adders.scatter(Adder.add, [1, 2], 10) == [1011, 1112]
+    assert adders.start_scatter(Adder.add, [1, 2], 10).result() == [1011, 1112]
 
 
 def test_methods_run_on_one_thread(adders: Cluster[Adder]) -> None:
@@ -66,19 +66,19 @@ def test_methods_run_on_one_thread(adders: Cluster[Adder]) -> None:
 
 def test_scatter_sends_a_shard_to_every_rank_of_its_data_rank(grid: Cluster[Grid]) -> None:
     assert grid.all(Grid.who) == [0, 1, 2, 3]
-    assert grid.scatter(Grid.total, [[1, 2, 3, 4], []], 100) == [(3, 110), (1, 100)]
+    assert grid.start_scatter(Grid.total, [[1, 2, 3, 4], []], 100).result() == [(3, 110), (1, 100)]
     assert grid.all(Grid.last_total) == [100, 100, 110, 110]
 
 
 def test_heads_scatter_leaves_the_other_ranks_alone(grid: Cluster[Grid]) -> None:
-    grid.scatter(Grid.total, [[0], [0]], 0)
+    grid.start_scatter(Grid.total, [[0], [0]], 0).result()
     assert grid.heads_scatter(Grid.total, [[7], [8, 9]], 1) == [(3, 8), (1, 18)]
     assert grid.all(Grid.last_total) == [0, 18, 0, 8]
 
 
 def test_wrong_number_of_shards(grid: Cluster[Grid]) -> None:
     with pytest.raises(ValueError, match=r"grid\.total: 3 shards for 2 data-parallel ranks"):
-        grid.scatter(Grid.total, [[1], [2], [3]], 0)
+        grid.start_scatter(Grid.total, [[1], [2], [3]], 0).result()
 
 
 def test_start_does_not_wait_and_clusters_overlap(adders: Cluster[Adder], grid: Cluster[Grid]) -> None:

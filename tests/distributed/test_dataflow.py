@@ -154,7 +154,7 @@ def test_bytes_through_the_driver_do_not_grow_with_the_response_length(producers
         produced = producers.one(Producer.produce, samples, length)
         batch = Batch(rows_of(samples), [produced])
         shards = batch.shards([np.arange(64)], ["input_ids", "score"])
-        (answer,) = producers.scatter(Producer.look, shards)
+        (answer,) = producers.start_scatter(Producer.look, shards).result()
         batch.add([answer[1]])
         assert answer[0] == 64 * length
         return sum(len(cloudpickle.dumps(thing)) for thing in (produced, batch, shards, answer))
@@ -170,7 +170,7 @@ def test_the_store_does_not_fill(producers: Cluster[Producer]) -> None:
     for _ in range(12):
         block = producers.one(Producer.produce, list(range(5)), 1_000_000)
         batch = Batch(rows_of(list(range(5))), [block])
-        producers.scatter(Producer.look, batch.shards([np.arange(5)], ["input_ids"]))
+        producers.start_scatter(Producer.look, batch.shards([np.arange(5)], ["input_ids"])).result()
         del block, batch
     used = total - ray.available_resources()["object_store_memory"]
     assert used < 0.6 * total, f"{used / 1e6:.0f} of {total / 1e6:.0f} MB are still taken"

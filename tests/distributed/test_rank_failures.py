@@ -12,13 +12,18 @@ import psutil
 import pytest
 from cluster_workers import Adder, Collective, MainThreadAdder, Service, Unbuildable
 
-from roll_lite.distributed.cluster import ClusterDead, ClusterSpec, RankFailed, gather, start_cluster
+from roll_lite.distributed.cluster import Cluster, ClusterDead, ClusterSpec, RankFailed, gather, start_cluster
 from roll_lite.distributed.placement import anywhere
 from roll_lite.distributed.rank_group import WATCH
 from roll_lite.distributed.watchdog import WATCHDOG
+from roll_lite.distributed.worker import Worker
 
 SECONDS = 30.0
 """Half of what the others would go on sleeping; measured below 0.2 on an idle machine."""
+
+
+def processes_of(cluster: Cluster[Worker]) -> list[int]:
+    return [place.pid for place in cluster.all(Worker.place)]
 
 
 def assert_gone(processes: list[int]) -> None:
@@ -34,7 +39,7 @@ def assert_gone(processes: list[int]) -> None:
 )
 def test_failure_while_another_rank_hangs_in_a_collective(ray_local: object, tmp: Path, how: str, cause: str) -> None:
     cluster = start_cluster(ClusterSpec("actor_train", anywhere(2), log_folder=tmp), Collective)
-    processes = cluster.all(Collective.process_id)
+    processes = processes_of(cluster)
     assert cluster.all(Collective.reduce) == [2.0, 2.0]
     start = time.monotonic()
     with pytest.raises(RankFailed, match=rf"(?s)actor_train rank 1 failed in fail_in_collective: {cause}") as caught:
@@ -50,21 +55,21 @@ def test_failure_while_another_rank_hangs_in_a_collective(ray_local: object, tmp
 
 def test_a_group_starts_anew_after_its_end(ray_local: object, tmp: Path) -> None:
     cluster = start_cluster(ClusterSpec("actor_train", anywhere(2), log_folder=tmp), Collective)
-    before = cluster.all(Collective.process_id)
-    abandoned = cluster.start_one(Collective.process_id)
+    before = processes_of(cluster)
+    abandoned = cluster.start_one(Collective.place)
     os.kill(before[1], signal.SIGSTOP)
     with pytest.raises(RankFailed) as caught, WATCH.expecting_answers(2.0):
         cluster.all(Collective.reduce)
     assert caught.value.is_loss
     cluster.rebuild()
     assert_gone(before)
-    assert cluster.all(Collective.reduce) == [2.0, 2.0] and not set(cluster.all(Collective.process_id)) & set(before)
+    assert cluster.all(Collective.reduce) == [2.0, 2.0] and not set(processes_of(cluster)) & set(before)
     abandoned.settle()
     assert cluster.group.phases == []
     with pytest.raises(RankFailed, match="rank 1 failed in fail_in_collective: its process"), WATCH.expecting_answers(30.0):
         cluster.all(Collective.fail_in_collective, "kill")
     cluster.rebuild()
-    alive = cluster.all(Collective.process_id)
+    alive = processes_of(cluster)
     cluster.rebuild()
     assert_gone(alive)
     assert cluster.all(Collective.reduce) == [2.0, 2.0]
@@ -75,7 +80,7 @@ def test_a_group_starts_anew_after_its_end(ray_local: object, tmp: Path) -> None
 def test_death_in_another_cluster_is_noticed_while_waiting(ray_local: object, worker: type[Adder] | type[Service]) -> None:
     busy = start_cluster(ClusterSpec("reference", anywhere(1)), Adder)
     other = start_cluster(ClusterSpec("actor_infer", anywhere(2)), worker)
-    victims = other.all(worker.process_id)
+    victims = processes_of(other)
     waiting = busy.start_all(Adder.sleep, 60.0)
     killed: list[float] = []
 
@@ -105,31 +110,31 @@ def test_gather_raises_at_the_first_failure_of_any(ray_local: object) -> None:
 def test_a_constructor_that_raises(ray_local: object) -> None:
     cluster = start_cluster(ClusterSpec("critic", anywhere(2)), Unbuildable, "/nowhere")
     with pytest.raises(RankFailed, match=r"(?s)critic rank [01] failed in start.*FileNotFoundError: no model at /nowhere") as caught:
-        cluster.all(Unbuildable.process_id)
+        cluster.all(Unbuildable.place)
     assert caught.value.phase == "start"
 
 
 def test_an_unwatched_worker_fails_at_its_call(ray_local: object) -> None:
     cluster = start_cluster(ClusterSpec("rewards", anywhere(1)), MainThreadAdder)
-    os.kill(cluster.one(Adder.process_id), signal.SIGKILL)
+    os.kill(cluster.one(Adder.place).pid, signal.SIGKILL)
     with pytest.raises(RankFailed, match=r"rewards rank 0 failed in add: its process \d+ died"):
         cluster.all(Adder.add, 1)
 
 
 def test_a_time_out_names_the_stuck_rank_and_where_it_stands(ray_local: object) -> None:
     cluster = start_cluster(ClusterSpec("actor_train", anywhere(2), timeout_s=30.0), Adder)
-    cluster.all(Adder.process_id)
+    cluster.all(Adder.place)
     start = time.monotonic()
     with pytest.raises(RankFailed, match=r"(?s)no answer after 1 s from rank 1; rank 0 answered.*in sleep_where") as caught:
         cluster.start_all(Adder.sleep_where, 1, 60.0).result(timeout_s=1.0)
     assert caught.value.rank == 1 and time.monotonic() - start < SECONDS
     with pytest.raises(ClusterDead):
-        cluster.all(Adder.process_id)
+        cluster.all(Adder.place)
 
 
 def test_the_limit_of_a_phase_names_its_setting(ray_local: object) -> None:
     cluster = start_cluster(ClusterSpec("rollouts", anywhere(1), timeout_s=0.5), Service)
-    cluster.all(Service.process_id)
+    cluster.all(Service.place)
     started = time.monotonic()
     with (
         WATCHDOG.limit("generate", 2.0),
@@ -147,7 +152,7 @@ def test_the_limit_of_a_phase_names_its_setting(ray_local: object) -> None:
 def test_a_stopped_rank_of_an_idle_cluster_is_noticed(ray_local: object, worker: type[Adder] | type[Service]) -> None:
     busy = start_cluster(ClusterSpec("reference", anywhere(1)), Adder)
     idle = start_cluster(ClusterSpec("actor_infer", anywhere(2)), worker)
-    processes = idle.all(worker.process_id)
+    processes = processes_of(idle)
     with WATCH.expecting_answers(2.0):
         busy.all(Adder.sleep, 3.0)  # a busy rank is no silent one
         os.kill(processes[1], signal.SIGSTOP)
@@ -182,7 +187,7 @@ def test_children_of_a_killed_worker_die_with_it(ray_local: object) -> None:
 
 def test_a_failure_names_the_node_where_there_are_several(ray_local: object) -> None:
     cluster = start_cluster(ClusterSpec("actor_train", anywhere(2)), Collective)
-    cluster.all(Collective.process_id)
+    cluster.all(Collective.place)
     here = WATCH.places()["actor_train", 1]
     assert WATCH.where("actor_train", 1) == WATCH.where("nobody", 0) == "" and here.address
     cluster.group.pulses[0].place = here._replace(node="another node")

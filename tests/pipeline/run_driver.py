@@ -24,7 +24,7 @@ LINES = 2000
 
 def sleeping(config: RunConfig, folder: Path, session: Any, journal: Any) -> Any:
     cluster = start_cluster(ClusterSpec("actor_train", anywhere(1), log_folder=session.log_folder), Adder)
-    cluster.one(Adder.process_id)
+    cluster.one(Adder.place)
     journal.console.message("ready")
     return SimpleNamespace(run=lambda: cluster.all(Adder.sleep, 1000.0), close=lambda: None)
 

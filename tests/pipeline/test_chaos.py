@@ -94,7 +94,7 @@ def test_the_plan_follows_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_rank_is_killed_while_the_driver_waits(ray_local: object) -> None:
     cluster = start_cluster(ClusterSpec("actor_train", anywhere(1)), Adder)
-    cluster.all(Adder.process_id)
+    cluster.all(Adder.place)
     said: list[str] = []
     with (
         faults(ChaosConfig(every_s=0.5, most=1), said.append),

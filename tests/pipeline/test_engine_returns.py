@@ -85,7 +85,7 @@ class House:
     record: Record
 
     def kill(self, engine: int) -> None:
-        psutil.Process(self.infer.each(InferWorker.process_id)[engine]).kill()
+        psutil.Process(self.infer.each(InferWorker.place)[engine].pid).kill()
         until(lambda: engine in self.infer.lost)
 
     def batch(self, step: int) -> int:

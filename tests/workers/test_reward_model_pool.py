@@ -424,7 +424,7 @@ def test_a_killed_process_is_replaced_and_scores_as_before(tmp_path: Path, layou
         pool = RewardModelClient("toy", RewardConfig(name="model", args={"model": "toy"}), model)
         try:
             before = (await pool.score(item())).value
-            os.kill(await actors[0].process_id.remote(), signal.SIGKILL)
+            os.kill((await actors[0].place.remote()).pid, signal.SIGKILL)
             seen: list[Any] = []
             while model.replaced == 0:
                 seen += await asyncio.gather(*(outcome(pool.score(item())) for _ in range(8)))

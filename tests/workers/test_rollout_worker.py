@@ -223,7 +223,7 @@ def test_the_death_of_the_last_engine_ends_the_run(model: ModelConfig, tmp_path:
     """With its own role, rank and cause, although the rollout service is the one that watches over it, and fails too without an engine."""
     script = {"response_tokens": 6} if how == "rests" else {"response_tokens": 500, "seconds_per_token": 1.0}
     with engines(model, 1, **script) as infer:
-        (victim,) = infer.all(InferWorker.process_id)
+        victim = infer.one(InferWorker.place).pid
         spec = replace(spec_of(model, tmp_path), engine_silence_s=5.0 if how == "is stopped" else None)
         service = start_cluster(ClusterSpec("rollouts", anywhere(1)), RolloutWorker, spec)
         service.one(RolloutWorker.prepare, {}, {})
@@ -252,7 +252,7 @@ def test_the_death_of_the_last_engine_ends_the_run(model: ModelConfig, tmp_path:
 def test_the_loss_of_one_of_two_engines_is_told_and_costs_no_sample(model: ModelConfig, tmp_path: Path, number: signal.Signals) -> None:
     """Nor the tokens that it had handed out: the other engine goes on from them."""
     with engines(model, 2, DoomedWorker, response_tokens=30, seconds_per_token=0.15) as infer:
-        first, second = infer.all(InferWorker.process_id)
+        first, second = infer.all(InferWorker.place)
         spec = replace(spec_of(model, tmp_path), engine_silence_s=5.0 if number == signal.SIGSTOP else None)
         with rollouts(spec, infer) as service:
             ray.get(infer.actors[1].end_once_parts_are_out.remote(number))
@@ -261,11 +261,11 @@ def test_the_loss_of_one_of_two_engines_is_told_and_costs_no_sample(model: Model
             (told,) = service.one(RolloutWorker.lost_engines).items()
             assert told[0] == 1 and re.search("its process" if number == signal.SIGKILL else "limits.engine_silence: 5 s", told[1])
             assert list(infer.lost) == [1] and infer.left == [0]
-            assert infer.each(InferWorker.process_id) == {0: first}
+            assert infer.each(InferWorker.place) == {0: first}
             (silent_s,) = batch.silences
             assert (0 if number == signal.SIGKILL else 5) < silent_s <= 5 + 2 + 1, "asked every 2 s, with 1 s for a look"
             assert len(seams(batch)) >= 4 and max(seams(batch)) >= 2, "of each part a token or more"
-            assert not is_running(psutil.Process(second)) if psutil.pid_exists(second) else True
+            assert not is_running(psutil.Process(second.pid)) if psutil.pid_exists(second.pid) else True
             assert len(service.one(RolloutWorker.next_batch, 8, 2).rows) == 32
 
 
@@ -304,9 +304,9 @@ def test_what_an_engine_has_delivered_outlives_it(model: ModelConfig, tokens: in
 
     with engines(model, 1, response_tokens=tokens) as infer:
         turn = asyncio.run(generate(infer))
-        os.kill(infer.one(InferWorker.process_id), signal.SIGKILL)
+        os.kill(infer.one(InferWorker.place).pid, signal.SIGKILL)
         with pytest.raises(RayActorError):
-            ray.get(infer.actors[0].process_id.remote())
+            ray.get(infer.actors[0].place.remote())
         assert turn.tokens is not None
         assert read_elsewhere(turn.tokens.block) == tokens + 2
         request, lost = GenerationRequest("r", (1, 2), Sampling(temperature=1.0, max_tokens=9)), infer.actors[0].collect.remote()

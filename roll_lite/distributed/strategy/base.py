@@ -267,8 +267,6 @@ class PauseMode(StrEnum):
     """End running requests; they return the tokens generated so far."""
     KEEP = "keep"
     """Freeze running requests; they continue after resume."""
-    WAIT = "wait"
-    """Admit no new requests, and let running ones finish."""
 
 
 @dataclass(frozen=True)

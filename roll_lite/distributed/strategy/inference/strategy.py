@@ -151,16 +151,10 @@ class EngineStrategy(InferenceStrategy):
             await self.make.abort(known)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Pause generation. If a weight update or offloaded memory already stops the engine, WAIT does not wait for running requests but
-        freezes them, like KEEP."""
-        self._require(EngineEvent.PAUSE)
-        if mode is PauseMode.ABORT:
-            await self.abort()  # also ends an earlier WAIT
         async with self._turn(EngineEvent.PAUSE):
-            if self.life.held_up:
-                if mode is PauseMode.ABORT:
-                    await self.abort()
-            elif mode is not PauseMode.KEEP or not self.life.halted:
+            if mode is PauseMode.ABORT:
+                await self.abort()
+            if not self.life.held_up and (mode is PauseMode.ABORT or not self.life.halted):
                 await self._halt(mode)
             self.life.pause()
 
@@ -206,7 +200,7 @@ class EngineStrategy(InferenceStrategy):
         self._require(EngineEvent.OFFLOAD)
         leaving = set(parts)
         if leaving and not self.life.away:
-            await self.abort()  # also ends a WAIT
+            await self.abort()
         async with self._turn(EngineEvent.OFFLOAD):
             leaving -= self.life.away
             if not leaving:

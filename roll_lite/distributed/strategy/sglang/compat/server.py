@@ -103,7 +103,7 @@ class EngineServer:
         self._seeds = random.Random(start.spec.seed)
         self._running: dict[str, _Running] = {}
         self._held: list[_Running] | None = None
-        """Requests that arrived during `_drain`; None at other times."""
+        """Requests that arrived during `_abort_all`; None at other times."""
         self._empty = asyncio.Condition()
         self._paused = False
         self._order = asyncio.Lock()
@@ -218,22 +218,18 @@ class EngineServer:
     # ------------------------------------------------------------ pause
 
     async def pause(self, mode: PauseMode) -> None:
-        if mode is not PauseMode.KEEP:
-            await self._drain(abort=mode is PauseMode.ABORT)
+        if mode is PauseMode.ABORT:
+            await self._abort_all()
         await self._stop_scheduler()
         held, self._held = self._held or [], None
         for running in held:
             self._start(self._generate(running))
 
-    async def _drain(self, abort: bool) -> None:
-        """Wait until all requests that are running now have ended. `abort`: abort them; otherwise a paused scheduler continues until they
-        have ended. Requests that arrive meanwhile are held back."""
+    async def _abort_all(self) -> None:
+        """Abort all running requests, and wait until they have ended. Requests that arrive meanwhile are held back."""
         self._held = []
-        if self._paused and not abort:
-            await self._continue_scheduler()
         before = set(self._running)
-        if abort:
-            await self.abort({running.number for running in self._running.values()})
+        await self.abort({running.number for running in self._running.values()})
         async with self._empty:
             await self._empty.wait_for(lambda: not before & self._running.keys())
 
