@@ -83,14 +83,14 @@ class Trainer:
         shape = {"vocab_size": VOCAB, "num_attention_heads": heads, "num_key_value_heads": heads}
         strategy, self.folder = self.scope.enter_context(one_rank(None, hidden, layers, lora=lora, **shape))
         self.sender = WeightSender(strategy, rank=0)
-        self.export = self.sender.plan(bucket_mb << 20)
+        self.export = self.sender.export_plan(bucket_mb << 20)
         self.port = self.sender.host(HOST, TIMEOUT_S)
 
     def described(self) -> tuple[Any, int]:
         return self.export, self.port
 
     def join(self, plan: Any, membership: Any) -> None:
-        self.sender.join(plan, membership)
+        self.sender.connect(plan, membership)
         device = current_device()
         self.source = [torch.ones(tensor.shape, dtype=tensor.dtype, device=device) for tensor in self.export.tensors]
         self.copy = [torch.empty_like(tensor) for tensor in self.source]
@@ -125,7 +125,7 @@ class Engine:
         self.model = {tensor.name: torch.zeros(tensor.shape, dtype=tensor.dtype, device=current_device()) for tensor in export.tensors}
 
     def join(self, membership: Any, number: int) -> None:
-        self.receiver.join(membership, number)
+        self.receiver.connect(membership, number)
 
     def leave(self) -> None:
         self.receiver.leave()

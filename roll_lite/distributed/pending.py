@@ -66,9 +66,9 @@ class Pending(Generic[T]):
         self._settled = False
         self.group.phases.append(self.phase)
 
-    def result(self, timeout_s: float | None = None, meanwhile: Callable[[], None] | None = None) -> T:
-        """Wait for the result. `timeout_s` replaces the cluster's limit. `meanwhile` is called about once a second and must not block."""
-        _wait([self], timeout_s, meanwhile=meanwhile)
+    def result(self, timeout_s: float | None = None, poll: Callable[[], None] | None = None) -> T:
+        """Wait for the result. `timeout_s` replaces the cluster's limit. `poll` is called about once a second and must not block."""
+        _wait([self], timeout_s, poll=poll)
         return self._collect([call.value for call in self.calls])
 
     def answer(self) -> T | None:
@@ -96,9 +96,9 @@ class Pending(Generic[T]):
         return float("inf") if own is None else self.started + own
 
 
-def gather(*pendings: Pending[T], timeout_s: float | None = None, meanwhile: Callable[[], None] | None = None) -> list[T]:
-    """Wait for the results of several clusters; raises the first failure. `meanwhile`: see Pending.result."""
-    _wait(pendings, timeout_s, meanwhile=meanwhile)
+def gather(*pendings: Pending[T], timeout_s: float | None = None, poll: Callable[[], None] | None = None) -> list[T]:
+    """Wait for the results of several clusters; raises the first failure. `poll`: see Pending.result."""
+    _wait(pendings, timeout_s, poll=poll)
     return [pending.result() for pending in pendings]
 
 
@@ -123,7 +123,7 @@ def _wait(
     pendings: Sequence[Pending[Any]],
     timeout_s: float | None,
     enough: Callable[[Iterable[bool]], bool] = all,
-    meanwhile: Callable[[], None] | None = None,
+    poll: Callable[[], None] | None = None,
 ) -> None:
     while pendings and not enough(pending.done for pending in pendings):
         waiting = {cast(ray.ObjectRef, call.ref): call for pending in pendings for call in pending.calls if not call.done}
@@ -138,8 +138,8 @@ def _wait(
             _time_out(first, limit)
         for ref in _ready(list(waiting), min(POLL_SECONDS, remaining)):
             _take(waiting[ref], list(waiting.values()))
-        if meanwhile is not None:
-            meanwhile()
+        if poll is not None:
+            poll()
     for pending in pendings:
         if pending.done:
             pending.settle()

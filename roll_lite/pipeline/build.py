@@ -36,7 +36,7 @@ from roll_lite.models.model_files import tokenizer_checksum, zero_embeddings
 from roll_lite.pipeline.batch_files import BatchFiles
 from roll_lite.pipeline.checkpoint import Checkpoints
 from roll_lite.pipeline.clusters import Engines, Model, Models, RewardModels, initialize
-from roll_lite.pipeline.engine_returns import EngineReturns
+from roll_lite.pipeline.engine_restarts import EngineRestarts
 from roll_lite.pipeline.journal import Journal
 from roll_lite.pipeline.node_facts import compare_nodes
 from roll_lite.pipeline.nodes import check_nodes
@@ -107,20 +107,20 @@ def initialize_all(models: Sequence[Model[Any]], live: LiveRollouts | None) -> N
     if live is None:
         return
     if not live.engines.offloads:
-        live.engines.start_later_ones()
+        live.engines.initialize_later_ones()
     for ranks in live.reward_models.offloaded:
         ranks.all(RewardModelWorker.initialize)
         ranks.all(RewardModelWorker.offload, tuple(map(StateGroup, WHOLE["reward_models"])))
     if live.engines.offloads:
         live.engines.start_first_ones().result()
-        live.engines.start_later_ones()
+        live.engines.initialize_later_ones()
         live.engines.replicas.all(InferWorker.offload, tuple(EngineMemory))
-    live.returns.begin()
+    live.restarts.begin()
 
 
 def starting(live: LiveRollouts) -> list[Pending[Any]]:
     """Try the rewards, then start the rollout service, the judges, and the engines and reward models that stay on their devices."""
-    together: list[Pending[Any]] = [live.start_service()]
+    together: list[Pending[Any]] = [live.prepare_service()]
     together += [ranks.start_all(RewardModelWorker.initialize) for ranks in live.reward_models.resident]
     together += [servers.start_all(JudgeWorker.initialize) for servers in live.judges.values()]
     if not live.engines.offloads:
@@ -144,13 +144,13 @@ class Starter:
     def live(self, models: Models, journal: Journal) -> LiveRollouts:
         config, role = self.config, self.config.actor_infer
         engines, rollouts, weights = self.engines(), self.rollouts(), None
-        returns = EngineReturns(engines, rollouts, config.actor_infer.restarts, journal)
+        restarts = EngineRestarts(engines, rollouts, config.actor_infer.restarts, journal)
         if trains(config):
             sizes = model_parallel_size(role), infer_dtype(config), role.strategy.expert_parallel
             settings = config.weight_sync.model_copy(update={"verify": verification(config)})
-            weights = WeightSync(models.actor, returns, rollouts, settings, *sizes)
+            weights = WeightSync(models.actor, restarts, rollouts, settings, *sizes)
         prompts = config.rollout.prompts_per_step
-        return LiveRollouts(engines, returns, rollouts, self.reward_models(), self.judges(), prompts, journal, weights)
+        return LiveRollouts(engines, restarts, rollouts, self.reward_models(), self.judges(), prompts, journal, weights)
 
     def models(self) -> Models:
         config = self.config
@@ -168,7 +168,7 @@ class Starter:
 
     def engines(self) -> Engines:
         role = self.config.actor_infer
-        slots, parts = self.engine_slots(role)
+        slots, parts = self.replica_slots(role)
         limits = self.config.limits
         model = self.config.model.model_copy(update={"dtype": infer_dtype(self.config)})
         engine = EngineSpec(
@@ -186,7 +186,7 @@ class Starter:
         turns = role.replicas_per_device if any(slot.gpus for slot in slots) else 1
         return Engines(start_cluster(self.spec("actor_infer", slots, role.threads), InferWorker, engine, parts), role, turns)
 
-    def engine_slots(self, role: InferRoleConfig) -> tuple[list[Slot], list[list[dict[str, Any]]]]:
+    def replica_slots(self, role: InferRoleConfig) -> tuple[list[Slot], list[list[dict[str, Any]]]]:
         """Slots of replicas, and by replica the actor options of its parts on further nodes."""
         size = model_parallel_size(role)
         if self.config.placement.nodes is None:
@@ -214,7 +214,7 @@ class Starter:
             reward_models=config.reward_models,
             steps=config.steps,
             engines_rest=config.actor_infer.offload,
-            engines_return=config.actor_infer.restarts > 0,
+            engines_restart=config.actor_infer.restarts > 0,
             engine_silence_s=config.limits.engine_silence or None,
             trained_embeddings=trained_embeddings(config),
             columns=extra_token_columns(config),

@@ -104,7 +104,7 @@ class Engines(Movable):
     def start_first_ones(self) -> Pending[list[None]]:
         return self.replicas.start_all(InferWorker.initialize, 0, self.turns)
 
-    def start_later_ones(self) -> None:
+    def initialize_later_ones(self) -> None:
         for turn in range(1, self.turns):
             self.replicas.all(InferWorker.initialize, turn, self.turns)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,11 +34,6 @@ class EarlyPasses:
         self._asked: Pending[tuple[DataProto, Block]] | None = None
         self._parts: list[EarlyPass] = []
 
-    def begin(self) -> Callable[[Cluster[RolloutWorker]], None]:
-        """Begin a batch. Returns a function to call about once a second until the batch is complete; it does not block."""
-        self.forget()
-        return self._look
-
     def join(self, batch: Batch) -> None:
         if not self._models:
             return
@@ -52,7 +47,9 @@ class EarlyPasses:
         self._journal.early(joined)
         self.forget()
 
-    def _look(self, rollouts: Cluster[RolloutWorker]) -> None:
+    def poll(self, rollouts: Cluster[RolloutWorker]) -> None:
+        """Start the next passes if some groups have finished; to be called about once a second until the batch is complete. Does not
+        block."""
         if not self._models or not self._idle():
             return
         if self._asked is None:
@@ -69,7 +66,7 @@ class EarlyPasses:
         return all(running.answer() is not None for part in self._parts[-1:] for running in part.passes)
 
     def forget(self) -> None:
-        """Drop all passes, for instance when their ranks have died."""
+        """Drop all passes: those of an earlier batch, or of ranks that have died."""
         for running in [running for part in self._parts for running in part.passes]:
             running.settle()
         if self._asked is not None:

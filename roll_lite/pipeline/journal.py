@@ -164,7 +164,7 @@ class Journal:
                 f"actor_infer[{number}]{where} is lost: {causes[number].splitlines()[0]}; {left} of {engines} engines are left"
             )
 
-    def engine_returned(self, number: int, seconds: float, version: int | None) -> None:
+    def engine_restarted(self, number: int, seconds: float, version: int | None) -> None:
         """Report an engine whose replacement serves. `seconds`: since its loss; `version`: of its weights; None: nothing trains."""
         self._lost_engines.discard(number)
         self._sums.add("rollout/engines_returned", 1)

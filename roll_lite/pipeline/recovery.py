@@ -142,7 +142,7 @@ class Recovery:
         with self._journal.timers.phase("recovery"), WATCH.expecting_answers(None), WATCHDOG.uninterrupted():
             trained = list(self._checkpoints.stateful(self._models).values())
             lost = [model for model in self._models.all if model.ranks.name == failure.role]
-            if not lost:
+            if is_service := failure.role in SERVICES:
                 self._batches.clear()  # their tokens died with the service
             goes_back = any(model in trained for model in lost) or not self._weights_are_known
             since = self._checkpoints.newest_step if goes_back else reached
@@ -161,7 +161,7 @@ class Recovery:
             while pipeline.steps_done < self.reached["steps_done"]:
                 pipeline.repeat_update(self._batches[pipeline.steps_done + 1])
             self._weights_are_known = True
-            if rewinds or not lost:
+            if rewinds or is_service:
                 self._restart_service(pipeline, rewinds)
         self._journal.rank_returned(failure.role, time.monotonic() - started, self.reached["steps_done"])
 

@@ -146,8 +146,9 @@ class RLVRPipeline:
     @phase("generate")
     def generate(self) -> Batch:
         """Take the next finished groups, or those of a dump; tokens stay in the object store."""
-        step, meanwhile = self.steps_done + 1, self.early.begin()
-        rollouts = self.recovery.batch(step, lambda: self.source.next_batch(step, meanwhile))
+        step = self.steps_done + 1
+        self.early.forget()
+        rollouts = self.recovery.batch(step, lambda: self.source.next_batch(step, self.early.poll))
         self.journal.rollouts(rollouts.rows, rollouts.stats, self.version, rollouts.replaced, rollouts.silences)
         return Batch(rollouts.rows, rollouts.blocks)
 

@@ -20,7 +20,7 @@ from roll_lite.distributed.strategy.inference.life import EngineMemory
 from roll_lite.distributed.weight_sync.group import Pushed
 from roll_lite.observability.console import RunConsole
 from roll_lite.pipeline.clusters import Engines, RewardModels, states
-from roll_lite.pipeline.engine_returns import EngineReturns
+from roll_lite.pipeline.engine_restarts import EngineRestarts
 from roll_lite.pipeline.journal import Journal
 from roll_lite.pipeline.weights import WeightSync
 from roll_lite.scheduler.stats import Progress, RolloutStats
@@ -53,8 +53,8 @@ class BatchSource(ABC):
         return None
 
     @abstractmethod
-    def next_batch(self, step: int, meanwhile: Callable[[Cluster[RolloutWorker]], None]) -> RolloutBatch:
-        """Wait for the next batch. `meanwhile` is called about once a second and must not wait."""
+    def next_batch(self, step: int, poll: Callable[[Cluster[RolloutWorker]], None]) -> RolloutBatch:
+        """Wait for the next batch. `poll` is called about once a second and must not wait."""
 
     def start_validation(self, samples: int, sampling: Mapping[str, SamplingConfig], steps_done: int) -> Pending[HeldOut]:
         """Start a validation with `samples` responses per held-out prompt; `sampling` by domain."""
@@ -85,7 +85,7 @@ class LiveRollouts(BatchSource):
     """Batches from engines and rewards."""
 
     engines: Engines
-    returns: EngineReturns
+    restarts: EngineRestarts
     rollouts: Cluster[RolloutWorker]
     reward_models: RewardModels
     judges: Mapping[str, Cluster[JudgeWorker]]
@@ -97,44 +97,44 @@ class LiveRollouts(BatchSource):
     _batch: Pending[RolloutBatch] | None = None
     """Batch in generation, also while training ranks recover."""
 
-    def start_service(self) -> Pending[None]:
-        """Try the rewards, then start the rollout service."""
+    def prepare_service(self) -> Pending[None]:
+        """Wait until the rollout service has read the data and tried the rewards; returns its start."""
         addresses = {name: JudgeAddress.of(servers.all(JudgeWorker.address)) for name, servers in self.judges.items()}
         self.rollouts.one(RolloutWorker.prepare, self.reward_models.actors, addresses)
-        return self.rollouts.start_one(RolloutWorker.initialize, self.engines.replicas.actors, self.returns.absent)
+        return self.rollouts.start_one(RolloutWorker.initialize, self.engines.replicas.actors, self.restarts.absent)
 
     def restart(self, state: dict[str, Any]) -> None:
         self._batch = None
         self.rollouts.rebuild()
         self.engines.replicas.each(InferWorker.forget_requests)
-        self.start_service().result()
-        self.returns.service_restarted()
+        self.prepare_service().result()
+        self.restarts.service_restarted()
         self.rollouts.one(RolloutWorker.load_state_dict, state)
         if self.weights is not None:
             self.weights.service_restarted()
 
     def loaded(self, phase: Phase, version: int) -> AbstractContextManager[None]:
         if phase is Phase.SYNC_WEIGHTS:
-            self.returns.living(tuple(EngineMemory))
+            self.restarts.living(tuple(EngineMemory))
         sender = self.weights.sender(version) if phase is Phase.SYNC_WEIGHTS and self.weights is not None else None
         return self.engines.loaded(phase, beside=[] if sender is None else [(sender, states(phase))])
 
     def sync(self, version: int) -> Pushed | None:
         pushed = self.weights.push(version) if self.weights is not None else None
-        self.returns.tell_losses()
-        self.returns.hand_over(None if self.weights is None else version)
+        self.restarts.tell_losses()
+        self.restarts.hand_over(None if self.weights is None else version)
         return pushed
 
-    def next_batch(self, step: int, meanwhile: Callable[[Cluster[RolloutWorker]], None]) -> RolloutBatch:
+    def next_batch(self, step: int, poll: Callable[[Cluster[RolloutWorker]], None]) -> RolloutBatch:
         version = 0 if self.weights is None else self.weights.version
 
-        def poll() -> None:
+        def poll_all() -> None:
             self.replace_engines(version)
-            meanwhile(self.rollouts)
+            poll(self.rollouts)
 
         self._batch = self._batch or self.rollouts.start_one(RolloutWorker.next_batch, self.prompts_per_step, step)
         try:
-            batch = self._complete(self._batch, f"step {step}", poll)
+            batch = self._complete(self._batch, f"step {step}", poll_all)
         except Exception as error:
             if not (isinstance(error, RankFailed) and error.is_loss):
                 with suppress(Exception):  # the batch's failure counts
@@ -142,8 +142,8 @@ class LiveRollouts(BatchSource):
             raise
         self._batch = None
         self.journal.ledger.append(batch.ledger)
-        self.returns.tell_losses()
-        self.returns.settle()
+        self.restarts.tell_losses()
+        self.restarts.settle()
         return batch
 
     def start_validation(self, samples: int, sampling: Mapping[str, SamplingConfig], steps_done: int) -> Pending[HeldOut]:
@@ -152,15 +152,15 @@ class LiveRollouts(BatchSource):
     def finish_validation(self, validation: Pending[HeldOut], version: int) -> HeldOut:
         poll = partial(self.replace_engines, version)
         held_out = self._complete(validation, "held-out", poll, held_out=True)
-        self.returns.settle()
+        self.restarts.settle()
         return held_out
 
-    def _complete(self, rollouts: Pending[T], label: str, also: Callable[[], None], held_out: bool = False) -> T:
+    def _complete(self, rollouts: Pending[T], label: str, poll: Callable[[], None], held_out: bool = False) -> T:
         """Wait for a batch or validation. Raise the loss of a training rank at once or, on shared devices, when the engines are done."""
         lost: RankFailed | None = None
         while True:
             try:
-                result = shown(rollouts, self.rollouts, self.journal.console, label, also, held_out)
+                result = shown(rollouts, self.rollouts, self.journal.console, label, poll, held_out)
             except RankFailed as failure:
                 if failure.role == self.rollouts.name and failure.is_loss:
                     self.engines.replicas.each(InferWorker.forget_requests)  # on shared devices they leave now
@@ -180,14 +180,14 @@ class LiveRollouts(BatchSource):
 
     def replace_engines(self, version: int) -> None:
         """Report lost engines, and let successors that have started serve. `version`: of the trainer's weights, which they get."""
-        self.returns.tell_losses()
-        if not self.returns.may_serve():
+        self.restarts.tell_losses()
+        if not self.restarts.may_serve():
             return
         # On a shared device the trainer's weights come beside the engine's, in the room of its KV cache.
-        self.returns.take((EngineMemory.KV_CACHE,))
+        self.restarts.take((EngineMemory.KV_CACHE,))
         if self.weights is not None:
             self.weights.send_to_newcomers(version)
-        self.returns.hand_over(None if self.weights is None else version)
+        self.restarts.hand_over(None if self.weights is None else version)
         if self.engines.offloads:
             self.engines.start_load(self.engines.parts(Phase.GENERATE)).result()
 
@@ -198,7 +198,7 @@ class LiveRollouts(BatchSource):
         self.rollouts.one(RolloutWorker.load_state_dict, state)
 
     def abandon(self) -> None:
-        self.returns.end()
+        self.restarts.end()
         self.rollouts.shutdown()
         self.engines.replicas.shutdown()
         for ranks in self.reward_models.clusters.values():
@@ -208,7 +208,7 @@ class LiveRollouts(BatchSource):
         self.journal.ledger.append(self.rollouts.start_one(RolloutWorker.last_ledger).result(LAST_SECONDS))
 
     def close(self) -> None:
-        self.returns.end()
+        self.restarts.end()
         self.end_ledger()
         self.rollouts.one(RolloutWorker.shutdown)
         self.engines.replicas.each(InferWorker.shutdown)
@@ -227,19 +227,19 @@ class ReplayedRollouts(BatchSource):
     def restart(self, state: dict[str, Any]) -> None:
         self.reader.rebuild()
 
-    def next_batch(self, step: int, meanwhile: Callable[[Cluster[RolloutWorker]], None]) -> RolloutBatch:
+    def next_batch(self, step: int, poll: Callable[[Cluster[RolloutWorker]], None]) -> RolloutBatch:
         return self.reader.one(ReplayWorker.next_batch, step)
 
 
 def shown(
-    batch: Pending[T], rollouts: Cluster[RolloutWorker], console: RunConsole, label: str, also: Callable[[], None], held_out: bool = False
+    batch: Pending[T], rollouts: Cluster[RolloutWorker], console: RunConsole, label: str, poll: Callable[[], None], held_out: bool = False
 ) -> T:
-    """Wait for a batch or validation, and show its progress. Calls `also` about once a second."""
+    """Wait for a batch or validation, and show its progress. Calls `poll` about once a second."""
     asked: Pending[dict[str, Progress]] | None = None
 
-    def poll() -> None:
+    def poll_all() -> None:
         nonlocal asked
-        also()
+        poll()
         if asked is None:
             asked = None if batch.done else rollouts.start_one(RolloutWorker.progress, held_out)
         elif (progress := asked.answer()) is not None:
@@ -248,7 +248,7 @@ def shown(
 
     try:
         with console.watching():
-            return batch.result(meanwhile=poll)
+            return batch.result(poll=poll_all)
     finally:
         if asked is not None:
             asked.settle()

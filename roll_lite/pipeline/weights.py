@@ -19,7 +19,7 @@ from roll_lite.distributed.weight_sync.group import Pushed, Transferred, interru
 from roll_lite.distributed.weight_sync.plan import ExportPlan, TransferPlan, plan_transfers
 from roll_lite.distributed.weight_sync.update import require_equal, sample
 from roll_lite.pipeline.clusters import Model, states
-from roll_lite.pipeline.engine_returns import EngineReturns
+from roll_lite.pipeline.engine_restarts import EngineRestarts
 from roll_lite.workers.actor import ActorWorker
 from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.rollout import RolloutWorker
@@ -34,7 +34,7 @@ class WeightSync:
     def __init__(
         self,
         actor: Model[ActorWorker],
-        engines: EngineReturns,
+        restarts: EngineRestarts,
         rollouts: Cluster[RolloutWorker],
         config: WeightSyncConfig,
         workers_per_engine: int,
@@ -43,8 +43,8 @@ class WeightSync:
     ) -> None:
         """`dtype`, `expert_parallel`: the engines'."""
         self._model = actor
-        self._returns = engines
-        self._engines = engines.replicas
+        self._restarts = restarts
+        self._engines = restarts.replicas
         self._rollouts = rollouts
         self._config = config
         self._workers_per_engine = workers_per_engine
@@ -70,7 +70,7 @@ class WeightSync:
         """Send weights to every living engine or, if the others have this version, only to replacements of lost engines; None if all have
         it."""
         if version != self._version:
-            pushed = self._send(version, lambda: self._returns.living((EngineMemory.KV_CACHE,)))
+            pushed = self._send(version, lambda: self._restarts.living((EngineMemory.KV_CACHE,)))
             self._rollouts.one(RolloutWorker.set_version, version)
             self._version = version
             return pushed
@@ -78,7 +78,7 @@ class WeightSync:
 
     def send_to_newcomers(self, version: int) -> Pushed | None:
         """Send weights to engines that do not serve yet, while the others generate. `version`: of the trainer's weights."""
-        return self._send(version, lambda: self._returns.newcomers) if self._returns.newcomers else None
+        return self._send(version, lambda: self._restarts.newcomers) if self._restarts.newcomers else None
 
     def _send(self, version: int, engines: Callable[[], list[int]]) -> Pushed | None:
         with self._model.loaded(states(Phase.SYNC_WEIGHTS)):
@@ -104,16 +104,16 @@ class WeightSync:
 
     def sender(self, version: int) -> Model[ActorWorker] | None:
         """Model that `push` needs on the devices; None if nothing is to be sent."""
-        return self._model if version != self._version or self._returns.newcomers else None
+        return self._model if version != self._version or self._restarts.newcomers else None
 
     def _update(self, version: int, receivers: list[int]) -> Pushed | None:
         """Update the weights of the engines `receivers`. None if an engine was lost: the others may have old weights, new ones, or both."""
-        if self._plan is not None and (list(self._plan.engines) != receivers or self._returns.newcomers):
+        if self._plan is not None and (list(self._plan.engines) != receivers or self._restarts.newcomers):
             self._plan = None
         plan = self._plan = self._plan or self._connect(receivers)
         if plan is None:
             return None
-        if receivers != self._returns.newcomers:  # they generate
+        if receivers != self._restarts.newcomers:  # they generate
             self._rollouts.one(RolloutWorker.hold)
         started = time.monotonic()
         engines = self._engines.start_each_own(InferWorker.update_weights, dict.fromkeys(plan.engines, plan.routes), version)
@@ -163,7 +163,7 @@ class WeightSync:
                 interrupt(self._interrupts, self._epoch)  # otherwise the others wait until their time-out
 
         both: list[Pending[Any]] = [engines, trainers]
-        said, of_trainers = gather(*both, meanwhile=poll)
+        said, of_trainers = gather(*both, poll=poll)
         if any(call.lost for call in engines.calls):
             return None
         if broken := _broken(engines, trainers):

@@ -52,7 +52,7 @@ class Admission:
             return  # a prompt started now would be too old for the next batch
         for scheduler in self._schedulers.values():
             while scheduler.owed and self._has_room():
-                if scheduler.replace(self.asked):
+                if scheduler.admit_replacement(self.asked):
                     self._announce(scheduler.name)
         most, due = self._most_places(), self._due_places()
         room = self._room_in_rewards() if self.plan.charged < most else {}

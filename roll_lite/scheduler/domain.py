@@ -117,7 +117,7 @@ class DomainScheduler:
         self._runner = runner
         self._recorder = recorder
         self._group_numbers = group_numbers
-        self._changed, self._broken, self._left_out = changed, broken, left_out
+        self._changed, self._broken, self._on_left_out = changed, broken, left_out
         self._running: OrderedDict[int, _Live] = OrderedDict()
         self._finished: dict[int, _Live] = {}
         self._put_back: deque[tuple[int, int]] = deque()
@@ -171,7 +171,7 @@ class DomainScheduler:
         self._tries_left += self._further_tries
         return self._start(clock)
 
-    def replace(self, clock: int) -> bool:
+    def admit_replacement(self, clock: int) -> bool:
         self.owed -= 1
         return self._start(clock)
 
@@ -228,12 +228,12 @@ class DomainScheduler:
         del self._running[live.number]
         if lost is not None:
             self._enter(live, FAILED, lost, group)
-            self._left_out(ended(group, SampleOutcome.FAILED, lost))
+            self._on_left_out(ended(group, SampleOutcome.FAILED, lost))
             self._lose(lost)
         elif chosen is not None and filtered is not None:
             self._enter(live, FILTERED, filtered.text, group)
-            self._left_out(ended(group, SampleOutcome.FILTERED, filtered.text))
-            self._leave_out(chosen, filtered)
+            self._on_left_out(ended(group, SampleOutcome.FILTERED, filtered.text))
+            self._filter_out(chosen, filtered)
         else:
             self._ends.append(None)
             live.group = group
@@ -250,7 +250,7 @@ class DomainScheduler:
                     f"domain {self.name}: of the last {last} prompts {causes.total()} yielded no group that can train, {commonest(causes)}"
                 )
 
-    def _leave_out(self, chosen: GroupFilter, cause: LeftOut) -> None:
+    def _filter_out(self, chosen: GroupFilter, cause: LeftOut) -> None:
         self._ends.append(None)
         self.counts.filtered += 1
         self._recorder.domains[self.name].filtered[cause.word] += 1

@@ -42,14 +42,14 @@ class Router:
         deterministic: bool = False,
         engine_slots: int | None = None,
         engine_tokens: int | None = None,
-        engines_return: bool = False,
+        engines_restart: bool = False,
     ) -> None:
-        """`engines_return`: lost engines will be added again, so requests wait even if none is left."""
+        """`engines_restart`: lost engines will be added again, so requests wait even if none is left."""
         self.engines = [EngineLoad(client) for client in engines]
         self.gate = WaveGate(self._all_serve) if deterministic else None
         self.clock = EngineClock()
         self.on_room: Callable[[], None] = lambda: None
-        self._engines_return = engines_return
+        self._engines_restart = engines_restart
         self._timeout_s = timeout_s
         self._slots = engine_slots
         self._most = None if engine_slots is None or deterministic else engine_slots + max(1, int(engine_slots * READY_SHARE))
@@ -208,7 +208,7 @@ class Router:
 
     def _all_serve(self) -> bool:
         """False if a lost engine will return but does not serve yet."""
-        return not self._engines_return or all(engine.serves for engine in self.engines)
+        return not self._engines_restart or all(engine.serves for engine in self.engines)
 
     async def drain(self, name: str) -> None:
         """Send an engine nothing more, wait until it is idle, then forget it. `remove`, called meanwhile, ends the wait."""
@@ -306,7 +306,7 @@ class Router:
         if self.gate is None and (found := self._choice.choose(flight.prefix, shared, own)) is not None:
             return found
         if not self._choice.serving:
-            if self._engines_return:
+            if self._engines_restart:
                 return None
             causes = "; ".join(f"{engine.client.name}: {engine.dead or 'drained'}" for engine in self.engines)
             raise NoEngineLeft(f"no engine is left to generate ({causes})")

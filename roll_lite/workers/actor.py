@@ -119,25 +119,25 @@ class ActorWorker(ModelWorker):
     # ---------------------------------------------------------------- weights for the engines
 
     @cached_property
-    def weights(self) -> WeightSender:
+    def weight_sender(self) -> WeightSender:
         return WeightSender(self.strategy, self.rank)
 
     def export_plan(self, bucket_bytes: int) -> ExportPlan:
-        return self.weights.plan(bucket_bytes)
+        return self.weight_sender.export_plan(bucket_bytes)
 
     def host_weight_transfer(self, timeout_s: float) -> tuple[str, int]:
         address = ray.util.get_node_ip_address()
-        return address, self.weights.host(address, timeout_s)
+        return address, self.weight_sender.host(address, timeout_s)
 
     def connect_weights(self, plan: TransferPlan, membership: Membership) -> Transferred:
-        return transferred(lambda: self.weights.join(plan, membership))
+        return transferred(lambda: self.weight_sender.connect(plan, membership))
 
     def send_weights(self) -> Transferred:
-        sent, counted = transferred(self.weights.send), self.weights
+        sent, counted = transferred(self.weight_sender.send), self.weight_sender
         return replace(sent, seconds=counted.seconds, nbytes=counted.nbytes, by_transport=counted.by_transport)
 
     def weight_checksums(self, names: Collection[str]) -> dict[str, str]:
-        return self.weights.checksums(names)
+        return self.weight_sender.checksums(names)
 
 
 class AdaptedActorWorker(ActorWorker):

@@ -59,7 +59,7 @@ class RolloutSpec:
     steps: int | None = None
     """Number of steps; nothing is generated beyond them."""
     engines_rest: bool = False
-    engines_return: bool = False
+    engines_restart: bool = False
     """True if the driver replaces lost engines."""
     engine_silence_s: float | None = None
     """Time in which an engine's process must answer; None: unlimited."""
@@ -153,12 +153,12 @@ class RolloutWorker(AsyncWorker):
         await self._try_rewards(judges)
 
     async def initialize(self, engines: Sequence[Any], absent: Mapping[int, str] = NOBODY) -> None:
-        """Start serving, after `prepare`. `engines`: InferWorker actors. `absent`: engines that `engine_returned` will add later, with the
+        """Start serving, after `prepare`. `engines`: InferWorker actors. `absent`: engines that `engine_restarted` will add later, with the
         reason."""
         spec = self._spec
         clients = [self._client(number, engine) for number, engine in enumerate(engines)]
         rollout, limits = spec.rollout, (spec.engine_slots, spec.rollout.max_tokens_per_engine)
-        router = self._router = Router(clients, rollout.request_timeout_s, spec.deterministic, *limits, spec.engines_return)
+        router = self._router = Router(clients, rollout.request_timeout_s, spec.deterministic, *limits, spec.engines_restart)
 
         def lost(seat: EngineSeat, cause: str) -> None:
             seat.engine.lost(cause)
@@ -166,7 +166,7 @@ class RolloutWorker(AsyncWorker):
             router.engine_lost(seat.name, cause)
 
         # The driver counts restarts, and says when none is left.
-        policy = Policy(start_timeout_s=None, restarts=None if spec.engines_return else 0, attempts=1)
+        policy = Policy(start_timeout_s=None, restarts=None if spec.engines_restart else 0, attempts=1)
         seats = [EngineSeat(client, number in absent) for number, client in enumerate(clients)]
         self._engines = Fleet("actor_infer", seats, policy, lost=lost, down=self.tell_end)
         self._engines.tend()
@@ -290,7 +290,7 @@ class RolloutWorker(AsyncWorker):
         """Lost engines without a replacement in service: number -> cause."""
         return self._engines.lost
 
-    async def engine_returned(self, number: int, engine: Any) -> None:
+    async def engine_restarted(self, number: int, engine: Any) -> None:
         """Serve with a lost engine's replacement, which has the current weights."""
         seat, client = self._engines.members[number], self._client(number, engine)
         await self._engines.until(seat, MemberState.LOST, MemberState.STARTING)  # the driver may have noticed the loss first

@@ -15,7 +15,7 @@ import pytest
 
 from roll_lite.files import remote_folder
 from roll_lite.pipeline.checkpoint_files import check_sums, finished_checkpoints, read_list, record
-from tests.chaos.test_engine_returns import wait_until
+from tests.chaos.test_engine_restarts import wait_until
 from tests.chaos.test_training_ranks import SETTINGS, restarts
 from tests.integration.test_runs import Run, until_gone, worker
 

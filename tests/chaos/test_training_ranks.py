@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.test_engine_returns import wait_until
+from tests.chaos.test_engine_restarts import wait_until
 from tests.integration.test_runs import ROOT, Run, until_gone, worker
 
 NIGHTLY = pytest.mark.nightly

@@ -36,7 +36,7 @@ def taken(receiver: WeightReceiver, plan: TransferPlan) -> dict[str, torch.Tenso
 async def assert_arrives(trainer: Trainer, model: Any, tied: bool = False) -> None:
     plan, membership = await trainer.plan()
     receiver = WeightReceiver()
-    await asyncio.to_thread(receiver.join, membership.plain(), plan.first_member(0))
+    await asyncio.to_thread(receiver.connect, membership.plain(), plan.first_member(0))
     for _ in range(2):
         held = await asyncio.to_thread(taken, receiver, plan)
         expected = by_checkpoint(model.state_dict())

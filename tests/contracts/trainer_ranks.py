@@ -37,11 +37,11 @@ def train(
     strategy = started(path, **options)
     rank = int(os.environ["RANK"])
     sender = WeightSender(strategy, rank)
-    plan = plan_transfers(sender.plan(1 << 15), {0: workers}, dtype, experts)
+    plan = plan_transfers(sender.export_plan(1 << 15), {0: workers}, dtype, experts)
     if rank == 0:
         (folder / "writing").write_bytes(pickle.dumps(plan))
         (folder / "writing").rename(folder / "plan")
-    sender.join(plan, plan.membership(1, transport, HOST, port, TIMEOUT_S))
+    sender.connect(plan, plan.membership(1, transport, HOST, port, TIMEOUT_S))
     sender.send()
     with torch.no_grad():
         for parameter in {id(one): one for chunk in strategy._chunks for one in chunk.parameters()}.values():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
@@ -25,7 +26,7 @@ from roll_lite.distributed.ray_session import ray_session
 from roll_lite.distributed.strategy.base import EngineSpec, TrainStrategy
 from roll_lite.distributed.strategy.inference.life import EngineMemory
 from roll_lite.distributed.weight_sync.endpoints import WeightSender
-from roll_lite.distributed.weight_sync.plan import ExportPlan, plan_transfers
+from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan, plan_transfers
 from roll_lite.distributed.weight_sync.update import checksum, require_equal
 from roll_lite.distributed.worker import ROLE
 from roll_lite.workers.infer import InferWorker
@@ -42,8 +43,8 @@ class Trainer:
     def export_plan(self, bucket_bytes: int) -> ExportPlan:
         return export_plan(self.state)
 
-    def export_bucket(self, plan: ExportPlan, bucket: int) -> dict[str, Any]:
-        return {tensor.name: self.state[tensor.name] for tensor in plan.tensors if tensor.bucket == bucket}
+    def export_bucket(self, tensors: Sequence[ExportedTensor]) -> dict[str, Any]:
+        return {tensor.name: self.state[tensor.name] for tensor in tensors}
 
 
 def greedy(engines: Cluster[InferWorker], name: str) -> list[int]:
@@ -77,11 +78,11 @@ def processes(role: str) -> list[psutil.Process]:
 def update(engines: Cluster[InferWorker], seed: int) -> None:
     trainer = Trainer()
     sender = WeightSender(cast(TrainStrategy, trainer), 0)
-    plan = plan_transfers(sender.plan(1 << 20), {0: 2})
+    plan = plan_transfers(sender.export_plan(1 << 20), {0: 2})
     membership = plan.membership(1, "auto", "127.0.0.1", sender.host("127.0.0.1", PATIENCE_S), PATIENCE_S)
     trainer.state = random_state("qwen2", True, seed)
     with ThreadPoolExecutor(1) as pool:
-        joining = pool.submit(sender.join, plan, membership)
+        joining = pool.submit(sender.connect, plan, membership)
         joined = engines.one(InferWorker.connect_weights, plan.first_member(0), membership)
         assert joined.failure is None, joined.failure
         joining.result(PATIENCE_S)

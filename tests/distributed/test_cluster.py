@@ -94,7 +94,7 @@ def test_something_else_can_be_looked_at_while_waiting(adders: Cluster[Adder], r
     endless = services.start_one(Service.forever)
     slow, asked = adders.start_one(Adder.sleep, 4), services.start_one(Service.twice, 21)
     seen: list[tuple[int | None, object]] = []
-    assert slow.result(meanwhile=lambda: seen.append((asked.answer(), endless.answer()))) == 4
+    assert slow.result(poll=lambda: seen.append((asked.answer(), endless.answer()))) == 4
     assert len(seen) >= 2 and seen[-1] == (42, None), "about once a second, without waiting"
     assert services.group.phases == ["forever"]
     endless.settle()

@@ -58,7 +58,7 @@ def test_an_engines_further_nodes_are_told_to_its_worker(told: int | None, heads
     starter.config = SimpleNamespace(placement=PlacementConfig(nodes=told, devices_per_node=2))
     starter.spec = lambda name, slots, threads: ClusterSpec(name, slots, threads)
     size = 4 if told else 2
-    slots, parts = starter.engine_slots(InferRoleConfig(devices=4, strategy=VllmStrategyConfig(tensor_parallel=size)))
+    slots, parts = starter.replica_slots(InferRoleConfig(devices=4, strategy=VllmStrategyConfig(tensor_parallel=size)))
     assert bundles(slots) == heads
     assert [[one["scheduling_strategy"].placement_group_bundle_index for one in own] for own in parts] == further
     for (one,) in parts:

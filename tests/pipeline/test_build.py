@@ -92,8 +92,8 @@ def test_rewards_are_tried_before_engines_judges_and_reward_models_start() -> No
     engines.replicas, engines.offloads = ranks("engines"), False
     models = SimpleNamespace(resident=[ranks("reward model")], actors={})
     live: Any = SimpleNamespace(rollouts=ranks("rollouts"), reward_models=models, judges={"main": ranks("judge")}, engines=engines)
-    live.returns = SimpleNamespace(absent={})
-    live.start_service = MethodType(LiveRollouts.start_service, live)
+    live.restarts = SimpleNamespace(absent={})
+    live.prepare_service = MethodType(LiveRollouts.prepare_service, live)
     build.starting(live)
     assert begun == ["rollouts prepare", "rollouts initialize", "reward model initialize", "judge initialize", "engines starts"]
 

@@ -101,13 +101,12 @@ class House:
 
     def __post_init__(self) -> None:
         self.early = EarlyPasses([(model, [model.column]) for model in self.models], 8, SimpleNamespace(early=self.counted.append))  # type: ignore[arg-type, misc]
-        self.look = self.early.begin()
 
     def finish(self, *groups: int) -> None:
         """They end, and two seconds pass."""
         self.service.done += groups
         for _ in range(2):
-            self.look(self.service)  # type: ignore[arg-type]
+            self.early.poll(self.service)  # type: ignore[arg-type]
 
     def complete(self, groups: Sequence[int]) -> Batch:
         """The batch is there, and what is left of its columns is computed."""
@@ -179,8 +178,8 @@ def test_what_does_not_end_up_in_the_batch_is_not_used(house: House) -> None:
 
 def test_a_batch_that_trains_nothing_leaves_nothing_behind(house: House) -> None:
     house.finish(1, 2)
-    house.look(house.service)  # type: ignore[arg-type]
-    house.look = house.early.begin()
+    house.early.poll(house.service)  # type: ignore[arg-type]
+    house.early.forget()
     assert all(answer.settled for answer in (*house.models[0].running, house.service.asked[-1]))
     house.service.done = []
     house.finish(7, 8)
@@ -192,12 +191,11 @@ def test_a_failing_rank_ends_the_wait_for_the_batch(house: House) -> None:
     house.finish(1, 2)
     house.models[0].running[0].error = RuntimeError("rank 0 failed")
     with pytest.raises(RuntimeError, match="rank 0"):
-        house.look(house.service)  # type: ignore[arg-type]
+        house.early.poll(house.service)  # type: ignore[arg-type]
 
 
 def test_where_it_is_not_wanted_all_is_as_always(house: House) -> None:
     house.early = EarlyPasses([], 8, None)  # type: ignore[arg-type]
-    house.look = house.early.begin()
     house.finish(1, 2, 3)
     house.complete([1, 2, 3])
     assert house.models[0].passes == [names(1, 2, 3)] and house.service.asked == []

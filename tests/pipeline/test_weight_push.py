@@ -20,7 +20,7 @@ from roll_lite.pipeline.weights import WeightSync
 PLAN = ExportPlan((ExportedTensor("a", (2,), torch.float32, 0, 0),))
 
 
-class Returns:
+class Restarts:
     """Engines of which none is lost unless a test says so; `newcomers` lack the current weights."""
 
     def __init__(self, replicas: Cluster) -> None:
@@ -67,7 +67,7 @@ def sync(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(
         module,
         "gather",
-        lambda *pending, meanwhile: [
+        lambda *pending, poll: [
             {0: Transferred(seconds={"load": 2.0})},
             [
                 Transferred(seconds={"gather": 1.0}, nbytes={"gloo": 2**20}, by_transport={"gloo": 0.5}),
@@ -87,9 +87,9 @@ def sync(monkeypatch: pytest.MonkeyPatch) -> Any:
     def make(held: str) -> Any:
         actor, engines, rollouts = Cluster({"a": "1"}), Cluster({"a": held}), Cluster({})
         model = SimpleNamespace(ranks=actor, loaded=loaded)
-        returns = Returns(engines)
-        sync = WeightSync(model, returns, rollouts, WeightSyncConfig(verify="full"), 1, "float32")  # type: ignore[arg-type]
-        return SimpleNamespace(sync=sync, actor=actor, rollouts=rollouts, loads=loads, engines=engines, returns=returns)
+        restarts = Restarts(engines)
+        sync = WeightSync(model, restarts, rollouts, WeightSyncConfig(verify="full"), 1, "float32")  # type: ignore[arg-type]
+        return SimpleNamespace(sync=sync, actor=actor, rollouts=rollouts, loads=loads, engines=engines, restarts=restarts)
 
     return make
 
@@ -109,13 +109,13 @@ def test_a_newcomer_gets_the_version_that_the_others_have_alone(sync: Any, monke
     made = sync("1")
     monkeypatch.setattr(Cluster, "left", [0, 1])
     made.sync.push(3)
-    made.returns.newcomers = [1]
+    made.restarts.newcomers = [1]
     made.engines.receivers.clear()
     made.rollouts.calls.clear()
     assert made.sync.push(3).version == 3
     assert made.engines.receivers == [("connect_weights", [1]), ("update_weights", [1]), ("weight_checksums", [1])]
     assert made.rollouts.calls == [], "the others generate on"
-    made.returns.newcomers = []
+    made.restarts.newcomers = []
     assert made.sync.push(3) is None
     made.engines.receivers.clear()
     made.sync.push(4)
@@ -125,7 +125,7 @@ def test_a_newcomer_gets_the_version_that_the_others_have_alone(sync: Any, monke
 def test_a_successor_of_the_only_engine_connects_anew(sync: Any) -> None:
     made = sync("1")
     made.sync.push(3)
-    made.returns.newcomers = [0]
+    made.restarts.newcomers = [0]
     made.engines.receivers.clear()
     made.sync.push(4)
     assert [method for method, _ in made.engines.receivers] == ["connect_weights", "update_weights", "weight_checksums"]
@@ -144,10 +144,10 @@ def test_an_update_that_breaks_off_although_nobody_is_lost_is_a_failure(sync: An
     made = sync("1")
     monkeypatch.setattr(module, "interrupt", lambda *_: None)
 
-    def gathered(engines: Any, trainers: Any, meanwhile: Any) -> list[Any]:
+    def gathered(engines: Any, trainers: Any, poll: Any) -> list[Any]:
         engines.calls[0].value = Transferred("trainer rank 0 did not come")
         trainers.calls[0].value = Transferred()
-        meanwhile()
+        poll()
         return [{0: engines.calls[0].value}, [trainers.calls[0].value]]
 
     monkeypatch.setattr(module, "gather", gathered)
@@ -165,17 +165,17 @@ def test_whoever_waits_for_one_that_broke_off_is_told_at_once_and_does_not_count
     made.actor.left = [0, 1]
     monkeypatch.setattr(module, "interrupt", lambda rendezvous, epoch: told.append(epoch))
 
-    def gathered(engines: Any, trainers: Any, meanwhile: Any) -> list[Any]:
+    def gathered(engines: Any, trainers: Any, poll: Any) -> list[Any]:
         first, *later = reversed(engines.calls + trainers.calls) if trainer_first else engines.calls + trainers.calls
-        meanwhile()
+        poll()
         assert told == []
         first.value = Transferred("no memory")
-        meanwhile()
+        poll()
         assert told == [2], "the others still wait"
         for call in later:
             call.value = Transferred.broke_off(StaleEpoch("connect again"))
         later[1].value = Transferred.broke_off(TransferError("the connection broke"))
-        meanwhile()
+        poll()
         return [{call.rank: call.value for call in engines.calls}, [call.value for call in trainers.calls]]
 
     monkeypatch.setattr(module, "gather", gathered)
@@ -192,13 +192,13 @@ def test_an_engine_that_is_lost_in_an_update_is_left_out_and_the_update_repeated
     engines.left = [0, 1]
     monkeypatch.setattr(module, "interrupt", lambda rendezvous, epoch: told.append(epoch))
 
-    def gathered(engines_calls: Any, trainers: Any, meanwhile: Any) -> list[Any]:
-        meanwhile()
+    def gathered(engines_calls: Any, trainers: Any, poll: Any) -> list[Any]:
+        poll()
         if engines.calls[-1] == "update_weights" and engines.left == [0, 1]:
             engines.left, engines.lost = [0], {1: "its process died"}
             engines_calls.calls[1].lost = True
-            meanwhile()
-            meanwhile()
+            poll()
+            poll()
             return [{}, [Transferred("the connection broke")]]
         return [{call.rank: Transferred() for call in engines_calls.calls}, [Transferred()]]
 
@@ -224,12 +224,12 @@ def test_the_loss_of_an_engine_that_has_answered_is_no_failure_of_one_that_read_
 
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: float(len(looks)), sleep=lose))
 
-    def gathered(engines_calls: Any, trainers: Any, meanwhile: Any) -> list[Any]:
+    def gathered(engines_calls: Any, trainers: Any, poll: Any) -> list[Any]:
         for call in [*engines_calls.calls, *trainers.calls]:
             call.value = Transferred()
         if engines.calls.count("update_weights") == 1 and not engines.lost:
             engines_calls.calls[1].value = Transferred("cannot open the memory of engine 0")
-        meanwhile()
+        poll()
         return [{call.rank: call.value for call in engines_calls.calls}, [call.value for call in trainers.calls]]
 
     monkeypatch.setattr(module, "gather", gathered)

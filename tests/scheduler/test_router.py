@@ -293,7 +293,7 @@ async def test_deterministic_routing_depends_on_the_id_only() -> None:
 async def test_a_wave_that_lost_an_engine_starts_again_there_with_what_it_had_answered() -> None:
     """Its successor gets the same requests as in an undisturbed run, together; those of other engines stay answered."""
     engines = [HeldEngine("a"), HeldEngine("b")]
-    router = Router(engines, timeout_s=60, deterministic=True, engines_return=True)
+    router = Router(engines, timeout_s=60, deterministic=True, engines_restart=True)
     names = [f"r{number}" for number in range(12)]
     tasks = {name: asyncio.create_task(router.generate("d", request(name))) for name in names}
     await settle()
@@ -321,7 +321,7 @@ async def test_a_wave_that_lost_an_engine_starts_again_there_with_what_it_had_an
 
 async def test_a_wave_goes_on_without_an_engine_that_is_given_up() -> None:
     engines = [HeldEngine("a"), HeldEngine("b")]
-    router = Router(engines, timeout_s=60, deterministic=True, engines_return=True)
+    router = Router(engines, timeout_s=60, deterministic=True, engines_restart=True)
     tasks = [asyncio.create_task(router.generate("d", request(f"r{number}"))) for number in range(6)]
     await settle()
     router.engine_lost("a", "killed")
@@ -542,7 +542,7 @@ async def test_an_engine_that_comes_gets_what_waits_and_one_that_leaves_ends_wha
 
 async def test_requests_wait_for_the_successor_of_the_last_engine_which_takes_its_place() -> None:
     lost, other, successor = HeldEngine("a"), HeldEngine("b"), HeldEngine("a")
-    router = Router([lost, other], timeout_s=60, engines_return=True)
+    router = Router([lost, other], timeout_s=60, engines_restart=True)
     router.engine_lost("b", "power")
     task = asyncio.create_task(router.generate("d", request("r")))
     await settle()

@@ -24,7 +24,7 @@ def test_each_device_has_one_engine_that_starts(ray_local: object, tmp_path: Pat
         first, _ = ray.wait(list(ready), num_returns=2, timeout=60)
         assert sorted(ready[ref] for ref in first) == [0, 2]
         assert ray.wait([ref for ref in ready if ref not in first], timeout=0)[0] == []
-        engines.start_later_ones()
+        engines.initialize_later_ones()
         assert len(ray.wait(list(ready), num_returns=4, timeout=60)[0]) == 4
     finally:
         engines.replicas.shutdown()

@@ -224,7 +224,7 @@ class TrainStrategy(ForwardStrategy):
         Equal on every rank."""
 
     @abstractmethod
-    def export_bucket(self, plan: ExportPlan, bucket: int) -> dict[str, torch.Tensor] | None:
+    def export_bucket(self, tensors: Sequence[ExportedTensor]) -> dict[str, torch.Tensor] | None:
         """Gather one bucket of the plan; collective. Returns the tensors on the rank that sends them, None on others. They may share the
         model's memory, so they are valid only until training continues."""
 

@@ -171,7 +171,7 @@ class WeightSender:
         self.nbytes: dict[str, int] = {}
         """Bytes that this rank sends per update, by transport. A broadcast counts once."""
 
-    def plan(self, bucket_bytes: int) -> ExportPlan:
+    def export_plan(self, bucket_bytes: int) -> ExportPlan:
         self._export = self._strategy.export_plan(bucket_bytes)
         return self._export
 
@@ -180,7 +180,7 @@ class WeightSender:
         self._store = rendezvous_store(address, timeout_s)
         return self._store.port
 
-    def join(self, plan: TransferPlan, membership: Membership) -> None:
+    def connect(self, plan: TransferPlan, membership: Membership) -> None:
         """Join the transfer group described by `membership` and leave the previous one. Ranks that send no tensors do not join."""
         self.leave()
         self._routes = {routes[0].bucket: routes for routes in by_bucket(plan.routes)}
@@ -234,11 +234,11 @@ class WeightSender:
 
     def _gathered(self, names: Collection[str] | None = None) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
         """Gather the buckets that contain one of these tensors (None: all buckets). Yields bucket number and tensors."""
-        assert self._export is not None, "plan() comes first"
+        assert self._export is not None, "export_plan() comes first"
         for bucket in self._export.buckets():
             number = bucket[0].bucket
             if names is None or any(tensor.name in names for tensor in bucket):
-                yield number, self._strategy.export_bucket(self._export, number) or {}
+                yield number, self._strategy.export_bucket(bucket) or {}
 
     def leave(self) -> None:
         if self._half is not None:
@@ -260,7 +260,7 @@ class WeightReceiver:
         self._seconds: defaultdict[str, float] = defaultdict(float)
         """Seconds spent waiting for buckets (`receive`) and loading them (`load`)."""
 
-    def join(self, membership: Mapping[str, Any], number: int) -> None:
+    def connect(self, membership: Mapping[str, Any], number: int) -> None:
         """Join the transfer group described by `membership` and leave the previous one. An unfinished update is dropped."""
         self.leave()
         self._begun = False

@@ -6,6 +6,7 @@ import ctypes
 import os
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -162,8 +163,8 @@ class Trainer:
         tensors = [ExportedTensor(n, tuple(t.shape), t.dtype, 0, number // 2) for number, (n, t) in enumerate(self.state.items())]
         return ExportPlan(tuple(tensors))
 
-    def export_bucket(self, plan: ExportPlan, bucket: int) -> dict[str, torch.Tensor]:
-        return {tensor.name: self.state[tensor.name] for tensor in plan.buckets()[bucket]}
+    def export_bucket(self, tensors: Sequence[ExportedTensor]) -> dict[str, torch.Tensor]:
+        return {tensor.name: self.state[tensor.name] for tensor in tensors}
 
 
 @pytest.mark.usefixtures("exports")
@@ -174,7 +175,7 @@ def test_what_was_exported_to_readers_who_have_died_is_taken_back(monkeypatch: p
     monkeypatch.setattr(memory, "collect", lambda: collected.append(None))
     monkeypatch.setattr(Home, "here", staticmethod(lambda: home))
     sender = WeightSender(cast(TrainStrategy, Trainer({f"w{n}": torch.randn(9) for n in range(6)})), 0)
-    export, port = sender.plan(1 << 20), sender.host("127.0.0.1", 30.0)
+    export, port = sender.export_plan(1 << 20), sender.host("127.0.0.1", 30.0)
     pool = ThreadPoolExecutor(4)
 
     def epoch(number: int, processes: dict[int, int], timeout_s: float = 30.0, absent: tuple[int, ...] = ()) -> None:
@@ -185,7 +186,7 @@ def test_what_was_exported_to_readers_who_have_died_is_taken_back(monkeypatch: p
             for engine, process in processes.items()
             if engine not in absent
         ]
-        sender.join(plan, membership)
+        sender.connect(plan, membership)
         receivers = [future.result(20) for future in joining]
         receiving = [pool.submit(receive_all, receiver, plan) for receiver in receivers]
         sender.send()
@@ -213,7 +214,7 @@ def test_what_a_reader_had_not_come_to_when_an_update_broke_off_is_taken_back(mo
     monkeypatch.setattr(memory, "collect", lambda: None)
     monkeypatch.setattr(Home, "here", staticmethod(lambda: home))
     sender = WeightSender(cast(TrainStrategy, Trainer({f"w{n}": torch.randn(9) for n in range(6)})), 0)
-    export, port = sender.plan(1 << 20), sender.host("127.0.0.1", 30.0)
+    export, port = sender.export_plan(1 << 20), sender.host("127.0.0.1", 30.0)
     pool = ThreadPoolExecutor(4)
 
     def join(epoch: int, processes: dict[int, int]) -> list[Any]:
@@ -223,7 +224,7 @@ def test_what_a_reader_had_not_come_to_when_an_update_broke_off_is_taken_back(mo
             pool.submit(half, membership, plan.first_member(engine), False, replace(home, process=process))
             for engine, process in processes.items()
         ]
-        sender.join(plan, membership)
+        sender.connect(plan, membership)
         routes.extend(plan.routes[:1])
         return [future.result(20) for future in joining]
 

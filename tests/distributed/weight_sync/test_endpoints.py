@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
@@ -30,9 +30,9 @@ class Trainer:
     def export_plan(self, bucket_bytes: int) -> ExportPlan:
         return ExportPlan(tuple(ExportedTensor(n, tuple(t.shape), t.dtype, OWNERS[n], BUCKETS[n]) for n, t in self.state.items()))
 
-    def export_bucket(self, plan: ExportPlan, bucket: int) -> dict[str, torch.Tensor] | None:
-        self.gathered.append(bucket)
-        owned = {t.name: self.state[t.name] for t in plan.tensors if t.bucket == bucket and t.owner == self.rank}
+    def export_bucket(self, tensors: Sequence[ExportedTensor]) -> dict[str, torch.Tensor] | None:
+        self.gathered.append(tensors[0].bucket)
+        owned = {t.name: self.state[t.name] for t in tensors if t.owner == self.rank}
         return owned or None
 
 
@@ -66,7 +66,7 @@ class Run:
         self.state = {name: torch.randn(3, 5) for name in OWNERS}
         self.trainers = [Trainer(rank, self.state) for rank in range(3)]
         self.senders = [WeightSender(cast(TrainStrategy, trainer), trainer.rank) for trainer in self.trainers]
-        self.exports = [sender.plan(1 << 20) for sender in self.senders]
+        self.exports = [sender.export_plan(1 << 20) for sender in self.senders]
         self.port = self.senders[0].host("127.0.0.1", timeout_s)
         self.timeout_s = timeout_s
         self.pool = ThreadPoolExecutor(8)
@@ -76,9 +76,9 @@ class Run:
     ) -> TransferPlan:
         plan = plan_transfers(self.exports[0], dict.fromkeys(engines, 1), dtype)
         membership = plan.membership(epoch, transport, "127.0.0.1", self.port, self.timeout_s)
-        joining = [self.pool.submit(sender.join, plan, membership) for sender in self.senders]
+        joining = [self.pool.submit(sender.connect, plan, membership) for sender in self.senders]
         joining += [
-            self.pool.submit(worker.receiver.join, membership.plain(), plan.first_member(number)) for number, worker in engines.items()
+            self.pool.submit(worker.receiver.connect, membership.plain(), plan.first_member(number)) for number, worker in engines.items()
         ]
         for future in joining:
             future.result(20)
@@ -256,8 +256,8 @@ def test_an_engine_that_is_lost_before_it_joins_leaves_nobody_waiting() -> None:
     plan = plan_transfers(run.exports[0], {0: 1, 1: 1})
     membership = plan.membership(1, "gloo", "127.0.0.1", run.port, run.timeout_s)
     worker = Worker()
-    joining = [run.pool.submit(sender.join, plan, membership) for sender in (run.senders[0], run.senders[2])]
-    joining.append(run.pool.submit(worker.receiver.join, membership.plain(), plan.first_member(0)))
+    joining = [run.pool.submit(sender.connect, plan, membership) for sender in (run.senders[0], run.senders[2])]
+    joining.append(run.pool.submit(worker.receiver.connect, membership.plain(), plan.first_member(0)))
     interrupt(rendezvous_client("127.0.0.1", run.port), 2)
     for future in joining:
         with pytest.raises(StaleEpoch):

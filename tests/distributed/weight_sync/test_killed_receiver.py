@@ -4,6 +4,7 @@ dictionaries."""
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -32,8 +33,8 @@ class Trainer:
     def export_plan(self, bucket_bytes: int) -> ExportPlan:
         return ExportPlan(tuple(ExportedTensor(f"w{number}", (ELEMENTS,), torch.float32, 0, number) for number in range(self.buckets)))
 
-    def export_bucket(self, plan: ExportPlan, bucket: int) -> dict[str, torch.Tensor]:
-        return {f"w{bucket}": torch.full((ELEMENTS,), float(self.version))}
+    def export_bucket(self, tensors: Sequence[ExportedTensor]) -> dict[str, torch.Tensor]:
+        return {tensor.name: torch.full((ELEMENTS,), float(self.version)) for tensor in tensors}
 
 
 def work(pipe: Connection, machine: str | None) -> None:
@@ -52,7 +53,7 @@ def work(pipe: Connection, machine: str | None) -> None:
             answer: Any = None
             match command:
                 case "join":
-                    receiver.join(*arguments)
+                    receiver.connect(*arguments)
                 case "take":
                     receiver.load(arguments[0], lambda again: None, load)
                 case "leave":
@@ -69,8 +70,8 @@ def work(pipe: Connection, machine: str | None) -> None:
 def train(pipe: Connection) -> None:
     """The trainer's rank, where it has a process of its own."""
     sender = WeightSender(cast(TrainStrategy, Trainer()), 0)
-    pipe.send((sender.plan(1 << 20), sender.host(HOST, 60.0)))
-    sender.join(*pipe.recv())
+    pipe.send((sender.export_plan(1 << 20), sender.host(HOST, 60.0)))
+    sender.connect(*pipe.recv())
     pipe.send(None)
     sender.send()
 
@@ -116,14 +117,14 @@ class Run:
         self.trainer.buckets = buckets
         self.workers = {number: Worker(machine) for number, machine in enumerate(machines)}
         self.sender = WeightSender(cast(TrainStrategy, self.trainer), 0)
-        self.export = self.sender.plan(1 << 20)
+        self.export = self.sender.export_plan(1 << 20)
         self.port = self.sender.host(HOST, 60.0)
 
     def connect(self, epoch: int) -> TransferPlan:
         plan = plan_transfers(self.export, dict.fromkeys(self.workers, 1))
         membership = plan.membership(epoch, self.transport, HOST, self.port, 60.0)
         joining = [self.pool.submit(w, "join", membership.plain(), plan.first_member(number)) for number, w in self.workers.items()]
-        self.sender.join(plan, membership)
+        self.sender.connect(plan, membership)
         assert [future.result(30) for future in joining] == [None] * len(self.workers)
         return plan
 

@@ -52,7 +52,7 @@ _FORMAT = {
 }
 
 
-def save_checkpoint(
+def write_checkpoint(
     chunks: Sequence[Any],
     optimizer: Optimizer | None,
     layout: RankLayout,
@@ -100,7 +100,7 @@ def _without_optimizer(common: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in common.items() if name != "optimizer"}
 
 
-def load_checkpoint(chunks: Sequence[Any], optimizer: Optimizer | None, layout: RankLayout, model: Mapping[str, Any], folder: Path) -> None:
+def read_checkpoint(chunks: Sequence[Any], optimizer: Optimizer | None, layout: RankLayout, model: Mapping[str, Any], folder: Path) -> None:
     """Load a checkpoint; collective. Learning rate, betas and weight decay stay as configured."""
     check_same_model(folder, model)
     wanted = _sharded_state(chunks, optimizer, loading=True)

@@ -33,7 +33,7 @@ NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 """Suffixes of weight files. All other files of the model's folder are copied to an export."""
 
 
-def weights(parameter: torch.nn.Parameter) -> torch.Tensor:
+def read_parameter(parameter: torch.nn.Parameter) -> torch.Tensor:
     return parameter.detach()
 
 
@@ -112,7 +112,7 @@ class HfExporter:
         buckets = enumerate(bucket for turn in turns for bucket in turn if bucket is not None)
         return ExportPlan(tuple(ExportedTensor(*tensor, number) for number, bucket in buckets for tensor in bucket))  # type: ignore[call-arg]
 
-    def bucket(self, tensors: Sequence[ExportedTensor], read: Read = weights) -> dict[str, torch.Tensor] | None:
+    def bucket(self, tensors: Sequence[ExportedTensor], read: Read = read_parameter) -> dict[str, torch.Tensor] | None:
         """Gather a bucket: full tensors by name on its owner, None on other ranks. Collective over the owner's tensor group. See
         TrainStrategy.export_bucket."""
         if tensors[0].name not in self._places:
@@ -190,14 +190,14 @@ class HfExporter:
         return tuple(shape)
 
 
-def save_hf(
+def write_hf(
     exporter: HfExporter,
     plan: ExportPlan,
     source: Path,
     folder: Path,
     dtype: torch.dtype,
     value_model: bool,
-    read: Read = weights,
+    read: Read = read_parameter,
     write: Write | None = None,
 ) -> list[Path]:
     """Write a Hugging Face folder shared by all nodes: safetensors (one file per bucket, written by its owner), config and tokenizer.

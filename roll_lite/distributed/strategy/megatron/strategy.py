@@ -27,9 +27,7 @@ from roll_lite.distributed.strategy.base import (
     TrainStrategy,
     take_local_device,
 )
-from roll_lite.distributed.strategy.megatron.checkpoint import STATE_FOLDER, check_base, write_base
-from roll_lite.distributed.strategy.megatron.checkpoint import load_checkpoint as read_checkpoint
-from roll_lite.distributed.strategy.megatron.checkpoint import save_checkpoint as write_checkpoint
+from roll_lite.distributed.strategy.megatron.checkpoint import STATE_FOLDER, check_base, read_checkpoint, write_base, write_checkpoint
 from roll_lite.distributed.strategy.megatron.checkpoint_writer import RunningSave, StagedWriter
 from roll_lite.distributed.strategy.megatron.experts import Balance
 from roll_lite.distributed.strategy.megatron.forward_backward import (
@@ -40,8 +38,7 @@ from roll_lite.distributed.strategy.megatron.forward_backward import (
     sum_gradients,
     sum_over_data_ranks,
 )
-from roll_lite.distributed.strategy.megatron.hf_export import HfExporter, Write, save_adapters, weights
-from roll_lite.distributed.strategy.megatron.hf_export import save_hf as write_hf
+from roll_lite.distributed.strategy.megatron.hf_export import HfExporter, Write, read_parameter, save_adapters, write_hf
 from roll_lite.distributed.strategy.megatron.hf_load import load_adapters, load_weights
 from roll_lite.distributed.strategy.megatron.hf_mapping import Binding, bind
 from roll_lite.distributed.strategy.megatron.layers import chosen_parts
@@ -52,7 +49,7 @@ from roll_lite.distributed.strategy.megatron.offload import StateMover
 from roll_lite.distributed.strategy.megatron.optimizer import Optimizer
 from roll_lite.distributed.strategy.megatron.parallel import join_groups, layout_multiples
 from roll_lite.distributed.strategy.megatron.routing import EXPERTS, REPLAYED, collect_routes
-from roll_lite.distributed.weight_sync.plan import ExportPlan
+from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan
 from roll_lite.distributed.weight_sync.update import checksum
 from roll_lite.models.adapter_files import adapter_config, adapter_shapes
 from roll_lite.models.hf_config import read_hf_config
@@ -206,9 +203,9 @@ class MegatronStrategy(TrainStrategy):
     def export_plan(self, bucket_bytes: int) -> ExportPlan:
         return self._to_engines.plan(bucket_bytes)
 
-    def export_bucket(self, plan: ExportPlan, bucket: int) -> dict[str, torch.Tensor] | None:
+    def export_bucket(self, tensors: Sequence[ExportedTensor]) -> dict[str, torch.Tensor] | None:
         self._mover.require(StateGroup.WEIGHTS)
-        return self._to_engines.bucket([tensor for tensor in plan.tensors if tensor.bucket == bucket])
+        return self._to_engines.bucket(tensors)
 
     def save_hf(self, folder: Path, average: bool = False) -> list[Path]:
         return self._write_hf(folder, self._dtype, average)
@@ -219,7 +216,7 @@ class MegatronStrategy(TrainStrategy):
         if lora is not None and lora.export == "adapter":
             return self.save_adapters(folder)
         assert self._average is not None or not average, "this strategy was made without an average"
-        read = self._average.read if average and self._average is not None else weights
+        read = self._average.read if average and self._average is not None else read_parameter
         plan = self._exporter.plan(SAVE_BUCKET_BYTES)
         return write_hf(self._exporter, plan, self._spec.model.path, folder, dtype, self._value_head, read, write)
 

@@ -131,10 +131,9 @@ def own_gradients(strategy: MegatronStrategy) -> dict[str, torch.Tensor]:
 
 
 def own_weights(strategy: MegatronStrategy) -> dict[str, torch.Tensor]:
-    plan = strategy.export_plan(1 << 16)
     exported: dict[str, torch.Tensor] = {}
-    for number in range(len(plan.buckets())):
-        exported.update({name: tensor.clone() for name, tensor in (strategy.export_bucket(plan, number) or {}).items()})
+    for tensors in strategy.export_plan(1 << 16).buckets():
+        exported.update({name: tensor.clone() for name, tensor in (strategy.export_bucket(tensors) or {}).items()})
     return exported
 
 

@@ -25,7 +25,7 @@ def round_trip(path: Path, target: Path, layout: dict[str, Any], dtype: str) -> 
     strategy = started(path, dtype=dtype, **layout)
     plan = strategy.export_plan(1 << 16)
     exported = own_weights(strategy)
-    strategy.save_hf(target)
+    strategy.write_hf(target)
     for tensor in plan.tensors:
         if tensor.owner == strategy.layout.rank:
             assert exported[tensor.name].shape == tensor.shape
@@ -77,10 +77,10 @@ def test_a_checkpoint_in_several_files(ranks: RankPool, tmp_path: Path) -> None:
 
 
 def save_in_pieces(path: Path, target: Path) -> None:
-    from roll_lite.distributed.strategy.megatron.hf_export import save_hf
+    from roll_lite.distributed.strategy.megatron.hf_export import write_hf
 
     strategy = started(path)
-    save_hf(strategy._exporter, strategy.export_plan(200_000), path, target, torch.float32, False)
+    write_hf(strategy._exporter, strategy.export_plan(200_000), path, target, torch.float32, False)
 
 
 def test_a_large_model_is_saved_in_several_files(ranks: RankPool, tmp_path: Path) -> None:

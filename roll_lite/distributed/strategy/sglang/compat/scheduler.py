@@ -83,7 +83,7 @@ class RolloutScheduler(Scheduler):
         refusal = _unsupported_derived_weight_cache_error(self.tp_worker.model_runner.model)
         if refusal and self.roll_lite_adapters is None:
             raise ValueError(f"SGLang cannot take new weights as it was started: {refusal}")
-        self._receiver.join(membership, first_member + get_parallel().tp_rank)
+        self._receiver.connect(membership, first_member + get_parallel().tp_rank)
 
     @_by_all
     def roll_lite_load_bucket(self, routes: list[dict[str, Any]], following: list[dict[str, Any]]) -> None:

@@ -69,7 +69,7 @@ class WorkerExtension:
 
     @answering
     def roll_lite_connect(self, first_member: int, membership: dict[str, Any]) -> None:
-        self.roll_lite_receiver.join(membership, first_member + self.rank)
+        self.roll_lite_receiver.connect(membership, first_member + self.rank)
 
     @answering
     def roll_lite_load_bucket(self, routes: list[dict[str, Any]], following: list[dict[str, Any]]) -> None:

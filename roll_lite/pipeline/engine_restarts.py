@@ -30,7 +30,7 @@ class _Start:
     is_ready: bool = False
 
 
-class EngineReturns:
+class EngineRestarts:
     """Replaces lost engines. A replacement is `ready` once started. From `take` to `hand_over`, while it gets the weights, it is a
     newcomer. With `offload: true` engines start only while the driver waits for rollouts, when they have the devices."""
 
@@ -131,9 +131,9 @@ class EngineReturns:
     def hand_over(self, version: int | None) -> None:
         """Let newcomers (replacements with the current weights) serve. `version`: of their weights; None: nothing trains."""
         for engine in list(self.newcomers):
-            self._rollouts.one(RolloutWorker.engine_returned, engine, self.replicas.actors[engine])
+            self._rollouts.one(RolloutWorker.engine_restarted, engine, self.replicas.actors[engine])
             self._newcomers.remove(engine)
-            self._journal.engine_returned(engine, time.monotonic() - self._lost_at.pop(engine), version)
+            self._journal.engine_restarted(engine, time.monotonic() - self._lost_at.pop(engine), version)
 
     def _failure(self, engine: int, start: _Start) -> str | None:
         """Why a replacement failed to start, or died since; None if it did neither."""

@@ -20,7 +20,7 @@ from roll_lite.distributed.rank_group import WATCH
 from roll_lite.distributed.strategy.base import EngineSpec
 from roll_lite.distributed.strategy.inference.life import EngineMemory
 from roll_lite.pipeline.clusters import Engines
-from roll_lite.pipeline.engine_returns import EngineReturns
+from roll_lite.pipeline.engine_restarts import EngineRestarts
 from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.rollout import RolloutWorker
 
@@ -65,7 +65,7 @@ class Record:
         self.told += [f"{number} lost" for number in causes if number not in self.lost]
         self.lost |= causes.keys()
 
-    def engine_returned(self, number: int, seconds: float, version: int | None) -> None:
+    def engine_restarted(self, number: int, seconds: float, version: int | None) -> None:
         self.lost.discard(number)
         self.told.append(f"{number} returned with {version}")
 
@@ -79,7 +79,7 @@ class Record:
 
 @dataclass
 class House:
-    returns: EngineReturns
+    restarts: EngineRestarts
     infer: Cluster[InferWorker]
     service: Cluster[RolloutWorker]
     record: Record
@@ -106,12 +106,12 @@ def house(
     record = Record()
     with (
         engines(model, count, worker) as infer,
-        rollouts(replace(spec_of(model, folder), engines_return=restarts > 0), infer) as service,
+        rollouts(replace(spec_of(model, folder), engines_restart=restarts > 0), infer) as service,
     ):
-        returns = EngineReturns(Engines(infer, InferRoleConfig(offload=offload)), service, restarts, record)  # type: ignore[arg-type]
-        returns.begin()
+        returning = EngineRestarts(Engines(infer, InferRoleConfig(offload=offload)), service, restarts, record)  # type: ignore[arg-type]
+        returning.begin()
         try:
-            yield House(returns, infer, service, record)
+            yield House(returning, infer, service, record)
         finally:
             WATCH.errands.clear()
 
@@ -121,13 +121,13 @@ def test_a_successor_serves_once_it_is_handed_over(model: ModelConfig, tmp_path:
         assert made.batch(1) == 32
         made.kill(1)
         assert made.infer.left == [0]
-        until(made.returns.may_serve)
+        until(made.restarts.may_serve)
         assert made.infer.left == [0], "started, and not yet called"
-        made.returns.take(())
-        assert (made.returns.newcomers, made.infer.left) == ([1], [0, 1])
+        made.restarts.take(())
+        assert (made.restarts.newcomers, made.infer.left) == ([1], [0, 1])
         assert made.service.one(RolloutWorker.lost_engines).keys() == {1}, "it serves nobody yet"
-        made.returns.hand_over(7)
-        assert made.record.told == ["1 lost", "1 returned with 7"] and made.returns.newcomers == []
+        made.restarts.hand_over(7)
+        assert made.record.told == ["1 lost", "1 returned with 7"] and made.restarts.newcomers == []
         assert made.service.one(RolloutWorker.lost_engines) == {} and made.batch(2) == 32
 
 
@@ -135,21 +135,21 @@ def test_a_batch_waits_for_the_successor_of_the_only_engine_which_starts_while_t
     with house(model, tmp_path, 1) as made:
         made.kill(0)
         batch = made.service.start_one(RolloutWorker.next_batch, 8, 1)
-        assert made.returns.living(()) == [0] == made.returns.newcomers
-        made.returns.hand_over(None)
+        assert made.restarts.living(()) == [0] == made.restarts.newcomers
+        made.restarts.hand_over(None)
         assert len(batch.result().rows) == 32
 
 
 def test_a_newcomer_that_dies_before_it_serves_gets_a_successor_too(model: ModelConfig, tmp_path: Path) -> None:
     with house(model, tmp_path, 2) as made:
         made.kill(0)
-        until(made.returns.may_serve)
-        made.returns.take(())
+        until(made.restarts.may_serve)
+        made.restarts.take(())
         made.kill(0)
-        assert made.returns.newcomers == []
-        until(made.returns.may_serve)
-        made.returns.take(())
-        made.returns.hand_over(1)
+        assert made.restarts.newcomers == []
+        until(made.restarts.may_serve)
+        made.restarts.take(())
+        made.restarts.hand_over(1)
         assert made.record.told == ["0 lost", "0 returned with 1"] and made.batch(1) == 32
 
 
@@ -157,11 +157,11 @@ def test_a_newcomer_that_dies_before_it_serves_gets_a_successor_too(model: Model
 def test_after_its_restarts_an_engine_stays_away_and_with_the_last_one_the_run_ends(model: ModelConfig, tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match="actor_infer rank 0 failed"), house(model, tmp_path, 1, restarts=1) as made:
         made.kill(0)
-        made.returns.living(())
-        made.returns.hand_over(1)
+        made.restarts.living(())
+        made.restarts.hand_over(1)
         made.kill(0)
-        made.returns.tell_losses()
-        made.returns.tend()
+        made.restarts.tell_losses()
+        made.restarts.tend()
         assert "actor_infer[0] is not started again" in made.record.told[-1]
         assert "after 1 restarts within an hour, actor_infer.restarts" in made.record.told[-1]
         made.batch(1)
@@ -172,7 +172,7 @@ def test_a_start_that_fails_counts_as_a_restart(tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match="actor_infer rank 0 failed"):
         with house(toy_model(tmp_path / "model"), tmp_path, 1, restarts=2, worker=FailsToReturn) as made:
             made.kill(0)
-            until(lambda: made.returns.tend() or len(made.record.told) > 0)  # type: ignore[func-returns-value]
+            until(lambda: made.restarts.tend() or len(made.record.told) > 0)  # type: ignore[func-returns-value]
             (told,) = made.record.told
             assert "RuntimeError: no memory is free (after 2 restarts" in told
             made.batch(1)
@@ -182,10 +182,10 @@ def test_on_shared_devices_a_successor_starts_only_where_it_may_and_leaves_them(
     with house(model, tmp_path, 2, offload=True, worker=Moves) as made:
         assert not WATCH.errands, "other roles have the devices while the driver waits for them"
         made.kill(1)
-        made.returns.tend()
-        made.returns.settle()
-        assert not made.returns.may_serve() and made.returns.newcomers == [1]
+        made.restarts.tend()
+        made.restarts.settle()
+        assert not made.restarts.may_serve() and made.restarts.newcomers == [1]
         assert made.infer.each(Moves.away) == {0: [], 1: ["kv_cache", "weights"]}  # type: ignore[arg-type]
         made.infer.each(InferWorker.load, tuple(EngineMemory))
-        made.returns.hand_over(1)
+        made.restarts.hand_over(1)
         assert made.batch(1) == 32
