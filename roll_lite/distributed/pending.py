@@ -55,7 +55,9 @@ class Call:
 
 
 class Pending(Generic[T]):
-    """Calls in flight on one cluster. `collect` turns the returned values, in the order of `calls`, into the result."""
+    """Calls in flight on one cluster. `collect` turns the returned values, in the order of `calls`, into the result.
+
+    `result` waits, `answer` does not; both end the cluster if a rank raised. `settle` gives the calls up."""
 
     def __init__(self, group: RankGroup, phase: str, calls: Sequence[Call], collect: Callable[[list[Any]], T]) -> None:
         self.calls = list(calls)

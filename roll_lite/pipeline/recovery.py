@@ -137,7 +137,12 @@ class Recovery:
 
     def _recover(self, pipeline: Recoverable, failure: RankFailed) -> None:
         """Replace the lost role's processes, and bring the driver, all trained weights and the rollout service to the state after the last
-        step or, if that takes batches which are gone, to that of the newest checkpoint."""
+        step or, if that takes batches which are gone, to that of the newest checkpoint.
+
+        - A trained rank, or anything during updates: all trained models load the checkpoint (`goes_back`), and repeat the updates on the
+          kept batches. Where some are gone, the run repeats the steps (`rewinds`), and the service starts anew.
+        - A fixed reference, or the service, between updates: it alone starts anew. The service takes all kept batches along.
+        """
         started, reached = time.monotonic(), self.reached["steps_done"]
         with self._journal.timers.phase("recovery"), WATCH.expecting_answers(None), WATCHDOG.uninterrupted():
             trained = list(self._checkpoints.stateful(self._models).values())

@@ -215,7 +215,7 @@ class RLVRPipeline:
         if not compared_before_training(self.algorithm):
             self.agreement.check(self.version, batch.rows, [update.mismatch for rank in updates.get("actor", []) for update in rank])
         self.version += "actor" in updates
-        for first in self.skipped.count(self.steps_done + 1, updates):
+        for first in self.skipped.count(self.steps_done + 1, updates):  # first.update counts from 1
             further = supervised[first.update - 1] if supervised and first.role == "actor" else None
             self.batch_files.write_skipped(first, actor, batch, mini_batches[first.update - 1], self.kl_coefs, further)
             self.journal.skipped(first)

@@ -100,6 +100,7 @@ class LiveRollouts(BatchSource):
     def prepare_service(self) -> Pending[None]:
         """Wait until the rollout service has read the data and tried the rewards; returns its start."""
         addresses = {name: JudgeAddress.of(servers.all(JudgeWorker.address)) for name, servers in self.judges.items()}
+        # Meanwhile the processes of engines and models come up; none loads a model before the rewards have been tried.
         self.rollouts.one(RolloutWorker.prepare, self.reward_models.actors, addresses)
         return self.rollouts.start_one(RolloutWorker.initialize, self.engines.replicas.actors, self.restarts.absent)
 
@@ -115,7 +116,8 @@ class LiveRollouts(BatchSource):
 
     def loaded(self, phase: Phase, version: int) -> AbstractContextManager[None]:
         if phase is Phase.SYNC_WEIGHTS:
-            self.restarts.living(tuple(EngineMemory))
+            self.restarts.living(tuple(EngineMemory))  # replacements that are ready get this version
+        # `WeightSync` loads the sender again, which then does nothing, and offloads it before the KV cache comes.
         sender = self.weights.sender(version) if phase is Phase.SYNC_WEIGHTS and self.weights is not None else None
         return self.engines.loaded(phase, beside=[] if sender is None else [(sender, states(phase))])
 

@@ -1,4 +1,7 @@
-"""Weight updates of the engines; `distributed/weight_sync/` moves the bytes."""
+"""Weight updates of the engines; `distributed/weight_sync/` moves the bytes.
+
+A lost engine on its way back: `EngineRestarts.tend` starts a replacement, `take` (or `living`) makes it a newcomer, `WeightSync.push` sends
+weights to all or, while the others generate, `send_to_newcomers` to it alone, and `hand_over` lets it serve."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Admission:
             while scheduler.owed and self._has_room():
                 if scheduler.admit_replacement(self.asked):
                     self._announce(scheduler.name)
-        most, due = self._most_places(), self._due_places()
+        most, due = self._most_places(), self._asked_places()
         room = self._room_in_rewards() if self.plan.charged < most else {}
         self._note_behind({name for name, samples in room.items() if samples <= 0})
         enough = {name for name in room if self._has_enough(name)}
@@ -93,7 +93,7 @@ class Admission:
 
     def is_due(self, domain: str) -> bool:
         """True if a requested batch needs a prompt of this domain that has not started."""
-        return self.plan.has_open(domain, self._due_places()) and not self._schedulers[domain].exhausted
+        return self.plan.has_open(domain, self._asked_places()) and not self._schedulers[domain].exhausted
 
     def oldest_at_next_turn(self, domain: str) -> int:
         """Number of requested batches such that groups admitted at fewer are too old for the domain's next batch."""
@@ -111,7 +111,8 @@ class Admission:
             batches, ahead = min(batches, self._batches), min(ahead, max(0, self._batches - batches) * self.plan.size)
         return (batches - self._resumed_at) * self.plan.size + ahead if batches else 0
 
-    def _due_places(self) -> int:
+    def _asked_places(self) -> int:
+        """Number of places in the batches asked for. Places are counted from the start or the resume of the run."""
         return (self.asked - self._resumed_at) * self.plan.size
 
     # ------------------------------------------------------------ rewards that lag

@@ -295,13 +295,13 @@ class DomainScheduler:
 
     def certain(self, count: int) -> list[SampleGroup]:
         """Finished groups that the next batch of `count` will surely contain: they are among the `count` oldest of all."""
-        oldest = sorted([*self._running, *self._finished])[:count]
+        oldest = sorted(self.live)[:count]
         return [group for number in oldest if number in self._finished and (group := self._finished[number].group) is not None]
 
     def drop_stale(self, clock: int, max_staleness: int) -> None:
         """End groups that are too old for the next batch, and put their prompts back at the front of the queue. `clock`: batches requested,
         including the next."""
-        stale = [live for live in (*self._running.values(), *self._finished.values()) if live.admitted < clock - max_staleness]
+        stale = [live for live in self._groups if live.admitted < clock - max_staleness]
         for live in sorted(stale, key=lambda live: live.number, reverse=True):
             if live.group is not None:  # a finished group's tries are used up: its replacement gets new ones
                 del self._finished[live.number]
@@ -330,7 +330,11 @@ class DomainScheduler:
     @property
     def live(self) -> list[int]:
         """Numbers of the groups that have not ended."""
-        return [*self._running, *self._finished]
+        return [live.number for live in self._groups]
+
+    @property
+    def _groups(self) -> list[_Live]:
+        return [*self._running.values(), *self._finished.values()]
 
     def take_ledger(self) -> list[dict[str, Any]]:
         lines, self._ledger = self._ledger, []
@@ -338,14 +342,14 @@ class DomainScheduler:
 
     def ledger_if_dropped(self, cause: str) -> list[dict[str, Any]]:
         """Ledger lines not taken yet, plus a line for each undelivered group that records it as dropped."""
-        live = [*self._running.values(), *self._finished.values()]
-        return [*self._ledger, *(group_line(one.number, self.name, one.row, one.admitted, DROPPED, cause) for one in live)]
+        dropped = [group_line(one.number, self.name, one.row, one.admitted, DROPPED, cause) for one in self._groups]
+        return [*self._ledger, *dropped]
 
     # ------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         """State for a checkpoint. A resumed run starts all undelivered prompts again, finished or not."""
-        live = sorted([*self._running.values(), *self._finished.values()], key=lambda live: live.number)
+        live = sorted(self._groups, key=lambda live: live.number)
         return {"order": self._domain.order.state_dict(), "unfinished": [*(one.row for one in live), *self._put_back]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

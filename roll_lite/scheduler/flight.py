@@ -147,6 +147,7 @@ class Flight(Asked):
     def __init__(
         self, domain: str, first: GenerationRequest, expected: ExpectedLength, timeout_s: float, choice: EngineChoice, clock: EngineClock
     ) -> None:
+        # The attributes of Asked are set for each engine anew, by `depart`.
         self.domain, self.first, self.expected = domain, first, expected
         self.so_far: Turn | None = None
         self.legs = self.fruitless = 0

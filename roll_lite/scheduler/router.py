@@ -245,7 +245,8 @@ class Router:
         """Wait for room, choose the engine, and count the request as in flight."""
         if self._waiting or self._held or not self._give(flight):
             await self._queue(flight, has_begun=bool(flight.legs) or flight.first.context is not None)
-            while self._held or not flight.engine.serves:  # this may have changed since the place was found
+            # Between `_give` and this line other tasks run: the engine may have left, or requests be held. The place is then given back.
+            while self._held or not flight.engine.serves:
                 self._free(flight)
                 await self._queue(flight, has_begun=True)
 

@@ -214,7 +214,8 @@ class RolloutService:
     # ------------------------------------------------------------ weights
 
     async def hold(self) -> None:
-        """Prepare for a weight update: as `on_sync` says, running responses end first, are interrupted, or pause."""
+        """Prepare for a weight update, which `set_version` ends: as `on_sync` says, running responses end first or are interrupted. With
+        `pause` only the clock stops, since the update's first bucket freezes the engines."""
         on_sync = self._pacing.on_sync
         self._draining = on_sync is OnSync.DRAIN
         if on_sync is OnSync.DRAIN and self._supply.whole_batches:

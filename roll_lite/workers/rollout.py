@@ -165,7 +165,7 @@ class RolloutWorker(AsyncWorker):
             self._silences.append(seat.engine.silent_s)
             router.engine_lost(seat.name, cause)
 
-        # The driver counts restarts, and says when none is left.
+        # The fleet only watches: the driver restarts engines, and says when none is left.
         policy = Policy(start_timeout_s=None, restarts=None if spec.engines_restart else 0, attempts=1)
         seats = [EngineSeat(client, number in absent) for number, client in enumerate(clients)]
         self._engines = Fleet("actor_infer", seats, policy, lost=lost, down=self.tell_end)

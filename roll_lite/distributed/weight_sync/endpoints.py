@@ -165,6 +165,8 @@ class WeightSender:
         self._lent: list[Lent] = []
         """GPU memory exported to readers in earlier transfer groups and perhaps not given back; see `memory.take_back`."""
         self._export: ExportPlan | None = None
+        self._routes: dict[int, list[Route]] = {}
+        """Routes by bucket, set by `connect`."""
         self.seconds: defaultdict[str, float] = defaultdict(float)
         """Seconds of the last update by phase: `gather`, and the phases of the transport."""
         self.by_transport: defaultdict[str, float] = defaultdict(float)

@@ -103,13 +103,15 @@ def _without_optimizer(common: dict[str, Any]) -> dict[str, Any]:
 def read_checkpoint(chunks: Sequence[Any], optimizer: Optimizer | None, layout: RankLayout, model: Mapping[str, Any], folder: Path) -> None:
     """Load a checkpoint; collective. Learning rate, betas and weight decay stay as configured."""
     check_same_model(folder, model)
+    # Until they are loaded, the leaves of these nested states are templates, which name a tensor and this rank's part of it.
     wanted = _sharded_state(chunks, optimizer, loading=True)
-    own = wanted.pop("optimizer", None)
+    to_fill = wanted.pop("optimizer", None)
     weights = [wanted.get(name, {}) for name, _ in _named_chunks(chunks)]
     with _clear_errors(folder / STATE_FOLDER) as state_folder:
         stored = dist_checkpointing.load_tensors_metadata(state_folder)
         reader = ShardReader(state_folder, weights)
-        places = _stored_places(own, stored)
+        # Not the nested state but a flat list of its templates is loaded with the weights, so that all else that it holds stays as it is.
+        places = _stored_places(to_fill, stored)
         wanted[OPTIMIZER_TENSORS] = {number: parent[key] for number, (parent, key) in enumerate(places)}
         state = dist_checkpointing.load(wanted, state_folder)
     for name, chunk in _named_chunks(chunks):
@@ -120,9 +122,9 @@ def read_checkpoint(chunks: Sequence[Any], optimizer: Optimizer | None, layout: 
     if optimizer is not None:
         for number, (parent, key) in enumerate(places):
             parent[key] = state[OPTIMIZER_TENSORS][number]
-        _load_optimizer(optimizer, own, _steps_in(state["optimizer"]))
+        _load_optimizer(optimizer, to_fill, _steps_in(state["optimizer"]))
         with _clear_errors(folder / STATE_FOLDER):
-            reader.load(optimizer.parts)
+            reader.load(optimizer.parts)  # the distributed optimizer's tensors
         optimizer.scheduler.num_steps = 0
         optimizer.scheduler.step(increment=state["schedule"]["num_steps"])
     if (own_file := _own_rank_file(folder, layout)) is not None:

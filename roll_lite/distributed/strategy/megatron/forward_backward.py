@@ -40,12 +40,12 @@ def run_training(chunks: Sequence[Any], inputs: Sequence[ModelInput], on_head: O
     def step(iterator: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         given = next(iterator)
 
-        def loss(result: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-            value, returned = on_head(result, given)
+        def of_result(result: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+            loss, value = on_head(result, given)
             # Megatron wants a token count for its own averaging, which sum_gradients skips.
-            return value, torch.zeros([], dtype=torch.int, device=value.device), returned
+            return loss, torch.zeros([], dtype=torch.int, device=loss.device), value
 
-        return chunk(given.input_ids, given.rows, given.positions), loss
+        return chunk(given.input_ids, given.rows, given.positions), of_result
 
     return _run(step, chunks, inputs, forward_only=False)
 

@@ -178,7 +178,7 @@ class MegatronStrategy(TrainStrategy):
 
         def on_head(result: torch.Tensor, given: ModelInput) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             loss, metrics = loss_fn(self._outputs(result, given, outputs), given.micro_batch)
-            return loss, {**metrics, LOSS: loss}
+            return loss, {**metrics, LOSS: loss}  # for the gradient, and to be summed with the metrics in one reduction
 
         sums = run_training(self._chunks, inputs, on_head)
         metrics = reduce_sums(sums, self.layout.pipeline_rank == self._config.pipeline_parallel - 1, self.device)
