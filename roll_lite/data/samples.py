@@ -172,6 +172,20 @@ class Turn(NamedTuple):
     """Number of the engine that sampled the response; None if several did."""
 
 
+def joined(before: Turn | None, turn: Turn) -> Turn:
+    """Join the response of an interrupted request and that of its continuation."""
+    if before is None:
+        return turn
+    shifted = tuple(VersionSpan(before.length + span.start, span.version) for span in turn.versions)
+    return turn._replace(
+        request_id=before.request_id,
+        length=before.length + turn.length,
+        versions=merged(*before.versions, *shifted),
+        cached_tokens=before.cached_tokens,
+        engine=turn.engine if turn.engine == before.engine else None,
+    )
+
+
 class Author(StrEnum):
     """Author of a segment of tokens. Only the policy's tokens are trained on."""
 

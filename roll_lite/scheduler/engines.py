@@ -10,10 +10,10 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any, Protocol
 
-from roll_lite.data.samples import FinishReason, GenerationRequest, TokenRow, Turn, VersionSpan, merged
+from roll_lite.data.samples import FinishReason, GenerationRequest, TokenRow, Turn, joined
 
 
 class EngineLost(Exception):
@@ -143,7 +143,7 @@ class BatchedEngine(ABC):
             try:
                 await call()
             except Exception as failure:
-                self._die(f"{type(failure).__name__}: {failure}")
+                self.fail(f"{type(failure).__name__}: {failure}")
 
         task = asyncio.get_running_loop().create_task(guarded())
         self._sending.add(task)
@@ -164,17 +164,18 @@ class BatchedEngine(ABC):
                         continue  # it failed because the engine died, and is retried elsewhere
                     self._answer(turn)
                 if collected.dead is not None:
-                    self._die(collected.dead)
+                    self.fail(collected.dead)
                     return
         except Exception as failure:
-            self._die(f"{type(failure).__name__}: {failure}")
+            self.fail(f"{type(failure).__name__}: {failure}")
 
     def _answer(self, turn: Turn) -> None:
         asked = self._asked.pop(turn.request_id, None)
         if asked is not None and not asked.answer.done():
             asked.answer.set_result(turn)
 
-    def _die(self, cause: str) -> None:
+    def fail(self, cause: str) -> None:
+        """Fail all pending requests with EngineLost."""
         self._dead = self._dead or cause
         lost, self._asked = self._asked, {}
         for asked in lost.values():
@@ -199,11 +200,4 @@ class BatchedEngine(ABC):
         if not rows:
             return None
         tokens = await self._joined(asked.request, rows)
-        versions: tuple[VersionSpan, ...] = ()
-        length = 0
-        for part in asked.parts:
-            shifted = (VersionSpan(length + span.start, span.version) for span in part.versions)
-            versions = merged(*versions, *shifted)
-            length += part.length
-        engine = asked.parts[0].engine
-        return Turn(asked.request.request_id, length, finish_reason=FinishReason.ABORT, versions=versions, tokens=tokens, engine=engine)
+        return reduce(joined, asked.parts)._replace(finish_reason=FinishReason.ABORT, tokens=tokens)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import accumulate
 from sys import intern
 
-from roll_lite.data.samples import TURN, GenerationRequest, Turn, VersionSpan, merged
+from roll_lite.data.samples import TURN, GenerationRequest, Turn, joined
 from roll_lite.data.stable_hash import stable_hash
 from roll_lite.scheduler.choice import EngineChoice, EngineLoad
 from roll_lite.scheduler.engines import Asked, EngineLost
@@ -70,20 +70,6 @@ class ExpectedLength:
         so far."""
         longer = len(self._lengths) - bisect_right(self._lengths, generated)
         return self._sums[longer] / longer - generated if longer else 0.0
-
-
-def joined(before: Turn | None, turn: Turn) -> Turn:
-    """Join the response of an interrupted request and that of its continuation."""
-    if before is None:
-        return turn
-    shifted = tuple(VersionSpan(before.length + span.start, span.version) for span in turn.versions)
-    return turn._replace(
-        request_id=before.request_id,
-        length=before.length + turn.length,
-        versions=merged(*before.versions, *shifted),
-        cached_tokens=before.cached_tokens,
-        engine=turn.engine if turn.engine == before.engine else None,
-    )
 
 
 class EngineClock:

@@ -9,11 +9,11 @@ from contextlib import asynccontextmanager
 from math import inf
 from statistics import fmean
 
-from roll_lite.data.samples import FinishReason, GenerationRequest, Turn
+from roll_lite.data.samples import FinishReason, GenerationRequest, Turn, joined
 from roll_lite.data.stable_hash import stable_hash
 from roll_lite.scheduler.choice import EngineChoice, EngineLoad
 from roll_lite.scheduler.engines import EngineClient, EngineLost
-from roll_lite.scheduler.flight import EngineClock, ExpectedLength, Flight, RequestFailed, joined
+from roll_lite.scheduler.flight import EngineClock, ExpectedLength, Flight, RequestFailed
 
 NEW_COST = 0.1
 """Weight of the newest request in the running average of a domain's load per request."""

@@ -236,18 +236,14 @@ class RemoteEngine(BatchedEngine):
         """Seconds between the worker's last answer and its loss."""
         return self._heartbeat.silent_s
 
-    def _die(self, cause: str) -> None:
+    def fail(self, cause: str) -> None:
         if self._dead is None:
             self._heartbeat.listen(PULSE_SECONDS)
-        super()._die(cause)
+        super().fail(cause)
 
     def kill(self) -> None:
         """Kill the worker, even a stopped one: if it woke up later, it would serve old weights."""
         kill_actors([self._worker], [self._place])
-
-    def lost(self, cause: str) -> None:
-        """Fail all pending requests with EngineLost."""
-        self._die(cause)
 
     async def _submit(self, requests: list[GenerationRequest], frozen: bool) -> None:
         await self._call(self._worker.submit.remote(requests, frozen))

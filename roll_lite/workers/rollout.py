@@ -161,7 +161,7 @@ class RolloutWorker(AsyncWorker):
         router = self._router = Router(clients, rollout.request_timeout_s, spec.deterministic, *limits, spec.engines_restart)
 
         def lost(seat: EngineSeat, cause: str) -> None:
-            seat.engine.lost(cause)
+            seat.engine.fail(cause)
             self._silences.append(seat.engine.silent_s)
             router.engine_lost(seat.name, cause)
 

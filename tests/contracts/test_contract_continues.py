@@ -13,9 +13,8 @@ from engine_harness import BLOCK, PROMPT, Harness, log_probs_of
 from support_local_engine import collect, fetch_block
 from support_models import EOS_ID
 
-from roll_lite.data.samples import FinishReason, GenerationRequest, TokenRow, Turn, VersionSpan
+from roll_lite.data.samples import FinishReason, GenerationRequest, TokenRow, Turn, VersionSpan, joined
 from roll_lite.distributed.strategy.inference import requests as in_flight
-from roll_lite.scheduler.flight import joined
 from roll_lite.workers.completions import CompletionPump
 from roll_lite.workers.token_blocks import KEPT_IDS, TokenRecord, joined_block
 

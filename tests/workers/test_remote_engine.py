@@ -88,9 +88,9 @@ def test_an_engine_whose_process_is_gone_says_so() -> None:
         loop.call_later(3.5, dead.set_exception, RayActorError())
         engine = RemoteEngine("e", actor, silence_s=7.0)
         cause = await engine.until_lost()
-        engine.lost(cause)
+        engine.fail(cause)
         await asyncio.sleep(1.0)
-        engine.lost("once more")
+        engine.fail("once more")
         assert engine.silent_s == pytest.approx(1.5), "it has answered at 2 s"
         return cause
 
