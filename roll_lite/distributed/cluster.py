@@ -1,8 +1,8 @@
 """A role's workers as one object.
 
 Calls name the method itself, so that editors find its definition: `cluster.start_scatter(ActorWorker.train, shares)`. `all` calls every
-rank; `each` every living rank, if the others survive a rank's death; `one` rank 0; `scatter` sends one shard to every data-parallel rank;
-`heads_scatter` only to the heads, which return results, one per data-parallel rank. The `start_` variants do not wait.
+rank; `each` every living rank, if the others survive a rank's death; `one` rank 0; `start_scatter` sends one shard to every data-parallel
+rank; `heads_scatter` only to the heads, which return results, one per data-parallel rank. The `start_` variants do not wait.
 """
 
 from __future__ import annotations
@@ -161,7 +161,9 @@ class Cluster(Generic[W_co]):
 
     def heads_scatter(self, method: Method[W_co, Concatenate[S, P], R], shards: Sequence[S], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Send shard i to the head rank of data-parallel rank i; returns the results in that order."""
-        return self.start_heads_scatter(method, shards, *args, **kwargs).result()
+        self._check_shards(method, shards)
+        calls = {rank: (shard, *args) for rank, shard in zip(self._head_ranks(), shards, strict=True)}
+        return self._start(method, calls, kwargs, list).result()
 
     # ------------------------------------------------------------ verbs that do not wait
 
@@ -197,13 +199,6 @@ class Cluster(Generic[W_co]):
         calls = {layout.rank: (shared[layout.data_rank], *args) for layout in self.layouts}
         heads = self._head_ranks()
         return self._start(method, calls, kwargs, lambda values: [values[rank] for rank in heads])
-
-    def start_heads_scatter(
-        self, method: Method[W_co, Concatenate[S, P], R], shards: Sequence[S], *args: P.args, **kwargs: P.kwargs
-    ) -> Pending[list[R]]:
-        self._check_shards(method, shards)
-        calls = {rank: (shard, *args) for rank, shard in zip(self._head_ranks(), shards, strict=True)}
-        return self._start(method, calls, kwargs, list)
 
     def rebuild(self) -> None:
         """Replace all ranks by new processes on the same devices, which must be initialized again."""

@@ -18,7 +18,6 @@ from roll_lite.distributed.cluster import Cluster, Pending
 from roll_lite.distributed.failures import RankFailed
 from roll_lite.distributed.strategy.inference.life import EngineMemory
 from roll_lite.distributed.weight_sync.group import Pushed
-from roll_lite.observability.console import RunConsole
 from roll_lite.pipeline.clusters import Engines, RewardModels, states
 from roll_lite.pipeline.engine_restarts import EngineRestarts
 from roll_lite.pipeline.journal import Journal
@@ -162,7 +161,7 @@ class LiveRollouts(BatchSource):
         lost: RankFailed | None = None
         while True:
             try:
-                result = shown(rollouts, self.rollouts, self.journal.console, label, poll, held_out)
+                result = self._shown(rollouts, label, poll, held_out)
             except RankFailed as failure:
                 if failure.role == self.rollouts.name and failure.is_loss:
                     self.engines.replicas.each(InferWorker.forget_requests)  # on shared devices they leave now
@@ -173,6 +172,26 @@ class LiveRollouts(BatchSource):
             if lost is not None:
                 raise lost
             return result
+
+    def _shown(self, rollouts: Pending[T], label: str, poll: Callable[[], None], held_out: bool) -> T:
+        """Wait for a batch or validation, and show its progress. Calls `poll` about once a second."""
+        asked: Pending[dict[str, Progress]] | None = None
+
+        def poll_all() -> None:
+            nonlocal asked
+            poll()
+            if asked is None:
+                asked = None if rollouts.done else self.rollouts.start_one(RolloutWorker.progress, held_out)
+            elif (progress := asked.answer()) is not None:
+                self.journal.console.progress(label, progress)
+                asked = None
+
+        try:
+            with self.journal.console.watching():
+                return rollouts.result(poll=poll_all)
+        finally:
+            if asked is not None:
+                asked.settle()
 
     def trainer_lost(self) -> None:
         if self.weights is not None:
@@ -231,29 +250,6 @@ class ReplayedRollouts(BatchSource):
 
     def next_batch(self, step: int, poll: Callable[[Cluster[RolloutWorker]], None]) -> RolloutBatch:
         return self.reader.one(ReplayWorker.next_batch, step)
-
-
-def shown(
-    batch: Pending[T], rollouts: Cluster[RolloutWorker], console: RunConsole, label: str, poll: Callable[[], None], held_out: bool = False
-) -> T:
-    """Wait for a batch or validation, and show its progress. Calls `poll` about once a second."""
-    asked: Pending[dict[str, Progress]] | None = None
-
-    def poll_all() -> None:
-        nonlocal asked
-        poll()
-        if asked is None:
-            asked = None if batch.done else rollouts.start_one(RolloutWorker.progress, held_out)
-        elif (progress := asked.answer()) is not None:
-            console.progress(label, progress)
-            asked = None
-
-    try:
-        with console.watching():
-            return batch.result(poll=poll_all)
-    finally:
-        if asked is not None:
-            asked.settle()
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ CutChange = Callable[[torch.Tensor], torch.Tensor]
 dtype."""
 Write = Callable[[Path, bytes], None]
 OF_TORCH = {"format": "pt"}
+FILE_BYTES = 4 << 30
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 """Suffixes of weight files. All other files of the model's folder are copied to an export."""
 
@@ -192,7 +193,6 @@ class HfExporter:
 
 def write_hf(
     exporter: HfExporter,
-    plan: ExportPlan,
     source: Path,
     folder: Path,
     dtype: torch.dtype,
@@ -203,7 +203,7 @@ def write_hf(
     """Write a Hugging Face folder shared by all nodes: safetensors (one file per bucket, written by its owner), config and tokenizer.
     Collective. Returns the files that this rank wrote."""
     folder.mkdir(parents=True, exist_ok=True)
-    buckets = plan.buckets()
+    buckets = exporter.plan(FILE_BYTES).buckets()
     files: dict[str, str] = {}
     own: list[Path] = []
     total = 0
@@ -232,10 +232,10 @@ def write_hf(
     return own
 
 
-def save_adapters(exporter: HfExporter, plan: ExportPlan, folder: Path, config: Mapping[str, Any]) -> list[Path]:
+def save_adapters(exporter: HfExporter, folder: Path, config: Mapping[str, Any]) -> list[Path]:
     """Write LoRA adapters in PEFT's format. Rank 0 writes all of them to one file. Collective. Returns the files that this rank wrote."""
     own: dict[str, torch.Tensor] = {}
-    for tensors in plan.buckets():
+    for tensors in exporter.plan(FILE_BYTES).buckets():
         own |= {name: tensor.contiguous().to("cpu", copy=True) for name, tensor in (exporter.bucket(tensors) or {}).items()}
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(own, gathered if dist.get_rank() == 0 else None)

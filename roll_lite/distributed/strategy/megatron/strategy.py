@@ -55,7 +55,6 @@ from roll_lite.models.adapter_files import adapter_config, adapter_shapes
 from roll_lite.models.hf_config import read_hf_config
 from roll_lite.models.model_files import weight_shapes
 
-SAVE_BUCKET_BYTES = 4 << 30
 AVERAGE_FOLDER = "ema"
 """Checkpoint folder with the moving average of the weights, saved as a float32 model."""
 LOSS = ""
@@ -217,16 +216,14 @@ class MegatronStrategy(TrainStrategy):
             return self.save_adapters(folder)
         assert self._average is not None or not average, "this strategy was made without an average"
         read = self._average.read if average and self._average is not None else read_parameter
-        plan = self._exporter.plan(SAVE_BUCKET_BYTES)
-        return write_hf(self._exporter, plan, self._spec.model.path, folder, dtype, self._value_head, read, write)
+        return write_hf(self._exporter, self._spec.model.path, folder, dtype, self._value_head, read, write)
 
     def save_adapters(self, folder: Path) -> list[Path]:
         self._mover.require(StateGroup.WEIGHTS)
         lora = self._spec.lora
         assert self._adapters is not None and lora is not None, "this strategy was made without LoRA"
-        exporter = HfExporter(self._adapters.bindings, self._hf)
         config = adapter_config(lora.rank, lora.alpha, lora.targets, self._spec.model.path)
-        return save_adapters(exporter, exporter.plan(SAVE_BUCKET_BYTES), folder, config)
+        return save_adapters(HfExporter(self._adapters.bindings, self._hf), folder, config)
 
     def load_hf(self, folder: Path) -> None:
         self._mover.require_to_write(StateGroup.WEIGHTS)
