@@ -91,7 +91,7 @@ RUN_ELSEWHERE = (
     ["--config-name", "tiny_grpo", "actor_train.devices=2", "actor_train.strategy.tensor_parallel=2"],
     ["--config-name", "tiny_ppo", "steps=20"],
 )
-"""By tests/integration/test_runs.py and test_replay.py."""
+"""By tests/integration/test_runs.py and test_replay.py; faults on purpose by tests/chaos/."""
 
 
 def lists_missing_packages(words: list[str]) -> None:
@@ -192,7 +192,12 @@ def can_be_collected(words: list[str], config: pytest.Config) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(590)
 @pytest.mark.parametrize(
-    "command", [pytest.param(each, marks=pytest.mark.nightly) if each.training in RUN_ELSEWHERE else each for each in TRAININGS], ids=str
+    "command",
+    [
+        pytest.param(each, marks=pytest.mark.nightly) if each.training in RUN_ELSEWHERE or "chaos=" in each.text else each
+        for each in TRAININGS
+    ],
+    ids=str,
 )
 def test_a_training_of_the_documentation_runs(command: Command, tmp_path: Path) -> None:
     small = ["steps=1", "validation.enabled=false", "rollout.prompts_per_step=10", f"run_dir={tmp_path}"]
