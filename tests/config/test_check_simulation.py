@@ -29,3 +29,11 @@ def test_a_run_reads_no_domains_of_the_simulation() -> None:
 @pytest.mark.parametrize(("settings", "expected"), cases("config/distributions"))
 def test_distributions_fit_together(settings: list[str], expected: str) -> None:
     assert expected in problems(*settings)
+
+
+def test_models_that_score_need_not_be_here() -> None:
+    judge = ["judges={big: {path: /not/here, devices: 1}}", "domains.make.reward={name: judge, args: {server: big}}"]
+    model = ["reward_models={rm: {path: /not/here, devices: 1}}", "domains.repeat.reward={name: model, args: {model: rm}}"]
+    assert load_config("tiny_grpo", CONFIGS, [*judge, *model], files=False).judges["big"].path.name == "here"
+    told = problems(*judge, *model)
+    assert "judges.big.path" in told and "reward_models.rm.path" in told

@@ -25,7 +25,7 @@ from roll_lite.config.checks.gpu_only import GPU_CHECKS
 from roll_lite.config.checks.layout import LAYOUT_CHECKS, ROLE_CHECKS
 from roll_lite.config.checks.lora import LORA_CHECKS, LORA_FILE_CHECKS
 from roll_lite.config.checks.rollout import ROLLOUT_CHECKS
-from roll_lite.config.checks.scoring_models import JUDGE_CHECKS, NAME, REWARD_MODEL_CHECKS
+from roll_lite.config.checks.scoring_models import JUDGE_CHECKS, NAME, REWARD_MODEL_CHECKS, SCORING_FILE_CHECKS
 from roll_lite.config.checks.secrets import addresses_without_secrets
 from roll_lite.config.problems import Mistake, Problem, close_names, did_you_mean
 from roll_lite.config.schema.base import Mistakes, readable
@@ -52,7 +52,7 @@ def check(config: RunConfig, *, further: Sequence[Check] = (), files: bool = Tru
     for one in (*RUN_CHECKS, *ALGORITHM_CHECKS, *LAYOUT_CHECKS, *of_files, *further):
         found += readable(one(config))
     for sections, checks in SECTION_CHECKS.items():
-        found += readable(_each(config, sections, checks))
+        found += readable(_each(config, sections, [one for one in checks if files or one not in SCORING_FILE_CHECKS]))
     for name in ("actor_train", "actor_infer", "reference", "critic"):
         found += readable(_role(config, name))
     return [one if isinstance(one, Problem) else Problem(*one, value_at(config, one[0])) for one in found]

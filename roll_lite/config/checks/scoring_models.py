@@ -101,3 +101,4 @@ def _model_of_judge(config: RunConfig, path: str, judge: JudgeServerConfig) -> M
 
 REWARD_MODEL_CHECKS = (_used_model, _checkpoint, _family)
 JUDGE_CHECKS = (_used_judge, _model_of_judge)
+SCORING_FILE_CHECKS = (_checkpoint, _family, _model_of_judge)
