@@ -1,4 +1,4 @@
-"""Command line: `roll-lite run`, `check`, `reward`, `simulate`. Heavy modules are imported only once the configuration is right."""
+"""Command line: `roll-lite run`, `submit`, `check`, `reward`, `simulate`. Heavy modules are imported once the configuration is right."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from roll_lite.config.checks.across import Check, simulated_domains
 from roll_lite.config.checks.gpu_only import needs_gpus
 from roll_lite.config.checks.layout import devices_are_there
 from roll_lite.config.checks.notes import notes_on
+from roll_lite.config.compose.layers import compose
 from roll_lite.config.compose.overrides import COMMAND_LINE, MOST_RUNS, alternatives
 from roll_lite.config.loading import load_config, located
 from roll_lite.config.placement_picture import draw
@@ -31,7 +32,7 @@ from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.check import check_data
 from roll_lite.data.dump_files import check_dumps
 from roll_lite.distributed.strategy.build import engine_arguments_fit
-from roll_lite.files import absolute_path
+from roll_lite.files import CONFIGS, absolute_path
 from roll_lite.observability.run_folder import check_run_dir, check_store
 from roll_lite.pipeline.checkpoint_files import check_resumption, resumption_notes
 from roll_lite.rewards.registry import address_notes, check_rewards
@@ -104,6 +105,8 @@ def _main(arguments: Sequence[str] | None) -> int:
     try:
         if parsed.command == "run" and parsed.multirun:
             return _sweep(parsed, overrides)
+        if parsed.command == "submit":
+            return _submit(parsed, overrides)
         imagined = parsed.command == "simulate"
         further = {"simulate": (simulated_domains,), "run": OF_RUNS}.get(parsed.command, CHECKS)
         config = _loaded(parsed, overrides, further, files=not imagined)
@@ -184,6 +187,21 @@ def _alternatives(name: str, override: str) -> list[str]:
         raise ConfigError(name, [Problem(override, str(error), source=COMMAND_LINE)]) from None
 
 
+def _submit(parsed: argparse.Namespace, overrides: Sequence[str]) -> int:
+    try:
+        from roll_lite.pipeline.submission import not_uploaded, submit
+    except ImportError as error:
+        sys.stderr.write(f'{error}; pip install "roll_lite[jobs]"\n')
+        return WRONG_CONFIGURATION
+    name, folder = located(parsed.config_name, parsed.config_path)
+    folder = Path.cwd() if folder == CONFIGS else Path(os.path.normpath(folder))
+    written = compose(name, folder, overrides)
+    of_upload = [*written.problems, *not_uploaded(written.data, folder)]
+    config = _loaded(parsed, overrides, (engine_arguments_fit, check_rewards, lambda _: of_upload), files=False)
+    command = ["roll-lite", "run", "--config-name", name, "--config-path", str(folder.relative_to(Path.cwd())), *overrides]
+    return submit(config, command, parsed.address, parsed.env, parsed.name, parsed.follow)
+
+
 def _run(config: RunConfig, parsed: argparse.Namespace) -> int:
     if parsed.cfg:
         _print(config)
@@ -225,6 +243,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, help_text in (
         ("run", "train as the configuration says"),
+        ("submit", "check the configuration and hand the run to a Ray cluster's job server: it goes on when this machine is closed"),
         ("check", "only check the configuration; print it resolved as YAML, and the batch arithmetic on standard error"),
         ("reward", "score reference answers or given responses with a domain's reward and show them; nothing trains"),
         (
@@ -247,6 +266,8 @@ def _parser() -> argparse.ArgumentParser:
         )
         if name == "reward":
             _reward_options(command)
+        elif name == "submit":
+            _submit_options(command)
         else:
             command.add_argument("--cfg", choices=("job",), help="only print the configuration as it would be run")
         if name == "simulate":
@@ -256,6 +277,21 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("-m", "--multirun", action="store_true", help=text)
         command.add_argument("overrides", nargs="*", help="key=value, +key=value, ~key; values are YAML")
     return parser
+
+
+def _submit_options(command: argparse.ArgumentParser) -> None:
+    address = os.environ.get("RAY_API_SERVER_ADDRESS", "http://127.0.0.1:8265")
+    command.add_argument("--address", default=address, help="the dashboard of the cluster's head node (default: %(default)s)")
+    command.add_argument("--follow", action="store_true", help="show the run's output until it ends; Ctrl-C leaves the run alone")
+    command.add_argument("--name", metavar="ID", help="the job's id (default: made by Ray)")
+    text = "pass this environment variable on, for instance WANDB_API_KEY; may be given several times"
+    command.add_argument("--env", type=_variable, action="append", default=[], metavar="NAME", help=text)
+
+
+def _variable(name: str) -> str:
+    if name not in os.environ:
+        raise argparse.ArgumentTypeError(f"{name} is not set here; export it and give its name alone")
+    return name
 
 
 def _count(text: str) -> int:

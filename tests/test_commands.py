@@ -129,6 +129,18 @@ def starts_the_entry_point(words: list[str]) -> None:
     assert words[:2] == ["python", "examples/start_rlvr_pipeline.py"] and (ROOT / words[1]).is_file()
 
 
+def is_a_command_of_ray(words: list[str]) -> None:
+    words = [word for word in words if not word.startswith("-")]
+    assert subprocess.run([sys.executable, "-m", "ray.scripts.scripts", *words[1:], "--help"], check=False).returncode == 0
+
+
+def asks_a_job_server(words: list[str]) -> None:
+    """A server: tests/pipeline/test_submission.py and tests/integration/test_submitted_run.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_API_SERVER_ADDRESS", "")
+        assert main([*words[1:], "--address", "http://127.0.0.1:1"]) == 2
+
+
 def draws_the_timelines(words: list[str]) -> None:
     """Into another folder: tests/simulator/test_timelines.py."""
     assert all((IMAGES / timeline.file).is_file() for timeline in TIMELINES)
@@ -140,6 +152,11 @@ ELSEWHERE = {
     "python bench/gpu.py": is_a_benchmark,
     "python bench/lora_sync.py": is_a_benchmark,
     'pip install ".[vllm]"': names_an_extra,
+    'pip install ".[jobs]"': names_an_extra,
+    "ray start --head": is_a_command_of_ray,
+    "ray get-auth-token": is_a_command_of_ray,
+    "ray job stop": is_a_command_of_ray,
+    "roll-lite submit --config-name tiny_grpo run_dir=/shared/runs --address http://127.0.0.1:8265 --follow": asks_a_job_server,
     'pip install ".[sglang]"': names_an_extra,
     'pip install ".[vllm,dev]"': names_an_extra,
     "python examples/recompute.py runs/latest": recomputes_a_run,

@@ -68,7 +68,7 @@ class RaySession:
 @contextmanager
 def ray_session(config: RayConfig, run_folder: Path | None) -> Iterator[RaySession]:
     """Attach to a Ray cluster, or start a private one, for the block. Nested sessions are refused."""
-    _check_version()
+    check_version(ray.__version__)
     if ray.is_initialized():
         raise RuntimeError("this process is connected to a Ray cluster already; one session at a time")
     if threading.current_thread() is not threading.main_thread():
@@ -209,11 +209,10 @@ def _disconnect() -> None:
         ray.shutdown()
 
 
-def _check_version() -> None:
-    version = tuple(int(part) for part in ray.__version__.split(".")[:2])
+def check_version(version: str) -> None:
     low, high = SUPPORTED_RAY
-    if not low <= version < high:
-        raise RuntimeError(f"Ray {ray.__version__} is not supported: {'.'.join(map(str, low))} up to below {'.'.join(map(str, high))} is")
+    if not low <= tuple(int(part) for part in version.split(".")[:2]) < high:
+        raise RuntimeError(f"Ray {version} is not supported: {'.'.join(map(str, low))} up to below {'.'.join(map(str, high))} is")
 
 
 def _runtime_env(environment: Mapping[str, str] | None = None) -> dict[str, Any]:

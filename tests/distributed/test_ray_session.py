@@ -285,8 +285,8 @@ def test_how_long_ray_may_take_to_start_is_set_in_the_configuration(monkeypatch:
 
 def test_unsupported_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.ray, "__version__", "2.40.1")
-    with pytest.raises(RuntimeError, match=r"Ray 2\.40\.1 is not supported: 2\.60 up to below 2\.62 is"):
-        module._check_version()
+    with pytest.raises(RuntimeError, match=r"Ray 2\.40\.1 is not supported: 2\.60 up to below 2\.62 is"), ray_session(RayConfig(), None):
+        pass
 
 
 @pytest.mark.parametrize(
