@@ -164,7 +164,7 @@ class Agreement:
         return {"past": self._past, "is_first": self._is_first}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._past, self._is_first = dict(state.get("past", {})), state.get("is_first", True)
+        self._past, self._is_first = dict(state["past"]), state["is_first"]
 
 
 def _mean(sums: Iterable[tuple[float, int]]) -> float:

@@ -30,10 +30,10 @@ from roll_lite.pipeline.checkpoint_files import (
     check_sums,
     discard,
     finished_checkpoints,
-    follows_actor,
     read_list,
     read_state,
     resumption,
+    saved_roles,
     set_aside,
     steps_of,
     write_list,
@@ -101,7 +101,6 @@ class Checkpoints:
                 model.ranks.all(ModelWorker.start_checkpoint, (folder / role).resolve(), self._config.checkpoint.asynchronous)
         state = {
             "schema_version": SCHEMA_VERSION,
-            "listed": True,
             "pipeline": pipeline,
             "rollouts": rollouts,
             "config": self._config.model_dump(mode="json"),
@@ -184,7 +183,7 @@ class Checkpoints:
             logger.warning("checkpoint.store: %s. %s", error, self._what_waits())
 
     def _upload_one(self, folder: Path, models: Mapping[str, Model[Any]]) -> None:
-        target, wanted = self._home / FOLDER / folder.name, read_list(folder) or {}
+        target, wanted = self._home / FOLDER / folder.name, read_list(folder)
         with reaching(target):
             discard(target)
         for role, model in models.items():
@@ -272,7 +271,7 @@ class Checkpoints:
         what their nodes lack. `copy`: a folder here with the same state and list, instead of those in a store."""
         described = copy or folder
         with reaching(described):
-            state, wanted = read_state(described, sizes=described == folder), read_list(described) or {}
+            state, wanted = read_state(described, sizes=described == folder), read_list(described)
         saved = self.stateful(models)
         if missing := [role for role in saved if described == folder and not (folder / role).is_dir()]:
             raise ValueError(f"checkpoint.resume: {folder} holds nothing for {', '.join(missing)}; was it written without?")
@@ -318,10 +317,8 @@ class Checkpoints:
 
     def stateful(self, models: Models) -> dict[str, Model[Any]]:
         """Models in a checkpoint: trained ones, and a reference that is refreshed from the actor."""
-        stateful: dict[str, Model[Any]] = {**models.trained}
-        if follows_actor(self._config.reference) and models.reference is not None:
-            stateful["reference"] = models.reference
-        return stateful
+        made: dict[str, Model[Any] | None] = {**models.trained, "reference": models.reference}
+        return {role: model for role in saved_roles(self._config) if (model := made.get(role)) is not None}
 
 
 @contextmanager

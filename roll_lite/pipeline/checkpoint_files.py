@@ -40,7 +40,7 @@ FOLDER = "checkpoints"
 STATE_FILE = "state.json"
 LIST_FILE = "files.json"
 NAME = re.compile(r"step_(\d+)")
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,7 @@ def finished_checkpoints(run_folder: Path) -> list[Path]:
 
 
 def is_finished(checkpoint: Path) -> bool:
-    """True if the checkpoint is complete; one of an early version, without files.json, counts as complete."""
-    if not is_file(checkpoint / STATE_FILE):
-        return False
-    return is_file(checkpoint / LIST_FILE) or not _should_have_list(checkpoint)
+    return all(is_file(checkpoint / name) for name in (STATE_FILE, LIST_FILE))
 
 
 def resumption(folder: Path) -> Resumption:
@@ -69,7 +66,7 @@ def resumption(folder: Path) -> Resumption:
     run without checkpoints, the one that it resumed from."""
     if NAME.fullmatch(folder.name) or is_file(folder / STATE_FILE):
         if is_finished(folder):
-            return Resumption(folder, _unlisted(folder))
+            return Resumption(folder, [])
         raise ValueError(f"{folder} is an unfinished checkpoint; {remedy(folder)}")
     notes = []
     seen = {folder}
@@ -79,13 +76,13 @@ def resumption(folder: Path) -> Resumption:
             raise ValueError(_no_checkpoints(folder))
         notes.append(f"{folder} has written no checkpoint; going on from where it began, {earlier}")
         if is_finished(earlier):
-            return Resumption(earlier, notes + _unlisted(earlier))
+            return Resumption(earlier, notes)
         seen.add(earlier)
         folder = earlier
     newer = [other.name for other in _numbered(folder) if steps_of(other) > steps_of(checkpoints[-1])]
     if newer:
         notes.append(f"{', '.join(newer)} in {folder / FOLDER} was not finished, or is damaged; going on from {checkpoints[-1].name}")
-    return Resumption(checkpoints[-1], notes + _unlisted(checkpoints[-1]))
+    return Resumption(checkpoints[-1], notes)
 
 
 def settled(config: RunConfig) -> tuple[RunConfig, list[str]]:
@@ -137,12 +134,6 @@ def remedy(checkpoint: Path) -> str:
     return "there is no earlier one beside it: go on from another run's checkpoint, or start anew"
 
 
-def _unlisted(checkpoint: Path) -> list[str]:
-    if is_file(checkpoint / LIST_FILE):
-        return []
-    return [f"{checkpoint} has no {LIST_FILE}: it comes from an earlier version, and damage to its files cannot be noticed"]
-
-
 def _numbered(run_folder: Path) -> list[Path]:
     return sorted((folder for folder in (run_folder / FOLDER).glob("step_*") if NAME.fullmatch(folder.name)), key=steps_of)
 
@@ -151,13 +142,6 @@ def steps_of(checkpoint: Path) -> int:
     """Step of a checkpoint; 0 if its name has none."""
     match = NAME.fullmatch(checkpoint.name)
     return int(match.group(1)) if match else 0
-
-
-def _should_have_list(checkpoint: Path) -> bool:
-    try:
-        return bool(json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8")).get("listed"))
-    except (ValueError, AttributeError):  # damaged: reported when it is read
-        return False
 
 
 def discard(checkpoint: Path) -> None:
@@ -181,10 +165,8 @@ def write_list(checkpoint: Path, records: Mapping[str, FileRecord]) -> None:
     (checkpoint / LIST_FILE).write_text(text, encoding="utf-8")
 
 
-def read_list(checkpoint: Path) -> dict[str, FileRecord] | None:
-    """Recorded files; None for a checkpoint of an early version, without a list."""
-    if not is_file(checkpoint / LIST_FILE):
-        return None
+def read_list(checkpoint: Path) -> dict[str, FileRecord]:
+    """Recorded files, by name."""
     entries = _read_json(checkpoint, LIST_FILE)
     try:
         records = {name: FileRecord(**entry) for name, entry in entries.items()}
@@ -198,13 +180,15 @@ def read_list(checkpoint: Path) -> dict[str, FileRecord] | None:
 def read_state(checkpoint: Path, sizes: bool = True) -> dict[str, Any]:
     """Content of state.json, after checking its checksum and, unless `sizes` is False, all files' sizes."""
     wanted = read_list(checkpoint)
-    if wanted is not None:
-        check_sizes(checkpoint, wanted if sizes else {})
-        check_sums(checkpoint, wanted, [(STATE_FILE, record(checkpoint / STATE_FILE))])
+    check_sizes(checkpoint, wanted if sizes else {})
+    check_sums(checkpoint, wanted, [(STATE_FILE, record(checkpoint / STATE_FILE))])
     state = _read_json(checkpoint, STATE_FILE)
     version = state.get("schema_version") if isinstance(state, dict) else None
     if version != SCHEMA_VERSION:
-        raise ValueError(f"checkpoint.resume: {checkpoint} has schema version {version}, this program reads {SCHEMA_VERSION}")
+        raise ValueError(
+            f"checkpoint.resume: {checkpoint} has schema version {version}, this program reads {SCHEMA_VERSION}: "
+            "go on with the version of roll_lite that wrote it, or start anew"
+        )
     return state
 
 

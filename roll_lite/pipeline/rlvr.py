@@ -312,9 +312,8 @@ class RLVRPipeline:
 
     def restore(self, state: dict[str, Any]) -> None:
         self.steps_done, self.version = state["steps_done"], state["version"]
-        state = {"skipped": {}, "ptx": {}, "agreement": {}, **state}  # an older checkpoint has none
         for name, part in self.remembering.items():
-            part.load_state_dict(state[name])
+            part.load_state_dict(state.get(name, {}))  # algorithm.ptx may be new
 
     def state_dict(self) -> dict[str, Any]:
         remembered = {name: part.state_dict() for name, part in self.remembering.items()}

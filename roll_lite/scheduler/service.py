@@ -285,7 +285,7 @@ class RolloutService:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state; domains that it lacks start from their beginning."""
         self._next_group = state["next_group"]
-        self._ledger = list(state.get("ledger", ()))
+        self._ledger = list(state["ledger"])
         self._ended_before.update({name: count for name, count in state["ended"].items() if name in self._ended_before})
         self._totals.load_state_dict(state)
         for name, domain in state["domains"].items():

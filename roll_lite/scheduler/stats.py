@@ -115,9 +115,9 @@ class RunTotals:
         return {total: dict(sums) for total, sums in self._sums.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore totals; what the state lacks starts at zero."""
+        """Restore totals; domains that the state lacks start at zero."""
         for total, sums in self._sums.items():
-            sums.update({name: count for name, count in state.get(total, {}).items() if name in sums})
+            sums.update({name: count for name, count in state[total].items() if name in sums})
 
 
 class Progress(NamedTuple):

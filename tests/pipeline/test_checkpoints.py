@@ -73,7 +73,8 @@ class Ranks:
 
 
 def parts(*roles: str) -> Any:
-    return SimpleNamespace(trained={role: SimpleNamespace(ranks=Ranks(), loaded=lambda groups: nullcontext()) for role in roles})
+    trained = {role: SimpleNamespace(ranks=Ranks(), loaded=lambda groups: nullcontext()) for role in roles}
+    return SimpleNamespace(trained=trained, reference=None)
 
 
 ROLLOUTS = {"prompts": 3}

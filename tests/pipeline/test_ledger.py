@@ -194,7 +194,8 @@ def test_the_start_names_the_run_that_is_continued(own: bool, ledger: Ledger, tm
     checkpoint = tmp_path / ("" if own else "other") / "checkpoints" / "step_000002"
     if not own:
         checkpoint.mkdir(parents=True)
-        (checkpoint / "state.json").write_text("{}")
+        for name in ("state.json", "files.json"):
+            (checkpoint / name).write_text("{}")
     config = ledger._config
     resumed = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": checkpoint})})
     Ledger(resumed, tmp_path).start(2, 2)
