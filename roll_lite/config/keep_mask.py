@@ -13,7 +13,7 @@ mask."""
 
 
 class Truncation(Protocol):
-    """Truncating settings of SamplingConfig and Sampling."""
+    """Protocol for sampling settings that can exclude tokens (top-k, top-p, min-p). SamplingConfig and Sampling satisfy it."""
 
     @property
     def top_p(self) -> float: ...

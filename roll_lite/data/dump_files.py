@@ -246,7 +246,8 @@ def _adapters(lora: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _plain(config: RunConfig) -> dict[str, Any]:
-    """Configuration in the form of a dump's header. Raises Refused if a field that is compared is invalid."""
+    """Return this run's configuration as a dump's header stores it, for comparison with the dumped run. Raises Refused if a field that
+    affects the comparison is invalid."""
     for name in ("seed", "model", "steps", "algorithm", "actor_train", "reference", "critic", "domains"):
         _read_all(getattr(config, name))
     return config.model_dump(mode="json")

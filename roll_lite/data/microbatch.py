@@ -81,7 +81,8 @@ class TokenBudget:
     rows: int | None = None
     attention_par: float = inf
     with_padding: bool = False
-    """True if padding counts as tokens. Needed if outputs are padded and have many numbers per token."""
+    """True if padding counts as tokens. Needed if the model's outputs are padded and large, such as log-probs of the whole vocabulary for
+    each token."""
 
     def cut(self, lengths: torch.Tensor, parts: int = 1) -> list[np.ndarray]:
         tokens = lengths.numpy()

@@ -159,7 +159,7 @@ class Turn(NamedTuple):
 
     request_id: str
     length: int = 0
-    """Number of tokens generated for this request, to which `versions` refers."""
+    """Number of tokens generated for this request. The spans in `versions` count these tokens from 0."""
     text: str = ""
     """Text of the whole response, including resumed tokens; empty if aborted before the first token."""
     finish_reason: FinishReason | None = None

@@ -24,7 +24,7 @@ def metric_of(name: str) -> Metric:
 Series = tuple[str, str | None]
 
 NO_DOMAIN = ""
-"""Label of a value over all domains."""
+"""Label that marks a value as covering all domains."""
 
 
 def flat_name(series: Series) -> str:
@@ -42,10 +42,11 @@ class MetricSums:
     entries: dict[Series, tuple[float, float]] = field(default_factory=dict)
 
     def add(self, name: str, value: float, count: float = 1.0, *, label: str | None = None, part: str = "") -> None:
-        """Add a value; for means, the sum over `count` items.
+        """Add a value to a metric; for a metric that is a mean, the sum over `count` items.
 
-        `label`: domain, phase or role, as the metric's `by` demands; NO_DOMAIN: a value over all domains that is not the sum of the
-        domains' values. `part`: part of the domain; the whole domain is added by another call."""
+        `label` names the domain, phase or role, as the metric's `by` demands. NO_DOMAIN marks a value over all domains that is not the sum
+        of the domains' values. `part` names a reward term or a subset of the domain's samples; the value of the whole domain is added by a
+        separate call."""
         metric = metric_of(name)
         if label == NO_DOMAIN and metric.by == "domain":
             self._put((name, None), float(value), count)

@@ -154,7 +154,8 @@ class Journal:
         return self._lost_engines.issuperset(engines)
 
     def engines_lost(self, causes: Mapping[int, str], engines: int) -> None:
-        """Report newly lost engines. `causes`: of all lost ones; `engines`: number at the start."""
+        """Report newly lost engines. `causes` has the cause of each engine that is lost now. `engines` is the number of engines at the
+        start."""
         for number in [number for number in causes if number not in self._lost_engines]:
             self._lost_engines.add(number)
             self._new_losses += 1
@@ -165,7 +166,8 @@ class Journal:
             )
 
     def engine_restarted(self, number: int, seconds: float, version: int | None) -> None:
-        """Report an engine whose replacement serves. `seconds`: since its loss; `version`: of its weights; None: nothing trains."""
+        """Report that the replacement of a lost engine serves. `seconds` is the time since the loss. `version` is the version of the
+        replacement's weights, or None in a run that does not train."""
         self._lost_engines.discard(number)
         self._sums.add("rollout/engines_returned", 1)
         weights = "" if version is None else f", with the weights of version {version}"

@@ -161,7 +161,8 @@ class RLVRPipeline:
 
     @phase("log_probs")
     def compute_log_probs(self, batch: Batch) -> None:
-        """Compute the columns that credit and losses read, where early passes did not."""
+        """Compute log-probs and other columns that advantages and losses read. Rows are skipped if these were already computed while the
+        batch was incomplete (`rollout.stream_log_probs`)."""
         self.early.join(batch)
         left = [(model, batch.take(batch.lacking(columns)), columns) for model, columns in self.wanted()]
         turns = [

@@ -35,7 +35,8 @@ NO_ANSWER = (ValueError, TypeError, LookupError, AttributeError, RecursionError,
 
 
 class _Aborted(BaseException):
-    """Raised in a call to end the test. It is a BaseException, so `except Exception` in the tests does not catch it."""
+    """Raised to abandon the running test while it calls the tested program. It is a BaseException, so `except Exception` in the tests does
+    not catch it."""
 
 
 # ---------------------------------------------------------------- the tests' side

@@ -166,7 +166,8 @@ def _digits(number: Any) -> int:
 
 
 def _spread(items: list[Any]) -> list[Any]:
-    """Return a set's items or a dict's keys. Raises ValueError if more than SAME_HASH of them share a hash."""
+    """Return `items` (a set's items or a dict's keys) unchanged if their hashes are distinct enough. Raises ValueError if more than
+    SAME_HASH of them have the same hash."""
     hashes = sorted(map(hash, items))
     if any(one == other for one, other in zip(hashes, hashes[SAME_HASH:], strict=False)) and len(set(map(id, items))) > SAME_HASH:
         raise ValueError(f"more than {SAME_HASH} items of one hash")

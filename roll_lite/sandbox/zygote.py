@@ -142,8 +142,8 @@ class Zygote:
             self._line.sendall(json.dumps(report).encode() + b"\n")
 
     def _receive(self) -> tuple[dict[str, Any], list[int]] | None:
-        """Return the limits and open files of the next request; None when the connection is closed. Skips spaces, which are requests to
-        kill a program that has already ended."""
+        """Return the limits and open files of the next request; None when the connection is closed. A single space is the message "kill the
+        running program"; it is skipped here, because the program has already ended."""
         files, data, ancillary = array.array("i"), b" ", list[Any]()
         while data and not data.strip():
             data, ancillary, _, _ = self._line.recvmsg(LONGEST_LIMITS, socket.CMSG_SPACE(6 * files.itemsize))

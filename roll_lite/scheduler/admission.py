@@ -96,7 +96,8 @@ class Admission:
         return self.plan.has_open(domain, self._asked_places()) and not self._schedulers[domain].exhausted
 
     def oldest_at_next_turn(self, domain: str) -> int:
-        """Number of requested batches such that groups admitted at fewer are too old for the domain's next batch."""
+        """Return a threshold: a group that was admitted when fewer batches than this had been requested will be too old for the domain's
+        next batch."""
         most = self._pacing.supply.max_staleness
         return self.asked + self.plan.turns_until(domain, most) - most
 

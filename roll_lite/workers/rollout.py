@@ -93,16 +93,16 @@ time."""
 
 @dataclass(frozen=True)
 class Trial:
-    """A reward, or one of its parts (base reward or term), to try before the engines start."""
+    """A reward, or a component of it (the base reward or a term), to be tried with a canned response before the engines start."""
 
     domain: str
     place: str
-    """YAML path of the reward or part."""
+    """YAML path of the reward or of its component."""
     retries: int
     prompts: Sequence[Prompt]
     pool: RewardPool | RewardModelClient
     is_part: bool = False
-    """True if `pool` was made for this trial and computes only one part."""
+    """True if `pool` is an extra RewardPool, which computes only this component (base reward or term) and is closed after the trial."""
 
     async def problem(self) -> str | None:
         """Error message if no prompt gets a score, otherwise None: a single failure may be a bad reference answer."""
@@ -194,8 +194,9 @@ class RolloutWorker(AsyncWorker):
             raise ValueError("\n".join(problems))
 
     def _trials(self, judges: Mapping[str, JudgeAddress]) -> list[Trial]:
-        """Make a Trial of each reward. Reward models and judges of this run have not started yet: of a reward that uses one, only parts
-        (base reward, terms) that use none are tried, each alone."""
+        """List the rewards to try with a canned response before the engines start. Reward models and judges of this run have not started
+        yet. A reward that needs one of them is split into its base reward and its terms, and only those that need neither are tried, one by
+        one."""
 
         def waits(reward: RewardConfig) -> bool:
             return reward.name == MODEL_REWARD or with_addresses(reward, judges) != reward

@@ -28,7 +28,7 @@ def plain_secrets(config: RunConfig) -> list[str]:
 
 
 def texts_in(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Yield (path, text) for all texts in a section; refused fields are skipped."""
+    """Yield (path, text) for all texts in a section. Fields whose values are invalid are skipped."""
     if isinstance(value, str):
         yield path, value
     items = vars(value) if isinstance(value, Section) else value

@@ -33,8 +33,8 @@ class SimulatedEngineConfig(Section):
     hangs_per_day: NonNegativeFloat = 0.0
     """Mean number of an engine's hangs per day. A hung engine generates and answers nothing until it is given up."""
     hang_s: PositiveFloat = 7.0
-    """Seconds until a hung engine is given up: `limits.engine_silence` if its processes are stopped. Requests may reach
-    `rollout.request_timeout_s` before."""
+    """Seconds from a hang until the engine counts as lost; in real runs `limits.engine_silence`, if its processes are stopped. Its requests
+    may fail earlier by `rollout.request_timeout_s`."""
     offload_s: NonNegativeFloat = 3.0
     """Seconds per step to load and offload engines, with `actor_infer.offload`."""
     start_s: PositiveFloat | None = 180.0

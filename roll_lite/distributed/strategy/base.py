@@ -105,7 +105,7 @@ class StateGroup(StrEnum):
 
 @dataclass(frozen=True)
 class Moved:
-    """Amount of state that a rank moved out of device memory and back, in bytes and seconds."""
+    """Amount of state that a rank moved between device and host memory, in bytes, and the time that took, in seconds."""
 
     freed_bytes: int = 0
     out_bytes: int = 0
@@ -113,7 +113,7 @@ class Moved:
     in_bytes: int = 0
     out_seconds: float = 0.0
     in_seconds: float = 0.0
-    """Seconds that the rank was blocked; copies in the background do not count."""
+    """Seconds for which loading state back to the device blocked the rank. Copies in the background do not count."""
 
     def __add__(self, other: Moved) -> Moved:
         return Moved(*(own + new for own, new in zip(astuple(self), astuple(other), strict=True)))
@@ -303,7 +303,7 @@ class EngineSpec:
     """Optional columns that completions must include (EXTRA_COLUMNS in workers/token_blocks.py)."""
     node: EngineNode | None = None
     sharers: int = 1
-    """Number of replicas on the engine's device; they have consecutive ranks."""
+    """Number of engine replicas that share this engine's device. These replicas have consecutive ranks among all replicas."""
     lora: LoraConfig | None = None
     """LoRA adapters, if weight updates send only these; None if they send all weights."""
 

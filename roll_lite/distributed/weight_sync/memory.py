@@ -20,7 +20,7 @@ import torch
 from roll_lite.distributed.weight_sync.group import Home, TransferError, uuid_of
 
 Export = tuple[Callable[..., torch.Tensor], Sequence[Any]]
-"""Function and arguments that rebuild the tensor in another process."""
+"""Function and arguments with which another process rebuilds a tensor in this process's GPU memory."""
 
 
 class Lent(NamedTuple):
@@ -124,7 +124,7 @@ def name_of_export(handle: str, reader: int) -> str:
 
 
 def count_down(one: Export) -> None:
-    """Decrement the reader's counter of an export, as the reader does when it drops the tensor."""
+    """Decrement the counter by which torch knows that a reader still uses exported memory, as the reader does when it drops the tensor."""
     _, arguments = one
     arguments[_STORAGE]._release_ipc_counter(*arguments[_COUNTER], device=arguments[_DEVICE])
 
@@ -134,11 +134,13 @@ def collect() -> None:
 
 
 _STORAGE = 4
-"""Index of the storage's class in an export's arguments."""
+"""Index of the storage's class among the arguments from which torch rebuilds a shared CUDA tensor."""
 _DEVICE = 6
-"""Index of the sender's device number in an export's arguments; the receiver may number devices differently."""
+"""Index of the sender's device number among the arguments from which torch rebuilds a shared CUDA tensor. The receiver may number devices
+differently."""
 _COUNTER = slice(11, 13)
-"""Indices of the IPC counter's file and offset in an export's arguments."""
+"""Indices of two arguments from which torch rebuilds a shared CUDA tensor: the file with its IPC reference counters, and the offset of its
+counter in it."""
 
 GPU = "cuda"
 

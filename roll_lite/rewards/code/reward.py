@@ -67,7 +67,8 @@ class CodeReward(RewardType):
     compare: Compare = "auto"
     """Comparison of output. exact: by character. lines: by line. numeric: numbers with a tolerance. auto: by line, decimals as numbers."""
     tolerance: NonNegativeFloat = 1e-6
-    """Tolerance for numbers that are not integers: relative for values, relative or absolute for output."""
+    """Tolerance for numbers that are not integers. In a value that a function returns, it limits the relative error; in printed output, the
+    relative or the absolute error."""
     must_contain: tuple[str, ...] = ()
     """Texts that the program must contain."""
     forbid: tuple[str, ...] = ()

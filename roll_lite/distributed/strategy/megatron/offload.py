@@ -81,7 +81,8 @@ class StateMover:
         self.moved += Moved(in_bytes=copied, in_seconds=time.perf_counter() - start)
 
     def require(self, *groups: StateGroup) -> None:
-        """Make later device work wait until the groups have been loaded. They must not be offloaded."""
+        """Make later device work wait until the groups are loaded, since `load` copies in the background. Raises AssertionError if a group
+        is still offloaded."""
         missing = [group for group in groups if group in self._away]
         assert not missing, f"{', '.join(missing)} are offloaded: load them first"
         for group in groups:

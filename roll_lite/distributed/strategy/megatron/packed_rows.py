@@ -20,22 +20,23 @@ class PackedRows:
 
     runs: tuple[tuple[int, int, int], ...]
     """Adjacent pieces of equal size, as (number of pieces, tokens per piece, tokens that a piece's last token attends to). A piece is a row
-    or, under context parallelism, a stretch of a row. Each earlier token of the piece attends to one fewer."""
+    or, under context parallelism, consecutive tokens of a row on this rank. Each earlier token of a piece attends to one token fewer."""
     places: torch.Tensor
     """[tokens] int64: position of each token in its row, from 0."""
     starts: torch.Tensor
-    """[pieces + 1] int32: index of the first token of each row (under context parallelism, of each stretch of a row), then the number of
-    tokens."""
+    """[pieces + 1] int32: index of the first token of each piece, then the number of tokens. A piece is a row or, under context
+    parallelism, consecutive tokens of a row on this rank."""
     longest: int
     row_of: torch.Tensor
     """[tokens] int64: row number of each token. Padding tokens form an extra last row."""
     lengths: torch.Tensor
     """[rows] int64: lengths of the whole rows, even if this rank has only a part of them; without the padding row."""
     seen: torch.Tensor | None = None
-    """[total] int64: for each stretch of a row on this rank, the tokens it attends to, as indices into the tokens gathered from all
-    context-parallel ranks. None without context parallelism, where rows attend to themselves."""
+    """[total] int64: for each piece (consecutive tokens of a row on this rank), the tokens it attends to, as indices into the tokens
+    gathered from all context-parallel ranks. None without context parallelism, where a row attends to itself."""
     seen_starts: torch.Tensor | None = None
-    """[pieces + 1] int32: where the entries of each stretch of a row begin in `seen`, then the length of `seen`."""
+    """[pieces + 1] int32: index of each piece's first entry in `seen`, then the length of `seen`. A piece is consecutive tokens of a row on
+    this rank."""
     routes: Routes | None = None
     qkv_format = "sbhd"
 

@@ -66,7 +66,8 @@ def end_mark(sentence: str) -> str:
 
 
 def words(text: str) -> list[str]:
-    """Words between white space, dashes and slashes, lower case, without punctuation: well-known and don't are one each."""
+    """Split a text at white space, dashes (–, —) and slashes into lower-case words without punctuation. Hyphens and apostrophes do not
+    split: well-known and don't are one word each."""
     return [word for word in text.lower().translate(NO_MARKS).split() if any(character.isalnum() for character in word)]
 
 
