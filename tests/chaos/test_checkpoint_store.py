@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 
 from roll_lite.files import remote_folder
@@ -37,6 +38,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {**secrets, "FSSPEC_S3_ENDPOINT_URL": address}.items():
             patch.setenv(name, value)
+        patch.setitem(fsspec.config.conf, "s3", {"endpoint_url": address})  # this process read its environment earlier
         try:
             _make_bucket(address)
             yield "s3://bucket/prefix"
