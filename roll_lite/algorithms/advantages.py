@@ -92,7 +92,7 @@ def spread_over_tokens(advantages: torch.Tensor, mask: torch.Tensor, dtype: torc
 
 
 def policy_token_counts(mask: torch.Tensor) -> torch.Tensor:
-    """Policy tokens by row. [B, T-1] bool -> [B] int64."""
+    """Number of policy tokens in each row. [B, T-1] bool -> [B] int64."""
     # torch's own sum over a bool tensor takes 20 times as long.
     return torch.from_numpy(np.count_nonzero(mask.numpy(), axis=1).astype(np.int64))
 

@@ -199,12 +199,12 @@ def model_parallel_size(role: Role) -> int:
 
 
 def count_multiple(strategy: MegatronStrategyConfig) -> int:
-    """Divisor of a pass's number of micro-batches: the pipeline size if interleaved, else 1."""
+    """The number of micro-batches in a pass must be a multiple of this: the pipeline size with interleaved stages, else 1."""
     return strategy.pipeline_parallel if strategy.virtual_pipeline_parallel > 1 else 1
 
 
 def layers_of_parts(strategy: MegatronStrategyConfig, layers: int) -> list[int]:
-    """Number of layers of each pipeline part; part i is on stage i modulo pipeline_parallel."""
+    """Number of layers in each part of a model split by pipeline parallelism. Part i is on stage i modulo pipeline_parallel."""
     parts = strategy.pipeline_parallel * strategy.virtual_pipeline_parallel
     return strategy.pipeline_layers or [layers // parts + (number < layers % parts) for number in range(parts)]
 
@@ -231,7 +231,8 @@ def tensor_parallel_fits(size: int, heads: int, key_value_heads: int, head_dim: 
 
 
 def token_multiple(strategy: MegatronStrategyConfig) -> int:
-    """Divisor of a micro-batch's number of tokens: each context-parallel rank has two chunks, which sequence parallelism splits further."""
+    """The number of tokens in a micro-batch must be a multiple of this: each context-parallel rank has two chunks, which sequence
+    parallelism splits further."""
     parts = 2 * strategy.context_parallel if strategy.context_parallel > 1 else 1
     return parts * (strategy.tensor_parallel if strategy.sequence_parallel else 1)
 
@@ -394,5 +395,5 @@ def _largest_batch(domains: Sequence[DomainArithmetic]) -> int:
 
 
 def _fullest_rank(rows: int, ranks: int) -> tuple[int, int]:
-    """Number of rows on the fullest rank, twice: if all rows are equally long, and at most (when every other rank has one)."""
+    """Return the number of rows on the fullest rank in two cases: all rows are equally long; every other rank has only one row."""
     return ceil(rows / ranks), max(rows - (ranks - 1), 1)

@@ -61,7 +61,7 @@ WHOLE: Mapping[str, tuple[str, ...]] = {
 
 
 def startable(waiting: Sequence[T], present: Sequence[T], exclude: Callable[[T, T], bool]) -> list[T]:
-    """Waiting roles that can start now, in order: those that no present or already chosen role excludes."""
+    """Choose, in order, the waiting roles that can start now. `exclude` tells which pairs of roles cannot be present together."""
     starting: list[T] = []
     for one in waiting:
         if not any(exclude(one, other) for other in (*present, *starting)):

@@ -12,8 +12,6 @@ def stable_hash(*parts: object) -> int:
 
 
 def derived_seed(run_seed: int, purpose: str, *parts: object) -> int:
-    """Derive a seed for one use of random numbers. With sums such as `seed + step`, step 2 of run 1 would get the numbers of step 1 of run
-    2.
-
-    The seed has 31 bits: valid for numpy, torch, engines, and Megatron-Core, which adds a rank to it."""
+    """Derive a seed for one use of random numbers. Sums such as `seed + step` would repeat numbers between runs. The seed has 31 bits:
+    valid for numpy, torch, engines, and Megatron-Core, which adds a rank to it."""
     return stable_hash(run_seed, purpose, *parts) >> 32

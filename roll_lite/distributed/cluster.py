@@ -36,7 +36,7 @@ __all__ = ["Cluster", "ClusterDead", "ClusterSpec", "Pending", "RankFailed", "fi
 
 START_SECONDS = 300.0
 WATCH_THREADS = 2
-"""Threads besides the worker's own: one waits for its death, one reads the stacks of a stuck rank."""
+"""Threads of a worker for calls that watch it: one that fails when the process dies, one that reads the stacks of a stuck rank."""
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ class FleetDown(RuntimeError):
 
 
 class ClusterDead(RuntimeError):
-    """A call to a cluster that failed or was shut down before."""
+    """Error of a call to a cluster that has already failed or been shut down."""
 
     def __init__(self, role: str, cause: str) -> None:
         super().__init__(role, cause)

@@ -146,7 +146,7 @@ class Fleet(Generic[M]):
 
     @property
     def lost(self) -> dict[int, str]:
-        """Causes of lost members, by number, until their replacements serve."""
+        """Causes of loss, by number, of the members whose replacements do not serve yet."""
         return {seat.place: seat.cause for seat in self._seats.values() if seat.cause}
 
     async def until(self, member: M, *states: MemberState) -> None:

@@ -124,7 +124,8 @@ def _cpu_slot(slots: int) -> float:
 
 
 def _slot_of_nodes(counts: Mapping[str, int]) -> float:
-    """Largest share of a core, as in `_cpu_slot`, if `counts` slots are on each node."""
+    """Largest share of a core, at most 1 and rounded down to 0.01, with which all slots fit on their nodes. `counts`: number of slots on
+    each node."""
     free = _free("CPU")
     sizes = [math.floor(100 * free.get(node, 0.0) * USABLE_SHARE / count) / 100 for node, count in counts.items()]
     return max(min(LARGEST_SLOT, *sizes), SMALLEST_SLOT)
@@ -142,7 +143,7 @@ class Node:
     id: str
     address: str
     devices: float
-    """GPUs or cores."""
+    """Number of GPUs or cores."""
 
 
 def _nodes(kind: str) -> list[Node]:

@@ -43,7 +43,8 @@ HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + byte
 HTTP2_SETTINGS = 4
 SERVERS = ("raylet", "gcs_server")
 LONGEST_BASE = 40
-"""Ray appends up to 64 characters for its sockets, whose paths end at 107."""
+"""Maximum length of the temporary folder used for Ray's sockets. Ray appends up to 64 characters, and a socket's path may have at most
+107."""
 
 LOCAL_SETTINGS = {
     # Kill a dead worker's children (an engine's processes) too.
@@ -60,7 +61,7 @@ LOCAL_SETTINGS = {
 class RaySession:
     address: str
     started: bool
-    """False if the cluster existed before."""
+    """True if this process started the cluster."""
     log_folder: Path | None
     """Folder for the workers' output; None: Ray's own."""
 

@@ -46,7 +46,8 @@ class Worker:
     lives_alone: ClassVar[bool] = False
     """True if the death of one worker does not end its cluster, because a `Fleet` handles it."""
     max_restarts: ClassVar[int] = 0
-    """Restarts by Ray, -1: unlimited. For unwatched workers, whose callers initialize them again."""
+    """Maximum number of times that Ray restarts the process; -1: unlimited. Only for unwatched workers, which their callers initialize
+    again."""
 
     def __init__(self) -> None:
         self.role = os.environ[ROLE]

@@ -34,17 +34,17 @@ If engines are meant to differ that much, raise rollout.max_mismatch; null allow
 UPDATED = """The engine's weights have likely gone wrong in that update; weight_sync.verify: full compares all of them after each one.
 If engines are meant to differ that much, raise rollout.max_mismatch; null allows any difference."""
 FLOOR = {"float32": 1e-3, "bfloat16": 0.03}
-"""Mean difference of log-probs, in nats, that is never reported, since kernels round differently; by the lower precision of engine and
-trainer."""
+"""Differences of log-probs up to this mean, in nats, are never reported, since kernels round differently. Key: the lower precision of
+engine and trainer."""
 STALE_FLOOR = 0.05
-"""FLOOR for samples of older weights, in nats."""
+"""Mean difference of log-probs, in nats, up to which samples of older weights are never reported."""
 FACTOR, STALE_FACTOR = 5.0, 10.0
 """Multiples of the usual mean difference above which a difference is reported. STALE_FACTOR: for samples of older weights, whose difference
 varies with the size of updates."""
 LEAST_TOKENS = {"float32": 20, "bfloat16": 1000}
 """Minimum number of an engine's tokens for a comparison, by precision as in FLOOR: single tokens differ much in bfloat16."""
 STEPS, REMEMBERED = 5, 50
-"""Minimum and maximum of earlier steps whose median counts as usual."""
+"""Minimum and maximum number of earlier steps in the median that defines the usual difference of log-probs."""
 Age = tuple[int, int]
 """How many versions ago a sample's oldest and newest token were sampled."""
 CURRENT = (0, 0)

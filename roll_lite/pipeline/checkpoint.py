@@ -59,7 +59,7 @@ INTERRUPTED_S = 3.0
 class Unfinished:
     folder: Path
     models: Mapping[str, Model[Any]]
-    """Models with writing ranks, by role."""
+    """Models whose ranks are writing their files, by role."""
 
 
 class Checkpoints:

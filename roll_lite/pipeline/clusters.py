@@ -147,7 +147,7 @@ class Models:
     """Models that train, and the reference."""
 
     policy: Model[ActorWorker] | None
-    """None if nothing trains."""
+    """The actor; None in a run that does not train."""
     reference: Model[ReferenceWorker] | None = None
     critic: Model[CriticWorker] | None = None
 

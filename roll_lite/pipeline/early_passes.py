@@ -24,10 +24,11 @@ class EarlyPass:
 
 
 class EarlyPasses:
-    """Runs at most one pass per model at a time; results for samples outside the batch are dropped."""
+    """Computes log-probs and values of finished groups while the rest of the batch is generated. A model runs one forward pass at a time.
+    Results for samples outside the batch are dropped."""
 
     def __init__(self, models: Sequence[tuple[Model[Any], Sequence[str]]], prompts_per_step: int, journal: Journal) -> None:
-        """`models`: pairs (model, columns that it computes); empty: no early passes."""
+        """`models`: pairs (model, columns that it computes). If it is empty, nothing is computed early."""
         self._models = models
         self._least = least_early(prompts_per_step)
         self._journal = journal
@@ -48,8 +49,8 @@ class EarlyPasses:
         self.forget()
 
     def poll(self, rollouts: Cluster[RolloutWorker]) -> None:
-        """Start the next passes if some groups have finished; to be called about once a second until the batch is complete. Does not
-        block."""
+        """Start the next forward passes if some groups have finished. Call this about once a second until the batch is complete; it does
+        not block."""
         if not self._models or not self._idle():
             return
         if self._asked is None:

@@ -24,7 +24,7 @@ BUDGET_SECONDS = 3600.0
 
 @dataclass
 class _Start:
-    """A starting replacement of a lost engine. `started`: the call that starts it."""
+    """Replacement of a lost engine that is starting. `started`: reference of the call that starts it."""
 
     started: ray.ObjectRef
     is_ready: bool = False
@@ -49,14 +49,14 @@ class EngineRestarts:
         """Times of restarts, by engine."""
 
     def begin(self) -> None:
-        """Replace engines from now on; one that is lost in its first start ends the run."""
+        """Replace engines that are lost from now on. An engine that was lost before, during its first start, ends the run."""
         if self._restarts:
             self._group.replaceable = set(range(self.replicas.world_size))
             if not self._engines.offloads:
                 WATCH.errands["engines"] = self.tend
 
     def end(self) -> None:
-        """Start no more successors while the run closes."""
+        """Stop replacing engines, since the run closes."""
         WATCH.errands.pop("engines", None)
 
     @property
@@ -84,7 +84,7 @@ class EngineRestarts:
             self._journal.engines_lost(lost, self.replicas.world_size)
 
     def tend(self) -> None:
-        """Start successors of lost engines, and see which have started. Does not wait."""
+        """Start replacements of lost engines, and note which have started. Does not wait."""
         for engine, cause in self._group.lost.items():
             if engine not in self._group.replaceable:
                 continue
@@ -112,7 +112,7 @@ class EngineRestarts:
                 self.replicas.start_each_own(InferWorker.offload, {engine: parts}).result()
 
     def living(self, parts: Sequence[EngineMemory]) -> list[int]:
-        """Living engines, after `take`; if none is left, waits for a replacement. `parts`: as in `take`."""
+        """Call `take(parts)`, and return the living engines. If none is left, wait for a replacement."""
         self.take(parts)
         while not (left := self.replicas.left):
             self.tend()
@@ -129,7 +129,8 @@ class EngineRestarts:
             self.take(tuple(EngineMemory))
 
     def hand_over(self, version: int | None) -> None:
-        """Let newcomers (replacements with the current weights) serve. `version`: of their weights; None: nothing trains."""
+        """Let replacements that have the current weights serve. `version` is the version of these weights, or None in a run that does not
+        train."""
         for engine in list(self.newcomers):
             self._rollouts.one(RolloutWorker.engine_restarted, engine, self.replicas.actors[engine])
             self._newcomers.remove(engine)

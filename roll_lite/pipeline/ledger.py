@@ -39,8 +39,8 @@ class Ledger:
         self.append(json.dumps({"event": event, **facts}).encode() + b"\n")
 
     def start(self, step: int, version: int, again: bool = False) -> None:
-        """Record settings that later lines must satisfy, and which run this one continues. `step`, `version`: reached so far. `again`: from
-        the same process: the run continues after this step, and what it wrote since then is void."""
+        """Record that the run starts or resumes after `step` with weights `version`, and settings that later lines must satisfy. `again`:
+        this process went back to that step, and what it wrote after it is void."""
         self._first = self._first if again else step
         config = self._config
         with self._path.open("ab+") as file:
@@ -70,7 +70,7 @@ class Ledger:
         return "." if goes_on(self._config, self._path.parent) else str(resumption(source).checkpoint.resolve().parent.parent)
 
     def step(self, step: int, version: int) -> None:
-        """Record a complete step. `version`: of the weights after it."""
+        """Record a complete step. `version` is the version of the weights after it."""
         self.write("step", step=step, version=version)
         flush([self._path])
 

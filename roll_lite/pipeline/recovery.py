@@ -83,7 +83,7 @@ class Recovery:
         self._service_start = self.source_state = self._next_source_state = self._source.state_dict()
 
     def batch(self, step: int, take: Callable[[], RolloutBatch]) -> RolloutBatch:
-        """Batch of a step: the kept one if the step is repeated, otherwise the result of `take`, which is kept."""
+        """Return the batch of a step: the kept one if the step is repeated, otherwise a new one from `take`, which is kept then."""
         if step not in self._batches:
             since = self._checkpoints.newest_step
             self._batches = {kept: batch for kept, batch in self._batches.items() if kept > since}

@@ -249,7 +249,7 @@ class RLVRPipeline:
         self.begin_validation(self.steps_done)
 
     def begin_validation(self, step: int) -> None:
-        """Begin a validation with the current weights. `step`: under which it is reported."""
+        """Begin a validation of the current weights; it is reported under `step`."""
         with self.source.loaded(Phase.SYNC_WEIGHTS, self.version):
             self.source.sync(self.version)
             with self.source.loaded(Phase.GENERATE, self.version):
@@ -282,7 +282,7 @@ class RLVRPipeline:
 
     @phase("checkpoint")
     def save_before_the_end(self) -> None:
-        """Save the state after the last complete step, in what is left of the time after a SIGTERM."""
+        """Save the state after the last complete step, within the time that remains after a SIGTERM."""
         seconds = WATCHDOG.preempted_for(self.config.checkpoint.on_sigterm_s)
         with WATCHDOG.uninterrupted(), WATCHDOG.limit("checkpoint", seconds, "checkpoint.on_sigterm_s"):
             self.source.abandon()

@@ -43,8 +43,8 @@ class BatchSource(ABC):
         """Restart the rollout service in this state. Prompts that it took later start again."""
 
     def loaded(self, phase: Phase, version: int) -> AbstractContextManager[None]:
-        """Load the engine parts of the phase inside the block. `version`: of the actor's weights; if it is still to be sent, the trainer's
-        weights are loaded too."""
+        """Load the engine parts that the phase needs inside the block. `version` is the version of the actor's weights. If the engines lack
+        it, the trainer's weights are loaded too, to be sent."""
         return nullcontext()
 
     def sync(self, version: int) -> Pushed | None:
@@ -60,7 +60,7 @@ class BatchSource(ABC):
         raise NotImplementedError("held-out prompts need engines")
 
     def finish_validation(self, validation: Pending[HeldOut], version: int) -> HeldOut:
-        """Wait for the result. `version`: of the trainer's weights."""
+        """Wait for the validation's result. `version` is the version of the trainer's weights."""
         return validation.result()
 
     def trainer_lost(self) -> None:  # noqa: B027 (for a source with engines)
@@ -92,9 +92,9 @@ class LiveRollouts(BatchSource):
     prompts_per_step: int
     journal: Journal
     weights: WeightSync | None = None
-    """None: nothing trains."""
+    """Weight updates of the engines; None in a run that does not train."""
     _batch: Pending[RolloutBatch] | None = None
-    """Batch in generation, also while training ranks recover."""
+    """Call that generates the next batch. It continues while training ranks are replaced."""
 
     def prepare_service(self) -> Pending[None]:
         """Wait until the rollout service has read the data and tried the rewards; returns its start."""
@@ -200,7 +200,7 @@ class LiveRollouts(BatchSource):
             self.engines.replicas.each(InferWorker.leave_device)
 
     def replace_engines(self, version: int) -> None:
-        """Report lost engines, and let successors that have started serve. `version`: of the trainer's weights, which they get."""
+        """Report lost engines. Let started replacements serve, once they have the trainer's weights, whose version is `version`."""
         self.restarts.tell_losses()
         if not self.restarts.may_serve():
             return
@@ -269,7 +269,7 @@ class Validations:
         """Step of the running validation or, if none runs, of the last one."""
 
     def begin(self, step: int, version: int) -> None:
-        """Start a validation and call `wait`. `step`: under which it is reported; `version`: of the trainer's weights."""
+        """Start a validation, to be reported under `step`, and call `wait`. `version` is the version of the trainer's weights."""
         assert self._running is None
         config = self._config
         sampling = {name: held_out_sampling(config, domain) for name, domain in config.domains.items()}
@@ -278,8 +278,8 @@ class Validations:
         self.wait(version)
 
     def wait(self, version: int) -> None:
-        """Wait for the running validation, unless engines generate during training (`rollout.supply`) and steps are left. `version`: of the
-        trainer's weights."""
+        """Wait for the running validation, unless engines generate during training (`rollout.supply`) and steps are left. `version` is the
+        version of the trainer's weights."""
         if self.step == self._config.steps or not generates_ahead(self._config):
             self.finish(version)
 

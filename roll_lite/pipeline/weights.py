@@ -44,7 +44,7 @@ class WeightSync:
         dtype: str,
         expert_parallel: int = 1,
     ) -> None:
-        """`dtype`, `expert_parallel`: the engines'."""
+        """`dtype` and `expert_parallel` are settings of the engines."""
         self._model = actor
         self._restarts = restarts
         self._engines = restarts.replicas
@@ -80,7 +80,7 @@ class WeightSync:
         return self.send_to_newcomers(version)
 
     def send_to_newcomers(self, version: int) -> Pushed | None:
-        """Send weights to engines that do not serve yet, while the others generate. `version`: of the trainer's weights."""
+        """Send weights to engines that do not serve yet, while the others generate. `version` is the version of the trainer's weights."""
         return self._send(version, lambda: self._restarts.newcomers) if self._restarts.newcomers else None
 
     def _send(self, version: int, engines: Callable[[], list[int]]) -> Pushed | None:

@@ -195,7 +195,7 @@ def import_modules(test: dict[str, Any]) -> dict[str, Any]:
 
 
 def _error(answer: dict[str, Any]) -> Exception:
-    """Make an exception like the program's in this process: of the first class in its MRO that exists here, with the same text."""
+    """Recreate an exception of the tested program in this process. Its class is the first one in the original's MRO that exists here."""
     kind = next((kind for name in answer["error"] if (kind := _known_kind(str(name))) is not None), RuntimeError)
     text, args = str(answer["text"]), decode(answer["args"])
     error = kind.__new__(kind, *args)

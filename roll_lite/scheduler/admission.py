@@ -69,7 +69,7 @@ class Admission:
                     room[name] -= self._domains[name].group_size
 
     def _announce(self, name: str) -> None:
-        """Count a new group's requests until the router counts them."""
+        """Count a new group's requests as announced until they reach the router, in a later turn of the event loop."""
         domain = self._domains[name]
         requests = domain.group_size
         tokens = requests * self._router.expected_tokens(name, domain.sampling.max_tokens)
@@ -113,7 +113,7 @@ class Admission:
         return (batches - self._resumed_at) * self.plan.size + ahead if batches else 0
 
     def _asked_places(self) -> int:
-        """Number of places in the batches asked for. Places are counted from the start or the resume of the run."""
+        """Number of groups in all batches requested since the start or resumption of the run."""
         return (self.asked - self._resumed_at) * self.plan.size
 
     # ------------------------------------------------------------ rewards that lag
@@ -131,7 +131,8 @@ class Admission:
         return max(1, domain.least, ceil(self.plan.shares.get(domain.name, 0.0) * self.plan.size))
 
     def _note_behind(self, behind: set[str]) -> None:
-        """Add the time since the last call to `behind_s` of the domains that lagged meanwhile. `behind`: those that lag now."""
+        """Add the time since the last call to `behind_s` of the domains whose rewards lagged since then. `behind`: domains whose rewards
+        lag now."""
         if self._behind or behind:
             now = self._loop.time()
             for name in self._behind:

@@ -17,7 +17,7 @@ from roll_lite.scheduler.engines import Asked, EngineLost
 PRIOR_RESPONSES = 8
 """Number of full-length responses assumed at the start, because short ones finish first."""
 RESPONSES_REMEMBERED = 512
-"""Number of latest response lengths in the estimate: lengths drift during training."""
+"""Number of latest response lengths used to estimate the next one: lengths drift during training."""
 REFRESH = 16
 """Lengths are sorted again when 1/REFRESH of them are new."""
 CLOCK_S = 1e-6
@@ -223,8 +223,8 @@ class Flight(Asked):
             self._look()
 
     def _look(self) -> None:
-        """Abort the request if its time limit, counted from its start in the engine, is up; if it has not started, once its engine was idle
-        that long."""
+        """Abort the request if its time limit is up. The time counts from the request's start in the engine or, before that, only while its
+        engine is idle."""
         now = self._clock.time()
         if self.begun:
             used = self._generating_s + now - self._since

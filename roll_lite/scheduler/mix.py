@@ -96,8 +96,8 @@ class BatchPlan:
         return self._mix.shares
 
     def admit(self, most: Mapping[str, int]) -> tuple[str, int] | None:
-        """Take the next group whose prompt has not started: (domain, group's number over all batches). None if no domain has one below its
-        limit in `most`."""
+        """Take the next group whose prompt has not started: (domain, the group's number over all batches). None if no domain has such a
+        group with a number below its limit in `most`."""
         while not (first := [(places[0], name) for name, places in self._open.items() if places and places[0] < most[name]]):
             if self._places >= max(most.values()):
                 return None
@@ -121,7 +121,7 @@ class BatchPlan:
         return {name: given[name] for name in self._names}
 
     def turns_until(self, domain: str, most: int) -> int:
-        """Number of batches until one with this domain, at most `most` + 1."""
+        """Number of batches until the next one that contains this domain: 1 for the coming batch, at most `most` + 1."""
         while len(self._planned) < most and not self.exhausted and not any(domain in batch.places for batch in self._planned):
             self._plan()
         return next((turn for turn, batch in enumerate(self._planned, 1) if domain in batch.places), most + 1)

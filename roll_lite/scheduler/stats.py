@@ -73,7 +73,7 @@ class RolloutStats:
     """Weight version of the engines when the batch was complete."""
     wall_s: float = 0.0
     generation_s: float = 0.0
-    """Seconds until the last response; rewards run meanwhile."""
+    """Seconds until the last response; scoring runs at the same time."""
     reward_tail_s: float = 0.0
     """Seconds from the last response to the last score: reward time that generation did not hide."""
 
@@ -96,7 +96,7 @@ class RunTotals:
         ("delivered_samples", "accepted", "sample_share"),
         ("delivered_tokens", "batch_tokens", "token_share"),
     )
-    """Name in checkpoints, field of DomainStats that is summed, field for the domain's share."""
+    """Names of a sum in checkpoints, of its field in DomainStats, and of the field for the domain's share."""
 
     def __init__(self, domains: Iterable[str]) -> None:
         names = list(domains)

@@ -155,7 +155,8 @@ class RewardPool(ScoringPool[PooledWorker, RewardInput, Score]):
     # ------------------------------------------------------------ samples
 
     def _join(self, under_way: dict[int, RewardJob]) -> list[RewardJob]:
-        """Further samples for a busy worker: its share of the waiting ones; none if one must run alone."""
+        """Take more samples for a worker that is already scoring: its share of the waiting ones; none if one that it scores must run
+        alone."""
         if any(job.alone for job in under_way.values()):
             return []
         return self._next(min(MOST_SAMPLES - len(under_way), math.ceil(len(self._queue) / (self._idle + 1))), joins=True)

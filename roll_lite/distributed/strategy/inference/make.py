@@ -45,7 +45,7 @@ class EngineMake(EnginePart, Protocol):
     def is_dead(self) -> bool: ...
 
     async def prepare(self, config: HfConfig) -> None:
-        """Finish the start. By then the processes are monitored, so a crash is noticed."""
+        """Finish the start after the processes are monitored, so that a crash is noticed."""
 
     async def answered(self) -> object:
         """Ask the engine's step loop for an answer, which it gives between two steps, also while paused."""

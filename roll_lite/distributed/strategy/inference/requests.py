@@ -15,7 +15,7 @@ from roll_lite.distributed.strategy.base import Report, RequestProgress
 from roll_lite.models.hf_config import ExpertsConfig
 
 SEAM = "roll_lite_seam"
-"""Key of an extra request argument that carries the number `seam_tokens` returns."""
+"""Key of an extra request argument: the number of tokens at the end of the prompt in which a stop string may begin."""
 TOKENS_PER_CHARACTER = 4
 WITHOUT_TEXT = 32
 """Tokens added to `seam_tokens`, since special tokens have no text, and an incomplete character gets its text with a later token."""

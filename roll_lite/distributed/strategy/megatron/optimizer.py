@@ -21,7 +21,7 @@ from roll_lite.config.schema.models import OptimizerConfig
 from roll_lite.distributed.strategy.base import current_device
 
 STRETCH = 4096
-"""Number of entries summed in float32 before sums are added in float64, on a CPU."""
+"""On a CPU, this many entries are summed in float32; these sums are added in float64."""
 
 
 @dataclass(frozen=True)
