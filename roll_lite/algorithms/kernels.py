@@ -76,8 +76,8 @@ def gae(
     returns: Any,
     moments: Any,
 ) -> None:
-    """Write the `row_moments` of the advantages; if `moments` has no rows, write advantages (from lam) and returns (from lam_critic)
-    instead. Arguments as in advantages.gae."""
+    """Write advantages (from lam) and returns (from lam_critic) or, if `moments` has rows, only the `row_moments` of the advantages.
+    Arguments as in advantages.gae."""
     paid, measured = rewards.size > 0, moments.size > 0
     for row in range(first, stop):
         following, advantage, critic, reward = bootstrap[row], 0.0, 0.0, at_end[row]
@@ -112,8 +112,8 @@ def gae(
 def discounted_returns(
     first: int, stop: int, rewards: Any, mask: Any, gamma: float, at_end: Any, shift: float, scale: float, out: Any, moments: Any
 ) -> None:
-    """Write the `row_moments` of the returns; if `moments` has no rows, write the returns instead: G_t = r_t + gamma * G of the next policy
-    token. at_end as in gae."""
+    """Write the returns G_t = r_t + gamma * G of the next policy token or, if `moments` has rows, only their `row_moments`. at_end as in
+    gae."""
     paid, measured = rewards.size > 0, moments.size > 0
     for row in range(first, stop):
         carried = at_end[row]

@@ -70,7 +70,7 @@ class Problem:
 
 
 Mistake = tuple[str, str] | Problem
-"""A Problem; or (YAML path, message with mistake and remedy), whose value is looked up."""
+"""A Problem, or a pair (YAML path, message with mistake and remedy), from which a Problem with the setting's value is made."""
 
 
 class Missing(Problem):
@@ -135,7 +135,7 @@ def printable(text: str) -> str:
 
 
 def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
-    """Suggest close names; without any, list all."""
+    """Suggest valid names close to the wrong one; if there are none, list all valid names."""
     names = sorted(valid)
     if close := close_names(wrong, names):
         return f"did you mean {' or '.join(repr(name) for name in close)}?"
@@ -143,7 +143,7 @@ def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
 
 
 def close_names(wrong: str, valid: Iterable[str], most: int = 2) -> list[str]:
-    """Closest names first; case is ignored."""
+    """Valid names similar to the wrong one, closest first. Case is ignored."""
     by_lower = {name.lower(): name for name in valid}
     return [by_lower[name] for name in difflib.get_close_matches(wrong.lower(), by_lower, n=most, cutoff=0.6)]
 

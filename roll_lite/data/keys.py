@@ -43,7 +43,7 @@ class Columns:
         return {*self.reads, *self.if_there}
 
     def of(self, present: Iterable[str]) -> list[str]:
-        """Columns to take from a batch that has the columns `present`."""
+        """Columns to read from a batch whose columns are `present`: required ones, and optional ones that it has."""
         held = set(present)
         return list(dict.fromkeys([*self.reads, *(name for name in self.if_there if name in held)]))
 

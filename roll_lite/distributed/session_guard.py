@@ -135,7 +135,7 @@ def record_death(summary: Path) -> None:
 
 
 def second_guard() -> tuple[int, bool]:
-    """Fork a second guard; returns a handle of the other process, and whether this is the new one."""
+    """Fork a second guard process. Returns, in both, a pidfd of the other one, and whether the caller is the new one."""
     first = os.pidfd_open(os.getpid())
     child = os.fork()
     if child == 0:

@@ -328,4 +328,4 @@ DERIVED: dict[str, Derived] = {
         _explained_variance,
     ),
 }
-"""Metrics computed from other metrics; by domain if these are."""
+"""Metrics computed from other metrics, for the run and for each domain that has these."""

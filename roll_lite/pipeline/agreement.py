@@ -42,7 +42,8 @@ FACTOR, STALE_FACTOR = 5.0, 10.0
 """Multiples of the usual mean difference above which a difference is reported. STALE_FACTOR: for samples of older weights, whose difference
 varies with the size of updates."""
 LEAST_TOKENS = {"float32": 20, "bfloat16": 1000}
-"""Minimum number of an engine's tokens for a comparison, by precision as in FLOOR: single tokens differ much in bfloat16."""
+"""Minimum number of an engine's tokens for a comparison, since single tokens differ much in bfloat16. Key: the lower precision of engine
+and trainer."""
 STEPS, REMEMBERED = 5, 50
 """Minimum and maximum number of earlier steps in the median that defines the usual difference of log-probs."""
 Age = tuple[int, int]

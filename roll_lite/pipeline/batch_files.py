@@ -31,7 +31,7 @@ from roll_lite.workers.actor import ActorWorker
 SMALL_STEP_TOKENS = 2**18
 """Maximum tokens of a step that `batches.write: auto` writes: some megabytes on the disk."""
 WHOLE_VOCABULARY = ("ref_distribution", "old_distribution")
-"""Columns not written: thousands of numbers per token, which a forward pass can compute again."""
+"""Columns that are not written. They have thousands of numbers per token; a forward pass can compute them again."""
 
 
 class BatchFiles:

@@ -217,7 +217,7 @@ def loaded(role: Movable, parts: Sequence[Any], beside: Sequence[tuple[Movable, 
 
 
 def take_turns(turns: Sequence[DeviceTurn[R]], parts: Sequence[Any]) -> list[R]:
-    """Run all turns; returns their results in order. A turn starts when no other role is loaded on its devices."""
+    """Run the work of all roles in turns; returns the results in order. A turn starts when no other role is loaded on its devices."""
     waiting = list(range(len(turns)))
     present: dict[int, Generator[Pending[Any], Any, R]] = {}
     pending: dict[int, Pending[Any]] = {}

@@ -17,7 +17,7 @@ from roll_lite.workers.rollout import RolloutWorker
 
 @dataclass(frozen=True)
 class EarlyPass:
-    """Rows of finished groups of an incomplete batch, numbered from 0, and the forward passes over them, one per model."""
+    """Forward passes, one per model, over finished groups of an incomplete batch, whose rows are numbered from 0."""
 
     rows: DataProto
     passes: list[Pending[list[Block | None]]]

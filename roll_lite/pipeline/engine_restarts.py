@@ -19,7 +19,7 @@ from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.rollout import RolloutWorker
 
 BUDGET_SECONDS = 3600.0
-"""Time in which an engine may be restarted `actor_infer.restarts` times."""
+"""Seconds within which an engine may be restarted at most `actor_infer.restarts` times."""
 
 
 @dataclass
@@ -68,7 +68,7 @@ class EngineRestarts:
 
     @property
     def absent(self) -> dict[int, str]:
-        """Engines that must not serve now, with the reason: lost ones, and newcomers."""
+        """Engines that must not serve now, with the reason: lost ones, and replacements without the current weights."""
         return {**self._group.lost, **dict.fromkeys(self.newcomers, "its successor lacks the current weights")}
 
     def service_restarted(self) -> None:
@@ -78,7 +78,7 @@ class EngineRestarts:
                 self._rollouts.one(RolloutWorker.engine_given_up, engine, cause)
 
     def tell_losses(self) -> None:
-        """Report each lost engine once. The cause is the rollout service's or, if the driver noticed first, the driver's."""
+        """Report each lost engine once. The cause is what the rollout service found or, if it has not noticed the loss, the driver."""
         if not self._journal.knows_lost(lost := dict(self.replicas.lost)):
             lost |= self._rollouts.one(RolloutWorker.lost_engines)
             self._journal.engines_lost(lost, self.replicas.world_size)

@@ -373,7 +373,6 @@ class Journal:
         return sums
 
     def _write_update(self, step: int, role: str, number: int, update: Update, sums: MetricSums) -> None:
-        """Write a line per optimizer step."""
         finite = {name: value for name, value in sums.values().items() if math.isfinite(value)}  # JSON has no others
         record = {"step": step, "role": role, "update": number + 1, "epoch": update.epoch + 1, **finite}
         with (self.folder / UPDATES_FILE).open("a", encoding="utf-8") as lines:

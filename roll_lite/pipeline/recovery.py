@@ -28,7 +28,7 @@ from roll_lite.workers.rollout import RolloutBatch
 SERVICES = ("rollouts", "replay")
 """Names of the workers that hand out batches."""
 BUDGET_SECONDS = 3600.0
-"""Time in which a role may be restarted `restarts` times."""
+"""Seconds within which a role may be restarted at most `restarts` times."""
 BYTES_PER_TOKEN = 32
 """Estimate for a token in the object store, with its log-prob and masks."""
 STORE_SHARE = 0.5

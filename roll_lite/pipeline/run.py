@@ -179,7 +179,7 @@ class Interruption:
 
 
 class RunEnd:
-    """End of a run. The first cause counts; later ones come from the clean-up."""
+    """Records how a run ended. The first cause counts; later ones come from the clean-up."""
 
     def __init__(self, journal: Journal, interruption: Interruption) -> None:
         self.code = COMPLETED

@@ -28,7 +28,7 @@ from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.rollout import RolloutWorker
 
 LOSS_SECONDS = 5.0
-"""Time to look for a lost engine after another one failed, which may have been reading from it."""
+"""Seconds to wait for a lost engine to be noticed after a failure in another one, which may have been reading from it."""
 
 
 class WeightSync:

@@ -80,7 +80,7 @@ WRAPPED = {"boxed": r"\boxed{{{}}}", "tagged": "<answer>{}</answer>"}
 
 
 def written(answer: Any, extract: str = "") -> str | None:
-    """Response with the answer where `extract` (boxed, tagged) looks for it; None if the answer is no text or number."""
+    """Response that gives the answer where `extract` (boxed, tagged) looks for it; None if the answer is no text or number."""
     first = answer[0] if isinstance(answer, list) and answer else answer  # of a list any entry counts
     if isinstance(first, bool) or not isinstance(first, str | int | float):
         return None

@@ -341,7 +341,7 @@ class DomainScheduler:
         return lines
 
     def ledger_if_dropped(self, cause: str) -> list[dict[str, Any]]:
-        """Ledger lines not taken yet, plus a line for each undelivered group that records it as dropped."""
+        """Ledger lines that were not taken yet, and a line for each undelivered group, which records it as dropped."""
         dropped = [group_line(one.number, self.name, one.row, one.admitted, DROPPED, cause) for one in self._groups]
         return [*self._ledger, *dropped]
 

@@ -72,7 +72,7 @@ class Collected:
     """Tokens of unfinished responses, new since the last part. A part's row starts with a dummy token (PART_PREFIX), not the prompt."""
 
     def lying_in(self, blocks: Sequence[Any]) -> Collected:
-        """Replace each turn's block number by the block."""
+        """Replace the block number in each turn's token row by the block itself."""
         return replace(self, turns=_lying_in(self.turns, blocks), parts=_lying_in(self.parts, blocks))
 
 

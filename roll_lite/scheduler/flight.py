@@ -15,7 +15,7 @@ from roll_lite.scheduler.choice import EngineChoice, EngineLoad
 from roll_lite.scheduler.engines import Asked, EngineLost
 
 PRIOR_RESPONSES = 8
-"""Number of full-length responses assumed at the start, because short ones finish first."""
+"""Number of full-length responses assumed in the first estimate, because short ones finish first."""
 RESPONSES_REMEMBERED = 512
 """Number of latest response lengths used to estimate the next one: lengths drift during training."""
 REFRESH = 16

@@ -29,7 +29,7 @@ def uniform(*parts: object) -> float:
 
 class Distribution(Protocol):
     def draw(self, share: float) -> float:
-        """Return the quantile: the value below which this fraction of draws lies."""
+        """Return the quantile: the value below which the fraction `share` of draws lies."""
         ...
 
 

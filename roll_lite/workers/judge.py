@@ -97,7 +97,6 @@ class JudgeServer:
         return f"{self.name} {cause}"
 
     async def _ended(self) -> int:
-        """Wait for the process's end; returns its exit code."""
         assert self.process is not None
         while (code := self.process.poll()) is None:  # noqa: ASYNC110 (processes make no events)
             await asyncio.sleep(POLL_SECONDS)
@@ -108,7 +107,6 @@ class JudgeServer:
             await asyncio.sleep(POLL_SECONDS)
 
     def kill(self) -> None:
-        """Kill the server with its child processes."""
         if self.process is None:
             return
         with suppress(ProcessLookupError):

@@ -79,7 +79,7 @@ class RolloutBatch:
     replaced: dict[str, int] = field(default_factory=dict)
     """Reward workers replaced since the last batch, by domain."""
     silences: list[float] = field(default_factory=list)
-    """Seconds of silence of each engine lost since the last batch."""
+    """For each engine lost since the last batch, seconds from its last answer to its loss."""
     ledger: bytes = b""
     """Lines for ledger.jsonl."""
     state: dict[str, Any] = field(default_factory=dict)

@@ -24,7 +24,7 @@ WAIT_SECONDS = 0.1
 LINGER_SECONDS = 0.005
 """Seconds to wait for more results after the first; a scorer call takes about as long."""
 LEAST_SECONDS = 0.01
-"""Minimum time for a function, even if earlier ones have used up the sample's limit."""
+"""Minimum time limit of a function in seconds, even if earlier ones have used up the sample's limit."""
 BUSY = 3
 """Processes are killed after this multiple of a sample's time limit, so their own CPU time limits, which pass more slowly on a busy
 machine, come first."""

@@ -220,8 +220,6 @@ class EngineStrategy(InferenceStrategy):
             await self._call_workers("roll_lite_connect", first_member=first_member, membership=membership.plain())
 
     async def begin_weight_update(self, tensors: Sequence[ExportedTensor]) -> None:
-        """Announce a weight update. The old weights stay until the first bucket arrives; until then a new announcement replaces
-        this one."""
         self._require(EngineEvent.BEGIN_UPDATE)
         check_tensors(tensors, self._shapes)
         self.life.begin_update(WeightUpdate(tensors))
@@ -349,6 +347,5 @@ class EngineStrategy(InferenceStrategy):
                 task.cancel()
 
     def fail(self, why: str) -> None:
-        """Give up this engine: fail its requests and kill its processes."""
         self._give_up(why)
         self.processes.kill()

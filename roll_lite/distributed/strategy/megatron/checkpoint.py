@@ -218,10 +218,8 @@ def _named_chunks(chunks: Sequence[Any]) -> list[tuple[str, Any]]:
 
 
 class _SaveThrough(TorchDistSaveShardedStrategy):
-    """Megatron save strategy that writes from this process.
-
-    Megatron's default strategy forks writers and spawns a manager process. Forks can hang in a process with threads of Ray, gloo and CUDA.
-    """
+    """Megatron save strategy that writes from this process. Megatron's default one forks writers, which can hang in a process with threads
+    of Ray, gloo and CUDA."""
 
     def __init__(self, writer: FileSystemWriter) -> None:
         super().__init__("torch_dist", 1)

@@ -15,8 +15,8 @@ from roll_lite.distributed.strategy.megatron.routing import Routes
 class PackedRows:
     """Layout of this rank's packed tokens: the row (sample) and position of each token, and which tokens it attends to.
 
-    Passed to layers in place of Megatron's PackedSeqParams, in its format "sbhd", where rotary embeddings are indexed by token. In "thd",
-    Megatron would split the tokens by row and rejoin them in every layer, and wait for the device each time."""
+    Passed to layers in place of Megatron's PackedSeqParams, in its format "sbhd", where rotary embeddings are indexed by token. With "thd",
+    Megatron would split and rejoin the tokens by row in every layer, and wait for the device."""
 
     runs: tuple[tuple[int, int, int], ...]
     """Adjacent pieces of equal size, as (number of pieces, tokens per piece, tokens that a piece's last token attends to). A piece is a row

@@ -120,7 +120,6 @@ class VllmEngine(VllmProcesses):
         return self._running is not None and bool(self._running.errored)
 
     async def answered(self) -> object:
-        """Wait for an answer of vLLM's engine core, which answers once per round of its loop."""
         return await self._llm.get_weight_version()
 
     async def stop(self, processes: EngineProcesses) -> None:
@@ -196,10 +195,8 @@ class VllmEngine(VllmProcesses):
         await self._llm.reset_prefix_cache(reset_running_requests=True)
 
     async def offload(self, parts: Collection[EngineMemory], cache_stays: bool) -> None:
-        """Offload by calling the workers' own methods: vLLM's `wake_up` would resume a paused engine.
-
-        vLLM can offload the KV cache alone, or with the weights, but not the weights alone. So a cache that shall stay is allocated again.
-        On a CPU only the cache is freed, since weights are in host memory anyway."""
+        """Offload by the workers' own methods, since vLLM's `wake_up` would resume a paused engine. vLLM cannot offload the weights alone,
+        so a cache that shall stay is allocated again. On a CPU only the cache is freed, since weights are in host memory anyway."""
         if not self._cuda:
             if EngineMemory.KV_CACHE in parts:
                 await self._forget()

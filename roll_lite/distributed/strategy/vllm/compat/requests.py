@@ -129,9 +129,8 @@ def _kept_ids(found: FlatLogprobs, alternatives: int) -> tuple[tuple[int, ...], 
 
 
 def look_across_seams(processor: OutputProcessor) -> None:
-    """Make vLLM find stop strings that begin in the resumed part of a response. vLLM itself searches only the text that it generates. For a
-    request whose extra argument SEAM is n, the detokenizer starts with the text of the last n prompt tokens, so the search covers this text
-    too."""
+    """Make vLLM find stop strings that begin in the resumed part of a response; vLLM itself searches only the text that it generates. For a
+    request whose extra argument SEAM is n, the detokenizer starts with the text of the last n prompt tokens."""
     add = processor.add_request
 
     def add_request(request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:
