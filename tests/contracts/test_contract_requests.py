@@ -249,6 +249,14 @@ async def test_abort_while_paused_returns_all_that_was_generated(engine: Harness
     assert len(ids) == 3
 
 
+async def test_frozen_requests_end_where_the_engine_aborts_them(engine: Harness) -> None:
+    ids, task = await engine.started(2, LONG)
+    await engine.strategy.pause(PauseMode.KEEP)
+    await asyncio.wait_for(engine.strategy.pause(PauseMode.ABORT), 30.0)
+    assert {c.request_id: c.finish_reason for c in await asyncio.wait_for(task, 30.0)} == dict.fromkeys(ids, FinishReason.ABORT)
+    await _waits_for_resume(engine)
+
+
 async def test_pausing_twice_is_pausing_once(engine: Harness) -> None:
     _, task = await engine.started(2, 200)
     await engine.strategy.pause(PauseMode.KEEP)

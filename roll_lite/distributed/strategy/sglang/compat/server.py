@@ -22,7 +22,7 @@ import psutil
 import torch
 
 from roll_lite.config.schema.models import SglangStrategyConfig
-from roll_lite.data.samples import Completion, FinishReason, GenerationRequest
+from roll_lite.data.samples import Completion, GenerationRequest
 from roll_lite.distributed.session_guard import remove_folder
 from roll_lite.distributed.strategy.base import PauseMode, RequestProgress
 from roll_lite.distributed.strategy.inference.life import EngineMemory
@@ -102,8 +102,6 @@ class EngineServer:
         self._version = "0"
         self._seeds = random.Random(start.spec.seed)
         self._running: dict[str, _Running] = {}
-        self._held: list[_Running] | None = None
-        """Requests that arrived during `_abort_all`; None at other times."""
         self._empty = asyncio.Condition()
         self._paused = False
         self._order = asyncio.Lock()
@@ -157,10 +155,7 @@ class EngineServer:
 
     def _submit(self, running: _Running) -> None:
         self._running[running.rid] = running
-        if self._held is not None:
-            self._held.append(running)
-        else:
-            self._start(self._generate(running))
+        self._start(self._generate(running))
 
     async def _generate(self, running: _Running) -> None:
         request = running.request
@@ -187,10 +182,8 @@ class EngineServer:
             self._running[tokenized.rid].dispatched.set()
 
     async def _all_dispatched(self) -> None:
-        held = {running.rid for running in self._held or ()}
         for running in list(self._running.values()):
-            if running.rid not in held:
-                await running.dispatched.wait()
+            await running.dispatched.wait()
 
     def _progress(self, since: dict[int, int], parts: bool) -> dict[int, RequestProgress]:
         """Progress of running requests, by number. `since`: number of tokens already reported, by request. Requests that have run under two
@@ -208,10 +201,6 @@ class EngineServer:
     async def abort(self, numbers: set[int]) -> None:
         for running in [running for running in self._running.values() if running.number in numbers]:
             running.aborted = True
-            if self._held is not None and running in self._held:
-                self._held.remove(running)
-                await self._finish(running, Completion(running.request.request_id, finish_reason=FinishReason.ABORT))
-                continue
             await running.dispatched.wait()
             self._manager.abort_request(running.rid)
 
@@ -219,19 +208,11 @@ class EngineServer:
 
     async def pause(self, mode: PauseMode) -> None:
         if mode is PauseMode.ABORT:
-            await self._abort_all()
+            before = dict(self._running)
+            await self.abort({running.number for running in before.values()})
+            async with self._empty:
+                await self._empty.wait_for(lambda: not before.keys() & self._running.keys())
         await self._stop_scheduler()
-        held, self._held = self._held or [], None
-        for running in held:
-            self._start(self._generate(running))
-
-    async def _abort_all(self) -> None:
-        """Abort all running requests, and wait until they have ended. Requests that arrive meanwhile are held back."""
-        self._held = []
-        before = set(self._running)
-        await self.abort({running.number for running in self._running.values()})
-        async with self._empty:
-            await self._empty.wait_for(lambda: not before & self._running.keys())
 
     async def resume(self) -> None:
         if self._paused:
