@@ -197,15 +197,12 @@ class EngineStrategy(InferenceStrategy):
                 await self._settle()
 
     async def offload(self, parts: Iterable[EngineMemory] = tuple(EngineMemory)) -> None:
-        self._require(EngineEvent.OFFLOAD)
-        leaving = set(parts)
-        if leaving and not self.life.away:
-            await self.abort()
         async with self._turn(EngineEvent.OFFLOAD):
-            leaving -= self.life.away
+            leaving = set(parts) - self.life.away
             if not leaving:
                 return
             if not self.life.away:
+                await self.abort()
                 await self._halt(PauseMode.ABORT)
             cache_stays = EngineMemory.KV_CACHE not in self.life.away | leaving
             await self._at_length(self.make.offload(leaving, cache_stays))
