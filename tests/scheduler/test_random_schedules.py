@@ -489,9 +489,11 @@ class RandomSchedules(RuleBasedStateMachine):
 
     @invariant()
     def every_sample_is_somewhere(self) -> None:
-        """In one place: with an engine, before the engines, at the gate of waves, or with the judge."""
+        """In one place: with an engine, before the engines, at the gate of waves, answered before its wave is, or with the judge."""
         if hasattr(self, "model") and not self.over:
-            requests = [*self.router._at_engines, *self.queued(), *(self.router.gate._waiting if self.router.gate is not None else ())]
+            gate = self.router.gate
+            waves = [] if gate is None else [*gate._waiting, *(request for wave in gate._waves for request in wave._answered)]
+            requests = [*self.router._at_engines, *self.queued(), *waves]
             assert sorted(self.unfinished) == sorted([*map(sample_of, requests), *self.judge.under_way])
             asked = [count for (_, response), count in self.judge.asked.items() if "/-1/" not in response]  # each validation asks again
             assert max(asked, default=0) <= self.house.reward_retries + 1
