@@ -32,8 +32,8 @@ from roll_lite.files import is_folder, read_text
 from roll_lite.models.model_files import chat_templates
 
 SCANNED_ROWS, TABLE_ROWS = 200_000, 1000
-"""Maximum rows checked per file, which takes about two seconds. SCANNED_ROWS: rows of JSON lines, and rows of a table for its tag column.
-TABLE_ROWS: rows of a table for its other columns."""
+"""Maximum rows checked per file, about two seconds' work: SCANNED_ROWS of JSON lines and of a table's tag column, TABLE_ROWS of a table's
+other columns."""
 NAMED_LINES = 5
 
 

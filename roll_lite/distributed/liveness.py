@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Silence:
-    """Seconds without an answer, summed over calls of `look`. Each call adds a limited time: time in which this process itself did not run
+    """Seconds without an answer, summed over calls of `look`. Each call adds a limited time, so time in which this process did not run
     hardly counts."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

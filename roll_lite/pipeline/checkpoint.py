@@ -267,8 +267,8 @@ class Checkpoints:
         return checkpoint if is_local(checkpoint) else self._run_folder / FOLDER / checkpoint.name
 
     def _verified(self, folder: Path, models: Models, copy: Path | None = None) -> dict[str, Any]:
-        """State of a checkpoint whose files all have the checksums with which they were written; the ranks share the reading. They download
-        what their nodes lack. `copy`: a folder here with the same state and list, instead of those in a store."""
+        """Verify the checksums of all files, and return the checkpoint's state. Each rank reads a share of the files, and downloads those
+        that its node lacks. `copy`: local folder with the same state and file list, to read instead of those in a store."""
         described = copy or folder
         with reaching(described):
             state, wanted = read_state(described, sizes=described == folder), read_list(described)

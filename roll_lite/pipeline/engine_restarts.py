@@ -101,8 +101,8 @@ class EngineRestarts:
         return ready and (not self._engines.offloads or not self.replicas.left)
 
     def take(self, parts: Sequence[EngineMemory]) -> None:
-        """Turn started replacements into newcomers, which get the weights before they serve. `parts`: engine memory to offload, with
-        `offload: true`."""
+        """Turn started replacements into newcomers: living engines that must get the weights before they serve. With `offload: true`,
+        offload their memory `parts`."""
         self.tell_losses()
         for engine in [engine for engine, start in self._starts.items() if start.is_ready]:
             del self._starts[engine]

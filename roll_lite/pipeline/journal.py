@@ -174,8 +174,8 @@ class Journal:
         self.console.message(f"actor_infer[{number}] serves again, {seconds:.0f} s after its loss{weights}")
 
     def rank_lost(self, failure: RankFailed, since: int, reached: int, repeats: str) -> None:
-        """Report a lost rank. The checkpoint of step `since` is loaded next; the last update was in step `reached`. `repeats` names the
-        work between these steps, which is repeated. Lines of later updates are removed."""
+        """Report a lost rank. Its role starts again from the state after step `since` (0: the start); the last update was in step
+        `reached`. `repeats` names the work between these steps, which is repeated. Lines of later updates are removed."""
         cause = failure.cause.splitlines()[0]
         with (self.folder / FAILURE_FILE).open("a", encoding="utf-8") as file:
             file.write(f"{failure}\n\n")

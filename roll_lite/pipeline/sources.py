@@ -97,7 +97,7 @@ class LiveRollouts(BatchSource):
     """Call that generates the next batch. It continues while training ranks are replaced."""
 
     def prepare_service(self) -> Pending[None]:
-        """Wait until the rollout service has read the data and tried the rewards; returns its start."""
+        """Wait until the rollout service has read the data and tried the rewards. Returns the pending call that then starts it."""
         addresses = {name: JudgeAddress.of(servers.all(JudgeWorker.address)) for name, servers in self.judges.items()}
         # Meanwhile the processes of engines and models come up; none loads a model before the rewards have been tried.
         self.rollouts.one(RolloutWorker.prepare, self.reward_models.actors, addresses)

@@ -67,8 +67,7 @@ class Group:
 
 
 def die_first() -> None:
-    """Make this process, which will run a program, the first that the kernel kills if memory runs out: before the interpreter that forked
-    it."""
+    """Make the kernel kill this process, which will run a program, before the interpreter that forked it if memory runs out."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as stream:  # noqa: PTH123
         stream.write("1000")
 

@@ -88,7 +88,7 @@ class Pacing:
     """Prompts started for a batch, as a multiple of its size. Only for the synchronous supply: others would drop the surplus as too old at
     every step."""
     engines_rest: bool = False
-    """Engines are offloaded between batches: all responses were interrupted when the last batch was complete, so none runs at an update."""
+    """True if engines are offloaded between batches. All responses are interrupted before that, so none runs at a weight update."""
 
 
 SYNCHRONOUS = Pacing()

@@ -215,7 +215,7 @@ class RewardModelPool(ScoringPool[Ranks, ScoredText, float]):
         return self._config.micro_batch_size
 
     async def _serve(self, member: Ranks) -> None:
-        """Serve all copies until one is lost, which ends all."""
+        """Score batches on all model copies of `member` until one copy is lost; then the others stop too."""
         await first_of(*(self._serve_copy(copy, member) for copy in member.copies))
 
     async def _serve_copy(self, copy: Copy, ranks: Ranks) -> None:

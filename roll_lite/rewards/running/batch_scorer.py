@@ -239,7 +239,7 @@ class BatchScorer:
         return replace(score, format_ok=entry.format_ok)
 
     def _up_to_failure(self, parts: Sequence[Score | RewardFailed | None]) -> list[Score | RewardFailed]:
-        """Results, with 0 for functions that were not called, so that the failed one is reported."""
+        """Replace missing results, of functions that were not called after one failed, by 0, so that the failure is reported."""
         return [Score(0.0) if part is None else part for part in parts]
 
 

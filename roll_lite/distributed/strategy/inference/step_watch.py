@@ -20,9 +20,9 @@ AUTO_CPU_S = 300.0
 ASK_S = 1.0
 """Seconds between an answer and the next question."""
 LISTEN_S = 0.25
+# Compilation inside the engine's process is not seen, but takes less long.
 LATE = 0.5
-"""Fraction of the limit after which to look for compiler processes; while one runs, the time does not count. Compilation inside the
-engine's process is not seen, but takes less long."""
+"""Fraction of the limit after which to look for compiler processes; while one runs, the time does not count."""
 SLOWER = 4.0
 """The limit is at least this multiple of the longest step so far. The longest step is measured anew after the first response."""
 FIRST_STEPS = 40.0

@@ -15,8 +15,7 @@ from roll_lite.distributed.strategy.megatron.routing import Routes
 class PackedRows:
     """Layout of this rank's packed tokens: the row (sample) and position of each token, and which tokens it attends to.
 
-    Passed to layers in place of Megatron's PackedSeqParams, in its format "sbhd", where rotary embeddings are indexed by token. With "thd",
-    Megatron would split and rejoin the tokens by row in every layer, and wait for the device."""
+    Passed to layers in place of Megatron's PackedSeqParams, in its format "sbhd", where rotary embeddings are indexed by token."""
 
     runs: tuple[tuple[int, int, int], ...]
     """Adjacent pieces of equal size, as (number of pieces, tokens per piece, tokens that a piece's last token attends to). A piece is a row
@@ -38,6 +37,7 @@ class PackedRows:
     """[pieces + 1] int32: index of each piece's first entry in `seen`, then the length of `seen`. A piece is consecutive tokens of a row on
     this rank."""
     routes: Routes | None = None
+    # With "thd", Megatron would split and rejoin the tokens by row in every layer, and wait for the device.
     qkv_format = "sbhd"
 
     @staticmethod
