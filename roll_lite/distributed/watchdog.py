@@ -67,7 +67,8 @@ class Watchdog:
 
     @contextmanager
     def limit(self, phase: str, seconds: float | None, setting: str | None = None) -> Iterator[None]:
-        """Limit the time of the block. `seconds`: None or 0: unlimited. `setting`: the limit's YAML path; None: the phase's."""
+        """Limit the time of the block to `seconds`; None or 0: no limit. `setting`: YAML path of the limit, for messages; by default that
+        of the phase's limit."""
         seconds = seconds or math.inf
         limit = Limit(phase, seconds, f"limits.{phase}" if setting is None else setting, time.monotonic() + seconds)
         self._limits.append(limit)

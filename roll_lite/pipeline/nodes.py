@@ -34,7 +34,7 @@ LOGS_SECONDS, LOG_BYTES = 10.0, 1 << 20
 
 @dataclass(frozen=True)
 class Reader:
-    """Folder of a setting, or this package (CODE), and the roles that read it."""
+    """Folder that a setting names, or this package (CODE), and the roles that read it."""
 
     setting: str
     folder: Path

@@ -136,8 +136,8 @@ class Recovery:
         return f"{role}.restarts", next((model.role.restarts for model in self._models.all if model.ranks.name == role), 0)
 
     def _recover(self, pipeline: Recoverable, failure: RankFailed) -> None:
-        """Replace the lost role's processes, and bring the driver, all trained weights and the rollout service to the state after the last
-        step or, if that takes batches which are gone, to that of the newest checkpoint.
+        """Replace the lost role's processes. Bring the driver, all trained weights and the rollout service to the state after the last step
+        or, if batches needed for that are gone, to that of the newest checkpoint.
 
         - A trained rank, or anything during updates: all trained models load the checkpoint (`goes_back`), and repeat the updates on the
           kept batches. Where some are gone, the run repeats the steps (`rewinds`), and the service starts anew.

@@ -40,7 +40,7 @@ class BatchSource(ABC):
 
     @abstractmethod
     def restart(self, state: dict[str, Any]) -> None:
-        """Restart the rollout service in this state. Prompts that it took later start again."""
+        """Restart the rollout service in this state. Prompts that it took after this state start again."""
 
     def loaded(self, phase: Phase, version: int) -> AbstractContextManager[None]:
         """Load the engine parts that the phase needs inside the block. `version` is the version of the actor's weights. If the engines lack
