@@ -162,7 +162,7 @@ class Masked:
     weights: torch.Tensor
     """[N] float32, column train_weight: 0 does not train."""
     causes: dict[str, torch.Tensor]
-    """[N] bool by cause; a sample may have several."""
+    """Cause -> [N] bool mask of the samples it applies to; a sample may have several."""
 
 
 def mask_samples(

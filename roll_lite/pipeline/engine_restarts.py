@@ -78,7 +78,7 @@ class EngineRestarts:
                 self._rollouts.one(RolloutWorker.engine_given_up, engine, cause)
 
     def tell_losses(self) -> None:
-        """Report each lost engine once. The cause is what the rollout service found or, if it has not noticed the loss, the driver."""
+        """Report each lost engine once. The cause is the rollout service's or, if it has not noticed the loss, the driver's."""
         if not self._journal.knows_lost(lost := dict(self.replicas.lost)):
             lost |= self._rollouts.one(RolloutWorker.lost_engines)
             self._journal.engines_lost(lost, self.replicas.world_size)

@@ -78,7 +78,7 @@ def start_end(response: str) -> bool:
 
 
 def counting_composition(response: str, n_sent: int, n_words: int) -> bool:
-    """Three paragraphs, each of n_sent sentences with n_words words."""
+    """The response has three paragraphs, each of n_sent sentences with n_words words."""
     wanted = [whole(n_words, least=1)] * whole(n_sent, least=1)
     paragraphs = [sentences(part) for part in DIVIDER.split(response.strip())]
     return len(paragraphs) == 3 and all([len(words(sentence)) for sentence in said] == wanted for said in paragraphs)

@@ -38,7 +38,7 @@ NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def punctuation(response: str) -> bool:
-    """An interrobang (?!) and, besides it, each of . , ! ? ; :"""
+    """The response contains an interrobang (?!) and, besides it, each of . , ! ? ; :"""
     mark = next((mark for mark in ("?!", "!?", "‽") if mark in response), None)
     return mark is not None and all(one in response.replace(mark, "", 1) for one in ".,!?;:")
 
@@ -194,7 +194,7 @@ def no_bullets_bullets(response: str) -> bool:
 
 
 def thesis(response: str) -> bool:
-    """Text in <i> or <em>, and further text after it."""
+    """The response contains text in <i> or <em>, and further text after it."""
     text = response.lower()
     for tag in ("i", "em"):
         _, is_open, rest = text.partition(f"<{tag}>")
