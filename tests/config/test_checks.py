@@ -20,7 +20,8 @@ from roll_lite.config.checks.gpu_only import VLLM_CPU_HEADS
 from roll_lite.config.checks.layout import sharing_notes
 from roll_lite.config.checks.rollout import staleness_notes
 from roll_lite.config.schema.base import readable
-from roll_lite.pipeline.checkpoint_files import resumption_notes
+from roll_lite.files import record
+from roll_lite.pipeline.checkpoint_files import resumption_notes, write_list
 from roll_lite.pipeline.resumed_settings import Effect
 
 CRITIC = "critic: {}\nalgorithm: {advantage: {name: gae}}\n"
@@ -261,6 +262,13 @@ def test_every_row_of_the_data_is_looked_at(project: Project) -> None:
     assert "line 2, character 3: not valid JSON" in problem.message and "line 4: must be a JSON object" in problem.message
 
 
+def write_state(project: Project, file: Path | str, state: str) -> Path:
+    """Write a checkpoint's state, and the list of its files; returns the checkpoint."""
+    folder = project.write(str(file), state).parent
+    write_list(folder, {"state.json": record(folder / "state.json")})
+    return folder
+
+
 def test_what_a_run_is_resumed_from(project: Project) -> None:
     run = project.folder / "runs" / "first"
     run.mkdir(parents=True)
@@ -270,8 +278,8 @@ def test_what_a_run_is_resumed_from(project: Project) -> None:
         assert problem.path == "checkpoint.resume"
     state = run / "checkpoints" / "step_000002" / "state.json"
     state.parent.mkdir(parents=True)
-    for whole in ('{"schema_version": 4}', '{"schema_version": 4, "pipeline": {}, "rollouts": {}}'):
-        state.write_text(whole)
+    for whole in ('{"schema_version": 5}', '{"schema_version": 5, "pipeline": {}, "rollouts": {}}'):
+        write_state(project, state, whole)
         (problem,) = project.problems("checkpoint.resume=runs/latest")
         assert ("holds nothing for actor_train" if "rollouts" in whole else "has no pipeline and no rollouts") in problem.message
     project.write(f"{state.parent}/actor_train/weights", "")
@@ -281,10 +289,10 @@ def test_what_a_run_is_resumed_from(project: Project) -> None:
     (problem,) = project.problems("checkpoint.resume=runs/latest")
     assert problem.path == "checkpoint.resume" and "actor_train holds another model: layers is 99 there, 6 here" in problem.message
     (state.parent / "actor_train" / "model.json").unlink()
-    state.write_text('{"schema_version": 4, "pipeline": {}, "rollouts": {}, "config": {"mode": "rollout_only"}}')
+    write_state(project, state, '{"schema_version": 5, "pipeline": {}, "rollouts": {}, "config": {"mode": "rollout_only"}}')
     refreshed = "mode: rollout_only\nreference: {refresh: {every: 1}}\nalgorithm: {kl_in_loss: {coef: 0.1}}"
     assert project.problems_of(refreshed, f"checkpoint.resume={state.parent}") == [], "no reference where nothing trains"
-    state.write_text("{")
+    write_state(project, state, "{")
     (problem,) = project.problems("checkpoint.resume=runs/latest")
     assert problem.path == "checkpoint.resume" and f"{state} cannot be read as JSON" in problem.message
 
@@ -305,8 +313,8 @@ def test_a_reference_that_becomes_another_one_is_told(project: Project) -> None:
         (elsewhere, "steps: 3", None),
     )
     for made, yaml, told in cases:
-        state = {"schema_version": 4, "pipeline": {}, "rollouts": {}, "config": made}
-        checkpoint = project.write("old/checkpoints/step_000001/state.json", json.dumps(state)).parent
+        state = {"schema_version": 5, "pipeline": {}, "rollouts": {}, "config": made}
+        checkpoint = write_state(project, "old/checkpoints/step_000001/state.json", json.dumps(state))
         for role in ("actor_train", "reference"):
             project.write(f"{checkpoint}/{role}/weights", "")
         resume = f"checkpoint.resume={checkpoint}"
@@ -332,8 +340,8 @@ def test_a_resumed_run_says_which_settings_differ(project: Project) -> None:
             [f'domains.old: {{"share": 2.0}} -> absent; domains.{next(iter(made["domains"]))}: absent -> {{'],
         ),
     ):
-        state = {"schema_version": 4, "pipeline": {}, "rollouts": {}, "config": made | changed}
-        checkpoint = project.write("old/checkpoints/step_000001/state.json", json.dumps(state)).parent
+        state = {"schema_version": 5, "pipeline": {}, "rollouts": {}, "config": made | changed}
+        checkpoint = write_state(project, "old/checkpoints/step_000001/state.json", json.dumps(state))
         project.write(f"{checkpoint}/actor_train/weights", "")
         config = project.load(f"checkpoint.resume={checkpoint}")
         (note,) = [note for note in resumption_notes(config) if "setting" in note]
