@@ -10,8 +10,9 @@ from support_cases import cases
 
 from roll_lite.config.checks import layout as check_layout
 from roll_lite.config.checks.notes import notes_on
+from roll_lite.files import record
 from roll_lite.models.hf_config import read_hf_config
-from roll_lite.pipeline.checkpoint_files import SCHEMA_VERSION
+from roll_lite.pipeline.checkpoint_files import SCHEMA_VERSION, write_list
 
 ADAPTERS = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
 
@@ -61,6 +62,7 @@ def test_a_run_goes_on_with_the_adapters_that_it_had(project: Project) -> None:
     adapters = {"rank": 8, "alpha": 32.0, "targets": ["q_proj", "o_proj"], "path": None, "export": "merged"}
     state = {"schema_version": SCHEMA_VERSION, "pipeline": {}, "rollouts": {}, "config": {"actor_train": {"lora": adapters}}}
     checkpoint = project.write("old/checkpoints/step_000001/state.json", json.dumps(state)).parent
+    write_list(checkpoint, {"state.json": record(checkpoint / "state.json")})
     project.write(f"{checkpoint}/actor_train/weights", "")
     resume = f"checkpoint.resume={checkpoint}"
     assert project.problems_of("actor_train: {lora: {rank: 8, targets: [q_proj, o_proj], export: adapter}}", resume) == []

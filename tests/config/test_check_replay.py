@@ -16,7 +16,8 @@ from roll_lite.config.arithmetic_tables import render
 from roll_lite.config.checks.notes import mode_notes
 from roll_lite.data import dump_files
 from roll_lite.data.dump_files import METADATA, found_dumps
-from roll_lite.pipeline.checkpoint_files import SCHEMA_VERSION
+from roll_lite.files import record
+from roll_lite.pipeline.checkpoint_files import SCHEMA_VERSION, write_list
 
 ROLLOUT = "algorithm.old_log_probs=rollout"
 TRAIN = ("mode=train_only", "replay.path=past/dumps", "steps=3", "rollout.samples_per_prompt=2", "rollout.prompts_per_step=2")
@@ -215,6 +216,7 @@ def test_a_checkpoint_of_another_mode_is_refused(project: Project, tmp_path: Pat
     (checkpoint / "actor_train" / "file").write_text("")
     state = {"schema_version": SCHEMA_VERSION, "pipeline": {}, "rollouts": {}, "config": {"mode": "train_only"}}
     (checkpoint / "state.json").write_text(json.dumps(state))
+    write_list(checkpoint, {"state.json": record(checkpoint / "state.json")})
     message = told(project, f"checkpoint.resume={checkpoint}")["checkpoint.resume"]
     assert message.endswith('may not change on resume: mode: "train_only" -> "full"')
 
