@@ -28,7 +28,7 @@ READ_WHOLE, SAMPLES, SAMPLE_BYTES = 16 << 20, 64, 4096
 """Files up to READ_WHOLE bytes are hashed whole; of larger ones SAMPLES evenly spread samples."""
 TOLD_FILES = 3
 LOGS = "logs"
-LOGS_SECONDS, LOG_BYTES = 10.0, 1 << 20
+LOGS_SECONDS, LOG_BYTES = 30.0, 1 << 20
 """Limits for copying logs from other nodes at the end of a run: time in all, and bytes of each file."""
 
 
@@ -200,6 +200,15 @@ def fingerprint(file: Path) -> str:
 @contextmanager
 def logs_come_home(run_folder: Path) -> Iterator[None]:
     """After the block, copy the logs of nodes that do not share the run's folder into it."""
+
+    def read(folder: Path, most: int) -> dict[str, bytes]:  # Ray pickles a nested function, so that no node imports this package for it
+        found = {}
+        for path in folder.glob("*.log"):
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - most))
+                found[path.name] = file.read()
+        return found
+
     try:
         yield
     finally:
@@ -207,21 +216,14 @@ def logs_come_home(run_folder: Path) -> Iterator[None]:
             driver = ray.get_runtime_context().get_node_id()
             others = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != driver]
             place = (run_folder / LOGS).resolve()
-            read = ray.remote(logs_there).options(num_cpus=0, max_retries=0)
-            asked = [read.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(place) for node in others]
+            task = ray.remote(read).options(num_cpus=0, max_retries=0)
+            asked = [
+                task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(place, LOG_BYTES)
+                for node in others
+            ]
             ready, _ = ray.wait(asked, num_returns=len(asked), timeout=LOGS_SECONDS) if asked else ([], [])
             for reference in ready:
                 with suppress(RayError, OSError):
                     for name, content in ray.get(reference).items():
                         if not (place / name).exists():  # else the folder is shared
                             (place / name).write_bytes(content)
-
-
-def logs_there(folder: Path) -> dict[str, bytes]:
-    """Last LOG_BYTES of each log file on this node."""
-    found = {}
-    for path in folder.glob("*.log"):
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - LOG_BYTES))
-            found[path.name] = file.read()
-    return found

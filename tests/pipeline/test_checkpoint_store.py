@@ -1,5 +1,5 @@
 """Checkpoints in a store: what counts, what lies where, and what an outage or damage costs. Ranks are stand-ins, on nodes with disks of
-their own. Whole runs: tests/chaos/test_checkpoint_store.py and tests/integration/test_two_hosts.py."""
+their own. Whole runs: tests/chaos/test_checkpoint_store.py and tests/integration/test_several_hosts.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of a run's nodes, and what of it keeps a run from starting. tests/integration/test_two_hosts.py has real hosts."""
+"""The table of a run's nodes, and what of it keeps a run from starting. tests/integration/test_several_hosts.py has real hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What nodes are compared by before a run starts. Two hosts that really differ: tests/integration/test_two_hosts.py."""
+"""What nodes are compared by before a run starts. Two hosts that really differ: tests/integration/test_several_hosts.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs over two hosts that share no disk: what would be lost, or differs between them, is told before anything loads."""
+"""Runs over hosts that share no disk: what would be lost, or differs between them, is told before anything loads."""
 
 from __future__ import annotations
 
@@ -24,12 +24,17 @@ SETTINGS = [
     *("steps=2", "rollout.prompts_per_step=6", "rollout.samples_per_prompt=4", "validation=null", "batches.write=always"),
     *("placement={nodes: 2, devices_per_node: 2}", "actor_infer.devices=[0]"),
 ]
+ON_THREE = [
+    *("placement={nodes: 3, devices_per_node: 2}", "actor_train.devices=[0, 1, 2, 3]", "actor_train.strategy.tensor_parallel=2"),
+    "actor_infer.devices=[4, 5]",
+]
+"""Two data-parallel pairs of tensor-parallel ranks on a host each, and two engines on the third host."""
 ON_BOTH, ON_THE_OTHER = "actor_train.devices=[1, 2]", "actor_train.devices=[2]"
 
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Hosts]:
-    with start_hosts() as found:
+    with start_hosts(3) as found:
         yield found
 
 
@@ -50,7 +55,7 @@ def files_below(folder: Path) -> set[str]:
 def test_a_checkpoint_that_ranks_would_write_to_another_disk_is_refused_at_the_start(hosts: Hosts, trainer: str) -> None:
     code, output, folder = run(hosts, hosts.apart / "runs", trainer, "checkpoint.every=1")
     assert code == 1
-    here, there = hosts.addresses
+    here, there, _ = hosts.addresses
     assert f"run_dir: {folder} is not one folder on all nodes: on {there}, where actor_train runs, it is not there." in output
     assert f"driver on {here}: checkpoints, the exported model" in output
     assert "or do without: checkpoint.every=0 checkpoint.export_model=false" in output
@@ -73,16 +78,22 @@ def test_without_checkpoints_and_model_everything_is_in_the_drivers_folder(hosts
     assert where["actor_train", 0] == hosts.addresses[1] and where["rollouts", 0] == hosts.addresses[0]
 
 
-def test_ranks_on_both_hosts_write_whole_checkpoints_where_they_share_the_folder(hosts: Hosts) -> None:
-    code, output, folder = run(hosts, hosts.shared / "runs", ON_BOTH, "checkpoint.every=2")
+def test_a_run_over_three_hosts_writes_whole_checkpoints_where_they_share_the_folder(hosts: Hosts) -> None:
+    code, output, folder = run(hosts, hosts.shared / "runs", *ON_THREE, "checkpoint.every=2")
     assert code == 0, output
     (checkpoint,) = finished_checkpoints(folder)
     listed = read_list(checkpoint)
     assert listed is not None and set(listed) | {LIST_FILE} == files_below(checkpoint)
-    assert {"actor_train/rank_00000.pt", "actor_train/rank_00001.pt"} < set(listed)
+    assert {f"actor_train/rank_0000{rank}.pt" for rank in range(4)} < set(listed)
+    where = {(entry["role"], entry["rank"]): entry["node"] for entry in json.loads((folder / "processes.json").read_text())}
+    places = [where["actor_train", rank] for rank in range(4)] + [where["actor_infer", engine] for engine in range(2)]
+    assert places == [address for address in hosts.addresses for _ in range(2)]
+    assert all(
+        line["mismatch/mean"] < 1e-4 for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if "time/step" in line
+    )
     assert (folder / "model" / "model.safetensors").is_file()
     shutil.copytree(checkpoint, hosts.apart / "step_000002")
-    code, output, _ = run(hosts, hosts.shared / "runs", ON_BOTH, "steps=3", f"checkpoint.resume={hosts.apart / 'step_000002'}")
+    code, output, _ = run(hosts, hosts.shared / "runs", *ON_THREE, "steps=3", f"checkpoint.resume={hosts.apart / 'step_000002'}")
     assert code == 1
     assert f"checkpoint.resume: {hosts.apart / 'step_000002'} on node {hosts.addresses[1]}, where actor_train loads it" in output
 
@@ -114,7 +125,7 @@ def test_other_weights_under_the_same_path_are_refused(hosts: Hosts) -> None:
     save_file(tensors, weights, {"format": "pt"})
     code, output, _ = run(hosts, hosts.shared / "runs", ON_THE_OTHER, f"model.path={hosts.apart / 'model'}")
     assert code == 1
-    here, there = hosts.addresses
+    here, there, _ = hosts.addresses
     assert (
         f"model.path: {hosts.apart / 'model'} on node {there}, where actor_train loads it, is not what it is on the driver's node {here}"
         in output
