@@ -91,7 +91,7 @@ def models(tmp_path: Path) -> Any:
     """An actor on the driver's node, and a critic on another one."""
     disks = {"actor_train": tmp_path, "critic": tmp_path / "other_node"}
     parts = {role: SimpleNamespace(ranks=Ranks(tmp_path, disk), loaded=lambda _: nullcontext()) for role, disk in disks.items()}
-    return SimpleNamespace(trained=parts)
+    return SimpleNamespace(trained=parts, reference=None)
 
 
 @pytest.fixture
