@@ -33,10 +33,9 @@ def field_type(field: FieldInfo) -> Any:
 
 
 def refusal(field: FieldInfo, value: Any, errors: Sequence[ErrorDetails]) -> str:
-    """Message for a refused value: that of our own validator, else the expected type with a remedy."""
-    for error in errors:
-        if error["type"] == "value_error":
-            return str(error["ctx"]["error"])
+    """Message for a refused value: that of our own validator (of a union the last one's), else the expected type with a remedy."""
+    if own := [error for error in errors if error["type"] == "value_error"]:
+        return str(own[-1]["ctx"]["error"])
     expected = in_words(field_type(field))
     hint = or_nearest(value, _choices(field.annotation), most=2) if isinstance(value, str) else ""
     if expected in ("text", "path", "text or null", "path or null") and value is not None and not isinstance(value, str | list):

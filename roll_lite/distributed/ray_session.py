@@ -14,7 +14,7 @@ import threading
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,8 @@ class RaySession:
     """True if this process started the cluster."""
     log_folder: Path | None
     """Folder for the workers' output; None: Ray's own."""
+    other_nodes: list[str] = field(default_factory=list)
+    """Ids of the run's nodes, except the driver's, as soon as they are known."""
 
 
 @contextmanager

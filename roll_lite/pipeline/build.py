@@ -62,7 +62,7 @@ QUIET = {"VLLM_NO_USAGE_STATS": "1", "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFF
 
 def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal) -> RLVRPipeline:
     start = Starter(config, folder, session)
-    compare_nodes(start.placement, folder, journal.console.message)
+    session.other_nodes.extend(compare_nodes(start.placement, folder, journal.console.message))
     if apart := check_nodes(config, folder, start.placement):
         journal.console.message(
             f"run_dir: {', '.join(apart)} do not share {folder}: logs of their workers come at the end, the driver writes the batches"

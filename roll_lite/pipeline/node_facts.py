@@ -79,15 +79,16 @@ def _why_unreachable(place: tuple[str, int]) -> str | None:
     return None
 
 
-def compare_nodes(placement: Placement, run_folder: Path, tell: Callable[[str], None]) -> None:
-    """Show the nodes of a run in a table. ValueError if versions differ, or nodes do not reach each other. Does nothing on one node."""
+def compare_nodes(placement: Placement, run_folder: Path, tell: Callable[[str], None]) -> list[str]:
+    """Show the nodes of a run in a table, if there are several. ValueError if versions differ, or nodes do not reach each other. Returns
+    the ids of all but the driver's."""
     driver = ray.get_runtime_context().get_node_id()
     on_node: dict[str, set[str]] = {driver: set()}
     for role, numbers in placement.roles.items():
         for number in numbers:
             on_node.setdefault(placement.devices[number].node, set()).add(role)
     if len(on_node) == 1:
-        return
+        return []
     facts = look_at(list(on_node), run_folder)
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     by_address = {addresses[node]: own for node, own in facts.items()}
@@ -97,6 +98,7 @@ def compare_nodes(placement: Placement, run_folder: Path, tell: Callable[[str], 
         tell(warning)
     if problems := list(differences(by_address, roles)):
         raise ValueError("\n".join(problems))
+    return [node for node in on_node if node != driver]
 
 
 def look_at(nodes: Sequence[str], run_folder: Path) -> dict[str, NodeFacts]:

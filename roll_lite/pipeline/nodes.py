@@ -17,6 +17,7 @@ from roll_lite.config.arithmetic import roles
 from roll_lite.config.checks.layout import model_folder
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.distributed.placement import Placement
+from roll_lite.distributed.ray_session import RaySession
 from roll_lite.files import first_line, is_local, try_store
 from roll_lite.pipeline.batch_files import batches_are_written
 from roll_lite.pipeline.checkpoint_files import follows_actor, resumption, saved_roles
@@ -198,7 +199,7 @@ def fingerprint(file: Path) -> str:
 
 
 @contextmanager
-def logs_come_home(run_folder: Path) -> Iterator[None]:
+def logs_come_home(run_folder: Path, session: RaySession) -> Iterator[None]:
     """After the block, copy the logs of nodes that do not share the run's folder into it."""
 
     def read(folder: Path, most: int) -> dict[str, bytes]:  # Ray pickles a nested function, so that no node imports this package for it
@@ -213,14 +214,10 @@ def logs_come_home(run_folder: Path) -> Iterator[None]:
         yield
     finally:
         with suppress(RayError):  # the cluster is gone
-            driver = ray.get_runtime_context().get_node_id()
-            others = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != driver]
             place = (run_folder / LOGS).resolve()
-            task = ray.remote(read).options(num_cpus=0, max_retries=0)
-            asked = [
-                task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(place, LOG_BYTES)
-                for node in others
-            ]
+            at_nodes = (NodeAffinitySchedulingStrategy(node, soft=False) for node in session.other_nodes)
+            tasks = [ray.remote(read).options(num_cpus=0, max_retries=0, scheduling_strategy=at_node) for at_node in at_nodes]
+            asked = [task.remote(place, LOG_BYTES) for task in tasks]
             ready, _ = ray.wait(asked, num_returns=len(asked), timeout=LOGS_SECONDS) if asked else ([], [])
             for reference in ready:
                 with suppress(RayError, OSError):

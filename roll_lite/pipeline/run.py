@@ -92,7 +92,7 @@ def _run(config: RunConfig, folder: Path, notes: Sequence[str]) -> int:
     with interruption.handled(), WATCHDOG.patrol(end.give_up), end.recorded():
         announce(config, journal, notes)
         journal.connect()
-        with ray_session(config.ray, folder) as session, logs_come_home(folder), interruption.handled(), end.recorded():
+        with ray_session(config.ray, folder) as session, logs_come_home(folder, session), interruption.handled(), end.recorded():
             with journal.timers.phase("start"):
                 engine = f"; {config.actor_infer.strategy.name} takes up to a minute to start" if generates(config) else ""
                 journal.console.message(f"loading the model into {', '.join(roles(config))}{engine}")

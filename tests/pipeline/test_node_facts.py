@@ -82,4 +82,4 @@ def test_a_run_on_one_node_looks_at_none(ray_local: object, tmp_path: Path, monk
     monkeypatch.setattr(module, "look_at", None)
     here = ray.get_runtime_context().get_node_id()
     placement: Any = SimpleNamespace(roles={"actor_train": [0]}, devices=[SimpleNamespace(node=here)])
-    compare_nodes(placement, tmp_path, print)
+    assert compare_nodes(placement, tmp_path, print) == []

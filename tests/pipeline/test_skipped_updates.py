@@ -182,7 +182,12 @@ def run_with(config: RunConfig, folder: Path, steps: list[list[Update]], monkeyp
     journal = Journal(config, folder)
     journal.connect()
     checkpoints: Any = SimpleNamespace(
-        load=lambda *_: None, finished=nullcontext, finish_if_written=lambda: None, finish=lambda: None, goes_on=False
+        load=lambda *_: None,
+        finished=nullcontext,
+        finish_if_written=lambda: None,
+        finish=lambda: None,
+        upload_last=lambda _: None,
+        goes_on=False,
     )
     monkeypatch.setattr(RLVRPipeline, "validate", lambda self: None)
     source: Any = SimpleNamespace(loaded=lambda *_: nullcontext(), state_dict=dict)
