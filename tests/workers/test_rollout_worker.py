@@ -253,7 +253,7 @@ def test_the_loss_of_one_of_two_engines_is_told_and_costs_no_sample(model: Model
     """Nor the tokens that it had handed out: the other engine goes on from them."""
     with engines(model, 2, DoomedWorker, response_tokens=30, seconds_per_token=0.15) as infer:
         first, second = infer.all(InferWorker.place)
-        spec = replace(spec_of(model, tmp_path), engine_silence_s=5.0 if number == signal.SIGSTOP else None)
+        spec = replace(spec_of(model, tmp_path), deterministic=False, engine_silence_s=5.0 if number == signal.SIGSTOP else None)
         with rollouts(spec, infer) as service:
             ray.get(infer.actors[1].end_once_parts_are_out.remote(number))
             batch = service.one(RolloutWorker.next_batch, 8, 1)
