@@ -178,6 +178,10 @@ class Flight(Asked):
             causes = f"{DEADLY} engines died while running it: {'; '.join(str(loss) for loss in self.survived)}"
             raise RequestFailed(f"request given up: {causes}", self.so_far, final=True) from loss
 
+    def start_over(self) -> None:
+        """Forget the time that was used, and that it was up: the request starts again from its beginning."""
+        self.timed_out, self._generating_s = False, 0.0
+
     def _next_request(self) -> GenerationRequest:
         """The original request, or one that continues from the response so far."""
         if self.so_far is None:

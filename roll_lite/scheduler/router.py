@@ -117,6 +117,7 @@ class Router:
                 if is_lost and flight.fruitless >= FRUITLESS:
                     raise RequestFailed("aborted by the engine")
                 if await wave.starts_again(flight.first.request_id, flight.engine.client.name, is_lost):
+                    flight.start_over()
                     continue
                 if isinstance(failure, RequestFailed):
                     raise failure

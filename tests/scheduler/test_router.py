@@ -338,6 +338,24 @@ async def test_a_wave_goes_on_without_an_engine_that_is_given_up() -> None:
     assert len(await asyncio.gather(*tasks)) == 6
 
 
+def test_a_request_that_starts_again_has_its_whole_time() -> None:
+    """Six of its ten seconds were used when its engine was lost; at the successor it takes eight."""
+
+    async def main() -> tuple[int, list[str]]:
+        engine, successor = HeldEngine("a"), HeldEngine("a")
+        router = Router([engine], timeout_s=10, deterministic=True, engines_restart=True)
+        task = asyncio.create_task(router.generate("d", request("r0")))
+        await asyncio.sleep(6)
+        engine.held.pop("r0").set_exception(EngineLost("a", "killed"))
+        await asyncio.sleep(1)
+        router.add(successor)
+        await asyncio.sleep(8)
+        answer(successor, "r0")
+        return (await task).length, successor.aborted
+
+    assert run_virtual(main()) == (3, [])
+
+
 async def test_a_request_that_fails_in_a_wave_holds_up_no_other() -> None:
     engine = HeldEngine("a")
     router = Router([engine], timeout_s=60, deterministic=True)
