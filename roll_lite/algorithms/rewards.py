@@ -52,7 +52,7 @@ class RewardRows:
 
 
 def format_rewards(rows: RewardRows, bonus: Sequence[float], penalty: Sequence[float]) -> np.ndarray:
-    """Each row's format reward: the domain's bonus if its pattern matches, else minus its penalty."""
+    """Format reward of each row: its domain's bonus if the format is right, otherwise minus the penalty."""
     number = rows.domain_number.numpy()
     changes: np.ndarray = np.where(rows.format_ok.numpy() > 0, np.asarray(bonus)[number], -np.asarray(penalty)[number])
     return changes

@@ -61,7 +61,7 @@ WHOLE: Mapping[str, tuple[str, ...]] = {
 
 
 def startable(waiting: Sequence[T], present: Sequence[T], exclude: Callable[[T, T], bool]) -> list[T]:
-    """Choose, in order, the waiting roles that can start now. `exclude` tells which pairs of roles cannot be present together."""
+    """Return the waiting roles that can start now, earlier ones first. `exclude`: True for two roles that cannot be present together."""
     starting: list[T] = []
     for one in waiting:
         if not any(exclude(one, other) for other in (*present, *starting)):

@@ -135,7 +135,7 @@ def printable(text: str) -> str:
 
 
 def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
-    """Suggest valid names close to the wrong one; if there are none, list all valid names."""
+    """Hint for a wrong name: the valid names closest to it or, if none is close, all valid names."""
     names = sorted(valid)
     if close := close_names(wrong, names):
         return f"did you mean {' or '.join(repr(name) for name in close)}?"

@@ -129,7 +129,7 @@ class _Scan:
     without: dict[str, list[str]] = field(default_factory=dict)
     """Column name -> rows that lack it, as texts for messages."""
     unfit: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """Setting -> (row of the first unusable value, what is wrong)."""
+    """Place of the first unusable value, and what is wrong with it, by setting."""
     mistakes: list[str] = field(default_factory=list)
     strays: dict[tuple[str, Path], tuple[str, str]] = field(default_factory=dict)
     """(tag that no domain lists, file) -> (row of its first use, message)."""

@@ -98,6 +98,10 @@ class Placement:
         seen[node] += 1
         return slot
 
+    def nodes_by_role(self) -> dict[str, set[str]]:
+        """Ids of the nodes that have a role's devices, by role."""
+        return {role: {self.devices[number].node for number in numbers} for role, numbers in self.roles.items()}
+
     def release(self) -> None:
         """Release the devices; ends processes that still run on them."""
         remove_placement_group(self.group)

@@ -83,10 +83,8 @@ def compare_nodes(placement: Placement, run_folder: Path, tell: Callable[[str], 
     """Show the nodes of a run in a table, if there are several. ValueError if versions differ, or nodes do not reach each other. Returns
     the ids of all but the driver's."""
     driver = ray.get_runtime_context().get_node_id()
-    on_node: dict[str, set[str]] = {driver: set()}
-    for role, numbers in placement.roles.items():
-        for number in numbers:
-            on_node.setdefault(placement.devices[number].node, set()).add(role)
+    by_role = placement.nodes_by_role()
+    on_node = {node: {role for role, own in by_role.items() if node in own} for node in [driver, *sorted(set().union(*by_role.values()))]}
     if len(on_node) == 1:
         return []
     facts = look_at(list(on_node), run_folder)

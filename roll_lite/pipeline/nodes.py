@@ -68,7 +68,7 @@ def check_nodes(config: RunConfig, run_folder: Path, placement: Placement) -> li
     """Addresses of nodes with training ranks that do not share the run's folder. ValueError if files would be lost, or differ under one
     path."""
     driver = ray.get_runtime_context().get_node_id()
-    nodes = {role: {placement.devices[number].node for number in numbers} for role, numbers in placement.roles.items()}
+    nodes = placement.nodes_by_role()
     others = set().union(*nodes.values()) - {driver}
     if not others:
         return []
@@ -213,7 +213,7 @@ def logs_come_home(run_folder: Path, session: RaySession) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(RayError):  # the cluster is gone
+        with suppress(RayError):  # the cluster may be gone
             place = (run_folder / LOGS).resolve()
             at_nodes = (NodeAffinitySchedulingStrategy(node, soft=False) for node in session.other_nodes)
             tasks = [ray.remote(read).options(num_cpus=0, max_retries=0, scheduling_strategy=at_node) for at_node in at_nodes]

@@ -81,5 +81,5 @@ def test_nodes_of_a_cluster_are_looked_at(ray_local: object, tmp_path: Path) -> 
 def test_a_run_on_one_node_looks_at_none(ray_local: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "look_at", None)
     here = ray.get_runtime_context().get_node_id()
-    placement: Any = SimpleNamespace(roles={"actor_train": [0]}, devices=[SimpleNamespace(node=here)])
+    placement: Any = SimpleNamespace(nodes_by_role=lambda: {"actor_train": {here}})
     assert compare_nodes(placement, tmp_path, print) == []

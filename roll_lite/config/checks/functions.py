@@ -1,7 +1,7 @@
 """Checks that a dotted path leads to a user's function with fitting arguments.
 
-Modules are parsed: importing them might load torch or start a client. What only running the code tells, such as a decorator's result, is
-checked when the run starts.
+Modules are parsed and not imported, since an import might load torch or start a client. Only the start of the run can check what needs
+running code, such as the result of a decorator.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ class PtxConfig(Section):
 
     @property
     def as_domain(self) -> DomainConfig:
-        """This section as a domain, so that the reader of prompts can load it."""
+        """Domain with this section's data and template: prompts are loaded by domain."""
         data = DataConfig(train=self.data.train, prompt=self.data.prompt, answer=self.data.answer)
         sampling = SamplingConfig(max_prompt_tokens=2**31 - 1)  # longer ones are cut
         return DomainConfig(data=data, template=self.template, sampling=sampling, reward=RewardConfig(name="exact"))

@@ -97,5 +97,5 @@ class Section(BaseModel):
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """All fields of the section except `name`, as keyword arguments."""
+        """Keyword arguments for the function that uses the section: all fields except `name`."""
         return {field: value for field, value in self if field != "name"}

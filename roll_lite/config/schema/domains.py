@@ -33,8 +33,8 @@ DataFiles = UserPath | Annotated[list[UserPath], Field(min_length=1)] | Annotate
 
 class DataConfig(Section):
     train: DataFiles
-    """Training prompts: a .jsonl or .parquet file, or a folder of Hugging Face `datasets`. A list of these is read in order. From a mapping
-    of paths to shares, each path gives prompts by its share, whatever its number of rows."""
+    """Training prompts: a .jsonl or .parquet file, or a folder of Hugging Face `datasets`. The files of a list are read in order. A
+    mapping of paths to shares mixes them: each path gives its share of the prompts, also if it has few rows."""
     validation: DataFiles | None = None
     """Held-out prompts, in the same forms; all are used, shares have no effect. null: none."""
     tag: str | None = None
@@ -151,7 +151,7 @@ class ValidationSamplingConfig(HeldOutSamplingConfig):
 
 
 class FormatConfig(Section):
-    """Bonus or penalty for a response's format, whatever its answer."""
+    """Bonus or penalty for the format of a response. It does not depend on the answer."""
 
     pattern: Annotated[str, AfterValidator(lambda pattern: compile_format(pattern).pattern)]
     """Regular expression searched in the response. `.` matches line breaks too; anchor with ^ and $ to match the whole response."""

@@ -22,7 +22,7 @@ class GaeAdvantageConfig(Section):
     lam_critic: Annotated[float, Field(ge=0, le=1)] | None = None
     """Lambda of the critic's targets; null: lam."""
     length_adaptive: PositiveFloat | None = None
-    """For a response of l tokens, use lambda 1 - 1 / (length_adaptive * l), at least 0, in place of lam. null: off."""
+    """Replaces lam by 1 - 1 / (length_adaptive * l), at least 0, for a response of l tokens. null: off."""
     bootstrap_truncated: bool = False
     """Bootstrap responses cut at max_tokens with the critic's value at their end, instead of 0."""
 
