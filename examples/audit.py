@@ -333,6 +333,9 @@ class Audit:
                 )
             elif line["end"] in FINAL:
                 used[prompt] = number
+            earlier = self.groups.get(line.get("continues", -1))
+            if earlier is not None and (earlier["end"], earlier["prompt"]) != ("dropped", line["prompt"]):
+                self.problem(f"group {number} continues group {earlier['group']}, which was not dropped, or had another prompt")
         if self.ended and self.whole:
             for (domain, prompt_number), seen in sorted(epochs.items()):
                 for epoch in sorted(set(range(max(seen))) - seen):

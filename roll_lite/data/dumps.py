@@ -274,12 +274,13 @@ def dump_parts(path: Path) -> Iterator[DataProto]:
             for number in range(file.num_row_groups):
                 table = file.read_row_group(number, columns=names).combine_chunks()
                 trained = table.filter(pc.is_valid(table["sample"]))
-                yield DataProto({name: _column(name, trained[name].combine_chunks()) for name in names})
+                yield DataProto({name: column_of(name, trained[name].combine_chunks()) for name in names})
     except (pa.ArrowException, OSError) as error:
         raise damaged(path, error) from error
 
 
-def _column(name: str, array: pa.Array) -> Column:
+def column_of(name: str, array: pa.Array) -> Column:
+    """Column of a batch, from a column of a file."""
     key = KEYS[name]
     if name in UNKNOWN:
         array = pc.fill_null(array, UNKNOWN[name])

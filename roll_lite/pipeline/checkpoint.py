@@ -26,6 +26,7 @@ from roll_lite.pipeline.checkpoint_files import (
     LIST_FILE,
     SCHEMA_VERSION,
     STATE_FILE,
+    UNFINISHED_FILE,
     DamagedCheckpoint,
     check_sums,
     discard,
@@ -39,12 +40,15 @@ from roll_lite.pipeline.checkpoint_files import (
     write_list,
 )
 from roll_lite.pipeline.clusters import Model, Models, states
+from roll_lite.pipeline.resumed_settings import samples_continue
 from roll_lite.pipeline.sources import BatchSource
 from roll_lite.workers.model import ModelWorker
 
 logger = logging.getLogger(__name__)
 
 EXPORTED = {"actor_train": "model", "critic": "critic"}
+DRIVERS_FILES = (STATE_FILE, UNFINISHED_FILE)
+"""Files that the driver writes, of which the second may be absent."""
 SEEN_WITHIN_S = 60.0
 """Time for other nodes' files to appear: a network file system may cache their absence that long."""
 FULL = 16 << 20
@@ -76,9 +80,9 @@ class Checkpoints:
         """Newest complete checkpoint that this run has written or loaded."""
         self.goes_on = goes_on(config, run_folder)
 
-    def save(self, models: Models, rollouts: dict[str, Any], pipeline: dict[str, Any]) -> Path:
-        """Save a checkpoint. `rollouts`, `pipeline`: states of the batch source and of the driver. With
-        checkpoint.asynchronous the folder exists only after `finish_if_written` or `finish`."""
+    def save(self, models: Models, rollouts: dict[str, Any], pipeline: dict[str, Any], unfinished: bytes = b"") -> Path:
+        """Save a checkpoint. `rollouts`, `pipeline`: states of the batch source and of the driver; `unfinished`: samples under way.
+        With checkpoint.asynchronous the folder exists only after `finish_if_written` or `finish`."""
         self.finish()
         whole = self._run_folder / FOLDER / f"step_{pipeline['steps_done']:06d}"
         folder = whole if self._in_store else whole.with_suffix(".partial")
@@ -88,13 +92,15 @@ class Checkpoints:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         with _removed_on_failure(folder):
-            self._start(models, rollouts, pipeline, folder)
+            self._start(models, rollouts, pipeline, unfinished, folder)
         if not self._config.checkpoint.asynchronous:
             self.finish()
         return whole
 
-    def _start(self, models: Models, rollouts: dict[str, Any], pipeline: dict[str, Any], folder: Path) -> None:
+    def _start(self, models: Models, rollouts: dict[str, Any], pipeline: dict[str, Any], unfinished: bytes, folder: Path) -> None:
         saved = self.stateful(models)
+        if unfinished:
+            (folder / UNFINISHED_FILE).write_bytes(unfinished)
         for role, model in saved.items():
             (folder / role).mkdir()
             with model.loaded(states(Phase.CHECKPOINT)):
@@ -153,8 +159,9 @@ class Checkpoints:
             records |= {f"{role}/{name}": one for found in of_ranks for name, one in found.items()}
         for role in () if self._in_store else running.models:
             expect_files(folder, {name: one.bytes for name, one in records.items() if name.startswith(f"{role}/")}, role)
-        write_list(folder, {**records, STATE_FILE: record(folder / STATE_FILE)})
-        flush([folder / STATE_FILE, folder / LIST_FILE, *(path for path in folder.rglob("*") if path.is_dir()), folder])
+        own = {name: record(folder / name) for name in DRIVERS_FILES if (folder / name).exists()}
+        write_list(folder, {**records, **own})
+        flush([folder / LIST_FILE, *(folder / name for name in own), *(path for path in folder.rglob("*") if path.is_dir()), folder])
         if folder != whole:
             shutil.rmtree(whole, ignore_errors=True)
             folder.rename(whole)
@@ -191,7 +198,8 @@ class Checkpoints:
             for failure in filter(None, model.ranks.all(ModelWorker.upload_checkpoint, folder.resolve(), target, own)):
                 raise StoreUnreachable(failure)
         with reaching(target):
-            upload(folder / STATE_FILE, target / STATE_FILE)
+            for name in wanted.keys() & set(DRIVERS_FILES):
+                upload(folder / name, target / name)
             if wrong := [name for name, one in wanted.items() if _size(target / name) != one.bytes]:
                 raise StoreUnreachable(f"{target} lacks files that were uploaded, or has other sizes: {', '.join(wrong[:3])}")
             upload(folder / LIST_FILE, target / LIST_FILE)
@@ -235,7 +243,7 @@ class Checkpoints:
                 set_aside(folder)
                 folder = resumption(self._home.resolve()).checkpoint
         self._load_models(models, folder)
-        source.load_state_dict(state["rollouts"])
+        source.load_state_dict(state["rollouts"], self._unfinished(folder, state))
         self._newest = folder
         return state["pipeline"]
 
@@ -262,6 +270,12 @@ class Checkpoints:
             with model.loaded(states(Phase.CHECKPOINT)):
                 model.ranks.all(ModelWorker.load_checkpoint, (self._on_nodes(folder) / role).resolve())
 
+    def _unfinished(self, folder: Path, state: dict[str, Any]) -> bytes:
+        """File of samples under way; b"" if there is none, or if they were made with other settings than the run's."""
+        file = self._on_nodes(folder) / UNFINISHED_FILE
+        usable = samples_continue(state["config"], self._config.model_dump(mode="json"))
+        return file.read_bytes() if usable and UNFINISHED_FILE in read_list(file.parent) else b""
+
     def _on_nodes(self, checkpoint: Path) -> Path:
         """Folder of a checkpoint's files on the nodes that load it; a copy if it is in a store."""
         return checkpoint if is_local(checkpoint) else self._run_folder / FOLDER / checkpoint.name
@@ -285,9 +299,11 @@ class Checkpoints:
                 found = model.ranks.all(ModelWorker.download_checkpoint, folder, self._on_nodes(folder).resolve(), own)
             for records in found:
                 check_sums(folder, wanted, records.items())
+        drivers = [name for name in DRIVERS_FILES if name in wanted]
         with reaching(folder):
-            for name in () if is_local(described) else (STATE_FILE, LIST_FILE):
+            for name in () if is_local(described) else (*drivers, LIST_FILE):
                 download(folder / name, self._on_nodes(folder) / name)
+        check_sums(folder, wanted, [(name, record(self._on_nodes(folder) / name)) for name in drivers])
         return state
 
     def export_model(self, models: Models) -> Path:

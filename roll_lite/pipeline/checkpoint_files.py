@@ -1,7 +1,8 @@
 """Files of checkpoints: choice of the one to resume from, integrity, and fit to the run.
 
-The folder `checkpoints/step_000020` holds a folder per trained role, `state.json`, and `files.json`, written last: all files with sizes and
-checksums. It is the same on a disk and in a store (checkpoint.store), where it is read through objects with Path's methods.
+The folder `checkpoints/step_000020` holds a folder per trained role, `state.json`, `unfinished.parquet` if samples were under way, and
+`files.json`, written last: all files with sizes and checksums. It is the same on a disk and in a store (checkpoint.store), where it is
+read through objects with Path's methods.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ from roll_lite.pipeline.resumed_settings import described, refused
 FOLDER = "checkpoints"
 STATE_FILE = "state.json"
 LIST_FILE = "files.json"
+UNFINISHED_FILE = "unfinished.parquet"
 NAME = re.compile(r"step_(\d+)")
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 
 
 @dataclass(frozen=True)

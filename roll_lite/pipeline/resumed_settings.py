@@ -29,6 +29,9 @@ class Effect(Enum):
 RUNNING = ("devices", "strategy", "offload", "threads", "micro_batch_tokens", "micro_batch_size")
 """Settings of a role that say how and where it runs."""
 
+OF_SAMPLES = ("model", "domains", "rollout", "actor_infer", "reward_models", "judges")
+"""Sections that say how samples are generated and scored."""
+
 TABLE: Mapping[Effect, tuple[str, ...]] = {
     Effect.REFUSED: ("mode", "seed", "actor_train.lora.rank", "actor_train.lora.alpha", "actor_train.lora.targets"),
     Effect.START_ONLY: ("model.path", "critic.path", "critic.init", "actor_train.lora.path"),
@@ -80,6 +83,12 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], below: str = "") 
             yield from changes(was, is_now, f"{path}.")
         else:
             yield Change(path, was, is_now)
+
+
+def samples_continue(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """True if no change affects how samples are generated and scored, so that those under way may continue."""
+    harmless = Effect.NOT_TRAINING, Effect.COUNTED_ANEW
+    return all(change.effect in harmless or change.path.split(".")[0] not in OF_SAMPLES for change in changes(before, now))
 
 
 def refused(before: Mapping[str, Any], now: Mapping[str, Any], is_trained: bool) -> list[Change]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -278,18 +279,23 @@ class RLVRPipeline:
     @phase("checkpoint")
     def save_checkpoint(self) -> None:
         with WATCHDOG.uninterrupted():
-            self.checkpoints.save(self.models, self.source.state_dict(), self.state_dict())
+            state = self.source.state_dict()
+            unfinished = self.source.unfinished(state) if self.config.checkpoint.unfinished else b""
+            self.checkpoints.save(self.models, state, self.state_dict(), unfinished)
 
     @phase("checkpoint")
     def save_before_the_end(self) -> None:
         """Save the state after the last complete step, within the time that remains after a SIGTERM."""
         seconds = WATCHDOG.preempted_for(self.config.checkpoint.on_sigterm_s)
         with WATCHDOG.uninterrupted(), WATCHDOG.limit("checkpoint", seconds, "checkpoint.on_sigterm_s"):
+            unfinished, state, reached = b"", self.recovery.source_state, self.recovery.reached
+            if self.config.checkpoint.unfinished:
+                with suppress(Exception):  # then their prompts start again
+                    unfinished = self.source.unfinished(state, seconds / 4)
             self.source.abandon()
             self.checkpoints.finish()
-            reached = self.recovery.reached
             if self.checkpoints.newest_step < reached["steps_done"]:
-                self.checkpoints.save(self.models, self.recovery.source_state, reached)
+                self.checkpoints.save(self.models, state, reached, unfinished)
                 self.checkpoints.finish()
             self.checkpoints.upload_last(self.models)
         self.journal.console.message(f"SIGTERM: saved the state after step {self.checkpoints.newest_step}")

@@ -69,8 +69,12 @@ class BatchSource(ABC):
     def state_dict(self) -> dict[str, Any]:
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 (for a source with state)
-        """Restore the state."""
+    def load_state_dict(self, state: dict[str, Any], unfinished: bytes) -> None:  # noqa: B027 (for a source with state)
+        """Restore the state, and continue the samples in the checkpoint's file `unfinished`."""
+
+    def unfinished(self, state: dict[str, Any], within_s: float | None = None) -> bytes:
+        """Samples of the groups that were unfinished in `state`, as a checkpoint's file; b"" if none."""
+        return b""
 
     def abandon(self) -> None:  # noqa: B027 (for a source with engines)
         """Stop everything at once: the run is about to end, and needs the devices to save its state."""
@@ -215,8 +219,12 @@ class LiveRollouts(BatchSource):
     def state_dict(self) -> dict[str, Any]:
         return self.rollouts.one(RolloutWorker.state_dict)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.rollouts.one(RolloutWorker.load_state_dict, state)
+    def load_state_dict(self, state: dict[str, Any], unfinished: bytes) -> None:
+        if continued := self.rollouts.one(RolloutWorker.load_state_dict, state, unfinished):
+            self.journal.console.message(f"{continued} samples that were under way continue with their tokens")
+
+    def unfinished(self, state: dict[str, Any], within_s: float | None = None) -> bytes:
+        return self.rollouts.start_one(RolloutWorker.unfinished, state).result(within_s)
 
     def abandon(self) -> None:
         self.restarts.end()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from roll_lite.scheduler.ledger import DELIVERED, DROPPED, FAILED, FILTERED, STA
 from roll_lite.scheduler.mix import MixedOrder
 from roll_lite.scheduler.runner import RewardClient, SampleRunner
 from roll_lite.scheduler.stats import SURPLUS, UNFINISHED, Recorder, commonest, loss_of
+from roll_lite.scheduler.unfinished import SavedGroups, SavedSample, Unfinished
 
 LEAST_LOSSES = 8
 """The run fails if this many prompts in a row yield no usable group, or 3 times the domain's prompts per batch if that is more."""
@@ -80,15 +81,32 @@ class Counts:
         return self.delivered + self.filtered + self.stale + self.lost
 
 
+@dataclass(frozen=True)
+class _PutBack:
+    """A prompt that starts again."""
+
+    row: tuple[int, int]
+    """Epoch and row number of the prompt."""
+    group: int | None = None
+    """Number of its group at the resumed checkpoint, if any."""
+    admitted: int | None = None
+    """Number of batches requested before that group started; counts if samples of it were saved."""
+    saved: Mapping[int, SavedSample] = field(default_factory=dict)
+
+
 @dataclass(eq=False, slots=True)
 class _Live:
     number: int
-    row: tuple[int, int]
-    """Epoch and row number of the group's prompt."""
+    prompt: _PutBack
     admitted: int
     """Number of batches requested before the group started, from which its staleness is counted."""
+    tasks: list[asyncio.Task[Sample]] = field(default_factory=list)
     samples: asyncio.Future[list[Sample]] | None = None
     group: SampleGroup | None = None
+
+    @property
+    def row(self) -> tuple[int, int]:
+        return self.prompt.row
 
 
 class DomainScheduler:
@@ -120,7 +138,9 @@ class DomainScheduler:
         self._changed, self._broken, self._on_left_out = changed, broken, left_out
         self._running: OrderedDict[int, _Live] = OrderedDict()
         self._finished: dict[int, _Live] = {}
-        self._put_back: deque[tuple[int, int]] = deque()
+        self._put_back: deque[_PutBack] = deque()
+        self._taken_up: dict[int, int] = {}
+        """Number of the group that took up the prompt of a group of the resumed checkpoint, by that one's number."""
         self._ledger: list[dict[str, Any]] = []
         """Ledger lines of ended groups that `take_ledger` has not fetched."""
         self._failure_limit = LEAST_LOSSES
@@ -179,15 +199,17 @@ class DomainScheduler:
         """Start the next prompt. Stale prompts, and those in flight at the resumed checkpoint, come first."""
         if self.exhausted:
             return False
-        row = self._put_back.popleft() if self._put_back else self._domain.order.next()
-        self.epoch = max(self.epoch, row[0])
-        live = _Live(self._group_numbers(), row, clock)
+        prompt = self._put_back.popleft() if self._put_back else _PutBack(self._domain.order.next())
+        self.epoch = max(self.epoch, prompt.row[0])
+        live = _Live(self._group_numbers(), prompt, prompt.admitted if prompt.saved and prompt.admitted is not None else clock)
         self._running[live.number] = live
         self.counts.admitted += 1
         self._recorder.domains[self.name].admitted += 1
-        tasks = self._start_samples(live)
-        live.samples = asyncio.gather(*tasks)
-        live.samples.add_done_callback(partial(self._samples_done, live, tasks))
+        if prompt.group is not None:
+            self._taken_up[prompt.group] = live.number
+        live.tasks = self._start_samples(live)
+        live.samples = asyncio.gather(*live.tasks)
+        live.samples.add_done_callback(partial(self._samples_done, live))
         return True
 
     def _start_samples(self, live: _Live) -> list[asyncio.Task[Sample]]:
@@ -197,17 +219,17 @@ class DomainScheduler:
         if self._domain.greedy_baseline:
             samplings.append(greedy(self._domain.sampling))
         return [
-            self._runner.start(SampleId(self.name, prompt.uid, epoch, live.number, place), prompt, sampling)
+            self._runner.start(SampleId(self.name, prompt.uid, epoch, live.number, place), prompt, sampling, live.prompt.saved.get(place))
             for place, sampling in enumerate(samplings)
         ]
 
-    def _samples_done(self, live: _Live, tasks: list[asyncio.Task[Sample]], samples: asyncio.Future[list[Sample]]) -> None:
+    def _samples_done(self, live: _Live, samples: asyncio.Future[list[Sample]]) -> None:
         if is_cancelled(samples) or live.number not in self._running:
             return
         try:
             self._judge(live, self._group_of(live.number, samples.result()))
         except Exception as error:  # the run's failure and no sample's: no engine is left, or a filter raised
-            for task in tasks:
+            for task in live.tasks:
                 task.cancel()
             self._broken(error)
             return
@@ -310,7 +332,7 @@ class DomainScheduler:
                 del self._running[live.number]
                 if live.samples is not None:
                     live.samples.cancel()
-            self._put_back.appendleft(live.row)
+            self._put_back.appendleft(_PutBack(live.row))
             self.counts.stale += 1
             self.owed += 1
             cause = UNFINISHED if live.group is None else SURPLUS
@@ -325,7 +347,10 @@ class DomainScheduler:
     # ------------------------------------------------------------ the ledger
 
     def _enter(self, live: _Live, end: str, cause: str | None = None, group: SampleGroup | None = None) -> None:
-        self._ledger.append(group_line(live.number, self.name, live.row, live.admitted, end, cause, group))
+        self._ledger.append(self._line(live, end, cause, group))
+
+    def _line(self, live: _Live, end: str, cause: str | None = None, group: SampleGroup | None = None) -> dict[str, Any]:
+        return group_line(live.number, self.name, live.row, live.admitted, end, cause, group, live.prompt.group)
 
     @property
     def live(self) -> list[int]:
@@ -342,19 +367,52 @@ class DomainScheduler:
 
     def ledger_if_dropped(self, cause: str) -> list[dict[str, Any]]:
         """Ledger lines that were not taken yet, and a line for each undelivered group, which records it as dropped."""
-        dropped = [group_line(one.number, self.name, one.row, one.admitted, DROPPED, cause) for one in self._groups]
-        return [*self._ledger, *dropped]
+        return [*self._ledger, *(self._line(one, DROPPED, cause) for one in self._groups)]
 
     # ------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """State for a checkpoint. A resumed run starts all undelivered prompts again, finished or not."""
-        live = sorted(self._groups, key=lambda live: live.number)
-        return {"order": self._domain.order.state_dict(), "unfinished": [*(one.row for one in live), *self._put_back]}
+        """State for a checkpoint, with the prompts of all undelivered groups, finished or not."""
+        live = [(one.row, one.number, one.admitted) for one in sorted(self._groups, key=lambda live: live.number)]
+        put_back = [(one.row, one.group, one.admitted) for one in self._put_back]
+        unfinished = [{"row": row, "group": group, "asked": admitted} for row, group, admitted in [*live, *put_back]]
+        return {"order": self._domain.order.state_dict(), "unfinished": unfinished}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], saved: SavedGroups, oldest: int) -> None:
+        """Restore the state. All undelivered prompts start again, with their `saved` samples unless they are too old: their group was
+        admitted when fewer batches than `oldest` had been requested."""
         self._domain.order.load_state_dict(state["order"])
-        self._put_back = deque((epoch, index) for epoch, index in state["unfinished"])
+        self._put_back.clear()
+        for one in state["unfinished"]:
+            samples = saved.get(one["group"], {}) if one["asked"] is not None and one["asked"] >= oldest else {}
+            epoch, index = one["row"]
+            self._put_back.append(_PutBack((epoch, index), one["group"], one["asked"], samples))
+
+    def current(self, number: int) -> int:
+        """Number of the group that has taken up the prompt of group `number`, or this one."""
+        return self._taken_up.get(number, number)
+
+    def reached(self, number: int) -> dict[int, Unfinished]:
+        """What the samples of an undelivered group have, by index."""
+        live = self._running.get(self.current(number)) or self._finished.get(self.current(number))
+        if live is None:
+            waiting = [one.saved for one in self._put_back if one.group == number]
+            return {index: Unfinished(sample) for saved in waiting for index, sample in saved.items()}
+        if live.group is not None:
+            return complete(live.group)
+        found = {index: self._reached_by(live, index) for index in range(len(live.tasks))}
+        return {index: one for index, one in found.items() if one is not None}
+
+    def _reached_by(self, live: _Live, index: int) -> Unfinished | None:
+        task = live.tasks[index]
+        if not task.done():
+            return self._runner.reached(live.number, index)
+        return None if task.cancelled() or task.exception() is not None else Unfinished(SavedSample.of(task.result()))
+
+
+def complete(group: SampleGroup) -> dict[int, Unfinished]:
+    """All samples of a complete group, by index."""
+    return {one.id.index: Unfinished(SavedSample.of(one)) for one in (*group.samples, group.baseline) if one is not None}
 
 
 def is_cancelled(samples: asyncio.Future[list[Sample]]) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 from bisect import bisect_right
 from collections import deque
 from dataclasses import replace
+from functools import reduce
 from itertools import accumulate
 from sys import intern
 
@@ -131,12 +132,21 @@ class Flight(Asked):
     """Done when a waiting request has been assigned to an engine."""
 
     def __init__(
-        self, domain: str, first: GenerationRequest, expected: ExpectedLength, timeout_s: float, choice: EngineChoice, clock: EngineClock
+        self,
+        domain: str,
+        first: GenerationRequest,
+        expected: ExpectedLength,
+        timeout_s: float,
+        choice: EngineChoice,
+        clock: EngineClock,
+        so_far: Turn | None = None,
     ) -> None:
+        """`so_far`: response to continue."""
         # The attributes of Asked are set for each engine anew, by `depart`.
         self.domain, self.first, self.expected = domain, first, expected
-        self.so_far: Turn | None = None
-        self.legs = self.fruitless = 0
+        self.request, self.parts = first, []
+        self.so_far = so_far
+        self.legs, self.fruitless = int(so_far is not None), 0
         self.survived: tuple[EngineLost, ...] = ()
         self.timed_out = False
         is_first_turn = first.context is None
@@ -166,6 +176,12 @@ class Flight(Asked):
         """Response tokens still expected after `generated` tokens; without the prompt, which only `cost` includes."""
         done = generated + (self.so_far.length if self.so_far is not None else 0)
         return max(1.0, min(self.expected.left(done), self.first.sampling.max_tokens - done))
+
+    @property
+    def response(self) -> Turn | None:
+        """Response so far, with what the engine has reported; its `tokens` are only those of earlier engines."""
+        so_far = reduce(joined, self.parts, self.so_far)
+        return None if so_far is None else so_far._replace(tokens=None if self.so_far is None else self.so_far.tokens)
 
     def interrupted(self, turn: Turn) -> None:
         self.so_far = joined(self.so_far, turn)
@@ -248,6 +264,7 @@ class Flight(Asked):
 
     def arrive(self) -> None:
         self._timer.cancel()
+        self.parts = []
         if self.begun:
             self._report(0.0, 0.0)
             self.engine.last_sign = self._clock.time()

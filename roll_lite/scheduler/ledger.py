@@ -12,9 +12,17 @@ LONGEST_CAUSE = 200
 
 
 def group_line(
-    number: int, domain: str, row: tuple[int, int], asked: int, end: str, cause: str | None = None, group: SampleGroup | None = None
+    number: int,
+    domain: str,
+    row: tuple[int, int],
+    asked: int,
+    end: str,
+    cause: str | None = None,
+    group: SampleGroup | None = None,
+    continues: int | None = None,
 ) -> dict[str, Any]:
-    """Line of an ended group. `asked`: number of batches requested when it started. `group`: None if it ended unfinished."""
+    """Line of an ended group. `asked`: number of batches requested when it started. `group`: None if it ended unfinished. `continues`:
+    number of the dropped group whose prompt it took up."""
     line: dict[str, Any] = {
         "event": "group",
         "group": number,
@@ -26,6 +34,8 @@ def group_line(
     }
     if cause is not None:
         line["cause"] = _short(cause)
+    if continues is not None:
+        line["continues"] = continues
     if group is None:
         return line
     turns: list[list[list[int | None]]] = []  # engine (None if several took part), first and last version, by sample and turn

@@ -59,24 +59,32 @@ class Router:
         self._in_flight: dict[str, int] = {}
         self._at_engines: dict[str, EngineLoad] = {}
         """Engine of each request in flight, by its current request id, which changes after an interruption."""
+        self._flights: dict[str, Flight] = {}
+        """Requests under way, by their first request id."""
         self._held = False
         self._idle = asyncio.Event()
         self._expected: dict[str, ExpectedLength] = {}
         self._costs: dict[str, float] = {}
 
-    async def generate(self, domain: str, request: GenerationRequest) -> Turn:
-        """Generate a response. Raises RequestFailed (a retry may succeed) or NoEngineLeft."""
-        flight = self._flight(domain, request)
-        turn = await (self._generate(flight) if self.gate is None else self._generate_in_wave(flight, self.gate))
+    async def generate(self, domain: str, request: GenerationRequest, so_far: Turn | None = None) -> Turn:
+        """Generate a response, or continue `so_far`. Raises RequestFailed (a retry may succeed) or NoEngineLeft."""
+        flight = self._flights[request.request_id] = self._flight(domain, request, so_far)
+        try:
+            turn = await (self._generate(flight) if self.gate is None else self._generate_in_wave(flight, self.gate))
+        finally:
+            del self._flights[request.request_id]
         self._choice.remember(flight.sample, flight.engine)
         flight.expected.observe(turn.length)
         return turn
 
-    def _flight(self, domain: str, request: GenerationRequest) -> Flight:
+    def flight(self, request_id: str) -> Flight | None:
+        return self._flights.get(request_id)
+
+    def _flight(self, domain: str, request: GenerationRequest, so_far: Turn | None) -> Flight:
         expected = self._expected.get(domain)
         if expected is None or expected.most < request.sampling.max_tokens:  # a validation may use a smaller maximum
             expected = self._expected[domain] = ExpectedLength(request.sampling.max_tokens)
-        return Flight(domain, request, expected, self._timeout_s, self._choice, self.clock)
+        return Flight(domain, request, expected, self._timeout_s, self._choice, self.clock, so_far)
 
     async def _generate(self, flight: Flight) -> Turn:
         """Generate a response; an interrupted one continues from its tokens."""

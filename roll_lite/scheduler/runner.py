@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 from roll_lite.data.samples import (
@@ -31,19 +32,23 @@ from roll_lite.rewards.base import RewardFailed
 from roll_lite.scheduler.flight import RequestFailed
 from roll_lite.scheduler.router import Router
 from roll_lite.scheduler.stats import Recorder
+from roll_lite.scheduler.unfinished import SavedSample, Unfinished
 
-Ask = Callable[[GenerationRequest], Awaitable[Turn]]
+Ask = Callable[[GenerationRequest, Turn | None], Awaitable[Turn]]
+"""Generates a response, or continues the given one."""
 
 
 class Conversation:
     """A sample being generated. Tokens of earlier turns stay in the object store; requests refer to them."""
 
-    __slots__ = ("_ask", "_request_id", "_sampling", "_segments", "_tokens", "_turns")
+    __slots__ = ("_ask", "_sampling", "_segments", "_so_far", "_tokens", "_turns", "request_id")
 
-    def __init__(self, ask: Ask, request_id: str, sampling: Sampling) -> None:
+    def __init__(self, ask: Ask, request_id: str, sampling: Sampling, so_far: Turn | None = None) -> None:
+        """`so_far`: first response, to be continued."""
         self._ask = ask
-        self._request_id = request_id
+        self.request_id = request_id
         self._sampling = sampling
+        self._so_far = so_far
         self._segments: tuple[Segment, ...] = ()
         self._turns: tuple[Turn, ...] = ()
         self._tokens: TokenRow | None = None
@@ -56,10 +61,11 @@ class Conversation:
     async def respond(self, token_ids: Sequence[int], author: Author = Author.ENVIRONMENT) -> Turn:
         """Add tokens of the prompt or the environment, and let the policy respond. Raises RequestFailed."""
         if self.room < 1:
-            raise ValueError(f"request {self._request_id}: the policy has written its {self._sampling.max_tokens} tokens; end the episode")
+            raise ValueError(f"request {self.request_id}: the policy has written its {self._sampling.max_tokens} tokens; end the episode")
         request = self._request(tuple(token_ids))
         try:
-            turn = await self._ask(request)
+            so_far, self._so_far = self._so_far, None
+            turn = await self._ask(request, so_far)
         except RequestFailed as failure:
             if failure.partial is not None:
                 self._add(author, len(token_ids), failure.partial)
@@ -74,13 +80,13 @@ class Conversation:
     def _request(self, token_ids: tuple[int, ...]) -> GenerationRequest:
         number = len(self._turns)
         if not number:
-            return GenerationRequest(self._request_id, token_ids, self._sampling)
+            return GenerationRequest(self.request_id, token_ids, self._sampling)
         seed = self._sampling.seed
         least = min(self._sampling.min_tokens, self.room)
         further = replace(
             self._sampling, max_tokens=self.room, min_tokens=least, seed=None if seed is None else stable_hash(seed, "turn", number)
         )
-        return GenerationRequest(f"{self._request_id}{TURN}{number}", token_ids, further, self._tokens)
+        return GenerationRequest(f"{self.request_id}{TURN}{number}", token_ids, further, self._tokens)
 
     def _add(self, author: Author, tokens: int, turn: Turn) -> None:
         if tokens:
@@ -144,6 +150,8 @@ class SampleRunner:
     ) -> None:
         """`queue`: name of its queue in the router; None: the domain's. Calls `generated()` when a sample starts to wait for its score."""
         self.scoring = 0
+        self._reached: dict[tuple[int, int], Callable[[], Unfinished | None]] = {}
+        """For each running sample, by its group and index, a function that tells what it has."""
         self._domain = domain
         self._router = router
         self._rewards = rewards
@@ -154,55 +162,81 @@ class SampleRunner:
         self._queue = queue or domain
         self._generated = generated
 
-    def start(self, sample_id: SampleId, prompt: Prompt, sampling: Sampling) -> asyncio.Task[Sample]:
-        task = asyncio.get_running_loop().create_task(self._run(sample_id, prompt, sampling), name=self._domain)
+    def start(self, sample_id: SampleId, prompt: Prompt, sampling: Sampling, saved: SavedSample | None = None) -> asyncio.Task[Sample]:
+        """`saved`: what the sample has already."""
+        task = asyncio.get_running_loop().create_task(self._run(sample_id, prompt, sampling, saved), name=self._domain)
+        task.add_done_callback(lambda _: self._reached.pop((sample_id.group, sample_id.index), None))
         gate = self._router.gate
         if gate is not None:
             gate.join()
             task.add_done_callback(lambda _: gate.leave())
         return task
 
-    async def _run(self, first: SampleId, prompt: Prompt, sampling: Sampling) -> Sample:
+    def reached(self, group: int, index: int) -> Unfinished | None:
+        """What a running sample has; None if that is nothing, or is only part of a later turn."""
+        tell = self._reached.get((group, index))
+        return None if tell is None else tell()
+
+    def _first_response(self, attempt: int, conversation: Conversation) -> Unfinished | None:
+        flight = self._router.flight(conversation.request_id)  # that of a later turn has another id
+        if flight is None or (response := flight.response) is None:
+            return None
+        return Unfinished.generating(attempt, flight.first, response, flight.request, tuple(flight.parts))
+
+    async def _run(self, first: SampleId, prompt: Prompt, sampling: Sampling, saved: SavedSample | None) -> Sample:
         cause, timed_out = "", False
         clock = asyncio.get_running_loop().time
-        asked = clock()
-        for attempt in range(self._retries + 1):
+        asked, before = clock(), 0
+        if saved is not None:
+            before = saved.attempt
+            if saved.outcome is not None:
+                return saved.sample(replace(first, attempt=before), prompt)
+            if saved.response is None:
+                return await self._scored(replace(first, attempt=before), prompt, saved.transcript, asked)
+        for attempt in range(before, max(before, self._retries) + 1):
             sample_id = replace(first, attempt=attempt) if attempt else first
-            if attempt:
+            if attempt > before:
                 self._recorder.domains[self._domain].retries[cause] += 1
-            conversation = self._conversation(sample_id, sampling)
+            conversation = self._conversation(sample_id, sampling, saved)
+            saved = None
+            self._reached[first.group, first.index] = partial(self._first_response, attempt, conversation)
             try:
                 await self._episode(prompt, conversation)
             except RequestFailed as failure:
                 cause, timed_out = f"generation: {failure.cause}", failure.timed_out
-                partial = conversation.transcript()
-                if failure.final or (timed_out and (failure.began or partial.policy_tokens)):
+                reached = conversation.transcript()
+                if failure.final or (timed_out and (failure.began or reached.policy_tokens)):
                     # A retry after a time-out would succeed only with a shorter response, which is a bias.
-                    return Sample(sample_id, prompt, partial, SampleOutcome.FAILED, failure=cause, timed_out=timed_out, asked=asked)
+                    return Sample(sample_id, prompt, reached, SampleOutcome.FAILED, failure=cause, timed_out=timed_out, asked=asked)
                 continue
-            generated = clock()
-            self.scoring += 1
-            self._generated()
-            try:
-                return await self._score(sample_id, prompt, conversation.transcript(), asked, generated)
-            finally:
-                self.scoring -= 1
+            return await self._scored(sample_id, prompt, conversation.transcript(), asked)
         return Sample(sample_id, prompt, Transcript(), SampleOutcome.FAILED, failure=cause, timed_out=timed_out, asked=asked)
 
-    def _conversation(self, sample_id: SampleId, sampling: Sampling) -> Conversation:
+    def _conversation(self, sample_id: SampleId, sampling: Sampling, saved: SavedSample | None) -> Conversation:
         seed = self._seeds(sample_id)
-        return Conversation(self._generate, sample_id.request_id(), sampling if seed is None else replace(sampling, seed=seed))
+        seeded = sampling if seed is None else replace(sampling, seed=seed)
+        return Conversation(self._generate, sample_id.request_id(), seeded, None if saved is None else saved.response)
 
-    async def _generate(self, request: GenerationRequest) -> Turn:
+    async def _scored(self, sample_id: SampleId, prompt: Prompt, transcript: Transcript, asked: float) -> Sample:
+        generated = asyncio.get_running_loop().time()
+        self._reached[sample_id.group, sample_id.index] = lambda: Unfinished(SavedSample(sample_id.attempt, transcript))
+        self.scoring += 1
+        self._generated()
+        try:
+            return await self._score(sample_id, prompt, transcript, asked, generated)
+        finally:
+            self.scoring -= 1
+
+    async def _generate(self, request: GenerationRequest, so_far: Turn | None) -> Turn:
         recorder, clock = self._recorder, asyncio.get_running_loop().time
         sent = clock()
-        turn = await self._router.generate(self._queue, request)
+        turn = await self._router.generate(self._queue, request, so_far)
         recorder.last_completion = clock()
         stats = recorder.domains[self._domain]
         stats.generation_s += recorder.last_completion - sent
         stats.prompt_tokens += len(request.prompt_ids) + (request.context.length if request.context is not None else 0)
         stats.cached_tokens += turn.cached_tokens
-        stats.response_tokens += turn.length
+        stats.response_tokens += turn.length - (0 if so_far is None else so_far.length)
         stats.finish_reasons[str(turn.finish_reason)] += 1
         return turn
 

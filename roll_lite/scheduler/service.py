@@ -9,11 +9,12 @@ from typing import Any
 
 from roll_lite.data.samples import SampleGroup, SampleOutcome, Sampling
 from roll_lite.scheduler.admission import Admission
-from roll_lite.scheduler.domain import DataExhausted, Domain, DomainScheduler
+from roll_lite.scheduler.domain import DataExhausted, Domain, DomainScheduler, complete
 from roll_lite.scheduler.router import Router
 from roll_lite.scheduler.runner import Episode, SampleRunner, no_seeds, one_response, seeds_from
 from roll_lite.scheduler.stats import Progress, Recorder, RolloutStats, RunTotals
 from roll_lite.scheduler.supply import SYNCHRONOUS, OnSync, Pacing
+from roll_lite.scheduler.unfinished import NONE_SAVED, SavedGroups, Unfinished
 from roll_lite.scheduler.validation import VALIDATION_EPOCH, Validation
 
 
@@ -48,6 +49,8 @@ class RolloutService:
         self._supply = pacing.supply
         self._pacing = pacing
         self._left_out: list[SampleGroup] = []
+        self._handed_out: list[SampleGroup] = []
+        """Groups of the latest batch."""
         self._ledger: list[dict[str, Any]] = []
         """Ledger lines from a resumed checkpoint, until the first batch."""
         self._keep_left_out = keep_left_out
@@ -153,6 +156,7 @@ class RolloutService:
         stats = self._recorder.finish(self._time(), self._version)
         await self._go_on()
         self._tell_mix(stats, quota)
+        self._handed_out = groups
         left_out, self._left_out = self._left_out, []
         return RolloutResult(groups, stats, left_out, self._take_ledger(stats, quota))
 
@@ -282,15 +286,29 @@ class RolloutService:
             "domains": {name: scheduler.state_dict() for name, scheduler in self._schedulers.items()},
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state; domains that it lacks start from their beginning."""
+    def unfinished(self, state: Mapping[str, Any]) -> dict[int, dict[int, Unfinished]]:
+        """Samples of the groups that were unfinished in `state`, a state of this service since its latest batch but one, with what they
+        have now. Deterministic runs save complete groups only: the others start again, together."""
+        handed_out = {group.group: complete(group) for group in self._handed_out}
+        found: dict[int, dict[int, Unfinished]] = {}
+        for name, domain in state["domains"].items():
+            for number in (one["group"] for one in domain["unfinished"] if one["group"] is not None):
+                scheduler = self._schedulers[name]
+                samples = handed_out.get(scheduler.current(number)) or scheduler.reached(number)
+                done = sum(one.sample.outcome is not None for one in samples.values())
+                if samples and (self._router.gate is None or done == self._domains[name].group_size):
+                    found[number] = samples
+        return found
+
+    def load_state_dict(self, state: dict[str, Any], saved: SavedGroups = NONE_SAVED) -> None:
+        """Restore a state; domains that it lacks start from their beginning. `saved`: samples that continue."""
         self._next_group = state["next_group"]
         self._ledger = list(state["ledger"])
         self._ended_before.update({name: count for name, count in state["ended"].items() if name in self._ended_before})
         self._totals.load_state_dict(state)
         for name, domain in state["domains"].items():
             if name in self._schedulers:
-                self._schedulers[name].load_state_dict(domain)
+                self._schedulers[name].load_state_dict(domain, saved, state["batches"] + 1 - self._supply.max_staleness)
         self._admission.load_state_dict(state)
 
 

@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ray
+
 from roll_lite.config.checks.scoring_models import MODEL_REWARD
 from roll_lite.config.keep_mask import is_truncated
 from roll_lite.config.schema.domains import DomainConfig, RewardConfig, RolloutConfig, SamplingConfig
@@ -36,7 +38,8 @@ from roll_lite.workers.infer import EngineSeat, RemoteEngine
 from roll_lite.workers.judge import JudgeAddress, with_addresses
 from roll_lite.workers.reward import RewardPool
 from roll_lite.workers.reward_model_pool import RewardModelClient, RewardModelPool
-from roll_lite.workers.rollout_output import DumpSpec, held_out_rows, ledger_text, rows_of, tokens_of, write_samples
+from roll_lite.workers.rollout_output import DumpSpec, held_out_rows, ledger_text, rows_of, stored_blocks, tokens_of, write_samples
+from roll_lite.workers.unfinished import from_file, to_file
 
 CANNED_RESPONSE = "The answer is 1."
 NOBODY: Mapping[int, str] = {}
@@ -295,6 +298,9 @@ class RolloutWorker(AsyncWorker):
         """Serve with a lost engine's replacement, which has the current weights."""
         seat, client = self._engines.members[number], self._client(number, engine)
         await self._engines.until(seat, MemberState.LOST, MemberState.STARTING)  # the driver may have noticed the loss first
+        # The fleet reports only engines that have served.
+        seat.engine.fail("it was lost before it served")
+        self._router.engine_lost(seat.name, "it was lost before it served")
         seat.successors.put_nowait(client)
         await self._engines.until(seat, MemberState.SERVING, MemberState.DOWN)
         self._router.add(client)
@@ -346,8 +352,16 @@ class RolloutWorker(AsyncWorker):
     async def state_dict(self) -> dict[str, Any]:
         return self._service.state_dict()
 
-    async def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._service.load_state_dict(state)
+    async def unfinished(self, state: dict[str, Any]) -> bytes:
+        """Samples of the groups that were unfinished in `state`, with what they have now, as a checkpoint's file; b"" if none."""
+        found = self._service.unfinished(state)
+        return await asyncio.to_thread(to_file, found, self._spec.columns, stored_blocks)
+
+    async def load_state_dict(self, state: dict[str, Any], unfinished: bytes = b"") -> int:
+        """Restore a state; returns the number of samples that continue. `unfinished`: file with them."""
+        saved = from_file(unfinished, self._spec.columns, ray.put) if unfinished else {}
+        self._service.load_state_dict(state, saved)
+        return sum(map(len, saved.values()))
 
     async def last_ledger(self) -> bytes:
         return ledger_text(self._service.last_ledger())

@@ -92,11 +92,15 @@ class TokenRecord:
 
 async def joined_block(request: GenerationRequest, parts: Sequence[TokenRow], fetch: Callable[[Any], Awaitable[DataProto]]) -> DataProto:
     """Block of one sample so far: the request's context and prompt, then `parts`, whose first token is a dummy (completions.py)."""
-    before = [] if request.context is None else [TokenRecord.read(await fetch(request.context.block), request.context.row)]
-    blocks = [(await fetch(part.block), part.row) for part in parts]
-    new = [TokenRecord.read(block, row).drop_prefix(1) for block, row in blocks]
-    columns = [name for name in EXTRA_COLUMNS if name in blocks[0][0]]
-    return token_block([TokenRecord.joined([*before, TokenRecord.given(request.prompt_ids), *new])], columns)
+    rows = [*([] if request.context is None else [request.context]), *parts]
+    blocks = {row.block: await fetch(row.block) for row in rows}
+    columns = [name for name in EXTRA_COLUMNS if name in blocks[parts[0].block]]
+    return token_block([joined_record(request, parts, lambda row: TokenRecord.read(blocks[row.block], row.row))], columns)
+
+
+def joined_record(request: GenerationRequest, parts: Sequence[TokenRow], read: Callable[[TokenRow], TokenRecord]) -> TokenRecord:
+    before = [] if request.context is None else [read(request.context)]
+    return TokenRecord.joined([*before, TokenRecord.given(request.prompt_ids), *(read(part).drop_prefix(1) for part in parts)])
 
 
 def token_block(records: Sequence[TokenRecord], extra: Collection[str] = ()) -> DataProto:

@@ -278,7 +278,7 @@ def test_what_a_run_is_resumed_from(project: Project) -> None:
         assert problem.path == "checkpoint.resume"
     state = run / "checkpoints" / "step_000002" / "state.json"
     state.parent.mkdir(parents=True)
-    for whole in ('{"schema_version": 5}', '{"schema_version": 5, "pipeline": {}, "rollouts": {}}'):
+    for whole in ('{"schema_version": 6}', '{"schema_version": 6, "pipeline": {}, "rollouts": {}}'):
         write_state(project, state, whole)
         (problem,) = project.problems("checkpoint.resume=runs/latest")
         assert ("holds nothing for actor_train" if "rollouts" in whole else "has no pipeline and no rollouts") in problem.message
@@ -289,7 +289,7 @@ def test_what_a_run_is_resumed_from(project: Project) -> None:
     (problem,) = project.problems("checkpoint.resume=runs/latest")
     assert problem.path == "checkpoint.resume" and "actor_train holds another model: layers is 99 there, 6 here" in problem.message
     (state.parent / "actor_train" / "model.json").unlink()
-    write_state(project, state, '{"schema_version": 5, "pipeline": {}, "rollouts": {}, "config": {"mode": "rollout_only"}}')
+    write_state(project, state, '{"schema_version": 6, "pipeline": {}, "rollouts": {}, "config": {"mode": "rollout_only"}}')
     refreshed = "mode: rollout_only\nreference: {refresh: {every: 1}}\nalgorithm: {kl_in_loss: {coef: 0.1}}"
     assert project.problems_of(refreshed, f"checkpoint.resume={state.parent}") == [], "no reference where nothing trains"
     write_state(project, state, "{")
@@ -313,7 +313,7 @@ def test_a_reference_that_becomes_another_one_is_told(project: Project) -> None:
         (elsewhere, "steps: 3", None),
     )
     for made, yaml, told in cases:
-        state = {"schema_version": 5, "pipeline": {}, "rollouts": {}, "config": made}
+        state = {"schema_version": 6, "pipeline": {}, "rollouts": {}, "config": made}
         checkpoint = write_state(project, "old/checkpoints/step_000001/state.json", json.dumps(state))
         for role in ("actor_train", "reference"):
             project.write(f"{checkpoint}/{role}/weights", "")
@@ -340,7 +340,7 @@ def test_a_resumed_run_says_which_settings_differ(project: Project) -> None:
             [f'domains.old: {{"share": 2.0}} -> absent; domains.{next(iter(made["domains"]))}: absent -> {{'],
         ),
     ):
-        state = {"schema_version": 5, "pipeline": {}, "rollouts": {}, "config": made | changed}
+        state = {"schema_version": 6, "pipeline": {}, "rollouts": {}, "config": made | changed}
         checkpoint = write_state(project, "old/checkpoints/step_000001/state.json", json.dumps(state))
         project.write(f"{checkpoint}/actor_train/weights", "")
         config = project.load(f"checkpoint.resume={checkpoint}")

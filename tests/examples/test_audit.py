@@ -249,6 +249,10 @@ def two_ends(lines: list[Line]) -> None:
     lines.insert(lines.index(group) + 1, {**group, "end": "stale", "cause": "surplus"})
 
 
+def continues_what_trained(lines: list[Line]) -> None:
+    one(lines, "group", end="delivered", step=3)["continues"] = one(lines, "group", end="delivered", step=2)["group"]
+
+
 def lost_update(lines: list[Line]) -> None:
     lines.remove(one(lines, "update", step=2, update=2))
 
@@ -288,6 +292,7 @@ def prompt_never_came(lines: list[Line]) -> None:
         (other_mix, "share off: 4 of 6 groups so far are of a, promised are 3.0"),
         (prompt_twice, "was used twice in epoch 0"),
         (two_ends, "ended twice: delivered and stale"),
+        (continues_what_trained, "which was not dropped, or had another prompt"),
         (lost_update, "update 3 stands where update 2 is due"),
         (no_new_version, "made version 5 of version 5, with updates of the actor"),
         (lost_step, "step 5 follows step 3"),

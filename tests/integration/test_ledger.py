@@ -82,6 +82,9 @@ def test_an_asynchronous_run_with_a_filter_adds_up_over_a_kill(tmp_path: Path) -
     assert "the run goes on, or was killed" in audited(first)
     second = run(tmp_path, f"steps={STEPS}", f"checkpoint.resume={first / 'checkpoints/step_000002'}", *ASYNC, *PASSES)
     output = audited(second)
+    groups = [json.loads(line) for line in (second / "ledger.jsonl").read_text().splitlines() if '"continues"' in line]
+    earliest = min(turn[1] for group in groups for turns in group.get("turns", []) for turn in turns)
+    assert earliest < 2, "tokens of weights before the checkpoint's, which this run never had"
     assert f"goes on from step 2 of {first}; 3 later step(s) there do not count" in output
     assert f"steps: {STEPS}; {4 * STEPS} actor trained, {4 * STEPS} updates" in output
     assert "filtered: accuracy" in output

@@ -12,12 +12,21 @@ import pytest
 from roll_lite.config.loading import load_config
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.files import record
-from roll_lite.pipeline.checkpoint_files import check_sums, finished_checkpoints, read_list, read_state, resumption, settled, write_list
+from roll_lite.pipeline.checkpoint_files import (
+    SCHEMA_VERSION,
+    check_sums,
+    finished_checkpoints,
+    read_list,
+    read_state,
+    resumption,
+    settled,
+    write_list,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def checkpoint(run: Path, step: int, version: int | None = 5) -> Path:
+def checkpoint(run: Path, step: int, version: int | None = SCHEMA_VERSION) -> Path:
     folder = run / "checkpoints" / f"step_{step:06d}"
     (folder / "actor_train").mkdir(parents=True)
     (folder / "actor_train" / "weights").write_bytes(bytes(range(100)))
@@ -135,5 +144,7 @@ def test_a_flipped_bit_changes_the_checksum(tmp_path: Path) -> None:
 @pytest.mark.parametrize("version", [4, None])
 def test_another_version_is_refused(tmp_path: Path, version: int | None) -> None:
     folder = checkpoint(tmp_path, 2, version)
-    with pytest.raises(ValueError, match=f"has schema version {version}, this program reads 5: go on with the version of roll_lite"):
+    with pytest.raises(
+        ValueError, match=f"has schema version {version}, this program reads {SCHEMA_VERSION}: go on with the version of roll_lite"
+    ):
         read_state(folder)

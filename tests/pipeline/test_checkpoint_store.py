@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:UPath 'flaky'")
 
 ROOT = Path(__file__).resolve().parents[2]
 ROLLOUTS = {"prompts": 3}
-SOURCE: Any = SimpleNamespace(state_dict=lambda: ROLLOUTS, load_state_dict=lambda state: None)
+SOURCE: Any = SimpleNamespace(state_dict=lambda: ROLLOUTS, load_state_dict=lambda state, unfinished: None)
 RUN = "2026-01-01_00-00-00"
 
 

@@ -78,7 +78,7 @@ def parts(*roles: str) -> Any:
 
 
 ROLLOUTS = {"prompts": 3}
-SOURCE: Any = SimpleNamespace(state_dict=lambda: ROLLOUTS, load_state_dict=lambda state: None)
+SOURCE: Any = SimpleNamespace(state_dict=lambda: ROLLOUTS, load_state_dict=lambda state, unfinished: None)
 
 
 @pytest.fixture
@@ -231,6 +231,24 @@ def test_a_checkpoint_brings_the_drivers_state_back(config: RunConfig, tmp_path:
     state = {"steps_done": 4, "version": 3, "kl_in_loss": {"coef": 0.5}}
     Checkpoints(config, tmp_path).save(parts("actor_train", "critic"), ROLLOUTS, state)
     assert Checkpoints(resuming(config, tmp_path), tmp_path / "next").load(parts("actor_train", "critic"), SOURCE) == state
+
+
+def test_samples_under_way_come_back_unless_the_settings_of_samples_changed(config: RunConfig, tmp_path: Path) -> None:
+    def given(changed: RunConfig) -> bytes:
+        found: list[bytes] = []
+        source: Any = SimpleNamespace(load_state_dict=lambda state, unfinished: found.append(unfinished))
+        Checkpoints(resuming(changed, tmp_path), tmp_path / "next").load(parts("actor_train"), source)
+        return found[0]
+
+    folder = Checkpoints(config, tmp_path).save(parts("actor_train"), ROLLOUTS, {"steps_done": 2}, b"samples")
+    assert "unfinished.parquet" in json.loads((folder / "files.json").read_text())
+    assert given(config) == given(config.model_copy(update={"steps": 99})) == b"samples"
+    hotter = next(iter(config.domains.values())).sampling.model_copy(update={"temperature": 0.9})
+    domains = {name: domain.model_copy(update={"sampling": hotter}) for name, domain in config.domains.items()}
+    assert given(config.model_copy(update={"domains": domains})) == b""
+    (folder / "unfinished.parquet").write_bytes(b"damaged")
+    with pytest.raises(ValueError, match="unfinished.parquet has changed since it was written"):
+        given(config)
 
 
 def test_a_run_in_which_nothing_trains_has_checkpoints_too(config: RunConfig, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -44,6 +45,21 @@ class FailsToReturn(ScriptedWorker):
             raise RuntimeError("no memory is free")
         self._mark.touch()
         await super().initialize(turn, turns)
+
+
+class SlowToAnswer(ScriptedWorker):
+    """Engine 1 dies before it has told the service that it is ready."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        super().__init__(spec)
+        mark = spec.model.path / f"started {self.rank}"
+        self._answers = self.rank == 0 or mark.exists()
+        mark.touch()
+
+    async def until_ready(self) -> None:
+        if not self._answers:
+            await asyncio.Event().wait()
+        await super().until_ready()
 
 
 class Moves(ScriptedWorker):
@@ -151,6 +167,15 @@ def test_a_newcomer_that_dies_before_it_serves_gets_a_successor_too(model: Model
         made.restarts.take(())
         made.restarts.hand_over(1)
         assert made.record.told == ["0 lost", "0 returned with 1"] and made.batch(1) == 32
+
+
+def test_an_engine_that_dies_before_it_serves_gets_a_successor(tmp_path: Path) -> None:
+    with house(toy_model(tmp_path / "model"), tmp_path, 2, worker=SlowToAnswer) as made:
+        made.kill(1)
+        until(made.restarts.may_serve)
+        made.restarts.take(())
+        made.restarts.hand_over(1)
+        assert made.batch(1) == 32
 
 
 @pytest.mark.nightly

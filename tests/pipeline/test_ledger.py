@@ -131,7 +131,7 @@ def test_a_checkpoint_has_the_lines_that_no_batch_has_had_yet() -> None:
     assert kept.items() <= ends(second).items() and not ends(first).keys() & kept.keys()
     assert sorted([*ends(first), *kept]) == list(range(state["next_group"]))
     dropped = {line["prompt"] for line in state["ledger"] if line["end"] == "dropped"}
-    assert dropped == {row[1] for row in state["domains"]["a"]["unfinished"]}
+    assert dropped == {one["row"][1] for one in state["domains"]["a"]["unfinished"]}
 
 
 def test_a_run_that_finds_no_groups_can_still_say_why() -> None:

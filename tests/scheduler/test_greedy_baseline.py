@@ -208,7 +208,8 @@ def test_a_prompt_in_flight_gets_its_greedy_sample_again_after_a_resume() -> Non
 
     state = run_virtual(interrupted())
     groups = run_virtual(resumed(state)).groups
-    assert [(group.samples[0].id.epoch, group.samples[0].id.prompt_uid) for group in groups] == state["domains"]["a"]["unfinished"]
+    started = [one["row"] for one in state["domains"]["a"]["unfinished"]]
+    assert [(group.samples[0].id.epoch, group.samples[0].id.prompt_uid) for group in groups] == started
     assert all(baseline_of(group).outcome is SampleOutcome.ACCEPTED for group in groups)
 
 

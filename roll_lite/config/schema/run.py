@@ -70,6 +70,9 @@ class CheckpointConfig(Section):
     asynchronous: bool = False
     """Write in background processes. Training waits only while a checkpoint is copied to host memory, which needs room for the copy, and,
     when the next one is due, until the last one is written."""
+    unfinished: bool = True
+    """Save the tokens and scores of samples under way, and of finished groups that no batch has used. A resumed run continues them; without
+    this their prompts start again. A token takes 13 bytes before compression, more with rollout.keep_mask or algorithm.routing_replay."""
     store: Url | None = None
     """Object store, or another file system of fsspec, for all checkpoints: a URL such as s3://bucket/prefix. Those of a run are then in
     store/experiment/start time/checkpoints, and `resume: auto` looks there (docs/checkpoints.md). null: the run's folder."""

@@ -1,0 +1,73 @@
+"""Samples of unfinished groups in checkpoints: a resumed run continues them with their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from roll_lite.data.samples import (
+    Author,
+    FinishReason,
+    GenerationRequest,
+    Prompt,
+    Sample,
+    SampleId,
+    SampleOutcome,
+    Score,
+    Segment,
+    TokenRow,
+    Transcript,
+    Turn,
+)
+
+
+@dataclass(frozen=True)
+class SavedSample:
+    """What a sample has. In a checkpoint `transcript.tokens` is a row of the checkpoint's tokens."""
+
+    attempt: int
+    transcript: Transcript
+    outcome: SampleOutcome | None = None
+    """None: the sample is not complete. It waits for its score or, if the finish reason is ABORT, its first response continues."""
+    score: Score | None = None
+    failure: str | None = None
+    timed_out: bool = False
+
+    @staticmethod
+    def of(sample: Sample) -> SavedSample:
+        return SavedSample(sample.id.attempt, sample.transcript, sample.outcome, sample.score, sample.failure, sample.timed_out)
+
+    def sample(self, sample_id: SampleId, prompt: Prompt) -> Sample:
+        """The complete sample."""
+        assert self.outcome is not None
+        return Sample(sample_id, prompt, self.transcript, self.outcome, self.score, self.failure, self.timed_out)
+
+    @property
+    def response(self) -> Turn | None:
+        """Response to continue, if one does."""
+        if self.outcome is not None or self.transcript.finish_reason is not FinishReason.ABORT:
+            return None
+        last, text, tokens = self.transcript.segments[-1], self.transcript.text, self.transcript.tokens
+        return Turn("", last.length, text, FinishReason.ABORT, last.versions, tokens=tokens, engine=last.engine)
+
+
+SavedGroups = Mapping[int, Mapping[int, SavedSample]]
+"""Saved samples by the number of their group, and by their index in it."""
+NONE_SAVED: SavedGroups = {}
+
+
+class Unfinished(NamedTuple):
+    """A sample to save. Tokens of a response that an engine is working on are those of `request`, then those of `parts`."""
+
+    sample: SavedSample
+    request: GenerationRequest | None = None
+    parts: Sequence[TokenRow] = ()
+
+    @staticmethod
+    def generating(attempt: int, first: GenerationRequest, so_far: Turn, request: GenerationRequest, parts: Sequence[Turn]) -> Unfinished:
+        """`first`: the original request; `request`: the one that the engine has, which may continue the first."""
+        segments = Segment(Author.PROMPT, len(first.prompt_ids)), Segment(Author.POLICY, so_far.length, so_far.versions, so_far.engine)
+        transcript = Transcript(segments, so_far.text, FinishReason.ABORT, so_far.tokens)
+        rows = [part.tokens for part in parts if part.tokens is not None]
+        return Unfinished(SavedSample(attempt, transcript), request, rows)

@@ -1,0 +1,246 @@
+"""Samples under way at a checkpoint: a resumed run continues them with their tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+from scheduler_support import TimedReward, make_domain, make_service, tokens_of
+from support_scripted import Response, ScriptedEngine
+
+from roll_lite.data.proto import DataProto
+from roll_lite.data.samples import (
+    Author,
+    FinishReason,
+    GenerationRequest,
+    SampleOutcome,
+    Score,
+    Segment,
+    TokenRow,
+    Transcript,
+    VersionSpan,
+)
+from roll_lite.scheduler.service import RolloutResult, RolloutService
+from roll_lite.scheduler.supply import Asynchronous
+from roll_lite.scheduler.unfinished import SavedGroups, SavedSample, Unfinished
+from roll_lite.simulator.clock import run_virtual
+from roll_lite.workers.token_blocks import KEPT_IDS, TokenRecord, token_block
+from roll_lite.workers.unfinished import from_file, to_file
+
+PROMPT, SHORT, LONG = 4, 5, 60
+FIRST_BATCH_S = 40
+Resumed = tuple[RolloutResult, list[GenerationRequest], int]
+
+
+def script(request: GenerationRequest) -> Response:
+    """One second per token; the first sample of a group is short, the other long, those of the first batch less so."""
+    group, index = request.request_id.split("/")[3:5]
+    return Response(SHORT if index == "0" else FIRST_BATCH_S if group in "01" else LONG, 1.0)
+
+
+def make(reward_s: float = 0.0, **how: Any) -> tuple[RolloutService, ScriptedEngine, TimedReward]:
+    rewards = TimedReward(reward_s)
+    service, _, engines = make_service([make_domain("a", samples=2, rewards=rewards)], [script], supply=Asynchronous(1), batches=9, **how)
+    return service, engines[0], rewards
+
+
+def fetch(blocks: Sequence[Any]) -> list[DataProto | None]:
+    return list(blocks)
+
+
+def read(content: bytes, columns: Sequence[str] = ()) -> SavedGroups:
+    return from_file(content, columns, lambda block: block) if content else {}
+
+
+def saved_by(service: RolloutService, state: dict[str, Any]) -> SavedGroups:
+    return read(to_file(service.unfinished(state), (), fetch))
+
+
+def state_of(service: RolloutService) -> dict[str, Any]:
+    return cast(dict[str, Any], json.loads(json.dumps(service.state_dict())))
+
+
+def stopped_after(seconds: float, **how: Any) -> tuple[dict[str, Any], SavedGroups]:
+    """A service stops this long after its first batch: its state, and the samples under way."""
+
+    async def main() -> tuple[dict[str, Any], SavedGroups]:
+        service, _, _ = make(**how)
+        await service.next_batch(2)
+        await asyncio.sleep(seconds)
+        state = state_of(service)
+        saved = saved_by(service, state)
+        service.close()
+        return state, saved
+
+    return run_virtual(main())
+
+
+def resumed(state: dict[str, Any], saved: SavedGroups, **how: Any) -> Resumed:
+    """Next batch of a resumed service, the requests that its engine got, and the number of samples scored."""
+
+    async def main() -> Resumed:
+        service, engine, rewards = make(**how)
+        asked: list[GenerationRequest] = []
+        generate = engine.generate
+
+        def noted(request: GenerationRequest, *further: Any) -> Any:
+            asked.append(request)
+            return generate(request, *further)
+
+        cast(Any, engine).generate = noted
+        service.load_state_dict(state, saved)
+        return await service.next_batch(2), asked, sum(rewards.asked.values())
+
+    return run_virtual(main())
+
+
+def record(sample: SavedSample) -> TokenRecord:
+    row = sample.transcript.tokens
+    assert row is not None and row.length == sample.transcript.prompt_length + sample.transcript.response_length
+    return TokenRecord.read(row.block, row.row)
+
+
+def numbers_in(state: dict[str, Any]) -> list[int]:
+    return [one["group"] for one in state["domains"]["a"]["unfinished"]]
+
+
+def test_responses_continue_from_their_tokens() -> None:
+    state, saved = stopped_after(10.0)
+    assert sorted(saved) == numbers_in(state) == [2, 3]
+    short, long = saved[2][0], saved[2][1]
+    assert short.outcome is SampleOutcome.ACCEPTED and short.score == Score(1.0) and long.outcome is None
+    assert long.response is not None and FIRST_BATCH_S < long.response.length < LONG
+
+    result, asked, scored = resumed(state, saved)
+    group = result.groups[0]
+    assert tokens_of(group.samples[0]) == record(short).ids.tolist()
+    before, whole = (
+        record(long),
+        TokenRecord.read(group.samples[1].transcript.tokens.block, 0) if group.samples[1].transcript.tokens else None,
+    )
+    assert whole is not None and len(whole) == PROMPT + LONG
+    assert whole.ids[: len(before)].tolist() == before.ids.tolist()
+    assert whole.log_probs[: len(before)].tolist() == before.log_probs.tolist() and whole.mask.sum() == LONG
+    assert [segment.length for segment in group.samples[1].transcript.segments] == [PROMPT, LONG]
+    of_batch = [request for request in asked if request.resumed]
+    assert [request.resumed for request in of_batch] == [long.response.length, saved[3][1].response.length]  # type: ignore[union-attr]
+    assert scored == 2 + 2, "only the continued samples, and the first of the groups that started meanwhile, were scored"
+
+
+def test_a_sample_that_waits_for_its_score_is_not_generated_again() -> None:
+    state, saved = stopped_after(10.0, reward_s=100.0)
+    assert [(group[1].outcome, group[1].response) for group in saved.values()] == [(None, None)] * 2
+    result, asked, _ = resumed(state, saved, reward_s=0.0)
+    uids = {group.samples[0].id.prompt_uid for group in result.groups}
+    assert not [request for request in asked if int(request.request_id.split("/")[1]) in uids]
+    assert all(
+        len(tokens_of(sample)) == PROMPT + length
+        for group in result.groups
+        for sample, length in zip(group.samples, (SHORT, LONG), strict=True)
+    )
+
+
+def test_finished_groups_are_used_and_the_ledger_names_what_they_continue() -> None:
+    state, saved = stopped_after(60.0)
+    assert all(one.outcome is SampleOutcome.ACCEPTED for group in saved.values() for one in group.values())
+    result, _, _ = resumed(state, saved)
+    ended = {line["group"]: line for line in result.ledger if line["event"] == "group"}
+    for old, group in zip(numbers_in(state), result.groups, strict=True):
+        assert ended[old]["end"] == "dropped" and ended[group.group]["end"] == "delivered"
+        assert ended[group.group]["continues"] == old and ended[group.group]["asked"] == ended[old]["asked"]
+    assert result.stats.domains["a"].response_tokens < 2 * (SHORT + LONG), "their tokens are not counted again"
+
+
+def test_samples_of_groups_that_became_too_old_are_not_used() -> None:
+    state, saved = stopped_after(10.0)
+    for one in state["domains"]["a"]["unfinished"]:
+        one["asked"] -= 1
+    result, asked, _ = resumed(state, saved)
+    assert not any(request.resumed for request in asked)
+    assert [group.samples[0].id.prompt_uid for group in result.groups] == [one["row"][1] for one in state["domains"]["a"]["unfinished"]]
+
+
+def test_samples_are_saved_again_before_and_after_their_group_is_taken_up() -> None:
+    state, saved = stopped_after(10.0)
+
+    async def main() -> tuple[SavedGroups, SavedGroups, SavedGroups, list[int]]:
+        service, _, _ = make()
+        service.load_state_dict(state, saved)
+        before = state_of(service)
+        at_once = saved_by(service, before)
+        batch = asyncio.create_task(service.next_batch(2))
+        await asyncio.sleep(10.0)
+        under_way = saved_by(service, before)
+        await batch
+        return at_once, under_way, saved_by(service, before), numbers_in(before)
+
+    at_once, under_way, handed_out, numbers = run_virtual(main())
+    assert numbers == numbers_in(state) == sorted(at_once) == sorted(under_way) == sorted(handed_out)
+    lengths = [[one[2][1].transcript.response_length for one in (saved, at_once, under_way, handed_out)]][0]
+    assert lengths == sorted(lengths) and lengths[0] == lengths[1] < lengths[2] < lengths[3] == LONG
+    assert record(under_way[2][1]).ids[: PROMPT + lengths[0]].tolist() == record(saved[2][1]).ids.tolist()
+
+
+def test_a_deterministic_run_saves_complete_groups_only() -> None:
+    """A continuation would be another response."""
+
+    async def main() -> tuple[SavedGroups, SavedGroups, list[int]]:
+        service, _, _ = make(deterministic=True, seed=5)
+        batch = asyncio.create_task(service.next_batch(2))
+        await asyncio.sleep(10.0)
+        early = saved_by(service, state_of(service))
+        await batch
+        state = state_of(service)
+        return early, saved_by(service, state), numbers_in(state)
+
+    early, late, numbers = run_virtual(main())
+    assert not early and sorted(late) == numbers == [2, 3]
+
+
+def test_every_kind_of_sample_is_the_same_when_read_back() -> None:
+    kept = {KEPT_IDS: np.array([[-1, -1], [7, 8], [9, -1]], np.int32)}
+    block = token_block(
+        [
+            TokenRecord(np.array([4, 5, 6]), np.array([False, True, True]), np.array([0, -0.5, -2.0], np.float32), kept),
+            TokenRecord(np.array([4, 9]), np.array([False, True]), np.array([0, -1.0], np.float32)),
+        ],
+        [KEPT_IDS],
+    )
+
+    def transcript(row: int, length: int, reason: FinishReason) -> Transcript:
+        segments = Segment(Author.PROMPT, 1), Segment(Author.POLICY, length, (VersionSpan(0, 3), VersionSpan(1, 4)), engine=2)
+        return Transcript(segments, "half a pair \ud83d", reason, TokenRow(block, row, 1 + length))
+
+    score = Score(0.5, True, {"a": 1.5, "b": "text"}, None, "41", {"terms": 0.25})
+    samples = {
+        0: SavedSample(1, transcript(0, 2, FinishReason.STOP), SampleOutcome.ACCEPTED, score),
+        1: SavedSample(0, transcript(1, 1, FinishReason.ABORT), SampleOutcome.FAILED, None, "time-out", timed_out=True),
+        2: SavedSample(0, transcript(1, 1, FinishReason.ABORT)),
+    }
+    found = {12: {index: Unfinished(sample) for index, sample in samples.items()}}
+    content = to_file(found, [KEPT_IDS], fetch)
+    saved = read(content, [KEPT_IDS])
+    for index, sample in samples.items():
+        again, was = saved[12][index], sample.transcript
+        assert again.transcript.segments == was.segments and again.transcript.text == was.text
+        assert (again.attempt, again.outcome, again.score, again.failure, again.timed_out, again.transcript.finish_reason) == (
+            *(sample.attempt, sample.outcome, sample.score, sample.failure, sample.timed_out),
+            was.finish_reason,
+        )
+        assert again.transcript.tokens is not None and was.tokens is not None
+        new, old = record(again), TokenRecord.read(block, was.tokens.row)
+        assert [column.tolist() for column in (new.ids, new.mask, new.log_probs, new.vectors(KEPT_IDS))] == [
+            column.tolist() for column in (old.ids, old.mask, old.log_probs, old.vectors(KEPT_IDS))
+        ]
+    assert (saved[12][0].response, saved[12][1].response) == (None, None) and saved[12][2].response is not None
+    assert read(content) == {}, "the run has other token columns"
+
+
+def test_samples_whose_tokens_are_lost_are_left_out() -> None:
+    row = TokenRow("gone", 0, 3)
+    lost = Unfinished(SavedSample(0, Transcript((Segment(Author.PROMPT, 3),), tokens=row), SampleOutcome.ACCEPTED, Score(1.0)))
+    without = Unfinished(SavedSample(0, Transcript(), SampleOutcome.FAILED, failure="the engine refused it"))
+    assert to_file({1: {0: lost, 1: without}}, (), lambda blocks: [None for _ in blocks]) == b""
