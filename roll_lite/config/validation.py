@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Any, TypeVar, Union, get_args, get_origin
 
 from annotated_types import MinLen
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -21,6 +21,7 @@ from roll_lite.config.schema.base import Section
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.config.wording import field_type, in_words, refusal
 
+S = TypeVar("S", bound=Section)
 FORMER_NAMES = ("type", "kind")
 OTHERS_NAMES = {
     "learning_rate": "lr",
@@ -39,12 +40,17 @@ _INVALID = _Invalid()
 
 
 def validate(data: dict[str, Any], broken: frozenset[Path] = frozenset()) -> tuple[RunConfig, list[Problem]]:
-    """Valid part of the configuration and all problems. Reading an invalid field raises Refused. `broken`: paths to skip, since their
-    problems are known."""
+    """Valid part of the configuration and all problems."""
+    return section_from(RunConfig, data, (), broken)
+
+
+def section_from(cls: type[S], data: dict[str, Any], path: Path, broken: frozenset[Path] = frozenset()) -> tuple[S, list[Problem]]:
+    """Valid part of a section and all problems. Reading an invalid field raises Refused. `broken`: paths to skip, since their problems are
+    known."""
     walker = _Walker(broken)
-    config = walker.section(RunConfig, data, ())
-    assert isinstance(config, RunConfig)
-    return config, walker.problems
+    section = walker.section(cls, data, path)
+    assert isinstance(section, cls)
+    return section, walker.problems
 
 
 @dataclass

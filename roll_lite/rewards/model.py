@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, ValidationInfo, field_validator
+from pydantic import AfterValidator
 
 from roll_lite.config.problems import Problem, did_you_mean
+from roll_lite.config.schema.base import Mistakes, rule
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.config.text_templates import placeholders
 from roll_lite.data.samples import RewardInput, Score
@@ -22,6 +23,7 @@ ScoredText = str | list[dict[str, str]]
 """Input of a reward model: a text, or chat messages for its chat template."""
 
 CHAT = "chat"
+QUESTION = "{question}"
 
 
 def _is_text(text: str) -> str:
@@ -64,7 +66,7 @@ class ModelReward(RewardType):
     """Text that the model reads, or `chat`. {prompt} is the policy's input with its template applied, {question} the prompt as in the data,
     {response} the policy's response without special tokens and thinking, {answer} the reference answer, any other name a column of the
     data. `chat` applies the reward model's chat template to `question` (user) and the response (assistant)."""
-    question: Annotated[str, AfterValidator(_is_text)] = "{question}"
+    question: Annotated[str, AfterValidator(_is_text)] = QUESTION
     """User's message for `template: chat`, with the same placeholders. A single placeholder whose value is a list of chat messages gives
     all messages before the response."""
     scale: Literal["none", "sigmoid"] = "none"
@@ -72,12 +74,10 @@ class ModelReward(RewardType):
     threshold: float = 0.0
     """Model output, before `scale`, above which a response is correct."""
 
-    @field_validator("question")
-    @classmethod
-    def _of_a_chat(cls, question: str, others: ValidationInfo) -> str:
-        if others.data.get("template", CHAT) != CHAT:
-            raise ValueError(f"is only used with template: {CHAT}; remove it")
-        return question
+    @rule
+    def _of_a_chat(self) -> Mistakes:
+        if self.question != QUESTION and self.template != CHAT:
+            yield "question", f"is only used with template: {CHAT}; remove it"
 
     def __call__(self, sample: RewardInput) -> Score:
         raise RewardFailed(f"reward model: {self.model!r} scores within a run only, in the processes that hold the model")

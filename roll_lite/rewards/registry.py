@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from importlib import import_module
 from socket import create_connection
 from threading import Thread
@@ -16,14 +17,14 @@ from pydantic import PydanticSchemaGenerationError, PydanticUndefinedAnnotation,
 
 from roll_lite.config.checks.functions import check_function
 from roll_lite.config.checks.secrets import texts_in
-from roll_lite.config.problems import Problem, did_you_mean
+from roll_lite.config.problems import NO_VALUE, Problem, did_you_mean
 from roll_lite.config.schema.base import readable
 from roll_lite.config.schema.domains import DomainConfig, RewardConfig, RewardTermConfig
 from roll_lite.config.schema.run import RunConfig
+from roll_lite.config.validation import section_from
 from roll_lite.data.check import columns_missing
 from roll_lite.data.user_function import load_function, nearest_aside
 from roll_lite.files import first_line
-from roll_lite.rewards.arguments import read_arguments
 from roll_lite.rewards.base import RewardFunction, hints_of
 from roll_lite.rewards.reward_type import RewardType
 from roll_lite.rewards.terms import Reward, Term, labels_of
@@ -50,9 +51,17 @@ def reward_type(name: str) -> type[RewardType]:
     return found
 
 
+def read_arguments(name: str, args: Mapping[str, Any], place: str) -> RewardType | list[Problem]:
+    """Create a built-in reward, or return all problems with its arguments."""
+    cls = reward_type(name)
+    read, problems = section_from(cls, dict(args), (place,))
+    unshown = tuple(f"{place}.{argument}" for argument in cls.unshown)
+    return [replace(one, value=NO_VALUE) if one.path.startswith(unshown) else one for one in problems] or read
+
+
 def typed_reward(name: str, args: Mapping[str, Any], path: str) -> RewardType:
     """Create a built-in reward from its arguments; ValueError with all problems."""
-    read = read_arguments(name, reward_type(name), args, f"{path}.args")
+    read = read_arguments(name, args, f"{path}.args")
     if isinstance(read, RewardType):
         return read
     raise ValueError("\n".join(map(str, read)))
@@ -176,7 +185,7 @@ def _part(config: RunConfig, place: str, domain: DomainConfig, part: RewardConfi
         message = f"no such reward; {did_you_mean(part.name, REWARDS)} A function of your own is a dotted path, package.module.function"
         yield Problem(f"{place}.name", message, part.name)
         return
-    read = read_arguments(part.name, reward_type(part.name), part.args, f"{place}.args")
+    read = read_arguments(part.name, part.args, f"{place}.args")
     if isinstance(read, list):
         yield from read
         return

@@ -5,21 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict
-
 from roll_lite.config.problems import Problem
+from roll_lite.config.schema.base import Section
 from roll_lite.config.schema.run import RunConfig
 
 
-class Unshown:
-    """Marks an argument that may hold a secret: messages never show its value."""
-
-
-class ArgumentSection(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
-
-
-class RewardType(ArgumentSection):
+class RewardType(Section):
     """Base class of reward types. Its fields are the arguments in YAML.
 
     Docstrings of types, each with a YAML example, and of fields become docs/rewards.md.
@@ -29,6 +20,8 @@ class RewardType(ArgumentSection):
     """True if only the processes of a run can compute the reward."""
     reads_answer_first: ClassVar[bool] = False
     """True if the reward reads the reference answer before the response, and scores an empty response quickly."""
+    unshown: ClassVar[tuple[str, ...]] = ()
+    """Arguments that may hold a secret: messages never show their values."""
 
     def __call__(self, sample: Any) -> Any:
         """Score a sample, or a list of samples; sync or async, as a user's function may be."""

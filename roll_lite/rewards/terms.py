@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field
 
+from roll_lite.config.schema.base import Mistakes, rule
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.base import RewardFailed, RewardFunction, checked_score
 from roll_lite.rewards.reward_type import RewardType
@@ -107,19 +108,15 @@ class LengthReward(RewardType):
     unit: Literal["characters", "words"] = "characters"
     """Unit of the length."""
 
-    @field_validator("limit")
-    @classmethod
-    def _one_aim(cls, limit: int | None, others: ValidationInfo) -> int | None:
-        if limit is not None and others.data.get("target") is not None:
-            raise ValueError("length takes target or limit, not both; remove one")
-        return limit
+    @rule
+    def _one_aim(self) -> Mistakes:
+        if self.limit is not None and self.target is not None:
+            yield "limit", "length takes target or limit, not both; remove one"
 
-    @field_validator("tolerance")
-    @classmethod
-    def _of_a_target(cls, tolerance: int, others: ValidationInfo) -> int:
-        if tolerance and "target" in others.data and others.data["target"] is None:
-            raise ValueError("is that of a target, and there is none; remove it, or give a target")
-        return tolerance
+    @rule
+    def _of_a_target(self) -> Mistakes:
+        if self.tolerance and self.target is None:
+            yield "tolerance", "is that of a target, and there is none; remove it, or give a target"
 
     def __call__(self, sample: RewardInput) -> Score:
         count = len(sample.response) if self.unit == "characters" else len(sample.response.split())

@@ -83,7 +83,7 @@ def test_outside_of_a_run_there_is_no_model() -> None:
 
 
 def test_arguments_are_checked_at_the_start() -> None:
-    with pytest.raises(ValueError, match=r"reward\.args: 'model' needs model"):
+    with pytest.raises(ValueError, match=r"reward\.args\.model: is missing; expected text"):
         build_reward(RewardConfig(name="model"))
     with pytest.raises(ValueError, match=r'reward\.args\.scale = "sigmoidal": expected one of none, sigmoid; did you mean .sigmoid'):
         build_reward(RewardConfig(name="model", args={"model": "m", "scale": "sigmoidal"}))

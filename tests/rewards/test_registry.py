@@ -242,7 +242,7 @@ def test_types_that_are_none(name: str, problem: str) -> None:
         ("judge", {"url": "http://host/v1", "model": "m", "api_key_env": ["sk-secret"]}, "expected text"),
         ("judge", {"url": "me:sk-secret@host/v1", "model": "m"}, "is no URL of the form"),
         ("code", {"backend": {"url": "http://host/run", "api_key_env": "sk-secret"}}, "the key itself must not stand here"),
-        ("code", {"backend": "http://me:sk-secret@host"}, "expected section"),
+        ("code", {"backend": "http://me:sk-secret@host"}, "expected a section with the keys"),
     ],
 )
 def test_a_key_in_the_place_of_its_variables_name_is_not_repeated(name: str, args: dict[str, object], said: str) -> None:

@@ -9,12 +9,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from roll_lite.rewards.reward_type import ArgumentSection
+from roll_lite.config.schema.base import Section
 
 Extract = Literal["auto", "fenced", "whole"]
 
 
-class Language(ArgumentSection):
+class Language(Section):
     """Commands of a language. `run` runs the program in `file`. `compile`, if given, first writes its result to file descriptor 3; `run`
     finds it as the file `artifact`."""
 

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationInfo, field_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from roll_lite.config.problems import Problem
+from roll_lite.config.schema.base import Mistakes, rule
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.files import elsewhere, first_line, kind_of
@@ -46,6 +47,7 @@ class CodeReward(RewardType):
     """
 
     reads_answer_first = True
+    unshown = ("backend",)
 
     mode: Literal["tests", "expression"] = "tests"
     """tests: the response is a program; its tests are in the answer or `column`. expression: it is a Python expression, whose value must
@@ -99,22 +101,20 @@ class CodeReward(RewardType):
     allow_unprotected: bool = False
     """Run programs even if they cannot be isolated."""
 
-    @field_validator("languages")
-    @classmethod
-    def _are_known(cls, languages: tuple[str, ...], others: ValidationInfo) -> tuple[str, ...]:
+    @rule
+    def _are_known(self) -> Mistakes:
         """Check the names only; the machine that runs the programs checks for interpreters."""
-        if "commands" in others.data:
-            known_languages(languages, others.data["commands"], local=False)
-        return languages
+        try:
+            known_languages(self.languages, self.commands, local=False)
+        except ValueError as error:
+            yield "languages", str(error)
 
-    @field_validator("forbid")
-    @classmethod
-    def _can_be_met(cls, forbid: tuple[str, ...], others: ValidationInfo) -> tuple[str, ...]:
-        for piece in forbid:
-            for wanted in others.data.get("must_contain", ()):
+    @rule
+    def _can_be_met(self) -> Mistakes:
+        for piece in self.forbid:
+            for wanted in self.must_contain:
                 if piece in wanted:
-                    raise ValueError(f"no program can hold {wanted!r} (must_contain) and not {piece!r}; remove one")
-        return forbid
+                    yield "forbid", f"no program can hold {wanted!r} (must_contain) and not {piece!r}; remove one"
 
     def __call__(self, samples: list[RewardInput]) -> list[Score | RewardFailed]:
         known = known_languages(self.languages, self.commands, self.backend is None)

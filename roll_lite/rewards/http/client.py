@@ -17,9 +17,10 @@ from urllib.parse import quote, urlsplit, urlunsplit
 from pydantic import AfterValidator, NonNegativeInt, PositiveFloat, PositiveInt, PrivateAttr
 
 from roll_lite.config.problems import HIDDEN, Problem
+from roll_lite.config.schema.base import Section
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.rewards.base import ResponseSuspected, RewardFailed
-from roll_lite.rewards.reward_type import ArgumentSection, RewardType, Unshown, too_slow
+from roll_lite.rewards.reward_type import RewardType, too_slow
 
 if TYPE_CHECKING:
     import httpx2
@@ -51,11 +52,11 @@ def _are_urls(given: str | tuple[str, ...]) -> str | tuple[str, ...]:
     return given
 
 
-KeyVariable = Annotated[str, AfterValidator(_is_set), Unshown()]
-Addresses = Annotated[str | tuple[str, ...], AfterValidator(_are_urls), Unshown()]
+KeyVariable = Annotated[str, AfterValidator(_is_set)]
+Addresses = Annotated[str | tuple[str, ...], AfterValidator(_are_urls)]
 
 
-class HttpSettings(ArgumentSection):
+class HttpSettings(Section):
     concurrency: PositiveInt = 64
     """Concurrent requests per worker."""
     timeout_s: PositiveFloat = 20.0
@@ -71,6 +72,7 @@ class HttpSettings(ArgumentSection):
 
 
 class AskingReward(RewardType, HttpSettings):
+    unshown = ("url", "api_key_env", "extra_body")
     _of_loop: dict[asyncio.AbstractEventLoop, Any] = PrivateAttr(default_factory=dict)
 
     def of_loop(self, make: Callable[[], Any]) -> Any:

@@ -7,18 +7,12 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    NonNegativeFloat,
-    PositiveInt,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, NonNegativeFloat, PositiveInt
 
 from roll_lite.config.problems import Problem, did_you_mean
+from roll_lite.config.schema.base import Mistakes, rule
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.config.text_templates import placeholders
 from roll_lite.data.samples import RewardInput, Score
@@ -29,7 +23,6 @@ from roll_lite.rewards.base import HARMLESS_RESPONSE, ResponseSuspected, RewardF
 from roll_lite.rewards.http.client import Addresses, AskingReward, HttpClient, several
 from roll_lite.rewards.http.verdict import Verdict, VerdictParser, compiled
 from roll_lite.rewards.placeholders import checked_template, columns_in, filled
-from roll_lite.rewards.reward_type import Unshown
 
 Api = Literal["chat", "completions"]
 TEMPLATE = """Is the response a correct and complete answer to the question?
@@ -113,33 +106,28 @@ class JudgeReward(AskingReward):
     """Maximum tokens of the judge's text."""
     stop: tuple[str, ...] = ()
     """Stop texts of the judge."""
-    extra_body: Annotated[dict[str, Any] | None, Unshown()] = None
+    extra_body: dict[str, Any] | None = None
     """Further fields of the request."""
     asks: PositiveInt = 2
     """Number of attempts to get a readable verdict."""
 
-    @field_validator("extra_body")
-    @classmethod
-    def _without_keys(cls, extra_body: dict[str, Any] | None) -> dict[str, Any] | None:
-        if (name := _credential(extra_body)) is not None:
-            raise ValueError(f"{name} is a key, which would be written into logs; remove it, and name its variable in api_key_env")
-        return extra_body
+    @rule
+    def _without_keys(self) -> Mistakes:
+        if (name := _credential(self.extra_body)) is not None:
+            yield "extra_body", f"{name} is a key, which would be written into logs; remove it, and name its variable in api_key_env"
 
-    @field_validator("scale")
-    @classmethod
-    def _of_numbers(cls, scale: tuple[float, float] | None, others: ValidationInfo) -> tuple[float, float] | None:
-        if scale is not None and not scale[0] < scale[1]:
-            raise ValueError("the first number has to be less than the second")
-        if scale is not None and others.data.get("choices") is not None:
-            raise ValueError("is of numbers, and the choices say what each verdict is worth; remove one")
-        return scale
+    @rule
+    def _of_numbers(self) -> Mistakes:
+        if self.scale is not None and not self.scale[0] < self.scale[1]:
+            yield "scale", "the first number has to be less than the second"
+        if self.scale is not None and self.choices is not None:
+            yield "scale", "is of numbers, and the choices say what each verdict is worth; remove one"
 
-    @model_validator(mode="after")
-    def _has_an_address(self) -> Self:
-        if self.server is None and (self.url is None or self.model is None):
-            missing = [name for name in ("url", "model") if getattr(self, name) is None]
-            raise ValueError(f"needs {' and '.join(ADDRESS[name] for name in missing)}, or server, one of the run's own judges")
-        return self
+    @rule
+    def _has_an_address(self) -> Mistakes:
+        missing = [text for name, text in ADDRESS.items() if getattr(self, name) is None]
+        if self.server is None and missing:
+            yield "", f"needs {' and '.join(missing)}, or server, one of the run's own judges"
 
     async def __call__(self, sample: RewardInput) -> Score:
         if self.url is None or self.model is None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import field_validator, model_validator
+from pydantic import AfterValidator
 
+from roll_lite.config.schema.base import Mistakes, rule
 from roll_lite.config.schema.domains import RewardConfig
 from roll_lite.config.text_templates import compile_format
 from roll_lite.data.samples import RewardInput, Score
@@ -40,24 +41,16 @@ class FormatReward(RewardType):
     ```
     """
 
-    pattern: str | None = None
+    pattern: Annotated[str, AfterValidator(lambda pattern: compile_format(pattern).pattern)] | None = None
     """Regular expression to find in the response (`.` matches line breaks; anchor with ^ and $)."""
     preset: Literal["think_answer", "think", "answer", "boxed"] | None = None
     r"""Built-in pattern. think_answer: `<think>...</think><answer>...</answer>`, each once, and nothing else. think: one
     `<think>...</think>`, at the start. answer: one `<answer>...</answer>`. boxed: a `\boxed{}`."""
 
-    @field_validator("pattern")
-    @classmethod
-    def _is_pattern(cls, pattern: str | None) -> str | None:
-        if pattern is not None:
-            compile_format(pattern)
-        return pattern
-
-    @model_validator(mode="after")
-    def _one_form(self) -> Self:
+    @rule
+    def _one_form(self) -> Mistakes:
         if (self.pattern is None) == (self.preset is None):
-            raise ValueError("give either pattern or preset")
-        return self
+            yield "", "give either pattern or preset"
 
     def __call__(self, sample: RewardInput) -> Score:
         compiled = compile_format(PRESETS[self.preset] if self.preset is not None else self.pattern or "")
