@@ -5,11 +5,10 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import import_module
 from socket import create_connection
-from threading import Thread
-from time import monotonic
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -84,33 +83,17 @@ def _build_function(name: str, args: Mapping[str, Any], path: str) -> RewardFunc
             f"there are {', '.join(REWARDS)}, and dotted paths to functions of your own, package.module.function"
         )
     function = load_function(name, f"{path}.name", "sample -> score")
-    return RewardFunction(name, function, _checked_args(name, function, args, f"{path}.args"))
+    return RewardFunction(name, function, _checked_args(name, function, args, path))
 
 
 def _checked_args(name: str, function: Callable[..., Any], args: Mapping[str, Any], path: str) -> dict[str, Any]:
     signature = inspect.signature(function)
-    parameters = list(signature.parameters.values())
-    if not parameters or parameters[0].kind not in (
-        inspect.Parameter.POSITIONAL_ONLY,
-        inspect.Parameter.POSITIONAL_OR_KEYWORD,
-        inspect.Parameter.VAR_POSITIONAL,
-    ):
-        raise ValueError(
-            f"{path.removesuffix('.args')}.name: {name!r} must take the sample as its first argument, its signature is {signature}"
-        )
-    accepted = [p.name for p in parameters[1:] if p.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)]
-    open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-    for argument in args:
-        if argument not in accepted and not (open_ended and argument != parameters[0].name):
-            raise ValueError(
-                f"{path}.{argument}: reward {name!r} takes no such argument{nearest_aside(argument, accepted)}; "
-                f"it takes {', '.join(accepted) or 'none'}"
-            )
-    missing = [p.name for p in parameters[1:] if p.name in accepted and p.default is inspect.Parameter.empty and p.name not in args]
-    if missing:
-        raise ValueError(f"{path}: reward {name!r} needs {', '.join(missing)}")
+    try:
+        signature.bind(None, **args)
+    except TypeError as error:
+        raise ValueError(f"{path}: {name!r} takes a sample and `args`: {error}; its signature is {signature}") from None
     hints = hints_of(function)
-    return {argument: _converted(value, hints.get(argument), f"{path}.{argument}") for argument, value in args.items()}
+    return {argument: _converted(value, hints.get(argument), f"{path}.args.{argument}") for argument, value in args.items()}
 
 
 def _converted(value: Any, hint: Any, path: str) -> Any:
@@ -139,24 +122,19 @@ def address_notes(config: RunConfig) -> list[str]:
     """Notes on URLs of rewards that do not answer now. Services may start later, or be reachable from other machines only."""
     sections = {f"domains.{name}.reward": domain.reward for name, domain in config.domains.items()}
     addresses = {text: path for place, reward in sections.items() for path, text in texts_in(reward, place) if ADDRESS.match(text)}
-    silent: dict[str, str] = {}
-    looks = [Thread(target=_look, args=(address, silent), daemon=True) for address in addresses]
-    for look in looks:
-        look.start()
-    until = monotonic() + 2 * LOOK_S
-    for look in looks:
-        look.join(max(0.0, until - monotonic()))
-    reasons = {address: silent.get(address, "no answer yet") for address in addresses}
-    return [f"{addresses[address]}: {address} cannot be reached from here ({why})" for address, why in reasons.items() if why]
+    with ThreadPoolExecutor(len(addresses) + 1) as threads:
+        reasons = threads.map(_why_silent, addresses)
+        return [f"{addresses[one]}: {one} cannot be reached from here ({why})" for one, why in zip(addresses, reasons, strict=True) if why]
 
 
-def _look(address: str, silent: dict[str, str]) -> None:
+def _why_silent(address: str) -> str:
+    """Why no connection to the address could be made; empty if one was."""
     parts = urlsplit(address)
     try:
-        with create_connection((parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)), timeout=LOOK_S):
-            silent[address] = ""
+        create_connection((parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)), timeout=LOOK_S).close()
     except (OSError, ValueError) as error:
-        silent[address] = first_line(error)
+        return first_line(error)
+    return ""
 
 
 def _reward(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:

@@ -71,7 +71,7 @@ def test_names_have_to_meet(helpful: Project) -> None:
         ("domains.add.reward.args.model", "no such reward model; there is no section `reward_models` yet")
     ]
     missing = helpful.problems_of("domains: {add: {reward: {name: model}}}")
-    assert [(one.path, one.message) for one in missing] == [("domains.add.reward.args", "'model' needs model")]
+    assert [(one.path, one.message) for one in missing] == [("domains.add.reward.args.model", "is missing; expected text")]
 
 
 CHECKPOINTS: dict[str, tuple[dict[str, Any], str, str]] = {

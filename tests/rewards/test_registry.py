@@ -199,15 +199,15 @@ def test_arguments_are_checked_and_converted_when_the_function_is_built() -> Non
     score = reward("own_rewards.with_args", weight=2, mode="b", names=["x", "y"], other=1)(item())
     assert score == Score(2.0, None, {"mode": "b", "names": "x+y", "rest": 1.0})
     assert reward("own_rewards.unresolvable", x=3)(item()).value == 3.0
-    with pytest.raises(ValueError, match=r"domains\.own\.reward\.args: reward 'own_rewards\.with_args' needs weight"):
+    with pytest.raises(ValueError, match=r"domains\.own\.reward: 'own_rewards\.with_args' takes .*missing a required argument: 'weight'; its signature is \(sample, weight"):
         reward("own_rewards.with_args")
     with pytest.raises(ValueError, match=r"domains\.own\.reward\.args\.weight: 'heavy': Input should be a valid number"):
         reward("own_rewards.with_args", weight="heavy")
-    with pytest.raises(
-        ValueError, match=r"args\.scal: reward 'own_rewards\.strict' takes no such argument, did you mean 'scale'\?; it takes scale"
-    ):
+    with pytest.raises(ValueError, match=r"got an unexpected keyword argument 'scal'; its signature is .*scale: int"):
         reward("own_rewards.strict", scal=2)
-    with pytest.raises(ValueError, match=r"args\.sample: .* takes no such argument"):
+    with pytest.raises(ValueError, match=r"reward: 'own_rewards\.no_sample' takes a sample .*too many positional arguments; .* \(\)"):
+        reward("own_rewards.no_sample")
+    with pytest.raises(ValueError, match="multiple values for argument 'sample'"):
         reward("own_rewards.with_args", weight=1, sample=2)
     with pytest.raises(ValueError, match=r"args\.extract = .boxes.: expected one of auto, boxed, tagged, number; did you mean 'boxed'"):
         reward("math", extract="boxes")
@@ -224,7 +224,6 @@ def test_arguments_are_checked_and_converted_when_the_function_is_built() -> Non
         ("raising_rewards.score", "importing raising_rewards failed: RuntimeError: no licence"),
         ("own_rewards.not_callable", "is int, expected a function"),
         ("own_rewards.Judge", "is type, expected a function"),
-        ("own_rewards.no_sample", "must take the sample as its first argument"),
         (".score", "'.score'"),
     ],
 )
