@@ -175,13 +175,13 @@ def settled_on(text: str, options: dict[str, str]) -> set[str]:
                 stated.add(_letter(following))
     if stated or (stated := alone(plain) if "\n" not in plain else stated):
         return stated
-    lines = [alone(line) for line in plain.splitlines() if line.strip()]
-    captions = [min(line) for line in lines if len(line) == 1]
-    if captions and (len(set(captions)) == 1 or (lines[-1] and captions.count(captions[-1]) > 1)):
+    captions = [min(line) for line in map(alone, plain.splitlines()) if len(line) == 1]
+    if captions and (len(set(captions)) == 1 or captions.count(captions[-1]) > 1):
         return {captions[-1]}
-    marked = {_letter(one) for one in mentions if one["marked"] and not _is_denied(one)}
-    if marked or (captions and has_texts):
-        return set() if captions and has_texts else marked
+    if captions and has_texts:
+        return set()
+    if marked := {_letter(one) for one in mentions if one["marked"] and not _is_denied(one)}:
+        return marked
     end = len(plain.rstrip(" ."))
     for one in reversed(mentions):  # an option's text that ends the response, with the options listed before it
         is_last = not plain[one.end() : end].strip() or (stated and HEDGE.fullmatch(plain, one.end(), end))
