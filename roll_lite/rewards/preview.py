@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
+import math
 import random
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -31,8 +29,6 @@ RIGHT, WRONG_ANSWERS, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 INSTEAD = "--responses FILE (lines with `response` and `prompt` or `prompt_uid`), or --column NAME for a column of the data with right ones"
 REFERENCES_S = 30.0
 """Time limit for checking all reference answers if `limit` is set, in seconds."""
-PROMPTS_A_PROCESS = 500
-MOST_PROCESSES = 8
 
 Try = tuple[Prompt, str, str]
 """Prompt, response and finish reason."""
@@ -206,29 +202,13 @@ def read_references(
 ) -> References:
     """Find reference answers that the reward cannot read, in random order, for at most `seconds` (None: all)."""
     plain = config.model_copy(update={"terms": [], "format": None})
-    order = iter(random.Random(0).sample(range(len(prompts)), len(prompts)))
-    processes = min(os.cpu_count() or 1, MOST_PROCESSES, 1 + len(prompts) // PROMPTS_A_PROCESS)
     read: dict[int, str | None] = {}
-    lock, over = threading.Lock(), threading.Event()
-
-    def serve() -> None:
-        with RewardProcess(plain, path) as reward:
-            until = None if seconds is None else time.monotonic() + seconds
-            while not over.is_set() and (until is None or time.monotonic() < until):
-                with lock:
-                    number = next(order, None)
-                if number is None:
-                    return
-                score, _ = reward.score(RewardInput.of(prompts[number], "", FinishReason.STOP))
-                with lock:
-                    read[prompts[number].uid] = score if isinstance(score, str) else None
-                    progress(len(read))
-
-    with ThreadPoolExecutor(processes) as threads:
-        try:
-            done, _ = wait([threads.submit(serve) for _ in range(processes)], return_when=FIRST_EXCEPTION)
-        finally:
-            over.set()
-    for one in done:
-        one.result()
+    with RewardProcess(plain, path) as reward:
+        until = math.inf if seconds is None else time.monotonic() + seconds
+        for number in random.Random(0).sample(range(len(prompts)), len(prompts)):
+            if time.monotonic() >= until:
+                break
+            score, _ = reward.score(RewardInput.of(prompts[number], "", FinishReason.STOP))
+            read[prompts[number].uid] = score if isinstance(score, str) else None
+            progress(len(read))
     return References(len(prompts), {uid: cause for uid, cause in sorted(read.items()) if cause is not None}, len(read))
