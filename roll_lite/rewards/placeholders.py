@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from functools import lru_cache
 from string import Formatter
 from typing import Any, TypeGuard
 
@@ -15,13 +14,6 @@ from roll_lite.rewards.answer_extraction import after_thinking
 from roll_lite.rewards.base import RewardFailed
 
 QUESTION = "question"
-
-
-@lru_cache(maxsize=64)
-def template_parts(template: str) -> tuple[tuple[str, str | None], ...]:
-    """Split a template into pairs (text, name of the placeholder after it or None); ValueError if malformed."""
-    placeholders(template)
-    return tuple((text, name) for text, name, _, _ in Formatter().parse(template))
 
 
 def checked_template(template: str) -> str:
@@ -41,7 +33,7 @@ def columns_in(template: str) -> tuple[str, ...]:
 def filled(template: str, sample: RewardInput, reward: str, response: str | None = None) -> str:
     """Fill all placeholders in one pass, so braces in a prompt or response are kept. `response` replaces the sample's."""
     parts = []
-    for text, name in template_parts(template):
+    for text, name, _, _ in Formatter().parse(template):
         value = "" if name is None else response if name == "response" and response is not None else filling(name, sample)
         if value is None:
             raise RewardFailed(f"reward {reward}: the template has {{{name}}}, which this sample has not")

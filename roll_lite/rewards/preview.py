@@ -7,6 +7,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -59,7 +60,7 @@ def preview(config: RunConfig, look: Look) -> int:
         if built_in is not None and built_in.within_a_run:
             raise ValueError(f"{path}.name: {domain.reward.name!r} is scored by processes that only a run starts")
         prompts, tries = _tries(name, config, look, built_in)
-        with RewardProcess(domain.reward, path) as reward:
+        with closing(RewardProcess(domain.reward, path)) as reward:
             for prompt, response, reason in tries:
                 score, seconds = reward.score(RewardInput.of(prompt, response, reason))
                 looked.append(Looked(prompt, response, score, seconds))
@@ -203,7 +204,7 @@ def read_references(
     """Find reference answers that the reward cannot read, in random order, for at most `seconds` (None: all)."""
     plain = config.model_copy(update={"terms": [], "format": None})
     read: dict[int, str | None] = {}
-    with RewardProcess(plain, path) as reward:
+    with closing(RewardProcess(plain, path)) as reward:
         until = math.inf if seconds is None else time.monotonic() + seconds
         for number in random.Random(0).sample(range(len(prompts)), len(prompts)):
             if time.monotonic() >= until:

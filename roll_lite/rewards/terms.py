@@ -43,7 +43,8 @@ class Reward:
                 break
         return self.combined(results)
 
-    def combined(self, results: Sequence[Score | RewardFailed]) -> Score:
+    def combined(self, results: Sequence[Score | RewardFailed | None]) -> Score:
+        """Add up the functions' results. RewardFailed if one failed; None stands for a function that was not called after that."""
         for place, result in enumerate(results):
             if isinstance(result, RewardFailed):
                 raise result if place == 0 else RewardFailed(f"term {self.terms[place - 1].label}: {result.cause}")

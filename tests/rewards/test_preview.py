@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -273,7 +274,7 @@ def test_mistakes_in_the_reward_are_told(project: Path, capfd: pytest.CaptureFix
 
 def test_one_process_serves_many_samples() -> None:
     item = RewardInput("sums", "1+1=", "2", "2", {}, "stop")
-    with RewardProcess(RewardConfig(name="exact"), "domains.sums.reward") as reward:
+    with closing(RewardProcess(RewardConfig(name="exact"), "domains.sums.reward")) as reward:
         first = reward._process.pid
         assert first is not None
         scores = [reward.score(item)[0] for _ in range(3)]

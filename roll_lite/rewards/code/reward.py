@@ -199,12 +199,10 @@ class CodeReward(RewardType):
         shown: dict[str, float | str] = {"extracted": source[:LONGEST_CODE]}
         if tag and tag not in languages and not is_expression:
             return Score(0.0, False, shown | {"verdict": f"a program in {tag}, expected {' or '.join(languages)}"})
-        for piece in self.must_contain:
-            if piece not in source:
-                return Score(0.0, False, shown | {"verdict": f"lacks {piece!r}"})
-        for piece in self.forbid:
-            if piece in source:
-                return Score(0.0, False, shown | {"verdict": f"has {piece!r}"})
+        wrong = [f"lacks {piece!r}" for piece in self.must_contain if piece not in source]
+        wrong += [f"has {piece!r}" for piece in self.forbid if piece in source]
+        if wrong:
+            return Score(0.0, False, shown | {"verdict": wrong[0]})
         language = languages[tag] if tag in languages else next(iter(languages.values()))
         try:
             source.encode()

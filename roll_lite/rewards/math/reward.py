@@ -264,7 +264,7 @@ def _reference(text: str, by_library: bool, cpu_limit_s: float) -> Reference:
 
 
 def _read_by_library(text: str) -> Reference:
-    _refuse_text(_inner(text))
+    _read_reference(text)  # refuses texts that are no answer
     parsed = library().parse(f"${text}$", parsing_timeout=None) or library().parse(text, parsing_timeout=None)
     if not parsed:
         raise ValueError("math-verify finds nothing in it")
@@ -276,45 +276,33 @@ def _inner(text: str) -> str:
     return unwrapped(", ".join(box.strip() for box in last_boxes(plain)) or plain)
 
 
-def _refuse_text(inner: str) -> None:
-    """Raise ValueError for several parts, counts of several things, or a sentence with formulas; a few words alone pass."""
-    if _in_words(inner):
-        return
-    if PARTS.search(TEXT.sub(r" \1 ", re.sub(r"\\(?:left|right)(?![A-Za-z])", "", inner))):
-        raise ValueError("it has a label, such as (a) or (B), or the answers of several parts")
-    items, parts = list_of(inner), sides(inner)
-    if quantity(inner) or (len(parts) == 2 and NAME.fullmatch(parts[0]) and quantity(parts[1])):
-        return
-    if (len(items) > 1 or SET.fullmatch(inner)) and all(map(is_formula, items)):
-        counted = [item for item in items if (number := quantity(item)) and not number.percent]
-        if len({tuple(word.rstrip("s") for word in words(_shown(item), 2) if not is_unit(word)) for item in counted}) > 1:
-            raise ValueError("it is of several things, no list of numbers")
-        return
-    shown = _shown(_without_unit(inner)[0])
-    if not written_form(inner) and (words(shown) or SHORT_WORDS.search(shown)):
-        raise ValueError("it is a text, not one formula")
-
-
 def _shown(text: str) -> str:
     return TEXT.sub(r" \1 ", text)
 
 
 def _read_reference(text: str) -> Reference:
+    """Read a reference; ValueError for several parts, counts of several things, a sentence with formulas, or an unreadable formula."""
     inner = _inner(text)
     if said := _in_words(inner):
         return Reference(inner, words=said)
-    _refuse_text(inner)
-    number, parts = quantity(inner), sides(inner)
-    if number is None and len(parts) == 2 and NAME.fullmatch(parts[0]) and (last := quantity(parts[1])):
-        return Reference(parts[1], number=last, name=re.sub(r"[\s{}]", "", parts[0]), unit=last.unit, parsed=as_parsed(last))
-    if number is not None:
-        return Reference(inner, number=number, unit=number.unit, parsed=as_parsed(number))
+    if PARTS.search(_shown(re.sub(r"\\(?:left|right)(?![A-Za-z])", "", inner))):
+        raise ValueError("it has a label, such as (a) or (B), or the answers of several parts")
+    parts = sides(inner)
+    name = re.sub(r"[\s{}]", "", parts[0]) if len(parts) == 2 and NAME.fullmatch(parts[0]) else None
+    value = inner if name is None else parts[1]
+    if number := quantity(value):
+        return Reference(value, name=name or "", number=number, unit=number.unit, parsed=as_parsed(number))
     items = list_of(inner)
     if (len(items) > 1 or SET.fullmatch(inner)) and all(map(is_formula, items)):
+        counted = [item for item in items if (number := quantity(item)) and not number.percent]
+        if len({tuple(word.rstrip("s") for word in words(_shown(item), 2) if not is_unit(word)) for item in counted}) > 1:
+            raise ValueError("it is of several things, no list of numbers")
         return Reference(inner, items=tuple(map(_read_reference, items)))
     if written_form(inner):
         return Reference(inner)
     body, unit = _without_unit(inner)
+    if words(_shown(body)) or SHORT_WORDS.search(_shown(body)):
+        raise ValueError("it is a text, not one formula")
     parsed = parse(body)
     if not parsed:
         raise ValueError("math-verify cannot read it as mathematics")

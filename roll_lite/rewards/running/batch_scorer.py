@@ -229,18 +229,13 @@ class BatchScorer:
         if entry.failure is not None:
             return entry.failure
         parts = [entry.parts.get(function) for function in self._reward.functions]
-        known: list[Score | RewardFailed] = [part for part in parts if part is not None]
-        if len(known) < len(parts) and not any(isinstance(part, RewardFailed) for part in known):
+        if None in parts and not any(isinstance(part, RewardFailed) for part in parts):
             return None
         try:
-            score = self._reward.combined(known if len(known) == len(parts) else self._up_to_failure(parts))
+            score = self._reward.combined(parts)
         except RewardFailed as failure:
             return failure.cause
         return replace(score, format_ok=entry.format_ok)
-
-    def _up_to_failure(self, parts: Sequence[Score | RewardFailed | None]) -> list[Score | RewardFailed]:
-        """Replace missing results, of functions that were not called after one failed, by 0, so that the failure is reported."""
-        return [Score(0.0) if part is None else part for part in parts]
 
 
 def _note(function: RewardFunction, entries: Sequence[_Entry], scores: Sequence[Score | RewardFailed]) -> None:

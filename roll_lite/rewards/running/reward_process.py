@@ -10,8 +10,6 @@ import threading
 import time
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
-from types import TracebackType
-from typing import Self
 
 from roll_lite.config.schema.domains import RewardConfig
 from roll_lite.data.samples import RewardInput, Score
@@ -56,12 +54,6 @@ class RewardProcess:
         self._process.kill()
         self._process.join()
         self._connection.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
     def _restart(self) -> None:
         self.close()
