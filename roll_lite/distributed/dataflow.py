@@ -42,7 +42,7 @@ class Block:
 
 
 def put_block(columns: DataProto) -> Block:
-    """Store a worker's columns, which include `sample`."""
+    """Put a worker's columns, which must include `sample`, into the object store."""
     samples = columns.tensor(SAMPLE).numpy().copy()
     keys = tuple(key for key in columns.columns if key != SAMPLE)
     return Block((ray.put(columns.select(keys)),), keys, samples, np.zeros(len(samples), np.int32), np.arange(len(samples), dtype=np.int32))

@@ -32,7 +32,7 @@ SMALLEST_SLOT = 0.01
 CHOOSE_AGAIN_S = 10.0
 """Seconds to wait for devices that seemed free before trying other nodes."""
 USABLE_SHARE = 0.9
-"""Share of a node's cores for devices; services without a device use the rest."""
+"""Share of a node's CPU cores that serve as devices, without GPUs. Services without a device use the rest."""
 
 
 class PlacementTimeout(TimeoutError):

@@ -39,8 +39,8 @@ engine and trainer."""
 STALE_FLOOR = 0.05
 """Mean difference of log-probs, in nats, up to which samples of older weights are never reported."""
 FACTOR, STALE_FACTOR = 5.0, 10.0
-"""Multiples of the usual mean difference above which a difference is reported. STALE_FACTOR: for samples of older weights, whose difference
-varies with the size of updates."""
+"""A mean difference of log-probs between engine and trainer is reported if it exceeds the usual one by this factor. STALE_FACTOR: for
+samples of older weights, whose difference varies with the size of updates."""
 LEAST_TOKENS = {"float32": 20, "bfloat16": 1000}
 """Minimum number of an engine's tokens for a comparison, since single tokens differ much in bfloat16. Key: the lower precision of engine
 and trainer."""

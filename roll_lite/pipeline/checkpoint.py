@@ -54,7 +54,7 @@ SEEN_WITHIN_S = 60.0
 FULL = 16 << 20
 """Free bytes below which a disk counts as full."""
 LAST_TRIES, BETWEEN_TRIES_S = 4, 15.0
-"""Uploads of the last checkpoint before the run fails, and the time between them."""
+"""Maximum number of attempts to upload the last checkpoint, and seconds between them. After that the run fails."""
 INTERRUPTED_S = 3.0
 """Time, after an interruption, for ranks to report that they have written their part of a checkpoint."""
 

@@ -39,7 +39,7 @@ def folder_of(role: str, step: int, update: int) -> str:
 
 @dataclass
 class SkippedSeries:
-    """Skipped updates in a row of one role, identified by (step, number)."""
+    """Consecutive skipped updates of one role. An update is given as (step, its number in the step)."""
 
     length: int = 0
     first: tuple[int, int] = (0, 0)

@@ -35,7 +35,8 @@ class RewardType(Section):
         """Do a first call's slow work (imports, tables) before any time limit runs; ValueError if something is missing."""
 
     def at_once(self) -> int | None:
-        """Maximum samples per list call; a whole call has one sample's time limit. None: any number."""
+        """Maximum number of samples per call, for rewards that score a list of samples. The whole call has the time limit of one sample.
+        None: any number."""
         return None
 
     def describe(self) -> str:

@@ -86,9 +86,10 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class LengthReward(RewardType):
-    """Length of the response, as a term: 1 for an ideal length, falling linearly to 0 at a distance of `width`.
+    """Rewards the length of the response, as a term.
 
-    Without `target` and `limit` longer is better: the value is length / `width`, at most 1. Words are separated by white space.
+    With `target`, the value is 1 at that length and falls linearly to 0 at a distance of `width` on either side. With `limit`, it is 1 up
+    to that length and falls to 0 at `limit` + `width`. With neither, it is length / `width`, at most 1. Words are separated by white space.
 
     ```yaml
     reward:

@@ -67,7 +67,7 @@ class Group:
 
 
 def die_first() -> None:
-    """Make the kernel kill this process, which will run a program, before the interpreter that forked it if memory runs out."""
+    """Let the kernel kill this process first if memory runs out, and not the interpreter that forked it to run a program."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as stream:  # noqa: PTH123
         stream.write("1000")
 

@@ -117,7 +117,8 @@ class _Guards(ast.NodeTransformer):
         return ast.copy_location(ast.If(ast.UnaryOp(ast.Not(), _call(node, "__true__", node.test)), [note, raised], []), node)
 
     def visit_With(self, node: ast.With) -> Any:
-        """Check that a `with` block ran to its end. A context manager may suppress an exception only in a final call or `raise`."""
+        """Insert a check that a `with` block ran to its end, since a context manager can suppress a failed assertion. It may suppress an
+        exception of the last statement, if that is a call or a `raise`."""
         called = [one.context_expr for one in node.items if isinstance(one.context_expr, ast.Call)]
         names = {getattr(one.func, "attr", getattr(one.func, "id", "")) for one in called}
         self.generic_visit(node)
@@ -228,8 +229,8 @@ def _holds(container: Any, item: Any) -> bool:
 
 
 class Operators:
-    """Guards around the operators of the program's classes while a test runs. If the test applies an operator to a plain value, directly or
-    through Python's functions, the program may not decide the result."""
+    """Guards around operator methods (`__eq__`, `__lt__`, ...) of classes that the tested program defines, while a test runs. Otherwise an
+    object that equals everything would pass `assert f(x) == 5` or `assert f(x) in [5]`."""
 
     tests: Any = None
     """Globals of the running test, or None."""

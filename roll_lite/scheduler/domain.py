@@ -66,7 +66,7 @@ class Domain:
 
 @dataclass
 class Counts:
-    """Numbers of prompts since the start. An admitted prompt is in flight or counted in exactly one of the other fields."""
+    """Numbers of prompts since the start. An admitted prompt is in flight, or counted in exactly one of the fields below `admitted`."""
 
     admitted: int = 0
     delivered: int = 0
@@ -140,7 +140,7 @@ class DomainScheduler:
         self._finished: dict[int, _Live] = {}
         self._put_back: deque[_PutBack] = deque()
         self._taken_up: dict[int, int] = {}
-        """Number of the group that took up the prompt of a group of the resumed checkpoint, by that one's number."""
+        """Groups that generate prompts which were in flight at the resumed checkpoint, by the number that their group had there."""
         self._ledger: list[dict[str, Any]] = []
         """Ledger lines of ended groups that `take_ledger` has not fetched."""
         self._failure_limit = LEAST_LOSSES
@@ -389,7 +389,8 @@ class DomainScheduler:
             self._put_back.append(_PutBack((epoch, index), one["group"], one["asked"], samples))
 
     def current(self, number: int) -> int:
-        """Number of the group that has taken up the prompt of group `number`, or this one."""
+        """Number of the group that generates the prompt of group `number` now: another one if that was in flight at the resumed
+        checkpoint, otherwise `number` itself."""
         return self._taken_up.get(number, number)
 
     def reached(self, number: int) -> dict[int, Unfinished]:
@@ -416,7 +417,7 @@ def complete(group: SampleGroup) -> dict[int, Unfinished]:
 
 
 def is_cancelled(samples: asyncio.Future[list[Sample]]) -> bool:
-    """True if the samples were cancelled: a gather reports that as its state or as an exception."""
+    """True if the samples, or the task that gathers them, were cancelled."""
     return samples.cancelled() or isinstance(samples.exception(), asyncio.CancelledError)
 
 

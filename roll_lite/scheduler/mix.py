@@ -97,7 +97,7 @@ class BatchPlan:
 
     def admit(self, most: Mapping[str, int]) -> tuple[str, int] | None:
         """Take the next group whose prompt has not started: (domain, the group's number over all batches). None if no domain has such a
-        group with a number below its limit in `most`."""
+        group whose number is below the domain's limit, given in `most`."""
         while not (first := [(places[0], name) for name, places in self._open.items() if places and places[0] < most[name]]):
             if self._places >= max(most.values()):
                 return None

@@ -85,8 +85,8 @@ class Pacing:
     supply: Supply = Synchronous()
     on_sync: OnSync = OnSync.PAUSE
     oversample: float = 1.0
-    """Prompts started for a batch, as a multiple of its size. Only for the synchronous supply: others would drop the surplus as too old at
-    every step."""
+    """Prompts started for a batch, as a multiple of its size. Only for the synchronous supply, since others would drop the surplus as too
+    old in every step."""
     engines_rest: bool = False
     """True if engines are offloaded between batches. All responses are interrupted before that, so none runs at a weight update."""
 
@@ -107,5 +107,5 @@ LEAST_SHARE = 4
 
 
 def least_early(prompts_per_step: int) -> int:
-    """Minimum number of groups for a log-prob pass before the batch is complete (rollout.stream_log_probs)."""
+    """Minimum number of finished groups for a log-prob pass while the batch is still incomplete (rollout.stream_log_probs)."""
     return -(-prompts_per_step // LEAST_SHARE)

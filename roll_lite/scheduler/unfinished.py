@@ -24,7 +24,7 @@ from roll_lite.data.samples import (
 
 @dataclass(frozen=True)
 class SavedSample:
-    """What a sample has. In a checkpoint `transcript.tokens` is a row of the checkpoint's tokens."""
+    """State of a sample at a checkpoint: its tokens so far, and its score if it is complete."""
 
     attempt: int
     transcript: Transcript

@@ -75,8 +75,8 @@ class Update:
     mismatch: SampleSums = field(default_factory=dict)
     """Log-prob differences between engine and trainer; only for the first update, if no earlier pass measured them."""
     row_losses: dict[int, float] = field(default_factory=dict)
-    """Loss of each of this rank's rows, supervised ones included, by sample; only for the first of consecutive updates skipped as
-    non-finite."""
+    """Loss of each of this rank's rows, supervised ones included, by sample number. Filled only for the first of consecutive updates that
+    are skipped as non-finite, to find the rows at fault."""
 
 
 def training_columns(loss_columns: Sequence[str], if_there: Sequence[str] = ()) -> Columns:

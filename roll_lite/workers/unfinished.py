@@ -41,7 +41,7 @@ def to_file(found: Mapping[int, Mapping[int, Unfinished]], columns: Sequence[str
 
 
 def _rows_of(one: Unfinished) -> list[TokenRow]:
-    """Rows that hold the sample's tokens."""
+    """Rows of token blocks with the sample's tokens."""
     rows = [one.request.context, *one.parts] if one.parts and one.request is not None else [one.sample.transcript.tokens]
     return [row for row in rows if row is not None]
 

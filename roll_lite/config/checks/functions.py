@@ -40,7 +40,7 @@ def check_function(
 
 
 def parameters_of(name: str) -> set[str]:
-    """Parameters after the first that can be passed by name; empty if unknown."""
+    """Names of a function's parameters after the first that can be passed by name; empty if the function is unknown."""
     try:
         found = _definition(name)
     except ValueError:  # check_function reports it

@@ -140,9 +140,9 @@ class CispoLossConfig(Section):
 
     name: Literal["cispo"] = "cispo"
     clip_low: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Lower limit of the weight: 1 - clip_low; null: off."""
+    """Lower limit of the ratio: 1 - clip_low; null: off."""
     clip_high: PositiveFloat = 4.0
-    """Upper limit of the weight: 1 + clip_high."""
+    """Upper limit of the ratio: 1 + clip_high."""
 
 
 class ToprLossConfig(Section):

@@ -124,7 +124,7 @@ def name_of_export(handle: str, reader: int) -> str:
 
 
 def count_down(one: Export) -> None:
-    """Decrement the counter by which torch knows that a reader still uses exported memory, as the reader does when it drops the tensor."""
+    """Release exported memory for a reader that will not do it: decrement torch's counter of its readers."""
     _, arguments = one
     arguments[_STORAGE]._release_ipc_counter(*arguments[_COUNTER], device=arguments[_DEVICE])
 

@@ -237,7 +237,8 @@ def same_text(text: str) -> str:
 
 
 def _without_marks(texts: dict[str, str]) -> dict[str, str]:
-    """Normalize the options like a response, unless that would make two of them equal."""
+    """Remove Markdown marks and extra blanks from the options' texts, as from a response. If two would then be equal, return them
+    unchanged."""
     plain = {letter: _plain(narrow(text)) for letter, text in texts.items()}
     return plain if len(set(plain.values())) == len(set(texts.values())) else texts
 

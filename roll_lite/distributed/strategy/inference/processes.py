@@ -146,7 +146,8 @@ def _process(pid: int) -> psutil.Process | None:
 
 
 def kill_all(processes: Sequence[psutil.Process]) -> None:
-    """Kill the processes and remove their shared memory. This process is killed last; resource trackers are spared."""
+    """Kill the processes and remove their shared memory. The calling process, if it is one of them, is killed last.
+    Python's resource trackers are not killed."""
     remove(_left_behind(processes))
     killed = [process for process in processes if not cleans_up(process)]
     for process in sorted(killed, key=lambda process: process.pid == os.getpid()):

@@ -270,9 +270,9 @@ class EngineStrategy(InferenceStrategy):
         return largest(answers)
 
     async def weight_checksums(self, names: Collection[str] | None = None) -> dict[str, str]:
-        """Checksums of the tensors that updates replace, read back from the workers (held_weights.py, adapters.py). Values are first
-        converted to the dtype in which the last update sent them. So an engine that stores fewer bits gives another checksum than the
-        sender."""
+        """Checksums, by name, of the weights in the engine's workers (held_weights.py, adapters.py). `names`: only these; None: all that
+        weight updates overwrite. Values are first converted to the dtype in which the last update sent them, so checksums equal the
+        sender's unless the engine stores fewer bits."""
         async with self._turn(EngineEvent.READ_WEIGHTS):
             shapes = {name: list(shape) for name, shape in self._shapes.items()}
             asked = None if names is None else sorted(names)

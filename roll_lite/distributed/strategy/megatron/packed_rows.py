@@ -34,8 +34,8 @@ class PackedRows:
     """[total] int64: for each piece (consecutive tokens of a row on this rank), the tokens it attends to, as indices into the tokens
     gathered from all context-parallel ranks. None without context parallelism, where a row attends to itself."""
     seen_starts: torch.Tensor | None = None
-    """[pieces + 1] int32: index of each piece's first entry in `seen`, then the length of `seen`. A piece is consecutive tokens of a row on
-    this rank."""
+    """[pieces + 1] int32: cumulative lengths of the pieces' entries in `seen`, from 0. A piece is consecutive tokens of a row on this
+    rank."""
     routes: Routes | None = None
     # With "thd", Megatron would split and rejoin the tokens by row in every layer, and wait for the device.
     qkv_format = "sbhd"

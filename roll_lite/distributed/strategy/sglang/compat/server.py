@@ -186,8 +186,8 @@ class EngineServer:
             await running.dispatched.wait()
 
     def _progress(self, since: dict[int, int], parts: bool) -> dict[int, RequestProgress]:
-        """Progress of running requests, by number. `since`: number of tokens already reported, by request. Requests that have run under two
-        weight versions report no new tokens."""
+        """Progress of running requests, by request number. `since`: number of tokens already reported, by request number. `parts`: return
+        new tokens, too, except for requests that have run under two weight versions."""
         found = {}
         for running in self._running.values():
             # A request that is not streamed is reported at its first token and every 50 tokens.

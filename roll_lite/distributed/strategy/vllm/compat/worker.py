@@ -156,8 +156,8 @@ def _experts_of_this_worker_alone() -> None:
 
 
 def _experts_without_adapters() -> None:
-    """Make vLLM use its usual expert kernel although layers have adapters. Otherwise it would choose its Triton kernel for experts with
-    adapters."""
+    """Make vLLM use its usual expert kernel in a model whose adapters are on other layers only. Otherwise it would choose its Triton
+    kernel for experts with adapters."""
     select = unquantized_fused_moe_method.select_unquantized_moe_backend
 
     def without(moe_config: Any) -> Any:
