@@ -255,6 +255,8 @@ def _in_node_order(group: PlacementGroup, count: int, gpus: bool, order: Sequenc
     placed = placement_group_table(group)["bundles_to_node_id"]
     numbers = _gpu_numbers(group, count) if gpus else [None] * count
     devices = [Device(bundle, placed[bundle], numbers[bundle]) for bundle in range(count)]
+    # Ray may not list a node yet that has just joined.
+    order = [*order, *sorted({device.node for device in devices} - set(order))]
     return sorted(devices, key=lambda device: (order.index(device.node), _gpu_order(device.gpu or "0"), device.bundle))
 
 
