@@ -5,10 +5,11 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import import_module
 from socket import create_connection
+from threading import Thread
+from time import monotonic
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -122,19 +123,25 @@ def address_notes(config: RunConfig) -> list[str]:
     """Notes on URLs of rewards that do not answer now. Services may start later, or be reachable from other machines only."""
     sections = {f"domains.{name}.reward": domain.reward for name, domain in config.domains.items()}
     addresses = {text: path for place, reward in sections.items() for path, text in texts_in(reward, place) if ADDRESS.match(text)}
-    with ThreadPoolExecutor(len(addresses) + 1) as threads:
-        reasons = threads.map(_why_silent, addresses)
-        return [f"{addresses[one]}: {one} cannot be reached from here ({why})" for one, why in zip(addresses, reasons, strict=True) if why]
+    silent: dict[str, str] = {}
+    looks = [Thread(target=_look, args=(address, silent), daemon=True) for address in addresses]
+    for look in looks:
+        look.start()
+    until = monotonic() + 2 * LOOK_S
+    for look in looks:
+        look.join(max(0.0, until - monotonic()))
+    reasons = {address: silent.get(address, "no answer yet") for address in addresses}
+    return [f"{addresses[address]}: {address} cannot be reached from here ({why})" for address, why in reasons.items() if why]
 
 
-def _why_silent(address: str) -> str:
-    """Why no connection to the address could be made; empty if one was."""
+def _look(address: str, silent: dict[str, str]) -> None:
+    """Note in `silent` why no connection to the address could be made; empty if one was."""
     parts = urlsplit(address)
     try:
-        create_connection((parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)), timeout=LOOK_S).close()
+        with create_connection((parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)), timeout=LOOK_S):
+            silent[address] = ""
     except (OSError, ValueError) as error:
-        return first_line(error)
-    return ""
+        silent[address] = first_line(error)
 
 
 def _reward(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:

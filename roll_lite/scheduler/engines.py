@@ -196,8 +196,9 @@ class BatchedEngine(ABC):
             asked.answer.set_exception(lost)
 
     async def _partial(self, asked: Asked) -> Turn | None:
-        rows = [part.tokens for part in asked.parts if part.tokens is not None]
+        parts = asked.parts  # the request may end meanwhile, without them
+        rows = [part.tokens for part in parts if part.tokens is not None]
         if not rows:
             return None
         tokens = await self._joined(asked.request, rows)
-        return reduce(joined, asked.parts)._replace(finish_reason=FinishReason.ABORT, tokens=tokens)
+        return reduce(joined, parts)._replace(finish_reason=FinishReason.ABORT, tokens=tokens)

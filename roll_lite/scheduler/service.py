@@ -156,7 +156,7 @@ class RolloutService:
         stats = self._recorder.finish(self._time(), self._version)
         await self._go_on()
         self._tell_mix(stats, quota)
-        self._handed_out = groups
+        self._handed_out = groups if self._supply.max_staleness else []
         left_out, self._left_out = self._left_out, []
         return RolloutResult(groups, stats, left_out, self._take_ledger(stats, quota))
 

@@ -254,6 +254,10 @@ def _in_words(text: str) -> str | None:
     return plain if PROSE.fullmatch(plain) and words(plain) and len(plain.split()) <= MOST_WORDS else None
 
 
+class Unreadable(ValueError):
+    """The reference is not refused for its form, but is no formula that can be read."""
+
+
 @lru_cache(maxsize=8192)
 def _reference(text: str, by_library: bool, cpu_limit_s: float) -> Reference:
     """Parse a reference answer; cached, since the samples of a group share it."""
@@ -264,7 +268,8 @@ def _reference(text: str, by_library: bool, cpu_limit_s: float) -> Reference:
 
 
 def _read_by_library(text: str) -> Reference:
-    _read_reference(text)  # refuses texts that are no answer
+    with suppress(Unreadable):  # here the library decides alone
+        _read_reference(text)
     parsed = library().parse(f"${text}$", parsing_timeout=None) or library().parse(text, parsing_timeout=None)
     if not parsed:
         raise ValueError("math-verify finds nothing in it")
@@ -305,5 +310,5 @@ def _read_reference(text: str) -> Reference:
         raise ValueError("it is a text, not one formula")
     parsed = parse(body)
     if not parsed:
-        raise ValueError("math-verify cannot read it as mathematics")
+        raise Unreadable("math-verify cannot read it as mathematics")
     return Reference(inner, unit=unit, parsed=parsed)

@@ -175,8 +175,9 @@ def settled_on(text: str, options: dict[str, str]) -> set[str]:
                 stated.add(_letter(following))
     if stated or (stated := alone(plain) if "\n" not in plain else stated):
         return stated
-    captions = [min(line) for line in map(alone, plain.splitlines()) if len(line) == 1]
-    if captions and (len(set(captions)) == 1 or captions.count(captions[-1]) > 1):
+    lines = [alone(line) for line in plain.splitlines() if line.strip()]
+    captions = [min(line) for line in lines if len(line) == 1]
+    if captions and (len(set(captions)) == 1 or (lines[-1] and captions.count(captions[-1]) > 1)):
         return {captions[-1]}
     if captions and has_texts:
         return set()
