@@ -51,7 +51,7 @@ class PassArithmetic:
     rows: int
     """Number of rows on the fullest rank if all rows are equally long."""
     most_rows: int
-    """Maximum rows on a rank, reached if every other rank has one."""
+    """Maximum rows on a rank, reached if every other rank has only one."""
     longest: int
     """Maximum tokens of a row."""
     budget: int
@@ -274,7 +274,7 @@ def uses_reference(config: RunConfig) -> bool:
 
 
 def actor_is_reference(config: RunConfig) -> bool:
-    """True if the actor with its adapters off is the KL reference."""
+    """True if the KL reference is the actor itself, with its adapters off."""
     return trains(config) and config.actor_train.lora is not None and config.reference is None and uses_reference(config)
 
 

@@ -1,8 +1,9 @@
-"""Table of the model parts (weights, optimizer, ..., as in `StateGroup` and `EngineMemory`) on the devices in each phase. Runs follow it,
-`roll-lite check` draws it.
+"""Table of the model parts (weights, optimizer, ..., as in `StateGroup` and `EngineMemory`) that are on the devices in each phase. Runs
+follow it, `roll-lite check` draws it.
 
-Roles with `offload: true` are loaded only for a phase, others stay loaded. Before generation, engines load weights beside the trainer's,
-which are sent and offloaded; then engines allocate the KV cache. After generation engines offload both.
+Roles with `offload: true` are loaded only for a phase, others stay loaded. Before generation, engines load their weights while the
+trainer's are loaded. These are sent to the engines and offloaded, then engines allocate the KV cache. After generation engines offload
+weights and KV cache.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ WHOLE: Mapping[str, tuple[str, ...]] = {
     "actor_infer": SERVING,
     "judges": SERVING,
 }
-"""Loaded parts of a role that is not offloaded between phases."""
+"""Parts of a role without `offload`, which stay loaded in all phases."""
 
 
 def startable(waiting: Sequence[T], present: Sequence[T], exclude: Callable[[T, T], bool]) -> list[T]:

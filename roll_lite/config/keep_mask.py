@@ -1,5 +1,5 @@
-"""Keep masks: the tokens that truncated sampling (top-k, top-p, min-p) could draw. Engines report log-probs of the likeliest tokens,
-enough to include these; minus infinity marks the rest."""
+"""Keep masks: the tokens that truncated sampling (top-k, top-p, min-p) could draw. Engines report log-probs of enough of the likeliest
+tokens to include all of them; minus infinity marks tokens that could not be drawn."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Protocol
 KEEP_LIMIT = 1024
 """Maximum number of log-probs that an engine reports per sampled token."""
 TIE_ROOM = 8
-"""Tokens reported beyond top_k. Engines keep all tokens tied with the k-th, which bfloat16 makes common; further ties are missing in the
-mask."""
+"""Number of tokens reported beyond top_k. Engines keep all tokens tied with the k-th, and ties are common in bfloat16; ties beyond this
+number are missing in the mask."""
 
 
 class Truncation(Protocol):
@@ -26,7 +26,7 @@ class Truncation(Protocol):
 
 
 def is_truncated(sampling: Truncation) -> bool:
-    """True if some tokens of the vocabulary cannot be sampled. min_tokens counts: it forbids the end of sequence until then."""
+    """True if some tokens of the vocabulary cannot be sampled. min_tokens counts: it forbids the end of sequence in shorter responses."""
     return sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0 or sampling.min_tokens > 0
 
 

@@ -86,8 +86,8 @@ def _groups(placement: PlacementConfig, names: Sequence[str]) -> list[list[str]]
 
 
 def _counts(placement: PlacementConfig, group: Mapping[str, Role], is_alone: bool) -> dict[str, int]:
-    """Number of devices by role. A role without `devices` gets the highest number in its group. If no role has one, each gets all devices
-    if colocated roles are the only group and include no judge, else 1."""
+    """Number of devices by role. A role without `devices` gets the highest number set in its group. If none is set there, every role gets
+    all devices if `is_alone` (colocated, no other group) and no role is a judge; else 1."""
     given = {name: role.devices for name, role in group.items() if "devices" in role.model_fields_set and isinstance(role.devices, int)}
     is_judge = any(isinstance(role, JudgeServerConfig) for role in group.values())
     default = max(given.values()) if given else placement.devices if is_alone and placement.devices and not is_judge else 1

@@ -41,7 +41,7 @@ def secret_in_address(text: str) -> str | None:
 
 
 class _NoValue:
-    """Type of NO_VALUE: no value to show, where None would be shown as null."""
+    """Type of NO_VALUE, for problems without a value to show: None would be shown as null."""
 
 
 NO_VALUE = _NoValue()
@@ -78,8 +78,8 @@ class Missing(Problem):
 
 
 class ConfigError(ValueError):
-    """Error that lists all mistakes of a configuration. `partial`: the valid part of it, in which reading an invalid field raises
-    Refused."""
+    """Error that lists all mistakes of a configuration. `partial`: the valid part of the configuration, in which reading an invalid field
+    raises Refused."""
 
     def __init__(self, name: str, problems: Sequence[Problem], partial: Any = None) -> None:
         self.name = name
@@ -120,7 +120,7 @@ def _tells_nothing(value: Any) -> bool:
 
 
 def show(value: Any, path: str = "") -> str:
-    """Value as on the command line, shortened, without secrets. `path`: its setting."""
+    """Format a value for messages, as on the command line, shortened and without secrets. `path`: path of its setting."""
     try:
         text = json.dumps(without_secrets(value, path), default=str, ensure_ascii=False)
     except (ValueError, TypeError, RecursionError):  # a number of thousands of digits, keys that are paths, a list that contains itself

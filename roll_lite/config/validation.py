@@ -33,7 +33,7 @@ OTHERS_NAMES = {
 
 
 class _Invalid:
-    """Type of _INVALID, a refused value whose problem is recorded."""
+    """Type of _INVALID, which stands for a refused value whose problem is already recorded."""
 
 
 _INVALID = _Invalid()
@@ -121,7 +121,8 @@ class _Walker:
         return hollow
 
     def _tell_strays(self, cls: type[Section], items: dict[str, Any], path: Path) -> None:
-        """Report entries that are probably misspelt: without required keys, and with a name close to a complete entry's."""
+        """Report entries of a mapping whose names are probably misspelt: they have no required key, and a name close to a complete
+        entry's."""
         needed = {name for name, info in cls.model_fields.items() if info.is_required()}
         for name, item in items.items():
             others = [other for other in items if other != name and isinstance(items[other], dict) and needed <= items[other].keys()]
@@ -154,8 +155,8 @@ class _Walker:
         return by_name[name]
 
     def _unknown_key(self, cls: type[Section], key: str, data: dict[str, Any], path: Path) -> list[str]:
-        """Report an unknown key. Suggest the same name deeper in the section, close names in it, or one elsewhere. Returns close names that
-        are not set: one was probably meant, so they must not count as missing."""
+        """Report an unknown key. Suggest the same name deeper in the section, close names in it, or the same name elsewhere. Returns close
+        names that the section does not set: one was probably meant, so they must not count as missing."""
         value = data[key]
         if key in FORMER_NAMES and "name" in cls.model_fields:
             self._refuse((*path, key), value, "is called name here, as in every section that is chosen by a word")
@@ -269,8 +270,8 @@ def words_at(path: Path) -> str:
 
 
 def is_removed_by_null(path: Path, inherited: bool) -> bool:
-    """True if null removes the key: an inherited entry of a mapping; or a setting that has a default and cannot be null, if it is inherited
-    or a section."""
+    """True if null at `path` removes the key. That holds for an inherited entry of a mapping, and for a setting with a default that cannot
+    be null, if it is inherited or a section. `inherited`: an earlier file sets the key."""
     fields = _fields_at(path)
     if not inherited and (len(sections_at(path)) != 1 or not fields):
         return False

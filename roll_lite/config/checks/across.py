@@ -45,8 +45,8 @@ SectionCheck = Callable[[RunConfig, str, Any], Iterable[Mistake]]
 
 
 def check(config: RunConfig, *, further: Sequence[Check] = (), files: bool = True) -> list[Problem]:
-    """Find all problems that the schema cannot see. `further`: checks of other packages. `files`: False skips those of files and of this
-    machine."""
+    """Find all problems that the schema cannot see. `further`: additional checks, from other packages. `files`: False skips checks of files
+    and of this machine's GPUs."""
     of_files = (*GPU_CHECKS, *FILE_CHECKS, *LORA_FILE_CHECKS) if files else ()
     found: list[Mistake] = []
     for one in (*RUN_CHECKS, *ALGORITHM_CHECKS, *LAYOUT_CHECKS, *of_files, *further):

@@ -54,7 +54,8 @@ def _own_functions(config: RunConfig) -> Iterator[Problem]:
 
 
 def _full_kl(config: RunConfig) -> Mistakes:
-    """Check that the object store has room for a step's distributions: estimator `full` stores one over the vocabulary per token."""
+    """Check that the object store has room for KL estimator `full`, which stores a distribution over the vocabulary for each token of a
+    step."""
     full = [name for name, term in kl_terms(config).items() if term.estimator == "full"]
     shape = known_shape(config.model.path)
     if not full or shape is None:
@@ -85,7 +86,7 @@ def _keep_mask_has_a_use(config: RunConfig) -> Mistakes:
 
 
 def _remax(config: RunConfig) -> Mistakes:
-    """Refuse reward shaping with ReMax: the greedy sample that it compares with has only a score."""
+    """Refuse reward shaping with ReMax: the greedy sample that it compares with has a score but no shaped reward."""
     if config.algorithm.advantage.name != "remax":
         return
     reward = config.algorithm.reward

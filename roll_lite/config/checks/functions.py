@@ -16,15 +16,15 @@ from typing import Any
 from roll_lite.config.problems import Problem, did_you_mean
 
 LONGEST_CHAIN = 8
-"""Maximum re-exports and aliases followed to find a function."""
+"""Maximum number of re-exports and aliases followed to find a function."""
 CONSTANTS = (ast.Constant, ast.JoinedStr, ast.List, ast.Tuple, ast.Set, ast.Dict)
 
 
 def check_function(
     path: str, key: str, name: str, arguments: Mapping[str, Any], or_class: bool = False, given: Collection[str] = ()
 ) -> Iterator[Problem]:
-    """Check the function `name`, which the section at `path` gives under `key`, and its `arguments`. `or_class`: allow a class, without
-    checking its arguments. `given`: parameters that the run fills if the function has them."""
+    """Check that the dotted path `name`, the value of setting `path`.`key`, leads to a function that takes `arguments`. `or_class`: allow a
+    class, without checking its arguments. `given`: parameters that the run fills if the function has them."""
     try:
         found = _definition(name)
     except ValueError as error:
@@ -54,7 +54,7 @@ def _by_name(parameters: ast.arguments) -> set[str]:
 
 
 def _definition(name: str, chain: int = LONGEST_CHAIN) -> ast.AST | None:
-    """Syntax tree of a dotted name's object, found through assignments and imports. None if only the running code knows it (no Python
+    """Find the syntax tree of a dotted name's object through assignments and imports. None if only running the code could tell (no Python
     source, bound twice, `import *`). ValueError if module or name is missing, or the source unreadable."""
     module, _, attribute = name.rpartition(".")
     if not module:
@@ -108,7 +108,8 @@ def _located(module_name: str) -> ModuleSpec:
 
 
 def _bound(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, ast.AST | None]]:
-    """Names bound by statements, also inside `if`, `try` and `with`, with their values; None for a value known only at run time."""
+    """Yield the names bound by statements, also inside `if`, `try` and `with`, with their values; None for a value known only at run
+    time."""
     for node in nodes:
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():

@@ -86,7 +86,7 @@ def needs_gpus(config: RunConfig) -> Mistakes:
 
 
 SMALL_RUN = 8
-"""Number of float32 processes up to which a run gets no note about missing GPUs, even on a machine with fewer cores."""
+"""A float32 run of at most this number of processes gets no note about missing GPUs, even on a machine with fewer cores."""
 
 
 def gpu_notes(config: RunConfig) -> list[str]:

@@ -198,7 +198,7 @@ def unreadable_weights(config: RunConfig) -> str | None:
 
 def _experts_over_an_update(config: RunConfig) -> Mistakes:
     """Refuse routing replay with SGLang if weight updates pause requests: it then recomputes their tokens, and reports only the experts of
-    that pass."""
+    that pass, not those used in sampling."""
     rollout = config.rollout
     pauses = rollout.on_sync == "pause" or (rollout.on_sync is None and rollout.supply == "async")
     if replays_engines(config) and pauses and isinstance(config.actor_infer.strategy, SglangStrategyConfig):
@@ -229,7 +229,7 @@ def devices_are_there(config: RunConfig) -> Mistakes:
 
 
 def sharing_notes(config: RunConfig) -> list[str]:
-    """Notes on pairs of roles that share GPUs: both stay loaded, or one loads into the memory that the other's engines leave free."""
+    """Return a note for each pair of roles that share GPUs if both stay loaded, or if one is loaded beside engines that stay."""
     if not gpus_visible():
         return []
     by_role = roles(config)
@@ -248,7 +248,7 @@ def sharing_notes(config: RunConfig) -> list[str]:
 
 
 def _left_beside(role: Role) -> float | None:
-    """Share of a GPU's memory that engines leave free; None for roles without engines and for a fixed cache size."""
+    """Share of a GPU's memory that engines leave free; None if the role has no engines or the KV cache has a fixed size."""
     strategy = getattr(role, "strategy", None)
     if not isinstance(strategy, EngineStrategyConfig) or strategy.kv_cache_mb is not None:
         return None
@@ -269,7 +269,7 @@ def is_elsewhere(config: RunConfig) -> bool:
 
 
 def gpus_visible() -> bool:
-    """Look for GPUs without importing torch, which takes seconds."""
+    """True if GPUs are visible. Looks for them without importing torch, which takes seconds."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
     return not hidden and any(Path("/dev").glob("nvidia[0-9]*"))
 

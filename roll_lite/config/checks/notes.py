@@ -52,7 +52,7 @@ def batch_notes(config: RunConfig) -> list[str]:
 
 
 def notes_on(config: RunConfig, *further: Callable[[RunConfig], list[str]]) -> list[str]:
-    """Collect all notes. `further`: notes of other packages."""
+    """Collect all notes. `further`: functions of other packages that return notes."""
     notes_of_parts = (
         mode_notes,
         gpu_notes,

@@ -70,7 +70,7 @@ def _group_filter(config: RunConfig) -> Iterator[Mistake]:
 
 
 def staleness_notes(config: RunConfig) -> list[str]:
-    """Note if samples of older weights train without importance weights."""
+    """Return a note if samples from older weights are trained on without importance weights."""
     rollout, algorithm = config.rollout, config.algorithm
     stale = rollout.supply != "sync" if rollout.max_staleness is None else rollout.max_staleness > 0
     if not stale or algorithm.weighs_by_rollout:

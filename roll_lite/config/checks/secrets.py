@@ -1,4 +1,5 @@
-"""Checks for secrets in a configuration, which is logged and saved. URLs must hold none; other secrets are left out there."""
+"""Checks for secrets in a configuration, because it is logged and saved. URLs must hold none; other secrets are left out of logs and
+files."""
 
 from __future__ import annotations
 

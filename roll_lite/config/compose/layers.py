@@ -29,7 +29,7 @@ DEEPEST = 50
 
 @dataclass(frozen=True)
 class Composed:
-    """Merged configuration with `${...}` resolved, without the values in `broken`."""
+    """Merged configuration with `${...}` resolved, without the values at the paths in `broken`."""
 
     data: dict[str, Any]
     problems: list[Problem]
@@ -84,7 +84,7 @@ class _Composer:
         return path
 
     def refuse(self, place: str, message: str, value: Any = NO_VALUE, broken: Path = ()) -> None:
-        """Report a problem and mark a path as broken. An unreadable file breaks the root, so its settings do not count as missing."""
+        """Report a problem and mark a path as broken, by default the root: settings of an unreadable file must not count as missing."""
         self.problems.append(Problem(place, message, value))
         self.broken.add(broken)
 
@@ -126,7 +126,7 @@ class _Composer:
 
 
 def find(name: str, folder: FilePath) -> FilePath | None:
-    """Path of the file in `folder`, else of the shipped one, else None."""
+    """Path of the configuration `name` in `folder`, else among the shipped ones, else None."""
     return next((path for path in (folder / f"{name}.yaml", CONFIGS / f"{name}.yaml") if is_file(path)), None)
 
 
@@ -168,7 +168,7 @@ def _written_on_the_command_line(origins: dict[Path, str], path: Path) -> None:
 # ---------------------------------------------------------------- interpolations
 
 _from_environment: ContextVar[list[str] | None] = ContextVar("_from_environment", default=None)
-"""Environment variables that the current value's resolution has read."""
+"""Names of the environment variables read so far while the current value is resolved."""
 
 
 def _environment(key: str, *default: Any) -> Any:
@@ -219,7 +219,7 @@ def _resolve(node: DictConfig | ListConfig, path: Path, composer: _Composer) -> 
 
 
 def _why(error: Exception, variables: list[str]) -> str:
-    """The error's message, without values of environment variables."""
+    """Return the error's message, without values of environment variables."""
     for variable in variables:
         if f"Environment variable '{variable}' not found" in str(error):
             return f"the environment variable {variable} is not set"

@@ -1,5 +1,5 @@
-"""Merges configurations by the schema: `strategy: sglang` means `strategy: {name: sglang}`, a new name drops keys that only the former one
-has, null removes inherited settings."""
+"""Merges configurations by the schema: `strategy: sglang` means `strategy: {name: sglang}`, a new `name` drops keys that only the former
+choice has, null removes inherited settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from roll_lite.config.validation import is_removed_by_null, sections_at
 
 
 def spell_out(data: Any, path: Path, lines: dict[Path, int]) -> Any:
-    """Expand short forms at `path` and below, before merging: `sglang` becomes `{name: sglang}`. Adds the names' lines to `lines`."""
+    """Expand short forms at `path` and below, before merging: `sglang` becomes `{name: sglang}`. Adds the line numbers of the new `name`
+    keys to `lines`."""
     if isinstance(data, dict):
         return {key: spell_out(value, (*path, key), lines) for key, value in data.items()}
     if isinstance(data, list):
@@ -31,8 +32,8 @@ def is_short_form(value: Any, path: Path) -> bool:
 
 
 def merge(tree: dict[str, Any], layer: Mapping[str, Any], path: Path = ()) -> None:
-    """Merge `layer` into `tree`, both at `path`. Sections are merged, other values replaced; null restores defaults of settings that
-    cannot be null."""
+    """Merge `layer` into `tree`, both at `path`. Sections are merged, other values replaced; null removes an inherited entry of a mapping,
+    and restores the default of a setting that cannot be null."""
     for key in _ended(tree, layer, path):
         del tree[key]
     for key, value in layer.items():

@@ -44,7 +44,7 @@ class YamlSource:
 
 
 def parse_yaml(text: str, place: str, root: Path = ()) -> YamlSource:
-    """Parse a text whose values belong at the configuration's path `root`. Messages call it `place`."""
+    """Parse a text whose values belong at the configuration's path `root`. `place`: name of the text in messages."""
     source = YamlSource()
     try:
         loader = _Loader(text)

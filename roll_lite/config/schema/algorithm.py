@@ -31,11 +31,11 @@ class AdaptiveKlConfig(Section):
 
     name: Literal["adaptive"] = "adaptive"
     target: PositiveFloat
-    """Target of KL(policy || reference), in nats per token. kl_in_reward measures KL by its estimator (k3 in place of abs); kl_in_loss
-    measures it by k3, or exactly if its estimator is full."""
+    """Target of KL(policy || reference), in nats per token. kl_in_reward measures this KL by its own estimator, but by k3 if that is abs;
+    kl_in_loss measures it by k3, or exactly if its estimator is full."""
     horizon: PositiveFloat = 10000.0
-    """Number of samples over which the coefficient changes by at most about 20%; larger: slower changes. A batch with more samples counts
-    as this many."""
+    """Number of samples over which the coefficient changes by at most about 20%; larger: slower changes. A batch with more samples than
+    this changes it no more than that."""
 
 
 KlControllerConfig = Annotated[FixedKlConfig | AdaptiveKlConfig, Field(discriminator="name")]
@@ -74,8 +74,8 @@ class KlInLossConfig(KlInRewardConfig):
 
 class RewardNormalizationConfig(Section):
     over: Literal["batch", "group", "running"]
-    """Samples that give mean and standard deviation. batch: those of the step that train. group: all of the same prompt. running: all that
-    have trained in the run, this step's included."""
+    """Samples whose rewards give mean and standard deviation. batch: the step's samples that train. group: all samples of the same prompt.
+    running: all samples that have trained in the run, including this step's."""
     mean: bool = True
     """Subtract the mean."""
     std: bool = True
@@ -105,15 +105,15 @@ class OverlongConfig(Section):
 
 
 class RewardShapingConfig(Section):
-    """Turns scores into rewards, in this order: format, length penalty, truncation penalty, overlong penalty, scale, clip, normalisation,
-    domain weight."""
+    """Turns scores into rewards, in this order: format bonus, length penalty, truncation penalty, overlong penalty, scale, clip,
+    normalisation, domain weight."""
 
     length_penalty: LengthPenaltyConfig | None = None
     """Penalty for long responses; null: none."""
     overlong: OverlongConfig | None = None
     """Penalty for responses near max_tokens; null: none."""
     scale: PositiveFloat = 1.0
-    """Factor of the reward."""
+    """Factor by which rewards are multiplied."""
     clip: PositiveFloat | None = None
     """Limit rewards to [-clip, clip]; null: unlimited."""
     normalize: RewardNormalizationConfig | None = None
@@ -139,7 +139,7 @@ class PtxDataConfig(Section):
     train: UserPath | Annotated[list[UserPath], Field(min_length=1)]
     """Files as for a domain: .jsonl, .parquet, a folder, or a list of these, read one after the other."""
     prompt: str = "prompt"
-    """Column with the prompt (a string or chat messages), or with the text if there is no answer."""
+    """Column with the prompt (a string or chat messages), or with the text to learn if `answer` is null."""
     answer: str | None = "answer"
     """Column with the text to learn; null: learn the prompt itself, as in pre-training."""
 
@@ -155,13 +155,13 @@ class PtxConfig(Section):
     coef: PositiveFloat
     """Weight of the mean cross-entropy."""
     samples: PositiveInt
-    """Rows per optimizer step, packed into micro-batches with the policy's."""
+    """Rows per optimizer step, packed into micro-batches with the policy's samples."""
     max_tokens: Annotated[int, Field(ge=2)] = 4096
     """Maximum tokens of prompt and answer; longer rows are cut at the end."""
 
     @property
     def as_domain(self) -> DomainConfig:
-        """Domain with this section's data and template: prompts are loaded by domain."""
+        """Return a domain with this section's data and template, since prompts are loaded by domain."""
         data = DataConfig(train=self.data.train, prompt=self.data.prompt, answer=self.data.answer)
         sampling = SamplingConfig(max_prompt_tokens=2**31 - 1)  # longer ones are cut
         return DomainConfig(data=data, template=self.template, sampling=sampling, reward=RewardConfig(name="exact"))
@@ -187,7 +187,7 @@ class AlgorithmConfig(Section):
     mean over sequences of each one's token mean. sequence_mean_token_sum: mean over sequences of each one's token sum. constant: the same,
     with each sum divided by aggregation_constant."""
     aggregation_constant: PositiveInt | None = None
-    """Divisor, in tokens, for `aggregation: constant`; null: the domains' longest max_tokens."""
+    """Divisor, in tokens, for `aggregation: constant`; null: the largest max_tokens of all domains."""
     kl_in_reward: KlInRewardConfig = Field(default_factory=KlInRewardConfig)
     """KL(policy || reference) subtracted from every token's reward."""
     kl_in_loss: KlInLossConfig = Field(default_factory=KlInLossConfig)
@@ -200,16 +200,16 @@ class AlgorithmConfig(Section):
     """Source of old log-probs. recompute: an extra forward pass of the trainer before the updates. current: the training pass itself,
     detached; only with one update per batch. rollout: the engine."""
     routing_replay: Literal["none", "train", "rollout"] = "none"
-    """Experts used in the actor's updates, for models with experts. none: the router's current choice. train: those of the pass for old
-    log-probs. rollout: the engine's, which that pass uses too. The router still learns, since its probabilities weight the experts'
-    outputs."""
+    """Experts used in the actor's updates, for models with experts. none: those that the router chooses now. train: those used in the pass
+    for old log-probs. rollout: those that the engine used, also for old log-probs. The router still learns, since its probabilities weight
+    the experts' outputs."""
     ppo_epochs: PositiveInt = 1
     """Passes over each batch."""
     mini_batches: PositiveInt = 1
     """Mini-batches (optimizer steps) per pass."""
     early_stop_kl: PositiveFloat | None = None
-    """End a step's actor updates after one with KL(old || new) above this limit or NaN; that update stays applied. KL is in nats, averaged
-    over the update's tokens. Skipped updates are not checked. null: no limit."""
+    """Limit of KL(old || new), in nats, averaged over an update's tokens. After an update with a KL above it or NaN, the step's remaining
+    actor updates are omitted; the update itself stays applied. Updates skipped as not finite are not checked. null: no limit."""
     critic_warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Number of steps at the start that train only the critic."""
 

@@ -17,8 +17,8 @@ T = TypeVar("T")
 
 
 def from_current_folder(path: Path) -> Path:
-    """Make a path absolute from the current folder, since workers may run in another one; `examples/...` also finds shipped files.
-    ValueError if the home folder in it does not exist or the path cannot be inspected."""
+    """Make a relative path absolute, since workers may run in another folder. `examples/...` also finds the package's files. ValueError if
+    the path's home folder (`~name`) does not exist or the path cannot be inspected."""
     try:
         path = absolute_path(path)
     except RuntimeError:
@@ -56,7 +56,7 @@ class Refused(Exception):
 
 
 def readable(found: Iterable[T]) -> list[T]:
-    """List the items up to the first that raises Refused."""
+    """List an iterator's items until it ends or raises Refused."""
     mistakes: list[T] = []
     with suppress(Refused):
         mistakes.extend(found)  # keeps those before the exception

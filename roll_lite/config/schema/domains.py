@@ -50,8 +50,8 @@ class DataConfig(Section):
     weight: str | None = None
     """Column with the weight of a prompt's samples in the loss; null: all weights are 1."""
     epochs: PositiveInt | None = None
-    """Maximum passes over `train`, each in a new order. After them other domains fill this domain's part of the batch; if none has prompts
-    left, the run ends with an error. null: unlimited."""
+    """Maximum passes over `train`, each in a new order. After the last pass other domains fill this domain's part of the batch; if none has
+    prompts left, the run ends with an error. null: unlimited."""
     report_by: str | None = None
     """Column of held-out prompts, such as level or subject. Validation is also reported for each of its values (at most 50). null: none."""
 
@@ -103,7 +103,7 @@ class SamplingConfig(Section):
     min_tokens: Annotated[int, Field(ge=0)] = 0
     """Shortest response in tokens."""
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list, max_length=32)
-    """Texts that end a response and remain in it. One that is complete within the first min_tokens tokens is ignored."""
+    """Texts that end a response and remain in it. A text that is complete within the first min_tokens tokens is ignored."""
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
     """Token ids that end a response and remain in it, besides the model's end of sequence."""
 
@@ -123,7 +123,7 @@ _HeldOutTemperature = Annotated[float, Field(ge=0, le=GREATEST_TEMPERATURE), Aft
 
 
 class HeldOutSamplingConfig(Section):
-    """Sampling of a domain's held-out prompts. null: the setting of validation.sampling."""
+    """Sampling of a domain's held-out prompts. A field that is null takes its value from validation.sampling."""
 
     temperature: _HeldOutTemperature | None = None
     """Sampling temperature; 0: greedy."""
@@ -144,7 +144,7 @@ class HeldOutSamplingConfig(Section):
 
 
 class ValidationSamplingConfig(HeldOutSamplingConfig):
-    """Sampling of held-out prompts in all domains. null: the setting of the domain's `sampling`."""
+    """Sampling of held-out prompts in all domains. A field that is null takes its value from the domain's `sampling`."""
 
     temperature: _HeldOutTemperature = 1.0
     """Sampling temperature; 0: greedy."""
@@ -163,11 +163,12 @@ class FormatConfig(Section):
 
 class RewardTermConfig(Section):
     name: str
-    """Reward type (docs/rewards.md) or dotted path, as for `reward.name`. `length`, `repetition` and `format` are made for terms."""
+    """Reward type (docs/rewards.md) or dotted path, as for `reward.name`. `length`, `repetition` and `format` are meant to be added to
+    another reward."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments."""
     weight: float = 1.0
-    """Factor of the term; negative: a penalty."""
+    """Factor of this reward in the sum; negative: a penalty."""
 
     @rule
     def _weighs(self) -> Mistakes:
@@ -184,7 +185,7 @@ class RewardConfig(Section):
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments."""
     terms: list[RewardTermConfig] = Field(default_factory=list)
-    """Further rewards, added to the score times their weights. Only the reward itself decides whether a sample is correct."""
+    """Further rewards, added to the score times their weights. Only the main reward (`name`) decides whether a sample is correct."""
     workers: PositiveInt = 1
     """Processes that score this domain's samples."""
     timeout_s: PositiveFloat = 30.0
@@ -207,7 +208,7 @@ class DomainConfig(Section):
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     """Sampling in training."""
     validation_sampling: HeldOutSamplingConfig = Field(default_factory=HeldOutSamplingConfig)
-    """Sampling of held-out prompts. null: the setting of validation.sampling."""
+    """Sampling of held-out prompts. Fields that are null take their values from validation.sampling."""
     reward: RewardConfig
     """Scoring of responses."""
     share: PositiveFloat = 1.0
@@ -226,7 +227,7 @@ GROUP_MEASURES: dict[str, tuple[float | None, float | None]] = {"accuracy": (0.0
 
 
 class GroupFilterConfig(Section):
-    """Dynamic sampling (DAPO): groups that teach nothing are dropped, and other prompts generated until the batch is full."""
+    """Dynamic sampling (DAPO): groups without a learning signal are dropped, and other prompts are generated until the batch is full."""
 
     name: str = "accuracy"
     """Measure of a group: accuracy (share of correct samples), or mean or std of its scores. Or dotted path to your function `SampleGroup
@@ -236,7 +237,7 @@ class GroupFilterConfig(Section):
     below: float | None = None
     """Train only groups whose measure is below this. null: 1 for accuracy, no bound for mean and std."""
     tries: PositiveInt = 10
-    """Maximum prompts generated for each group of the batch, on average over a domain's groups."""
+    """Maximum number of prompts tried for a group of the batch, on average over a domain's groups."""
     when_short: Literal["fail", "continue"] = "fail"
     """Action when `tries` is reached. fail: end the run. continue: train on the groups that passed."""
 
@@ -256,7 +257,7 @@ class GroupFilterConfig(Section):
 
     @property
     def bounds(self) -> tuple[float | None, float | None]:
-        """Bounds (above, below) of the measure; its defaults where null."""
+        """Bounds (above, below) of the measure, with defaults in place of null."""
         above, below = GROUP_MEASURES[self.name]
         return above if self.above is None else self.above, below if self.below is None else self.below
 
@@ -267,7 +268,7 @@ class RolloutConfig(Section):
     samples_per_prompt: PositiveInt = 8
     """Responses per prompt (group size)."""
     request_timeout_s: PositiveFloat = 600.0
-    """Time limit of a response in seconds, without time in the engine's queue or during weight updates."""
+    """Time limit in seconds for generating a response. Time in the engine's queue and during weight updates does not count."""
     retries: Annotated[int, Field(ge=0)] = 2
     """Retries of a failed generation before its sample counts as failed."""
     restarts: Annotated[int, Field(ge=0)] = 3
@@ -289,18 +290,20 @@ class RolloutConfig(Section):
     filter: GroupFilterConfig | None = None
     """Dynamic sampling; null: all groups train."""
     max_tokens_per_engine: PositiveInt | None = None
-    """Limit of tokens in an engine's requests: prompts, and responses at their expected length. Above it the engine gets no further
-    request. null: only max_running_requests counts."""
+    """Limit of the tokens in all requests of an engine (prompts, and responses at their expected length). An engine above it gets no
+    further request. null: only max_running_requests counts."""
     stream_log_probs: bool = False
     """Compute log-probs and values of finished groups while others are still generated. Models must not share devices with engines."""
     dump: bool = False
     """Write every batch with tokens, log-probs and texts to the run's `dumps/` (docs/replay.md); `mode: rollout_only` always does."""
     keep_mask: bool = False
-    """Record which tokens top-k, top-p and min-p left to sample from, and normalise training log-probs over these too."""
+    """Record which tokens top-k, top-p and min-p allowed at each position, and normalise training log-probs over these tokens only, as the
+    engine does."""
     max_mismatch: PositiveFloat | None = 0.2
     """Maximum mean difference, in nats, between engine's and trainer's log-probs of the same tokens, in the first batch and later in each
-    engine's samples from the trainer's current weights. A larger difference ends the run: they hold different models. So does an engine
-    that differs several times as much as usual, or as the others. Usual in bfloat16: 0.01 to 0.05. null: no check."""
+    engine's samples from the trainer's current weights. A larger difference ends the run: engine and trainer hold different models. A
+    difference several times that of earlier steps, or of the other engines, also ends it. Usual in bfloat16: 0.01 to 0.05. null: no
+    check."""
 
     @rule
     def _ahead(self) -> Mistakes:

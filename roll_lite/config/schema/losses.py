@@ -60,7 +60,7 @@ class ReinforcePlusPlusAdvantageConfig(Section):
 
 
 class RemaxAdvantageConfig(Section):
-    """Reward minus the score of a greedy response to the same prompt, which does not train."""
+    """Reward minus the score of a greedy response to the same prompt. The greedy response itself is not trained on."""
 
     name: Literal["remax"] = "remax"
 
@@ -72,8 +72,8 @@ class OpoAdvantageConfig(Section):
 
 
 class GpgAdvantageConfig(Section):
-    """(reward - group mean) * n / m, for n samples in the batch, of which m are in groups with differing rewards (before KL). So groups
-    without advantage do not shrink the gradient."""
+    """(reward - group mean) * n / m, for n samples in the batch, of which m are in groups whose rewards (before KL) differ. Groups with
+    equal rewards, whose advantage is 0, then do not shrink the gradient."""
 
     name: Literal["gpg"] = "gpg"
 
@@ -221,9 +221,9 @@ class CorrectionWeightConfig(Section):
     mode: Literal["truncate", "mask"] = "truncate"
     """Treatment of weights below `low` or above `high`. truncate: limited to that range (TIS). mask: set to 0 (IcePop)."""
     low: NonNegativeFloat = 0.0
-    """Lowest importance weight kept."""
+    """Lower limit of the importance weight."""
     high: PositiveFloat | None = 2.0
-    """Highest importance weight kept; null: unlimited."""
+    """Upper limit of the importance weight; null: unlimited."""
 
     @rule
     def _range(self) -> Mistakes:
@@ -265,7 +265,7 @@ class MismatchCorrectionConfig(Section):
     weight: CorrectionWeightConfig | None = None
     """Importance weight of token losses; null: 1 for all."""
     filters: list[CorrectionFilterConfig] = Field(default_factory=list)
-    """Tokens that fail any of these get weight 0."""
+    """Tokens that fail any of these filters get weight 0."""
 
     @rule
     def _corrects(self) -> Mistakes:

@@ -54,7 +54,7 @@ class OptimizerConfig(Section):
     """Largest global gradient norm; above it gradients are scaled down. 0: no clipping."""
     stop_after_skipped: Annotated[int, Field(ge=0)] = 5
     """End the run after this number of skipped updates in a row, counted across steps and resumptions. 0: never. An update is skipped if
-    its loss or gradient is not finite. Samples of the first in a row are saved in the run's skipped/."""
+    its loss or gradient is not finite. The samples of the first one in a row are saved in the run's folder, in skipped/."""
 
     @rule
     def _least(self) -> Mistakes:
@@ -83,8 +83,8 @@ class LoraConfig(Section):
     """Linear layers with adapters: any of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj. The last three include those of
     all experts."""
     path: UserPath | None = None
-    """Folder of initial adapters in PEFT's format (adapter_config.json, adapter_model.safetensors). Rank, alpha and targets must equal
-    these. null: new adapters."""
+    """Folder of initial adapters in PEFT's format (adapter_config.json, adapter_model.safetensors). They must have the rank, alpha and
+    targets set here. null: new adapters."""
     export: Literal["merged", "adapter"] = "merged"
     """Format in which `checkpoint.export_model` writes the model. merged: all weights, adapters merged in. adapter: the adapters alone, in
     PEFT's format."""
@@ -169,7 +169,7 @@ class EngineStrategyConfig(Section):
     expert_parallel: PositiveInt = 1
     """1: each device of a replica holds a part of every expert. Equal to tensor_parallel: each holds whole experts."""
     max_model_len: PositiveInt | None = None
-    """Longest prompt plus response in tokens; null: the longest that the domains allow."""
+    """Longest prompt plus response in tokens; null: the longest that the domains' sampling allows."""
     max_running_requests: PositiveInt = 256
     """Maximum requests that an engine decodes at a time; others wait."""
     max_batched_tokens: PositiveInt = 8192
@@ -178,8 +178,8 @@ class EngineStrategyConfig(Section):
     kv_cache_mb: PositiveInt | None = None
     """Size of the KV cache in MB. null: determined by gpu_memory_utilization on GPUs, 256 on a CPU."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
-    """Share of a GPU's memory for an engine. vLLM stays within it. SGLang fills it with weights and KV cache; activations and CUDA graphs
-    need more."""
+    """Share of a GPU's memory for an engine. vLLM stays within it. SGLang fills it with weights and KV cache, and needs further memory for
+    activations and CUDA graphs."""
     enforce_eager: bool = False
     """Run without CUDA graphs: starts faster, generates more slowly."""
     quantization: Literal["none", "fp8"] = "none"

@@ -40,8 +40,8 @@ class RayConfig(Section):
 
 class ValidationConfig(Section):
     every: Annotated[int, Field(ge=0)] = 0
-    """Steps between validations. A run also validates before its first and after its last step; 0: only then. With rollout.supply
-    one_step_off or async, training continues during a validation (docs/scheduling.md)."""
+    """Steps between validations. A run also validates before its first and after its last step. 0: no validations between these two. With
+    rollout.supply one_step_off or async, training continues during a validation (docs/scheduling.md)."""
     samples_per_prompt: PositiveInt = 1
     """Responses per held-out prompt. With several, pass@k, best@k and maj@k are reported for powers of two and for all."""
     sampling: ValidationSamplingConfig = Field(default_factory=ValidationSamplingConfig)
@@ -68,14 +68,15 @@ class CheckpointConfig(Section):
     keep_every: Annotated[int, Field(ge=0)] = 0
     """Steps between checkpoints that are never deleted; a multiple of `every`. 0: only the newest `keep` stay."""
     asynchronous: bool = False
-    """Write in background processes. Training waits only while a checkpoint is copied to host memory, which needs room for the copy, and,
-    when the next one is due, until the last one is written."""
+    """Write in background processes. Training waits only while a checkpoint is copied to host memory, which must have room for it, and, if
+    the previous checkpoint is not written yet, until it is."""
     unfinished: bool = True
-    """Save the tokens and scores of samples under way, and of finished groups that no batch has used. A resumed run continues them; without
-    this their prompts start again. A token takes 13 bytes before compression, more with rollout.keep_mask or algorithm.routing_replay."""
+    """Save the tokens and scores of unfinished samples, and of finished groups that no batch has used. A resumed run continues them;
+    otherwise it generates their prompts again. A token takes 13 bytes before compression, more with rollout.keep_mask or
+    algorithm.routing_replay."""
     store: Url | None = None
-    """Object store, or another file system of fsspec, for all checkpoints: a URL such as s3://bucket/prefix. Those of a run are then in
-    store/experiment/start time/checkpoints, and `resume: auto` looks there (docs/checkpoints.md). null: the run's folder."""
+    """Object store, or another file system of fsspec, for all checkpoints: a URL such as s3://bucket/prefix. A run's checkpoints are then
+    in store/experiment/start time/checkpoints, and `resume: auto` looks there (docs/checkpoints.md). null: the run's folder."""
     resume: Literal["auto"] | Url | Annotated[UserPath, AfterValidator(Path.resolve)] | None = None
     """Checkpoint to resume from: the folder or URL of a checkpoint, or that of a run, which means its newest checkpoint. The resumed run
     writes to a new folder. auto: resume from this experiment's newest undamaged checkpoint and continue in that run's folder; start afresh
@@ -89,7 +90,7 @@ class CheckpointConfig(Section):
 
     @property
     def source(self) -> Path | None:
-        """Folder to resume from; None without one, and for `auto` until a checkpoint is chosen (pipeline/checkpoint_files.py)."""
+        """Folder to resume from. None if `resume` is null, or `auto`, for which pipeline/checkpoint_files.py later chooses a checkpoint."""
         if self.resume == "auto":
             return None
         return remote_folder(self.resume) if isinstance(self.resume, str) else self.resume
@@ -105,8 +106,8 @@ class BatchFilesConfig(Section):
     and weights from them (docs/recompute.md)."""
 
     write: Literal["auto", "always", "never"] = "auto"
-    """auto: save the data of runs that `examples/recompute.py` can recompute (in float32, without algorithm.routing_replay and adapters of
-    experts), for steps of at most 262,144 tokens."""
+    """auto: save steps of at most 262,144 tokens, in runs that `examples/recompute.py` can recompute (in float32, without
+    algorithm.routing_replay and adapters of experts)."""
     copy_models_mb: Annotated[int, Field(ge=0)] = 256
     """Models up to this size in MB are copied into the run's folder before training; of larger ones only path and checksums are saved."""
 
@@ -141,8 +142,8 @@ class WeightSyncConfig(Section):
 
 class LimitsConfig(Section):
     """Time limits in seconds. A phase of a step (metric `time/<phase>`) that exceeds its limit counts as hung: the run reports which
-    process did not answer, and where it was; a hung training role starts again (actor_train.restarts), otherwise the run ends. 0 or null:
-    unlimited. Raise a limit if the work is only slow."""
+    process did not answer, with its Python stack; a hung training role starts again (actor_train.restarts), otherwise the run ends. 0 or
+    null: unlimited. Raise a limit if the work is only slow."""
 
     start: TimeLimit = 3600.0
     """Start of models and engines. ray.start_timeout_s limits the start of Ray."""
@@ -184,7 +185,7 @@ USUAL_VICTIMS: tuple[Victim, ...] = ("actor_train", "critic", "reference", "acto
 
 
 class ChaosConfig(Section):
-    """Faults on purpose, to try what a run survives: kills, stops and slows its processes by a seeded plan while it trains."""
+    """Injects faults to test what a run survives: kills, stops and slows its processes by a seeded plan while it trains."""
 
     every_s: PositiveFloat = 60.0
     """Mean time between faults in seconds; the times are random."""
@@ -197,7 +198,7 @@ class ChaosConfig(Section):
     most: PositiveInt | None = None
     """Maximum number of faults; null: unlimited. Roles restart only as often as their `restarts` allow."""
     seed: int = 0
-    """Seed of the plan: which role, rank and fault come in turn."""
+    """Seed of the plan, which gives role, rank and kind of every fault."""
 
 
 LONGEST_NAME = 200
@@ -267,7 +268,7 @@ class RunConfig(Section):
     limits: LimitsConfig = Field(default_factory=LimitsConfig)
     """Time limits of phases and processes."""
     chaos: ChaosConfig | None = None
-    """Faults on purpose; null: none."""
+    """Injected faults, to test what a run survives; null: none."""
     simulation: SimulationConfig = Field(default_factory=SimulationConfig)
     """Assumptions of `roll-lite simulate`; runs do not read them."""
 

@@ -25,13 +25,13 @@ class SimulatedEngineConfig(Section):
     cached_tokens: PositiveInt | None = 800_000
     """KV cache size in tokens; requests beyond it wait. null: unlimited."""
     failures_per_day: NonNegativeFloat = 0.0
-    """Mean number of an engine's deaths per day."""
+    """Mean number of crashes per engine and day."""
     node_failures_per_day: NonNegativeFloat = 0.0
-    """Mean number of a node's losses per day. All its engines die with it."""
+    """Mean number of crashes per node and day. A node's engines are lost with it."""
     engines_per_node: PositiveInt = 1
     """Engine replicas on a node, for node_failures_per_day."""
     hangs_per_day: NonNegativeFloat = 0.0
-    """Mean number of an engine's hangs per day. A hung engine generates and answers nothing until it is given up."""
+    """Mean number of hangs per engine and day. A hung engine generates nothing until it counts as lost (hang_s)."""
     hang_s: PositiveFloat = 7.0
     """Seconds from a hang until the engine counts as lost; in real runs `limits.engine_silence`, if its processes are stopped. Its requests
     may fail earlier by `rollout.request_timeout_s`."""
@@ -59,7 +59,7 @@ class SimulatedResponsesConfig(Section):
     """Prompts, responses and rewards of a domain."""
 
     prompts: PositiveInt = 10_000
-    """Number of prompts in the data, for `data.epochs`."""
+    """Number of prompts in the data, which data.epochs limits to a number of passes."""
     prompt_tokens: PositiveInt = 256
     """Tokens per prompt, at most max_prompt_tokens."""
     median: PositiveFloat | None = None
