@@ -294,7 +294,7 @@ def extra_token_columns(config: RunConfig) -> tuple[str, ...]:
 
 
 def roles(config: RunConfig) -> dict[str, Role]:
-    """Roles that this mode runs, by configuration path."""
+    """Roles that the configured `mode` runs, by configuration path."""
     named = {"actor_train": config.actor_train, "actor_infer": config.actor_infer, "reference": config.reference, "critic": config.critic}
     reward_models = {f"reward_models.{name}": model for name, model in config.reward_models.items()}
     judges: dict[str, Role] = {f"judges.{name}": judge for name, judge in config.judges.items()}

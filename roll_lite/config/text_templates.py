@@ -21,7 +21,7 @@ def placeholders(text: str) -> list[str]:
 
 
 def compile_format(pattern: str) -> re.Pattern[str]:
-    """Compile a format's regular expression; `.` matches line breaks. ValueError gives the reason."""
+    """Compile a format's regular expression; `.` matches line breaks. ValueError, with the reason, if it is invalid."""
     if not pattern:
         raise ValueError("the empty pattern matches every response")
     try:

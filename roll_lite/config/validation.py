@@ -271,7 +271,7 @@ def words_at(path: Path) -> str:
 
 def is_removed_by_null(path: Path, inherited: bool) -> bool:
     """True if null at `path` removes the key. That holds for an inherited entry of a mapping, and for a setting with a default that cannot
-    be null, if it is inherited or a section. `inherited`: an earlier file sets the key."""
+    be null, if it is inherited or a section. `inherited`: an earlier layer sets the key."""
     fields = _fields_at(path)
     if not inherited and (len(sections_at(path)) != 1 or not fields):
         return False

@@ -34,8 +34,8 @@ class AdaptiveKlConfig(Section):
     """Target of KL(policy || reference), in nats per token. kl_in_reward measures this KL by its own estimator, but by k3 if that is abs;
     kl_in_loss measures it by k3, or exactly if its estimator is full."""
     horizon: PositiveFloat = 10000.0
-    """Number of samples over which the coefficient changes by at most about 20%; larger: slower changes. A batch with more samples than
-    this changes it no more than that."""
+    """Number of samples over which the coefficient changes by at most about 20%; larger: slower changes. A step never changes it by more
+    than 20%."""
 
 
 KlControllerConfig = Annotated[FixedKlConfig | AdaptiveKlConfig, Field(discriminator="name")]
@@ -60,8 +60,8 @@ class KlInLossConfig(KlInRewardConfig):
     estimator: Literal["k1", "k2", "k3", "abs", "full"] = "k3"
     """Estimator of KL, as for kl_in_reward."""
     unbiased_gradient: bool = False
-    """Use the gradient of KL(policy || reference) itself in place of the estimator's. Tokens sampled by an older policy get importance
-    weights."""
+    """Use an unbiased estimate of the gradient of KL(policy || reference) in place of the estimator's gradient. Tokens sampled by an older
+    policy get importance weights."""
 
     @rule
     def _unbiased(self) -> Mistakes:
@@ -200,16 +200,17 @@ class AlgorithmConfig(Section):
     """Source of old log-probs. recompute: an extra forward pass of the trainer before the updates. current: the training pass itself,
     detached; only with one update per batch. rollout: the engine."""
     routing_replay: Literal["none", "train", "rollout"] = "none"
-    """Experts used in the actor's updates, for models with experts. none: those that the router chooses now. train: those used in the pass
-    for old log-probs. rollout: those that the engine used, also for old log-probs. The router still learns, since its probabilities weight
-    the experts' outputs."""
+    """Experts used in the actor's updates, for models with experts. none: those that the router chooses in the update. train: those used in
+    the pass for old log-probs. rollout: those that the engine used, also for old log-probs. The router still learns, since its
+    probabilities weight the experts' outputs."""
     ppo_epochs: PositiveInt = 1
     """Passes over each batch."""
     mini_batches: PositiveInt = 1
     """Mini-batches (optimizer steps) per pass."""
     early_stop_kl: PositiveFloat | None = None
     """Limit of KL(old || new), in nats, averaged over an update's tokens. After an update with a KL above it or NaN, the step's remaining
-    actor updates are omitted; the update itself stays applied. Updates skipped as not finite are not checked. null: no limit."""
+    actor updates are omitted; the update itself stays applied. Skipped updates, whose loss or gradient is not finite, are not checked.
+    null: no limit."""
     critic_warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Number of steps at the start that train only the critic."""
 

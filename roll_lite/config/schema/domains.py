@@ -272,8 +272,8 @@ class RolloutConfig(Section):
     retries: Annotated[int, Field(ge=0)] = 2
     """Retries of a failed generation before its sample counts as failed."""
     restarts: Annotated[int, Field(ge=0)] = 3
-    """Restarts of the rollout service within an hour after its process died or hung. Prompts in flight start again; if updates were under
-    way, the run goes back to the newest checkpoint. Beyond that the run ends."""
+    """Maximum restarts of the rollout service within an hour, after its process died or hung. Prompts in flight start again; if updates
+    were under way, the run goes back to the newest checkpoint. Beyond that the run ends."""
     supply: Literal["sync", "one_step_off", "async"] = "sync"
     """sync: generation and training alternate. one_step_off: the next batch is generated while one is trained. async: engines generate all
     the time, at most max_staleness steps ahead."""

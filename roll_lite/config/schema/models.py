@@ -387,4 +387,4 @@ class JudgeServerConfig(Section):
     start_timeout_s: PositiveFloat = 900.0
     """Time limit in seconds for a server to load the model."""
     restarts: Annotated[int, Field(ge=0)] = 3
-    """Maximum restarts of a dead server; then the run fails. During a restart verdicts wait, or fail and are retried."""
+    """Maximum restarts of a dead server; then the run fails. During a restart requests for verdicts wait, or fail and are retried."""

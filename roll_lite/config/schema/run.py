@@ -68,8 +68,8 @@ class CheckpointConfig(Section):
     keep_every: Annotated[int, Field(ge=0)] = 0
     """Steps between checkpoints that are never deleted; a multiple of `every`. 0: only the newest `keep` stay."""
     asynchronous: bool = False
-    """Write in background processes. Training waits only while a checkpoint is copied to host memory, which must have room for it, and, if
-    the previous checkpoint is not written yet, until it is."""
+    """Write in background processes. Training waits only for the copy to host memory, which must have room for it, and for the previous
+    checkpoint if that is still being written."""
     unfinished: bool = True
     """Save the tokens and scores of unfinished samples, and of finished groups that no batch has used. A resumed run continues them;
     otherwise it generates their prompts again. A token takes 13 bytes before compression, more with rollout.keep_mask or
@@ -90,7 +90,7 @@ class CheckpointConfig(Section):
 
     @property
     def source(self) -> Path | None:
-        """Folder to resume from. None if `resume` is null, or `auto`, for which pipeline/checkpoint_files.py later chooses a checkpoint."""
+        """Folder to resume from. None if `resume` is null or auto; for auto pipeline/checkpoint_files.py chooses a checkpoint."""
         if self.resume == "auto":
             return None
         return remote_folder(self.resume) if isinstance(self.resume, str) else self.resume
@@ -168,7 +168,7 @@ class LimitsConfig(Section):
     sync_weights, log_probs, advantages and train. 0: only the limits above count."""
     silence: TimeLimit = 300.0
     """Time within which every process must answer, busy or idle; otherwise it counts as hung. A process fails to answer if it is stopped or
-    never releases Python's lock (GIL). Checked once all processes are ready."""
+    never releases Python's lock (GIL). Checked from when all processes are ready."""
     engine_silence: TimeLimit = 7.0
     """Time within which an engine must answer. It counts as lost, and is replaced (actor_infer.restarts), if its worker does not answer or
     one of its processes is stopped. Slow work, such as a long prompt, does not delay answers."""

@@ -59,7 +59,7 @@ class SimulatedResponsesConfig(Section):
     """Prompts, responses and rewards of a domain."""
 
     prompts: PositiveInt = 10_000
-    """Number of prompts in the data, which data.epochs limits to a number of passes."""
+    """Number of prompts in the data; data.epochs counts passes over them."""
     prompt_tokens: PositiveInt = 256
     """Tokens per prompt, at most max_prompt_tokens."""
     median: PositiveFloat | None = None
