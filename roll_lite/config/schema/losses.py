@@ -72,8 +72,8 @@ class OpoAdvantageConfig(Section):
 
 
 class GpgAdvantageConfig(Section):
-    """(reward - group mean) * n / m, for n samples in the batch, of which m are in groups whose rewards (before KL) differ. Groups with
-    equal rewards, whose advantage is 0, then do not shrink the gradient."""
+    """(reward - group mean) * n / m, for n samples in the batch, of which m are in groups whose rewards (before KL) differ. So groups with
+    equal rewards do not shrink the gradient."""
 
     name: Literal["gpg"] = "gpg"
 
