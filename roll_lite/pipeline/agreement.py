@@ -1,8 +1,8 @@
 """Check that engine and trainer give the same tokens the same log-probs, in every step.
 
 If they read a model differently (config.json, a tied head, an engine argument), or an engine misses part of an update, a run would train
-without error on another policy's samples. Samples are compared by engine and by the weight versions that sampled them: with the trainer's
-current version only rounding makes a difference, with older ones the updates since.
+without error on another policy's samples. Samples are compared by engine and by the weight versions that sampled them: those of the
+trainer's current version may differ only by rounding, those of older versions also by the updates since.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ If engines are meant to differ that much, raise rollout.max_mismatch; null allow
 UPDATED = """The engine's weights have likely gone wrong in that update; weight_sync.verify: full compares all of them after each one.
 If engines are meant to differ that much, raise rollout.max_mismatch; null allows any difference."""
 FLOOR = {"float32": 1e-3, "bfloat16": 0.03}
-"""Differences of log-probs up to this mean, in nats, are never reported, since kernels round differently. Key: the lower precision of
+"""Mean difference of log-probs, in nats, up to which nothing is reported, since kernels round differently. Key: the lower precision of
 engine and trainer."""
 STALE_FLOOR = 0.05
 """Mean difference of log-probs, in nats, up to which samples of older weights are never reported."""
@@ -75,8 +75,8 @@ def compare_replicas(model: Model[Any], step: int) -> None:
 
 
 class Agreement:
-    """Compares log-probs of engines and trainer in every step that has both. In a critic's warm-up with `old_log_probs: rollout`, the
-    trainer computes none."""
+    """Compares log-probs of engines and trainer in every step in which both compute them. The trainer computes none in a critic's warm-up
+    with `old_log_probs: rollout`."""
 
     def __init__(self, config: RunConfig) -> None:
         self._bound = config.rollout.max_mismatch if trains(config) else None
@@ -88,11 +88,11 @@ class Agreement:
         self._floor, self._least_tokens = FLOOR[precision], LEAST_TOKENS[precision]
         self._is_first, self._has_said = True, False
         self._past: dict[str, list[float]] = {}
-        """Mean difference of earlier steps, by age, as a text ("1 0") for checkpoints."""
+        """Mean differences of log-probs in earlier steps, by age. The age is a text ("1 0"), as checkpoints need."""
 
     def check(self, version: int, rows: DataProto, found: Iterable[SampleSums]) -> None:
         """Raise DifferentModels if an engine's log-probs of its samples differ too much from the trainer's; warn once about samples that
-        cannot be compared. `version`: of the trainer's weights. `found`: sums of the differences by sample, in several mappings."""
+        cannot be compared. `version`: that of the trainer's weights. `found`: sums of the differences and numbers of tokens, by sample."""
         if self._bound is None or not (self._is_live or self._is_first):
             return
         places = self._places(version, rows, {sample: sums for part in found for sample, sums in part.items()})

@@ -82,7 +82,8 @@ def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal
 
 
 def trained_embeddings(config: RunConfig) -> dict[str, Path]:
-    """Models whose embeddings are trained, by the setting that names them. Adapters alone train none."""
+    """Paths of the models whose embeddings are trained, by the setting that names the model. Where only adapters train, embeddings do
+    not."""
     found = {"model.path": config.model.path} if config.actor_train.lora is None else {}
     if (critic := config.critic) is not None:
         found |= {"model.path": config.model.path} if critic.path is None else {"critic.path": critic.path}
@@ -90,7 +91,7 @@ def trained_embeddings(config: RunConfig) -> dict[str, Path]:
 
 
 def supervised_rows(config: RunConfig) -> tuple[SupervisedRows | None, list[str]]:
-    """Rows of `algorithm.ptx`, and warnings of what they contain."""
+    """Supervised rows of `algorithm.ptx` or None, and warnings about their tokens with zero embeddings."""
     ptx, path = config.algorithm.ptx, config.model.path
     if ptx is None or not trains(config):
         return None, []
@@ -119,7 +120,7 @@ def initialize_all(models: Sequence[Model[Any]], live: LiveRollouts | None) -> N
 
 
 def starting(live: LiveRollouts) -> list[Pending[Any]]:
-    """Try the rewards, then start the rollout service, the judges, and the engines and reward models that stay on their devices."""
+    """Test the rewards, then start the rollout service, the judges, and the engines and reward models that stay on their devices."""
     together: list[Pending[Any]] = [live.prepare_service()]
     together += [ranks.start_all(RewardModelWorker.initialize) for ranks in live.reward_models.resident]
     together += [servers.start_all(JudgeWorker.initialize) for servers in live.judges.values()]
@@ -187,7 +188,7 @@ class Starter:
         return Engines(start_cluster(self.spec("actor_infer", slots, role.threads), InferWorker, engine, parts), role, turns)
 
     def replica_slots(self, role: InferRoleConfig) -> tuple[list[Slot], list[list[dict[str, Any]]]]:
-        """Slots of replicas, and by replica the actor options of its parts on further nodes."""
+        """One slot per replica, and for each replica the actor options of its parts on further nodes."""
         size = model_parallel_size(role)
         if self.config.placement.nodes is None:
             return self.placement.slots("actor_infer", size, role.replicas_per_device), []

@@ -69,7 +69,8 @@ class Chaos:
 
 @ray.remote(num_cpus=0, max_retries=0)
 def strike(place: Place, action: str, draw: float, slow_s: float) -> None:
-    """Signal a process or one of its descendants. Runs on the node of the process. `draw`: number in [0, 1) that selects one."""
+    """Kill, stop or slow a process or one of its descendants. Runs on its node. `draw`: number in [0, 1) that selects the process.
+    `slow_s`: seconds of slowness."""
     with suppress(psutil.Error):  # it has ended meanwhile
         process = psutil.Process(place.pid)
         family = [process, *process.children(recursive=True)]

@@ -1,7 +1,7 @@
 """Checkpoints and the final model. A checkpoint is renamed when complete; checkpoint_files.py describes its files.
 
-With checkpoint.store it counts once it is in the store. Ranks write and read files on their own nodes, in the run's folder there, which
-nodes need not share; the newest checkpoint stays there for ranks that start again.
+With checkpoint.store, a checkpoint counts only once it is in the store. Ranks write and read files on their own nodes, in the run's folder
+there, which nodes need not share; the newest checkpoint stays there for ranks that start again.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ EXPORTED = {"actor_train": "model", "critic": "critic"}
 DRIVERS_FILES = (STATE_FILE, UNFINISHED_FILE)
 """Files that the driver writes, of which the second may be absent."""
 SEEN_WITHIN_S = 60.0
-"""Time for other nodes' files to appear: a network file system may cache their absence that long."""
+"""Seconds to wait for other nodes' files: a network file system may cache their absence that long."""
 FULL = 16 << 20
 """Free bytes below which a disk counts as full."""
 LAST_TRIES, BETWEEN_TRIES_S = 4, 15.0
 """Maximum number of attempts to upload the last checkpoint, and seconds between them. After that the run fails."""
 INTERRUPTED_S = 3.0
-"""Time, after an interruption, for ranks to report that they have written their part of a checkpoint."""
+"""Seconds, after an interruption, for ranks to report that they have written their part of a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Checkpoints:
         self._config = config
         self._run_folder = run_folder
         self._home = folder_of_checkpoints(config, run_folder)
-        """Folder whose checkpoints count: the run's, or its place in the store."""
+        """Folder whose checkpoints count as complete: the run's, or its place in the store."""
         self._in_store = not is_local(self._home)
         self._waiting: list[Path] = []
         """Checkpoints on the nodes that the store lacks, oldest first."""
@@ -115,7 +115,8 @@ class Checkpoints:
         self._running = Unfinished(folder, saved)
 
     def finish_if_written(self, within_s: float | None = None) -> None:
-        """Complete a written checkpoint; called between steps. `within_s`: time limit of the ranks' answer."""
+        """Complete the checkpoint in progress if all ranks have written it; called between steps. `within_s`: seconds to wait for their
+        answer."""
         running = self._running.models.values() if self._running is not None else ()
         asked = [model.ranks.start_all(ModelWorker.checkpoint_is_written) for model in running]
         said = [answers.result(within_s) for answers in asked]
@@ -172,7 +173,7 @@ class Checkpoints:
             discard(old)
 
     def _surplus(self, checkpoints: Sequence[Path]) -> list[Path]:
-        """All but the newest `keep` checkpoints and those of `keep_every`."""
+        """Checkpoints to remove: all but the newest `keep` and those whose step is a multiple of `keep_every`."""
         settings = self._config.checkpoint
         return [old for old in checkpoints[: -settings.keep] if not settings.keep_every or steps_of(old) % settings.keep_every]
 
@@ -339,8 +340,8 @@ class Checkpoints:
 
 @contextmanager
 def _removed_on_failure(folder: Path) -> Iterator[None]:
-    """Remove a checkpoint that cannot be completed: a full disk has no room to record the run's end. Name the full disk in the error, since
-    libraries report only its consequences."""
+    """If the block fails, remove its checkpoint: a full disk would have no room to record the run's end. If the disk is full, the error
+    says so, since libraries report only the consequences."""
     try:
         yield
     except Exception as error:

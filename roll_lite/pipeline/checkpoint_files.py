@@ -1,8 +1,8 @@
-"""Files of checkpoints: choice of the one to resume from, integrity, and fit to the run.
+"""Files of checkpoints: which one to resume from, whether it is intact, and whether it fits the run.
 
 The folder `checkpoints/step_000020` holds a folder per trained role, `state.json`, `unfinished.parquet` if samples were under way, and
-`files.json`, written last: all files with sizes and checksums. It is the same on a disk and in a store (checkpoint.store), where it is
-read through objects with Path's methods.
+`files.json`, written last: all files with sizes and checksums. It is the same on a disk and in a store (checkpoint.store), where it is read
+through objects with Path's methods.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def is_finished(checkpoint: Path) -> bool:
 
 
 def resumption(folder: Path) -> Resumption:
-    """Choose a checkpoint; ValueError if there is none. `folder`: a checkpoint, or a run, whose newest finished one is taken. For a resumed
-    run without checkpoints, the one that it resumed from."""
+    """Choose a checkpoint; ValueError if there is none. `folder`: a checkpoint, or a run. Of a run, the newest finished checkpoint is taken
+    or, if it has none, the one that it resumed from."""
     if NAME.fullmatch(folder.name) or is_file(folder / STATE_FILE):
         if is_finished(folder):
             return Resumption(folder, [])
@@ -119,7 +119,7 @@ def _resuming(config: RunConfig, resume: Path | str | None) -> RunConfig:
 
 
 def _no_checkpoints(folder: Path) -> str:
-    """Message: the folder is not a run, or the run wrote no checkpoint, or ended before the first."""
+    """Error message that says why there is no checkpoint: the folder is not a run, or the run wrote none, or ended before the first."""
     every = checkpoint_setting(folder, "every")
     if not isinstance(every, int):
         return f"{folder} is no checkpoint (no {STATE_FILE}) and no run with finished checkpoints (no {FOLDER}/step_*)"
@@ -168,7 +168,7 @@ def write_list(checkpoint: Path, records: Mapping[str, FileRecord]) -> None:
 
 
 def read_list(checkpoint: Path) -> dict[str, FileRecord]:
-    """Recorded files, by name."""
+    """Sizes and checksums that files.json records, by file name."""
     entries = _read_json(checkpoint, LIST_FILE)
     try:
         records = {name: FileRecord(**entry) for name, entry in entries.items()}
@@ -281,7 +281,7 @@ def _check_model(config: RunConfig, role: str, folder: Path) -> None:
 
 
 def _saved(state: Mapping[str, Any], *names: str) -> Mapping[str, Any] | None:
-    """Section of the checkpoint's configuration; None if absent."""
+    """Section of the configuration in a checkpoint's state, at the path `names`; None if absent."""
     found: Any = state.get("config")
     for name in names:
         found = found.get(name) if isinstance(found, dict) else None

@@ -1,4 +1,4 @@
-"""Clusters as the pipeline sees them, and their turns on devices, by the table in `config/device_phases.py`.
+"""Models and engines as the pipeline sees them, and their turns on devices, by the table in `config/device_phases.py`.
 
 Roles with `offload: true` are loaded only while they work, one after the other on a shared device, otherwise in parallel. The rollout
 service loads reward models.
@@ -94,7 +94,7 @@ class Model(Movable, Generic[W]):
 
 @dataclass(frozen=True)
 class Engines(Movable):
-    """Engine replicas. Calls leave out lost ones; the rollout service watches them and knows the causes."""
+    """Engine replicas. Calls leave out lost ones; the rollout service watches them and knows why they were lost."""
 
     replicas: Cluster[InferWorker]
     role: InferRoleConfig
@@ -115,7 +115,8 @@ class Engines(Movable):
         return self.replicas.start_each(InferWorker.offload, parts)
 
     def loaded(self, phase: Phase, beside: Sequence[tuple[Model[Any], Sequence[StateGroup]]] = ()) -> AbstractContextManager[None]:
-        """Load the parts that the phase needs inside the block. A weight update needs only weights, which leaves room for the trainer's."""
+        """Load the parts that the phase needs inside the block. A weight update needs only weights, which leaves room for those of the
+        trainer. `beside`: models to load too."""
         return loaded(self, self.parts(phase), beside)
 
     def parts(self, phase: Phase) -> tuple[EngineMemory, ...]:
@@ -171,12 +172,13 @@ class Models:
 
 
 def lengths(rows: DataProto) -> torch.Tensor:
-    """Tokens by row, prompt and response."""
+    """Number of tokens in each row, prompt and response together."""
     return rows.tensor("prompt_length") + rows.tensor("response_length")
 
 
 def initialize(models: Sequence[Model[Any]], beside: Callable[[], Sequence[Pending[Any]]] = tuple) -> None:
-    """Initialize the models that stay loaded, together and with what `beside` starts; then the others one by one, and offload each."""
+    """Initialize the models that stay loaded, in parallel with each other and with the calls that `beside` starts. Then initialize and
+    offload the others one by one."""
     gather(*(model.ranks.start_all(ModelWorker.initialize) for model in models if not model.offloads), *beside())
     for model in models:
         if model.offloads:
@@ -203,8 +205,8 @@ class DeviceTurn(Generic[R]):
 
 @contextmanager
 def loaded(role: Movable, parts: Sequence[Any], beside: Sequence[tuple[Movable, Sequence[Any]]] = ()) -> Iterator[None]:
-    """Load parts of a role inside the block and offload them, even after a failure. `beside`: roles loaded concurrently; their owner
-    offloads them."""
+    """Load parts of a role inside the block and offload them, even after a failure. `beside`: roles loaded concurrently, which are
+    offloaded here only after a failure."""
     try:
         gather(*(one.start_load(its) for one, its in [(role, parts), *beside] if one.offloads))
         yield

@@ -76,5 +76,5 @@ class EarlyPasses:
 
 
 def _names(rows: DataProto) -> list[tuple[int, int]]:
-    """(group, index) of each row, which identify a sample here and in the whole batch; sample numbers differ."""
+    """(group, index) of each row. They identify a sample both here and in the whole batch, where sample numbers differ."""
     return list(zip(rows.tensor("group").tolist(), rows.tensor("index").tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""Successors of lost engines: started at once, given the weights, then handed to the rollout service."""
+"""Replacements of lost engines: started at once, given the weights, then handed to the rollout service."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class EngineRestarts:
                 self._rollouts.one(RolloutWorker.engine_given_up, engine, cause)
 
     def tell_losses(self) -> None:
-        """Report each lost engine once. The cause is the rollout service's or, if it has not noticed the loss, the driver's."""
+        """Report each lost engine once, with the cause that the rollout service noted or, if it has not noticed the loss, the driver's."""
         if not self._journal.knows_lost(lost := dict(self.replicas.lost)):
             lost |= self._rollouts.one(RolloutWorker.lost_engines)
             self._journal.engines_lost(lost, self.replicas.world_size)
@@ -95,7 +95,7 @@ class EngineRestarts:
                 self._restart(engine, failure or cause)
 
     def may_serve(self) -> bool:
-        """True if replacements have started and may get the weights now: with `offload: true`, only if no engine is left."""
+        """True if replacements have started and may get the weights now. With `offload: true` they may only if no engine is left."""
         self.tend()
         ready = any(start.is_ready for start in self._starts.values())
         return ready and (not self._engines.offloads or not self.replicas.left)
@@ -137,7 +137,7 @@ class EngineRestarts:
             self._journal.engine_restarted(engine, time.monotonic() - self._lost_at.pop(engine), version)
 
     def _failure(self, engine: int, start: _Start) -> str | None:
-        """Why a replacement failed to start, or died since; None if it did neither."""
+        """Why a replacement failed to start, or died since; None if it did neither. Marks it as ready once it has started."""
         for call in [start.started, self._group.death_of(engine)]:
             if ray.wait([call], timeout=0, fetch_local=False)[0]:
                 try:

@@ -49,7 +49,7 @@ PROCESSES_FILE = "processes.json"
 """Node and process id of each rank, engine host and service."""
 CREDIT_FOLDER = "credit"
 CREDIT_NUMBERS = ("group", "index", "prompt_uid", "epoch", "score", "reward", "train_weight", "policy_tokens")
-"""Row columns in the credit files."""
+"""Row columns in the credit files, which list each sample's reward and advantage."""
 NUMBER = re.compile(r"\w*\d\w*(\.\d+)?")
 """Numbers and words with digits (process ids, addresses), in which texts of equal failures differ."""
 
@@ -465,7 +465,8 @@ class Journal:
 
 
 def held_out_metrics(rows: DataProto, samples_per_prompt: int) -> MetricSums:
-    """Metrics by domain and its reported parts: means over samples; pass@k, best@k, maj@k over prompts with at least k samples."""
+    """Metrics of each domain, and of its parts that are reported separately: means over samples; pass@k, best@k, maj@k over prompts with at
+    least k samples."""
     sums = MetricSums()
     for domain, own in rows.group_by("domain").items():
         _held_out_domain(sums, own, samples_per_prompt, str(domain))

@@ -24,7 +24,7 @@ LEDGER_FILE = "ledger.jsonl"
 
 
 class Ledger:
-    """Appends whole lines; after a kill the last one may be torn."""
+    """Appends whole lines; after a kill the last one may be incomplete."""
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
         self._config = config
@@ -39,8 +39,8 @@ class Ledger:
         self.append(json.dumps({"event": event, **facts}).encode() + b"\n")
 
     def start(self, step: int, version: int, again: bool = False) -> None:
-        """Record that the run starts or resumes after `step` with weights `version`, and settings that later lines must satisfy. `again`:
-        this process went back to that step, and what it wrote after it is void."""
+        """Record that the run starts or resumes after `step` with weights `version`, and the settings that later lines can be checked
+        against. `again`: this process went back to that step, so its lines about later steps are void."""
         self._first = self._first if again else step
         config = self._config
         with self._path.open("ab+") as file:
@@ -84,7 +84,8 @@ class Ledger:
     def updates(
         self, step: int, rows: DataProto, mini_batches: Sequence[MiniBatch], updates: Mapping[str, Sequence[Sequence[Update]]]
     ) -> None:
-        """Record the samples of each mini-batch, and what each role's optimizer did with it: trained, skipped or stopped before it."""
+        """Record the samples of each mini-batch, and what each role's optimizer did with it: trained, skipped, or stopped (training had
+        ended before it)."""
         place = np.zeros(int(rows.tensor("sample").max()) + 1, dtype=np.int64)
         place[rows.tensor("sample").numpy()] = np.arange(len(rows))
         for number, mini_batch in enumerate(mini_batches):

@@ -57,7 +57,7 @@ class Scout:
         return time.time()
 
     def look(self, run_folder: Path, others: Sequence[tuple[str, int]]) -> NodeFacts:
-        """`others`: addresses and ports of the other nodes' scouts."""
+        """Collect the facts. `others`: addresses and ports of the other nodes' scouts."""
         versions = {"python": ".".join(platform.python_version_tuple()[:2])}
         for name in PACKAGES:
             try:
@@ -81,7 +81,7 @@ def _why_unreachable(place: tuple[str, int]) -> str | None:
 
 def compare_nodes(placement: Placement, run_folder: Path, tell: Callable[[str], None]) -> list[str]:
     """Show the nodes of a run in a table, if there are several. ValueError if versions differ, or nodes do not reach each other. Returns
-    the ids of all but the driver's."""
+    the ids of all nodes but the driver's."""
     driver = ray.get_runtime_context().get_node_id()
     by_role = placement.nodes_by_role()
     on_node = {node: {role for role, own in by_role.items() if node in own} for node in [driver, *sorted(set().union(*by_role.values()))]}

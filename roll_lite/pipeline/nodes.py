@@ -26,11 +26,11 @@ RESUME, CODE = "checkpoint.resume", "roll_lite"
 MODEL_SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja")
 """Files that must be equal on all nodes: configuration, weights, tokenizer, chat template."""
 READ_WHOLE, SAMPLES, SAMPLE_BYTES = 16 << 20, 64, 4096
-"""Files up to READ_WHOLE bytes are hashed whole; of larger ones SAMPLES evenly spread samples."""
+"""Files up to READ_WHOLE bytes are hashed whole; of larger ones, SAMPLES evenly spread pieces of SAMPLE_BYTES bytes."""
 TOLD_FILES = 3
 LOGS = "logs"
 LOGS_SECONDS, LOG_BYTES = 30.0, 1 << 20
-"""Limits for copying logs from other nodes at the end of a run: time in all, and bytes of each file."""
+"""Limits for copying logs from other nodes at the end of a run: seconds in all, and bytes of each file."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Reader:
     roles: tuple[str, ...]
 
     def files(self) -> dict[str, str]:
-        """Fingerprints of the folder's files on this node, by name. Of a checkpoint only sizes, since loading verifies checksums."""
+        """Fingerprints of the folder's files on this node, by name. For a checkpoint, sizes instead, since loading verifies checksums."""
         if self.setting == RESUME:
             found = (path for path in self.folder.rglob("*") if path.is_file())
             return {str(path.relative_to(self.folder)): f"{path.stat().st_size} bytes" for path in found}
@@ -65,8 +65,8 @@ class View:
 
 
 def check_nodes(config: RunConfig, run_folder: Path, placement: Placement) -> list[str]:
-    """Addresses of nodes with training ranks that do not share the run's folder. ValueError if files would be lost, or differ under one
-    path."""
+    """Addresses of nodes with training ranks that do not share the run's folder. ValueError if the driver would miss files that ranks write
+    there, or if nodes hold different files at one path."""
     driver = ray.get_runtime_context().get_node_id()
     nodes = placement.nodes_by_role()
     others = set().union(*nodes.values()) - {driver}
@@ -109,7 +109,8 @@ def readers(config: RunConfig) -> list[Reader]:
 
 
 def written_by_ranks(config: RunConfig) -> dict[str, str]:
-    """Files that ranks write into the run's folder, with the setting that turns each off; without batches, which the driver can write."""
+    """Kinds of files that ranks write into the run's folder, with the setting that turns each off. Batch files are left out, since the
+    driver can write them."""
     return {
         what: setting
         for what, setting, is_written in (
@@ -125,7 +126,8 @@ def written_by_ranks(config: RunConfig) -> dict[str, str]:
 def looked_at(
     run_folder: Path, read: list[Reader], driver: str, others: set[str], addresses: Mapping[str, str], store: str | None
 ) -> dict[str, View]:
-    """View of each node, including the driver's. A node that shares the run's folder leaves a file beside the driver's."""
+    """View of each node, including the driver's. The driver leaves a file in the run's folder; nodes that share the folder answer with a
+    file beside it."""
     probe = run_folder / f".probe-{uuid.uuid4().hex}"
     probe.touch()
     task = ray.remote(view_of)

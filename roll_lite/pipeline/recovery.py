@@ -30,9 +30,9 @@ SERVICES = ("rollouts", "replay")
 BUDGET_SECONDS = 3600.0
 """Seconds within which a role may be restarted at most `restarts` times."""
 BYTES_PER_TOKEN = 32
-"""Estimate for a token in the object store, with its log-prob and masks."""
+"""Estimated bytes per token in the object store, with its log-prob and masks."""
 STORE_SHARE = 0.5
-"""Largest share of Ray's object store for kept batches."""
+"""Largest share of Ray's object store that kept batches may take."""
 
 
 class Recoverable(Protocol):
@@ -69,13 +69,13 @@ class Recovery:
         self._start: dict[str, Any] = {}
         self._service_start: dict[str, Any] = {}
         self.reached: dict[str, Any] = {}
-        """State of the driver at the run's start and after the last step."""
+        """State of the driver after the last step or, before the first, at the run's start."""
         self.source_state: dict[str, Any] = {}
         """State of the batch source after the last step."""
         self._next_source_state: dict[str, Any] = {}
         """State of the batch source after the batch of the step in progress."""
         self._weights_are_known = True
-        """False while the trained weights may be others than those after the last step."""
+        """False while an update may have changed the trained weights since the last complete step."""
 
     def begin(self, state: dict[str, Any]) -> None:
         """Remember the driver's state at the start, for runs without a checkpoint."""
@@ -96,7 +96,7 @@ class Recovery:
     @contextmanager
     def updating(self) -> Iterator[None]:
         """Mark the block as a weight update: its outcome is unknown until `step_is_done`. The rollout service's death is noticed only after
-        it."""
+        the block."""
         self._weights_are_known = False
         with WATCHDOG.uninterrupted(), WATCH.overlooking(SERVICES):
             yield
@@ -139,9 +139,9 @@ class Recovery:
         """Replace the lost role's processes. Bring the driver, all trained weights and the rollout service to the state after the last step
         or, if batches needed for that are gone, to that of the newest checkpoint.
 
-        - A trained rank, or anything during updates: all trained models load the checkpoint (`goes_back`), and repeat the updates on the
-          kept batches. Where some are gone, the run repeats the steps (`rewinds`), and the service starts anew.
-        - A fixed reference, or the service, between updates: it alone starts anew. The service takes all kept batches along.
+        - If a trained rank is lost, or anything during updates, all trained models load the checkpoint (`goes_back`), and repeat the
+          updates on the kept batches. If some batches are gone, the run repeats the steps (`rewinds`), and the service starts anew.
+        - If a fixed reference or the service is lost between updates, it alone starts anew. All kept batches are lost with the service.
         """
         started, reached = time.monotonic(), self.reached["steps_done"]
         with self._journal.timers.phase("recovery"), WATCH.expecting_answers(None), WATCHDOG.uninterrupted():
@@ -192,7 +192,7 @@ class Recovery:
 
 
 def _final(failure: RankFailed, why: str) -> RankFailed:
-    """The failure as the end of the run. `why`: reason that the rank is not replaced."""
+    """Copy of a failure that ends the run. `why` is added to its cause: the reason that the rank is not replaced."""
     first, _, rest = failure.cause.partition("\n")
     final = RankFailed(failure.role, failure.rank, failure.phase, f"{first} ({why})\n{rest}".rstrip())
     final.where = failure.where
@@ -200,7 +200,7 @@ def _final(failure: RankFailed, why: str) -> RankFailed:
 
 
 def _saved(state: dict[str, Any]) -> dict[str, Any]:
-    """Deep copy, as a checkpoint would give it back."""
+    """Copy of a state through JSON, equal to what a checkpoint would give back."""
     copy: dict[str, Any] = json.loads(json.dumps(state))
     return copy
 

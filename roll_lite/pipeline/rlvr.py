@@ -71,7 +71,7 @@ class RLVRPipeline:
         self.critic_columns = CriticWorker.training_reads(self.algorithm)
         self.early = EarlyPasses(self.wanted() if config.rollout.stream_log_probs else [], config.rollout.prompts_per_step, journal)
         self.kl_coefs: dict[str, float] = {}
-        """KL coefficients of this step; its measurements update them for the next."""
+        """KL coefficients of this step. The KL measured in it updates the coefficients of the next."""
         self.steps_done = 0
         self.version = 0
         """Version of the actor's weights: number of steps that changed them."""
@@ -127,7 +127,7 @@ class RLVRPipeline:
         self.steps_done += 1
 
     def repeat_update(self, rollouts: RolloutBatch) -> None:
-        """Repeat an update that was lost with a rank. Its step is recorded already."""
+        """Repeat an update whose result was lost with a rank. Records nothing, since its step is recorded already."""
         recorded = self.journal, self.batch_files
         self.journal = self.batch_files = cast(Any, Unrecorded())
         try:
@@ -340,13 +340,13 @@ class RLVRPipeline:
         return [(model, columns) for model in self.models.all if (columns := self.wanted_of(model))]
 
     def wanted_of(self, model: Model[Any]) -> list[str]:
-        """Columns that the model can compute and that credit or losses read."""
+        """Columns that the model can compute and that advantages or losses need."""
         read = self.credit_columns.wanted | self.actor_columns.wanted | self.critic_columns.wanted
         return [column for column in model.worker.computes if column in read]
 
     @property
     def remembering(self) -> dict[str, RewardShaping | KlController | SkippedUpdates | Agreement | SupervisedRows]:
-        """Parts of the driver whose states checkpoints hold, besides the counts."""
+        """Parts of the driver whose states are saved in checkpoints, besides steps_done and version."""
         of_ptx = {} if self.ptx is None else {"ptx": self.ptx}
         return {
             "shaping": self.shaping,

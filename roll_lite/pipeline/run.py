@@ -39,7 +39,7 @@ ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 REGULAR = {"sync_weights", "log_probs", "advantages", "train"}
 """Phases whose work is about the same in each step."""
 LEAST_HANG_S = 300.0
-"""Minimum limit by `limits.hang_factor`, in seconds: short phases vary more."""
+"""Lower bound, in seconds, of the time limits that `limits.hang_factor` sets, since short phases vary more."""
 REMOTE_TRACEBACK = re.compile(r"\n\s*\n(?=\S*ray::)")
 
 
@@ -137,8 +137,8 @@ def announce(config: RunConfig, journal: Journal, notes: Sequence[str]) -> None:
 
 
 class Interruption:
-    """Lets SIGTERM, and SIGHUP of a closed terminal, end a run like Ctrl-C; nohup is respected. Only the first signal counts until the end
-    is recorded, since closing terminals send several. If the run writes checkpoints, a first SIGTERM lets it save its state."""
+    """Lets SIGTERM, and SIGHUP of a closed terminal, end a run like Ctrl-C; nohup is respected. Until the run's end is recorded, only the
+    first signal counts, since closing terminals send several. If the run writes checkpoints, a first SIGTERM lets it save its state."""
 
     def __init__(self, saves: bool = False) -> None:
         self._saves = saves
@@ -172,7 +172,7 @@ class Interruption:
 
     @contextmanager
     def ignored(self) -> Iterator[None]:
-        """Ignore signals inside the block, which records the run's end; later ones interrupt the clean-up."""
+        """Ignore signals inside the block, which records the run's end. Signals after it interrupt the clean-up."""
         self._is_deaf = True
         yield
         self._is_deaf = False

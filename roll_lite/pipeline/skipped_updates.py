@@ -1,4 +1,4 @@
-"""Skipped optimizer steps, whose loss or gradient was not finite: first steps of series, and series that are too long."""
+"""Optimizer steps skipped because the loss or gradient was not finite. Finds the first of each series, and series that are too long."""
 
 from __future__ import annotations
 

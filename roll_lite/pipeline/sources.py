@@ -30,7 +30,7 @@ from roll_lite.workers.rollout import RolloutBatch, RolloutWorker
 
 T = TypeVar("T")
 LAST_SECONDS = 60.0
-"""Time to wait for the rollout service's last ledger lines."""
+"""Seconds to wait for the rollout service's last ledger lines."""
 HeldOut = tuple[DataProto, RolloutStats]
 """Rows and statistics of held-out samples."""
 
@@ -73,7 +73,7 @@ class BatchSource(ABC):
         """Restore the state, and continue the samples in the checkpoint's file `unfinished`."""
 
     def unfinished(self, state: dict[str, Any], within_s: float | None = None) -> bytes:
-        """Samples of the groups that were unfinished in `state`, as a checkpoint's file; b"" if none."""
+        """Samples of the groups that were unfinished in `state`, as a checkpoint's file; b"" if none. `within_s`: time limit in seconds."""
         return b""
 
     def abandon(self) -> None:  # noqa: B027 (for a source with engines)
@@ -101,7 +101,8 @@ class LiveRollouts(BatchSource):
     """Call that generates the next batch. It continues while training ranks are replaced."""
 
     def prepare_service(self) -> Pending[None]:
-        """Wait until the rollout service has read the data and tried the rewards. Returns the pending call that then starts it."""
+        """Wait until the rollout service has read the data and tested the rewards. Returns the pending call that then starts the
+        service."""
         addresses = {name: JudgeAddress.of(servers.all(JudgeWorker.address)) for name, servers in self.judges.items()}
         # Meanwhile the processes of engines and models come up; none loads a model before the rewards have been tried.
         self.rollouts.one(RolloutWorker.prepare, self.reward_models.actors, addresses)

@@ -23,14 +23,14 @@ from roll_lite.files import first_line
 
 NOT_SUBMITTED, FAILED, INTERRUPTED = 2, 1, 130
 KEPT = ("run_dir", "checkpoint.resume", "replay.path")
-"""Folders that outlive a job."""
+"""Settings whose folders must outlive the job."""
 CLOSING_S = 60
-"""Time for ending a run, besides `checkpoint.on_sigterm_s`, before Ray kills it."""
+"""Seconds for ending a run, besides `checkpoint.on_sigterm_s`, before Ray kills it."""
 
 
 def not_uploaded(written: Mapping[str, Any], folder: Path) -> Iterator[Problem]:
-    """Check that the job finds what is named here by relative paths. `written`: settings before paths are made absolute; `folder`: that of
-    the configuration file."""
+    """Yield relative paths that the job, which runs in an uploaded copy of the current folder, would not find. `written`: settings before
+    paths are made absolute; `folder`: that of the configuration file."""
     if not folder.is_relative_to(Path.cwd()):
         message = "is not in the current folder, which is what is uploaded; change to one that holds it"
         yield Problem("--config-path", message, str(folder))

@@ -58,11 +58,11 @@ class WeightSync:
         self._interrupts: TCPStore | None = None
         self._epoch = 0
         self._plan: TransferPlan | None = None
-        """Plan by which engines are connected; None if they must connect."""
+        """Transfer plan of the present connections; None if trainers and engines must connect."""
         self._version: int | None = None
         """Version last sent; None before the first `push`, which sends even the start weights."""
         self._transfer: Pending[dict[int, Transferred]] | None = None
-        """Last calls to engines that take part in a transfer."""
+        """Latest calls to the engines of a transfer, which may still be pending."""
 
     @property
     def version(self) -> int:
@@ -149,8 +149,8 @@ class WeightSync:
     def _await_both(
         self, phase: str, engines: Pending[dict[int, Transferred]], trainers: Pending[list[Transferred]]
     ) -> list[Transferred] | None:
-        """Wait for both sides. None if an engine was lost, even after its answer, since others may have been reading from it (retry);
-        other failures raise all causes."""
+        """Wait for engines and trainers. None, which means retry, if an engine was lost, even after its answer: others may have been
+        reading from it. Other failures raise RuntimeError with all causes."""
         interrupted = False
         self._transfer = engines
         failed: dict[str, str] = {}
@@ -178,7 +178,7 @@ class WeightSync:
         return [*said.values(), *of_trainers]
 
     def _lost(self, engines: Pending[dict[int, Transferred]], within_s: float = 0.0) -> bool:
-        """True if one of these engines is lost, now or within this time."""
+        """True if one of these engines is lost now, or within `within_s` seconds."""
         deadline = time.monotonic() + within_s
         while not (lost := any(call.rank in self._engines.lost for call in engines.calls)) and time.monotonic() < deadline:
             time.sleep(0.1)

@@ -131,8 +131,8 @@ class Admission:
         return max(1, domain.least, ceil(self.plan.shares.get(domain.name, 0.0) * self.plan.size))
 
     def _note_behind(self, behind: set[str]) -> None:
-        """Add the time since the last call to `behind_s` of the domains whose rewards lagged since then. `behind`: domains whose rewards
-        lag now."""
+        """For domains whose rewards lagged since the last call, add the time since then to `behind_s`. `behind`: domains whose rewards lag
+        now."""
         if self._behind or behind:
             now = self._loop.time()
             for name in self._behind:

@@ -86,7 +86,7 @@ class EngineChoice:
 
     def choose(self, prefix: str, shared_tokens: int, own_tokens: float) -> tuple[EngineLoad, float] | None:
         """Choose an engine; returns it and the load in tokens that the request adds, or None if all are full. `prefix`: name of the first
-        `shared_tokens` tokens, which other requests share."""
+        `shared_tokens` tokens, which other requests share. `own_tokens`: the request's load besides them."""
         best, cost = self._least(), shared_tokens + own_tokens
         for holder in self._prefixes.get(prefix, ()):
             # An engine that has the prefix cached wins, unless it is busier by more than what the prefill costs elsewhere.

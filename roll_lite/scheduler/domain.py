@@ -90,7 +90,7 @@ class _PutBack:
     group: int | None = None
     """Number of its group at the resumed checkpoint, if any."""
     admitted: int | None = None
-    """Number of batches requested before that group started; counts if samples of it were saved."""
+    """Number of batches requested before that group started. If samples of it were saved, staleness counts from there."""
     saved: Mapping[int, SavedSample] = field(default_factory=dict)
 
 
@@ -140,14 +140,15 @@ class DomainScheduler:
         self._finished: dict[int, _Live] = {}
         self._put_back: deque[_PutBack] = deque()
         self._taken_up: dict[int, int] = {}
-        """Groups that generate prompts which were in flight at the resumed checkpoint, by the number that their group had there."""
+        """Number of the group that now generates a prompt which was in flight at the resumed checkpoint, by the number that its group had
+        there."""
         self._ledger: list[dict[str, Any]] = []
         """Ledger lines of ended groups that `take_ledger` has not fetched."""
         self._failure_limit = LEAST_LOSSES
         self._ends: deque[str | None] = deque(maxlen=LONGER * LEAST_LOSSES)
         """Cause of loss of each of the latest groups, or None if not lost; without stale groups."""
         self._given_up = 0
-        """Groups missing from coming batches: filtered, with no tries left."""
+        """Filtered groups that the coming batches lack, since no tries were left to replace them."""
         self._tries_left = 0
         """Filtered groups that may still be replaced."""
         self._waits_for: int | None = None
@@ -316,7 +317,7 @@ class DomainScheduler:
         return groups
 
     def certain(self, count: int) -> list[SampleGroup]:
-        """Finished groups that the next batch of `count` will surely contain: they are among the `count` oldest of all."""
+        """Finished groups that the next batch of `count` will surely contain: they are among the `count` oldest undelivered ones."""
         oldest = sorted(self.live)[:count]
         return [group for number in oldest if number in self._finished and (group := self._finished[number].group) is not None]
 
@@ -379,8 +380,8 @@ class DomainScheduler:
         return {"order": self._domain.order.state_dict(), "unfinished": unfinished}
 
     def load_state_dict(self, state: dict[str, Any], saved: SavedGroups, oldest: int) -> None:
-        """Restore the state. All undelivered prompts start again, with their `saved` samples unless they are too old: their group was
-        admitted when fewer batches than `oldest` had been requested."""
+        """Restore the state. All undelivered prompts start again, with their `saved` samples unless these are too old: admitted when fewer
+        than `oldest` batches had been requested."""
         self._domain.order.load_state_dict(state["order"])
         self._put_back.clear()
         for one in state["unfinished"]:
@@ -389,12 +390,12 @@ class DomainScheduler:
             self._put_back.append(_PutBack((epoch, index), one["group"], one["asked"], samples))
 
     def current(self, number: int) -> int:
-        """Number of the group that generates the prompt of group `number` now: another one if that was in flight at the resumed
+        """Number of the group that now generates the prompt of group `number`: a new one if the prompt was in flight at the resumed
         checkpoint, otherwise `number` itself."""
         return self._taken_up.get(number, number)
 
     def reached(self, number: int) -> dict[int, Unfinished]:
-        """What the samples of an undelivered group have, by index."""
+        """States of the samples of an undelivered group for a checkpoint, by index; without samples that cannot continue."""
         live = self._running.get(self.current(number)) or self._finished.get(self.current(number))
         if live is None:
             waiting = [one.saved for one in self._put_back if one.group == number]

@@ -1,7 +1,7 @@
 """Clients of engines. The router gets a future per request; the engine gets requests in batches.
 
-A remote call costs about as much as a short sample on a small model. So one call sends all requests of an event-loop turn, and one returns
-everything that finished since the last.
+A remote call costs about as much as a short sample on a small model. So one call sends all requests of an event-loop turn, and one call
+returns everything that finished since the previous one.
 """
 
 from __future__ import annotations

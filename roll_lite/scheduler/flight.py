@@ -22,11 +22,11 @@ RESPONSES_REMEMBERED = 512
 REFRESH = 16
 """Lengths are sorted again when 1/REFRESH of them are new."""
 CLOCK_S = 1e-6
-"""Tolerance for timers that fire early."""
+"""Tolerance, in seconds, for timers that fire early."""
 LOOK_S = 1.0
-"""Interval of time-out checks while the engine is paused."""
+"""Seconds between time-out checks while the engine is paused."""
 ABORT_PATIENCE_S = 10.0
-"""Time in which an engine must answer an abort."""
+"""Seconds in which an engine must answer an abort."""
 
 
 DEADLY = 3
@@ -47,7 +47,7 @@ class RequestFailed(Exception):
 
 
 class ExpectedLength:
-    """Estimate of response lengths from a domain's latest responses. One response of `most` tokens always counts."""
+    """Estimate of response lengths from a domain's latest responses, and always one of the maximum length, `most` tokens."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -179,7 +179,7 @@ class Flight(Asked):
 
     @property
     def response(self) -> Turn | None:
-        """Response so far, with what the engine has reported; its `tokens` are only those of earlier engines."""
+        """Response so far, with the parts that the engine has reported; its `tokens` are only those of earlier engines."""
         so_far = reduce(joined, self.parts, self.so_far)
         return None if so_far is None else so_far._replace(tokens=None if self.so_far is None else self.so_far.tokens)
 
@@ -195,7 +195,7 @@ class Flight(Asked):
             raise RequestFailed(f"request given up: {causes}", self.so_far, final=True) from loss
 
     def start_over(self) -> None:
-        """Forget the time that was used, and that it was up: the request starts again from its beginning."""
+        """Reset the time used and the time-out mark, since the request starts again from its beginning."""
         self.timed_out, self._generating_s = False, 0.0
 
     def _next_request(self) -> GenerationRequest:

@@ -14,7 +14,8 @@ from roll_lite.data.prompts import SAME_DATA, PromptOrder
 
 
 class DomainMix:
-    """Assigns groups to domains by Tijdeman's rule: after n groups, every domain's number differs from share * n by less than one."""
+    """Assigns groups to domains by Tijdeman's rule: after n groups, every domain's number of groups differs from share * n by less than
+    one."""
 
     def __init__(self, shares: Mapping[str, float]) -> None:
         # Through the decimal text, so that 0.1 means one tenth.

@@ -350,8 +350,8 @@ class Router:
 
 
 class Wave:
-    """Requests of a deterministic run that start together. Their answers count only when all have come. If an engine was lost before, all
-    its requests start again together, even answered ones, so its replacement works on the same batch."""
+    """Requests of a deterministic run that start together. Their answers count only when all have come. If an engine is lost before that,
+    all its requests start again together, even answered ones, so its replacement works on the same batch."""
 
     def __init__(self, request_ids: Iterable[str], all_serve: Callable[[], bool]) -> None:
         self._running = set(request_ids)
@@ -403,7 +403,7 @@ class WaveGate:
         self._members = 0
         self._waiting: dict[str, asyncio.Future[Wave]] = {}
         self._waves: list[Wave] = []
-        """Waves that are not over; several only if requests come without samples."""
+        """Waves that are not over; several only if requests come from no sample that has joined."""
 
     def join(self) -> None:
         self._members += 1

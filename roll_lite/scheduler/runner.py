@@ -151,7 +151,7 @@ class SampleRunner:
         """`queue`: name of its queue in the router; None: the domain's. Calls `generated()` when a sample starts to wait for its score."""
         self.scoring = 0
         self._reached: dict[tuple[int, int], Callable[[], Unfinished | None]] = {}
-        """For each running sample, by its group and index, a function that tells what it has."""
+        """For each running sample, by its group and index, a function that returns its state for a checkpoint."""
         self._domain = domain
         self._router = router
         self._rewards = rewards
@@ -163,7 +163,7 @@ class SampleRunner:
         self._generated = generated
 
     def start(self, sample_id: SampleId, prompt: Prompt, sampling: Sampling, saved: SavedSample | None = None) -> asyncio.Task[Sample]:
-        """`saved`: what the sample has already."""
+        """Start generating a sample. `saved`: its state in a checkpoint, from which it continues."""
         task = asyncio.get_running_loop().create_task(self._run(sample_id, prompt, sampling, saved), name=self._domain)
         task.add_done_callback(lambda _: self._reached.pop((sample_id.group, sample_id.index), None))
         gate = self._router.gate
@@ -173,7 +173,7 @@ class SampleRunner:
         return task
 
     def reached(self, group: int, index: int) -> Unfinished | None:
-        """What a running sample has; None if that is nothing, or is only part of a later turn."""
+        """State of a running sample for a checkpoint; None if it has no tokens yet, or is in a later turn, which cannot continue."""
         tell = self._reached.get((group, index))
         return None if tell is None else tell()
 

@@ -21,7 +21,7 @@ from roll_lite.scheduler.validation import VALIDATION_EPOCH, Validation
 @dataclass(frozen=True)
 class RolloutResult:
     groups: list[SampleGroup]
-    """Groups, by number. They include failed samples, for dumps; only accepted ones train."""
+    """Groups in the order of their numbers. They include failed samples, for dumps; only accepted ones train."""
     stats: RolloutStats
     left_out: list[SampleGroup] = field(default_factory=list)
     ledger: list[dict[str, Any]] = field(default_factory=list)
@@ -105,7 +105,8 @@ class RolloutService:
             self._validation.start(self._room_for_validation())
 
     def _room_for_validation(self) -> float:
-        """Number of held-out samples that may run: the capacity that training leaves, but at least what one more domain would get."""
+        """Number of held-out samples that may run: the capacity that training leaves, but at least an equal share beside the training
+        domains."""
         assert self._validation is not None
         longest = self._validation.longest.items()
         capacity = self._router.takes(max((self._router.expected_tokens(_held_out(name), most) for name, most in longest), default=0.0))
@@ -171,7 +172,7 @@ class RolloutService:
         return {"admitted": self._next_group, "open": sorted(n for scheduler in self._schedulers.values() for n in scheduler.live)}
 
     def last_ledger(self) -> list[dict[str, Any]]:
-        """Ledger lines for a run that ends now: undelivered ones, unfinished groups as dropped, and the end."""
+        """Ledger lines for a run that ends now: those not fetched yet, one per undelivered group, which is dropped, and the end."""
         return [*self._ledger_if_dropped("the run ended"), {"event": "end", "admitted": self._next_group, "open": []}]
 
     def _ledger_if_dropped(self, cause: str) -> list[dict[str, Any]]:
@@ -218,8 +219,8 @@ class RolloutService:
     # ------------------------------------------------------------ weights
 
     async def hold(self) -> None:
-        """Prepare for a weight update, which `set_version` ends: as `on_sync` says, running responses end first or are interrupted. With
-        `pause` only the clock stops, since the update's first bucket freezes the engines."""
+        """Prepare for a weight update, which `set_version` ends. By `on_sync`, running responses first end (drain) or are interrupted
+        (abort). With `pause` only the time-out clock stops, since the update's first bucket pauses the engines."""
         on_sync = self._pacing.on_sync
         self._draining = on_sync is OnSync.DRAIN
         if on_sync is OnSync.DRAIN and self._supply.whole_batches:
@@ -287,8 +288,8 @@ class RolloutService:
         }
 
     def unfinished(self, state: Mapping[str, Any]) -> dict[int, dict[int, Unfinished]]:
-        """Samples of the groups that were unfinished in `state`, a state of this service since its latest batch but one, with what they
-        have now. Deterministic runs save complete groups only: the others start again, together."""
+        """Samples of the groups that were unfinished in `state`, with their present tokens and scores. `state`: a state of this service, at
+        most one batch old. Deterministic runs save complete groups only: the others start again, together."""
         handed_out = {group.group: complete(group) for group in self._handed_out}
         found: dict[int, dict[int, Unfinished]] = {}
         for name, domain in state["domains"].items():

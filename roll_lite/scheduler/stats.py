@@ -96,7 +96,7 @@ class RunTotals:
         ("delivered_samples", "accepted", "sample_share"),
         ("delivered_tokens", "batch_tokens", "token_share"),
     )
-    """Names of a sum in checkpoints, of its field in DomainStats, and of the field for the domain's share."""
+    """Name of a sum in checkpoints, field of DomainStats that it adds up, and field for the domain's share of it."""
 
     def __init__(self, domains: Iterable[str]) -> None:
         names = list(domains)

@@ -50,7 +50,7 @@ class Synchronous:
 
 @dataclass(frozen=True)
 class OneStepOff:
-    """Generates the next batch during training: its prompts start when a batch is handed out."""
+    """Generates the next batch during training: its prompts start when the batch before it is handed out."""
 
     max_staleness: int = 1
     whole_batches: ClassVar[bool] = True

@@ -39,13 +39,13 @@ class SavedSample:
         return SavedSample(sample.id.attempt, sample.transcript, sample.outcome, sample.score, sample.failure, sample.timed_out)
 
     def sample(self, sample_id: SampleId, prompt: Prompt) -> Sample:
-        """The complete sample."""
+        """Sample with this state, which must be complete."""
         assert self.outcome is not None
         return Sample(sample_id, prompt, self.transcript, self.outcome, self.score, self.failure, self.timed_out)
 
     @property
     def response(self) -> Turn | None:
-        """Response to continue, if one does."""
+        """First response, if it was interrupted and continues; otherwise None."""
         if self.outcome is not None or self.transcript.finish_reason is not FinishReason.ABORT:
             return None
         last, text, tokens = self.transcript.segments[-1], self.transcript.text, self.transcript.tokens
@@ -66,7 +66,8 @@ class Unfinished(NamedTuple):
 
     @staticmethod
     def generating(attempt: int, first: GenerationRequest, so_far: Turn, request: GenerationRequest, parts: Sequence[Turn]) -> Unfinished:
-        """`first`: the original request; `request`: the one that the engine has, which may continue the first."""
+        """State of a sample while its first response is generated. `first`: the original request; `request`: the one at the engine, which
+        may continue the first."""
         segments = Segment(Author.PROMPT, len(first.prompt_ids)), Segment(Author.POLICY, so_far.length, so_far.versions, so_far.engine)
         transcript = Transcript(segments, so_far.text, FinishReason.ABORT, so_far.tokens)
         rows = [part.tokens for part in parts if part.tokens is not None]
