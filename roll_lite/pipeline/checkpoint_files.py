@@ -88,8 +88,8 @@ def resumption(folder: Path) -> Resumption:
 
 
 def settled(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """Replace `resume: auto` by a checkpoint, or none, and a run's folder by its place in the store. Returns the configuration, and notes
-    on the choice. May raise StoreUnreachable."""
+    """Replace `resume: auto` by a checkpoint, or none, and the folder of a run that saves to a store by its place there. Returns the
+    configuration, and notes on the choice. May raise StoreUnreachable."""
     given = config.checkpoint.resume
     if given != "auto":
         if isinstance(given, Path) and (store := checkpoint_setting(given, "store")):

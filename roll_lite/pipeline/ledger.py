@@ -63,7 +63,8 @@ class Ledger:
         )
 
     def _earlier(self) -> str | None:
-        """Folder of the run that this one continues; "." if it continues itself (its checkpoint may have been renamed as damaged)."""
+        """Folder of the run that this one continues; "." if it continues in its own folder (where its checkpoint may have been renamed as
+        damaged)."""
         source = self._config.checkpoint.source
         if source is None:
             return None

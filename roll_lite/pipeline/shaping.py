@@ -1,4 +1,4 @@
-"""Rewards and masks of samples, from row columns, on the driver."""
+"""Computes rewards and masks of samples from row columns, on the driver."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class DomainRewards:
 def shape_rewards(
     rows: RewardRows, train_weights: torch.Tensor, algorithm: AlgorithmConfig, domains: Sequence[DomainRewards], running: RunningMoments
 ) -> torch.Tensor:
-    """Rewards [N] float32. `domains`: settings by domain number. `running`: moments to update with the batch, if it normalises.
+    """Rewards [N] float32. `domains`: settings by domain number. `running`: moments to update with the batch, if they normalise rewards.
 
     Order: format, length penalty, truncation penalty, overlong, scale, clip, normalisation, domain weight."""
     config, masks = algorithm.reward, algorithm.masks

@@ -152,7 +152,7 @@ class DomainScheduler:
         self._tries_left = 0
         """Filtered groups that may still be replaced."""
         self._waits_for: int | None = None
-        """Number of the group that the batch must wait for."""
+        """Number of a group that the batch must wait for, since it would be too old for the next one."""
 
     @property
     def running(self) -> int:

@@ -21,8 +21,8 @@ def group_line(
     group: SampleGroup | None = None,
     continues: int | None = None,
 ) -> dict[str, Any]:
-    """Line of an ended group. `asked`: number of batches requested when it started. `group`: None if it ended unfinished. `continues`:
-    number of the dropped group whose prompt it took up."""
+    """Line of an ended group. `row`: epoch and row number of its prompt. `asked`: number of batches requested when it started. `group`:
+    None if it ended unfinished. `continues`: number of the dropped group whose prompt it took up."""
     line: dict[str, Any] = {
         "event": "group",
         "group": number,
