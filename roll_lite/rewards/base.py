@@ -83,7 +83,7 @@ class RewardFunction:
             return self._lowest(failure)
 
     def scores(self, items: Sequence[RewardInput]) -> list[Score | RewardFailed]:
-        """Score a list in one call of a sync function. RewardFailed if the whole call failed: then score each sample alone."""
+        """Score a list in one call of a sync function. RewardFailed if the whole call failed; the caller then scores each sample alone."""
         if len(items) == 1:
             return [self(items[0])]
         with self._failures():
@@ -91,7 +91,7 @@ class RewardFunction:
         return self._many(results, len(items))
 
     async def scores_async(self, items: Sequence[RewardInput]) -> list[Score | RewardFailed]:
-        """Like `scores`, for an async function. If it takes no list, pass a single item."""
+        """Like `scores`, for an async function. A function that takes no lists must get a single item."""
         if len(items) == 1:
             return [await self.score(items[0])]
         with self._failures():
@@ -183,7 +183,8 @@ def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def to_score(result: Any, name: str) -> Score:
-    """Convert a number, bool, Score or dict of its fields. RewardFailed for anything else, infinity and NaN."""
+    """Convert a reward's result (number, bool, Score or dict of its fields) to a Score. RewardFailed for anything else, infinity and
+    NaN."""
     result, reward = _plain(result), f"reward {name}"
     given: Any = {key: getattr(result, key) for key in SCORE_KEYS} if isinstance(result, Score) else result
     if not isinstance(given, Mapping):

@@ -41,10 +41,10 @@ class ModelReward(RewardType):
     A replica of the model reads up to `micro_batch_size` samples, of any domain, in one forward pass, or in several if they exceed
     `micro_batch_tokens`.
 
-    A response that makes the text longer than the model's max_length scores 0. With `scale: none` that may be more than bad responses
-    get: use sigmoid where outputs may be negative. If a process of the model dies, it is restarted (with Megatron: all processes are).
-    Samples that it was scoring fail with the cause and are retried (`retries`); other replicas keep serving. While no replica runs,
-    samples wait and their `timeout_s` is paused.
+    A response that makes the text longer than the model's max_length scores 0. With `scale: none`, bad responses may score less than that:
+    use sigmoid if outputs may be negative. If a process of the model dies, it is restarted (with Megatron: all processes are). Samples that
+    it was scoring fail with the cause and are retried (`retries`); other replicas keep serving. While no replica runs, samples wait and
+    their `timeout_s` is paused.
 
     ```yaml
     reward_models:
@@ -67,8 +67,8 @@ class ModelReward(RewardType):
     {response} the policy's response without special tokens and thinking, {answer} the reference answer, any other name a column of the
     data. `chat` applies the reward model's chat template to `question` (user) and the response (assistant)."""
     question: Annotated[str, AfterValidator(_is_text)] = QUESTION
-    """User's message for `template: chat`, with the same placeholders. A single placeholder whose value is a list of chat messages gives
-    all messages before the response."""
+    """User's message for `template: chat`, with the same placeholders. If it is one placeholder for a list of chat messages, all of them
+    come before the response."""
     scale: Literal["none", "sigmoid"] = "none"
     """none: the score is the model's output. sigmoid: its sigmoid, between 0 and 1."""
     threshold: float = 0.0
@@ -120,5 +120,5 @@ class ModelReward(RewardType):
 
 
 def nothing(sample: RewardInput) -> float:
-    """Score 0 in reward workers, which score the terms; the model's output is added later."""
+    """Return 0 as the base score in reward workers, which score only the terms. The model's score is added later."""
     return 0.0

@@ -147,7 +147,7 @@ def _response(prompt: Prompt, reward: RewardType | None, look: Look) -> str:
 
 
 def _readable(file: Path, domain: str) -> Iterator[tuple[Row, Mapping[str, Any]]]:
-    """Read this domain's lines, without a run's failed samples. ValueError for an invalid line."""
+    """Read this domain's lines of the file; skip failed samples of a run. ValueError for an invalid line."""
     for row in read_rows(file.absolute()):
         content, place = row.content, f"--responses: {row.place}"
         if isinstance(content, str):
@@ -167,7 +167,7 @@ def _readable(file: Path, domain: str) -> Iterator[tuple[Row, Mapping[str, Any]]
 
 
 def _texts(content: Mapping[str, Any], domain: DomainConfig, template: Template) -> list[str]:
-    """Texts that a line's prompt may have: as given, and with the template applied."""
+    """Possible texts of the prompt in a line of responses: as given, and with the template applied."""
     if "prompt" not in content:
         return []
     texts = [content["prompt"]] if isinstance(content["prompt"], str) else []
@@ -201,7 +201,7 @@ def _given(row: Row, content: Mapping[str, Any], prompts: PromptSet, by_text: Ma
 def read_references(
     config: RewardConfig, path: str, prompts: PromptSet, seconds: float | None, progress: Callable[[int], None]
 ) -> References:
-    """Find reference answers that the reward cannot read, in random order, for at most `seconds` (None: all)."""
+    """Find reference answers that the reward cannot read. Tries them in random order for at most `seconds` (None: no limit)."""
     plain = config.model_copy(update={"terms": [], "format": None})
     read: dict[int, str | None] = {}
     with closing(RewardProcess(plain, path)) as reward:

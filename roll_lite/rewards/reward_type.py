@@ -51,7 +51,7 @@ class RewardType(Section):
         return False
 
     def named_columns(self) -> dict[str, tuple[str, ...]]:
-        """Names of data columns given as arguments, by argument; defaults excluded."""
+        """Argument -> data columns that it names. Defaults are left out."""
         return {}
 
     def no_response(self) -> str | None:
@@ -64,7 +64,8 @@ class RewardType(Section):
 
 
 def too_slow(place: str, argument: str, value: float, seconds: float, timeout_s: float) -> Iterator[Problem]:
-    """Problem if a limit inside the reward (`seconds`) is not below `timeout_s`, which would then fail the sample first."""
+    """Yield a problem if a time limit inside the reward (`seconds`) is not below `timeout_s`: the sample would fail before that limit
+    applies."""
     if seconds >= timeout_s:
         message = f"allows {seconds:g} s by the clock; the whole sample has {timeout_s:g} (the reward's timeout_s): use less, or raise that"
         yield Problem(f"{place}.args.{argument}", message, value)

@@ -18,7 +18,7 @@ REMOVAL_S = 2.0
 
 
 class Group:
-    """Control group. Its files are opened before the sandbox is isolated and cannot reach them any more."""
+    """Control group. Its files are opened early, since the sandbox cannot reach them any more once it is isolated."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder

@@ -1,5 +1,5 @@
 """File system of a sandboxed program: the interpreter and system libraries, read-only, and an empty folder to write to. Without a mount
-namespace, that folder's size is measured from outside, and it is removed afterwards."""
+namespace, the folder's size is measured from outside, and the folder is removed afterwards."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def build_root(more: Iterable[str]) -> None:
 
 
 def _covered(shown: Iterable[str]) -> str:
-    """Find a folder over which the new root can be mounted: no path that programs may read is below it."""
+    """Find a folder on which the new root can be mounted: one that hides no path that programs may read."""
     for folder in (tempfile.gettempdir(), "/mnt", "/media", "/srv", "/run"):
         if os.path.isdir(folder) and not any(f"{path}/".startswith(f"{folder}/") for path in shown):  # noqa: PTH112
             return folder

@@ -117,8 +117,8 @@ class _Guards(ast.NodeTransformer):
         return ast.copy_location(ast.If(ast.UnaryOp(ast.Not(), _call(node, "__true__", node.test)), [note, raised], []), node)
 
     def visit_With(self, node: ast.With) -> Any:
-        """Insert a check that a `with` block ran to its end, since a context manager can suppress a failed assertion. It may suppress an
-        exception of the last statement, if that is a call or a `raise`."""
+        """Insert a check that a `with` block ran to its end, since a context manager can suppress a failed assertion. An exception of the
+        block's last statement may be suppressed if that is a call or a `raise`."""
         called = [one.context_expr for one in node.items if isinstance(one.context_expr, ast.Call)]
         names = {getattr(one.func, "attr", getattr(one.func, "id", "")) for one in called}
         self.generic_visit(node)
@@ -150,8 +150,8 @@ def _iter(first: Any, *last: Any) -> Iterator[Any]:
 
 
 CALLING = {"map": _map, "filter": _filter, "iter": _iter}
-"""Generator versions of Python's functions, which the tests use instead. In a generator, a StopIteration from the program is an error
-rather than the end of a loop."""
+"""Generator versions of three builtins, which the tests use instead of Python's. In a generator, a StopIteration from the program is an
+error rather than the end of a loop."""
 
 
 def _all_reached(failed: list[str], reached: set[int], line: int) -> None:
@@ -382,7 +382,8 @@ def _is_programs(known: dict[str, Any]) -> bool:
 
 
 def _defines(value: Any, dunders: tuple[str, ...]) -> bool:
-    """True if the value's class or a base class defines one of these operators and is the program's, or defines it oddly (`_is_odd`)."""
+    """True if the value's class or a base class defines one of these operators, and the class is the program's or the operator is odd
+    (`_is_odd`)."""
     for kind in MRO(type(value)):
         held = HELD_BY(kind)
         operators = {name: held[name] for name in dunders if name in held} if FLAGS(kind) & MADE_IN_PYTHON else {}

@@ -25,10 +25,10 @@ SHARED_BYTES = 16 << 20
 ROOM = 2
 """Address space limit divided by memory limit: programs reserve more than they use."""
 NEIGHBOURS = 512
-"""Number added to RLIMIT_NPROC, which also counts processes that the same user starts elsewhere meanwhile."""
+"""Allowance in RLIMIT_NPROC for processes that the same user starts elsewhere meanwhile: it counts them too."""
 OTHERS = kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | kernel.CLONE_NEWCGROUP
 NO_WALLS = 47
-"""Exit status of the process that tries out isolation, if it fails."""
+"""Exit status of a child process that tries out the isolation, if that fails."""
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
 READ = EXECUTE | READ_FILE | READ_DIR

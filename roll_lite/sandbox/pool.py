@@ -64,7 +64,7 @@ class Limits:
     processes: int = 64
     """Maximum processes and threads, in addition to the first."""
     open_files: int = 64
-    """Maximum open files per process. Each may be a socket, whose buffer is counted for no process."""
+    """Maximum open files per process. Low, since each may be a socket, whose buffer is counted for no process."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class Protections:
 
 
 class Sandbox:
-    """Isolated warm interpreter (zygote.py) that runs one program at a time."""
+    """Isolated, preloaded Python interpreter (zygote.py) that runs one program at a time."""
 
     def __init__(self, walls: str = "namespaces", readable: Sequence[str] = (), python_path: Sequence[str] = ()) -> None:
         """`walls`: strongest isolation to try (see isolation.py). `readable`: more folders that programs may read. `python_path`: folders
@@ -157,7 +157,7 @@ class Sandbox:
         self._running: tuple[Program, list[int], float] | None = None
         self._companion: Sandbox | None = None
         self._group = ""
-        """Path of the programs' control group. It is removed here, since the isolated sandbox cannot do it."""
+        """Path of the programs' control group. This process removes it, since the isolated sandbox cannot."""
         self.protections: Protections | None = None
 
     def start(self) -> Protections:
@@ -380,8 +380,8 @@ class SandboxPool:
         return outcomes
 
     def _begin(self, sandbox: Sandbox, job: Program | Pair) -> Sandbox:
-        """Start a job. A pair (program and tests) runs in two sandboxes that share a socket. Returns the sandbox to wait for, for a pair
-        that of the tests."""
+        """Start a job. A pair (program and tests) runs in two sandboxes that share a socket. Returns the sandbox to wait for: for a pair,
+        the one that runs the tests."""
         if isinstance(job, Program):
             sandbox.begin(job)
             return sandbox

@@ -12,7 +12,7 @@ from roll_lite.sandbox.kernel import PR_SET_DUMPABLE, PR_SET_SECCOMP, prctl
 
 
 def _calls(table: str) -> list[tuple[int, int]]:
-    """Read a table of calls. Returns (number on x86_64, number on aarch64) of each; -1 if a machine lacks it."""
+    """Read a table of system calls. Returns each call's numbers on x86_64 and aarch64; -1 where an architecture lacks the call."""
     rows = [line.partition("#")[0].split() for line in table.splitlines()]
     return [(int(one), int(other)) for _, one, other in filter(None, rows)]
 

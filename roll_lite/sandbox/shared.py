@@ -14,7 +14,7 @@ from typing import Any
 RECURSIVE = 0
 SIZE = 64
 LOOK_S = 1.0
-"""A process that waits for a lock wakes up after this many seconds, to handle signals."""
+"""Interval in seconds at which a process that waits for a lock wakes up, to handle signals."""
 libc = ctypes.CDLL(None, use_errno=True)
 
 

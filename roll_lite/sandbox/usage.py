@@ -98,8 +98,8 @@ class Usage:
         return "" if self._fits(deleted) else "output"
 
     def folder_is_full(self, members: Callable[[], Iterable[int]]) -> bool:
-        """True if the program's folder exceeds a limit. The folder is measured only if free disk space has changed by a quarter of the
-        limit, down or up (others' deletions can hide writes)."""
+        """True if the program's folder exceeds a limit. The folder is measured only if free disk space has fallen or risen by more than a
+        quarter of the limit. A rise counts, since others' deletions can hide the program's writes."""
         if self._namespaces or abs(self._free - (free := _free_bytes(self._folder))) <= self._limits["folder_bytes"] // 4:
             return False
         self._free = free
@@ -177,7 +177,7 @@ def _tasks_of(process: int) -> list[str]:
 
 
 def _living_thread(process: int, fields: list[bytes]) -> str:
-    """Path of a living thread if the main thread has ended, because the process then shows no memory; otherwise empty."""
+    """Path of a living thread if the main thread has ended, since /proc then shows no memory for the process itself; otherwise empty."""
     if fields[0] != b"Z":
         return ""
     for thread in _tasks_of(process):

@@ -34,9 +34,9 @@ MADE_OF = {"bytearray": bytes, "frozenset": list, "deque": list, "Counter": dict
 MADE_OF_PARTS = {"range": int, "Fraction": int, "date": int, "Decimal": str, "timedelta": int}
 """Type name -> required type of all arguments. For example, Fraction("1e99999999") would be computed when decoded."""
 LONGEST_NUMBER = 10_000
-"""Maximum number of digits of such arguments, since large Fractions are slow to reduce."""
+"""Maximum digits of a number from which a Fraction or another type of MADE_OF_PARTS is rebuilt: large Fractions are slow to reduce."""
 SAME_HASH = 100
-"""Maximum items with the same hash in a decoded set or dict. Each lookup compares with all of them."""
+"""Maximum items with the same hash in a decoded set or dict, since each lookup compares with all of them."""
 HELD: dict[type, Callable[[Any], Any]] = {
     bool: lambda value: value,
     list: lambda value: list(list.__iter__(value)),

@@ -38,7 +38,8 @@ array bisect collections copy datetime decimal fractions functools heapq itertoo
 string threading traceback typing linecache ast types enum io time atexit inspect dataclasses abc numbers cmath textwrap
 """
 FIRST_LOOK_S, LOOK_S = 0.02, 0.05
-"""Seconds until the first usage sample, and average seconds between later ones. They are random, so a program cannot time its pauses."""
+"""Seconds until the first usage sample, and average seconds between later ones. Both are random, so that a program cannot hide between
+samples."""
 DISK_LOOK_S = 0.002
 """Seconds between checks of free disk space, which happen between samples."""
 LONGEST_LIMITS = 4096

@@ -25,7 +25,7 @@ from roll_lite.rewards.http.client import Addresses, HttpClient, HttpSettings, s
 from roll_lite.sandbox.pool import HARMLESS, Ended, Outcome, Pair, Program, SandboxPool, SandboxTrouble, ended_its_sandbox
 
 LATE_S = 15.0
-"""Seconds for SandboxFusion to start Python, beyond the programs' limits."""
+"""Seconds added to the programs' time limit, for SandboxFusion to start Python."""
 CODE = """
 import sys
 sys.path.insert(0, "harness.zip")

@@ -95,7 +95,8 @@ def defines(code: str, name: str) -> bool:
 
 
 def _blocks(text: str, ends_early: bool) -> list[tuple[str, str]]:
-    """(code, tag) of each fenced block. An unclosed one extends to the end, but is ignored without a tag: its fence may close another."""
+    """(code, tag) of each fenced block. An unclosed block extends to the end, but is ignored without a tag: its fence may be another
+    block's end."""
     found: list[tuple[str, str]] = []
     lines: list[str] = []
     opened: re.Match[str] | None = None
@@ -113,7 +114,7 @@ def _blocks(text: str, ends_early: bool) -> list[tuple[str, str]]:
 
 
 def _block(opened: re.Match[str], lines: list[str]) -> tuple[str, str]:
-    """(code, tag) of a block, without the indentation of its fence, as in a list item."""
+    """(code, tag) of a block. The indentation of its fence, as in a list item, is removed."""
     first = next((line for line in lines if line.strip()), "")
     if opened["indent"] and first.startswith(opened["indent"]):
         margin = re.compile(rf"^[ \t]{{1,{len(opened['indent'])}}}")

@@ -1,6 +1,7 @@
-"""Finds the program's names in a sample's asserts, and whether the asserts can run outside its process (`why_inside`).
+"""Finds which names in a sample's asserts are the tested program's, and whether the asserts can run outside the program's process
+(`why_inside`).
 
-Only the tests are read: a program could otherwise redefine `abs`, or choose the process in which it is tested.
+Only the tests are read, not the program: it could redefine `abs`, or choose the process in which it is tested.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ NEED_INSIDE = frozenset(
     {"asyncio", "Mock", "MagicMock", "patch", "redirect_stdout", "stdout", "stdin", "stderr", "builtins", "capsys", "inspect", "signature"}
     | {"GeneratorType", "islice", "takewhile", "next", "SystemExit", "KeyboardInterrupt", "GeneratorExit", "gc", "weakref", "deepcopy"}
 )
-"""Names in asserts that need the program's process: they concern input, output, lazy values, identity, or exit."""
+"""Asserts with one of these names must run in the program's process: they concern input, output, lazy values, identity, or exit."""
 
 
 @dataclass(frozen=True)
 class Names:
     program: tuple[str, ...]
     modules: dict[str, str]
-    """Modules used without an import, by their name in the tests: np for numpy."""
+    """Name in the tests -> module that it means without an import: np -> numpy."""
     imports: tuple[str, ...] = ()
     inside: str = ""
 
@@ -177,8 +178,8 @@ def _called_everywhere(trees: Sequence[ast.Module]) -> set[str]:
 
 
 def uncalled_tests(source: str) -> list[str]:
-    """Calls that only a test runner would make: of `test_...` functions, and one for all test classes. ValueError for a function that has
-    arguments or is async."""
+    """Calls that the tests leave to a test runner: one per `test_...` function, and one for all test classes. ValueError for such a
+    function if it has arguments or is async."""
     tree = ast.parse(source)
     called = {_name(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     functions, classes = list[str](), False

@@ -103,7 +103,7 @@ class CodeReward(RewardType):
 
     @rule
     def _are_known(self) -> Mistakes:
-        """Check the names only; the machine that runs the programs checks for interpreters."""
+        """Check the languages' names only. Their interpreters are checked on the machine that runs the programs."""
         try:
             known_languages(self.languages, self.commands, local=False)
         except ValueError as error:
@@ -141,7 +141,8 @@ class CodeReward(RewardType):
         return f"programs run in a sandbox; {runner.describe()}" if isinstance(runner, SandboxPool) else "programs run in a remote sandbox"
 
     def in_run(self, config: RunConfig, place: str, timeout_s: float) -> Iterator[Problem]:
-        """Check limits and folders. Three times `total_s` must be below `timeout_s`, or a slow program would count as a lost worker."""
+        """Check limits and folders. Three times `total_s` must be below `timeout_s`; otherwise the sample of a slow program would fail
+        instead of scoring 0."""
         yield from too_slow(place, "total_s", self.total_s, CLOCK * self.total_s, timeout_s)
         if "test_s" in self.model_fields_set and self.test_s > self.total_s:
             message = f"is more than all tests of a sample may have (total_s: {self.total_s:g}); use less, or raise that"

@@ -1,4 +1,4 @@
-"""Tests many programs in rounds, a few tests each."""
+"""Tests many programs in rounds; each round runs a few tests of every program."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ class Rounds:
             attempt.over = True
 
     def _verdicts(self, attempt: Attempt, group: list[Test], ended: Outcome) -> Iterator[str | RewardFailed]:
-        """Yield the verdict of each test that ran, at least one: empty if passed."""
+        """Yield the verdict of each test that ran, at least one. An empty verdict means that the test passed."""
         if group[0].source is None and group[0].function is None:
             yield _LIMITS[ended.stopped] if ended.stopped else self._verdict(attempt, group[0], ended)
             return

@@ -95,7 +95,8 @@ class ServiceRefused(ResponseSuspected):
 
 
 class _Passing(Exception):
-    """Failure of an attempt that may be retried. `elsewhere_only`: only at other URLs, since this one was too slow."""
+    """Failed attempt that may be retried. `is_refusal`: the response may be to blame. `wait_s`: pause that the service asked for.
+    `elsewhere_only`: retry only at other URLs, since this one was too slow."""
 
     def __init__(self, cause: str, is_refusal: bool = False, wait_s: float | None = None, elsewhere_only: bool = False) -> None:
         super().__init__(cause)

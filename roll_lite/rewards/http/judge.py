@@ -66,7 +66,7 @@ class JudgeReward(AskingReward):
 
     If a verdict is unreadable or cut at `max_tokens`, the judge is asked again, `asks` times in all. A response without a verdict, or
     refused by the endpoint, gets the lowest value (0, or a negative choice). If a harmless response gets no verdict either, the sample
-    fails. Readable answers to greedy questions are kept and reused.
+    fails. At temperature 0, readable answers are kept and reused.
 
     ```yaml
     reward:
@@ -204,7 +204,7 @@ def _credential(body: Any) -> str | None:
 
 
 class Questions:
-    """Sends questions to the judge; a greedy question is sent once for all samples that need its answer."""
+    """Sends questions to the judge. At temperature 0, samples with the same question share one request."""
 
     def __init__(self, judge: JudgeReward) -> None:
         self._client = HttpClient("judge", [_endpoint(url, judge.api) for url in several(judge.url or ())], judge)
@@ -224,7 +224,7 @@ class Questions:
         return await asyncio.shield(self._greedy[key])
 
     def forget(self, request: Mapping[str, Any]) -> None:
-        """Drop the kept answer to a greedy question, unless it is still in flight."""
+        """Drop the kept answer to a question at temperature 0, unless the request is still in flight."""
         key = _key(request)
         if key in self._greedy and self._greedy[key].done():
             del self._greedy[key]

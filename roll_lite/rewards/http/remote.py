@@ -133,7 +133,8 @@ class Batcher:
 
 
 def scores_of(answer: Any, samples: int, place: str) -> list[Score | RewardFailed]:
-    """Scores in the answer. ServiceRefused if it has no rewards, as {"error": ...}; RewardFailed if they do not fit the samples."""
+    """Scores in a service's answer. ServiceRefused if it has no "rewards", as {"error": ...}; RewardFailed if its lists do not fit the
+    samples."""
     if not isinstance(answer, Mapping) or "rewards" not in answer:
         keys = f"the keys {', '.join(map(str, answer)) or '(none)'}" if isinstance(answer, Mapping) else f"a {type(answer).__name__}"
         raise ServiceRefused(f'{place}: the answer must be an object with "rewards", got {keys}')
@@ -168,7 +169,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def _detail(value: Any, index: int, samples: int) -> float | str | None:
-    """Detail of one sample; None unless it is a number or string."""
+    """One sample's entry in a value of `extra_logs`; None unless it is a number or string."""
     if isinstance(value, list):
         value = value[index] if len(value) == samples else None
     if isinstance(value, str):

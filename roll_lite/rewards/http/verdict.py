@@ -26,7 +26,7 @@ INTRODUCTION = re.compile(rf"(?:\A|\n)\W*(?:here(?:['’]s| is) )?(?:(?:the|my|f
 UNFINISHED = re.compile(r"[^\W\d_\u0e00-\u0eff]\Z|[,;、，；—–(\[{]\Z")
 """End of a line in mid-sentence: the next line may be a quotation. Thai and Lao have no full stop: their letters do not count."""
 PIECE = re.compile(r"\s*(?:#|[-+*•]\s|(?:\d+|\w)[.)]\s|\*\*(?!.*\*\*))")
-"""Heading or list item, which needs no full stop; a heading in bold type lacks its last asterisks."""
+"""Heading or list item, which needs no full stop. The last asterisks of a bold heading have been stripped before."""
 QUOTE, QUOTE_END = re.compile(r"‘|(?<![^\s(\[{])'"), re.compile(r"(?<=\S)['’](?!\w)")
 """Single quotes, not apostrophes."""
 YES_OR_NO = {"yes": 1.0, "no": 0.0}

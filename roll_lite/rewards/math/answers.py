@@ -78,7 +78,8 @@ def find_words(response: str, extract: Extract) -> str:
 
 
 def words(text: str, shortest: int = 3) -> list[str]:
-    """Find words of at least `shortest` letters, without LaTeX and functions (sin). Products (xyz) count only if `shortest` is 2."""
+    """Find words of at least `shortest` letters, without LaTeX and functions (sin). Letters in the alphabet's order (xyz), which may be a
+    product, count only if `shortest` is 2."""
     found = re.findall(rf"[A-Za-z]{{{shortest},}}|[{HAN}]", NO_WORDS.sub(" ", text))
     return [word for word in found if shortest == 2 or (word not in string.ascii_lowercase and word.lower() not in ("and", "for"))]
 
@@ -93,7 +94,8 @@ def is_formula(text: str) -> bool:
 
 
 def _within(text: str) -> str:
-    """Formula in a box or tag if it is the only one and comes first, or follows "the answer is"; else the whole content."""
+    """Find the answer in the content of a box or tag: its only formula, if no word precedes it, or the one after "the answer is"; else the
+    whole content."""
     text = text.strip()
     if is_formula(text):
         return text

@@ -130,7 +130,8 @@ def _close(one: Fraction, other: Fraction) -> bool:
 
 
 def written_form(text: str) -> str | tuple[Fraction, ...]:
-    """Normalize a numeral with a base (1001_2, 0x2A) or a ratio (2:3), which equal nothing else; empty for other text."""
+    """Normalize a numeral with a base (1001_2, 0x2A) or a ratio (2:3), which are compared with others of their kind only; empty for other
+    text."""
     text = re.sub(r"[ {}]", "", unwrapped(text)).lower().replace("\\colon", ":")
     if NUMERAL.fullmatch(text):
         return re.sub(r"\A([+-]?0[xob]|)0*(?=.)", r"\1", text)
@@ -260,8 +261,8 @@ def _repeated_factors(product: Any) -> int:
 
 
 def _joinable(expression: Any) -> int:
-    """Count powers that could be combined: 1 for a power of a power, (x^2)^5; in a product, such as 2^3 * 2^5, the powers of one number
-    less one. Roots and fractions do not count."""
+    """Count powers that could be combined: 1 for a power of a power, (x^2)^5; in a product, such as 2^3 * 2^5, the number of powers with
+    the same base, minus one. Roots and fractions do not count."""
     if not expression.is_Mul:
         exponents: list[Any] = [expression.exp, expression.base.as_base_exp()[1]] if expression.is_Pow else [1]
         return int(all(one != 1 and (not one.is_number or (one.is_Integer and one > 0)) for one in exponents))

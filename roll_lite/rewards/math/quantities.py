@@ -193,7 +193,7 @@ def unit_of(text: str) -> tuple[Unit, Fraction]:
 
 
 def ratio(one: Unit, other: Unit) -> Fraction | None:
-    """Factor between two units: 1 if either is unknown, None if they measure different things."""
+    """Factor that converts unit `one` to `other`: 1 if either is unknown, None if they measure different things."""
     if one[0] is None or other[0] is None:
         return Fraction(1)
     return one[1] / other[1] if one[0] == other[0] else None

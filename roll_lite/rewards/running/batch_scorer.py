@@ -20,14 +20,14 @@ from roll_lite.rewards.terms import Reward
 from roll_lite.rewards.text.format import FormatCheck, format_check
 
 WAIT_SECONDS = 0.1
-"""Maximum seconds that a call waits for async functions in flight; the next call can add samples."""
+"""Maximum seconds that one call of the scorer waits for async functions in flight. The next call can add samples."""
 LINGER_SECONDS = 0.005
-"""Seconds to wait for more results after the first; a scorer call takes about as long."""
+"""Seconds to wait for more results after the first. Another call of the scorer would take about as long."""
 LEAST_SECONDS = 0.01
 """Minimum time limit of a function in seconds, even if earlier ones have used up the sample's limit."""
 BUSY = 3
-"""Processes are killed after this multiple of a sample's time limit, so their own CPU time limits, which pass more slowly on a busy
-machine, come first."""
+"""Reward processes are killed after this multiple of a sample's time limit. Their own limits of CPU time, which take longer on a busy
+machine, then apply first."""
 
 
 @dataclass
@@ -88,7 +88,7 @@ class BatchScorer:
 
     def __call__(self, items: Mapping[int, RewardInput], slice_s: float) -> Scored:
         """Score `items`, keyed by the caller's numbers. Items not begun within `slice_s` have the result None. Items still in flight in
-        async functions have none yet; a later call, even without new items, returns them."""
+        async functions are missing from the results; a later call, even without new items, returns them."""
         started = time.monotonic()
         entries = [_Entry(number, item) for number, item in items.items()]
         scored = Scored(dict.fromkeys(items))

@@ -46,14 +46,14 @@ def copies(response: str, prompt_to_repeat: str, N: int) -> bool:
 
 
 def copy_span_idx(response: str, prompt_to_repeat: str, n_start: int, n_end: int) -> bool:
-    """The response copies characters n_start to n_end of the prompt; the last may be missing, as in the data's check."""
+    """The response copies characters n_start to n_end of the prompt; the last character may be missing, as in the data set's own check."""
     start, end = whole(n_start), whole(n_end, least=1)
     wanted = phrase("what is to be copied", prompt_to_repeat and prompt_to_repeat[start:end])
     return response.strip().lower() in (wanted.lower(), prompt_to_repeat[start : end + 1].strip().lower())
 
 
 def sentence_hyphens(response: str) -> bool:
-    """Hyphens join the sentences: One.-Two.-Three. Each piece between hyphens that follow a mark is a single sentence."""
+    """Hyphens without spaces join the sentences: One.-Two.-Three. Split at hyphens after . ! or ?, each part is one sentence."""
     pieces = re.split(r"(?<=[.!?])-", response.strip())
     return all(piece == piece.strip() and len(sentences(piece)) == 1 and not re.search(r"[a-z][.!?][A-Z]", piece) for piece in pieces)
 

@@ -165,7 +165,8 @@ def quotes(response: str) -> bool:
 
 
 def quote_unquote(response: str) -> bool:
-    """Text follows every quote: no two quotes are adjacent, and none ends the response. The character '"' alone is no quote."""
+    """Text follows every quotation: no two quotation marks are adjacent, and none ends the response. A mark in single quotes ('"') does not
+    count."""
     text = "".join(response.translate(STRAIGHT).replace("'\"'", "").split())
     return '""' not in text and not text.rstrip("0123456789!#$%&'()*+,-./:;<=>?@[\\]^_`{|}~").endswith('"')
 
@@ -181,13 +182,13 @@ def special_list(response: str, sep: str) -> bool:
 
 
 def sub_bullets(response: str) -> bool:
-    """Every line with * has a line with - after it, before the next *."""
+    """Every line that begins with * is followed by a line that begins with -, before the next * line."""
     found = [mark for line in response.split("\n") if (mark := line.lstrip()[:1]) in ("*", "-") and not line.lstrip().startswith("**")]
     return every("".join(found).split("*")[1:], bool)
 
 
 def no_bullets_bullets(response: str) -> bool:
-    """At least two sentences with a full stop, then at least two lines, all with *."""
+    """The response has at least two sentences with a full stop, then at least two lines, all of which begin with *."""
     lines = [line.strip() for line in response.split("\n") if line.strip()]
     first = next((place for place, line in enumerate(lines) if line.startswith("*")), len(lines))
     return marks("\n".join(lines[:first]))[0] >= 2 and len(lines) - first >= 2 and all(line.startswith("*") for line in lines[first:])
@@ -205,7 +206,7 @@ def thesis(response: str) -> bool:
 
 
 def one_option(response: str, options: str | list[str]) -> bool:
-    """Exactly one option and no other text. Options labelled a), b), c) must match to the character."""
+    """The response is exactly one option and no other text. Options labelled a), b), c) must match character by character."""
     known = options_of(options)
     if LETTER_OPTIONS.match(" ".join(known)):
         return response.strip() in known

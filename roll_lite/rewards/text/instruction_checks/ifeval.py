@@ -46,13 +46,13 @@ def _detector() -> Any:
 
 
 def paragraphs_by_stars(response: str, num_paragraphs: int) -> bool:
-    """Paragraphs are separated by ***."""
+    """The response has `num_paragraphs` paragraphs, separated by ***."""
     parts = [part.strip() for part in re.split(r"\s?\*\*\*\s?", response)]
     return sum(map(bool, parts)) == whole(num_paragraphs) and all(parts[1:-1])
 
 
 def nth_paragraph_first_word(response: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """Paragraphs are separated by two line breaks."""
+    """The response has `num_paragraphs` paragraphs, separated by two line breaks; the `nth_paragraph` begins with `first_word`."""
     wanted, number, place = phrase("first_word", first_word).lower(), whole(num_paragraphs), whole(nth_paragraph, least=1)
     paragraphs = response.split("\n\n")
     count = sum(bool(paragraph.strip()) for paragraph in paragraphs)
@@ -126,7 +126,7 @@ def english_lowercase(response: str) -> bool:
 
 
 def validate_paragraphs(response: str, N: int, first_word: str, i: int) -> bool:
-    """Paragraphs are separated by two line breaks."""
+    """The response has N paragraphs, separated by two line breaks; the i-th begins with `first_word`."""
     number, place, wanted = whole(N, least=1), whole(i, least=1), phrase("first_word", first_word)
     if place > number:
         raise ValueError(f"there is no paragraph {place} of {number}")
