@@ -29,7 +29,7 @@ from roll_lite.rewards.running.reward_process import RewardProcess
 RIGHT, WRONG_ANSWERS, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 INSTEAD = "--responses FILE (lines with `response` and `prompt` or `prompt_uid`), or --column NAME for a column of the data with right ones"
 REFERENCES_S = 30.0
-"""Time limit for checking all reference answers if `limit` is set, in seconds."""
+"""Time limit in seconds for checking the reference answers, unless `Look.limit` is None."""
 
 Try = tuple[Prompt, str, str]
 """Prompt, response and finish reason."""

@@ -34,7 +34,7 @@ class Looked:
 class References:
     total: int
     unreadable: dict[int, str]
-    """Why a reference answer is unreadable, by the prompt's uid."""
+    """Prompt uid -> why its reference answer is unreadable."""
     read: int
     """Number of references read; less than all if the time ran out."""
 

@@ -87,7 +87,7 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class LengthReward(RewardType):
-    """Rewards the length of the response, as a term.
+    """Rewards the length of the response; used as a term of another reward.
 
     With `target`, the value is 1 at that length and falls linearly to 0 at a distance of `width` on either side. With `limit`, it is 1 up
     to that length and falls to 0 at `limit` + `width`. With neither, it is length / `width`, at most 1. Words are separated by white space.

@@ -1,7 +1,7 @@
 """Isolate untrusted programs: by namespaces if the platform allows them, else by landlock and seccomp.
 
-The isolation is called walls. Outer walls isolate a warm interpreter (zygote.py) once. Each program's process, which the interpreter forks,
-gets inner walls in addition."""
+The isolation is called walls. Outer walls isolate a preloaded interpreter (zygote.py) once. Each program's process, which the interpreter
+forks, gets inner walls in addition."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ class Walls:
 
 
 def build_outer_walls(readable: Sequence[str], wanted: str) -> Walls:
-    """Isolate this process by the strongest kind that works on this machine, at most `wanted`. A pid namespace takes effect at the next
-    fork."""
+    """Isolate this process by the strongest kind that works on this machine, but none stronger than `wanted`. A pid namespace takes effect
+    at the next fork."""
     why_not: list[str] = []
     if wanted == "namespaces":
         trouble = _trouble_with_namespaces(readable)

@@ -144,8 +144,8 @@ class Usage:
         return self._group is not None and self._group.out_of_memory()
 
     def _is_forked(self, stat: list[bytes]) -> bool:
-        """True if a process is a fork that has not executed another program: its stack is at the warm interpreter's address or, if the
-        kernel hides that, it has the flag "forked, no exec"."""
+        """True if a process is a fork that has not executed another program: its stack has the address of this interpreter's stack or, if
+        the kernel hides that, it has the flag "forked, no exec"."""
         return stat[STACK] == self._own_stack if stat[STACK] != b"0" else bool(int(stat[6]) & FORKED_AND_NO_MORE)
 
     def _in_sockets(self) -> int:
@@ -177,7 +177,7 @@ def _tasks_of(process: int) -> list[str]:
 
 
 def _living_thread(process: int, fields: list[bytes]) -> str:
-    """Path of a living thread if the main thread has ended, since /proc then shows no memory for the process itself; otherwise empty."""
+    """Path below /proc/PID of a living thread if the main thread has ended, since /proc/PID then shows no memory; otherwise empty."""
     if fields[0] != b"Z":
         return ""
     for thread in _tasks_of(process):

@@ -1,4 +1,4 @@
-"""Isolated warm Python interpreter ("zygote") that forks a process for each program, watches it, and kills it with all its children.
+"""Isolated, preloaded Python interpreter ("zygote") that forks a process for each program, watches it, and kills it with all its children.
 
 Programs run one at a time, in the zygote's namespaces. A request contains the limits as JSON and open files: a description of what to run
 (the order, see programs.py) and the program's file descriptors 0 to 4. Only the forked process reads them, since later programs could read
@@ -38,10 +38,10 @@ array bisect collections copy datetime decimal fractions functools heapq itertoo
 string threading traceback typing linecache ast types enum io time atexit inspect dataclasses abc numbers cmath textwrap
 """
 FIRST_LOOK_S, LOOK_S = 0.02, 0.05
-"""Seconds until the first usage sample, and average seconds between later ones. Both are random, so that a program cannot hide between
-samples."""
+"""Seconds until the first usage sample, and average seconds between later ones. Later intervals are random, so that a program cannot hide
+between samples."""
 DISK_LOOK_S = 0.002
-"""Seconds between checks of free disk space, which happen between samples."""
+"""Seconds between checks of free disk space, made while waiting for the next usage sample."""
 LONGEST_LIMITS = 4096
 HIGHEST_FILE = 1024
 FOLDER = "code-"
@@ -100,7 +100,8 @@ def main(control: int, settings: dict[str, Any]) -> None:
 
 
 def _clean_up_after(zygote: int, folder: str, left: int) -> NoReturn:
-    """Remove the folders of ended programs, which may take long. When the zygote has ended, even if killed, removes what it left."""
+    """Remove the folders of ended programs, which may take long, when the pipe `left` reports one. Once the zygote has ended, even if
+    killed, removes what it left."""
     # Namespaces end with the zygote. If this process, its parent, is killed, the zygote cleans up.
     while os.read(left, 1):
         for old in _left_folders(folder):

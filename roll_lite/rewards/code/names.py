@@ -50,7 +50,7 @@ NEED_INSIDE = frozenset(
 class Names:
     program: tuple[str, ...]
     modules: dict[str, str]
-    """Name in the tests -> module that it means without an import: np -> numpy."""
+    """Name in the tests -> module that it means although not imported: np -> numpy."""
     imports: tuple[str, ...] = ()
     inside: str = ""
 

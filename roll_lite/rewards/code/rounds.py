@@ -20,7 +20,7 @@ COMPILE = Limits(cpu_s=20.0, wall_s=60.0, memory_mb=2048, output_kb=16 * 1024, f
 CLOCK = 3.0
 """Ratio of the wall-clock limit to the CPU limit, as other processes use the CPUs too."""
 MOST_CALLS = 20
-"""Maximum calls that share one run of the program."""
+"""Maximum function calls tested in one run of the program."""
 SHOWN = 160
 LONGEST_CODE = 4000
 
@@ -35,7 +35,7 @@ class Attempt:
     passed: int = 0
     done: int = 0
     inside: int = 0
-    """Number of tests run in the program's process."""
+    """Number of tests run in the program's own process, not in a separate one."""
     spent_s: float = 0.0
     """CPU time used, or a third of the wall-clock time if that is more."""
     verdict: str = ""

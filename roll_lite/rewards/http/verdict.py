@@ -28,7 +28,7 @@ UNFINISHED = re.compile(r"[^\W\d_\u0e00-\u0eff]\Z|[,;、，；—–(\[{]\Z")
 PIECE = re.compile(r"\s*(?:#|[-+*•]\s|(?:\d+|\w)[.)]\s|\*\*(?!.*\*\*))")
 """Heading or list item, which needs no full stop. The last asterisks of a bold heading have been stripped before."""
 QUOTE, QUOTE_END = re.compile(r"‘|(?<![^\s(\[{])'"), re.compile(r"(?<=\S)['’](?!\w)")
-"""Single quotes, not apostrophes."""
+"""Opening and closing single quotes, not apostrophes."""
 YES_OR_NO = {"yes": 1.0, "no": 0.0}
 
 

@@ -238,7 +238,7 @@ def same_text(text: str) -> str:
 
 
 def _without_marks(texts: dict[str, str]) -> dict[str, str]:
-    """Remove Markdown marks and extra blanks from the options' texts, as from a response. If two would then be equal, return them
+    """Remove Markdown marks and extra blanks from the options' texts, as is done with responses. If that makes two texts equal, return all
     unchanged."""
     plain = {letter: _plain(narrow(text)) for letter, text in texts.items()}
     return plain if len(set(plain.values())) == len(set(texts.values())) else texts

@@ -39,7 +39,7 @@ def phrases(name: str, each: str, value: Any) -> list[str]:
 
 
 def one_phrase(name: str, value: Any) -> str:
-    """A text, given alone or in a list of one: data sets have both."""
+    """Return a text given alone or in a list of one: data sets have both."""
     values = value if isinstance(value, str) or not hasattr(value, "__iter__") else list(value)
     return phrase(name, values[0] if isinstance(values, list) and len(values) == 1 else values)
 

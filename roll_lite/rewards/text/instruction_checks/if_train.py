@@ -15,7 +15,8 @@ FEWEST_LETTERS = 3
 
 
 def repeat_phrase(response: str, phrase: str, small_n: int) -> bool:
-    """The phrase occurs `small_n` times, each with one inner word replaced. A copy lies within a line, from its first to its last word."""
+    """The phrase occurs `small_n` times, each with one inner word replaced. A copy begins with the phrase's first word and ends, in the
+    same line, with its last."""
     wanted, number = _of_three(phrase), whole(small_n, least=1)
     first, last, found = wanted[0], wanted[-1], []
     for line in response.split("\n"):
@@ -59,7 +60,7 @@ def sentence_hyphens(response: str) -> bool:
 
 
 def bigram_wrapping(response: str) -> bool:
-    """Each pair of words is in << >>; a last word without a partner stands alone."""
+    """The words are in << >> in pairs; if their number is odd, the last one is free."""
     tokens = response.split()
     pairs = list(zip(tokens[::2], tokens[1::2], strict=False))
     return every(pairs, lambda pair: pair[0][:2] == "<<" and pair[1][-2:] == ">>" and ">>" not in pair[0] and "<<" not in pair[1])

@@ -50,7 +50,7 @@ def keywords_multiple(response: str, keyword1: str, keyword2: str, keyword3: str
 
 
 def words_japanese(response: str, N: int) -> bool:
-    """Every N-th word contains Japanese. Numbers and punctuation are skipped; at least one word remains."""
+    """Every N-th word contains Japanese. Numbers and punctuation are skipped; at least one word must remain."""
     asked = [token for token in response.split()[whole(N, least=1) - 1 :: N] if words(token) and not token.isdigit()]
     return every(asked, JAPANESE.search)
 
@@ -67,13 +67,13 @@ def marks(response: str) -> list[int]:
 
 
 def sentence_words(response: str) -> bool:
-    """Three sentences with equally many characters, and no repeated word."""
+    """The response has three sentences with equally many characters, and no repeated word."""
     said, used = sentences(response), words(response)
     return len(said) == 3 and len(set(map(len, said))) == 1 and len(used) == len(set(used))
 
 
 def overlap(response: str, reference_text: str, percentage: float) -> bool:
-    """`percentage` (± OVERLAP_OFF) of the response's distinct character trigrams occur in the reference."""
+    """`percentage` percent (± OVERLAP_OFF) of the response's distinct character trigrams occur in `reference_text`."""
     texts = (response, phrase("reference_text", reference_text))
     ours, theirs = ({text[start : start + 3] for start in range(len(text) - 2)} for text in texts)
     wanted = share(percentage)
@@ -81,13 +81,13 @@ def overlap(response: str, reference_text: str, percentage: float) -> bool:
 
 
 def alphabet(response: str) -> bool:
-    """First letters of the words follow the alphabet, with a after z."""
+    """The words' first letters follow the alphabet, with a after z."""
     starts = [ord(word[0]) - ord("a") for word in words(response)]
     return every(starts, range(26).__contains__) and neighbours(starts, lambda one, two: (one + 1) % 26 == two)
 
 
 def vowel(response: str) -> bool:
-    """A single paragraph with at most three different vowels."""
+    """The response is one paragraph with at most three different vowels."""
     text = plain(response.strip().lower())
     return "\n" not in text and bool(words(text)) and len(set(text) & set("aeiou")) <= 3
 
@@ -150,7 +150,7 @@ def parentheses(response: str) -> bool:
 
 
 def quotes(response: str) -> bool:
-    """Three nested levels of double and single quotes, all closed; apostrophes do not count."""
+    """The response has three nested levels of double and single quotes, all closed; apostrophes do not count."""
     open_ones: list[str] = []
     deepest = 0
     for character in re.findall("[\"']", APOSTROPHE.sub("", response.translate(STRAIGHT))):
@@ -214,7 +214,7 @@ def one_option(response: str, options: str | list[str]) -> bool:
 
 
 def emoji(response: str) -> bool:
-    """An emoji at every sentence's end, before or after its mark; a response of emoji alone is one sentence."""
+    """Every sentence ends in an emoji, before or after its full stop or other mark; a response of emoji alone is one sentence."""
     said = sentences(response) or [response.strip()]
     follows = [*map(BEGINS_WITH_EMOJI.match, said[1:]), None]
     return all(ENDS_IN_EMOJI.search(one[-40:]) or behind for one, behind in zip(said, follows, strict=True))
@@ -229,7 +229,7 @@ def title_case(response: str) -> bool:
 
 
 def output_template(response: str) -> bool:
-    """The three LABELS in order, each followed by text."""
+    """The response has the three LABELS in order, each followed by text."""
     rest = response
     for label in LABELS:
         before, found, rest = rest.partition(label)
@@ -272,7 +272,7 @@ NAPOLEON = range(1769, 1822)
 
 
 def mcq_count_length(response: str) -> bool:
-    """Four questions with five options each, every question longer than the previous one; no text before the first."""
+    """The response has four questions with five options each, every question longer than the previous one; no text before the first."""
     before, *questions = QUESTION.split(response.strip())
     lengths = []
     for question in questions:
@@ -305,7 +305,7 @@ def is_csv(response: str, columns: str, count: int) -> bool:
 
 
 def csv_quotes(response: str) -> bool:
-    """A table with tabs between columns and every field in double quotes."""
+    """The response is a table with tabs between columns and every field in double quotes."""
     rows = [[field.strip() for field in line.split("\t")] for line in response.split("\n") if line.strip()]
     is_quoted = all(len(field) > 1 and field[0] == field[-1] == '"' for row in rows for field in row)
     return is_quoted and is_table([[field[1:-1] for field in row] for row in rows], STUDENTS, 3)
