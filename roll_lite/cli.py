@@ -42,13 +42,13 @@ WRONG_CONFIGURATION = 2
 INTERRUPTED = 130
 OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
 OUTPUT_FAILED = 74
-"""Exit code EX_IOERR: a full disk, a lost terminal."""
+"""Exit code (EX_IOERR) if output cannot be written: a full disk, a lost terminal."""
 CHECKS = (check_store, check_resumption, check_dumps, engine_arguments_fit, check_data, check_rewards)
 OF_MACHINE = (devices_are_there, needs_gpus)
 """Checks of this machine. `roll-lite check` prints failures as notes: the configuration may target another machine."""
 OF_RUNS = (*CHECKS, *OF_MACHINE, check_run_dir)
 SEEN_ENOUGH = 141
-"""Exit code after SIGPIPE."""
+"""Exit code if the reader of the output has closed the pipe (`| head`), as after SIGPIPE."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

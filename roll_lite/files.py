@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 EXAMPLES = (Path(__file__).parent / "examples").resolve()
-"""Shipped configurations, tiny model, toy data, rewards: a link to examples/ in a checkout, a folder in an installed package."""
+"""Folder of the shipped configurations, tiny model, toy data and rewards. In a checkout it is a link to examples/."""
 CONFIGS = EXAMPLES / "configs"
 
 LARGEST = 1 << 30
@@ -59,7 +59,8 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def absolute_path(path: Path) -> Path:
-    """Make a path absolute, from the current folder. A path in examples/ that does not exist there names the package's file."""
+    """Make a path absolute, from the current folder. A path in examples/ that does not exist there is looked up in the package's
+    examples."""
     path = path.expanduser()
     here = path.absolute()
     if path.parts[:1] == (EXAMPLES.name,):
@@ -140,8 +141,8 @@ def unreadable(path: Path, error: Exception) -> ValueError:
 
 
 def elsewhere(path: Path) -> str:
-    """Hint for a missing relative path: it counts from the current folder, and the file may be in a parent folder. Empty for other
-    paths."""
+    """Hint, for an error message, that a missing path is relative to the current folder, and that it exists under a parent folder, if so.
+    Empty for paths outside the current folder."""
     current = Path.cwd()
     if not path.is_relative_to(current):
         return ""

@@ -138,7 +138,8 @@ def _sum_of_group(x: torch.Tensor, member: torch.Tensor) -> torch.Tensor:
 def grpo(rewards: torch.Tensor, groups: torch.Tensor, normalize_std: bool, before_kl: torch.Tensor | None = None) -> torch.Tensor:
     """Reward minus group mean (Dr. GRPO); with `normalize_std` divided by the group's standard deviation (ddof 1).
 
-    before_kl [N]: rewards without KL. With `normalize_std`, a group in which these are equal gets 0: its spread is KL's alone."""
+    before_kl [N]: rewards without KL. With `normalize_std`, a group in which these are equal gets 0, since its rewards differ only by
+    KL."""
     of = _Groups.of(rewards, groups)
     if normalize_std and before_kl is not None:
         of = replace(of, flat=_Groups.of(before_kl, groups).flat)
@@ -172,9 +173,10 @@ def opo(rewards: torch.Tensor, groups: torch.Tensor, policy_tokens: torch.Tensor
 def gpg(
     rewards: torch.Tensor, groups: torch.Tensor, before_kl: torch.Tensor | None = None, trains: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """(reward - group mean) * all samples / samples of groups with unequal rewards: groups of equal rewards do not dilute the gradient.
+    """(reward - group mean) * number of samples / number of samples in groups with unequal rewards. So groups of equal rewards do not
+    dilute the gradient.
 
-    before_kl [N]: rewards without KL, by which equal rewards are recognised, since KL makes nearly all differ. trains [N] bool: samples
+    before_kl [N]: rewards without KL, which are compared instead of `rewards`, since KL makes nearly all differ. trains [N] bool: samples
     counted in the factor."""
     of = _Groups.of(rewards, groups)
     spread = ~(of if before_kl is None else _Groups.of(before_kl, groups)).flat

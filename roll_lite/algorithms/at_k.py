@@ -9,11 +9,11 @@ from math import comb
 import numpy as np
 
 NO_ANSWER, READS_NONE = -1, -2
-"""Sentinels in place of an answer: the response has none; the reward function extracts none."""
+"""Sentinels in place of an answer. NO_ANSWER: the response has none. READS_NONE: the reward function extracts no answers."""
 
 
 def every_k(most: int) -> list[int]:
-    """Values of k to report: `most` and the powers of two below it, except 1, which is the mean."""
+    """Values of k to report: `most` and the powers of two below it. 1 is left out, since pass@1 is the mean."""
     return sorted({*(2**power for power in range(1, most.bit_length())), most} - {1})
 
 
@@ -32,7 +32,7 @@ class SampledPrompts:
         self.samples = np.bincount(self.prompt)
         """[P] number of samples of each prompt."""
         self.first = order[np.cumsum(self.samples) - self.samples]
-        """[P] index, in the given arrays, of one sample of each prompt."""
+        """[P] index of one sample of each prompt, in the arrays passed to `__init__`."""
         self.place = np.arange(len(order)) - (np.cumsum(self.samples) - self.samples)[self.prompt]
 
     def passed(self, k: int) -> np.ndarray:

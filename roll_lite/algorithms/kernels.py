@@ -18,7 +18,7 @@ ENTRIES_PER_THREAD = 1 << 17
 """Minimum number of entries per thread."""
 
 PARTS_PER_THREAD = 4
-"""Portions of rows per thread: with several, a delayed thread does not hold up others."""
+"""Number of portions of rows per thread. With several, faster threads do the portions that a delayed one has not begun."""
 
 
 def compiled(function: Callable[..., None]) -> Any:

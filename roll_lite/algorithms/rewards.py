@@ -203,7 +203,7 @@ def _outside(values: np.ndarray, low: Any, high: Any) -> np.ndarray:
 
 
 def group_places(groups: torch.Tensor) -> tuple[np.ndarray, int]:
-    """Group ids [N] -> group numbers [N] from 0, and the number of groups."""
+    """Map group ids [N] to consecutive group numbers [N] from 0. Also returns the number of groups."""
     ids, places = np.unique(groups.numpy(), return_inverse=True)
     return places, len(ids)
 

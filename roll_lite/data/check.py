@@ -32,8 +32,8 @@ from roll_lite.files import is_folder, read_text
 from roll_lite.models.model_files import chat_templates
 
 SCANNED_ROWS, TABLE_ROWS = 200_000, 1000
-"""Maximum rows checked per file, about two seconds' work: SCANNED_ROWS of JSON lines and of a table's tag column, TABLE_ROWS of a table's
-other columns."""
+"""Maximum rows checked per file, about two seconds' work. SCANNED_ROWS is for JSON lines and the tag column of tables, TABLE_ROWS for the
+other columns of tables."""
 NAMED_LINES = 5
 
 
@@ -127,9 +127,9 @@ class _Scan:
     rows: int = 0
     columns: dict[str, None] = field(default_factory=dict)
     without: dict[str, list[str]] = field(default_factory=dict)
-    """Column name -> rows that lack it, as texts for messages."""
+    """Column name -> the rows that lack it, as texts to print in messages."""
     unfit: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """Place of the first unusable value, and what is wrong with it, by setting."""
+    """Setting -> (file and row of the first unusable value, what is wrong with it)."""
     mistakes: list[str] = field(default_factory=list)
     strays: dict[tuple[str, Path], tuple[str, str]] = field(default_factory=dict)
     """(tag that no domain lists, file) -> (row of its first use, message)."""

@@ -187,8 +187,8 @@ def _fits_model(config: RunConfig, header: DumpHeader) -> Iterator[Problem]:
 
 
 def _same_policy(config: RunConfig, headers: Sequence[DumpHeader]) -> Iterator[Problem]:
-    """Check that the training settings equal those of the dumped run. If they differ, this run's policy after the first step is not the one
-    that sampled the dumps, but old_log_probs `current` and `recompute` assume that it is."""
+    """Check that the training settings equal those of the dumped run. If they differ, the policy after the first step differs from the one
+    that sampled the dumps. But old_log_probs `current` and `recompute` assume that both are the same."""
     algorithm = config.algorithm
     if algorithm.weighs_by_rollout:
         return
@@ -231,8 +231,7 @@ def _learning(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _complete(section: type[Section], values: Any) -> Any:
-    """Add the defaults of fields that the dump's program did not know yet. Settings that this version cannot read are returned
-    unchanged."""
+    """Add the defaults of fields that are newer than the dump. Settings that this version cannot read are returned unchanged."""
     try:
         return values if values is None else section.model_validate(values).model_dump(mode="json")
     except ValidationError:

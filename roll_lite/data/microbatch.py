@@ -54,7 +54,7 @@ class Multiples:
 class MicroBatchPlanner(Protocol):
     def cut(self, lengths: torch.Tensor, parts: int = 1) -> list[np.ndarray]:
         """Row numbers of each micro-batch; every row is in exactly one. `lengths` [rows]: token counts. `parts`: number of micro-batches
-        that other ranks run. This rank runs as many anyway, so it may spread its rows over them."""
+        that this rank must run, since another rank needs as many. The rows may be spread over them."""
 
 
 @dataclass(frozen=True)

@@ -288,8 +288,8 @@ class PromptOrder:
         return {"count": self._count, "seed": self._seed, "domain": self._domain, "epoch": self._epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state. ValueError if the number of prompts, seed or domain differ, or if the saved order used several files
-        with shares. Whether the prompts are the same is not checked."""
+        """Continue from a saved state. ValueError if the number of prompts, seed or domain differ, or if the saved order mixed several
+        files by configured shares. Whether the prompts are the same is not checked."""
         if "parts" in state:
             raise ValueError(
                 f"domain {self._domain}: the checkpoint's prompts came from several files with shares, this run's do not. {SAME_DATA}"

@@ -110,7 +110,7 @@ class GenerationRequest(Packed):
 
     @property
     def resumed_ids(self) -> tuple[int, ...]:
-        """Last `resumed` tokens of prompt_ids, once these include the context."""
+        """Last `resumed` tokens of prompt_ids. Valid only after the context was prepended to prompt_ids."""
         return self.prompt_ids[len(self.prompt_ids) - self.resumed :]
 
 

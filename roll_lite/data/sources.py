@@ -92,7 +92,8 @@ def _folder(folder: Path) -> list[Shard]:
 
 
 def _refuse_mixed_splits(folder: Path, names: Sequence[str]) -> None:
-    """Refuse files of several splits, since held-out rows must not be trained on. Names without a split may differ only in numbers."""
+    """Refuse files of several splits, since held-out rows must not be trained on. If no name tells a split, names may differ only in digits
+    and punctuation."""
     by_split = {_split(name): name for name in names}
     if len(by_split) > 1:
         named = ", ".join(f"{name} ({split or 'no split named'})" for split, name in sorted(by_split.items()))

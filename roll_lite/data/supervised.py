@@ -29,8 +29,8 @@ class SupervisedRows:
         self._order = PromptOrder(len(self._prompts), seed, "ptx")
 
     def draw(self) -> DataProto:
-        """Draw the rows of one optimizer step. Each learned token gets the weight coef / number of learned tokens, so the loss is coef
-        times the mean cross-entropy."""
+        """Draw the rows of one optimizer step. Each token that counts in the loss gets the weight coef / number of such tokens, so the loss
+        is coef times the mean cross-entropy."""
         rows = [self._row(self._order.next()[1]) for _ in range(self._config.samples)]
         targets = sum(int(counts[1:].sum()) for _, counts in rows)
         return DataProto(
@@ -44,7 +44,7 @@ class SupervisedRows:
         )
 
     def distinct_ids(self) -> set[int]:
-        """Token ids that occur in the first LOOKED_AT rows."""
+        """Return the distinct token ids of the first LOOKED_AT (10,000) rows."""
         return {token for number in range(min(len(self._prompts), LOOKED_AT)) for token in self._row(number)[0].tolist()}
 
     def shares(self, updates: int, ranks: int, attention_par: float) -> list[list[DataProto]]:
@@ -54,7 +54,8 @@ class SupervisedRows:
         return [[rows.take(part[rank]) for rows, part in zip(drawn, parts, strict=True)] for rank in range(ranks)]
 
     def _row(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a row's token ids and a mask of the learned ones: answer and end of sequence, or all tokens if the data has no answers."""
+        """Return a row's token ids and a mask of those that count in the loss: answer and end of sequence, or all if the data has no
+        answers."""
         prompt = self._prompts[number]
         given = list(prompt.token_ids)
         learned = [] if self._config.data.answer is None else self._answer(prompt.answer)
@@ -80,7 +81,7 @@ class SupervisedRows:
 
 
 def beside(own: DataProto, supervised: DataProto) -> DataProto:
-    """Join policy rows and supervised rows. Columns that supervised rows lack are filled with padding."""
+    """Append supervised rows to the policy's rows (`own`). Columns that supervised rows lack are filled with padding."""
     lengths = supervised.lengths
     missing = {name: _nothing(name, column, lengths) for name, column in own.columns.items() if name not in supervised}
     return DataProto.concat([own.with_columns(ptx_weight=torch.zeros(len(own))), supervised.with_columns(**missing)])

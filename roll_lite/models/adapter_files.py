@@ -28,7 +28,7 @@ _WITHOUT_EFFECT = (
     *("target_modules", "exclude_modules", "layers_pattern", "ensure_weight_tying", "megatron_config", "megatron_core"),
     *("lora_dropout", "eva_config", "loftq_config", "corda_config", "lora_ga_config", "qalora_group_size"),
 )
-"""Ignored PEFT settings. What they say about adapted layers and initialization is known from the weights file and init_lora_weights."""
+"""Ignored PEFT settings. The adapted layers are known from the weights file, the initialization from init_lora_weights."""
 _LEAVES_BASE_UNCHANGED = (None, True, False, "gaussian", "orthogonal", "eva", "mica")
 """Values of PEFT's init_lora_weights that leave the base model unchanged. Others move a part of its weights into the adapters."""
 

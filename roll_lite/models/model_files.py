@@ -60,7 +60,7 @@ ZERO_ROWS_SHOWN = 5
 
 
 def zero_embeddings(setting: str, model: Path, tokens: Iterable[int], where: str, tokenizer: Any) -> list[str]:
-    """Warning if embeddings of these tokens are zero, since a norm multiplies their gradient by up to a thousand."""
+    """Return a warning if embeddings of these tokens are zero, since a norm multiplies their gradient by up to a thousand."""
     try:
         zero = stored_tensors(model)[EMBEDDING].zero_rows(tokens)
     except (ValueError, KeyError):  # reported when the weights are loaded

@@ -18,7 +18,7 @@ PHASE_COLORS = ("#4c78a8", "#f2a65a", "#72b7a1", "#c66b6b", "#9d86b8", "#d9c36a"
 OTHER_COLOR = "#c9c9c9"
 WARNING_COLOR = "#b3541e"
 SMOOTHING_STEPS = 30
-"""Curves with more points show a running mean over a tenth of their points, with single points behind it."""
+"""Curves with more steps than this show a running mean over a tenth of their points, drawn over the unsmoothed points."""
 
 FEW_POINTS = 4
 """Curves with fewer points are drawn with dots: a line through one point is invisible."""

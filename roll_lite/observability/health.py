@@ -27,7 +27,7 @@ REMEMBERED = 50
 @dataclass
 class Finding:
     sign: str
-    """Name of the sign, after the domain if only that domain shows it: `math/truncated`."""
+    """Name of the sign, with the domain as prefix if only that domain shows it: `math/truncated`."""
     message: str
     first_step: int
     steps: int = 1
@@ -38,7 +38,8 @@ class Sign:
     name: str
     in_a_row: int
     holds: Callable[[Metrics, Sequence[Metrics]], bool]
-    """True if a step shows the sign. Gets the step's metrics and earlier ones: the first with an entropy, and the latest."""
+    """True if a step shows the sign. Its arguments are the step's metrics and those of earlier steps: the first one with an entropy, and
+    the latest ones."""
     says: Callable[[Metrics], str]
     by_domain: bool = False
 
@@ -53,7 +54,7 @@ class RunHealth:
         each = [(domain, sign) for sign in signs if sign.by_domain for domain in domains if len(domains) > 1]
         self._signs = [*(("", sign) for sign in signs), *each]
         self._seen = dict.fromkeys(self._signs, (0, 0.0))
-        """Consecutive steps with the sign, and sample groups in them."""
+        """(domain, sign) -> (number of consecutive steps with the sign, number of sample groups in them)."""
         self._earlier: list[Metrics] = []
 
     def new_signs(self, step: int, metrics: Metrics) -> list[str]:

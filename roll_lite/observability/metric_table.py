@@ -1,7 +1,7 @@
 """Table of all metrics of a run: reduction over ranks and steps, unit, description; `docs/metrics.md` is generated from it.
 
-A mean is kept as sum and count, and divided when read. A metric `by` domain is read as `domain/<domain>/<name>` and, over all domains,
-as `<name>`; one `by` phase, role or transport as `<name>/<phase>`."""
+A mean is kept as sum and count, and divided when read. A metric with `by` = domain is reported as `domain/<domain>/<name>` and, over all
+domains, as `<name>`. One with `by` = phase, role or transport is reported as `<name>/<phase>` etc."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Metric:
     description: str
     by: Literal["domain", "phase", "role", "transport"] | None = None
     count: tuple[str, ...] = ()
-    """Names of metrics that count a mean's items if the loss reports it as a sum; the first one present is used. Empty: each optimizer step
-    counts 1."""
+    """For a mean that the loss reports as a sum: names of metrics with the number of items, of which the first one present is used. Empty:
+    each optimizer step counts as one item."""
     shown: bool = True
     """False for metrics that are only inputs of derived ones."""
 

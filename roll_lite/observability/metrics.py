@@ -62,8 +62,8 @@ class MetricSums:
             self._put((name, None), value, count)
 
     def add_sums(self, sums: Mapping[str, float], domains: Sequence[str] = ()) -> None:
-        """Add the sums that a loss function reports for one optimizer step. The sum for a mean needs its number of items beside it, under a
-        name in `Metric.count`.
+        """Add the sums that a loss function reports for one optimizer step. For a mean with `Metric.count`, `sums` must also have the
+        number of items, under a name listed there.
 
         `<name>#<number>` is the sum over the rows of domain `domains[number]`; a domain without rows is left out.
         """
@@ -93,7 +93,7 @@ class MetricSums:
             self.entries[series] = (math.nan if math.isnan(old[0]) or math.isnan(value) else pick(old[0], value), count)
 
     def merge(self, other: MetricSums) -> None:
-        """Add another rank's or a later step's metrics; LAST metrics take the other's value."""
+        """Add another rank's or a later step's metrics. Metrics with reduction LAST take the value from `other`."""
         for series, (value, count) in other.entries.items():
             self._put(series, value, count)
 

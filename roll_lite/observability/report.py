@@ -22,7 +22,7 @@ PASS_AT = re.compile(r"validation/pass@(\d+)")
 BeforeAfter = dict[str, dict[str, float | None]]
 """Metric -> {"before": its value in the first validation, "after": in the last one}; None: not measured."""
 Accuracy = BeforeAfter
-"""Share of correct samples: `overall`, and by domain."""
+"""`overall` or a domain -> share of correct samples."""
 
 
 def accuracy_change(domains: Sequence[str], before: Mapping[str, float], after: Mapping[str, float]) -> Accuracy:
@@ -35,7 +35,7 @@ def accuracy_change(domains: Sequence[str], before: Mapping[str, float], after: 
 
 
 Measures = dict[str, BeforeAfter]
-"""Metrics of `overall`, a domain, or a reported part of a domain (`math/level:5`)."""
+"""`overall`, a domain, or a reported part of a domain (`math/level:5`) -> its metrics."""
 
 
 def held_out_change(before: Mapping[str, float], after: Mapping[str, float]) -> Measures:

@@ -1,6 +1,6 @@
 """Times of a step's phases. Used by one thread.
 
-A phase inside another is kept as `outer/inner` and not added to the step's sum again; time outside all phases is `other`."""
+A phase inside another is kept as `outer/inner`; the step's sum has only outer phases. Time outside all phases is `other`."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class StepTimes:
         return max(0.0, self.total - sum(self.phases.values()))
 
     def labelled(self) -> dict[str, float]:
-        """Values of the metric `time`, by label."""
+        """Seconds by phase, with the step's total and `other`, as values of the metric `time`."""
         return {**self.phases, **self.inner, OTHER: self.other, STEP: self.total}
 
 
 class StepTimers:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.around: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
-        """Gives the context manager, such as a time limit, that is entered around a phase of this name."""
+        """Function from a phase's name to a context manager, such as a time limit, that is entered around the phase."""
         self._clock = clock
         self._open: list[str] = []
         self._running: dict[str, float] | None = None

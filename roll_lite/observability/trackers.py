@@ -133,7 +133,7 @@ MLFLOW_LONGEST = 500
 
 
 class WandbTracker(Tracker):
-    """Logs the step as a metric: a resumed run may repeat steps, and W&B's own step must not decrease."""
+    """Logs to W&B, with the step as a metric: W&B's own step must not decrease, but a resumed run may repeat steps."""
 
     def __init__(self, run: TrackedRun, **args: Any) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # wandb reads it when it is imported

@@ -75,7 +75,7 @@ class Span:
 @dataclass(eq=False, slots=True)
 class _Run:
     """Request in a simulated engine. All running requests get tokens at the same pace, so they share the counter
-    `SimulatedEngine._decoded`. `zero` is its value at which this request had no tokens."""
+    `SimulatedEngine._decoded`. A request has `_decoded - zero` tokens."""
 
     asked: Asked
     prompt: int
@@ -134,7 +134,7 @@ class SimulatedEngine:
         self._prefixes: Counter[str] = Counter()
         """Number of running requests by shared prompt, which is prefilled only once."""
         self._decoded = 0.0
-        """Number of tokens that a request running since the start would have."""
+        """Number of tokens that a request would have if it had run since the engine's start."""
         self._cached = 0.0
         self._prefill_s = 0.0
         self._settled = self._loop.time()
@@ -231,7 +231,7 @@ class SimulatedEngine:
         self._cached += running * tokens
 
     def _look_soon(self) -> None:
-        """Schedule `_look` for the end of this event loop round, after other events at the same time."""
+        """Schedule `_look`, which ends and admits requests, to run after other events at the same time."""
         if not self._arming and self.dead is None:
             self._arming = True
             self._loop.call_soon(self._look)

@@ -77,7 +77,7 @@ class Scenario:
     offload_s: float | None = None
     """Seconds to offload and load the engines between batches; None: they stay loaded."""
     deterministic: bool = False
-    """True if requests are sent in waves, and their ids determine the engine."""
+    """True if requests are sent in waves, and a request's id determines its engine."""
 
     @property
     def takes_turns(self) -> bool:

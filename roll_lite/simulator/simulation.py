@@ -291,7 +291,7 @@ class _Simulation:
     # ------------------------------------------------------------ engines that come and go
 
     def start_engine(self, number: int, node: int | None = None) -> SimulatedEngine:
-        """`node`: number of its node; None for engines of the start, whose own number determines it."""
+        """Start an engine. `node`: number of its node; None: derived from the engine's number, as for the first engines."""
         scenario = self.scenario
         self.node_of[number] = number // scenario.failures.engines_per_node if node is None else node
         engine = SimulatedEngine(number, scenario.rates, scenario.limits, self.length, self.outcome.spans if self.keep_spans else None)
