@@ -119,7 +119,7 @@ class Cluster(Generic[W_co]):
 
     @property
     def left(self) -> list[int]:
-        """Living ranks. Raises RankFailed if there is none, unless lost ranks are being replaced."""
+        """Numbers of the living ranks. RankFailed if there is none, unless lost ranks are being replaced."""
         lost = self.lost
         left = [rank for rank in range(self.world_size) if rank not in lost]
         if not left and not self.group.replaceable:

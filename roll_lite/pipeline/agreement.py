@@ -47,7 +47,7 @@ and trainer."""
 STEPS, REMEMBERED = 5, 50
 """Minimum and maximum number of earlier steps in the median that defines the usual difference of log-probs."""
 Age = tuple[int, int]
-"""How many versions ago a sample's oldest and newest token were sampled."""
+"""Age of a sample's oldest and of its newest token, in weight versions."""
 CURRENT = (0, 0)
 
 

@@ -221,7 +221,7 @@ class Checkpoints:
         return f"To be uploaded, in {self._run_folder / FOLDER} on the nodes of the ranks: {waiting or 'nothing'}"
 
     def _keep_on_nodes(self, models: Models) -> None:
-        """Remove checkpoints from the nodes, except the newest and those that wait to be uploaded."""
+        """Remove from the nodes all checkpoints but the newest and those that are still to be uploaded."""
         names = [folder.name for folder in (*self._waiting, self._newest) if folder is not None]
         for model in self.stateful(models).values():
             model.ranks.all(ModelWorker.keep_checkpoints, (self._run_folder / FOLDER).resolve(), names)

@@ -58,7 +58,7 @@ NONE_SAVED: SavedGroups = {}
 
 
 class Unfinished(NamedTuple):
-    """A sample to save. Tokens of a response that an engine is working on are those of `request`, then those of `parts`."""
+    """A sample to save. If an engine works on its response, the tokens are those of `request` and then those of `parts`."""
 
     sample: SavedSample
     request: GenerationRequest | None = None

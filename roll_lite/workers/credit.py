@@ -103,7 +103,8 @@ Estimate = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class _Task:
-    """Inputs of the estimators. Rewards and KL stay separate until summed in float64: one may be millions of times the other."""
+    """Inputs of the estimators. Rewards and KL stay separate until they are summed in float64, since they may differ by a factor of
+    millions."""
 
     def __init__(
         self,
@@ -116,10 +117,10 @@ class _Task:
     ) -> None:
         self.mask, self.columns = rows.mask, rows.columns
         self.score = rows.columns["reward"].double()
-        """[B], without KL."""
+        """[B] reward of each sample, without KL."""
         self.kl_rewards = None if kl is None else kl * -kl_coef
         self.rewards = self.score if kl is None else self.score - kl_coef * row_moments(kl, rows.mask)[:, 1]
-        """[B], with KL."""
+        """[B] reward of each sample, with the KL of its tokens."""
         self.whitening = whitening
         """None: the advantages stay as they are."""
         self.groups = rows.columns["group"].long()

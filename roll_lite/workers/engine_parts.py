@@ -1,4 +1,4 @@
-"""Engine that spans nodes: its InferWorker runs on the first, an actor on each other."""
+"""Engine that spans nodes: its InferWorker runs on the first node, a further actor on each of the other nodes."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class EngineParts:
         self._start_is_over.set()
 
     def _look_after(self, started: Mapping[ray.ObjectRef, int]) -> None:
-        """Watch the start on a thread: a starting engine may block the event loop, and wait forever for a dead part."""
+        """Watch the engine's start from a thread, because a starting engine may block the event loop, and wait forever for a dead part."""
         pending = list(started)
         while pending and not self._start_is_over.is_set():
             ready, pending = ray.wait(pending, timeout=1.0)

@@ -27,7 +27,7 @@ MOST_SAMPLES = 64
 """Maximum samples in one call, and in flight in one worker."""
 GRACE_SECONDS = 1.0
 LOST_IN_A_ROW = 16
-"""Number of workers lost, without a score in between, after which all waiting samples fail."""
+"""If this many workers are lost one after another, without a score in between, all waiting samples fail."""
 
 RewardJob = ScoringJob[RewardInput, Score]
 

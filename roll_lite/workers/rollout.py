@@ -343,7 +343,7 @@ class RolloutWorker(AsyncWorker):
             self._writing = asyncio.create_task(asyncio.to_thread(write))
 
     async def hold(self) -> None:
-        """Prepare for a weight update; `set_version` ends it."""
+        """Hold or interrupt requests for a weight update, until `set_version`."""
         await self._service.hold()
 
     async def set_version(self, version: int) -> None:
@@ -353,7 +353,7 @@ class RolloutWorker(AsyncWorker):
         return self._service.state_dict()
 
     async def unfinished(self, state: dict[str, Any]) -> bytes:
-        """Samples of the groups that were unfinished in `state`, with what they have now, as a checkpoint's file; b"" if none."""
+        """File for a checkpoint: samples of the groups that were unfinished in `state`, with their tokens and scores now; b"" if none."""
         found = self._service.unfinished(state)
         return await asyncio.to_thread(to_file, found, self._spec.columns, stored_blocks)
 

@@ -24,7 +24,7 @@ class ScoringJob(Generic[Item, Result]):
     item: Item
     answer: asyncio.Future[Result]
     alone: bool = False
-    """Score this sample alone next: its last batch hung or died, and only a sample that was alone can be blamed."""
+    """True if the sample must be scored alone next, since its last batch hung or died. Only a sample that was alone can be blamed."""
 
 
 class ScoringPool(ABC, Generic[M, Item, Result]):

@@ -78,9 +78,9 @@ class CheckpointConfig(Section):
     """Object store, or another file system of fsspec, for all checkpoints: a URL such as s3://bucket/prefix. A run's checkpoints are then
     in store/experiment/start time/checkpoints, and `resume: auto` looks there (docs/checkpoints.md). null: the run's folder."""
     resume: Literal["auto"] | Url | Annotated[UserPath, AfterValidator(Path.resolve)] | None = None
-    """Checkpoint to resume from: the folder or URL of a checkpoint, or that of a run, which means its newest checkpoint. The resumed run
-    writes to a new folder. auto: resume from this experiment's newest undamaged checkpoint and continue in that run's folder; start afresh
-    if there is none. The same command then starts and resumes a run. null: start afresh."""
+    """Folder or URL of a checkpoint, or of a run, whose newest checkpoint is taken. The resumed run writes to a new folder. auto: take this
+    experiment's newest undamaged checkpoint and continue in that run's folder; start afresh if there is none. The same command then starts
+    and resumes a run. null: start afresh."""
     on_sigterm_s: PositiveFloat = 60.0
     """Time in seconds for ending a run after SIGTERM. The run finishes updates that have begun, saves the state after its last complete
     step, and ends with exit code 75; the same command with `resume: auto` continues it. Without checkpoints (`every: 0`) SIGTERM ends a run

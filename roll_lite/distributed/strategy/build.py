@@ -70,7 +70,7 @@ def build_engine(spec: EngineSpec) -> InferenceStrategy:
 
 
 def share_of_device(strategy: InferStrategyConfig, place: int, sharers: int) -> InferStrategyConfig:
-    """Return the settings for one of several engines that share a GPU equally. `place`: number of engines that start on this GPU earlier.
+    """Return the settings for one of several engines that share a GPU equally. `place`: number of engines on this GPU that start earlier.
     vLLM's memory setting is a fraction of the whole GPU, SGLang's of the free memory."""
     part = strategy.gpu_memory_utilization / sharers
     taken = place * part if isinstance(strategy, SglangStrategyConfig) else 0.0

@@ -57,7 +57,7 @@ class BucketSegment(Watched):
 
     handle = ""
     exports: Sequence[Export] = ()
-    """For each reader, how it rebuilds the segment in its process. The memory stays allocated until all readers have dropped it."""
+    """Arguments, by reader, from which its process rebuilds the segment. The memory stays allocated until all readers have dropped it."""
 
     def __init__(self, nbytes: int, readers: int) -> None:
         super().__init__(torch.empty(_roomy(nbytes), dtype=torch.uint8))

@@ -90,7 +90,7 @@ class EngineLife:
         self.failure: str | None = NOT_STARTED
         """Reason why the engine cannot serve; None if it can."""
         self.paused = False
-        """True after `pause` until `resume`, whatever the process does (`halted`)."""
+        """True from `pause` until `resume`. `halted` says whether the engine's process is paused."""
         self.away: set[EngineMemory] = set()
         """Offloaded parts."""
         self.update: WeightUpdate | None = None

@@ -74,7 +74,7 @@ class EngineMake(EnginePart, Protocol):
         ...
 
     async def renew(self, version: int) -> None:
-        """Start using new weights: drop the KV cache's old contents, and give further tokens this weight version."""
+        """Start using new weights: drop the KV cache's old contents, and label tokens generated from now on with this version."""
 
     async def offload(self, parts: Collection[EngineMemory], cache_stays: bool) -> None:
         """Offload parts that are on the device. The engine is paused and has no running requests."""

@@ -91,7 +91,7 @@ def _clear_if_abandoned(folder: Path) -> None:
 def name_semaphores() -> None:
     """Name the semaphores of this process and its children after the scratch folder, so that they are removed with it.
 
-    For an engine's first process, if it was started without multiprocessing or outside of `inherited`."""
+    An engine's first process calls this if it was started without multiprocessing or outside of `inherited`."""
     _call_semaphores(_semaphores_of(os.environ[SCRATCH]))
 
 

@@ -15,8 +15,8 @@ from roll_lite.config.schema.models import EngineStrategyConfig
 
 CPU_KV_CACHE_MB = 256
 FP8_CAPABILITY = (8, 9)
-"""Lowest GPU compute capability for fp8 (Ada). vLLM refuses older GPUs. On these, SGLang packs weights into a layout that updates cannot
-write to."""
+"""Lowest GPU compute capability for fp8 (Ada). On older GPUs, vLLM refuses fp8, and SGLang packs weights into a layout that
+updates cannot write to."""
 
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 """Fused layer -> projections in it, for models that do not declare this."""
@@ -81,7 +81,7 @@ def is_fp8(strategy: EngineStrategyConfig, cuda: bool) -> bool:
 
 
 def with_fused(targets: Collection[str]) -> list[str]:
-    """Names of the linear layers with adapters and of those that engines fuse with them."""
+    """Names of the linear layers with adapters, and of the layers that engines fuse with these."""
     together = {part for parts in FUSED.values() if not set(parts).isdisjoint(targets) for part in parts}
     return sorted({*targets, *together})
 

@@ -22,7 +22,7 @@ ASK_S = 1.0
 LISTEN_S = 0.25
 # Compilation inside the engine's process is not seen, but takes less long.
 LATE = 0.5
-"""Fraction of the limit after which to look for compiler processes; while one runs, the time does not count."""
+"""Fraction of the limit after which the watch looks for compiler processes. While one runs, time does not count."""
 SLOWER = 4.0
 """The limit is at least this multiple of the longest step so far. The longest step is measured anew after the first response."""
 FIRST_STEPS = 40.0

@@ -80,7 +80,7 @@ class _Running:
     request: GenerationRequest
     aborted: bool = False
     had_other_weights: bool = False
-    """True once the weights have changed during the request. SGLang then tells the weight versions of its tokens only at the end."""
+    """True once the weights have changed during the request. SGLang then reports the weight versions of its tokens only at its end."""
     dispatched: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once SGLang's scheduler has received the request, or the request has ended."""
 

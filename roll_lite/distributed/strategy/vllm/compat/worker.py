@@ -64,7 +64,7 @@ class WorkerExtension:
 
     @answering
     def roll_lite_take_adapters(self, shapes: dict[str, list[int]], rank: int) -> None:
-        """From now on, receive LoRA adapters of this rank in weight updates, instead of the model's weights."""
+        """Make later weight updates carry LoRA adapters instead of the model's weights. `rank`: rank of the adapters."""
         self.roll_lite_adapters = IncomingAdapters(shapes, rank, partial(put_adapters, self.model_runner))
 
     @answering
