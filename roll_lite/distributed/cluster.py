@@ -42,12 +42,14 @@ WATCH_THREADS = 2
 @dataclass(frozen=True)
 class ClusterSpec:
     name: str
-    slots: Sequence[Slot]
+    slots: list[Slot]
     threads: int = 1
     env: Mapping[str, str] = field(default_factory=dict)
     log_folder: Path | None = None
     timeout_s: float | None = None
     """Time limit of every call; None: unlimited. Dead and failing ranks are noticed in any case."""
+    first: int | None = None
+    """Number of ranks that start with the cluster; the others count as lost until they start, when their slots get devices. None: all."""
 
 
 def start_cluster(spec: ClusterSpec, worker_class: Callable[P, W], *args: P.args, **kwargs: P.kwargs) -> Cluster[W]:
@@ -60,12 +62,13 @@ def start_cluster(spec: ClusterSpec, worker_class: Callable[P, W], *args: P.args
         return actor_class.options(max_restarts=worker_class.max_restarts, **actor_options(spec, rank)).remote(*args, **kwargs)
 
     actors = [make(rank) for rank in range(len(spec.slots))]
-    return Cluster(RankGroup(spec.name, actors, watch, spec.log_folder, spec.timeout_s, worker_class.lives_alone, make))
+    return Cluster(RankGroup(spec.name, actors, watch, spec.log_folder, spec.timeout_s, worker_class.lives_alone, make, spec.first))
 
 
 def actor_options(spec: ClusterSpec, rank: int) -> dict[str, Any]:
     slot = spec.slots[rank]
-    return {"num_cpus": 0, "scheduling_strategy": slot.strategy, "runtime_env": {"env_vars": _environment(spec, rank, slot)}}
+    resources = {"num_cpus": 0, "num_gpus": slot.own_gpus}
+    return {**resources, "scheduling_strategy": slot.strategy, "runtime_env": {"env_vars": _environment(spec, rank, slot)}}
 
 
 def _actor_class(worker_class: type[Worker]) -> tuple[Any, dict[str, str] | None]:
@@ -172,7 +175,7 @@ class Cluster(Generic[W_co]):
     @overload
     def start_all(self, method: Method[W_co, P, R], *args: P.args, **kwargs: P.kwargs) -> Pending[list[R]]: ...
     def start_all(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Pending[list[Any]]:
-        return self._start(method, dict.fromkeys(range(self.world_size), args), kwargs, list)
+        return self._start(method, dict.fromkeys(range(self.group.first), args), kwargs, list)
 
     @overload
     def start_one(self, method: AsyncMethod[W_co, P, R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]: ...
@@ -234,8 +237,8 @@ class Cluster(Generic[W_co]):
             return
         limit = None if WATCHDOG.nearest is not None else START_SECONDS  # a phase has its own limit
         address = self._call(Worker.rendezvous, {0: ()}, {}, _only, "start").result(limit)
-        self._call(Worker.meet_at, dict.fromkeys(range(self.world_size), (address,)), {}, list, "start").result(limit)
-        places = self._call(Worker.place, dict.fromkeys(range(self.world_size), ()), {}, list, "start").result(limit)
+        self._call(Worker.meet_at, dict.fromkeys(range(self.group.first), (address,)), {}, list, "start").result(limit)
+        places = self._call(Worker.place, dict.fromkeys(range(self.group.first), ()), {}, list, "start").result(limit)
         for pulse, place in zip(self.group.pulses, places, strict=False):  # unwatched ranks have no pulse
             pulse.place = place
         self.group.started = True

@@ -45,6 +45,10 @@ class Slot:
     local_rank: int = 0
     """Index of the worker's first device among those it sees: 0 on GPUs, where it sees only its own; on CPUs its number on the node."""
     gpus: tuple[str, ...] = ()
+    reserved: PlacementGroup | None = None
+    """Reservation of a slot that waits for free devices; Ray hands its GPUs to the worker. None if the devices are the run's already."""
+    own_gpus: int = 0
+    """Number of GPUs in `reserved`."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ class Placement:
         numbers = sorted({number for devices in self.roles.values() for number in devices})
         gpus = ray.cluster_resources().get("GPU", 0) > 0
         wanted = _Wanted("GPU" if gpus else "CPU", numbers, self.roles, timeout_s, time.monotonic() + timeout_s)
+        self._kind = wanted.kind
         self.group, order = _anywhere(wanted) if layout is None or layout.nodes is None else _on_nodes(wanted, layout)
         self.devices = dict(zip(numbers, _in_node_order(self.group, len(numbers), gpus, order), strict=True))
 
@@ -102,9 +107,22 @@ class Placement:
         """Ids of the nodes that have a role's devices, by role."""
         return {role: {self.devices[number].node for number in numbers} for role, numbers in self.roles.items()}
 
+    def later_slot(self, devices: int) -> Slot:
+        """Slot for a worker that starts once a node has `devices` free devices; without GPUs, a device is a core then."""
+        group = placement_group([{self._kind: devices}])
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+        return Slot(strategy, reserved=group, own_gpus=devices if self._kind == "GPU" else 0)
+
     def release(self) -> None:
         """Release the devices; ends processes that still run on them."""
         remove_placement_group(self.group)
+
+
+def draining_nodes() -> set[str]:
+    """Ids of nodes that will leave the cluster, as announced to Ray."""
+    from ray._private.worker import global_worker  # Ray has no public call for this.
+
+    return set(global_worker.gcs_client.get_draining_nodes())
 
 
 def anywhere(workers: int) -> list[Slot]:

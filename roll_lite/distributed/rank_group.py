@@ -67,6 +67,7 @@ class RankGroup:
         timeout_s: float | None,
         live_alone: bool = False,
         make: Callable[[int], Any] | None = None,
+        first: int | None = None,
     ) -> None:
         self.name = name
         self.actors = list(actors)
@@ -76,8 +77,10 @@ class RankGroup:
         """True if the other ranks continue when one dies: a Fleet handles the death."""
         self.replaceable: set[int] = set()
         """Ranks that are replaced if they are lost."""
+        self.first = len(self.actors) if first is None else first
+        """Number of ranks that start with the group; the others count as lost until they have started."""
         self._make = make
-        self._lost: dict[int, str] = {}
+        self._lost = dict.fromkeys(range(self.first, len(self.actors)), "it waits for free devices")
         self.phases: list[str] = []
         """Methods in flight, oldest first."""
         self.deaths: dict[ray.ObjectRef, int] = {}
@@ -133,11 +136,16 @@ class RankGroup:
         """Reference that becomes ready, with an error, when the rank dies."""
         return next(ref for ref, number in self.deaths.items() if number == rank)
 
-    def regain(self, rank: int) -> None:
-        """Count a lost rank as living again: its replacement has started."""
+    def regain(self, rank: int, place: Place) -> None:
+        """Count a lost rank as living again: its replacement has started, at `place`."""
         assert self._watch_options is not None
         self.pulses[rank] = Pulse(self.actors[rank].place.options(**self._watch_options).remote)
+        self.pulses[rank].place = place
         del self._lost[rank]
+
+    def living_pulses(self) -> list[tuple[int, Pulse]]:
+        """Heartbeats of the ranks that are not known to be lost."""
+        return [(rank, pulse) for rank, pulse in enumerate(self.pulses) if rank not in self._lost]
 
     def check(self) -> None:
         if self.end is not None:
@@ -235,7 +243,7 @@ class LivenessWatch:
             return None
         self._listened = now
         groups = [group for group in self.groups if group.name not in self.overlooked]
-        heard = [(group, rank, pulse.listen()) for group in groups for rank, pulse in enumerate(group.pulses)]
+        heard = [(group, rank, pulse.listen()) for group in groups for rank, pulse in group.living_pulses()]
         late = max(heard, key=lambda entry: entry[2], default=None)
         return (late[0], late[1], self._silence_s) if late is not None and late[2] > self._silence_s else None
 

@@ -123,6 +123,8 @@ METRICS: dict[str, Metric] = {
     ),
     "rollout/failed": by_domain(SUM, "samples", "Samples that failed permanently; they do not train."),
     "rollout/engines_lost": Metric(SUM, "engines", "Engines that died or hung; the others continued their responses."),
+    "rollout/engines_joined": Metric(SUM, "engines", "Engines that joined on free devices (actor_infer.most_replicas)."),
+    "rollout/engines_left": Metric(SUM, "engines", "Engines that left because their node was drained."),
     "rollout/engines_returned": Metric(SUM, "engines", "Lost engines whose successors began to serve."),
     "rollout/engine_silent_seconds": Metric(
         MAX, "s", "Time from the last answer of a lost engine's process to its removal; the longest since the last batch."

@@ -55,6 +55,10 @@ class DifferentModels(RuntimeError):
     """Engine and trainer give the same tokens different log-probs, or data-parallel replicas hold different weights."""
 
 
+class EnginesDiffer(DifferentModels):
+    """Engine and trainer give the same tokens different log-probs."""
+
+
 def compare_replicas(model: Model[Any], step: int) -> None:
     """Raise DifferentModels if data-parallel replicas hold different weights after this step."""
     if model.ranks.data_size == 1:
@@ -87,13 +91,19 @@ class Agreement:
         precision = "float32" if {infer_dtype(config), config.model.dtype} == {"float32"} else "bfloat16"
         self._floor, self._least_tokens = FLOOR[precision], LEAST_TOKENS[precision]
         self._is_first, self._has_said = True, False
+        self._accepted: int | None = None
+        """Version of the trainer's weights at which the user accepts any difference."""
         self._past: dict[str, list[float]] = {}
         """Mean differences of log-probs in earlier steps, by age. The age is a text ("1 0"), as checkpoints need."""
 
+    def accept(self, version: int) -> None:
+        """Accept any difference at this version of the trainer's weights."""
+        self._accepted = version
+
     def check(self, version: int, rows: DataProto, found: Iterable[SampleSums]) -> None:
-        """Raise DifferentModels if an engine's log-probs of its samples differ too much from the trainer's; warn once about samples that
+        """Raise EnginesDiffer if an engine's log-probs of its samples differ too much from the trainer's; warn once about samples that
         cannot be compared. `version`: that of the trainer's weights. `found`: sums of the differences and numbers of tokens, by sample."""
-        if self._bound is None or not (self._is_live or self._is_first):
+        if self._bound is None or version == self._accepted or not (self._is_live or self._is_first):
             return
         places = self._places(version, rows, {sample: sums for part in found for sample, sums in part.items()})
         self._say_what_is_missing(any_told=bool(places))
@@ -101,7 +111,7 @@ class Agreement:
             return
         whole = _mean(places.values())
         if self._is_first and whole > self._bound:
-            raise DifferentModels(
+            raise EnginesDiffer(
                 f"engines and trainer disagree about the tokens of the first batch: their log-probs differ by {whole:.3g} nats "
                 f"on average, rollout.max_mismatch allows {self._bound:g}: they do not hold the same model\n"
                 f"{ENGINES if self._is_live else DUMPS}"
@@ -141,7 +151,7 @@ class Agreement:
             for why, limit in limits.items():
                 if mean > limit:
                     who = f"actor_infer[{engine}]" if engine >= 0 else "several engines"
-                    raise DifferentModels(
+                    raise EnginesDiffer(
                         f"{who}, weights of version {version - age[1]}: log-probs of {tokens} tokens differ from the trainer's by "
                         f"{mean:.3g} nats on average, at most {limit:.3g} is allowed ({why})\n{UPDATED}"
                     )

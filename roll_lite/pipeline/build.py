@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -37,9 +39,10 @@ from roll_lite.pipeline.batch_files import BatchFiles
 from roll_lite.pipeline.checkpoint import Checkpoints
 from roll_lite.pipeline.clusters import Engines, Model, Models, RewardModels, initialize
 from roll_lite.pipeline.engine_restarts import EngineRestarts
+from roll_lite.pipeline.joining_engines import JoiningEngines
 from roll_lite.pipeline.journal import Journal
 from roll_lite.pipeline.node_facts import compare_nodes
-from roll_lite.pipeline.nodes import check_nodes
+from roll_lite.pipeline.nodes import check_nodes, readers
 from roll_lite.pipeline.rlvr import RLVRPipeline
 from roll_lite.pipeline.sources import LiveRollouts, ReplayedRollouts
 from roll_lite.pipeline.weights import WeightSync
@@ -138,14 +141,16 @@ class Starter:
         patience = min(LOCAL_PATIENCE_S, config.ray.placement_timeout_s) if session.started else config.ray.placement_timeout_s
         self.placement = Placement({name: role.devices for name, role in roles(config).items()}, patience, config.placement)
 
-    def spec(self, name: str, slots: Sequence[Slot], threads: int = 1) -> ClusterSpec:
+    def spec(self, name: str, slots: list[Slot], threads: int = 1) -> ClusterSpec:
         environment = {key: os.environ.get(key, value) for key, value in QUIET.items()}
         return ClusterSpec(name, slots, threads, environment, self.session.log_folder, timeout_s=self.config.limits.other or None)
 
     def live(self, models: Models, journal: Journal) -> LiveRollouts:
         config, role = self.config, self.config.actor_infer
-        engines, rollouts, weights = self.engines(), self.rollouts(), None
-        restarts = EngineRestarts(engines, rollouts, config.actor_infer.restarts, journal)
+        engines, joining = self.engines()
+        rollouts, weights = self.rollouts(), None
+        follows_drains = not (role.offload or config.deterministic)
+        restarts = EngineRestarts(engines, rollouts, role.restarts, journal, joining, follows_drains)
         if trains(config):
             sizes = model_parallel_size(role), infer_dtype(config), role.strategy.expert_parallel
             settings = config.weight_sync.model_copy(update={"verify": verification(config)})
@@ -167,7 +172,7 @@ class Starter:
         assert self.config.replay.path is not None, "the configuration was not checked"
         return start_cluster(self.spec("replay", [beside_driver()]), ReplayWorker, found_dumps(self.config.replay.path), self.config.steps)
 
-    def engines(self) -> Engines:
+    def engines(self) -> tuple[Engines, JoiningEngines | None]:
         role = self.config.actor_infer
         slots, parts = self.replica_slots(role)
         limits = self.config.limits
@@ -185,7 +190,12 @@ class Starter:
             lora=adapters_of_engines(self.config),
         )
         turns = role.replicas_per_device if any(slot.gpus for slot in slots) else 1
-        return Engines(start_cluster(self.spec("actor_infer", slots, role.threads), InferWorker, engine, parts), role, turns)
+        new_slot = partial(self.placement.later_slot, model_parallel_size(role))
+        further = max(0, (role.most_replicas or 0) - len(slots))
+        spec = replace(self.spec("actor_infer", [*slots, *(new_slot() for _ in range(further))], role.threads), first=len(slots))
+        reading = [reader for reader in readers(self.config) if "actor_infer" in reader.roles]
+        joining = JoiningEngines(spec.slots, new_slot, reading, self.session.other_nodes) if further else None
+        return Engines(start_cluster(spec, InferWorker, engine, parts), role, turns), joining
 
     def replica_slots(self, role: InferRoleConfig) -> tuple[list[Slot], list[list[dict[str, Any]]]]:
         """One slot per replica, and for each replica the actor options of its parts on further nodes."""

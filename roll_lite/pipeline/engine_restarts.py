@@ -1,20 +1,27 @@
-"""Replacements of lost engines: started at once, given the weights, then handed to the rollout service."""
+"""Engines that start while the run continues, as replacements of lost ones or as further ones: they are started at once, given the weights,
+then handed to the rollout service."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from roll_lite.distributed.cluster import Cluster
-from roll_lite.distributed.failures import cause_of
+from roll_lite.distributed.failures import MemberLost, cause_of
 from roll_lite.distributed.pending import pause
+from roll_lite.distributed.place import Place
+from roll_lite.distributed.placement import draining_nodes
 from roll_lite.distributed.rank_group import WATCH
 from roll_lite.distributed.strategy.inference.life import EngineMemory
 from roll_lite.pipeline.clusters import Engines
+from roll_lite.pipeline.joining_engines import JoiningEngines
 from roll_lite.pipeline.journal import Journal
+from roll_lite.scheduler.elastic import leaving
 from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.rollout import RolloutWorker
 
@@ -24,18 +31,33 @@ BUDGET_SECONDS = 3600.0
 
 @dataclass
 class _Start:
-    """Replacement of a lost engine that is starting. `started`: reference of the call that starts it."""
+    """Engine that is starting. `calls`: references of the calls that check its node, start it and ask where it is."""
 
-    started: ray.ObjectRef
-    is_ready: bool = False
+    calls: list[ray.ObjectRef]
+    place: Place | None = None
+    """Its place once it has started."""
+
+    @property
+    def is_ready(self) -> bool:
+        return self.place is not None
 
 
 class EngineRestarts:
-    """Replaces lost engines. A replacement is `ready` once started. From `take` to `hand_over`, while it gets the weights, it is a
-    newcomer. With `offload: true` engines start only while the driver waits for rollouts, when they have the devices."""
+    """Replaces lost engines, and starts further ones (`joining`). A replacement is `ready` once started. From `take` to `hand_over`, while
+    it gets the weights, it is a newcomer. With `offload: true` engines start only while the driver waits for rollouts, when they have the
+    devices."""
 
-    def __init__(self, engines: Engines, rollouts: Cluster[RolloutWorker], restarts: int, journal: Journal) -> None:
-        """`restarts`: maximum number of restarts of each engine within BUDGET_SECONDS."""
+    def __init__(
+        self,
+        engines: Engines,
+        rollouts: Cluster[RolloutWorker],
+        restarts: int,
+        journal: Journal,
+        joining: JoiningEngines | None = None,
+        follows_drains: bool = False,
+    ) -> None:
+        """`restarts`: maximum number of restarts of each engine within BUDGET_SECONDS. `follows_drains`: engines leave nodes that are
+        drained."""
         self.replicas = engines.replicas
         self._engines = engines
         self._rollouts = rollouts
@@ -44,6 +66,12 @@ class EngineRestarts:
         self._group = engines.replicas.group
         self._starts: dict[int, _Start] = {}
         self._newcomers: list[int] = []
+        self._joining = joining
+        self._follows_drains = follows_drains
+        self._waiting = set(range(self._group.first, self.replicas.world_size))
+        """Engines that wait for devices and count as no loss: those that have not joined yet, and those that left with their nodes."""
+        self._leaving: dict[int, ray.ObjectRef] = {}
+        """Engines that hand their requests to others before they leave, and the calls that do so."""
         self._lost_at: dict[int, float] = {}
         self._restarted: dict[int, list[float]] = {}
         """Times of restarts, by engine."""
@@ -52,6 +80,8 @@ class EngineRestarts:
         """Replace engines that are lost from now on. An engine that was lost before, during its first start, ends the run."""
         if self._restarts:
             self._group.replaceable = set(range(self.replicas.world_size))
+            for engine in self._waiting:
+                self._start(engine, self.replicas.actors[engine])
             if not self._engines.offloads:
                 WATCH.errands["engines"] = self.tend
 
@@ -79,12 +109,18 @@ class EngineRestarts:
 
     def tell_losses(self) -> None:
         """Report each lost engine once, with the cause that the rollout service noted or, if it has not noticed the loss, the driver's."""
-        if not self._journal.knows_lost(lost := dict(self.replicas.lost)):
-            lost |= self._rollouts.one(RolloutWorker.lost_engines)
-            self._journal.engines_lost(lost, self.replicas.world_size)
+
+        def without_waiting(lost: Mapping[int, str]) -> dict[int, str]:
+            return {engine: cause for engine, cause in lost.items() if engine not in self._waiting}
+
+        if not self._journal.knows_lost(lost := without_waiting(self.replicas.lost)):
+            lost |= without_waiting(self._rollouts.one(RolloutWorker.lost_engines))
+            self._journal.engines_lost(lost, self.replicas.world_size - len(self._waiting))
 
     def tend(self) -> None:
-        """Start replacements of lost engines, and note which have started. Does not wait."""
+        """Start replacements of lost engines, note which have started, and take leave of draining nodes. Does not wait."""
+        if self._follows_drains:
+            self._follow_drains()
         for engine, cause in self._group.lost.items():
             if engine not in self._group.replaceable:
                 continue
@@ -104,9 +140,9 @@ class EngineRestarts:
         """Turn started replacements into newcomers: living engines that must get the weights before they serve. With `offload: true`,
         offload their memory `parts`."""
         self.tell_losses()
-        for engine in [engine for engine, start in self._starts.items() if start.is_ready]:
+        for engine, place in [(engine, start.place) for engine, start in self._starts.items() if start.place is not None]:
             del self._starts[engine]
-            self._group.regain(engine)
+            self._group.regain(engine, place)
             self._newcomers.append(engine)
             if self._engines.offloads:
                 self.replicas.start_each_own(InferWorker.offload, {engine: parts}).result()
@@ -134,17 +170,23 @@ class EngineRestarts:
         for engine in list(self.newcomers):
             self._rollouts.one(RolloutWorker.engine_restarted, engine, self.replicas.actors[engine])
             self._newcomers.remove(engine)
-            self._journal.engine_restarted(engine, time.monotonic() - self._lost_at.pop(engine), version)
+            seconds = time.monotonic() - self._lost_at.pop(engine)
+            if engine in self._waiting:
+                self._waiting.remove(engine)
+                self._journal.engine_joined(engine, self.replicas.world_size - len(self._waiting), version)
+            else:
+                self._journal.engine_restarted(engine, seconds, version)
 
     def _failure(self, engine: int, start: _Start) -> str | None:
-        """Why a replacement failed to start, or died since; None if it did neither. Marks it as ready once it has started."""
-        for call in [start.started, self._group.death_of(engine)]:
-            if ray.wait([call], timeout=0, fetch_local=False)[0]:
-                try:
-                    ray.get(call)
-                except Exception as error:  # a process edge: it becomes the cause
-                    return cause_of(error)
-                start.is_ready = True
+        """Why an engine failed to start, or died since; None if it did neither. Notes its place once it has started."""
+        calls = [self._group.death_of(engine), *start.calls]
+        ready, _ = ray.wait(calls, num_returns=len(calls), timeout=0, fetch_local=False)
+        try:
+            answers = ray.get(ready)
+        except Exception as error:  # a process edge: it becomes the cause
+            return cause_of(error)
+        if len(answers) == len(start.calls):
+            start.place = answers[-1]
         return None
 
     def _restart(self, engine: int, cause: str) -> None:
@@ -158,6 +200,29 @@ class EngineRestarts:
             self._rollouts.actors[0].engine_given_up.remote(engine, why)
             return
         times.append(now)
+        self._start(engine, self._group.restart(engine))
+
+    def _start(self, engine: int, actor: Any) -> None:
         turns = self._engines.turns
-        actor = self._group.restart(engine)
-        self._starts[engine] = _Start(actor.initialize.remote(engine % turns, turns))
+        checks = [self._joining.check(engine)] if self._joining is not None else []
+        self._starts[engine] = _Start([*checks, actor.initialize.remote(engine % turns, turns), actor.place.remote()])
+
+    def _follow_drains(self) -> None:
+        """Let engines on draining nodes hand their requests to the others. Engines without requests end, and start again where devices
+        are free."""
+        nodes = {engine: pulse.place.node for engine, pulse in self._group.living_pulses() if pulse.place is not None}
+        for engine in leaving({engine: node for engine, node in nodes.items() if engine not in self._newcomers}, draining_nodes()):
+            if engine not in self._leaving:
+                self._leaving[engine] = self._rollouts.actors[0].engine_leaves.remote(engine)
+        for engine in [engine for engine, call in self._leaving.items() if ray.wait([call], timeout=0)[0]]:
+            try:
+                ray.get(self._leaving.pop(engine))
+            except RayError:  # the rollout service is gone; the new one is asked again
+                continue
+            if engine not in self._group.lost:
+                self._waiting.add(engine)
+                self._journal.engine_left(engine, self.replicas.world_size - len(self._waiting))
+                self._group.lose(engine, MemberLost("its node leaves the cluster"))
+                if self._joining is not None and engine >= self._group.first:
+                    self._joining.left(engine)
+                self._start(engine, self._group.restart(engine))

@@ -21,8 +21,9 @@ from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import FinishReason
 from roll_lite.distributed.failures import RankFailed
+from roll_lite.distributed.pending import pause
 from roll_lite.distributed.place import Place
-from roll_lite.distributed.rank_group import WATCH
+from roll_lite.distributed.rank_group import WATCH, RankGroup
 from roll_lite.distributed.strategy.base import Moved
 from roll_lite.distributed.weight_sync.group import Pushed
 from roll_lite.files import write_whole
@@ -45,6 +46,8 @@ from roll_lite.workers.model import Update
 UPDATES_FILE = "updates.jsonl"
 FAILURE_FILE = "failure.txt"
 """Whole texts of failures."""
+PAUSED_FILE = "paused.txt"
+"""Reason of a pause, which lasts until the user deletes the file."""
 PROCESSES_FILE = "processes.json"
 """Node and process id of each rank, engine host and service."""
 CREDIT_FOLDER = "credit"
@@ -150,6 +153,15 @@ class Journal:
             table = [{"role": role, "rank": rank, "node": place.address, "pid": place.pid} for (role, rank), place in places]
             write_whole(self.folder / PROCESSES_FILE, json.dumps(table, indent=1) + "\n")
 
+    def wait_for_user(self, group: RankGroup, reason: Exception) -> None:
+        """Tell why the run pauses, also in a file, and wait until the user deletes that file. A failure of any rank ends the wait."""
+        file = self.folder / PAUSED_FILE
+        write_whole(file, f"{reason}\n")
+        self.console.message(f"paused: {reason}\nTo train on this batch all the same, delete {file}; to end the run, press Ctrl-C")
+        while file.exists():
+            pause(group, 0, f"the user who deletes {file}")
+        self.console.message("the run continues")
+
     def knows_lost(self, engines: Iterable[int]) -> bool:
         return self._lost_engines.issuperset(engines)
 
@@ -172,6 +184,18 @@ class Journal:
         self._sums.add("rollout/engines_returned", 1)
         weights = "" if version is None else f", with the weights of version {version}"
         self.console.message(f"actor_infer[{number}] serves again, {seconds:.0f} s after its loss{weights}")
+
+    def engine_joined(self, number: int, engines: int, version: int | None) -> None:
+        """Report that a further engine serves. `engines` is the number of engines now; `version` as in `engine_restarted`."""
+        self._sums.add("rollout/engines_joined", 1)
+        weights = "" if version is None else f" with the weights of version {version}"
+        self.console.message(f"actor_infer[{number}]{WATCH.where('actor_infer', number)} joins{weights}; {engines} engines now")
+
+    def engine_left(self, number: int, engines: int) -> None:
+        """Report that an engine left with its node. `engines` is the number of engines that remain."""
+        self._sums.add("rollout/engines_left", 1)
+        where = WATCH.where("actor_infer", number)
+        self.console.message(f"actor_infer[{number}]{where} leaves, since its node is drained; {engines} engines now")
 
     def rank_lost(self, failure: RankFailed, since: int, reached: int, repeats: str) -> None:
         """Report a lost rank. Its role starts again from the state after step `since` (0: the start); the last update was in step

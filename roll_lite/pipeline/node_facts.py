@@ -58,17 +58,22 @@ class Scout:
 
     def look(self, run_folder: Path, others: Sequence[tuple[str, int]]) -> NodeFacts:
         """Collect the facts. `others`: addresses and ports of the other nodes' scouts."""
-        versions = {"python": ".".join(platform.python_version_tuple()[:2])}
-        for name in PACKAGES:
-            try:
-                versions[name] = version(name)
-            except PackageNotFoundError:
-                continue
         disk = next(folder for folder in (run_folder, *run_folder.parents) if folder.is_dir())
         with ThreadPoolExecutor(max_workers=32) as threads:
             reasons = dict(zip((address for address, _ in others), threads.map(_why_unreachable, others), strict=True))
         free = psutil.virtual_memory().available / GIB, shutil.disk_usage(disk).free / GIB
-        return NodeFacts(versions, *free, {address: reason for address, reason in reasons.items() if reason is not None})
+        return NodeFacts(installed(), *free, {address: reason for address, reason in reasons.items() if reason is not None})
+
+
+def installed() -> dict[str, str]:
+    """Versions of Python and of the packages on this node."""
+    versions = {"python": ".".join(platform.python_version_tuple()[:2])}
+    for name in PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return versions
 
 
 def _why_unreachable(place: tuple[str, int]) -> str | None:

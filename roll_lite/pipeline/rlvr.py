@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,7 @@ from roll_lite.data.supervised import SupervisedRows
 from roll_lite.distributed.dataflow import Batch
 from roll_lite.distributed.watchdog import WATCHDOG, Preempted
 from roll_lite.observability.timers import phase
-from roll_lite.pipeline.agreement import Agreement, compare_replicas
+from roll_lite.pipeline.agreement import Agreement, EnginesDiffer, compare_replicas
 from roll_lite.pipeline.batch_files import BatchFiles
 from roll_lite.pipeline.chaos import faults
 from roll_lite.pipeline.checkpoint import Checkpoints
@@ -72,6 +72,8 @@ class RLVRPipeline:
         self.early = EarlyPasses(self.wanted() if config.rollout.stream_log_probs else [], config.rollout.prompts_per_step, journal)
         self.kl_coefs: dict[str, float] = {}
         """KL coefficients of this step. The KL measured in it updates the coefficients of the next."""
+        self.compare_later: Callable[[], None] | None = None
+        """Comparison of engines and trainer after this step, where training computes the trainer's log-probs."""
         self.steps_done = 0
         self.version = 0
         """Version of the actor's weights: number of steps that changed them."""
@@ -92,11 +94,24 @@ class RLVRPipeline:
     def train_and_export(self) -> None:
         while True:
             while self.steps_done < self.config.steps:
-                self.recovery.survive(self, self.recorded_step)
-                self.recovery.survive(self, self.between_steps)
+                self.survive(self.recorded_step)
+                self.survive(self.between_steps)
             self.recovery.survive(self, self.export_model)
             if self.steps_done == self.config.steps:  # otherwise a loss took the last steps along
                 return
+
+    def survive(self, work: Callable[[], None]) -> None:
+        """Do the work. Repeat it after a loss and, with `rollout.on_mismatch: pause`, when the user accepts that engines and trainer
+        differ."""
+        while True:
+            try:
+                return self.recovery.survive(self, work)
+            except EnginesDiffer as difference:
+                if self.config.rollout.on_mismatch == "end":
+                    raise
+                self.recovery.survive(self, partial(self.journal.wait_for_user, self.models.actor.ranks.group, difference))
+                self.restore(self.recovery.reached)
+                self.agreement.accept(self.version)
 
     def recorded_step(self) -> None:
         with self.journal.step(self.steps_done + 1):
@@ -215,7 +230,8 @@ class RLVRPipeline:
         self.journal.updates(self.steps_done + 1, updates, kl_coef)
         self.journal.ledger.updates(self.steps_done + 1, batch.rows, mini_batches, updates)
         if not compared_before_training(self.algorithm):
-            self.agreement.check(self.version, batch.rows, [update.mismatch for rank in updates.get("actor", []) for update in rank])
+            found = [update.mismatch for rank in updates.get("actor", []) for update in rank]
+            self.compare_later = partial(self.agreement.check, self.version, batch.rows, found)
         self.version += "actor" in updates
         for first in self.skipped.count(self.steps_done + 1, updates):  # first.update counts from 1
             further = supervised[first.update - 1] if supervised and first.role == "actor" else None
@@ -227,6 +243,9 @@ class RLVRPipeline:
     # ---------------------------------------------------------------- between steps
 
     def between_steps(self) -> None:
+        compare, self.compare_later = self.compare_later, None
+        if compare is not None:
+            compare()
         self.look_at_checkpoint()
         self.look_at_validation()
         self.skipped.check()

@@ -219,9 +219,12 @@ class Router:
         """False if a lost engine will return but does not serve yet."""
         return not self._engines_restart or all(engine.serves for engine in self.engines)
 
-    async def drain(self, name: str) -> None:
-        """Send an engine nothing more, wait until it is idle, then forget it. `remove`, called meanwhile, ends the wait."""
+    async def drain(self, name: str, interrupt: bool = False) -> None:
+        """Send an engine nothing more, wait until it is idle, then forget it. `interrupt`: its requests continue elsewhere. Calling
+        `remove` meanwhile ends the wait."""
         engine = self._choice.withdraw(self._named(name))
+        if interrupt:
+            engine.client.abort([request_id for request_id, at in self._at_engines.items() if at is engine])
         while engine.requests:
             self._idle.clear()
             await self._idle.wait()

@@ -59,7 +59,7 @@ class Changes:
     joining: tuple[float, ...] = ()
     """Times in seconds at which an engine is added."""
     leaving: tuple[tuple[float, int], ...] = ()
-    """Removals: (second, engine number). The engine gets no new requests from then on, and leaves after its last one."""
+    """Times at which nodes are drained: (second, number of an engine on the node). Requests of its engines continue elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +137,7 @@ def scenario_of(config: RunConfig) -> Scenario:
             hang_s=engine.hang_s,
             start_s=engine.start_s,
         ),
+        changes=Changes(tuple(engine.join_s), tuple((at, place * engine.engines_per_node) for place, at in enumerate(engine.leave_s))),
         steps=simulation.steps,
         seed=config.seed,
         offload_s=engine.offload_s if config.actor_infer.offload else None,

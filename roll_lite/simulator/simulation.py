@@ -13,6 +13,7 @@ from typing import Any
 
 from roll_lite.data.samples import Sample, SampleGroup, SampleOutcome
 from roll_lite.scheduler.domain import DataExhausted
+from roll_lite.scheduler.elastic import leaving
 from roll_lite.scheduler.filters import filter_of
 from roll_lite.scheduler.router import Router
 from roll_lite.scheduler.service import RolloutResult, RolloutService
@@ -315,9 +316,11 @@ class _Simulation:
     async def leave(self, at: float, number: int) -> None:
         await asyncio.sleep(at - self.clock())
         if number in self.engines:
-            await self.router.drain(self.engines[number].name)
-            if number in self.engines:
-                self.gone.append(self.engines.pop(number))
+            nodes = {engine: str(self.node_of[engine]) for engine in self.engines}
+            for engine in leaving(nodes, {nodes[number]}):
+                await self.router.drain(self.engines[engine].name, interrupt=True)
+                if engine in self.engines:
+                    self.gone.append(self.engines.pop(engine))
 
     def failure_of(self, number: int, hangs: bool) -> float | None:
         """Return the time of an engine's death or hang: the earlier of the planned and the random one; None if there is none."""

@@ -60,7 +60,8 @@ class InferWorker(AsyncWorker):
         # Replicas with equal seeds would draw the same numbers, so that samples of one prompt could be equal.
         strategy = share_of_device(spec.strategy, self.rank % spec.sharers, spec.sharers)
         spec = replace(spec, strategy=strategy, seed=derived_seed(spec.seed, "actor_infer", self.rank))
-        self._parts = EngineParts(spec, parts[self.rank]) if parts and parts[self.rank] else None
+        further = parts[self.rank] if self.rank < len(parts) else ()  # an engine that joins later is on one node
+        self._parts = EngineParts(spec, further) if further else None
         self._strategy = self.build(spec if self._parts is None else self._parts.spec)
         self._ready = asyncio.Event()
         self._pump = CompletionPump(self._strategy, fetch_block, columns=spec.columns, engine=self.rank)

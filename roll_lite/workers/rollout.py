@@ -305,6 +305,10 @@ class RolloutWorker(AsyncWorker):
         await self._engines.until(seat, MemberState.SERVING, MemberState.DOWN)
         self._router.add(client)
 
+    async def engine_leaves(self, number: int) -> None:
+        """Move the requests of an engine to the others, since its node will leave. Returns once it has none."""
+        await self._router.drain(self._engines.members[number].name, interrupt=True)
+
     async def engine_given_up(self, number: int, cause: str) -> None:
         """Give up a lost engine: no replacement will come."""
         self._engines.members[number].successors.put_nowait(MemberLost(cause))

@@ -61,7 +61,10 @@ class HostedRun:
         self.until(lambda: self.steps >= wanted)
 
     def says(self, pattern: str) -> bool:
-        return re.search(pattern, self.said.read_text().replace("\n", " ")) is not None
+        return bool(self.all_said(pattern))
+
+    def all_said(self, pattern: str) -> list[str]:
+        return re.findall(pattern, self.said.read_text().replace("\n", " "))
 
     def ends(self) -> Path:
         """End it as Ctrl-C does, and check its ledger."""

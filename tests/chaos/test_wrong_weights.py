@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
 from engine_harness import Make, require
 from support_models import make_tiny_model
 
+from tests.chaos.test_engine_restarts import wait_until
 from tests.integration.test_lost_engines import SETTINGS
 from tests.integration.test_runs import Run
 
@@ -74,3 +76,25 @@ def test_a_damaged_replica_is_named_before_it_is_saved(checkpoints: int, tmp_pat
     says = rf"actor_train: data-parallel replicas hold different weights after step {UPDATE}: rank 0 and rank 1 differ in .*linear_proj"
     assert code == 1 and re.search(says, output), output
     assert sorted(one.name for one in run.folder.glob("checkpoints/step_*")) == ["step_000001"] * checkpoints
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("signals_arrive")
+def test_a_run_that_pauses_trains_on_when_it_is_told_so(tmp_path: Path) -> None:
+    """Every later step samples with the wrong weights, too: it pauses again."""
+    require("vllm")
+    path = os.pathsep.join([str(FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])])
+    wrong = {"WRONG_HOW": "negated", "WRONG_FROM_UPDATE": str(UPDATE), "WRONG_ENGINE": "1", "PYTHONPATH": path}
+    settings = ["weight_sync.verify=none", "steps=9", "rollout.on_mismatch=pause"]
+    with Run(tmp_path, "tiny_grpo", *SETTINGS, *settings, environment=wrong) as run:
+        for pauses in (1, 2):
+            wait_until(run, lambda: (run.run_dir / "latest" / "paused.txt").exists(), 300)
+            assert re.match(BY_LOG_PROBS.format(engine=1), (run.folder / "paused.txt").read_text())
+            assert len(run.metrics()) == UPDATE + pauses - 1
+            (run.folder / "paused.txt").unlink()
+        wait_until(run, lambda: (run.folder / "paused.txt").exists())
+        run.process.send_signal(signal.SIGINT)
+        code, output = run.finish(100)
+    assert output.count("the run continues") == 2 and code == 130
+    assert json.loads((run.folder / "summary.json").read_text())["exit"] == "interrupted"

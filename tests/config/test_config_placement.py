@@ -97,3 +97,19 @@ def test_gpus_that_this_machine_has_not(project: Project, monkeypatch: pytest.Mo
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
     assert list(devices_are_there(project.load("actor_infer.devices=[0,1,2]", "ray.address=head:1"))) == []
     assert list(devices_are_there(project.load("actor_infer.devices=[0,1,2]", "placement.nodes=1"))) == []
+
+
+def test_engines_that_join(ppo: Project) -> None:
+    def told(text: str) -> str:
+        found = ppo.problems_of(f"{PPO}\n{text}")
+        return "\n".join(one.message for one in found if one.path == "actor_infer.most_replicas")
+
+    settings = "placement: {nodes: 2, devices_per_node: 2}\nactor_infer: {devices: [3], most_replicas: 3}"
+    assert loaded(ppo, settings).actor_infer.most_replicas == 3
+    text = told(settings.replace("[3]", "[3], offload: true, replicas_per_device: 2, restarts: 0") + "\ndeterministic: true")
+    for word in ("offload: false", "replicas_per_device: 1", "restarts is 0", "deterministic: false"):
+        assert word in text
+    assert "only replicas on one node can join" in told(settings.replace("[3]", "[0, 1, 2, 3], strategy: {tensor_parallel: 4}"))
+    assert "1 is less than the 2 replicas that actor_infer.devices makes" in told(
+        settings.replace("[3]", "[2, 3]").replace("as: 3", "as: 1")
+    )

@@ -14,7 +14,8 @@ import torch
 
 from roll_lite.config.loading import load_config
 from roll_lite.data.proto import DataProto, object_column
-from roll_lite.pipeline.agreement import Agreement, DifferentModels, compare_replicas
+from roll_lite.pipeline.agreement import Agreement, DifferentModels, EnginesDiffer, compare_replicas
+from roll_lite.pipeline.rlvr import RLVRPipeline
 
 ROOT = Path(__file__).resolve().parents[2]
 TOP_K = "domains.{}.sampling.top_k=20"
@@ -172,3 +173,38 @@ def test_replicas_are_compared_where_they_hold_the_same_shard() -> None:
     assert str(failure.value).startswith(
         "actor_train: data-parallel replicas hold different weights after step 4: ranks 0, 2 and rank 1 differ in b, 1 of 2 tensors differ"
     )
+
+
+def test_a_step_in_which_engines_differ_is_repeated_when_the_user_accepts_it() -> None:
+    told: list[Any] = []
+    tries = iter([EnginesDiffer("by 0.5 nats"), None])
+
+    def step() -> None:
+        if (failure := next(tries)) is not None:
+            raise failure
+        told.append("step")
+
+    pipeline = SimpleNamespace(
+        config=SimpleNamespace(rollout=SimpleNamespace(on_mismatch="pause")),
+        recovery=SimpleNamespace(survive=lambda _, work: work(), reached={"steps_done": 3}),
+        journal=SimpleNamespace(wait_for_user=lambda _, reason: told.append(f"paused: {reason}")),
+        models=SimpleNamespace(actor=SimpleNamespace(ranks=SimpleNamespace(group=None))),
+        restore=told.append,
+        agreement=SimpleNamespace(accept=lambda version: told.append(f"accept {version}")),
+        version=3,
+    )
+    RLVRPipeline.survive(pipeline, step)  # type: ignore[arg-type]
+    assert told == ["paused: by 0.5 nats", {"steps_done": 3}, "accept 3", "step"]
+    pipeline.config.rollout.on_mismatch, tries = "end", iter([EnginesDiffer("by 0.5 nats")])
+    with pytest.raises(EnginesDiffer):
+        RLVRPipeline.survive(pipeline, step)  # type: ignore[arg-type]
+
+
+def test_an_accepted_difference_is_not_told_again_at_its_version() -> None:
+    one = agreement()
+    with pytest.raises(EnginesDiffer):
+        current(one, 0, 0.5)
+    one.accept(0)
+    current(one, 0, 0.5)
+    with pytest.raises(EnginesDiffer):
+        current(one, 1, 0.5)

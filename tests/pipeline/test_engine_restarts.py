@@ -12,16 +12,21 @@ from typing import Any
 
 import psutil
 import pytest
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
 from rollout_cases import engines, rollouts, spec_of, toy_model
-from support_scripted import ScriptedWorker
+from support_scripted import ScriptedWorker, scripted_spec
 
 from roll_lite.config.schema.models import InferRoleConfig, ModelConfig
-from roll_lite.distributed.cluster import Cluster, RankFailed
+from roll_lite.distributed.cluster import Cluster, ClusterSpec, RankFailed, start_cluster
+from roll_lite.distributed.placement import Placement, anywhere
 from roll_lite.distributed.rank_group import WATCH
 from roll_lite.distributed.strategy.base import EngineSpec
 from roll_lite.distributed.strategy.inference.life import EngineMemory
+from roll_lite.pipeline import engine_restarts
 from roll_lite.pipeline.clusters import Engines
 from roll_lite.pipeline.engine_restarts import EngineRestarts
+from roll_lite.pipeline.joining_engines import JoiningEngines
 from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.rollout import RolloutWorker
 
@@ -84,6 +89,12 @@ class Record:
     def engine_restarted(self, number: int, seconds: float, version: int | None) -> None:
         self.lost.discard(number)
         self.told.append(f"{number} returned with {version}")
+
+    def engine_joined(self, number: int, engines: int, version: int | None) -> None:
+        self.told.append(f"{number} joined with {version}, {engines} now")
+
+    def engine_left(self, number: int, engines: int) -> None:
+        self.told.append(f"{number} left, {engines} now")
 
     @property
     def console(self) -> Any:
@@ -214,3 +225,47 @@ def test_on_shared_devices_a_successor_starts_only_where_it_may_and_leaves_them(
         made.infer.each(InferWorker.load, tuple(EngineMemory))
         made.restarts.hand_over(1)
         assert made.batch(1) == 32
+
+
+def test_an_engine_joins_when_devices_are_free_and_leaves_a_drained_node(
+    model: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placement, draining = Placement({"actor_infer": 1}, 30.0), set[str]()
+    others = placement_group([{"CPU": ray.available_resources()["CPU"]}])
+    assert others.wait(30)
+    monkeypatch.setattr(engine_restarts, "draining_nodes", lambda: draining)
+    spec, record = ClusterSpec("actor_infer", [*anywhere(1), placement.later_slot(1)], first=1), Record()
+    infer = start_cluster(spec, ScriptedWorker, scripted_spec(model, max_model_len=128))
+    infer.all(InferWorker.initialize)
+    rollout = replace(spec_of(model, tmp_path), deterministic=False, engines_restart=True)
+    service = start_cluster(ClusterSpec("rollouts", anywhere(1)), RolloutWorker, rollout)
+    joining = JoiningEngines(spec.slots, lambda: placement.later_slot(1), [], [])
+    restarts = EngineRestarts(Engines(infer, InferRoleConfig()), service, 1, record, joining, follows_drains=True)  # type: ignore[arg-type]
+    try:
+        service.one(RolloutWorker.prepare, {}, {})
+        service.one(RolloutWorker.initialize, infer.actors, restarts.absent)
+        restarts.begin()
+        assert len(service.one(RolloutWorker.next_batch, 8, 1).rows) == 32
+        assert not restarts.may_serve() and infer.left == [0] and record.told == []
+        remove_placement_group(others)
+        for joins in (1, 2):
+            until(restarts.may_serve)
+            restarts.take(())
+            assert (restarts.newcomers, infer.left) == ([1], [0, 1])
+            restarts.hand_over(joins)
+            assert record.told[-1] == f"1 joined with {joins}, 2 now"
+            assert len(service.one(RolloutWorker.next_batch, 8, 2 * joins).rows) == 32
+            draining.add(ray.get_runtime_context().get_node_id())  # of both engines: the last one stays
+            until(lambda: restarts.tend() or record.told[-1] == "1 left, 1 now")  # type: ignore[func-returns-value]
+            draining.clear()
+            assert len(service.one(RolloutWorker.next_batch, 8, 2 * joins + 1).rows) == 32
+        restarts.tell_losses()
+        assert len(record.told) == 4, "none was lost"
+        service.one(RolloutWorker.shutdown)
+    finally:
+        WATCH.errands.clear()
+        service.shutdown()
+        infer.shutdown()
+        placement.release()
+        for slot in spec.slots[1:]:
+            remove_placement_group(slot.reserved)

@@ -603,6 +603,29 @@ async def test_of_an_engine_that_is_removed_the_rest_goes_on_elsewhere_with_its_
     assert turn.tokens == TokenRow("b", 0, 16)
 
 
+async def test_requests_of_an_engine_that_is_drained_in_a_hurry_continue_elsewhere() -> None:
+    class Answers(HeldEngine):
+        def abort(self, request_ids: Sequence[str]) -> None:
+            for request_id in request_ids:
+                partial = Turn(request_id, 7, "seven", FinishReason.ABORT, (VersionSpan(0, 3),), tokens=TokenRow(request_id, 0, 11))
+                asyncio.get_running_loop().call_later(0.01, self.held.pop(request_id).set_result, partial)
+
+    first, second = Answers("first"), HeldEngine("second")
+    router = Router([first], timeout_s=60)
+    task = asyncio.create_task(router.generate("d", request("r", max_tokens=100)))
+    await settle()
+    router.add(second)
+    draining = asyncio.create_task(router.drain("first", interrupt=True))
+    await settle()
+    assert not draining.done(), "it is done only when the engine has handed out its tokens"
+    await draining
+    await settle()
+    assert [load.client.name for load in router.engines] == ["second"]
+    (went_on,) = second.asked
+    assert (went_on.resumed, went_on.sampling.max_tokens) == (7, 93)
+    task.cancel()
+
+
 async def test_a_drained_engine_may_be_removed_before_it_has_ended_what_it_had() -> None:
     first, second = HeldEngine("first"), HeldEngine("second")
     router = Router([first], timeout_s=60)

@@ -55,6 +55,24 @@ def _replicas_share_a_device(config: RunConfig, name: str, role: Role) -> Mistak
         yield f"{name}.replicas_per_device", f"a replica has {size} devices of its own (tensor_parallel); use 1"
 
 
+def _joining_engines(config: RunConfig, name: str, role: Role) -> Mistakes:
+    if not isinstance(role, InferRoleConfig) or role.most_replicas is None:
+        return
+    first, size, place = len(device_numbers(role.devices)) // model_parallel_size(role), model_parallel_size(role), f"{name}.most_replicas"
+    if role.most_replicas < first:
+        yield place, f"{role.most_replicas} is less than the {first} replicas that {name}.devices makes; raise it, or lower the devices"
+    if config.placement.nodes is not None and size > config.placement.devices_per_node:
+        yield place, f"a replica of {size} devices spans nodes, and only replicas on one node can join a run; remove it"
+    for is_so, why in (
+        (role.offload, f"engines that join have devices of their own, and {name}.offload shares them; use offload: false"),
+        (role.replicas_per_device > 1, f"engines that join have devices of their own; use {name}.replicas_per_device: 1"),
+        (role.restarts == 0, f"an engine joins as a lost one returns, and {name}.restarts is 0; raise it"),
+        (config.deterministic, "a sample would depend on how many engines there are; use deterministic: false"),
+    ):
+        if is_so:
+            yield place, why
+
+
 def _sizes_fit_the_model(config: RunConfig, name: str, role: Role) -> Mistakes:
     """Check that parallel sizes fit the model's heads, feed-forward size and layers."""
     shape, strategy = known_shape(model_folder(config, role)), role.strategy
@@ -130,7 +148,15 @@ def _recomputed_modules(config: RunConfig, name: str, role: Role) -> Mistakes:
         yield f"{name}.strategy.recompute_modules", "mlp: all layers of the model have experts; use moe"
 
 
-ROLE_CHECKS = (_device_list, _replicas_share_a_device, _sizes_fit_the_model, _recomputed_modules, _experts, _experts_in_engines)
+ROLE_CHECKS = (
+    _device_list,
+    _replicas_share_a_device,
+    _joining_engines,
+    _sizes_fit_the_model,
+    _recomputed_modules,
+    _experts,
+    _experts_in_engines,
+)
 
 
 def _model_is_long_enough(config: RunConfig) -> Mistakes:

@@ -299,6 +299,9 @@ class RolloutConfig(Section):
     keep_mask: bool = False
     """Record which tokens top-k, top-p and min-p allowed at each position, and normalise training log-probs over these tokens only, as the
     engine does."""
+    on_mismatch: Literal["end", "pause"] = "end"
+    """What happens if engines' and trainer's log-probs differ too much (max_mismatch). end: the run ends. pause: it keeps everything loaded
+    and waits; when you delete the file paused.txt in the run's folder, it trains on the batch all the same."""
     max_mismatch: PositiveFloat | None = 0.2
     """Maximum mean difference, in nats, between engine's and trainer's log-probs of the same tokens, in the first batch and later in each
     engine's samples from the trainer's current weights. A larger difference ends the run: engine and trainer hold different models. A

@@ -344,6 +344,9 @@ class InferRoleConfig(Section):
     """Free the engines' device memory while the actor trains."""
     restarts: Annotated[int, Field(ge=0)] = 3
     """Maximum restarts of a lost engine within an hour. Beyond that the run continues without the engine, or ends if none is left."""
+    most_replicas: PositiveInt | None = None
+    """Maximum engine replicas. Those beyond `devices` start while the run continues, each when a node has devices for it, and leave with
+    their node. null: as many as `devices` make."""
     threads: PositiveInt = 1
     """CPU threads per engine."""
 

@@ -29,7 +29,11 @@ class SimulatedEngineConfig(Section):
     node_failures_per_day: NonNegativeFloat = 0.0
     """Mean number of crashes per node and day. A node's engines are lost with it."""
     engines_per_node: PositiveInt = 1
-    """Engine replicas on a node, for node_failures_per_day."""
+    """Engine replicas on a node, for node_failures_per_day and leave_s."""
+    join_s: list[NonNegativeFloat] = Field(default_factory=list)
+    """Times in seconds at which a further engine joins (actor_infer.most_replicas)."""
+    leave_s: list[NonNegativeFloat] = Field(default_factory=list)
+    """Times in seconds at which a node is drained: first that of engine 0, then the next ones. Its requests continue elsewhere."""
     hangs_per_day: NonNegativeFloat = 0.0
     """Mean number of hangs per engine and day. A hung engine generates nothing until it counts as lost (hang_s)."""
     hang_s: PositiveFloat = 7.0

@@ -1,0 +1,50 @@
+"""Engines that join a run when nodes have free devices (`actor_infer.most_replicas`): their slots, and checks of their nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import ray
+from ray.util.placement_group import remove_placement_group
+
+from roll_lite.distributed.place import Place
+from roll_lite.distributed.placement import Slot
+from roll_lite.pipeline import node_facts, nodes
+
+
+@dataclass(frozen=True)
+class JoiningEngines:
+    slots: list[Slot]
+    """Slots of all engines, by number."""
+    new_slot: Callable[[], Slot]
+    readers: Sequence[nodes.Reader]
+    """Folders that must be equal on all nodes."""
+    other_nodes: list[str]
+    """Ids of the run's nodes but the driver's; those of new engines are added."""
+
+    def check(self, engine: int) -> ray.ObjectRef:
+        """Start a task that fails if the engine's node has other files or versions than the driver's."""
+        own = nodes.View(None, {reader: reader.files() for reader in self.readers})
+        task = ray.remote(require_same).options(num_cpus=0, max_retries=0, scheduling_strategy=self.slots[engine].strategy)
+        return task.remote(own, node_facts.installed(), ray.util.get_node_ip_address())
+
+    def left(self, engine: int) -> None:
+        """Give the engine a new slot, since its node leaves."""
+        old = self.slots[engine].reserved
+        self.slots[engine] = self.new_slot()
+        remove_placement_group(old)
+
+    def joined(self, place: Place) -> None:
+        if place.node not in (*self.other_nodes, ray.get_runtime_context().get_node_id()):
+            self.other_nodes.append(place.node)
+
+
+def require_same(drivers: nodes.View, versions: Mapping[str, str], driver: str) -> None:
+    """Raise ValueError if this node has other files or versions than the driver's node, whose address is `driver`."""
+    here, engines = ray.util.get_node_ip_address(), {"actor_infer"}
+    views = {driver: drivers, here: nodes.View(None, {reader: reader.files() for reader in drivers.files})}
+    facts = {address: node_facts.NodeFacts(own, 0.0, 0.0, {}) for address, own in ((driver, versions), (here, node_facts.installed()))}
+    problems = [*nodes.differences(views, {"actor_infer": {here}}, driver), *node_facts.differences(facts, dict.fromkeys(facts, engines))]
+    if problems:
+        raise ValueError("\n".join(problems))
