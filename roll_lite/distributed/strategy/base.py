@@ -36,8 +36,8 @@ from roll_lite.files import FileRecord, flush, record
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Coordinates of a rank in the parallel groups. One head rank per data-parallel rank returns results: that with tensor rank 0, context
-    rank 0 and the last pipeline stage. The name is unrelated to the LM head."""
+    """Coordinates of a rank in the parallel groups. In each data-parallel replica, only the head rank (tensor rank 0, context rank 0, last
+    pipeline stage) returns results. It is unrelated to the LM head."""
 
     rank: int
     world_size: int
@@ -57,7 +57,7 @@ class RankLayout:
 
 
 def take_local_device() -> torch.device:
-    """Make GPU number LOCAL_RANK the current device; without GPUs, the CPU."""
+    """Make GPU number LOCAL_RANK the current device and return it. Return the CPU if there are no GPUs."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     return current_device()
@@ -105,7 +105,7 @@ class StateGroup(StrEnum):
 
 @dataclass(frozen=True)
 class Moved:
-    """Amount of state that a rank moved between device and host memory, in bytes, and the time that took, in seconds."""
+    """Bytes of state that a rank moved between device and host memory, and the seconds that took."""
 
     freed_bytes: int = 0
     out_bytes: int = 0
@@ -113,20 +113,20 @@ class Moved:
     in_bytes: int = 0
     out_seconds: float = 0.0
     in_seconds: float = 0.0
-    """Seconds for which loading state back to the device blocked the rank. Copies in the background do not count."""
+    """Seconds for which loading state back to the device blocked the rank, without background copies."""
 
     def __add__(self, other: Moved) -> Moved:
         return Moved(*(own + new for own, new in zip(astuple(self), astuple(other), strict=True)))
 
 
 LossFn = Callable[[MicroBatchOutputs, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""Loss of a micro-batch. Returns sum(weight * token loss), with weights that already contain global counts, and sums of metrics: both add
-up over micro-batches and ranks."""
+"""Loss of a micro-batch. Returns sum(weight * token loss) and sums of metrics. Weights are already divided by counts over the whole
+mini-batch, so both results add up over micro-batches and ranks."""
 
 
 @dataclass(frozen=True)
 class ExpertUse:
-    """How evenly an optimizer step used the experts; values are means over the expert layers."""
+    """Evenness of expert use in an optimizer step; values are means over the expert layers."""
 
     busiest: float
     """Tokens of the busiest expert relative to the average."""
@@ -175,8 +175,8 @@ class ForwardStrategy(ABC):
         """Run a forward pass without gradients. Head ranks return the columns `outputs`, other ranks None. Possible outputs: log_probs,
         entropy, distribution; with a value head values, final_value; with experts also `experts`, the ids that routers chose.
 
-        Here and in train_step, logits are divided by the column `temperature` before the softmax. A column `kept_ids` restricts the softmax
-        to these tokens and the target. A model with experts replays the routes in the column `old_experts` or `rollout_experts`, if there
+        Here and in train_step, logits are divided by the column `temperature` before the softmax. If there is a column `kept_ids`, the
+        softmax covers only its tokens and the target. Routers replay the choices in the column `old_experts` or `rollout_experts`, if there
         is one."""
 
     @abstractmethod
@@ -190,8 +190,8 @@ class ForwardStrategy(ABC):
 
 @dataclass
 class CheckpointWrite:
-    """Save of this rank's part of a checkpoint. In this class, the files are already written; a subclass may write them during the next
-    steps."""
+    """Handle for saving this rank's part of a checkpoint. In this class, the files are already written; a subclass may write them during
+    the next steps."""
 
     folder: Path
     files: Sequence[Path] = ()
@@ -202,8 +202,8 @@ class CheckpointWrite:
         return True
 
     def finish(self) -> dict[str, FileRecord]:
-        """Wait until this rank's files are on the disk. Collective. Returns a record of each of them by path; different ranks never record
-        the same file. Raises RuntimeError if writing failed."""
+        """Wait until this rank's files are on disk. Collective. Returns their records by path; no two ranks record the same file. Raises
+        RuntimeError if writing failed."""
         flush(self.files)
         return {str(file.relative_to(self.folder)): record(file) for file in self.files}
 
@@ -212,7 +212,7 @@ class TrainStrategy(ForwardStrategy):
     @abstractmethod
     def train_step(self, batch: DataProto, loss_fn: LossFn, outputs: Sequence[str], plan: MicroBatchPlan) -> TrainResult:
         """Run one optimizer step on this data-parallel rank's rows of a mini-batch. loss_fn is called for every micro-batch of the plan,
-        even for those without rows."""
+        even those without rows."""
 
     @abstractmethod
     def adapters_off(self) -> AbstractContextManager[None]:
@@ -230,8 +230,8 @@ class TrainStrategy(ForwardStrategy):
 
     @abstractmethod
     def replica_checksums(self) -> dict[str, str]:
-        """Checksums of this rank's weights. A key names a tensor and the shard that the rank holds. So ranks with equal keys are replicas,
-        and must have equal checksums."""
+        """Checksums of this rank's weights. A key names a tensor and this rank's shard of it. Ranks with an equal key hold replicas, so
+        their checksums must be equal."""
 
     @abstractmethod
     def take_moved(self) -> Moved:
@@ -278,7 +278,7 @@ class EngineHealth:
 
 @dataclass(frozen=True)
 class EngineNode:
-    """One node of an engine that spans several nodes. Node 0 takes requests and calls all workers; other nodes only run workers."""
+    """One node of a multi-node engine. Node 0 takes requests and calls all workers; other nodes only run workers."""
 
     nodes: int
     number: int
@@ -298,12 +298,12 @@ class EngineSpec:
     silence_s: float | None = None
     """Seconds that an engine process may be stopped (SIGSTOP) before the engine counts as dead; None: no limit."""
     step_s: float | Literal["auto"] | None = None
-    """Lower bound of the time limit for one engine step, in seconds. None: no limit; "auto": depends on the device."""
+    """Minimum time limit for one engine step, in seconds; long steps raise it. None: no limit; "auto": depends on the device."""
     columns: tuple[str, ...] = ()
     """Optional columns that completions must include (EXTRA_COLUMNS in workers/token_blocks.py)."""
     node: EngineNode | None = None
     sharers: int = 1
-    """Number of engine replicas that share this engine's device. These replicas have consecutive ranks among all replicas."""
+    """Number of engine replicas on this engine's device; they have consecutive ranks among all replicas."""
     lora: LoraConfig | None = None
     """LoRA adapters, if weight updates send only these; None if they send all weights."""
 
@@ -318,9 +318,9 @@ class RequestProgress:
     generated: int
     """Number of tokens generated so far; may lag slightly."""
     part: Completion | None = None
-    """Tokens since the last report that had a part, without text and finish reason.
+    """Tokens since the last report with new tokens, without text and finish reason.
 
-    The newest token is left out: it may be the end of the response, after which a retry must not continue."""
+    The newest token is left out: it may end the response, and a retry must not continue after the end."""
 
 
 Report = Callable[[RequestProgress], None]
@@ -357,8 +357,8 @@ class InferenceStrategy(ABC):
 
     @abstractmethod
     async def connect_weights(self, first_member: int, membership: Membership) -> None:
-        """Connect the engine's workers to the trainers' current transfer group, over which weights are sent; earlier connections are
-        closed. Collective with the trainers. `first_member`: number of the engine's first worker among the members."""
+        """Connect the engine's workers to the trainers' current transfer group, which sends weights; close earlier connections. Collective
+        with the trainers. `first_member`: number of the engine's first worker among the members."""
 
     @abstractmethod
     async def begin_weight_update(self, tensors: Sequence[ExportedTensor]) -> None:
@@ -392,7 +392,7 @@ class InferenceStrategy(ABC):
     @abstractmethod
     async def offload(self, parts: Iterable[EngineMemory] = tuple(EngineMemory)) -> None:
         """Free the device memory of parts: weights move to host memory, the KV cache is dropped. Running requests are aborted. New ones
-        wait until every part is back, even on devices where no memory can be freed."""
+        wait until every part is back, even on devices that can free no memory."""
 
     @abstractmethod
     async def health(self) -> EngineHealth: ...
@@ -401,5 +401,5 @@ class InferenceStrategy(ABC):
     async def shutdown(self) -> None: ...
 
     def fail(self, why: str) -> None:
-        """Declare the engine dead, because something outside of this process that it needs is gone."""
+        """Declare the engine dead because a part of it outside of this process is gone."""
         raise NotImplementedError(f"{type(self).__name__} needs nothing outside of its process")

@@ -91,8 +91,8 @@ def build_part(spec: EngineSpec) -> EnginePart:
 
 
 QUANTIZATION = dict.fromkeys(("quantization", "quantization_config", "modelopt_quant"), "quantization")
-"""Engine argument -> configuration key to use instead. Only for rollout engines, whose weights are updated; a judge may use any
-argument."""
+"""Engine argument -> configuration key to use instead in rollout engines. Judges may use these arguments, since their weights are never
+updated."""
 
 
 def engine_arguments_fit(config: RunConfig) -> Iterator[Problem]:
@@ -127,8 +127,8 @@ def _problems(
 
 
 def declared_fields(package: str, places: Sequence[tuple[str, str | None]]) -> frozenset[str]:
-    """Field names of classes in an installed package. They are read from source, because importing takes seconds. Empty if none are found;
-    then the engine itself refuses unknown arguments at its start."""
+    """Field names of classes in an installed package, read from its source because importing takes seconds. `places`: (file pattern, class;
+    None: all classes). Empty if a place has no class; the engine then refuses unknown arguments itself."""
     spec = find_spec(package)
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec is not None else []
     names: set[str] = set()

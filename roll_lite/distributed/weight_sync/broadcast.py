@@ -1,9 +1,9 @@
 """Transfer weights by broadcast: gloo for host memory over TCP, NCCL between GPUs.
 
-Each channel (a sender and its receivers) has its own process group, so several senders can broadcast at the same time. Before each bucket,
-all members report at the rendezvous store, since a collective cannot tell which member is missing. Broadcasts run on a thread, while the
-next bucket is gathered or the last one is loaded. A gloo broadcast, or the creation of an NCCL communicator, can only be ended by its own
-time-out: if other members fail, its thread is abandoned."""
+Each channel (a sender and its receivers) has its own process group, so several senders can broadcast at once. Before each bucket, all
+members report at the rendezvous store, since a collective cannot tell which member is missing. Broadcasts run on a thread, while the next
+bucket is gathered or the last one is loaded. A gloo broadcast, or the creation of an NCCL communicator, ends only by its own time-out: if
+other members fail, its thread is abandoned."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Wire:
     """Backend for broadcasts: gloo or NCCL."""
 
     connect: Callable[[TransferGroup, str, int, int], Any]
-    """Function that makes a process group. Takes the transfer group, a key prefix in the rendezvous store, the own rank, and the number of
-    ranks."""
+    """Function that makes a process group. Takes the transfer group, a key prefix in the rendezvous store, this member's rank, and the
+    number of ranks."""
     make: Callable[[int, int], BucketSegment]
     """Function that makes a send buffer. Takes its size in bytes and the number of readers."""
     device: str
@@ -288,8 +288,8 @@ class GlooSender(BroadcastSender):
 
 
 class GlooReceiver(BroadcastReceiver):
-    """Receiver that transfers each bucket only once per machine. The machine's first worker receives it into shared memory, from which its
-    other workers read."""
+    """Receiver that gets each bucket only once per machine. The machine's first worker receives it into shared memory, from which the other
+    workers read."""
 
     def __init__(self, group: TransferGroup) -> None:
         super().__init__(group, GLOO)

@@ -163,7 +163,7 @@ class WeightSender:
         self._store: Any = None
         self._half: TransportSender | None = None
         self._lent: list[Lent] = []
-        """GPU memory exported to readers in earlier transfer groups and perhaps not given back; see `memory.take_back`."""
+        """GPU memory exported in earlier transfer groups that readers may not have given back; see `memory.take_back`."""
         self._export: ExportPlan | None = None
         self._routes: dict[int, list[Route]] = {}
         """Routes by bucket, set by `connect`."""
@@ -224,8 +224,7 @@ class WeightSender:
                 self.by_transport.update(dict.fromkeys(self.nbytes, self.seconds["copy"] + self.seconds["wait"]))
 
     def checksums(self, names: Collection[str]) -> dict[str, str]:
-        """Checksums of those named tensors that this rank sends, in the dtype in which it sends them. Collective over the training
-        ranks."""
+        """Checksums of the named tensors that this rank sends, in the dtype sent. Collective over the training ranks."""
         dtypes = {tensor.name: tensor.dtype for routes in self._routes.values() for tensor in tensors_of(routes)}
         return {
             name: checksum(tensor.to(dtypes[name]))
@@ -280,8 +279,8 @@ class WeightReceiver:
         """Receive one bucket and load it, while the following one is being transferred.
 
         The old weights stay until the update's first bucket has arrived. Then `begin(again)` is called once; `again`: an earlier update
-        failed half-way. `all_say(ok)` is collective over the engine's workers and returns whether all are ok. They load a bucket only if
-        all have received it, since some layers use other workers' parts."""
+        failed half-way. `all_say(ok)` is collective over the engine's workers: True if all pass True. Workers load a bucket only if all
+        have received it, since some layers use other workers' parts."""
         if self._half is None:
             raise RuntimeError("the engine has not joined a transfer group: connect_weights comes first")
         started = time.monotonic()

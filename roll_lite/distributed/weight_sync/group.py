@@ -1,4 +1,4 @@
-"""Transfer group: the training ranks and engine workers that take part in weight updates, its members. They announce each bucket to each
+"""Transfer group. Its members are the training ranks and engine workers that take part in weight updates. They announce each bucket to each
 other through a rendezvous store.
 
 When engines join or leave, a new group is formed with a higher epoch number. Members of an older epoch get StaleEpoch."""
@@ -65,7 +65,7 @@ _LONGER = 1.2
 _CLIENT_S = 30.0
 _EPOCH = "epoch"
 _INTERRUPTED = "interrupted"
-"""Store key that only `interrupt` writes; only member 0 writes _EPOCH. With one writer each, their values never decrease."""
+"""Store key that only `interrupt` writes, as only member 0 writes _EPOCH. With one writer per key, values never decrease."""
 _CLOSED = "closed"
 _OPENED = "opened/"
 _KEPT_STEPS = 2
@@ -89,7 +89,7 @@ class Transferred:
     """Outcome of a weight update for one trainer or one engine."""
 
     failure: str | None = None
-    """Why the transfer failed, possibly through another member; None if it succeeded."""
+    """Why the transfer failed, possibly because another member did; None if it succeeded."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     nbytes: Mapping[str, int] = field(default_factory=dict)
     """Bytes that a trainer sent, by transport."""
@@ -105,7 +105,7 @@ class Transferred:
 
 @dataclass(frozen=True)
 class Pushed:
-    """Statistics of a completed weight update of the engines."""
+    """Statistics of a completed weight update."""
 
     version: int
     megabytes: float
@@ -130,7 +130,7 @@ def largest(members: Iterable[Mapping[str, float]]) -> dict[str, float]:
 @dataclass(frozen=True)
 class Announcement:
     signature: str
-    """Description of the bucket. Members compare it, to notice that they are at different buckets before they exchange data."""
+    """Description of the bucket, which members compare before they exchange data, to notice that they are at different buckets."""
     handle: str = ""
     """Where receivers find the data, if they fetch it themselves."""
 
@@ -153,7 +153,7 @@ def rendezvous_client(host: str, port: int) -> TCPStore:
 def interrupt(rendezvous: TCPStore, epoch: int) -> None:
     """Make all members of transfer groups older than `epoch` stop waiting; they must connect again. Does not block.
 
-    A lost rendezvous store is ignored here: the death of the process that ran it is reported elsewhere."""
+    A lost rendezvous store is ignored: the death of its process is reported elsewhere."""
     with suppress(dist.DistNetworkError):
         rendezvous.set(_INTERRUPTED, str(epoch))
 
@@ -195,7 +195,7 @@ class TransferGroup:
     def breaking_off(self) -> Iterator[None]:
         """Report a failure inside the block to all members, which then stop waiting.
 
-        Time-outs are not reported: every member has its own time-out, which names the missing member."""
+        Time-outs are not reported: every member has its own, which names the missing member."""
         try:
             yield
         except (StaleEpoch, TransferTimeout):
@@ -247,7 +247,7 @@ class TransferGroup:
         return {other: Announcement(**json.loads(value)) for other, value in zip(others, said, strict=True)}
 
     def meet(self, route: Route, said: Announcement) -> dict[int, Announcement]:
-        """Announce a bucket and wait for the other side's announcement. TransferError if that is of another bucket."""
+        """Announce a bucket and wait for the other side's announcement. TransferError if the other side is at another bucket."""
         step = self.step(route)
         self.tell(route, step, "here", said)
         heard = self.hear(route, step, "here")
@@ -270,7 +270,7 @@ class TransferGroup:
             self.store.set(_OPENED + name, self.name)
 
     def forget_opened(self, name: str) -> bool:
-        """Return whether a member has opened the memory, and delete the record."""
+        """Return whether a member has opened the exported memory of this name, and delete the record."""
         with self._rendezvous():
             return bool(self.store.check([_OPENED + name])) and bool(self.store.delete_key(_OPENED + name))
 

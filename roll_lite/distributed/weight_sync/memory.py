@@ -24,7 +24,7 @@ Export = tuple[Callable[..., torch.Tensor], Sequence[Any]]
 
 
 class Lent(NamedTuple):
-    """GPU memory exported to one reader. It stays allocated until the reader opens it and drops it again."""
+    """GPU memory exported to one reader. It stays allocated until the reader has opened and dropped it."""
 
     to: Home
     export: Export
@@ -33,7 +33,7 @@ class Lent(NamedTuple):
 
 
 class Watched:
-    """Memory that can tell whether tensors that are views of it still exist."""
+    """Memory that knows whether tensors still view it."""
 
     def __init__(self, whole: torch.Tensor) -> None:
         self.whole = whole
@@ -57,7 +57,8 @@ class BucketSegment(Watched):
 
     handle = ""
     exports: Sequence[Export] = ()
-    """Arguments, by reader, from which its process rebuilds the segment. The memory stays allocated until all readers have dropped it."""
+    """Exports of the segment, one per reader, from which that reader's process rebuilds it. The memory stays allocated until all readers
+    have dropped it."""
 
     def __init__(self, nbytes: int, readers: int) -> None:
         super().__init__(torch.empty(_roomy(nbytes), dtype=torch.uint8))
@@ -109,7 +110,8 @@ def export(tensor: torch.Tensor) -> Export:
 
 
 def take_back(lent: Iterable[Lent], homes: Collection[Home], was_opened: Callable[[str], bool]) -> None:
-    """Free exported memory whose readers have died or never opened it. `homes`: the living processes, which drop their exports themselves.
+    """Free exported memory that its reader never opened, or whose reader has died. Living readers (`homes`) drop what they have opened
+    themselves.
 
     torch keeps exported memory allocated, even if the exporting process has dropped it, until every reader has decremented its counter."""
     abandoned = [one for one in lent if not was_opened(one.name) or one.to not in homes]
@@ -124,7 +126,7 @@ def name_of_export(handle: str, reader: int) -> str:
 
 
 def count_down(one: Export) -> None:
-    """Release exported memory for a reader that will not do it: decrement torch's counter of its readers."""
+    """Release exported memory in place of a reader that never will: decrement torch's counter of the memory's readers."""
     _, arguments = one
     arguments[_STORAGE]._release_ipc_counter(*arguments[_COUNTER], device=arguments[_DEVICE])
 
@@ -139,13 +141,13 @@ _DEVICE = 6
 """Index of the sender's device number among the arguments from which torch rebuilds a shared CUDA tensor. The receiver may number devices
 differently."""
 _COUNTER = slice(11, 13)
-"""Indices of two arguments from which torch rebuilds a shared CUDA tensor: the file with its IPC reference counters, and the offset of its
-counter in it."""
+"""Indices of two arguments from which torch rebuilds a shared CUDA tensor: the file of IPC reference counters, and the offset of the
+tensor's counter in that file."""
 
 GPU = "cuda"
 
 Open = Callable[[str, int], torch.Tensor]
-"""Function that opens a segment. Takes its handle and the reader's index; raises OSError if it cannot be reached."""
+"""Function that opens a segment. Takes the segment's handle and the reader's index; raises OSError if the segment is out of reach."""
 
 
 def open_shared(handle: str, reader: int) -> torch.Tensor:

@@ -1,5 +1,5 @@
 """Transfer plan for weight updates: which training rank sends which tensors to which engine workers. It is made from the trainer's export
-plan, again whenever engines join or leave."""
+plan, and anew whenever engines join or leave."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ExportPlan:
 
 @dataclass(frozen=True)
 class Route:
-    """Transfer of a bucket, or of some of its experts, from one sender to several engine workers (all as member numbers)."""
+    """Transfer of a bucket, or of some of its experts, from one sender to several engine workers, all given as member numbers."""
 
     bucket: int
     sender: int

@@ -1,12 +1,10 @@
-"""Common parts of the transports. A transport has a sender in trainers and a receiver in engine workers.
+"""Common parts of the transports, and the simplest transport: memory, on the host or a GPU, that both sides can read. A transport has a
+sender in trainers and a receiver in engine workers.
 
-Both announce each bucket through the transfer group. Before a collective, they wait for each other (`TransferGroup.meet`). If receivers
-fetch the data themselves, a receiver waits for the sender's announcement, and the sender waits for `done` before it reuses a buffer. A
-bucket is sent as one byte buffer. Both sides compute its layout from the same list of tensors, and the receiver returns views of it. A
-sender fills one buffer per channel while another is in flight.
-
-The simplest transport is here too: memory, on the host or a GPU, that both sides can read. A segment is reused once every worker has loaded
-its bucket and dropped its tensors."""
+Both sides announce each bucket through the transfer group. Before a collective, they wait for each other (`TransferGroup.meet`). Receivers
+that fetch the data themselves wait for the sender's announcement. The sender reuses a buffer once all of them have loaded its bucket
+(`done`) and dropped its tensors. A bucket is sent as one byte buffer. Both sides compute its layout from the same list of tensors, and the
+receiver returns views of it. A sender fills one buffer per channel while another is in flight."""
 
 from __future__ import annotations
 
@@ -232,7 +230,8 @@ class FetchReceiver(TransportReceiver):
         gives_back: bool = False,
         otherwise: str = "weight_sync.transport: gloo does without",
     ) -> None:
-        """`gives_back`: record which exports are opened. `otherwise`: remedy for the error message if memory cannot be opened."""
+        """`gives_back`: record which exports are opened, for `take_back`. `otherwise`: remedy for the error message if memory cannot be
+        opened."""
         super().__init__(group)
         self._open = open_segment
         self._gives_back = gives_back

@@ -1,4 +1,4 @@
-"""Checks of a weight update: that the announced tensors fit and have all arrived, and checksums."""
+"""Check that the tensors of a weight update fit and have all arrived, and compute checksums."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def sample(names: Iterable[str], version: int) -> list[str]:
 
 def checksum(tensor: torch.Tensor) -> str:
     """Digest of a tensor's dtype, shape and values in row-major order, independent of strides and device; computed on the tensor's device.
-    Negative zero counts as zero, because engines with packed weights read them back through a multiplication, which loses the sign."""
+    Negative zero counts as zero, because engines read packed weights back through a multiplication, which loses the sign."""
     flat = tensor.detach().reshape(-1)
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
     weights = _weights(flat.device)

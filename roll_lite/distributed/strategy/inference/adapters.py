@@ -1,7 +1,7 @@
 """Receive and read LoRA adapters in an engine's worker, for weight updates that send only adapters.
 
-The engine keeps the base weights that it loaded at start-up, and adds the matrices A and B beside its layers. Engines fuse projections (q,
-k, v into one layer). In a fused layer, projections without an adapter get zeros, because an engine may track adapters by layer."""
+The engine keeps the base weights that it loaded at start-up, and adds the matrices A and B beside its layers. In a layer that fuses
+projections (q, k, v), those without an adapter get zeros, because an engine may track adapters by layer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class IncomingAdapters:
         self.put_in_place()
 
     def begin(self, again: bool) -> None:
-        """Begin an update. `again`: an earlier update failed after some tensors had arrived."""
+        """`again`: an earlier update failed after some tensors had arrived."""
         self._come.clear()
 
     def take(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

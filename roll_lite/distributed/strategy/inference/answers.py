@@ -1,7 +1,7 @@
 """Return an exception in an engine's worker as a value, and raise it in the hosting process after all workers have answered.
 
-vLLM's executor raises at the first failing worker and leaves the other answers in their queues, where the next call would take them for its
-own answers. SGLang's RPC reports only the first worker's outcome."""
+vLLM's executor raises at the first failing worker and leaves the other answers in queues, where the next call would take them for its own.
+SGLang's RPC reports only the first worker's outcome."""
 
 from __future__ import annotations
 

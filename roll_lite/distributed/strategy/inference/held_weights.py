@@ -1,4 +1,4 @@
-"""Read the weights that an engine uses back as Hugging Face tensors, to compare them with the trainer's.
+"""Read back an engine's weights as Hugging Face tensors, to compare them with the trainer's.
 
 vLLM and SGLang have similar layers: both fuse projections and shard them over workers. On a CPU, vLLM also packs matrices into an opaque
 layout and drops the original. A packed matrix is read by multiplying it with the identity. That is exact except for the sign of zero and,
@@ -26,8 +26,8 @@ up_proj [experts, 2 * rows, columns], and down_proj [experts, columns, rows]."""
 
 @dataclass(frozen=True)
 class Layers:
-    """Layer classes of vLLM or SGLang, and how to join shards: `gather(part, dim)`. Both engines use the same class names, except for
-    experts."""
+    """Layer classes of vLLM or SGLang, and a function `gather(part, dim)` that joins shards. Both engines use the same class names, except
+    for experts."""
 
     linear: Any
     """Python module that defines the linear layers."""
@@ -73,7 +73,7 @@ def _of_module(path: str, module: nn.Module, model: nn.Module, layers: Layers) -
 
 
 def held_layers(path: str, model: nn.Module) -> list[str]:
-    """Names of the checkpoint's linear layers fused into one engine layer."""
+    """Names of the checkpoint's linear layers that the engine fuses into the layer `path`."""
     packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", FUSED)
     prefix, _, leaf = path.rpartition(".")
     return [f"{prefix}.{part}" if prefix else part for part in packed.get(leaf, [leaf])]
@@ -134,7 +134,7 @@ def _embedding(path: str, module: Any, model: nn.Module, layers: Layers) -> Iter
 
 
 def _matrix(module: Any, columns: int) -> torch.Tensor:
-    """Weight matrix [rows, columns] of a layer on this worker, unpacked."""
+    """This worker's weight matrix [rows, columns] of a layer, without vLLM's packing."""
     multiply = getattr(module, "cpu_linear", None)
     weight: torch.Tensor = module.weight.detach()
     if multiply is None:

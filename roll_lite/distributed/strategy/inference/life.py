@@ -46,7 +46,7 @@ class EngineEvent(StrEnum):
     """Announce a weight update. No tensor has arrived yet; another announcement replaces this one."""
     RECEIVE = "receive"
     BREAK_OFF = "break off"
-    """Transfer of a bucket failed. If it was the update's first, the old weights are still intact."""
+    """Transfer of a bucket failed. If it was the update's first bucket, the old weights are still intact."""
     FINISH_UPDATE = "finish update"
     READ_WEIGHTS = "read weights"
     OFFLOAD = "offload"
@@ -71,7 +71,7 @@ ALLOWED: Mapping[EngineEvent, Set[EngineState]] = {
     _E.LOAD: _ALIVE,
     _E.DIE: frozenset(EngineState),
 }
-"""States in which an event is allowed."""
+"""Event -> states in which it is allowed."""
 
 _MEANWHILE = {
     _E.CONNECT: "finish it first",
@@ -197,7 +197,7 @@ class EngineLife:
             self._died.set()
 
     def _follow(self) -> None:
-        """Enter the state that follows from pause and offloaded parts. An update that runs or failed half-way keeps its state."""
+        """Enter the state that follows from pause and offloaded parts, unless an update runs or has failed half-way."""
         if self.state not in (EngineState.UPDATING, EngineState.HALF_UPDATED):
             self._enter_whole()
 

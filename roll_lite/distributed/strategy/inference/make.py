@@ -31,7 +31,7 @@ class EnginePart(Protocol):
 
 
 class EngineMake(EnginePart, Protocol):
-    """Engine (vLLM or SGLang) in separate processes. EngineStrategy calls these methods only when the engine's state allows it. It raises
+    """Engine (vLLM or SGLang) in separate processes. EngineStrategy calls these methods only when the engine's state allows it, and raises
     EngineDead if the engine dies during a call.
 
     The engine's workers have methods to receive and read weights (`roll_lite_connect`, `roll_lite_load_bucket`, ...). After
@@ -45,16 +45,16 @@ class EngineMake(EnginePart, Protocol):
     def is_dead(self) -> bool: ...
 
     async def prepare(self, config: HfConfig) -> None:
-        """Finish the start after the processes are monitored, so that a crash is noticed."""
+        """Finish the start. Called once the processes are monitored, so a crash is noticed."""
 
     async def answered(self) -> object:
-        """Ask the engine's step loop for an answer, which it gives between two steps, also while paused."""
+        """Wait until the engine's step loop answers, which it does between two steps, also while paused."""
         ...
 
     # ------------------------------------------------------------ requests
 
     async def run(self, flight: InFlight) -> Completion:
-        """Run a request that has been validated. Cancelling aborts it in the engine."""
+        """Run a validated request. Cancelling aborts it in the engine."""
         ...
 
     async def progress(self, flights: Sequence[InFlight], parts: bool) -> Sequence[RequestProgress | None]:
@@ -74,10 +74,11 @@ class EngineMake(EnginePart, Protocol):
         ...
 
     async def renew(self, version: int) -> None:
-        """Start using new weights: drop the KV cache's old contents, and label tokens generated from now on with this version."""
+        """Start using new weights: drop the KV cache's contents, and label tokens generated from now on with this version."""
 
     async def offload(self, parts: Collection[EngineMemory], cache_stays: bool) -> None:
-        """Offload parts that are on the device. The engine is paused and has no running requests."""
+        """Offload parts that are on the device. The engine is paused and has no running requests. `cache_stays`: the KV cache remains on
+        the device."""
 
     async def load(self, parts: Collection[EngineMemory]) -> None:
         """Load parts that are offloaded."""

@@ -17,7 +17,7 @@ from roll_lite.distributed.session_guard import SHARED, remove_folder
 from roll_lite.distributed.strategy.inference.scratch import SCRATCH
 
 HOST_PID = "ROLL_LITE_ENGINE_HOST_PID"
-"""Environment variable with the id of the hosting process. The engine's processes must end when it ends."""
+"""Environment variable with the id of the hosting process, which started the engine. The engine's processes end with it."""
 _PATIENCE_S = 3.5
 _HOST_CHECK_S = 1.0
 
@@ -42,7 +42,6 @@ class EngineProcesses:
         return bool(self.all)
 
     def running(self) -> bool:
-        """True while all processes run."""
         return all(is_running(process) for process in self.all)
 
     def are_compiling(self) -> bool:
@@ -59,7 +58,7 @@ class EngineProcesses:
         remove(self._shared)
 
     def kill(self) -> None:
-        """Kill the processes and remove their shared memory, without waiting for their end: the caller may be killed itself."""
+        """Kill the processes and remove their shared memory. Does not wait for their end, since the caller may soon be killed itself."""
         self._kill()
         remove(self._shared)
 
@@ -95,8 +94,8 @@ def shared_memory(pid: int) -> set[Path]:
 
 
 def _left_behind(processes: Iterable[psutil.Process]) -> set[Path]:
-    """Shared-memory files to remove for the processes. Semaphores are left out: they may belong to the host, and the resource tracker
-    removes them."""
+    """Shared-memory files that the processes leave behind if they are killed, without semaphores: these may belong to the host, and the
+    resource tracker removes them."""
     return {path for process in processes for path in shared_memory(process.pid) if not path.name.startswith("sem.")}
 
 
@@ -112,7 +111,7 @@ def when_host_is_gone(act: Callable[[], None]) -> None:
 
 
 def end_group_with_host_or_leader() -> None:
-    """Kill this process group when the hosting process or the group's leader has ended, also if that was before the call."""
+    """Kill this process group when the hosting process or the group's leader has ended, even before this call."""
     leader = os.getpgid(0)
 
     def end() -> None:
@@ -146,8 +145,8 @@ def _process(pid: int) -> psutil.Process | None:
 
 
 def kill_all(processes: Sequence[psutil.Process]) -> None:
-    """Kill the processes and remove their shared memory. The calling process, if it is one of them, is killed last.
-    Python's resource trackers are not killed."""
+    """Kill the processes (the calling process last, if included) and remove their shared memory. Python's resource trackers are not
+    killed."""
     remove(_left_behind(processes))
     killed = [process for process in processes if not cleans_up(process)]
     for process in sorted(killed, key=lambda process: process.pid == os.getpid()):

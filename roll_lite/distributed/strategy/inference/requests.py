@@ -1,4 +1,4 @@
-"""Request handling for all engines: requests in flight, progress reports, stop strings across a resume point, expert choices."""
+"""Request handling for all engines: requests in flight, progress reports, stop strings in resumed responses, expert choices."""
 
 from __future__ import annotations
 
@@ -15,19 +15,17 @@ from roll_lite.distributed.strategy.base import Report, RequestProgress
 from roll_lite.models.hf_config import ExpertsConfig
 
 SEAM = "roll_lite_seam"
-"""Key of an extra request argument: the number of tokens at the end of the prompt in which a stop string may begin."""
+"""Key of an extra request argument: number of tokens at the end of a resumed prompt in which a stop string may begin."""
 TOKENS_PER_CHARACTER = 4
 WITHOUT_TEXT = 32
-"""Tokens added to `seam_tokens`, since special tokens have no text, and an incomplete character gets its text with a later token."""
+"""Extra tokens in `seam_tokens` for tokens without text: special tokens, and all but the last token of a character."""
 BEGUN_POLL_S = 1.0
 PARTS_EVERY = 5
-"""Number of polls between two reports of new tokens. If the process dies, tokens since the last report are lost."""
+"""Number of polls between two reports of new tokens. If the engine dies, tokens since the last report are lost."""
 
 
 @dataclass(eq=False)
 class InFlight:
-    """Request in flight in an engine."""
-
     request: GenerationRequest
     report: Report
     version: int = 0
@@ -37,7 +35,7 @@ class InFlight:
     aborted: bool = False
     begun: bool = False
     reported: int = 0
-    """Number of tokens already reported in parts (RequestProgress.part)."""
+    """Number of tokens already reported (RequestProgress.part)."""
     number: int = -1
     """Number by which SglangEngine identifies the request."""
 

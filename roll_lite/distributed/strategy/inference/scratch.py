@@ -20,11 +20,11 @@ _LONGEST_BASE = 50  # a socket's path has at most 107 bytes, and the engines' ow
 
 
 class Scratch:
-    """Temporary folder of an engine, removed when the engine shuts down or its hosting process ends. If the host is killed, the engine's
-    processes remove it. If there were none yet, the next engine of the same kind on this machine removes it."""
+    """Temporary folder of an engine, removed when the engine shuts down or its hosting process ends. If that process is killed, the
+    engine's processes remove the folder; if none had started, the next engine of the same kind on this machine does."""
 
     def __init__(self, prefix: str, *variables: str) -> None:
-        """`variables`: further environment variables that tell the engine the folder."""
+        """`variables`: more environment variables to set to the folder's path for the engine."""
         self._variables = ("TMPDIR", SCRATCH, *variables)
         base = tempfile.gettempdir()
         base = base if len(base) <= _LONGEST_BASE else "/tmp"
@@ -58,7 +58,7 @@ class Scratch:
 
 
 def _remove_in(pid: int, path: str, lock: int) -> None:
-    """Remove the folder, unless called in a fork of process `pid`, which made it."""
+    """Remove the folder in process `pid`, which made it. Do nothing in a fork of that process."""
     if os.getpid() == pid:
         remove_folder(Path(path))
         os.close(lock)
@@ -89,7 +89,7 @@ def _clear_if_abandoned(folder: Path) -> None:
 
 
 def name_semaphores() -> None:
-    """Name the semaphores of this process and its children after the scratch folder, so that they are removed with it.
+    """Name the semaphores of this process and its children after the scratch folder, so they are removed with it.
 
     An engine's first process calls this if it was started without multiprocessing or outside of `inherited`."""
     _call_semaphores(_semaphores_of(os.environ[SCRATCH]))
@@ -100,7 +100,7 @@ def _semaphores_of(path: str) -> str:
 
 
 def _call_semaphores(prefix: str) -> str:
-    """Set the prefix of semaphore names in this process and in those that its multiprocessing starts. Returns the old prefix."""
+    """Set the prefix of semaphore names in this process and in its multiprocessing children. Returns the old prefix."""
     config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     before, config["semprefix"] = config["semprefix"], prefix
     return str(before)

@@ -22,12 +22,12 @@ FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj
 """Fused layer -> projections in it, for models that do not declare this."""
 
 Range = tuple[str, str]
-"""First supported version, and the first one that is unsupported again."""
+"""First supported version, and first later version that is not supported."""
 
 
 def check_version(distributions: Sequence[str], supported: Range, remedy: str) -> str:
-    """Version of the first of these distributions that is installed. RuntimeError if none is (with the `remedy`) or if its version is not
-    supported."""
+    """Version of the first installed one of these distributions. RuntimeError if none is installed (the message gives the `remedy`) or the
+    version is not supported."""
     low, high = supported
     for name in distributions:
         try:
@@ -53,7 +53,7 @@ class Environment:
         return {name: given.get(name, value) for name, value in self.preset.items()} | dict(self.required) | dict(self.settings)
 
     def notes(self, given: Mapping[str, str] = os.environ) -> list[str]:
-        """Messages about the user's values that are overridden."""
+        """Messages about the user's environment variables that are overridden."""
         return [
             f"the environment's {name}={given[name]} is set to {value!r} for the engine, which needs that"
             for name, value in self.required.items()

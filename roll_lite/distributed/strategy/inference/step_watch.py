@@ -1,9 +1,9 @@
 """Detect an engine that takes no steps although its processes live, for example because of a hung kernel or a deadlock.
 
-The engine's loop answers a question only between two steps. A step is short, because prompts are prefilled in chunks of at most
+The engine's loop answers a question only between two steps. Steps are short, because prompts are prefilled in chunks of at most
 `max_batched_tokens`. So an engine is stuck if its answer takes much longer than the longest step so far.
 
-On GPUs a step may wait until a kernel is compiled, mostly in the beginning. Compilers are separate processes, so this is detected."""
+On GPUs a step may wait for a kernel's compilation, mostly at first. Such waits are detected, since compilers are separate processes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ AUTO_S = 7.0
 AUTO_CPU_S = 300.0
 """Limit in seconds for "auto" on a CPU, where steps may be slow and vLLM never splits a prompt."""
 ASK_S = 1.0
-"""Seconds between an answer and the next question."""
+"""Seconds between the engine's answer and the next question to it."""
 LISTEN_S = 0.25
 # Compilation inside the engine's process is not seen, but takes less long.
 LATE = 0.5
 """Fraction of the limit after which the watch looks for compiler processes. While one runs, time does not count."""
 SLOWER = 4.0
-"""The limit is at least this multiple of the longest step so far. The longest step is measured anew after the first response."""
+"""The limit is at least this multiple of the longest step so far, which is measured anew after the first response."""
 FIRST_STEPS = 40.0
 """Factor by which the limit is raised until the first response has ended, since kernels are compiled until then."""
 

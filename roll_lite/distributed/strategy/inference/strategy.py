@@ -35,7 +35,7 @@ DIED = "the engine's process died"
 
 
 class EngineStrategy(InferenceStrategy):
-    """Inference engine (vLLM or SGLang). Contains what both have in common; `make` does the rest."""
+    """Engine logic common to vLLM and SGLang; `make` does the rest."""
 
     def __init__(self, make: EngineMake, spec: EngineSpec) -> None:
         assert isinstance(spec.strategy, EngineStrategyConfig)
@@ -159,7 +159,7 @@ class EngineStrategy(InferenceStrategy):
             self.life.pause()
 
     async def resume(self) -> None:
-        """Undo `pause`. While a weight update or offloaded memory stops the engine, it does not generate yet."""
+        """Undo `pause`. The engine still generates nothing while a weight update runs or memory is offloaded."""
         async with self._turn(EngineEvent.RESUME):
             self.life.resume()
             await self._settle()
@@ -270,9 +270,8 @@ class EngineStrategy(InferenceStrategy):
         return largest(answers)
 
     async def weight_checksums(self, names: Collection[str] | None = None) -> dict[str, str]:
-        """Checksums, by name, of the weights in the engine's workers (held_weights.py, adapters.py). `names`: only these; None: all that
-        weight updates overwrite. Values are first converted to the dtype in which the last update sent them, so checksums equal the
-        sender's unless the engine stores fewer bits."""
+        """Checksums, by name, of the named weights in the engine's workers (None: all that weight updates overwrite). Values are first
+        converted to the dtype in which the last update sent them, so checksums equal the sender's unless the engine stores fewer bits."""
         async with self._turn(EngineEvent.READ_WEIGHTS):
             shapes = {name: list(shape) for name, shape in self._shapes.items()}
             asked = None if names is None else sorted(names)
@@ -305,8 +304,8 @@ class EngineStrategy(InferenceStrategy):
         return self.life.failure
 
     async def _watch(self) -> None:
-        """Wait until one of the engine's processes has died or was stopped too long; then give up the engine. The engine itself notices
-        that late, or never."""
+        """Wait until one of the engine's processes has died or was stopped too long; then give up the engine. The engine itself would
+        notice late or never."""
         stopped = StoppedTime(LIVENESS_POLL_S)
         failure: str | None = None
         while failure is None:
@@ -325,7 +324,7 @@ class EngineStrategy(InferenceStrategy):
 
     @asynccontextmanager
     async def _turn(self, event: EngineEvent) -> AsyncIterator[None]:
-        """Hold the lock for a call that changes or reads the state. If the state forbids the event, raises at once, or after waiting for
+        """Hold the lock during a call that changes or reads the state. Raises if the state forbids the event, before or after waiting for
         the lock."""
         self._require(event)
         async with self._order:

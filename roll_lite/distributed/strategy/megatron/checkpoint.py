@@ -1,7 +1,7 @@
 """Save and load checkpoints in Megatron's torch_dist format: weights, optimizer, learning-rate schedule, and every rank's random state.
 
 Each shard is stored with its offset in the unsharded tensor, so a run with another parallel layout can load it. The optimizer's moments and
-step count are stored, and for a bfloat16 model its float32 weights; its other settings come from the configuration. Random state is
+step count are stored, and a bfloat16 model's float32 weights; other optimizer settings come from the configuration. Random state is
 restored only under the same layout."""
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def write_base(folder: Path, model: Path) -> Path:
 
 
 def check_base(folder: Path, model: Path, adapters: bool) -> None:
-    """Raise ValueError if the checkpoint holds LoRA adapters but the run trains all weights, or the reverse, or if the checkpoint's
-    adapters were trained on another base model."""
+    """Raise ValueError if only one of checkpoint and run uses LoRA adapters, or if the checkpoint's adapters were trained on another base
+    model."""
     of_adapters = is_file(folder / BASE_FILE)
     if of_adapters != adapters:
         holds, remedy = ("adapters", "set it") if of_adapters else ("a whole model", "leave it out")
@@ -184,7 +184,7 @@ def _sharded_state(chunks: Sequence[Any], optimizer: Optimizer | None, loading: 
 
 
 def _state_to_fill(optimizer: Optimizer, weights: Any, metadata: Any) -> Any:
-    """Build the optimizer state to load a checkpoint into. It leaves out the tensors of the distributed optimizer, which ShardReader
+    """Build the optimizer state to load a checkpoint into, without the distributed optimizer's tensors, which ShardReader
     (shard_loading.py) reads."""
     states = [
         part.state_dict()
@@ -202,7 +202,7 @@ def _kept_of(chunk: Any, state: dict[str, Any], optimizer: Optimizer | None) -> 
 
 
 def _is_extra(name: str) -> bool:
-    """True for Transformer Engine's fp8 scaling factors. fp8 is not used here. Without them, models with Transformer Engine's layers and
+    """True for Transformer Engine's fp8 scaling factors, which are unused here. Without them, models with Transformer Engine's layers and
     with torch's can load each other's checkpoints."""
     return name.rpartition(".")[2].startswith("_extra_state")
 
@@ -218,8 +218,8 @@ def _named_chunks(chunks: Sequence[Any]) -> list[tuple[str, Any]]:
 
 
 class _SaveThrough(TorchDistSaveShardedStrategy):
-    """Megatron save strategy that writes from this process. Megatron's default one forks writers, which can hang in a process with threads
-    of Ray, gloo and CUDA."""
+    """Megatron save strategy that writes from this process. Megatron's own forks writers, which can hang beside the threads of Ray, gloo
+    and CUDA."""
 
     def __init__(self, writer: FileSystemWriter) -> None:
         super().__init__("torch_dist", 1)
@@ -238,7 +238,7 @@ class _SaveThrough(TorchDistSaveShardedStrategy):
 
 
 def _keep_padding(chunks: Sequence[Any]) -> None:
-    """Work around a bug in Megatron-Core 0.16: saving, its distributed optimizer drops the padding between buckets, but looks parameters up
+    """Work around a bug in Megatron-Core 0.16: its distributed optimizer saves without the padding between buckets, but looks parameters up
     at offsets that include it. Parameters behind padding would be stored with their neighbours' values. There are several buckets with
     `overlap_grad_reduce`, and with tied embeddings under pipeline parallelism."""
     for chunk in chunks:
@@ -249,8 +249,8 @@ def _keep_padding(chunks: Sequence[Any]) -> None:
 
 
 def _stored_places(state: Any, stored: Collection[str]) -> list[tuple[Any, Any]]:
-    """Return (container, key) of each tensor in the nested optimizer `state` that the checkpoint has. Float32 weights that it lacks are
-    removed from `state`. `stored`: the checkpoint's tensor names."""
+    """Return (container, key) of each tensor in the nested optimizer `state` that the checkpoint has. Float32 weights that the checkpoint
+    lacks are removed from `state`. `stored`: the checkpoint's tensor names."""
     places = []
     for key, value in list(_items(state)):
         if isinstance(value, LocalNonpersistentObject):

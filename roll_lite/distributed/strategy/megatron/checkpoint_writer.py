@@ -2,8 +2,7 @@
 
 The process is a fresh interpreter. A thread would block the rank, since torch.save mostly holds the GIL; a fork, as in Megatron's
 asynchronous save, can hang beside the threads of Ray, gloo and CUDA. The process inherits anonymous memory (memfd, not limited by /dev/shm)
-with the copied tensors, the job and its result. The result shows whether it succeeded: its exit code may be lost, since Ray reaps child
-processes."""
+with the copied tensors, the job and its result. The result shows success, since the exit code may be lost: Ray reaps child processes."""
 
 from __future__ import annotations
 
@@ -103,7 +102,7 @@ class StagedWriter(FileSystemWriter):
         self._metadata = metadata
 
     def complete(self, results: list[list[WriteResult]]) -> dict[Path, FileRecord]:
-        """Write the index of all ranks' files if this is the coordinating rank. Returns the records of the files written."""
+        """Write the index of all ranks' files on the coordinating rank. Returns the records of the files written."""
         if self._metadata is None:
             return {}
         super().finish(self._metadata, results)

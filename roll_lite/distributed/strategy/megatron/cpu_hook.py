@@ -1,8 +1,7 @@
 """Make Megatron-Core run on a machine without CUDA.
 
 Megatron-Core 0.16 names CUDA everywhere, though training hardly needs it. `install()` adds an import hook that rewrites the source of the
-modules in EXPECTED as they are imported. If a module's number of rewrites differs from EXPECTED, upstream has changed; the import then
-fails."""
+modules in EXPECTED. If a module's number of rewrites differs from EXPECTED, upstream has changed, and the import fails."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ import torch
 from roll_lite.distributed.strategy.megatron import cpu_device
 
 SUPPORTED = ((0, 16, 1), (0, 17, 0))
-"""Supported versions of megatron-core: the first supported and the first unsupported one."""
+"""First supported version of megatron-core, and first later one that is not supported."""
 
 _STAND_IN = "_roll_lite_cpu_device"
 """Name under which rewritten modules find cpu_device as a global. An import statement in their source would shift line numbers."""

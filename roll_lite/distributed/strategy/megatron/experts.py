@@ -47,9 +47,9 @@ def experts_spec(experts: ModuleSpec, balance: Balance) -> Any:
 class Balance:
     """Count how often routers choose each expert in an optimizer step, and compute the load-balancing loss.
 
-    A row's (sample's) loss in a layer is the Switch Transformer's: experts * sum over experts of (share of the row's choices * mean
-    probability), 1 for even choices. Each layer adds `coef` times the mean over the mini-batch's rows to the objective. Counting whole rows
-    makes the loss independent of micro-batches and ranks."""
+    In a layer, a row (sample) has the Switch Transformer's loss: number of experts * sum over experts of (share of the row's choices * mean
+    probability), which is 1 for even choices. Each layer adds `coef` times the mean over the mini-batch's rows to the objective. Counting
+    whole rows makes the loss independent of micro-batches and ranks."""
 
     def __init__(self, coef: float) -> None:
         self.coef = coef
@@ -66,7 +66,7 @@ class Balance:
         self._choices[layer] = self._choices[layer] + choices if layer in self._choices else choices
 
     def add_rerouted(self, counts: torch.Tensor) -> None:
-        """Add the two counts that ChosenExperts.rerouted returns: replayed choices, and those that the router would not have made."""
+        """Add the counts of ChosenExperts.rerouted: replayed choices, and those that the router would not have made."""
         self._rerouted.append(counts)
 
     def weighted(self, loss: torch.Tensor) -> torch.Tensor:

@@ -85,7 +85,7 @@ def _over_data_ranks(count: int, reduction: Any) -> int:
 def reduce_sums(sums: Sequence[dict[str, torch.Tensor]], is_last_stage: bool, device: torch.device) -> dict[str, float]:
     """Sum metrics over micro-batches and data-parallel ranks; all ranks get the sums. Waits for the device once.
 
-    Context-parallel ranks already have equal sums. They are averaged too, so that a value that is not finite on one rank is seen by all."""
+    Context-parallel ranks already have equal sums. They are averaged too, so all ranks see a value that is not finite on one."""
     named: tuple[list[str], list[float]] = ([], [])
     if is_last_stage:
         names = sorted(sums[0])

@@ -25,7 +25,7 @@ from roll_lite.models.hf_fields import architecture
 
 Read = Callable[[torch.nn.Parameter], torch.Tensor]
 CutChange = Callable[[torch.Tensor], torch.Tensor]
-"""Function that changes a rank's shard of a tensor before export, for example merges an adapter. Must not work in place; keeps shape and
+"""Function that changes a rank's shard of a tensor before export, for example to merge an adapter. Must not work in place; keeps shape and
 dtype."""
 Write = Callable[[Path, bytes], None]
 OF_TORCH = {"format": "pt"}
@@ -63,7 +63,7 @@ class _Source:
 
 
 _Described = tuple[str, tuple[int, ...], torch.dtype, int]
-"""Name, full shape, dtype and owner of a tensor. The owner is the rank that gathers the full tensor."""
+"""Name, full shape, dtype and owner (the rank that gathers it) of a tensor."""
 
 
 def _in_buckets(tensors: Sequence[_Described], bucket_bytes: int) -> list[list[_Described]]:
@@ -98,10 +98,10 @@ class HfExporter:
         return [binding for binding in bindings if self._sources[binding.entry.of_experts].takes_part]
 
     def plan(self, bucket_bytes: int) -> ExportPlan:
-        """Plan the export in buckets; collective. Each bucket is gathered by one rank, its owner.
+        """Plan the export in buckets; collective. One rank, the owner, gathers each bucket.
 
         An owner's tensors are divided into buckets in layer order, experts' separately. Owners take turns: while engines load one owner's
-        bucket, other owners gather theirs."""
+        bucket, others gather theirs."""
         mine: dict[bool, list[_Described]] = {False: [], True: []}
         for name, (binding, number) in self._places.items():
             if self._sources[binding.entry.of_experts].owns:
@@ -114,7 +114,7 @@ class HfExporter:
         return ExportPlan(tuple(ExportedTensor(*tensor, number) for number, bucket in buckets for tensor in bucket))  # type: ignore[call-arg]
 
     def bucket(self, tensors: Sequence[ExportedTensor], read: Read = read_parameter) -> dict[str, torch.Tensor] | None:
-        """Gather a bucket: full tensors by name on its owner, None on other ranks. Collective over the owner's tensor group. See
+        """Gather a bucket. Returns full tensors by name on its owner, None on other ranks. Collective over the owner's tensor group. See
         TrainStrategy.export_bucket."""
         if tensors[0].name not in self._places:
             return None
@@ -139,8 +139,8 @@ class HfExporter:
         return cuts
 
     def _cuts(self, entry: Entry, joined: torch.Tensor) -> list[torch.Tensor]:
-        """Take this rank's shards of the Hugging Face tensors from a Megatron tensor. `joined`: Megatron tensor of all ranks that share a
-        key/value head (`_join_shared`)."""
+        """Take this rank's shards of the Hugging Face tensors from a Megatron tensor. `joined`: Megatron tensor joined over the ranks that
+        share a key/value head."""
         sharing = ranks_of_a_group(entry, self._hf, self._tensor_group.size())
         return [cut.chunk(sharing)[self._tensor_group.rank() % sharing] for cut in take_apart(entry, joined, self._hf)]
 

@@ -45,8 +45,7 @@ class HfCheckpoint:
         return self._open[file].get_slice(name)
 
     def check(self, shapes: Mapping[str, Sequence[int]], by: str = "config.json") -> None:
-        """Raise ValueError if a stored tensor's shape or dtype is not as expected. `by`: what the expected shapes come from, for the
-        message."""
+        """Raise ValueError if a stored tensor's shape or dtype is not as expected. `by`: source of the expected shapes, for the message."""
         for name, shape in shapes.items():
             stored = self.slice(name)
             if message := misfit(name, stored.get_dtype(), stored.get_shape(), shape, by):

@@ -1,7 +1,7 @@
 """Table that maps Megatron tensors to Hugging Face tensors, for loading and exporting.
 
-Tensor parallelism shards every Hugging Face tensor evenly along one dimension. A rank's Megatron tensor joins its shards of one or more of
-them. So loading reads only a rank's own shards, and exporting concatenates the shards of all tensor ranks."""
+Tensor parallelism shards every Hugging Face tensor evenly along one dimension. A rank's Megatron tensor joins its shards of one or more
+Hugging Face tensors. So loading reads only a rank's own shards, and exporting concatenates those of all tensor ranks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ class Entry:
         return EXPERT in self.megatron
 
     def megatron_name(self, layer: int, expert: int | None, among: Container[str]) -> str:
-        """Return the entry's Megatron name, the one that is in `among`. `layer` and `expert` are numbers local to this rank."""
+        """Return the Megatron parameter's name, `megatron` or `fused`, whichever is in `among`. `layer` and `expert` are numbers local to
+        this rank."""
         names = [f"decoder.layers.{layer}.{name}".replace(EXPERT, str(expert)) for name in (self.megatron, self.fused) if name]
         found = next((name for name in names if name in among), None)
         assert found is not None, f"the Megatron model has no {' or '.join(names)}"
@@ -115,8 +116,8 @@ LM_HEAD = Entry("output_layer.weight", ("lm_head.weight",), cut=0, vocabulary=Tr
 TIED_HEAD = Entry("output_layer.weight", EMBEDDING.hf, cut=0, vocabulary=True)
 """Copy of the tied embeddings, which the last pipeline stage uses as output layer."""
 VALUE_HEAD = Entry("output_layer.weight", ("score.weight",), cut=None)
-"""Head of a value model, named as in Hugging Face's sequence classification with one label. So transformers loads saved value models, and a
-critic can start from a reward model."""
+"""Head of a value model, named as in Hugging Face's sequence classification with one label. So transformers can load saved value models,
+and a critic can start from a reward model."""
 
 
 @dataclass(frozen=True)
@@ -153,8 +154,8 @@ def bind(chunks: Sequence[Any], hf: HfConfig) -> list[Binding]:
 
 
 def ranks_of_a_group(entry: Entry, hf: HfConfig, tensor_ranks: int) -> int:
-    """Number of consecutive tensor ranks that share a key/value head: more than 1 if there are more tensor ranks than heads. Megatron
-    shards such a group's rows (queries, key, value) evenly over its ranks, and gathers their outputs in every layer."""
+    """Number of consecutive tensor ranks that share a key/value head; more than 1 if there are fewer key/value heads than tensor ranks.
+    Megatron shards such a head's rows (queries, key, value) evenly over these ranks, and gathers their outputs in every layer."""
     return max(tensor_ranks // hf.key_value_heads, 1) if entry.layout is Layout.GROUPED else 1
 
 

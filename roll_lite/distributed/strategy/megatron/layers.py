@@ -1,5 +1,5 @@
 """Specify the decoder layers. Attention over packed rows and the value head are implemented here. Linear layers, experts and norms come
-from Megatron and torch, or from Transformer Engine, which fuses a norm into the following linear layer and runs all experts in one call."""
+from Megatron and torch, or from Transformer Engine, which fuses norms into linear layers and runs all experts in one call."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ STORED_NAMES_WITHOUT_EXPERTS = {**STORED_NAMES, "pre_mlp_layernorm.": "mlp.linea
 class LayerParts:
     norm: Any
     normed_column: Any
-    """Column-parallel linear class whose input is normalised: by itself if `fused`, else by a separate norm."""
+    """Class of column-parallel linear layers with normalised input. If `fused`, it contains the norm."""
     row: Any
     experts: Any
     fused: bool

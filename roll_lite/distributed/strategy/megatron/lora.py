@@ -61,8 +61,8 @@ class Adapter(torch.nn.Module):
     def __init__(
         self, config: Any, entry: Entry, rows: Sequence[int], projections: dict[int, tuple[str, Projection]], hf: HfConfig
     ) -> None:
-        """`rows`: output size of each of the layer's projections on this rank. `projections`: index -> (name, LoRA matrices) of those that
-        are adapted."""
+        """`rows`: output size of each of the layer's projections on this rank. `projections`: index -> (name, LoRA matrices) of each
+        adapted projection."""
         super().__init__()
         self.active = True
         self._entry, self._hf, self._rows = entry, hf, rows

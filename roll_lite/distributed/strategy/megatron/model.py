@@ -163,7 +163,7 @@ def scale_as_llama3(rotary: Any, rope: RopeConfig) -> None:
 
 
 def _mark_weights(bindings: Sequence[Binding]) -> None:
-    """Set the attributes that Megatron reads from weights, but sets only in some cases."""
+    """Set weight attributes that Megatron always reads, but sets only in some cases."""
     for binding in bindings:
         weight: Any = binding.parameter
         # Megatron sets these attributes only when it initialises weights (perform_initialization). Without them the gradient norm counts a

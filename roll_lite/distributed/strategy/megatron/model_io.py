@@ -32,9 +32,9 @@ class ModelInput:
     positions: torch.Tensor
     """[N]: indices of the tokens at which a result is needed. If final values are requested, each row's last token follows."""
     slots: torch.Tensor
-    """[N]: where each result goes in the flattened padded column [B, T - 1]."""
+    """[N]: index of each result in the flattened padded column [B, T - 1]."""
     ends: torch.Tensor
-    """If final values are requested: the rows whose last tokens are at the end of `positions`."""
+    """Numbers of the rows whose last tokens come last in `positions`; empty unless final values are requested."""
     targets: torch.Tensor
     micro_batch: MicroBatch
     """Padded rows for the loss. Empty if this rank has no rows left and only takes part in collectives."""
@@ -52,8 +52,8 @@ def model_inputs(
     experts: ExpertsConfig | None = None,
     record: bool = False,
 ) -> list[ModelInput]:
-    """Build the model inputs of the plan's micro-batches. `columns`: columns that the loss reads; None means all. `ends`: also compute each
-    row's last token. `record`: record routes to experts."""
+    """Build the model inputs of the plan's micro-batches. `columns`: columns that the loss reads; None means all. `ends`: request results
+    at the rows' last tokens, too. `record`: record routes to experts."""
     inputs = []
     for rows in plan.cut(batch):
         given, cut = _model_input(rows, plan.token_multiple, device, columns, ends)

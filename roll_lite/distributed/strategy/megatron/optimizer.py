@@ -21,7 +21,7 @@ from roll_lite.config.schema.models import OptimizerConfig
 from roll_lite.distributed.strategy.base import current_device
 
 STRETCH = 4096
-"""On a CPU, this many entries are summed in float32; these sums are added in float64."""
+"""Number of entries whose squares a CPU sums in float32; such sums are added in float64."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class Staged:
 
 class HostStep:
     """Replacement for torch AdamW's `step` that keeps the moments in host memory and updates there. Gradients and weights are copied on a
-    separate stream, so one weight is updated while others are being copied."""
+    separate stream, so one weight is updated while others are copied."""
 
     def __init__(self, adam: torch.optim.AdamW, device: torch.device) -> None:
         self._optimizer = adam

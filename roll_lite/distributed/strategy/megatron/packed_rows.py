@@ -15,27 +15,26 @@ from roll_lite.distributed.strategy.megatron.routing import Routes
 class PackedRows:
     """Layout of this rank's packed tokens: the row (sample) and position of each token, and which tokens it attends to.
 
-    Passed to layers in place of Megatron's PackedSeqParams, in its format "sbhd", where rotary embeddings are indexed by token."""
+    Layers get it in place of Megatron's PackedSeqParams. Its format is "sbhd", in which rotary embeddings are indexed by token."""
 
     runs: tuple[tuple[int, int, int], ...]
-    """Adjacent pieces of equal size, as (number of pieces, tokens per piece, tokens that a piece's last token attends to). A piece is a row
-    or, under context parallelism, consecutive tokens of a row on this rank. Each earlier token of a piece attends to one token fewer."""
+    """Runs of equal adjacent pieces: (number of pieces, tokens per piece, tokens that a piece's last token attends to). A piece is a row
+    or, under context parallelism, consecutive tokens of one. Each earlier token attends to one token fewer than the next."""
     places: torch.Tensor
     """[tokens] int64: position of each token in its row, from 0."""
     starts: torch.Tensor
-    """[pieces + 1] int32: index of the first token of each piece, then the number of tokens. A piece is a row or, under context
-    parallelism, consecutive tokens of a row on this rank."""
+    """[pieces + 1] int32: index of each piece's first token, then the number of tokens. A piece is a row or, under context parallelism,
+    consecutive tokens of one."""
     longest: int
     row_of: torch.Tensor
     """[tokens] int64: row number of each token. Padding tokens form an extra last row."""
     lengths: torch.Tensor
     """[rows] int64: lengths of the whole rows, even if this rank has only a part of them; without the padding row."""
     seen: torch.Tensor | None = None
-    """[total] int64: for each piece (consecutive tokens of a row on this rank), the tokens it attends to, as indices into the tokens
-    gathered from all context-parallel ranks. None without context parallelism, where a row attends to itself."""
+    """[total] int64: the tokens that each piece (consecutive tokens of a row) attends to, as indices into the tokens gathered from all
+    context-parallel ranks. None without context parallelism, where a row attends to itself."""
     seen_starts: torch.Tensor | None = None
-    """[pieces + 1] int32: cumulative lengths of the pieces' entries in `seen`, from 0. A piece is consecutive tokens of a row on this
-    rank."""
+    """[pieces + 1] int32: start of each piece's entries in `seen`, then the number of entries. A piece is consecutive tokens of a row."""
     routes: Routes | None = None
     # With "thd", Megatron would split and rejoin the tokens by row in every layer, and wait for the device.
     qkv_format = "sbhd"
@@ -124,8 +123,8 @@ class ContextCut:
 def packed(
     ids: torch.Tensor, lengths: torch.Tensor, token_multiple: int, rank: int, ranks: int
 ) -> tuple[torch.Tensor, PackedRows, ContextCut]:
-    """Pack rows into a sequence. Returns this rank's token ids, their layout, and the split over ranks. A padding row fills up to a
-    multiple of `token_multiple`; it is the only row of an empty batch."""
+    """Pack rows into a sequence. Returns this rank's token ids, their layout, and the split over ranks. An extra row pads to a multiple of
+    `token_multiple`; it is the only row of an empty batch."""
     missing = -len(ids) % token_multiple if len(ids) else token_multiple
     if missing:
         ids, lengths = torch.cat([ids, ids.new_zeros(missing)]), torch.cat([lengths, lengths.new_tensor([missing])])

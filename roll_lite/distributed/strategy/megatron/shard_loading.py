@@ -1,7 +1,7 @@
 """Load the distributed optimizer's state from a checkpoint, reading only what this rank needs.
 
 A data-parallel rank owns a range of each weight's entries; Megatron-Core 0.16 would read the state of whole weights. Here a rank reads only
-those rows of a stored tensor in which it owns entries, a few weights at a time, without waiting for other ranks."""
+the rows of a stored tensor in which it owns entries, a few weights at a time, without waiting for other ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BATCH_ENTRIES = 1 << 22
-"""Maximum entries of weights per read (50 MB with moments). A larger weight is read alone."""
+"""Maximum number of weight entries per read (50 MB with moments). A larger weight is read alone."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class ShardReader:
             part._set_main_param_and_optimizer_states(owned.weight, whole)
 
     def _tensors(self, owned: Owned, wanted: dict[str, list[ShardedTensor]]) -> dict[str, list[torch.Tensor]]:
-        """Allocate memory for the optimizer state of those entries of a weight that this rank owns, by name ("param", "exp_avg",
-        "exp_avg_sq"). Adds the tensors to read into this memory to `wanted`, by stored name."""
+        """Allocate memory for the optimizer state of the weight entries that this rank owns, by name ("param", "exp_avg", "exp_avg_sq").
+        Adds the tensors to read into it to `wanted`, by stored name."""
         place = self._places[owned.weight]
         tensors: dict[str, list[torch.Tensor]] = defaultdict(list)
         for piece in place.build() if isinstance(place, ShardedTensorFactory) else [place]:
@@ -78,9 +78,9 @@ class ShardReader:
         return tensors
 
     def _rows(self, key: str, piece: ShardedTensor, start: int, end: int) -> tuple[ShardedTensor, torch.Tensor]:
-        """Allocate memory for a part of this rank's shard `piece`: those rows of the stored tensor that contain the shard's flat entries
-        `start` to `end`. Returns it as a ShardedTensor to read into, and a flat view of just these entries. It is zero-initialised, since
-        vocabulary padding is not stored."""
+        """Allocate memory for the rows of the stored tensor `key` that contain the flat entries `start` to `end` of this rank's shard
+        `piece`. Returns it as a ShardedTensor to read into, and a flat view of just these entries. It is zero-initialised, since vocabulary
+        padding is not stored."""
         width = math.prod(piece.local_shape[1:])
         first, behind = start // width, -(-end // width)
         axes = piece.prepend_axis_num
@@ -118,8 +118,8 @@ def _owned(part: DistributedOptimizer) -> Iterator[Owned]:
 
 
 def stored_name(name: str, weight: str, stored: Any) -> str | None:
-    """Return the checkpoint's name of a weight's optimizer tensor (`name`: "param" or a moment). None if it has no such "param":
-    checkpoints of float32 models store no separate main weights."""
+    """Return the checkpoint's name of a weight's optimizer tensor. `name`: "param" or a moment. None for a "param" that the checkpoint
+    lacks: float32 models have no separate main weights."""
     if name in MOMENTS:
         return f"optimizer.state.{name}.{weight}"
     return next((found for found in (f"optimizer.state.{main}.{weight}" for main in ("param", "fp32_param")) if found in stored), None)

@@ -278,8 +278,8 @@ class MegatronStrategy(TrainStrategy):
 
 
 class WeightAverage:
-    """Exponential moving average of the weights that this rank exports. It is kept in host memory in float32, because bfloat16 would round
-    the small updates of a slow average to 0."""
+    """Exponential moving average of the weights that this rank exports, kept in host memory in float32: bfloat16 would round the small
+    updates of a slow average to 0."""
 
     def __init__(self, bindings: Sequence[Binding], decay: float) -> None:
         self._decay = decay
@@ -299,7 +299,7 @@ class WeightAverage:
             mean.copy_(weight)
 
     def read(self, weight: torch.nn.Parameter) -> torch.Tensor:
-        """Moving average of a weight, to be exported instead of the weight."""
+        """Moving average of a weight, to export in its place."""
         return self._means[weight].detach().to(weight.device)
 
 

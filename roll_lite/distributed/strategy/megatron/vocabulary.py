@@ -17,7 +17,7 @@ FEWEST_WORDS = 256
 
 DROPPED = -1e4
 """Log-prob of a token outside the truncated (top-k, top-p) softmax. Its exp is exactly 0, even in float64, so p log p and its gradient are
-0. Unlike -inf, differences of two are never NaN."""
+0. Unlike with -inf, the difference of two is never NaN."""
 
 
 class Vocabulary:
@@ -81,7 +81,7 @@ class Vocabulary:
         return column.where(here, 0), here
 
     def _dropped(self, kept: torch.Tensor, block: slice) -> torch.Tensor:
-        """Mask [N, words] of the block's words that are not in `kept`, so lie outside the truncated softmax."""
+        """Mask [N, words] of the block's words outside the truncated softmax, that is, not in `kept`."""
         words = block.stop - block.start
         column = kept - (self.start + block.start)
         # Token ids outside the block go to an extra column.
@@ -130,7 +130,7 @@ class SoftmaxSums:
 
 
 class HeadGradients:
-    """Gradients of the loss by hidden states and output weight, accumulated block by block from the logits' gradients.
+    """Gradients of the loss for hidden states and output weight, accumulated block by block from the logits' gradients.
 
     A gradient that autograd does not need is None. The gradient of hidden states includes only this rank's words; the model sums it over
     tensor-parallel ranks."""

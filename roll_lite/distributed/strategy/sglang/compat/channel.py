@@ -17,7 +17,7 @@ _LENGTH = struct.Struct("!Q")
 
 @dataclass(frozen=True)
 class Start:
-    """First message to the server: what engine to start."""
+    """First message to the server: the engine to start."""
 
     spec: EngineSpec
     cuda: bool

@@ -1,6 +1,6 @@
-"""Dummy modules for packages that SGLang imports but never calls on a CPU: Triton, its CUDA kernels, torchvision, IPython. With these
-dummies SGLang can be imported on a CPU, where it uses its native torch code. They are installed only in the engine's processes (by
-`server.py`), and never with CUDA. Only the hash of sampling seeds is really implemented."""
+"""Dummy modules for packages that SGLang imports but never calls on a CPU: Triton, SGLang's CUDA kernels, torchvision, IPython. With them
+SGLang can be imported on a CPU, where it uses its native torch code. Only the engine's processes install them (in `server.py`), and never
+with CUDA. Only the hash of sampling seeds is really implemented."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers.utils import is_torchvision_available
 
 STAND_INS = ("triton", "sgl_kernel", "torchvision", "IPython")
 ABSENT = ("vllm",)
-"""Modules that appear as not installed: SGLang would import all of vLLM for a few operators."""
+"""Modules that appear as not installed; otherwise SGLang would import all of vLLM for a few operators."""
 _LOW = 0xFFFFFFFF
 
 

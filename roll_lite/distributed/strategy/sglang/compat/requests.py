@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _CONTEXT = 8
 """Number of prompt tokens that are decoded together with the response's first tokens, whose text may depend on them."""
 _INCOMPLETE = "\ufffd"
-"""Character that the tokenizer returns for an incomplete character."""
+"""Character to which a tokenizer decodes an incomplete character."""
 
 
 def generate_input(
@@ -55,8 +55,8 @@ def _choice(request: GenerationRequest, vocabulary: int) -> dict[str, Any]:
     """Sampling parameters in SGLang's format. SGLang decodes greedily if and only if top_k is 1.
 
     Greedy decoding reports log-probs under the whole distribution (see RolloutSampler). A request with top_k 1 and a temperature must
-    report 0 instead, so it is sent with min_p 1, which also keeps only the likeliest token. SGLang reports the kept tokens only for
-    requests with top_k. For others, top_k is set to the vocabulary size."""
+    report log-prob 0 instead, so it is sent with min_p 1, which also keeps only the likeliest token. SGLang reports the kept tokens only
+    for requests with top_k; others get the vocabulary size as top_k."""
     sampling = request.sampling
     if sampling.temperature == 0:
         return {"temperature": 1.0, "top_k": 1}
@@ -76,7 +76,7 @@ def reports_survivors(request: GenerationRequest) -> bool:
 
 
 def new_tokens(request: GenerationRequest, state: Any, first: int, version: int) -> Completion | None:
-    """Tokens that SGLang has reported so far from index `first` on, without the newest; None if there are none. SGLang reports every 50
+    """Tokens from index `first` on that SGLang has reported so far, without the newest; None if there are none. SGLang reports every 50
     tokens. `version`: weight version of these tokens."""
     end = min(len(state.output_ids), len(state.output_token_logprobs_val)) - 1
     kept: tuple[tuple[int, ...], ...] | None = None
@@ -95,8 +95,8 @@ def new_tokens(request: GenerationRequest, state: Any, first: int, version: int)
 def completion(
     request: GenerationRequest, output: Mapping[str, Any], tokenizer: Any, aborted: bool, experts: ExpertsConfig | None = None
 ) -> Completion:
-    """Make a completion from a request's final output. `aborted`: whether an abort was requested. `experts`: reports expert choices if
-    given."""
+    """Make a completion from a request's final output. `aborted`: whether an abort was requested. `experts`: None to leave out expert
+    choices."""
     meta = output["meta_info"]
     finish = meta["finish_reason"] or {"type": "none"}
     if finish["type"] not in {reason.value for reason in FinishReason} or (finish["type"] == FinishReason.ABORT and not aborted):
@@ -131,8 +131,8 @@ def _experts(meta: Mapping[str, Any], experts: ExpertsConfig) -> np.ndarray | No
 
 
 class StopText:
-    """Decodes a response token by token and finds stop strings, at the same tokens as vLLM. Special tokens have no text. A character of
-    several tokens appears with its last one."""
+    """Decoder that finds stop strings in a response token by token, at the same tokens as vLLM. Special tokens have no text. A character
+    made of several tokens appears with the last."""
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], stops: Sequence[str], seam: int = 0) -> None:
         """`seam`: number of tokens at the end of the prompt that belong to the response, since the request was resumed."""

@@ -74,8 +74,7 @@ class RolloutScheduler(Scheduler):
 
     @_by_all
     def roll_lite_take_adapters(self, shapes: dict[str, list[int]], rank: int) -> None:
-        """From now on, receive LoRA adapters of this rank in weight updates, instead of the model's weights, and use them for all
-        requests."""
+        """Make later weight updates carry LoRA adapters, for all requests, instead of the model's weights. `rank`: rank of the adapters."""
         self.roll_lite_adapters = IncomingAdapters(shapes, rank, partial(put_adapters, self.tp_worker.model_runner))
 
     @_by_all
@@ -123,8 +122,7 @@ class RolloutScheduler(Scheduler):
         return {**super().get_init_info(), "page_size": self.page_size}
 
     def get_internal_state(self, recv_req: GetInternalStateReq) -> GetInternalStateReqOutput:
-        """Answer with an empty state. This call is used every second as a liveness check, and SGLang's own method would collect all
-        settings."""
+        """Answer with an empty state. This call is a liveness check every second, and SGLang's own method would collect all settings."""
         return GetInternalStateReqOutput(internal_state={})
 
     # ------------------------------------------------------------ requests

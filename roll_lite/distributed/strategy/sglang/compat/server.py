@@ -1,5 +1,4 @@
-"""Run an SGLang engine as a separate program. An exception in SGLang's scheduler kills all parent processes, and must not kill the hosting
-process.
+"""Run an SGLang engine as a separate program, because an exception in SGLang's scheduler kills all parent processes.
 
 Started as `python -m roll_lite.distributed.strategy.sglang.compat.server FD` in its own session; FD is the file descriptor of its end of
 the channel."""
@@ -80,7 +79,7 @@ class _Running:
     request: GenerationRequest
     aborted: bool = False
     had_other_weights: bool = False
-    """True once the weights have changed during the request. SGLang then reports the weight versions of its tokens only at its end."""
+    """True once the weights have changed during the request. SGLang then reports the tokens' weight versions only when the request ends."""
     dispatched: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once SGLang's scheduler has received the request, or the request has ended."""
 

@@ -176,7 +176,7 @@ def check_cache(
 
 
 def _token_bytes(model: ModelConfig, strategy: SglangStrategyConfig) -> int:
-    """Bytes of a token's keys and values on each device."""
+    """KV-cache bytes per token on each device."""
     shape = read_hf_config(model.path)
     heads = -(-shape.key_value_heads // strategy.tensor_parallel)
     return 2 * shape.layers * heads * shape.head_dim * (4 if model.dtype == "float32" else 2)
@@ -195,7 +195,7 @@ def keep_files_in(folder: Path) -> None:
 
 
 def logged_error(folder: Path) -> str | None:
-    """First exception that the engine's processes logged, as one line, since later ones are its consequences. None if there is no log."""
+    """First exception in the engine's log, as one line; later ones are its consequences. None if there is no log."""
     try:
         text = (folder / _ERRORS).read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -39,7 +39,7 @@ _LAST_S = 3.0  # seconds that vLLM gets for a clean shutdown
 
 
 def engine_args(spec: EngineSpec, cuda: bool) -> AsyncEngineArgs:
-    """Engine arguments. Between an engine's parts on several nodes, only the node's number differs."""
+    """Engine arguments. On the nodes of a multi-node engine, they differ only in the node's number."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     assert isinstance(spec.strategy, VllmStrategyConfig)
@@ -87,8 +87,7 @@ class VllmEngine(VllmProcesses):
     # ------------------------------------------------------------ life
 
     async def start(self) -> list[int]:
-        """Start the engine. Blocks the event loop: a helper thread cannot start it, because the engine's processes belong to the thread
-        that does."""
+        """Start the engine in this thread, which blocks the event loop: the engine's processes belong to the thread that starts them."""
         with self._inherited():
             self._running = self._start()
         look_across_seams(self._running.output_processor)
@@ -150,7 +149,7 @@ class VllmEngine(VllmProcesses):
         return Completion(request.request_id, error="vLLM ended the request without an output")
 
     def _alternatives(self, request: GenerationRequest) -> int | None:
-        """Number of likeliest tokens whose log-probs must be reported to know what truncation kept. It is 0 for greedy decoding, which
+        """Number of likeliest tokens whose log-probs must be reported to know which tokens truncation kept: 0 for greedy decoding, which
         truncates nothing. None if the request does not ask for it (keep_mask)."""
         sampling = request.sampling
         if not sampling.keep_mask:
@@ -196,7 +195,7 @@ class VllmEngine(VllmProcesses):
 
     async def offload(self, parts: Collection[EngineMemory], cache_stays: bool) -> None:
         """Offload by the workers' own methods, since vLLM's `wake_up` would resume a paused engine. vLLM cannot offload the weights alone,
-        so a cache that shall stay is allocated again. On a CPU only the cache is freed, since weights are in host memory anyway."""
+        so if `cache_stays`, the cache is allocated again. On a CPU only the cache is freed, since weights are in host memory anyway."""
         if not self._cuda:
             if EngineMemory.KV_CACHE in parts:
                 await self._forget()
@@ -226,8 +225,8 @@ class VllmPart(VllmProcesses):
     _executor: MultiprocExecutor | None = None
 
     async def start(self) -> list[int]:
-        """Start the workers. Blocks the event loop until the workers of all nodes have connected: a helper thread cannot start them,
-        because they belong to the thread that does."""
+        """Start the workers in this thread, since they belong to the thread that starts them. Blocks the event loop until the workers of
+        all nodes have connected."""
         with self._inherited():
             from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 

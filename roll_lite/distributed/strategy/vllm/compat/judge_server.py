@@ -1,7 +1,7 @@
 """Run vLLM's OpenAI-compatible server for a judge model, as a separate program that ends with the process that started it.
 
-It is started as `python -m roll_lite.distributed.strategy.vllm.compat.judge_server ARGUMENTS` in its own session, so that one signal
-reaches all its processes."""
+Started as `python -m roll_lite.distributed.strategy.vllm.compat.judge_server ARGUMENTS` in its own session, so one signal reaches all its
+processes."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ ADAPTERS = 1
 
 
 def adapters_request() -> LoRARequest:
-    """LoRA request that names the only adapter. vLLM reads its path only if no adapter is loaded."""
+    """LoRA request that names the only adapter. vLLM reads the request's path only if no adapter is loaded."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(lora_name=NAME, lora_int_id=ADAPTERS, lora_path=NAME)
@@ -59,7 +59,7 @@ def sampling_params(request: GenerationRequest, alternatives: int = 0) -> Sampli
 
 
 def prompt_input(token_ids: tuple[int, ...]) -> Any:
-    """Prompt in the form that vLLM handles without a thread. In other forms, requests may overtake each other."""
+    """Prompt in the form that vLLM handles without a thread; with other forms, requests may overtake each other."""
     from vllm.inputs.engine import tokens_input
 
     return tokens_input(list(token_ids))
@@ -74,7 +74,7 @@ def completion(
     experts: ExpertsConfig | None = None,
 ) -> Completion:
     """Make a completion from a request's final output. `version`: weight version, if the output has none. `alternatives`: number of
-    log-probs requested per token, from which kept_ids are read (None: no kept_ids). `experts`: reports expert choices if given."""
+    log-probs requested per token, from which kept_ids are read (None: no kept_ids). `experts`: None to leave out expert choices."""
     response = output.outputs[0]
     if response.finish_reason not in {reason.value for reason in FinishReason}:
         return Completion(output.request_id, error=f"vLLM ended the request with {response.finish_reason!r}")
@@ -116,8 +116,8 @@ def new_tokens(flight: InFlight, state: RequestState, alternatives: int | None) 
 
 
 def _kept_ids(found: FlatLogprobs, alternatives: int) -> tuple[tuple[int, ...], ...]:
-    """Ids of the tokens that truncated sampling kept, for each position. If `alternatives` is 0, all are empty, which means that nothing
-    was dropped. vLLM's own `return_sampling_mask` works only on GPUs and with top_k."""
+    """Ids of the tokens that truncated sampling kept, for each position. If `alternatives` is 0, all are empty: nothing was dropped. vLLM's
+    own `return_sampling_mask` works only on GPUs and with top_k."""
     if alternatives == 0:
         return ((),) * len(found)
     pairs = list(zip(found.token_ids, found.logprobs, strict=True))

@@ -113,8 +113,8 @@ def engine_environment(threads: int, cuda: bool, node: EngineNode | None = None)
 
 
 def batched_tokens(strategy: VllmStrategyConfig, longest: int | None, cuda: bool) -> int:
-    """Maximum number of tokens per forward pass. On a CPU the longest prompt must fit: prefilling a prompt in pieces rewinds the request's
-    random generator, which torch does not support on CPUs, so a request with a seed would kill the engine."""
+    """Maximum number of tokens per forward pass. On a CPU the longest prompt must fit: prefilling in pieces rewinds the request's random
+    generator, which torch does not support on CPUs, so a request with a seed would kill the engine."""
     return strategy.max_batched_tokens if cuda else max(strategy.max_batched_tokens, longest or 0)
 
 

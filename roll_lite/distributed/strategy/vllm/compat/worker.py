@@ -45,8 +45,8 @@ def _all_say(mine: bool) -> bool:
 
 
 class WorkerExtension:
-    """Methods that vLLM adds to its worker class. They are called by name through collective_rpc and must not raise: `answering` turns
-    exceptions into return values."""
+    """Methods that vLLM adds to its worker class and calls by name (collective_rpc). They must not raise: `answering` turns exceptions into
+    return values."""
 
     rank: int
     device: torch.device
@@ -156,8 +156,8 @@ def _experts_of_this_worker_alone() -> None:
 
 
 def _experts_without_adapters() -> None:
-    """Make vLLM use its usual expert kernel in a model whose adapters are on other layers only. Otherwise it would choose its Triton
-    kernel for experts with adapters."""
+    """Make vLLM use its usual expert kernel in a model with adapters on other layers only, instead of its Triton kernel for experts with
+    adapters."""
     select = unquantized_fused_moe_method.select_unquantized_moe_backend
 
     def without(moe_config: Any) -> Any:
@@ -184,7 +184,7 @@ def _make_expert_kernels_anew(model: torch.nn.Module) -> None:
 
 
 _DIGIT = 128
-"""Base of the digits in `_unpacked`: every dtype represents smaller numbers exactly."""
+"""Base of the digits in `_unpacked`; every dtype represents all smaller numbers exactly."""
 
 
 def _read_experts(module: Any) -> tuple[int, torch.Tensor, torch.Tensor]:
