@@ -125,7 +125,7 @@ def _loaded(parsed: argparse.Namespace, overrides: Sequence[str], further: Seque
 
 
 def _without_values(parsed: argparse.Namespace, overrides: Sequence[str], error: ConfigError) -> RunConfig:
-    """The configuration without missing values; if there are other mistakes too, only its valid part."""
+    """Load the configuration despite missing values; if that fails, return only its valid part."""
     try:
         return _loaded(parsed, overrides, (), files=False)
     except ConfigError:

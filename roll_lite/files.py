@@ -52,7 +52,7 @@ def flush(paths: Iterable[Path]) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file so that readers see the old text or the whole new one."""
+    """Write a text file so that readers see the old text or the whole new text."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.write_text(text, encoding="utf-8")
     draft.replace(path)
@@ -141,7 +141,7 @@ def unreadable(path: Path, error: Exception) -> ValueError:
 
 
 def elsewhere(path: Path) -> str:
-    """Hint, for an error message, that a missing path is relative to the current folder, and that it exists under a parent folder, if so.
+    """Hint for an error message about a missing path: that it is relative to the current folder and, if so, which parent folder has it.
     Empty for paths outside the current folder."""
     current = Path.cwd()
     if not path.is_relative_to(current):
@@ -166,7 +166,7 @@ class StoreUnreachable(RuntimeError):
 
 
 def remote_folder(url: str) -> Path:
-    """Return a folder of an fsspec file system as an object with Path's methods. ValueError for an unknown protocol."""
+    """Folder of an fsspec file system as an object with Path's methods. ValueError for an unknown protocol."""
     from upath import UPath  # takes half a second
 
     folder: Any = UPath(url, use_listings_cache=False)  # other processes write there as well
@@ -179,7 +179,7 @@ def is_local(folder: Path) -> bool:
 
 @contextmanager
 def reaching(folder: Path) -> Iterator[None]:
-    """Turn failures inside the block, except ValueErrors, into StoreUnreachable if the folder is in a store."""
+    """If the folder is in an object store, turn failures inside the block, except ValueErrors, into StoreUnreachable."""
     try:
         yield
     except (ValueError, StoreUnreachable):
@@ -213,7 +213,7 @@ def upload(source: Path, target: Any) -> None:
 
 
 def download(source: Any, target: Path) -> None:
-    """Download a file; it replaces another one only when it is complete."""
+    """Download a file. An existing file is replaced only once the download is complete."""
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f"{target.name}.{uuid.uuid4().hex}")
     source.fs.get_file(source.path, str(part))
@@ -235,7 +235,7 @@ def keep_only(folder: Path, names: Container[str]) -> None:
 
 
 def _make_folder(folder: Path) -> None:
-    """Make a folder, except in an object store: there it would create a bucket if its name is misspelt."""
+    """Make a folder, except in an object store: there a misspelt name would create a bucket."""
     from upath.implementations.cloud import CloudPath
 
     if not isinstance(folder, CloudPath):

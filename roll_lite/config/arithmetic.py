@@ -43,13 +43,13 @@ class ClusterArithmetic:
 
 @dataclass(frozen=True)
 class PassArithmetic:
-    """Micro-batches of a role's forward or training pass if every sample (row) has the maximum length. All ranks run as many micro-batches
-    as the fullest one."""
+    """Micro-batches of a role's forward or training pass if every row (sample) has the maximum length. All ranks run as many as the fullest
+    rank."""
 
     role: str
     what: Literal["forward", "training"]
     rows: int
-    """Number of rows on the fullest rank if all rows are equally long."""
+    """Rows on the fullest rank if all rows are equally long."""
     most_rows: int
     """Maximum rows on a rank, reached if every other rank has only one."""
     longest: int
@@ -62,7 +62,7 @@ class PassArithmetic:
 
     @property
     def micro_batches(self) -> int:
-        """Number of micro-batches on a rank if all rows have the maximum length."""
+        """Micro-batches on a rank if all rows have the maximum length."""
         return ceil(ceil(self.rows / self._rows_at_a_time) / self.count_multiple) * self.count_multiple
 
     @property
@@ -83,7 +83,7 @@ class DomainArithmetic:
     name: str
     share: Fraction
     prompts_per_step: Fraction
-    """Average number of a domain's prompts in a step; a single step differs from it by less than two."""
+    """Average number of the domain's prompts in a step; the number in a step differs from it by less than two."""
     samples_per_prompt: int
     max_tokens: int
     """Maximum tokens of prompt plus response."""
@@ -102,7 +102,7 @@ class BatchArithmetic:
     domains: tuple[DomainArithmetic, ...]
     prompts_per_step: int
     samples_per_step: Fraction
-    """Number of samples in a step; an average, if domains differ in samples per prompt."""
+    """Samples in a step; an average if domains differ in samples per prompt."""
     mini_batch_samples: Fraction
     ppo_epochs: int
     mini_batches: int
@@ -125,7 +125,7 @@ def device_numbers(devices: Devices) -> tuple[int, ...]:
 
 
 def max_model_len(config: RunConfig) -> int:
-    """Engines' limit of prompt plus response, in tokens: the setting max_model_len or, by default, the length of the longest request."""
+    """Engines' limit of prompt plus response, in tokens: the setting max_model_len or, if null, the length of the longest request."""
     return config.actor_infer.strategy.max_model_len or max(one.tokens for one in requests(config))
 
 
@@ -140,7 +140,7 @@ def held_out_sampling(config: RunConfig, domain: DomainConfig) -> SamplingConfig
 
 
 def held_out_path(config: RunConfig, name: str, key: str) -> str:
-    """YAML path of the setting that determines `key` for a domain's held-out prompts."""
+    """YAML path of the setting that gives sampling parameter `key` of a domain's held-out prompts."""
     domain = f"domains.{name}"
     given = {f"{domain}.validation_sampling": config.domains[name].validation_sampling, "validation.sampling": config.validation.sampling}
     return f"{next((path for path, one in given.items() if getattr(one, key) is not None), f'{domain}.sampling')}.{key}"
@@ -199,12 +199,12 @@ def model_parallel_size(role: Role) -> int:
 
 
 def count_multiple(strategy: MegatronStrategyConfig) -> int:
-    """The number of micro-batches in a pass must be a multiple of this: the pipeline size with interleaved stages, else 1."""
+    """The number of micro-batches in a pass must be a multiple of this: the pipeline size if stages are interleaved, else 1."""
     return strategy.pipeline_parallel if strategy.virtual_pipeline_parallel > 1 else 1
 
 
 def layers_of_parts(strategy: MegatronStrategyConfig, layers: int) -> list[int]:
-    """Number of layers in each part of a model split by pipeline parallelism. Part i is on stage i modulo pipeline_parallel."""
+    """Number of layers in each part of a model split by pipeline parallelism, in layer order. Stage i % pipeline_parallel has part i."""
     parts = strategy.pipeline_parallel * strategy.virtual_pipeline_parallel
     return strategy.pipeline_layers or [layers // parts + (number < layers % parts) for number in range(parts)]
 
@@ -223,8 +223,8 @@ def pipeline_problem(strategy: MegatronStrategyConfig, layers: int) -> tuple[str
 
 
 def tensor_parallel_fits(size: int, heads: int, key_value_heads: int, head_dim: int | None) -> bool:
-    """True if the ranks can split the attention heads evenly, and each key/value head is on one rank or shared by equally many ranks. Give
-    `head_dim` for trainers, which split a shared head; None for engines, which replicate it."""
+    """True if the ranks can split the attention heads evenly, and each key/value head is on one rank or shared by equally many. `head_dim`:
+    for trainers, which split a shared head; None for engines, which replicate it."""
     if heads % size or (key_value_heads % size and size % key_value_heads):
         return False
     return head_dim is None or size <= key_value_heads or head_dim % (size // key_value_heads) == 0
@@ -379,8 +379,8 @@ def _passes(config: RunConfig, by_role: Mapping[str, Role], domains: Sequence[Do
 
 
 def _largest_batch(domains: Sequence[DomainArithmetic]) -> int:
-    """Maximum samples of a step. A domain's prompts in a step differ from its share by less than two, or not at all if the share is an
-    integer."""
+    """Maximum samples of a step. A domain's prompts in a step differ from their average by less than two, or not at all if the average is
+    an integer."""
     prompts = int(sum(one.prompts_per_step for one in domains))
     spare = {one.name: 0 if one.prompts_per_step.denominator == 1 else 2 for one in domains}
     least = {one.name: max(ceil(one.prompts_per_step) - spare[one.name], 0) for one in domains}
@@ -395,5 +395,5 @@ def _largest_batch(domains: Sequence[DomainArithmetic]) -> int:
 
 
 def _fullest_rank(rows: int, ranks: int) -> tuple[int, int]:
-    """Return the number of rows on the fullest rank in two cases: all rows are equally long; every other rank has only one row."""
+    """Rows on the fullest rank in two cases: all rows are equally long; every other rank has only one row."""
     return ceil(rows / ranks), max(rows - (ranks - 1), 1)

@@ -1,9 +1,9 @@
-"""Table of the model parts (weights, optimizer, ..., as in `StateGroup` and `EngineMemory`) that are on the devices in each phase. Runs
-follow it, `roll-lite check` draws it.
+"""Table of the model parts (weights, optimizer, ..., as in `StateGroup` and `EngineMemory`) on the devices in each phase. Runs follow it,
+`roll-lite check` draws it.
 
-Roles with `offload: true` are loaded only for a phase, others stay loaded. Before generation, engines load their weights while the
-trainer's are loaded. These are sent to the engines and offloaded, then engines allocate the KV cache. After generation engines offload
-weights and KV cache.
+Roles with `offload: true` are loaded only for a phase, others stay loaded. Before generation, engines load their weights beside the
+trainer's. The trainer sends its weights and offloads them, then engines allocate the KV cache. After generation engines offload weights and
+KV cache.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Phase(StrEnum):
 @dataclass(frozen=True)
 class Presence:
     parts: Mapping[str, tuple[str, ...]]
-    """Parts (weights, optimizer, ...) loaded in the phase, by role. Roles that take turns load in this order; a role that waits for its
-    devices holds up no other. `reward_models` and `judges` mean all of them."""
+    """Parts (weights, optimizer, ...) loaded in the phase, by role. Roles that take turns load in this order; one that waits for its
+    devices delays no other. `reward_models` and `judges` mean all of them."""
     in_turns: bool = False
     """Load roles with `offload` that share a device one after the other."""
     of_step: bool = True
@@ -58,11 +58,11 @@ WHOLE: Mapping[str, tuple[str, ...]] = {
     "actor_infer": SERVING,
     "judges": SERVING,
 }
-"""Parts of a role without `offload`, which stay loaded in all phases."""
+"""Parts that a role without `offload` keeps loaded in all phases."""
 
 
 def startable(waiting: Sequence[T], present: Sequence[T], exclude: Callable[[T, T], bool]) -> list[T]:
-    """Return the waiting roles that can start now, earlier ones first. `exclude`: True for two roles that cannot be present together."""
+    """Waiting roles that can start now, earlier ones first. `exclude`: True for two roles that cannot be present together."""
     starting: list[T] = []
     for one in waiting:
         if not any(exclude(one, other) for other in (*present, *starting)):

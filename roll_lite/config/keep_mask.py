@@ -1,15 +1,17 @@
-"""Keep masks: the tokens that truncated sampling (top-k, top-p, min-p) could draw. Engines report log-probs of enough of the likeliest
-tokens to include all of them; minus infinity marks tokens that could not be drawn."""
+"""Keep masks: the tokens that truncated sampling (top-k, top-p, min-p) could draw.
+
+Engines report log-probs of enough of the likeliest tokens to include all of these; minus infinity marks tokens that could not be drawn.
+"""
 
 from __future__ import annotations
 
 from typing import Protocol
 
 KEEP_LIMIT = 1024
-"""Maximum number of log-probs that an engine reports per sampled token."""
+"""Maximum log-probs that an engine reports per sampled token."""
 TIE_ROOM = 8
-"""Number of tokens reported beyond top_k. Engines keep all tokens tied with the k-th, and ties are common in bfloat16; ties beyond this
-number are missing in the mask."""
+"""Tokens reported beyond top_k. Engines keep all tokens tied with the k-th, and ties are common in bfloat16; the mask lacks ties beyond
+this number."""
 
 
 class Truncation(Protocol):
@@ -38,7 +40,7 @@ def keep_mask_width(sampling: Truncation, vocab_size: int) -> int:
 
 
 def keep_mask_available(sampling: Truncation, vocab_size: int) -> str | None:
-    """Return why an engine cannot give the keep mask; None if it can."""
+    """Why an engine cannot give the keep mask; None if it can."""
     width = keep_mask_width(sampling, vocab_size)
     if width <= KEEP_LIMIT:
         return None

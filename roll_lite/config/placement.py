@@ -1,6 +1,7 @@
 """Turns `placement` and the roles' `devices` into device numbers: afterwards each role has a count n (devices 0 to n-1) or a list.
 
-A preset is a table of groups: roles of the same group share devices, groups do not. Devices that a role lists are not given to groups."""
+A preset is a table of groups: roles of one group share devices, groups do not. Devices that a role lists are not given to groups.
+"""
 
 from __future__ import annotations
 
@@ -86,8 +87,8 @@ def _groups(placement: PlacementConfig, names: Sequence[str]) -> list[list[str]]
 
 
 def _counts(placement: PlacementConfig, group: Mapping[str, Role], is_alone: bool) -> dict[str, int]:
-    """Number of devices by role. A role without `devices` gets the highest number set in its group. If none is set there, every role gets
-    all devices if `is_alone` (colocated, no other group) and no role is a judge; else 1."""
+    """Number of devices by role. A role without `devices` gets the highest number set in its group. If no role sets one: all devices if
+    `is_alone` (colocated, no other group) and no role is a judge, else 1."""
     given = {name: role.devices for name, role in group.items() if "devices" in role.model_fields_set and isinstance(role.devices, int)}
     is_judge = any(isinstance(role, JudgeServerConfig) for role in group.values())
     default = max(given.values()) if given else placement.devices if is_alone and placement.devices and not is_judge else 1
@@ -96,8 +97,8 @@ def _counts(placement: PlacementConfig, group: Mapping[str, Role], is_alone: boo
 
 def _free(placement: PlacementConfig, taken: set[int], wanted: int, together: int) -> list[int]:
     """Choose the next `wanted` free devices. A block of `together` tensor-parallel ranks is on one node if it fits, else split equally over
-    the fewest nodes. Free devices of a node that are too few for another block come last. If devices are missing, numbers beyond the last
-    device follow, which a later check reports."""
+    the fewest nodes. A node's free devices too few for another block come last. If devices are missing, numbers beyond the last device
+    follow, which a later check reports."""
     of_node = placement.devices_per_node
     if placement.nodes is None or (placement.name == "by_role" and placement.fill == "pack"):
         return list(islice((number for number in count() if number not in taken), wanted))

@@ -17,7 +17,7 @@ DEEPEST = 50
 
 
 ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*:/+)[^/?#\s\"@]*@", re.IGNORECASE)
-"""Address with a login or token. One slash after the scheme is enough, since conversion to a path drops the second."""
+"""Address with a login or token. One slash after the scheme is enough: conversion to a path drops the second."""
 LOGIN = re.compile(r"(?<![\w.:-])[\w.-]+:[^\s/@:\"']+@(?=\w)")
 """Login before a host name, without a scheme."""
 KEY = re.compile(
@@ -54,7 +54,7 @@ class Problem:
     message: str
     value: Any = NO_VALUE
     source: str = ""
-    """File and line, or command line."""
+    """File and line, or "command line"."""
 
     def at(self, source: str) -> Problem:
         return replace(self, source=source)
@@ -70,7 +70,7 @@ class Problem:
 
 
 Mistake = tuple[str, str] | Problem
-"""A Problem, or a pair (YAML path, message with mistake and remedy), from which a Problem with the setting's value is made."""
+"""Problem, or pair (YAML path, message with mistake and remedy), from which a Problem with the setting's value is made."""
 
 
 class Missing(Problem):
@@ -78,8 +78,7 @@ class Missing(Problem):
 
 
 class ConfigError(ValueError):
-    """Error that lists all mistakes of a configuration. `partial`: the valid part of the configuration, in which reading an invalid field
-    raises Refused."""
+    """Error that lists all mistakes of a configuration. `partial`: its valid part, in which reading an invalid field raises Refused."""
 
     def __init__(self, name: str, problems: Sequence[Problem], partial: Any = None) -> None:
         self.name = name
@@ -94,7 +93,7 @@ def dotted(path: Path) -> str:
 
 
 def is_secret(path: str) -> bool:
-    """True if the name of the setting, or of the list it is in, marks a secret."""
+    """True if the name of the setting, or of the list that holds it, marks a secret."""
     return SECRET.search(re.sub(r"(?:\.[0-9]+)+$", "", path)) is not None
 
 
@@ -135,7 +134,7 @@ def printable(text: str) -> str:
 
 
 def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
-    """Hint for a wrong name: the valid names closest to it or, if none is close, all valid names."""
+    """Hint for a wrong name: the closest valid names or, if none is close, all of them."""
     names = sorted(valid)
     if close := close_names(wrong, names):
         return f"did you mean {' or '.join(repr(name) for name in close)}?"
@@ -149,13 +148,13 @@ def close_names(wrong: str, valid: Iterable[str], most: int = 2) -> list[str]:
 
 
 def or_nearest(wrong: str, valid: Iterable[str], most: int = 1) -> str:
-    """Words "did you mean" with the nearest names, to append to a message; empty if none is near."""
+    """ "did you mean" with the nearest names, for a message; empty if none is near."""
     close = close_names(wrong, valid, most)
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 def space_missing(value: Any) -> str:
-    """Hint to append to a message if a text looks like `key:value` without a space; else empty."""
+    """Hint for a message if a text looks like `key:value` without a space; else empty."""
     if not isinstance(value, str) or (found := re.match(r"([A-Za-z_]\w*):(?=[^\s/])", value)) is None:
         return ""
     return "; YAML wants a space after the colon: " + hidden(f"{found[1]}: {value[found.end() :].split(' ')[0]}")

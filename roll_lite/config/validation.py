@@ -1,7 +1,8 @@
 """Validation of plain data against the schema: collects all mistakes and builds the valid part.
 
 This module walks the sections itself: pydantic's error locations name union members, not YAML paths, and one wrong value would leave no
-object to check. pydantic only validates single values, strictly: the text "3" is not a number."""
+object to check. pydantic only validates single values, strictly: the text "3" is not a number.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ def validate(data: dict[str, Any], broken: frozenset[Path] = frozenset()) -> tup
 
 
 def section_from(cls: type[S], data: dict[str, Any], path: Path, broken: frozenset[Path] = frozenset()) -> tuple[S, list[Problem]]:
-    """Valid part of a section and all problems. Reading an invalid field raises Refused. `broken`: paths to skip, since their problems are
+    """Valid part of a section and all problems. Reading an invalid field raises Refused. `broken`: paths to skip, whose problems are
     known."""
     walker = _Walker(broken)
     section = walker.section(cls, data, path)
@@ -111,7 +112,7 @@ class _Walker:
         return built if isinstance(value, dict) else list(built.values())
 
     def _item(self, cls: type[Section], data: Any, path: Path) -> Section:
-        """Build an item of a mapping or list. An invalid item becomes an object without attributes, so later checks see it and raise
+        """Build an item of a mapping or list. An invalid item becomes an object without attributes, so reading it in later checks raises
         Refused."""
         built = _INVALID if path in self.broken else self.section(cls, data, path)
         if isinstance(built, Section):
@@ -121,8 +122,7 @@ class _Walker:
         return hollow
 
     def _tell_strays(self, cls: type[Section], items: dict[str, Any], path: Path) -> None:
-        """Report entries of a mapping whose names are probably misspelt: they have no required key, and a name close to a complete
-        entry's."""
+        """Report entries of a mapping with probably misspelt names: they have no required key, and a name close to a complete entry's."""
         needed = {name for name, info in cls.model_fields.items() if info.is_required()}
         for name, item in items.items():
             others = [other for other in items if other != name and isinstance(items[other], dict) and needed <= items[other].keys()]
@@ -138,7 +138,7 @@ class _Walker:
             return _INVALID
 
     def _variant(self, variants: list[type[Section]], info: FieldInfo, value: Any, path: Path) -> type[Section] | None:
-        """Choose a union's member by `name`, or the default. None if the choice is invalid, which is reported."""
+        """Choose a union's member by `name`, or the default; None for an invalid choice, which is reported."""
         by_name = {_word(variant): variant for variant in variants}
         if not isinstance(value, dict):
             # Short forms are sections by now; a text comes from an interpolation.
@@ -194,8 +194,8 @@ def value_at(section: Any, path: str) -> Any:
 
 @dataclass(frozen=True)
 class Shape:
-    """Shape of a field. `variants`: empty for a plain value, one for a section, several for a union keyed on `name`. `container`: the field
-    holds a dict or list of them."""
+    """Shape of a field. `variants`: empty for a plain value, one for a section, several for a union keyed on `name`. `container`: dict or
+    list if the field holds several."""
 
     variants: list[type[Section]]
     container: type[dict[Any, Any]] | type[list[Any]] | None = None
@@ -270,8 +270,8 @@ def words_at(path: Path) -> str:
 
 
 def is_removed_by_null(path: Path, inherited: bool) -> bool:
-    """True if null at `path` removes the key. That holds for an inherited entry of a mapping, and for a setting with a default that cannot
-    be null, if it is inherited or a section. `inherited`: an earlier layer sets the key."""
+    """True if null at `path` removes the key: an inherited entry of a mapping, or a setting with a default that cannot be null, if it is
+    inherited or a section. `inherited`: an earlier layer sets the key."""
     fields = _fields_at(path)
     if not inherited and (len(sections_at(path)) != 1 or not fields):
         return False

@@ -32,13 +32,13 @@ from roll_lite.files import is_folder, read_text
 from roll_lite.models.model_files import chat_templates
 
 SCANNED_ROWS, TABLE_ROWS = 200_000, 1000
-"""Maximum rows checked per file, about two seconds' work. SCANNED_ROWS is for JSON lines and the tag column of tables, TABLE_ROWS for the
-other columns of tables."""
+"""Maximum rows checked per file, about two seconds' work. SCANNED_ROWS: JSON lines, and the tag column of tables. TABLE_ROWS: the other
+columns of tables."""
 NAMED_LINES = 5
 
 
 def check_data(config: RunConfig) -> Iterator[Problem]:
-    """Yield problems with all data that the run reads: the domains' data, unless dumps are replayed, and that of algorithm.ptx."""
+    """Yield problems with all data that the run reads: the domains' data, unless dumps are replayed, and algorithm.ptx's."""
     if vars(config).get("mode") != "train_only":
         for name, domain in config.domains.items():
             yield from _domain(config, f"domains.{name}", domain)
@@ -89,7 +89,7 @@ class _Column:
     setting: str
     name: str
     value_of: Callable[[Mapping[str, Any]], Any]
-    """Function that reads the value from a row; raises RowError if it is unusable."""
+    """Function that reads the value from a row; raises RowError if unusable."""
 
 
 def _columns(path: str, domain: DomainConfig, split: str) -> list[_Column]:
@@ -127,9 +127,9 @@ class _Scan:
     rows: int = 0
     columns: dict[str, None] = field(default_factory=dict)
     without: dict[str, list[str]] = field(default_factory=dict)
-    """Column name -> the rows that lack it, as texts to print in messages."""
+    """Column name -> the rows that lack it, as text for messages."""
     unfit: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """Setting -> (file and row of the first unusable value, what is wrong with it)."""
+    """Setting -> (file and row of the first unusable value, its mistake)."""
     mistakes: list[str] = field(default_factory=list)
     strays: dict[tuple[str, Path], tuple[str, str]] = field(default_factory=dict)
     """(tag that no domain lists, file) -> (row of its first use, message)."""
@@ -176,8 +176,7 @@ class _Scan:
 
 
 def columns_missing(data: DataConfig, wanted: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield (column, message) for wanted columns that a data file lacks. Unreadable files are skipped, since they are reported
-    elsewhere."""
+    """Yield (column, message) for wanted columns that a data file lacks. Unreadable files are skipped; they are reported elsewhere."""
     given = [data.train, data.validation]
     for file in dict.fromkeys(path for files in given if files is not None for path in paths_of(files)):
         seen: dict[str, None] = {}
@@ -198,7 +197,7 @@ def columns_missing(data: DataConfig, wanted: Collection[str]) -> Iterator[tuple
 
 
 _NOT_READ = object()
-"""Placeholder for values of a table that were not read, and so are not checked."""
+"""Placeholder for values of a table that were not read and are not checked."""
 
 
 def _lines(shards: list[Shard]) -> Iterator[Row]:
@@ -207,8 +206,8 @@ def _lines(shards: list[Shard]) -> Iterator[Row]:
 
 
 def _table_rows(shards: list[Shard], scan: _Scan) -> Iterator[Row]:
-    """Yield the rows of a table for checking: the first TABLE_ROWS with all configured columns, later ones with only the tag. If a
-    configured column is missing, only the tags are read; without tags, one row without values is yielded."""
+    """Yield a table's rows for checking: the first TABLE_ROWS with all configured columns, later ones with only the tag. If a configured
+    column is missing, only the tags are read or, without tags, one row without values is yielded."""
     tag = scan.data.tag
     wanted = list(dict.fromkeys(column.name for column in scan.wanted))
     for index, shard in enumerate(shards):

@@ -28,7 +28,7 @@ FORMAT = "roll_lite.dump"
 SCHEMA_VERSION = 1
 METADATA = "roll_lite"
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "min_tokens")
-"""Sampling settings that must be equal in the dump and the run, since they change the distribution of samples."""
+"""Sampling settings that must be equal in dump and run, since they change the distribution of samples."""
 NAMED = 5
 
 
@@ -51,8 +51,8 @@ def dump_file(folder: Path, step: int) -> Path:
 
 
 def found_dumps(path: Path) -> dict[int, Path]:
-    """Dump file of each step. ValueError if there are none. `path`: folder of a run or of its dumps. If the run was resumed, dumps of
-    earlier steps are taken from the run that it continued."""
+    """Dump file of each step; ValueError if there are none. `path`: folder of a run or of its dumps. If the run was resumed, earlier steps'
+    dumps are taken from the run that it continued."""
     if (kind := kind_of(path)) != "folder":
         raise ValueError(
             f"{path} is a file; name a run's folder, or that of its dumps" if kind else f"no such folder: {path}{elsewhere(path)}"
@@ -79,7 +79,7 @@ def _within(folder: Path) -> dict[int, Path]:
 
 
 def read_header(path: Path) -> DumpHeader:
-    """Read a dump's metadata. ValueError if the file is no dump, is damaged, or has another schema version."""
+    """Read a dump's metadata. ValueError if the file is no dump, damaged, or of another schema version."""
     from pyarrow import ArrowException, parquet
 
     try:
@@ -187,8 +187,8 @@ def _fits_model(config: RunConfig, header: DumpHeader) -> Iterator[Problem]:
 
 
 def _same_policy(config: RunConfig, headers: Sequence[DumpHeader]) -> Iterator[Problem]:
-    """Check that the training settings equal those of the dumped run. If they differ, the policy after the first step differs from the one
-    that sampled the dumps. But old_log_probs `current` and `recompute` assume that both are the same."""
+    """Check that the training settings equal the dumped run's. If they differ, the policy after the first step differs from the one that
+    sampled the dumps, but old_log_probs `current` and `recompute` assume that both are equal."""
     algorithm = config.algorithm
     if algorithm.weighs_by_rollout:
         return
@@ -231,7 +231,7 @@ def _learning(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _complete(section: type[Section], values: Any) -> Any:
-    """Add the defaults of fields that are newer than the dump. Settings that this version cannot read are returned unchanged."""
+    """Add the defaults of fields newer than the dump. Settings that this version cannot read stay unchanged."""
     try:
         return values if values is None else section.model_validate(values).model_dump(mode="json")
     except ValidationError:
@@ -245,8 +245,8 @@ def _adapters(lora: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _plain(config: RunConfig) -> dict[str, Any]:
-    """Return this run's configuration as a dump's header stores it, for comparison with the dumped run. Raises Refused if a field that
-    affects the comparison is invalid."""
+    """This run's configuration as a dump's header stores it. Raises Refused if a field that matters for the comparison with the dumped run
+    is invalid."""
     for name in ("seed", "model", "steps", "algorithm", "actor_train", "reference", "critic", "domains"):
         _read_all(getattr(config, name))
     return config.model_dump(mode="json")

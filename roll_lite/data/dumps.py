@@ -1,7 +1,8 @@
 """Write and read dumps of rollouts: the samples of a step in a Parquet file (zstd). docs/replay.md lists the columns.
 
 `load_dump` returns the samples that were trained on. The file also has failed and filtered samples, and greedy baselines. Missing values
-are null."""
+are null.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +27,10 @@ from roll_lite.data.ragged import Ragged, from_numpy
 from roll_lite.data.samples import Prompt, Sample, SampleGroup, TokenRow
 
 ROW_GROUP_TOKENS = 2**21
-"""Number of tokens written and read at a time (30 MB)."""
+"""Tokens written and read at a time (30 MB)."""
 
 Fetch = Callable[[Sequence[Any]], Sequence[DataProto | None]]
-"""Function that fetches token blocks (tensors of several samples' tokens, workers/token_blocks.py) by reference; None for a lost block."""
+"""Function that fetches token blocks (tables of samples' tokens, workers/token_blocks.py) by reference; None for a lost block."""
 
 DESCRIPTION = {
     "sample": pa.int64(),
@@ -61,7 +62,7 @@ DESCRIPTION = {
     "scored_at": pa.float64(),
     "columns": pa.string(),
 }
-"""Columns of every dump that are filled from the samples. They are followed by the batch's other columns with one value per row."""
+"""Columns of every dump, filled from the samples. The batch's other columns with one value per row follow."""
 TOKENS = {"input_ids": pa.int64(), "response_mask": pa.bool_(), "rollout_log_probs": pa.float32()}
 KEPT_IDS = "kept_ids"
 LONGEST_COLUMN = 1000
@@ -77,7 +78,7 @@ UNKNOWN = {"format_ok": False}
 class _Entry:
     sample: Sample
     row: int | None
-    """Row number in the training batch; None for a sample that is not trained on."""
+    """Row in the training batch; None for a sample that is not trained on."""
     baseline: bool
 
     @property
@@ -94,10 +95,9 @@ def write_dump(
     kept_ids: bool = False,
     clock_offset: float = 0.0,
 ) -> None:
-    """Write a dump atomically.
-
-    `groups`: all samples. `rows`: the batch of the samples to train on. `facts`: step, config, tokenizer and stats for the header.
-    `kept_ids`: whether token blocks have that column. `clock_offset`: wall clock minus the event loop's clock, in seconds."""
+    """Write a dump atomically. `groups`: all samples. `rows`: the batch of the samples to train on. `facts`: step, config, tokenizer and
+    stats, for the header. `kept_ids`: True if token blocks have that column. `clock_offset`: wall clock minus the event loop's clock, in
+    seconds."""
     entries = _entries(groups, rows)
     further = {name: as_array(column) for name, column in rows.columns.items() if name not in DESCRIPTION}
     tokens = {name: pa.large_list(kind) for name, kind in TOKENS.items()}
@@ -122,7 +122,7 @@ def write_dump(
 
 
 def _entries(groups: Sequence[SampleGroup], rows: DataProto) -> list[_Entry]:
-    """Return all samples, group by group. A group's greedy baseline comes last."""
+    """All samples, group by group; a group's greedy baseline comes last."""
     row_of = {place: row for row, place in enumerate(zip(rows.tensor("group").tolist(), rows.tensor("index").tolist(), strict=True))}
     entries: list[_Entry] = []
     for group in groups:
@@ -171,7 +171,7 @@ def times(sample: Sample, clock_offset: float) -> dict[str, float | None]:
 
 
 def further_columns(prompt: Prompt) -> dict[str, Any]:
-    """Return a prompt's data columns except the prompt itself. Long values are shortened."""
+    """A prompt's data columns except the prompt itself. Long values are shortened."""
     question = prompt.question
     own = {name: value for name, value in prompt.columns.items() if not (type(value) is type(question) and value == question)}
     return {name: _shortened(value) for name, value in own.items()}
@@ -187,12 +187,12 @@ def _json(value: Any) -> str:
 
 
 def _text(text: str | None) -> str | None:
-    """Escape lone surrogates, which a program's output may contain but UTF-8 cannot encode."""
+    """Escape lone surrogates: a program's output may contain them, but UTF-8 cannot encode them."""
     return None if text is None else text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _row_groups(entries: Sequence[_Entry]) -> Iterator[list[_Entry]]:
-    """Divide the samples into Parquet row groups of about ROW_GROUP_TOKENS tokens. At least one group, possibly empty, is yielded."""
+    """Divide the samples into Parquet row groups of about ROW_GROUP_TOKENS tokens; yields at least one, possibly empty."""
     part: list[_Entry] = []
     tokens = 0
     for entry in entries:
@@ -206,8 +206,8 @@ def _row_groups(entries: Sequence[_Entry]) -> Iterator[list[_Entry]]:
 
 
 def _token_columns(entries: Sequence[_Entry], fetch: Fetch, schema: pa.Schema) -> dict[str, pa.Array]:
-    """Return the token columns, with null for samples without tokens. If a token block is lost, raises RuntimeError for samples to train
-    on, and returns null for others."""
+    """Token columns, with null for samples without tokens. If a token block is lost, raises RuntimeError for samples to train on, and
+    returns null for others."""
     names = [name for name in (*TOKENS, KEPT_IDS) if name in schema.names]
     blocks = _blocks(entries, fetch)
     members: dict[Any, list[int]] = {}
@@ -257,7 +257,7 @@ def _sizes(rows: DataProto) -> dict[str, dict[str, int]]:
 
 
 def load_dump(path: Path | str) -> DataProto:
-    """Samples that were trained on, in order and bit-identical. ValueError if the file is no dump, is damaged, or has another schema
+    """Samples that were trained on, in order and bit-identical. ValueError if the file is no dump, damaged, or of another schema
     version."""
     return DataProto.concat(list(dump_parts(Path(path))))
 
@@ -280,7 +280,7 @@ def dump_parts(path: Path) -> Iterator[DataProto]:
 
 
 def column_of(name: str, array: pa.Array) -> Column:
-    """Column of a batch, from a column of a file."""
+    """Convert a file's column to a batch's."""
     key = KEYS[name]
     if name in UNKNOWN:
         array = pc.fill_null(array, UNKNOWN[name])

@@ -18,8 +18,8 @@ from roll_lite.data.ragged import Ragged
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Padded rows of a batch. Token columns are [B, T], transition columns (one entry per predicted token) [B, T-1] or, with vectors, [B,
-    T-1, k], and row columns [B]."""
+    """Padded rows of a batch: token columns [B, T], transition columns (one entry per predicted token) [B, T-1] or, with vectors, [B, T-1,
+    k], and row columns [B]."""
 
     columns: Mapping[str, torch.Tensor]
     mask: torch.Tensor
@@ -54,7 +54,7 @@ class Multiples:
 class MicroBatchPlanner(Protocol):
     def cut(self, lengths: torch.Tensor, parts: int = 1) -> list[np.ndarray]:
         """Row numbers of each micro-batch; every row is in exactly one. `lengths` [rows]: token counts. `parts`: number of micro-batches
-        that this rank must run, since another rank needs as many. The rows may be spread over them."""
+        that this rank must run because another rank needs as many; the rows may be spread over them."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class RowsAtATime:
 @dataclass(frozen=True)
 class TokenBudget:
     """Planner that makes as few micro-batches as possible, with at most `tokens` tokens each and about equal cost, so pipeline stages and
-    ranks do not wait for each other. A longer row gets a micro-batch to itself. Rows are sorted, longest first."""
+    ranks do not wait for each other. A longer row is a micro-batch alone. Rows are sorted, longest first."""
 
     tokens: int
     rows: int | None = None
@@ -101,8 +101,8 @@ class TokenBudget:
 
 @dataclass(frozen=True)
 class PaddedBudget:
-    """Planner for models that pad: rows of similar length, as many as fit into `tokens` tokens including padding. A longer row gets a
-    micro-batch to itself."""
+    """Planner for models that pad: rows of similar length, as many as fit into `tokens` tokens including padding. A longer row is a
+    micro-batch alone."""
 
     tokens: int
     rows: int | None = None
@@ -123,8 +123,7 @@ class MicroBatchPlan:
 
     parts: tuple[np.ndarray, ...]
     count: int
-    """Number of micro-batches that this rank runs, at least 1. May exceed the number of `parts`: then the last ones are empty, because
-    other ranks run as many."""
+    """Micro-batches that this rank runs, at least 1. If other ranks need more than there are `parts`, the last ones are empty."""
     token_multiple: int = 1
 
     @staticmethod

@@ -19,7 +19,7 @@ class MiniBatch:
 
     epoch: int
     samples: np.ndarray
-    """int64 [rows]: values of the column `sample`, which numbers the samples of a batch."""
+    """int64 [rows]: values of the column `sample`, a sample's number in its batch."""
     weights: np.ndarray
     """float32 [rows]: loss weight of each policy token in the row."""
 
@@ -38,8 +38,8 @@ def cut_mini_batches(
     constant: int | None = None,
     seed: int,
 ) -> list[MiniBatch]:
-    """Divide the batch into mini-batches: `mini_batches` per epoch, with sizes that differ by at most one. Each epoch has its own seeded
-    order. Rows with train_weight 0 are left out, and so are empty mini-batches."""
+    """Divide the batch into mini-batches: `mini_batches` per epoch, whose sizes differ by at most one. Each epoch has its own seeded order.
+    Rows with train_weight 0 and empty mini-batches are left out."""
     cut: list[MiniBatch] = []
     training = np.flatnonzero(train_weights)
     for epoch in range(epochs):
@@ -71,7 +71,8 @@ def balanced_partition(costs: Sequence[float] | np.ndarray | torch.Tensor, parts
     """Split rows into parts of about equal cost, with at most `most_rows` rows each. Returns the row numbers of each part, ascending.
 
     Each row, costliest first, goes to the cheapest part so far; of equally cheap parts, to the one with fewer rows, then the lower number.
-    No part is empty if there are enough rows."""
+    No part is empty if there are enough rows.
+    """
     if parts < 1:
         raise ValueError(f"balanced_partition: {parts} is no number of parts")
     each = np.asarray(costs)

@@ -24,7 +24,7 @@ Split = Literal["train", "validation"]
 MISTAKES_SHOWN = 10
 MOST_REPORTED = 50
 ROWS_AT_ONCE = 1024
-"""Number of rows tokenized together. The tokenizer's output takes ten times the memory of the ids."""
+"""Rows tokenized together: the tokenizer's output takes ten times the memory of the ids."""
 
 
 class PromptSet:
@@ -42,7 +42,7 @@ class PromptSet:
         self.parts: list[int] = []
         self._names: list[tuple[str, ...]] = []
         self._numbers: dict[tuple[str, ...], int] = {}
-        """Tuple of column names -> its number, which rows store instead."""
+        """Tuple of column names -> number that rows store in its place."""
 
     def add(
         self,
@@ -104,9 +104,8 @@ def load_prompts(
     domains: Mapping[str, DomainConfig] | None = None,
     limit: int | None = None,
 ) -> PromptSet:
-    """Read a domain's data files. Up to ten mistakes in the data are reported by one ValueError.
-
-    `domains`: all domains; rows that belong to another one are left out of shared files. `limit`: maximum number of prompts."""
+    """Read a domain's data files. One ValueError reports up to ten mistakes in them. `domains`: all domains; rows of the others are left
+    out of shared files. `limit`: maximum prompts."""
     setting = f"domains.{domain}.data.{split}"
     files = config.data.train if split == "train" else config.data.validation
     if files is None:
@@ -155,7 +154,7 @@ class _Loader:
         self.prompts = PromptSet(domain)
         self.mistakes: list[tuple[int, int, str]] = []
         self.too_long: list[tuple[int, str]] = []
-        """(number of tokens, file and row) of prompts with more tokens than max_prompt_tokens."""
+        """(tokens, file and row) of prompts longer than max_prompt_tokens."""
         self._domain = domain
         self._data = config.data
         self._longest = config.sampling.max_prompt_tokens
@@ -184,7 +183,7 @@ class _Loader:
         self.prompts.parts.append(len(self.prompts) - before)
 
     def _read(self, row: Row) -> _Read | None:
-        """Check a row and render its prompt. Returns None if the row is left out; raises ValueError if it is unusable."""
+        """Check a row and render its prompt; None if the row is left out. ValueError if it is unusable."""
         content, data = row.content, self._data
         if isinstance(content, str):
             raise ValueError(content)
@@ -200,7 +199,7 @@ class _Loader:
         return _Read(row, question if question == text else text, question, answer, content, weight_of(content, self._weight))
 
     def _reason_left_out(self, content: Mapping[str, Any], file: Path) -> str | None:
-        """Return why a row is left out; None to use it."""
+        """Why a row is left out; None to use it."""
         data = self._data
         if data.tag is not None and self._owners is not None:
             tag = tag_of(content, data.tag)
@@ -270,7 +269,7 @@ class PromptOrder:
         return self._epoch + (self._position == self._count)
 
     def next(self) -> tuple[int, int]:
-        """Return (epoch, uid) of the next prompt."""
+        """(epoch, uid) of the next prompt."""
         if self._position == self._count:
             self._epoch += 1
             self._position = 0
@@ -289,7 +288,7 @@ class PromptOrder:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state. ValueError if the number of prompts, seed or domain differ, or if the saved order mixed several
-        files by configured shares. Whether the prompts are the same is not checked."""
+        files by configured shares. The prompts themselves are not compared."""
         if "parts" in state:
             raise ValueError(
                 f"domain {self._domain}: the checkpoint's prompts came from several files with shares, this run's do not. {SAME_DATA}"

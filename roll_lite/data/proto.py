@@ -121,7 +121,7 @@ class DataProto:
     # ------------------------------------------------------------ rows
 
     def take(self, index: Index) -> DataProto:
-        """Return the rows in the order of `index`, which may contain a row twice."""
+        """Rows in the order of `index`, which may contain a row twice."""
         rows = as_index(index, len(self))
         numbers = rows.numpy()
         taken = {
@@ -131,7 +131,7 @@ class DataProto:
         return DataProto(taken)
 
     def slice(self, start: int, stop: int) -> DataProto:
-        """Return the rows `start` to `stop` (exclusive). Tokens are not copied."""
+        """Rows `start` to `stop` (exclusive). Tokens are not copied."""
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"rows {start} to {stop} of {len(self)}")
         cut = {

@@ -15,9 +15,8 @@ Index = Sequence[int] | np.ndarray | torch.Tensor
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """Column whose rows have different lengths: row i is values[offsets[i]:offsets[i + 1]].
-
-    `offsets`: [rows + 1] int64, from 0. `values`: [sum of lengths, ...], numbers or tensors of one shape."""
+    """Column with rows of different lengths: row i is values[offsets[i]:offsets[i + 1]]. `offsets`: [rows + 1] int64, from 0. `values`:
+    [sum of lengths, ...], numbers or tensors of one shape."""
 
     values: torch.Tensor
     offsets: torch.Tensor
@@ -37,7 +36,7 @@ class Ragged:
 
     @staticmethod
     def from_rows(rows: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> Ragged:
-        """Make a column of one tensor per row. `dtype`: give it if there may be no rows."""
+        """Make a column of one tensor per row. `dtype`: needed if there are no rows."""
         dtype = dtype or (rows[0].dtype if rows else torch.float32)
         values = torch.cat([row.to(dtype) for row in rows]) if rows else torch.empty(0, dtype=dtype)
         return Ragged(values, _offsets(torch.tensor([len(row) for row in rows], dtype=torch.int64)))
@@ -69,11 +68,11 @@ class Ragged:
         return self.values[int(self.offsets[i]) : int(self.offsets[i + 1])]
 
     def rows(self) -> list[torch.Tensor]:
-        """Return all rows, as views of `values`."""
+        """All rows, as views of `values`."""
         return list(torch.split(self.values, self.lengths.tolist()))
 
     def take(self, index: Index) -> Ragged:
-        """Return the rows in the order of `index`, which may contain a row twice."""
+        """Rows in the order of `index`, which may contain a row twice."""
         rows = as_index(index, len(self))
         lengths = self.lengths[rows]
         offsets = _offsets(lengths)
@@ -81,7 +80,7 @@ class Ragged:
         return Ragged(self.values[shift + torch.arange(len(shift))], offsets)
 
     def slice(self, start: int, stop: int) -> Ragged:
-        """Return the rows `start` to `stop` (exclusive). Values are not copied."""
+        """Rows `start` to `stop` (exclusive). Values are not copied."""
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"rows {start} to {stop} of {len(self)}")
         first, last = int(self.offsets[start]), int(self.offsets[stop])
@@ -135,7 +134,7 @@ class _Writable:
 
 
 def from_numpy(array: np.ndarray) -> torch.Tensor:
-    """Return a tensor that shares the array's memory. The array may be read-only, so never write to the tensor."""
+    """Tensor that shares the array's memory, which may be read-only: never write to the tensor."""
     if array.flags.writeable:
         return torch.from_numpy(array)
     return torch.from_numpy(np.asarray(_Writable(array)) if array.size else array.copy())

@@ -37,7 +37,7 @@ def answer_of(row: Mapping[str, Any], column: str, setting: str) -> Any:
 
 
 def text_of(row: Mapping[str, Any], column: str, placeholder: str, setting: str) -> str:
-    """Return a column's value as text for a template's placeholder. `setting`: YAML path of the template, for messages."""
+    """A column's value as text for a template's placeholder. `setting`: YAML path of the template, for messages."""
     value = cell(row, column, "" if placeholder == "prompt" else f" ({setting}.text has the placeholder {{{placeholder}}})")
     if isinstance(value, list) and value and isinstance(value[0], dict):
         raise RowError(column, f"a list of chat messages needs {setting}.name: chat")
@@ -47,7 +47,7 @@ def text_of(row: Mapping[str, Any], column: str, placeholder: str, setting: str)
 
 
 def messages_of(row: Mapping[str, Any], column: str, system: str | None) -> list[dict[str, str]]:
-    """Return a column's value as chat messages. `system`: the template's system message, which is put first."""
+    """A column's value as chat messages. `system`: the template's system message, put first."""
     prompt = cell(row, column)
     if isinstance(prompt, str):
         messages = [{"role": "user", "content": prompt}]
@@ -95,7 +95,7 @@ def weight_of(row: Mapping[str, Any], column: str | None) -> float:
 
 
 def files_read(*given: DataFiles | None) -> set[Path]:
-    """Return all files of the given data. Missing or broken ones are skipped, since they are reported elsewhere."""
+    """All files of the given data. Missing or broken ones are skipped; they are reported elsewhere."""
     files: set[Path] = set()
     for path in (path for one in given if one is not None for path in paths_of(one)):
         with suppress(ValueError, OSError):
@@ -104,8 +104,8 @@ def files_read(*given: DataFiles | None) -> set[Path]:
 
 
 class TagOwners:
-    """Finds the domain of a row in a file that several domains share: the domain that reads this file, has this tag column, and lists the
-    row's tag."""
+    """Finds a row's domain in a file that several domains share: the one that reads this file, has this tag column, and lists the row's
+    tag."""
 
     def __init__(self, domains: Mapping[str, DomainConfig], column: str) -> None:
         tagged = {name: domain.data for name, domain in domains.items() if domain.data.tag == column}
@@ -114,7 +114,7 @@ class TagOwners:
         self._of_file: dict[Path, dict[str, str]] = {}
 
     def owner(self, tag: str, file: Path) -> str | None:
-        """Return the domain that lists this tag and reads this file. None if there is none: then the row would be used by no domain."""
+        """Domain that lists this tag and reads this file; None if no domain would use the row."""
         return self._owners(file).get(tag)
 
     def why_nobody(self, tag: str, file: Path) -> str:

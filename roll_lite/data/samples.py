@@ -27,7 +27,7 @@ class SampleOutcome(StrEnum):
 
 
 class Packed:
-    """Base class of records that are often sent between processes. Pickling only their values takes a third of the time."""
+    """Base class of records often sent between processes. Pickling only their values takes a third of the time."""
 
     __slots__: tuple[str, ...] = ()
 
@@ -104,9 +104,8 @@ class GenerationRequest(Packed):
     context: TokenRow | None = None
     """Tokens of an earlier request that come before prompt_ids. The engine's worker prepends them, since engines take whole prompts."""
     resumed: int = 0
-    """Number of tokens at the end of the context that an earlier request already generated for this response.
-
-    The returned text includes them, and stop strings may begin in them. All other values are about new tokens only."""
+    """Number of tokens at the end of the context that an earlier request generated for this response. The returned text includes them, and
+    stop strings may begin in them. All other fields of the answer are about new tokens only."""
 
     @property
     def resumed_ids(self) -> tuple[int, ...]:
@@ -148,10 +147,10 @@ class Completion:
     kept_ids: tuple[tuple[int, ...], ...] | None = None
     """For each response token, the token ids that truncated sampling kept; None unless requested."""
     cached_tokens: int = 0
-    """Number of prompt tokens found in the prefix cache."""
+    """Prompt tokens found in the prefix cache."""
     experts: np.ndarray | None = field(default=None, compare=False)
-    """Experts chosen for prompt and response tokens, if reported: [tokens, expert layers * experts per token] int16. The last token is
-    missing, since the engine has not processed it."""
+    """Experts chosen for prompt and response tokens, if reported: [tokens, expert layers * experts per token] int16. Without the last
+    token, which the engine has not processed."""
 
 
 class Turn(NamedTuple):
@@ -196,7 +195,7 @@ class Author(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Consecutive tokens of one author. The tokens themselves are in a token block (workers/token_blocks.py)."""
+    """Consecutive tokens of one author, stored in a token block (workers/token_blocks.py)."""
 
     author: Author
     length: int
@@ -269,7 +268,7 @@ class RewardInput(Packed):
 
 @dataclass(frozen=True, slots=True)
 class Score(Packed):
-    """Result of a reward function. A function may also return a plain number or bool, which becomes Score(value)."""
+    """Result of a reward function. A plain number or bool becomes Score(value)."""
 
     value: float
     correct: bool | None = None
@@ -297,7 +296,7 @@ class Sample:
     failure: str | None = None
     """Why the outcome is FAILED or FILTERED."""
     timed_out: bool = False
-    """True if generation timed out. The transcript has the tokens generated until then."""
+    """True if generation timed out. The transcript has the tokens until then."""
     asked: float | None = field(default=None, compare=False)
     """Time of the first request. All times are on the event loop's clock, in seconds."""
     generated: float | None = field(default=None, compare=False)

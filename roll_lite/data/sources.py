@@ -39,10 +39,10 @@ class Row(NamedTuple):
     shard: int
     file: Path
     unit: str
-    """Unit of row numbers: "line" or "row". Numbers start at 1."""
+    """Unit of row numbers, which start at 1: "line" or "row"."""
     number: int
     content: dict[str, Any] | str
-    """Columns of the row. If it is unreadable, the reason, as a text."""
+    """Columns of the row or, if it is unreadable, the reason as a text."""
 
     @property
     def place(self) -> str:
@@ -57,8 +57,8 @@ def paths_of(files: DataFiles) -> list[Path]:
 
 
 def shards_of(path: Path) -> list[Shard]:
-    """Data file, or a folder's data files in order. A folder may be a data set saved by Hugging Face `datasets`, or hold files of one kind
-    and one split. ValueError for anything else."""
+    """The data file or, for a folder, its data files in order. A folder may be a data set saved by Hugging Face `datasets`, or hold files
+    of one kind and one split. ValueError for anything else."""
     found = kind_of(path)
     if found is None:
         raise ValueError(f"no such file: {path}{elsewhere(path)}")
@@ -111,7 +111,7 @@ def _split(name: str) -> str:
 
 
 def _saved(folder: Path) -> list[Shard]:
-    """Return the files written by `Dataset.save_to_disk`."""
+    """Files written by `Dataset.save_to_disk`."""
     state = read_object(folder / "state.json")
     if state.get("_indices_data_files") or state.get("_indices_files"):
         raise ValueError(f"{folder} was saved by an old version of `datasets` with an index beside the rows; save flatten_indices() of it")
@@ -131,13 +131,13 @@ def _saved(folder: Path) -> list[Shard]:
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Yield the rows of a file or folder in order. ValueError for an unreadable file."""
+    """Rows of a file or folder in order. ValueError for an unreadable file."""
     for index, shard in enumerate(shards_of(path)):
         yield from shard_rows(shard, index)
 
 
 def shard_rows(shard: Shard, index: int = 0, columns: Sequence[str] | None = None) -> Iterator[Row]:
-    """Yield the rows of a file. `columns`: columns to read of a table (None: all); JSON lines are always read whole."""
+    """Rows of a file. `columns`: columns to read of a table (None: all); JSON lines are always read whole."""
     try:
         contents = _json_lines(shard.path) if shard.kind == "jsonl" else _table(shard, columns)
         for number, content in contents:
@@ -147,8 +147,8 @@ def shard_rows(shard: Shard, index: int = 0, columns: Sequence[str] | None = Non
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """Yield (line number, row or reason why it is unreadable). Lines are read as bytes, since text mode would also split at characters that
-    JSON allows in strings. Blank lines are skipped."""
+    """Yield (line number, row or reason why it is unreadable). Lines are read as bytes: text mode would also split at characters that JSON
+    allows in strings. Blank lines are skipped."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             raw = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line

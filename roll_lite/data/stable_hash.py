@@ -1,4 +1,4 @@
-"""Hash that is equal in all processes and runs, unlike Python's salted hash."""
+"""Hash that is equal in all processes and runs, unlike Python's salted one."""
 
 from __future__ import annotations
 

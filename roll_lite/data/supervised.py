@@ -29,7 +29,7 @@ class SupervisedRows:
         self._order = PromptOrder(len(self._prompts), seed, "ptx")
 
     def draw(self) -> DataProto:
-        """Draw the rows of one optimizer step. Each token that counts in the loss gets the weight coef / number of such tokens, so the loss
+        """Draw the rows of one optimizer step. Each token that counts in the loss has the weight coef / number of such tokens, so the loss
         is coef times the mean cross-entropy."""
         rows = [self._row(self._order.next()[1]) for _ in range(self._config.samples)]
         targets = sum(int(counts[1:].sum()) for _, counts in rows)
@@ -44,7 +44,7 @@ class SupervisedRows:
         )
 
     def distinct_ids(self) -> set[int]:
-        """Return the distinct token ids of the first LOOKED_AT (10,000) rows."""
+        """Distinct token ids of the first LOOKED_AT (10,000) rows."""
         return {token for number in range(min(len(self._prompts), LOOKED_AT)) for token in self._row(number)[0].tolist()}
 
     def shares(self, updates: int, ranks: int, attention_par: float) -> list[list[DataProto]]:
@@ -54,8 +54,7 @@ class SupervisedRows:
         return [[rows.take(part[rank]) for rows, part in zip(drawn, parts, strict=True)] for rank in range(ranks)]
 
     def _row(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a row's token ids and a mask of those that count in the loss: answer and end of sequence, or all if the data has no
-        answers."""
+        """A row's token ids, and a mask of those that count in the loss: answer and end of sequence, or all if the data has no answers."""
         prompt = self._prompts[number]
         given = list(prompt.token_ids)
         learned = [] if self._config.data.answer is None else self._answer(prompt.answer)

@@ -46,7 +46,7 @@ class Template:
             raise ValueError(f"{setting}.name: chat, but the tokenizer has no chat template; use name: plain")
 
     def render(self, row: Mapping[str, Any]) -> str:
-        """Return a row's text. Raises RowError if a column's value cannot be used."""
+        """A row's text. RowError if a column's value cannot be used."""
         if isinstance(self._config, PlainTemplateConfig):
             columns = {name: self._prompt_column if name == "prompt" else name for name in self._placeholders}
             return self._config.text.format_map({name: text_of(row, column, name, self._setting) for name, column in columns.items()})
@@ -59,8 +59,8 @@ class Template:
             raise RowError(self._prompt_column, f"the chat template refuses the messages: {error}") from error
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokenize texts. Plain text gets the tokenizer's special tokens, as in pre-training (BOS for Llama, none for Qwen). Text of a chat
-        template already contains them."""
+        """Tokenize texts. Plain text gets the tokenizer's special tokens, as in pre-training (BOS for Llama, none for Qwen); a chat
+        template's text already has them."""
         if not texts:
             return []
         add = isinstance(self._config, PlainTemplateConfig)

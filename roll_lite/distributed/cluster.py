@@ -1,8 +1,9 @@
-"""A role's workers as one object.
+"""A role's workers as one object. Calls name the method itself, so editors find its definition: `cluster.start_scatter(ActorWorker.train,
+shares)`.
 
-Calls name the method itself, so that editors find its definition: `cluster.start_scatter(ActorWorker.train, shares)`. `all` calls every
-rank; `each` every living rank, if the others survive a rank's death; `one` rank 0; `start_scatter` sends one shard to every data-parallel
-rank; `heads_scatter` only to the heads, which return results, one per data-parallel rank. The `start_` variants do not wait.
+`all` calls every rank; `each` every living rank, if the others survive a rank's death; `one` rank 0; `start_scatter` sends one shard to
+every data-parallel rank; `heads_scatter` only to the heads, which return results, one per data-parallel rank. The `start_` variants do not
+wait.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ __all__ = ["Cluster", "ClusterDead", "ClusterSpec", "Pending", "RankFailed", "fi
 
 START_SECONDS = 300.0
 WATCH_THREADS = 2
-"""Threads of a worker for calls that watch it: one that fails when the process dies, one that reads the stacks of a stuck rank."""
+"""Threads of a worker for calls that watch it: `until_death`, which fails when the process dies, and `stacks`, which reads a stuck rank's
+stacks."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +49,14 @@ class ClusterSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     log_folder: Path | None = None
     timeout_s: float | None = None
-    """Time limit of every call; None: unlimited. Dead and failing ranks are noticed in any case."""
+    """Time limit of every call; None: unlimited. Dead and failing ranks are noticed anyway."""
     first: int | None = None
     """Number of ranks that start with the cluster; the others count as lost until they start, when their slots get devices. None: all."""
 
 
 def start_cluster(spec: ClusterSpec, worker_class: Callable[P, W], *args: P.args, **kwargs: P.kwargs) -> Cluster[W]:
-    """Start one worker per slot, all with the same arguments, without waiting: the first call to the cluster waits. A failing constructor
-    is reported as phase `start`."""
+    """Start one worker per slot, all with the same arguments. Does not wait: the first call to the cluster does. A failing constructor is
+    reported as phase `start`."""
     assert isinstance(worker_class, type) and issubclass(worker_class, Worker), "workers derive from Worker or AsyncWorker"
     actor_class, watch = _actor_class(worker_class)
 
@@ -72,7 +74,7 @@ def actor_options(spec: ClusterSpec, rank: int) -> dict[str, Any]:
 
 
 def _actor_class(worker_class: type[Worker]) -> tuple[Any, dict[str, str] | None]:
-    """Return the Ray actor class, and Ray options of the calls that detect its death or silence (None: it is not watched)."""
+    """Ray actor class, and Ray options of the calls that detect its death or silence (None: unwatched)."""
     has_coroutines = any(inspect.iscoroutinefunction(member) for _, member in inspect.getmembers(worker_class))
     if has_coroutines != issubclass(worker_class, AsyncWorker):
         raise TypeError(f"{worker_class.__name__} has coroutine methods: it must derive from AsyncWorker")
@@ -122,7 +124,7 @@ class Cluster(Generic[W_co]):
 
     @property
     def left(self) -> list[int]:
-        """Numbers of the living ranks. RankFailed if there is none, unless lost ranks are being replaced."""
+        """Numbers of the living ranks; RankFailed if there is none, unless lost ranks are being replaced."""
         lost = self.lost
         left = [rank for rank in range(self.world_size) if rank not in lost]
         if not left and not self.group.replaceable:
@@ -158,8 +160,8 @@ class Cluster(Generic[W_co]):
         return self.start_one(method, *args, **kwargs).result()
 
     def each(self, method: AsyncMethod[W_co, P, R], *args: P.args, **kwargs: P.kwargs) -> dict[int, R]:
-        """Call the method on all living ranks. Returns the results by rank, without ranks that die meanwhile. For independent ranks, such
-        as engines."""
+        """Call the method on all living ranks; for independent ranks, such as engines. Returns results by rank, without ranks that die
+        meanwhile."""
         return self.start_each(method, *args, **kwargs).result()
 
     def heads_scatter(self, method: Method[W_co, Concatenate[S, P], R], shards: Sequence[S], *args: P.args, **kwargs: P.kwargs) -> list[R]:
@@ -204,7 +206,7 @@ class Cluster(Generic[W_co]):
         return self._start(method, calls, kwargs, lambda values: [values[rank] for rank in heads])
 
     def rebuild(self) -> None:
-        """Replace all ranks by new processes on the same devices, which must be initialized again."""
+        """Replace all ranks by new, uninitialized processes on the same devices."""
         self.group.rebuild()
 
     def shutdown(self) -> None:
@@ -219,7 +221,7 @@ class Cluster(Generic[W_co]):
         kwargs: Mapping[str, Any],
         collect: Callable[[list[Any]], T],
     ) -> Pending[T]:
-        """Start calls with `args` by rank. `collect` turns their results, in the same order, into one."""
+        """Call the method on the ranks in `args`. `collect` turns the results, in the same order, into one."""
         self._introduce()
         return self._call(method, args, kwargs, collect, method.__name__)
 

@@ -33,7 +33,7 @@ class Block:
     objects: np.ndarray
     """[n] int32: index in `refs` of each sample's object."""
     rows: np.ndarray
-    """[n] int32: row of each sample in its object, which may also hold other samples."""
+    """[n] int32: row of each sample in its object, which may hold other samples too."""
 
     def renumbered(self, numbers: Mapping[int, int]) -> Block:
         kept = np.array([place for place, sample in enumerate(self.samples.tolist()) if sample in numbers], dtype=np.int64)
@@ -69,7 +69,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class BatchShard:
-    """Part of a batch for one data-parallel rank. It holds references to tokens, not the tokens."""
+    """Part of a batch for one data-parallel rank. It holds references to tokens, not tokens."""
 
     rows: DataProto
     keys: tuple[str, ...]
@@ -102,7 +102,7 @@ class Batch:
         self._blocks: list[Block] = []
         self._refs: list[ray.ObjectRef] = []
         self._where: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-        """Object number and row in the object for every row, by column; NOWHERE if no block has it yet."""
+        """By column: the index of each row's object in `_refs`, and the row in that object; NOWHERE if no block has it yet."""
         self.add(blocks)
 
     def __len__(self) -> int:

@@ -25,7 +25,7 @@ class RankFailed(RuntimeError):
         self.phase = phase
         self.cause = cause
         self.is_loss = is_loss
-        """True if the rank died or hung, so that a new one may succeed; False if it raised an error, which would come again."""
+        """True if the rank died or hung, so a new one may succeed; False if it raised an error, which would come again."""
         self.where = ""
         """" on ADDRESS" in a cluster of several nodes, else empty."""
 
@@ -55,7 +55,7 @@ class FleetDown(RuntimeError):
 
 
 class ClusterDead(RuntimeError):
-    """Error of a call to a cluster that has already failed or been shut down."""
+    """Call to a cluster that has already failed or been shut down."""
 
     def __init__(self, role: str, cause: str) -> None:
         super().__init__(role, cause)
@@ -71,7 +71,7 @@ def is_death(error: BaseException) -> bool:
 
 
 def is_loss(error: BaseException) -> bool:
-    """True if the error means that an engine is lost, which other engines survive: its process died, or it raised MemberLost."""
+    """True if the error means the loss of an engine, which other engines survive: its process died, or it raised MemberLost."""
     return is_death(error) or (isinstance(error, RayTaskError) and isinstance(error.cause, MemberLost))
 
 
@@ -120,7 +120,7 @@ def _death(text: str) -> str:
 
 
 def _logged_cause(log_file: Path | None) -> str | None:
-    """Last exception in the rank's log that does not merely refer to another error."""
+    """Last exception in the rank's log that does not only refer to another error."""
     try:
         lines = log_file.read_text(errors="replace").splitlines() if log_file is not None else []
     except OSError:  # on another node

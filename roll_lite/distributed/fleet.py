@@ -1,6 +1,6 @@
 """Fleets of members that die independently: engines, reward workers, reward models, judge servers.
 
-A fleet knows neither Ray nor samples, and belongs to one event loop. Training ranks, which are all ended if one dies, form a `RankGroup`.
+A fleet knows neither Ray nor samples, and belongs to one event loop. Training ranks, which all end if one dies, form a `RankGroup`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Policy:
     restarts: int | None = None
     """Maximum restarts of each member; None: unlimited."""
     attempts: int = 3
-    """Number of attempts to start a member at each restart."""
+    """Attempts to start a member at each restart."""
     path: str = ""
 
 
@@ -131,7 +131,7 @@ class Fleet(Generic[M]):
         return bool(self._tasks)
 
     def close(self, kill: bool = True) -> None:
-        """Stop watching. `kill`: also kill the members; False if another owner does that."""
+        """Stop watching. `kill`: kill the members; False if another owner does that."""
         for task in self._tasks:
             task.cancel()
         for member in self.members if kill else ():
@@ -146,7 +146,7 @@ class Fleet(Generic[M]):
 
     @property
     def lost(self) -> dict[int, str]:
-        """Causes of loss, by number, of the members whose replacements do not serve yet."""
+        """Member number -> cause of loss, for members whose replacements do not serve yet."""
         return {seat.place: seat.cause for seat in self._seats.values() if seat.cause}
 
     async def until(self, member: M, *states: MemberState) -> None:
@@ -284,6 +284,6 @@ class Fleet(Generic[M]):
 
 
 async def until_silent(ask: Callable[[], Awaitable[object]], is_busy: Callable[[], bool]) -> str:
-    """Ask a member at intervals, while it is idle, for an answer. Returns the cause when an answer takes longer than SILENCE_SECONDS."""
+    """Ask a member for an answer at intervals while it is idle. Returns the cause when an answer takes longer than SILENCE_SECONDS."""
     limit_s = await Heartbeat(ask, SILENCE_SECONDS, ASK_SECONDS, is_busy=is_busy).until_silent()
     return f"it had nothing to do, and did not answer within {limit_s:g} s"

@@ -22,7 +22,7 @@ class Silence:
         self._looked: float | None = None
 
     def look(self, most_s: float) -> float:
-        """Add the time since the last call, at most `most_s`, to the silence. Returns the silence so far, in seconds."""
+        """Add the time since the last call, at most `most_s`. Returns the silence so far, in seconds."""
         now = self._clock()
         if self._looked is not None:
             self.seconds += min(now - self._looked, most_s)
@@ -80,7 +80,7 @@ class Heartbeat:
             self.listen(self._pause_s)
 
     def listen(self, most_s: float | None = None) -> None:
-        """Add the time since the last call, at most `most_s`, to the silence and to the time waited. None: twice the polling interval."""
+        """Add the time since the last call, at most `most_s` (None: twice the polling interval), to `silent_s` and `waited_s`."""
         before = self.silent_s
         self.waited_s += self._silence.look(2 * self._look_s if most_s is None else most_s) - before
 
@@ -91,7 +91,7 @@ class StoppedTime:
         self._seconds: dict[psutil.Process, float] = {}
 
     def look(self, processes: Iterable[psutil.Process], limit_s: float | None, setting: str) -> str | None:
-        """Description of a process stopped for longer than the limit (None: unlimited), if any."""
+        """Description of a process stopped for longer than the limit (None: unlimited), or None. `setting`: YAML path of the limit."""
         self._seconds = {process: self._seconds.get(process, 0.0) + self._look_s for process in processes if is_stopped(process)}
         for process, seconds in self._seconds.items():
             if limit_s is not None and seconds > limit_s:
@@ -126,7 +126,7 @@ def name_of(process: psutil.Process) -> str:
 
 
 async def first_of(*works: Awaitable[T]) -> T:
-    """Result, or error, of the work that ends first. Cancels the others and waits for them."""
+    """Result or error of the work that ends first. Cancels the others and waits for them."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -74,7 +74,7 @@ class Pending(Generic[T]):
         return self._collect([call.value for call in self.calls])
 
     def answer(self) -> T | None:
-        """Result if it is ready; otherwise None. If a rank raised, its cluster ends, as in `result`; a death is left to the next wait."""
+        """Result if ready, else None. If a rank raised, its cluster ends, as in `result`; a death is left to the next wait."""
         waiting = {cast(ray.ObjectRef, call.ref): call for call in self.calls if not call.done}
         ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=0, fetch_local=False) if waiting else ([], [])
         for ref in ready:
@@ -99,13 +99,13 @@ class Pending(Generic[T]):
 
 
 def gather(*pendings: Pending[T], timeout_s: float | None = None, poll: Callable[[], None] | None = None) -> list[T]:
-    """Wait for the results of several clusters; raises the first failure. `poll`: see Pending.result."""
+    """Wait for several clusters' results; raises the first failure. `poll`: see Pending.result."""
     _wait(pendings, timeout_s, poll=poll)
     return [pending.result() for pending in pendings]
 
 
 def first_done(pendings: Sequence[Pending[T]]) -> list[Pending[T]]:
-    """Wait until at least one is done; returns all that are done by then."""
+    """Wait until at least one is done; returns all that are done then."""
     _wait(pendings, None, enough=any)
     return [pending for pending in pendings if pending.done]
 
@@ -113,7 +113,8 @@ def first_done(pendings: Sequence[Pending[T]]) -> list[Pending[T]]:
 def nobody_is_left(group: RankGroup) -> NoReturn:
     """Raise the failure of a group of independent ranks (engines) that are all dead.
 
-    If the worker that supervises them ends in time, its failure is raised instead, since it knows the cause best."""
+    If the worker that supervises them ends in time, its failure is raised instead, since it knows the cause best.
+    """
     deaths = WATCH.deaths()
     ready, _ = ray.wait(list(deaths), num_returns=1, timeout=BLAME_SECONDS, fetch_local=False) if deaths else ([], [])
     _report_deaths([deaths[ref] for ref in ready])
@@ -148,8 +149,8 @@ def _wait(
 
 
 def pause(group: RankGroup, rank: int, waits_for: str) -> None:
-    """Sleep half a second, while waiting for an event that no call reports. Raises RankFailed if a rank fails meanwhile or the phase's time
-    is up. `waits_for`: the event, for the message about `rank`."""
+    """Sleep half a second while waiting for an event that no call reports. RankFailed if a rank fails or the phase's time is up.
+    `waits_for`: the event, for the message about `rank`."""
     WATCHDOG.check()
     limit = WATCHDOG.nearest
     if limit is not None and time.monotonic() >= limit.deadline:
@@ -158,7 +159,7 @@ def pause(group: RankGroup, rank: int, waits_for: str) -> None:
 
 
 def _ready(refs: Sequence[ray.ObjectRef], timeout_s: float) -> list[ray.ObjectRef]:
-    """Wait for at least one of the references, or for the time; raises the failure of a dead or silent rank."""
+    """Wait for at least one of the references, at most `timeout_s`; returns those ready. Raises the failure of a dead or silent rank."""
     if silent := WATCH.silent():
         group, rank, seconds = silent
         _give_up(group, [rank], group.phase, f"nothing was heard of its process for {seconds:g} s (limits.silence)")
@@ -191,7 +192,7 @@ def _report_deaths(dead: Sequence[tuple[RankGroup, int]]) -> None:
 
 
 def _blame(call: Call, error: Exception, unanswered: Sequence[int]) -> NoReturn:
-    """Raise the failure of the rank that caused the error: a broken collective is reported by other ranks than the dead or stuck one."""
+    """Raise the failure of the rank that caused the error. A broken collective is reported by other ranks than the dead or stuck one."""
     group = call.group
     if not may_be_aftermath(error) or not group.deaths:
         _fail(group, call.rank, call.phase, error)
@@ -214,8 +215,8 @@ def _end(group: RankGroup, failure: RankFailed) -> NoReturn:
 
 
 def _fail_dead(group: RankGroup, rank: int, phase: str) -> NoReturn:
-    """Raise the failure of a dead rank or, if it was a worker that ended because its last engine (or reward worker) was lost, that engine's
-    failure."""
+    """Raise the failure of a dead rank. If it ended because its last engine (or reward worker) was lost, raise that engine's failure
+    instead."""
     error = _death_of(group, rank)
     down = error.cause if isinstance(error, RayTaskError) else None
     if isinstance(down, FleetDown):

@@ -1,4 +1,4 @@
-"""Places (node and pid) of actors' processes: describing processes from outside, killing stopped ones."""
+"""Places (node and pid) of actors' processes: describe processes from outside, kill stopped ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Ray cluster of a run: the one at an address, otherwise a private local one that leaves nothing behind."""
+"""The Ray cluster of a run: the one at an address, else a private local one that leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def _check_address(address: str) -> str:
 
 
 def _running_cluster() -> str:
-    """Address for `auto`: of the cluster that `ray start` recorded, or of the only one on this machine, not counting other runs' private
+    """Address for `auto`: of the cluster that `ray start` recorded, or of the only one on this machine, without other runs' private
     ones."""
     running = [match.group(1) for _, command in _raylets() if (match := GCS_ADDRESS.search(command)) and f"/{FOLDER_PREFIX}" not in command]
     noted = ray._private.utils.read_ray_address()
@@ -241,7 +241,7 @@ def _starting(environment: Mapping[str, str], config: RayConfig) -> Iterator[Non
 
 @contextmanager
 def _environment(values: Mapping[str, str], without: tuple[str, ...] = ()) -> Iterator[None]:
-    """Set environment variables for the processes that Ray starts."""
+    """Set environment variables, and unset those in `without`, inside the block, in which Ray starts its processes."""
     names = [*values, *without]
     before = {name: os.environ.get(name) for name in names}
     for name in without:

@@ -30,14 +30,14 @@ def keep_exit_codes() -> None:
     """Restore the default handling of SIGCHLD.
 
     With its subreaper on, Ray 2.60 ignores SIGCHLD in drivers and workers. The kernel then forgets exit codes, and subprocess reports 0 for
-    every child. The price: orphans that a worker adopts stay zombies until the worker ends.
+    every child. The price: orphans that a worker adopts stay zombies until it ends.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def session_processes(mark: str, folder: Path) -> list[int]:
-    """Processes of this user that have the session's mark in their environment or, where a process title has overwritten it, a title of
-    Ray's and open files of the session."""
+    """Processes of this user that have the session's mark in their environment or, if a process title has overwritten the environment, have
+    a title of Ray's and open files of the session."""
     wanted = f"{MARK}={mark}".encode()
     found = []
     for entry in Path("/proc").iterdir():
@@ -64,7 +64,7 @@ def _is_titled_user(process: Path, folder: Path) -> bool:
 
 
 def end_processes(mark: str, folder: Path, grace_s: float) -> None:
-    """Kill the session's processes until several scans find none: a dying process may still start another, and a process that is starting a
+    """Kill the session's processes until several scans find none: a dying process may still start another, and one that is starting a
     program shows an empty environment."""
     start = time.monotonic()
     unseen = 0
@@ -81,8 +81,8 @@ def end_processes(mark: str, folder: Path, grace_s: float) -> None:
 
 
 def wait_for_driver(driver: int, folder: Path) -> bool:
-    """Wait for the driver: True if it reported its end, False if it died. Two guard processes run this and watch each other too: one may be
-    killed together with the driver."""
+    """Wait for the driver: True if it reported its end, False if it died. Two guards run this and watch each other too: one may be killed
+    with the driver."""
     try:
         handle = os.pidfd_open(driver)
     except ProcessLookupError:

@@ -1,7 +1,7 @@
 """Watchdog against hangs: time limits of the phases, and a thread in case the driver itself is stuck.
 
 Normally the driver notices a passed limit or a lost Ray session in its waits (pending.py), and can name the late rank. It cannot if a call
-into Ray never returns, or if Ray ends a driver that has lost the head node. Then the thread records the run's end and ends the process.
+into Ray never returns, or if Ray ends a driver that lost the head node. Then the thread records the run's end and ends the process.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class SessionLost(RuntimeError):
 
 
 LEAST_SECONDS = 5.0
-"""Least time for saving after a SIGTERM, even if finishing updates took all of it."""
+"""Minimum time for saving after a SIGTERM, even if the updates under way took longer than on_sigterm_s."""
 
 
 class Preempted(BaseException):
@@ -67,8 +67,8 @@ class Watchdog:
 
     @contextmanager
     def limit(self, phase: str, seconds: float | None, setting: str | None = None) -> Iterator[None]:
-        """Limit the time of the block to `seconds`; None or 0: no limit. `setting`: YAML path of the limit, for messages; by default that
-        of the phase's limit."""
+        """Limit the time of the block to `seconds`; None or 0: no limit. `setting`: YAML path of the limit, for messages; default:
+        limits.<phase>."""
         seconds = seconds or math.inf
         limit = Limit(phase, seconds, f"limits.{phase}" if setting is None else setting, time.monotonic() + seconds)
         self._limits.append(limit)
@@ -101,13 +101,13 @@ class Watchdog:
             raise Preempted
 
     def preempted_for(self, seconds: float) -> float:
-        """Seconds left until `seconds` after the SIGTERM, but at least LEAST_SECONDS."""
+        """Seconds left until `seconds` after the SIGTERM, at least LEAST_SECONDS."""
         assert self.preempted_at is not None
         return max(LEAST_SECONDS, self.preempted_at + seconds - time.monotonic())
 
     @contextmanager
     def uninterrupted(self) -> Iterator[None]:
-        """Delay the end by a SIGTERM until the block, which changes saved state, is over."""
+        """Raise Preempted (SIGTERM) only after the block, which changes saved state."""
         before, self._keeps_on = self._keeps_on, True
         try:
             yield

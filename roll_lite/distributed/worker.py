@@ -1,4 +1,4 @@
-"""Base classes of the workers: a process with its rank, rendezvous and watch. torch is imported only when needed."""
+"""Base classes of workers: processes with a rank, a rendezvous and a liveness watch. torch is imported only when needed."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class Worker:
     """Synchronous worker. The cluster sets RANK, WORLD_SIZE, LOCAL_RANK before the process starts.
 
     Methods run one after another on one thread, not the main one, beside a call that watches the process. A worker that needs the main
-    thread sets `watched = False`; its death is then noticed at the next call."""
+    thread sets `watched = False`; its death is then noticed at the next call.
+    """
 
     watched: ClassVar[bool] = True
     lives_alone: ClassVar[bool] = False
     """True if the death of one worker does not end its cluster, because a `Fleet` handles it."""
     max_restarts: ClassVar[int] = 0
-    """Maximum number of times that Ray restarts the process; -1: unlimited. Only for unwatched workers, which their callers initialize
-    again."""
+    """Maximum restarts of the process by Ray; -1: unlimited. Only for unwatched workers, which their callers initialize again."""
 
     def __init__(self) -> None:
         self.role = os.environ[ROLE]
@@ -85,7 +85,7 @@ class Worker:
     # ------------------------------------------------------------ facts
 
     def layout(self) -> RankLayout | None:
-        """Layout of the strategy; None: each rank is a data-parallel rank."""
+        """Layout of the strategy; None without one: each rank is a data-parallel rank."""
         return getattr(getattr(self, "strategy", None), "layout", None)
 
     # ------------------------------------------------------------ watch
@@ -128,7 +128,7 @@ class AsyncWorker(Worker):
 
 
 def process_group_store(address: Address, world_size: int, listener: socket.socket | None, timeout_s: float) -> TCPStore:
-    """TCPStore of the process group. `listener`: rank 0's socket, which the store takes over."""
+    """TCPStore of the process group, which takes over `listener`, rank 0's socket."""
     # torch takes seconds to import; workers without a process group never need it
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 

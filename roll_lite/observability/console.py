@@ -94,7 +94,7 @@ class _LastingConsole(Console):
 
 class RunConsole:
     def __init__(self, domains: Sequence[str], total_steps: int, stream: TextIO | None = None, width: int | None = None) -> None:
-        """`width`: by default the terminal's, or 100 without one."""
+        """`width`: in characters; default: the terminal's, or 100 without one."""
         self._console = _LastingConsole(file=stream, highlight=False, emoji=False, markup=False)
         if width or not self._console.is_terminal:
             self._console.width = width or PLAIN_WIDTH
@@ -120,8 +120,8 @@ class RunConsole:
             self._console.take_back()
 
     def progress(self, label: str, domains: Mapping[str, tuple[int, int, int]]) -> None:
-        """Show numbers of samples (generated, scored, wanted) by domain, in a line that is replaced; outside a terminal, in a new line
-        every 10 s."""
+        """Show numbers of samples (generated, scored, wanted) by domain, in a line that the next replaces; outside a terminal, in a new
+        line every 10 s."""
         parts = [f"{name} {generated}/{wanted} ({scored} scored)" for name, (generated, scored, wanted) in domains.items()]
         line = f"{label}: {', '.join(parts)}"
         if self._console.is_terminal:
@@ -145,8 +145,8 @@ class RunConsole:
         self._line(f"{step}/{self._total}", self._scores(metrics, "reward/mean", "reward/accuracy"), [speed, total, *phases])
 
     def validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show held-out results, with pass@k and maj@k for the largest k: in the columns of the step's line if that was printed last, else
-        as sentences."""
+        """Show held-out results, with pass@k and maj@k for the largest k: in the columns of the step's line if that line is the last one
+        printed, else as sentences."""
         k = largest_k(metrics)
         measures = {"held-out": ("validation/reward", "validation/accuracy")}
         if k is not None:

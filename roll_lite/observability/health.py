@@ -10,18 +10,18 @@ from dataclasses import dataclass
 Metrics = Mapping[str, float]
 
 IN_A_ROW = 3
-"""Number of consecutive steps with a sign of failing training after which it is reported."""
+"""A sign of failing training is reported after this number of consecutive steps."""
 GROUPS = 12
-"""Minimum number of a domain's sample groups in the consecutive steps with a sign: in a few small groups, equal scores may be chance."""
+"""Minimum sample groups of a domain in the consecutive steps with a sign: in a few small groups, equal scores may be chance."""
 TRUNCATED_ABOVE = 0.5
 ENTROPY_LEFT = 0.02
 """Share of the first step's entropy below which entropy counts as collapsed."""
 GRADIENT_GROWTH = 100.0
 """Multiple of earlier steps' median gradient norm above which the gradient counts as exploding."""
 GRADIENT_STEPS = 5
-"""Minimum number of earlier gradient norms for the median."""
+"""Minimum earlier gradient norms for the median."""
 REMEMBERED = 50
-"""Number of earlier steps whose gradient norms are kept for the median."""
+"""Earlier steps whose gradient norms are kept for the median."""
 
 
 @dataclass
@@ -38,8 +38,8 @@ class Sign:
     name: str
     in_a_row: int
     holds: Callable[[Metrics, Sequence[Metrics]], bool]
-    """True if a step shows the sign. Its arguments are the step's metrics and those of earlier steps: the first one with an entropy, and
-    the latest ones."""
+    """True if a step shows the sign. Arguments: the step's metrics, and those of earlier steps (the first with an entropy, and the latest
+    ones)."""
     says: Callable[[Metrics], str]
     by_domain: bool = False
 
@@ -54,7 +54,7 @@ class RunHealth:
         each = [(domain, sign) for sign in signs if sign.by_domain for domain in domains if len(domains) > 1]
         self._signs = [*(("", sign) for sign in signs), *each]
         self._seen = dict.fromkeys(self._signs, (0, 0.0))
-        """(domain, sign) -> (number of consecutive steps with the sign, number of sample groups in them)."""
+        """(domain, sign) -> (consecutive steps with the sign, sample groups in them)."""
         self._earlier: list[Metrics] = []
 
     def new_signs(self, step: int, metrics: Metrics) -> list[str]:

@@ -28,8 +28,8 @@ class Metric:
     description: str
     by: Literal["domain", "phase", "role", "transport"] | None = None
     count: tuple[str, ...] = ()
-    """For a mean that the loss reports as a sum: names of metrics with the number of items, of which the first one present is used. Empty:
-    each optimizer step counts as one item."""
+    """For a mean that the loss reports as a sum: metrics that may hold the number of items; the first one present is used. Empty: each
+    optimizer step is one item."""
     shown: bool = True
     """False for metrics that are only inputs of derived ones."""
 
@@ -330,4 +330,4 @@ DERIVED: dict[str, Derived] = {
         _explained_variance,
     ),
 }
-"""Metrics computed from other metrics, for the run and for each domain that has these."""
+"""Metrics computed from others, for the run and for each domain that has all inputs."""

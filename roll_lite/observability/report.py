@@ -35,7 +35,7 @@ def accuracy_change(domains: Sequence[str], before: Mapping[str, float], after: 
 
 
 Measures = dict[str, BeforeAfter]
-"""`overall`, a domain, or a reported part of a domain (`math/level:5`) -> its metrics."""
+"""`overall`, a domain, or a part of a domain (`math/level:5`) -> its metrics."""
 
 
 def held_out_change(before: Mapping[str, float], after: Mapping[str, float]) -> Measures:
@@ -63,11 +63,8 @@ def write_summary(
     resumed_after: int = 0,
     findings: Iterable[Finding] = (),
 ) -> Path:
-    """Replace summary.json atomically.
-
-    `steps`: done by now, including those before a resumption (`resumed_after`); times and tokens are this run's own. `wall_s`: seconds,
-    `total` and by phase. `exit_state`: "running", "completed", "interrupted", or "failed: <cause>".
-    """
+    """Replace summary.json atomically. `steps`: done so far, including those before a resumption (`resumed_after`); times and tokens are
+    this run's own. `wall_s`: seconds, `total` and by phase. `exit_state`: "running", "completed", "interrupted", or "failed: <cause>"."""
     assert exit_state in ("running", "completed", "interrupted") or exit_state.startswith("failed: "), exit_state
     assert "total" in wall_s, "wall_s needs the total"
     summary = {
@@ -86,7 +83,7 @@ def write_summary(
 
 
 class LivePicture:
-    """Draws the picture in a thread after a change, at most every `every_s` seconds."""
+    """Redraws the picture in a thread after changes, at most every `every_s` seconds."""
 
     def __init__(self, draw: Callable[[], object], every_s: float = 30.0) -> None:
         self._draw = draw

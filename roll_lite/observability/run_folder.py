@@ -23,7 +23,7 @@ from roll_lite.files import kind_of, remote_folder, try_store
 CONFIG_FILE = "config.yaml"
 LOCK_FILE = ".lock"
 BY_STEP = re.compile(r"(step|validation)_(\d{6,})")
-"""Beginning of the names of files and folders that belong to one step."""
+"""Matches the beginning of names of files and folders that belong to one step."""
 LATEST = "latest"
 
 
@@ -81,8 +81,8 @@ def keep_config(folder: Path, text: str) -> None:
 
 
 def cut_after(folder: Path, step: int, files: Sequence[str], folders: bool = True) -> None:
-    """Remove what a run wrote about steps after `step` and about the validation of `step`, which are repeated. `files`: names of files with
-    one JSON record per line. `folders`: also remove files in its folders."""
+    """Remove records of steps after `step` and of the validation of `step`, which the resumed run repeats. `files`: names of files with one
+    JSON record per line. `folders`: also remove files and folders of these steps."""
     for name in files:
         if not (folder / name).exists():
             continue
@@ -118,7 +118,7 @@ def point_latest(run_dir: Path, folder: Path) -> None:
 
 
 def check_run_dir(config: RunConfig) -> Iterator[Problem]:
-    """Check that run_dir, or its nearest existing parent, is a writable folder."""
+    """Check that run_dir or its nearest existing parent is a writable folder."""
     existing = next(folder for folder in (config.run_dir, *config.run_dir.parents) if kind_of(folder))
     if kind_of(existing) != "folder":
         yield Problem("run_dir", f"{existing} is a file; name a folder", str(config.run_dir))
@@ -144,7 +144,7 @@ def checkpoint_setting(run_folder: Path, key: str) -> Any:
 
 
 def resumed_from(run_folder: Path) -> Path | None:
-    """Checkpoint or run in another folder that a run resumed from; None if there is none."""
+    """Checkpoint or run in another folder that a run resumed from, or None."""
     if (resume := checkpoint_setting(run_folder, "resume")) == "auto":
         return None
     try:

@@ -1,6 +1,7 @@
-"""Times of a step's phases. Used by one thread.
+"""Times of a step's phases, for use by one thread.
 
-A phase inside another is kept as `outer/inner`; the step's sum has only outer phases. Time outside all phases is `other`."""
+A phase inside another is kept as `outer/inner`; the step's sum has only outer phases. Time outside all phases is `other`.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +21,6 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of a step's phases."""
-
     total: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
     """Seconds of the outermost phases, in the order of their first start."""
@@ -39,7 +38,7 @@ class StepTimes:
 class StepTimers:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.around: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
-        """Function from a phase's name to a context manager, such as a time limit, that is entered around the phase."""
+        """Function from a phase's name to a context manager, such as a time limit, entered around the phase."""
         self._clock = clock
         self._open: list[str] = []
         self._running: dict[str, float] | None = None
@@ -90,7 +89,7 @@ class StepTimers:
             self._running[path] = self._running.get(path, 0.0) + seconds
 
     def wall(self) -> dict[str, float]:
-        """Seconds of the run so far: `total`, and by outermost phase, inside and outside of steps."""
+        """Seconds of the run so far: `total`, and by outermost phase, in and outside of steps."""
         return {"total": self._clock() - self._started, **self._totals}
 
 

@@ -43,7 +43,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log metrics of a step. Later calls for the same step bring other metrics."""
+        """Log metrics of a step. Later calls for the same step add other metrics."""
 
     @abstractmethod
     def close(self, exit_state: str = "completed") -> None:
@@ -81,7 +81,7 @@ class TensorBoardTracker(Tracker):
 
 
 class HistoryTracker(Tracker):
-    """Metrics in memory, one record per step. Records are replaced, never changed: another thread may be reading them."""
+    """Keeps metrics in memory, one record per step. Records are replaced, never changed: another thread may be reading them."""
 
     def __init__(self) -> None:
         self.records: dict[int, dict[str, float]] = {}
@@ -268,7 +268,7 @@ def for_trackers(settings: Mapping[str, Any], environment: Mapping[str, str]) ->
 
 
 def build_trackers(configs: Sequence[TrackerConfig], run: TrackedRun, goes_on_from: Path | None = None) -> list[Tracker]:
-    """Build all trackers. `goes_on_from`: folder of the resumed run, whose ids at services are used again."""
+    """Build all trackers. `goes_on_from`: folder of the resumed run, whose ids at services are reused."""
     known = _ids(goes_on_from) if goes_on_from is not None else {}
     built = [_built(config, replace(run, id=known.get(config.name)), f"trackers.{index}") for index, config in enumerate(configs)]
     ids = {config.name: tracker.run_id for config, tracker in zip(configs, built, strict=True) if tracker.run_id is not None}

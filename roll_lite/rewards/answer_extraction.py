@@ -28,7 +28,7 @@ DISPLAY = re.compile(r"\$\$.*?(?:(\$\$)|\Z)|\\\[.*?(?:(\\\])|\Z)", re.DOTALL)
 
 
 def narrow(text: str) -> str:
-    """Convert full-width characters to ASCII, and put spaces between East Asian characters and words or numbers."""
+    """Convert full-width characters to ASCII, and separate East Asian characters from words and numbers by spaces."""
     return text if text.isascii() else BESIDE_HAN.sub(" ", text.translate(WIDE))
 
 
@@ -56,7 +56,7 @@ def complete(sample: RewardInput) -> str:
 def finished(sample: RewardInput) -> str:
     """Response without thinking, for rewards that search it for an answer.
 
-    If it was cut, only parts remain that the cut cannot have shortened: whole sentences and lines, and closed boxes and tags of the last
+    If it was cut, only parts that the cut cannot have shortened remain: whole sentences and lines, and closed boxes and tags of the last
     sentence. An open displayed formula is dropped.
     """
     if not is_cut(sample):
@@ -87,7 +87,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def last_boxes(text: str) -> list[str]:
-    r"""Contents of the last nonempty \boxed{} and of those before it that only commas, `and` or `or` separate, in order; at most
+    r"""Contents of the last nonempty \boxed{} and of those before it, in order, if only commas, `and` or `or` separate them; at most
     MOST_BOXES."""
     found: list[str] = []
     before = len(text)

@@ -24,7 +24,7 @@ from roll_lite.rewards.reward_type import RewardType
 SCORE_KEYS = ("value", "correct", "details", "answer")
 HARMLESS_RESPONSE = "I do not know."
 BY_INPUT = (RecursionError, ValueError, ArithmeticError, LookupError)
-"""Exceptions in built-in rewards that the response may have caused; others (OSError) may come from the machine."""
+"""Exceptions of built-in rewards that the response may have caused; others (OSError) may come from the machine."""
 LARGEST_SCORE = (2 - 2**-23) * 2.0**127
 """Largest float32, the type used in training."""
 
@@ -83,7 +83,7 @@ class RewardFunction:
             return self._lowest(failure)
 
     def scores(self, items: Sequence[RewardInput]) -> list[Score | RewardFailed]:
-        """Score a list in one call of a sync function. RewardFailed if the whole call failed; the caller then scores each sample alone."""
+        """Score a list in one call of a sync function. RewardFailed if the whole call failed; then the caller scores each sample alone."""
         if len(items) == 1:
             return [self(items[0])]
         with self._failures():
@@ -91,7 +91,7 @@ class RewardFunction:
         return self._many(results, len(items))
 
     async def scores_async(self, items: Sequence[RewardInput]) -> list[Score | RewardFailed]:
-        """Like `scores`, for an async function. A function that takes no lists must get a single item."""
+        """Like `scores`, for an async function. One that takes no lists must get a single item."""
         if len(items) == 1:
             return [await self.score(items[0])]
         with self._failures():
@@ -226,5 +226,5 @@ def _float(value: Any) -> float:
 
 
 def _plain(value: Any) -> Any:
-    """Convert numpy's bool to Python's, without importing numpy, which is slow."""
+    """Convert numpy's bool to Python's without importing numpy, which is slow."""
     return bool(value) if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_") else value

@@ -101,7 +101,7 @@ class ModelReward(RewardType):
             yield Problem(f"{place}.args.template", message, CHAT)
 
     def model_input(self, sample: RewardInput) -> ScoredText:
-        """The model's input for a sample; RewardFailed if a column is missing."""
+        """Model input for a sample; RewardFailed if a column is missing."""
         if self.template != CHAT:
             return filled(self.template, sample, "model")
         response = {"role": "assistant", "content": str(filling("response", sample))}
@@ -120,5 +120,5 @@ class ModelReward(RewardType):
 
 
 def nothing(sample: RewardInput) -> float:
-    """Return 0 as the base score in reward workers, which score only the terms. The model's score is added later."""
+    """Base score 0 in reward workers, which score only the terms. The model's score is added later."""
     return 0.0

@@ -31,8 +31,7 @@ def columns_in(template: str) -> tuple[str, ...]:
 
 
 def filled(template: str, sample: RewardInput, reward: str, response: str | None = None) -> str:
-    """Fill all placeholders in one pass, so that braces in a prompt or response are kept. `response`: text to use instead of the
-    sample's."""
+    """Fill all placeholders in one pass, so braces in a prompt or response stay. `response`: text to use instead of the sample's."""
     parts = []
     for text, name, _, _ in Formatter().parse(template):
         value = "" if name is None else response if name == "response" and response is not None else filling(name, sample)
@@ -64,7 +63,7 @@ def is_chat(value: Any) -> TypeGuard[list[dict[str, Any]]]:
 
 
 def chat_as_text(messages: Sequence[dict[str, Any]]) -> str:
-    """Join chat messages to one text, each after its role. A single message is given without its role."""
+    """Join chat messages to one text, each after its role; a single message without its role."""
     if len(messages) == 1:
         return str(messages[0]["content"])
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)

@@ -40,7 +40,7 @@ class Look:
     domain: str | None
     split: Split = "train"
     limit: int | None = 20
-    """Maximum number of responses; None: all."""
+    """Maximum responses; None: all."""
     responses: Path | None = None
     """File of lines with `response` and `prompt_uid` or `prompt`, such as a run's samples."""
     column: str | None = None
@@ -147,7 +147,7 @@ def _response(prompt: Prompt, reward: RewardType | None, look: Look) -> str:
 
 
 def _readable(file: Path, domain: str) -> Iterator[tuple[Row, Mapping[str, Any]]]:
-    """Read this domain's lines of the file; skip failed samples of a run. ValueError for an invalid line."""
+    """Read this domain's lines of the file, without failed samples of a run. ValueError for an invalid line."""
     for row in read_rows(file.absolute()):
         content, place = row.content, f"--responses: {row.place}"
         if isinstance(content, str):

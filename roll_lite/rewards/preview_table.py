@@ -36,7 +36,7 @@ class References:
     unreadable: dict[int, str]
     """Prompt uid -> why its reference answer is unreadable."""
     read: int
-    """Number of references read; less than all if the time ran out."""
+    """References read; less than all if the time ran out."""
 
     def summary(self) -> str:
         of_all = "" if self.read == self.total else f" looked at, spread over all {self.total} (--limit 0 looks at every one)"

@@ -32,11 +32,10 @@ class RewardType(Section):
         return 0.0
 
     def warm(self) -> None:
-        """Do a first call's slow work (imports, tables) before any time limit runs; ValueError if something is missing."""
+        """Do a first call's slow work (imports, tables) before time limits run; ValueError if something is missing."""
 
     def at_once(self) -> int | None:
-        """Maximum number of samples per call, for rewards that score a list of samples. The whole call has the time limit of one sample.
-        None: any number."""
+        """Maximum samples per call, for rewards that score lists; the whole call has one sample's time limit. None: unlimited."""
         return None
 
     def describe(self) -> str:
@@ -51,7 +50,7 @@ class RewardType(Section):
         return False
 
     def named_columns(self) -> dict[str, tuple[str, ...]]:
-        """Argument -> data columns that it names. Defaults are left out."""
+        """Argument -> data columns that it names, without defaults."""
         return {}
 
     def no_response(self) -> str | None:
@@ -59,13 +58,12 @@ class RewardType(Section):
         return None
 
     def response_for(self, answer: Any) -> str | None:
-        """Response that should be correct for this answer; None if the answer cannot be written as one."""
+        """Response that should be correct for this answer; None if there is none."""
         return written(answer)
 
 
 def too_slow(place: str, argument: str, value: float, seconds: float, timeout_s: float) -> Iterator[Problem]:
-    """Yield a problem if a time limit inside the reward (`seconds`) is not below `timeout_s`: the sample would fail before that limit
-    applies."""
+    """Yield a problem if a time limit inside the reward (`seconds`) is not below `timeout_s`: the sample would fail before it applies."""
     if seconds >= timeout_s:
         message = f"allows {seconds:g} s by the clock; the whole sample has {timeout_s:g} (the reward's timeout_s): use less, or raise that"
         yield Problem(f"{place}.args.{argument}", message, value)
@@ -75,7 +73,7 @@ WRAPPED = {"boxed": r"\boxed{{{}}}", "tagged": "<answer>{}</answer>"}
 
 
 def written(answer: Any, extract: str = "") -> str | None:
-    """Response that gives the answer where `extract` (boxed, tagged) looks for it; None if the answer is no text or number."""
+    """Response that gives the answer where `extract` (boxed, tagged) looks for it; None if it is no text or number."""
     first = answer[0] if isinstance(answer, list) and answer else answer  # of a list any entry counts
     if isinstance(first, bool) or not isinstance(first, str | int | float):
         return None

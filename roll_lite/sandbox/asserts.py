@@ -1,8 +1,9 @@
 """Run assert-style tests of an untrusted program (docs/code_reward.md).
 
-The tests run in a process of their own (`Tests`). It calls the program's functions over a socket with plain values and judges the results,
+The tests run in their own process (`Tests`), which calls the program's functions over a socket with plain values and judges the results,
 but runs no code of the program. The program's process (`serve`) sees only the arguments of the calls. A test that needs more than calls
-runs in the program's process; see `inside.py`."""
+runs in the program's process; see `inside.py`.
+"""
 
 from __future__ import annotations
 
@@ -25,28 +26,29 @@ from roll_lite.sandbox.loaded import LOADED, Loaded
 from roll_lite.sandbox.values import FROM_PROGRAM, decode, encode
 
 LONGEST = 8 << 20
-"""Maximum size in bytes of one answer from the program's process."""
+"""Maximum bytes of one answer from the program's process."""
 CHANGING = (list, dict, set, bytearray)
 """Types of arguments that a function can change in place."""
 CONTROL = (StopIteration, StopAsyncIteration)
-"""Exceptions that would silently end a loop in the tests. If the program raises one, the tests get a plain Exception instead."""
+"""Exceptions that would silently end a loop in the tests. If the program raises one, the tests get a plain Exception."""
 NO_ANSWER = (ValueError, TypeError, LookupError, AttributeError, RecursionError, ArithmeticError, MemoryError)
 """Exceptions that may occur when a forged answer is decoded."""
 
 
 class _Aborted(BaseException):
-    """Raised to abandon the running test while it calls the tested program. It is a BaseException, so `except Exception` in the tests does
-    not catch it."""
+    """Raised to abandon the running test while it calls the tested program. A BaseException, so `except Exception` in the tests does not
+    catch it."""
 
 
 # ---------------------------------------------------------------- the tests' side
 
 
 class Remote:
-    """Proxy, in the tests' process, for a function, class or object of the program. It can be called and passed back as an argument. It has
+    """Proxy, in the tests' process, for a function, class or object of the program. It can be called and passed back as an argument; it has
     no operators and equals nothing else.
 
-    `at`: a name, an object's number, or [number, method name]. `has_methods`: True for an object of LeetCode's class Solution."""
+    `at`: a name, an object's number, or [number, method name]. `has_methods`: True for an object of LeetCode's class Solution.
+    """
 
     def __init__(self, tests: Tests, at: str | int | list[Any], has_methods: bool = False) -> None:
         self._tests, self._at, self._has_methods = tests, at, has_methods
@@ -55,8 +57,8 @@ class Remote:
         return self._tests.call(self._at, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Return a method of a Solution object. For a function or class, aborts the test, which then runs again in the program's process.
-        Raises AttributeError for other objects."""
+        """Method of a Solution object. For a function or class, aborts the test, which then runs again in the program's process.
+        AttributeError for other objects."""
         if self._has_methods:
             return Remote(self._tests, [self._at, name])
         if isinstance(self._at, str):
@@ -195,7 +197,7 @@ def import_modules(test: dict[str, Any]) -> dict[str, Any]:
 
 
 def _error(answer: dict[str, Any]) -> Exception:
-    """Recreate an exception of the tested program in this process. Its class is the first one in the original's MRO that exists here."""
+    """Recreate an exception of the tested program in this process, as the first class in its MRO that exists here."""
     kind = next((kind for name in answer["error"] if (kind := _known_kind(str(name))) is not None), RuntimeError)
     text, args = str(answer["text"]), decode(answer["args"])
     error = kind.__new__(kind, *args)
@@ -216,7 +218,7 @@ def _known_kind(name: str) -> type[Exception] | None:
 
 def run_test(test: dict[str, Any], names: dict[str, Any], inside: bool = False) -> str:
     """Run one test in a fresh `__main__` module. Returns what failed, or "". `names`: the program's names that the test uses. `inside`:
-    True in the program's process, where guards are needed."""
+    True in the program's process, which needs guards."""
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module  # unittest.main() looks for the tests there
     known = module.__dict__
@@ -245,13 +247,13 @@ def run_test(test: dict[str, Any], names: dict[str, Any], inside: bool = False) 
 
 
 def _is_left_by(tests: dict[str, Any], end: SystemExit) -> bool:
-    """True if the tests themselves called `sys.exit()`. A program that calls it must not pass."""
+    """True if the tests called `sys.exit()`. A program that calls it must not pass."""
     *_, (frame, _) = traceback.walk_tb(end.__traceback__)
     return frame.f_globals is tests
 
 
 def run_test_classes(names: dict[str, Any]) -> None:
-    """Run unittest's test cases and pytest-style `Test...` classes. Raises AssertionError unless tests were found and all passed."""
+    """Run unittest's test cases and pytest-style `Test...` classes. AssertionError unless tests were found and all passed."""
     classes = [one for one in names.values() if isinstance(one, type) and one.__module__ == names["__name__"]]
     unittest = importlib.import_module("unittest")
     result, load = unittest.TestResult(), unittest.defaultTestLoader.loadTestsFromTestCase
@@ -282,7 +284,7 @@ def _what_failed(error: BaseException, source: str) -> str:
 
 
 def find(names: dict[str, Any], function: str) -> Any:
-    """Return a function or `Class.method` of the program by name; `Solution.` may be omitted."""
+    """Function or `Class.method` of the program by name; `Solution.` may be omitted."""
     owner, _, method = function.rpartition(".")
     if not owner and function not in names and isinstance(names.get("Solution"), type):
         owner, method = "Solution", function

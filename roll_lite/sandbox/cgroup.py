@@ -18,7 +18,7 @@ REMOVAL_S = 2.0
 
 
 class Group:
-    """Control group. Its files are opened early, since the sandbox cannot reach them any more once it is isolated."""
+    """Control group. Its files are opened early, since the isolated sandbox cannot reach them."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -47,7 +47,7 @@ class Group:
         os.write(self._open["cgroup.procs"], b"0")
 
     def cpu_s(self) -> float:
-        """CPU seconds used by the group since `begin`, except by this process, which is a member too."""
+        """CPU seconds used by the group since `begin`, without this process, which is a member too."""
         return self._total_s() - self._before_s
 
     def out_of_memory(self) -> bool:
@@ -67,13 +67,13 @@ class Group:
 
 
 def die_first() -> None:
-    """Let the kernel kill this process first if memory runs out, and not the interpreter that forked it to run a program."""
+    """If memory runs out, let the kernel kill this process before the interpreter that forked it to run a program."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as stream:  # noqa: PTH123
         stream.write("1000")
 
 
 def make_group() -> Group | None:
-    """Create a control group below this process's group or, for an ordinary user, beside it. Returns None if that is not permitted."""
+    """Create a control group below this process's group or, for an ordinary user, beside it; None if that is not permitted."""
     # If both places work, the group that counts more resources is used: below a group that itself has processes, the kernel grants fewer
     # controllers.
     best: Group | None = None

@@ -1,5 +1,7 @@
-"""File system of a sandboxed program: the interpreter and system libraries, read-only, and an empty folder to write to. Without a mount
-namespace, the folder's size is measured from outside, and the folder is removed afterwards."""
+"""File system of a sandboxed program: the interpreter and system libraries, read-only, and an empty folder to write to.
+
+Without a mount namespace, the folder's size is measured from outside, and the folder is removed afterwards.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +38,12 @@ SYSTEM = (
     *(f"/usr/share/{name}" for name in ("zoneinfo", "locale", "i18n", "terminfo", "perl", "perl5", "nodejs", "node_modules")),
     "/usr/share/rubygems-integration",
 )
-"""Folders that programs can read: executables, libraries and the files that these load. They contain no data and no sources."""
+"""Folders that programs can read: executables, libraries and the files that these load; no data and no sources."""
 PACKAGES = ("site-packages", "dist-packages")
-"""Folders of installed packages, hidden from programs, since a package may be a data set with its answers."""
+"""Folders of installed packages, hidden from programs: a package may be a data set with its answers."""
 SETTINGS = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime", "/etc/ssl/openssl.cnf")
 DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
-"""Devices that programs may use. /dev/zero is not among them: memory mapped from it is counted for no process."""
+"""Devices that programs may use. /dev/zero is missing: memory mapped from it is counted for no process."""
 CLAIM_S = 60.0
 REMOVED = "removed-"
 DEEPEST = 256
@@ -55,8 +57,8 @@ WORK = "/sandbox"
 
 
 def readable_paths(more: Iterable[str] = ()) -> list[str]:
-    """Paths that a program may read in addition to SYSTEM: those of the interpreter and `more`. Paths below another one are left out,
-    unless a hidden folder lies between them."""
+    """Paths that a program may read besides SYSTEM: the interpreter's and `more`. Paths below another one are left out, unless a hidden
+    folder lies between them."""
     hidden, kept = hidden_paths(more), list[str]()
     for path in sorted({*_interpreter(), *more}):
         if _below(path, hidden) or not _below(path, (*SYSTEM, *kept)):
@@ -65,7 +67,7 @@ def readable_paths(more: Iterable[str] = ()) -> list[str]:
 
 
 def hidden_paths(more: Iterable[str] = ()) -> list[str]:
-    """Package folders to hide from programs, except those that are in `more`."""
+    """Package folders to hide from programs, except those in `more`."""
     libraries = [os.path.dirname(os.path.realpath(os.__file__)), *glob.glob("/usr/local/lib/python3*")]  # noqa: PTH120, PTH207
     found = {os.path.realpath(f"{library}/{name}") for library in libraries for name in PACKAGES}
     asked = [os.path.realpath(path) for path in more]
@@ -95,7 +97,7 @@ def without_hidden(path: str, hidden: Sequence[str]) -> tuple[list[str], list[st
 
 
 def build_root(more: Iterable[str]) -> None:
-    """Build a root of read-only mounts in a new mount namespace, and switch to it."""
+    """Build a root of read-only mounts in a new mount namespace and switch to it."""
     shown, hidden = readable_paths(more), hidden_paths(more)
     scratch = _covered(shown)
     mount("none", "/", None, MS_REC | MS_PRIVATE)
@@ -154,9 +156,8 @@ def _make_target(path: str, target: str, folder: bool) -> None:
 
 
 def fits(folder: str, most_bytes: int, most_files: int) -> bool:
-    """Return True if the folder is within the limits. The program may still be running, so files that vanish meanwhile are not counted.
-
-    A tree that is nested too deeply, or has paths that are too long, is not within the limits."""
+    """True if the folder is within the limits. The program may still be running: files that vanish meanwhile are not counted. A tree nested
+    too deeply, or with too long paths, exceeds the limits."""
     taken = seen = 0
     waiting, root = collections.deque([folder]), os.path.realpath(folder)  # breadth-first, to count many names early
     if most_bytes < 0:
@@ -183,8 +184,7 @@ def fits(folder: str, most_bytes: int, most_files: int) -> bool:
 
 @contextlib.contextmanager
 def _entries(place: str, root: str) -> Iterator[Any]:
-    """List a folder while the program may still be running. The folder is held open, so that no symlink can replace it, and made
-    readable."""
+    """List a folder while the program may still run. The folder is held open, so no symlink can replace it, and made readable."""
     pinned = os.open(place, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         itself = f"/proc/self/fd/{pinned}"
@@ -205,7 +205,7 @@ def _entries(place: str, root: str) -> Iterator[Any]:
 
 
 def remove_folder(folder: str) -> None:
-    """Remove the folder of a program that has ended, even if it is deeply nested or unreadable. Errors are ignored."""
+    """Remove an ended program's folder, even if deeply nested or unreadable. Errors are ignored."""
     with contextlib.suppress(OSError):
         top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
@@ -218,8 +218,8 @@ def remove_folder(folder: str) -> None:
 
 
 def _empty(name: str, parent: int, top: int, moved: Iterator[int], depth: int) -> list[str]:
-    """Empty a folder and remove it; the top folder (empty `name`) is only emptied. Folders that are nested too deeply are moved to the top
-    folder instead; returns their new names."""
+    """Empty a folder and remove it; the top folder (empty `name`) is only emptied. Folders nested too deeply are moved to the top folder
+    instead; returns their new names."""
     found = list[str]()
     with contextlib.suppress(OSError):
         if name:
@@ -262,8 +262,8 @@ def claim(folder: str) -> int:
 
 
 def claimed_by_none(parent: str, prefix: str) -> Iterator[str]:
-    """Yield this user's folders that no process has claimed (see `claim`). Folders younger than CLAIM_S are left out, since they may not be
-    claimed yet."""
+    """Yield this user's folders that no process has claimed (see `claim`), except those younger than CLAIM_S, which may not be claimed
+    yet."""
     for name in os.listdir(parent):  # noqa: PTH208
         path = f"{parent}/{name}"
         with contextlib.suppress(OSError):

@@ -1,8 +1,8 @@
-"""Run a job inside a remote sandbox that can only run a Python program with a few files (`job.json` in, `outcome.json` out). Uses the
-standard library only; see `rewards/code/backends.py`.
+"""Run a job inside a remote sandbox that can only run a Python program with a few files (`job.json` in, `outcome.json` out).
 
-The remote sandbox isolates programs from the outside world. Here each program gets a process group, a folder, the job's limits, and a fresh
-interpreter that never had the tests in memory."""
+Uses the standard library only; see `rewards/code/backends.py`. The remote sandbox isolates programs from the outside world. Here each
+program gets a process group, a folder, the job's limits, and a fresh interpreter that never had the tests in memory.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from roll_lite.sandbox.kernel import OUT_OF_TIME, PR_SET_DUMPABLE, memory_file, 
 LOOK_S = 0.01
 LINGER_S = 0.2
 ORDER = 5
-"""File descriptor from which a program's process reads what to run (see programs.py); the program itself gets 0 to 4."""
+"""File descriptor from which a program's process reads what to run (see programs.py); the program gets 0 to 4."""
 BOOT = f"""
 import json, sys
 sys.path.insert(0, sys.argv[1])
@@ -49,7 +49,7 @@ def main(harness: str) -> None:
 
 
 def _run_pair(asked: dict[str, Any], harness: str) -> dict[str, Any]:
-    """Run a program and its tests. Returns the tests' outcome, with the program's stderr and the CPU time of both."""
+    """Run a program and its tests. Returns the tests' outcome with the program's stderr and the CPU time of both."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         program, tests = _Running(asked["program"], harness, ours.fileno()), _Running(asked["tests"], harness, theirs.fileno())
@@ -99,7 +99,7 @@ class _Running:
             resource.setrlimit(which, (value, value))
 
     def ended(self, patience: float | None = None) -> dict[str, Any]:
-        """Wait for the process's end and return the outcome. The process is killed at its time limit (reported as "wall"), or after
+        """Wait for the process's end and return the outcome. The process is killed at its time limit (reported as "wall") or after
         `patience` seconds."""
         limits, stopped, most = self._limits, "", self._limits["output_kb"] * 1024
         until = min(self._started + limits["wall_s"], time.monotonic() + (limits["wall_s"] if patience is None else patience))

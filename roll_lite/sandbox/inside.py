@@ -45,8 +45,7 @@ RAISING = ("raises", "assertRaises", "assertRaisesRegex", "suppress", "warns", "
 
 
 def replaced_by(source: str) -> set[str]:
-    """Names that the tests themselves may replace: attributes that they assign, and all their strings, which may be arguments of
-    `setattr`."""
+    """Names that the tests may replace: attributes that they assign, and all their strings, which may be arguments of `setattr`."""
     nodes = list(ast.walk(ast.parse(source)))
     texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     return texts | {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
@@ -229,8 +228,8 @@ def _holds(container: Any, item: Any) -> bool:
 
 
 class Operators:
-    """Guards around operator methods (`__eq__`, `__lt__`, ...) of classes that the tested program defines, while a test runs. Otherwise an
-    object that equals everything would pass `assert f(x) == 5` or `assert f(x) in [5]`."""
+    """Guards around operator methods (`__eq__`, `__lt__`, ...) of the tested program's classes, while a test runs. Otherwise an object that
+    equals everything would pass `assert f(x) == 5` or `assert f(x) in [5]`."""
 
     tests: Any = None
     """Globals of the running test, or None."""
@@ -253,7 +252,7 @@ class Operators:
                 self._guards += [(kind, name, held) for name, held in HELD_BY(kind).items() if _is_guard(held)]
 
     def end(self) -> set[str]:
-        """Stop guarding. Returns the names of guarded operators, and of guards in the tests' globals, that the program has replaced."""
+        """Stop guarding. Returns the names of guarded operators, and of guards in the tests' globals, that the program replaced."""
         taken = {name for name, one in self._known.items() if Operators.tests.get(name) is not one}
         Operators.tests = None
         for kind, name, original in self._silent:
@@ -262,7 +261,7 @@ class Operators:
 
 
 def seen(value: Any) -> Any:
-    """Guard the class of a value that the test gets, and the classes of its items, since the program may have just created them."""
+    """Guard the class of a value that the test gets, and its items' classes, since the program may have just created them."""
     if id(type(value)) in LOADED.classes and type(value) not in PLAIN_CONTAINERS and not isinstance(value, type):
         return value
     items = [*value, *value.values()] if type(value) is dict else value if type(value) in PLAIN_CONTAINERS else [value]
@@ -275,7 +274,7 @@ def seen(value: Any) -> Any:
 
 
 def seen_by_name(value: Any) -> Any:
-    """Like `seen`, for a name or a subscript. Skips the items of a plain container, since a test may read them one by one."""
+    """Like `seen`, for a name or subscript. Skips the items of a plain container, since a test may read them one by one."""
     return value if id(type(value)) in LOADED.classes and not isinstance(value, type) else seen(value)
 
 
@@ -322,7 +321,7 @@ def _guard(name: str, original: Any) -> Any:
 
 
 def _is_as_plain(name: str, one: Any, other: Any, result: Any) -> bool:
-    """Return False if the program's number class computes another result than plain numbers would."""
+    """False if the program's number class computes another result than plain numbers would."""
     data, number = plain_copy(one), plain_copy(result)
     if data is one or not isinstance(data, NUMBERS) or not isinstance(number, NUMBERS):
         return True
@@ -370,8 +369,7 @@ def _is_own(kind: type) -> bool:
 
 
 def _made(function: types.FunctionType) -> bool:
-    """True if the program made the function. Checks both globals and code, since `FunctionType` can combine a module's globals with any
-    code."""
+    """True if the program made the function. Checks globals and code, since `FunctionType` can combine a module's globals with any code."""
     code, known = function.__code__, function.__globals__
     return code is GUARD or _is_programs(known) or (known is not Operators.tests and id(code) not in LOADED.codes)
 
@@ -382,7 +380,7 @@ def _is_programs(known: dict[str, Any]) -> bool:
 
 
 def _defines(value: Any, dunders: tuple[str, ...]) -> bool:
-    """True if the value's class or a base class defines one of these operators, and the class is the program's or the operator is odd
+    """True if the value's class or a base class defines one of these operators, and that class is the program's or the operator is odd
     (`_is_odd`)."""
     for kind in MRO(type(value)):
         held = HELD_BY(kind)
@@ -423,7 +421,7 @@ def _held(value: Any, above: tuple[int, ...]) -> Any:
 
 
 def _without_order(code: Any) -> Any:
-    """Sort the encoded items of sets and dicts, which are equal in any order."""
+    """Sort the encoded items of sets and dicts, equal in any order."""
     if type(code) is list:
         return [_without_order(one) for one in code]
     if type(code) is not dict:

@@ -1,7 +1,8 @@
 """Isolate untrusted programs: by namespaces if the platform allows them, else by landlock and seccomp.
 
 The isolation is called walls. Outer walls isolate a preloaded interpreter (zygote.py) once. Each program's process, which the interpreter
-forks, gets inner walls in addition."""
+forks, gets inner walls too.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +21,15 @@ from roll_lite.sandbox.kernel import checked, libc
 
 NOBODY = 65534
 FIRST_OF_OWN = 2_000_000_000
-"""First user id for sandboxes. Each sandbox has a separate user id, so its processes are counted and signalled separately."""
+"""First user id for sandboxes. Each sandbox has its own, so its processes are counted and signalled separately."""
 SHARED_BYTES = 16 << 20
 ROOM = 2
 """Address space limit divided by memory limit: programs reserve more than they use."""
 NEIGHBOURS = 512
-"""Allowance in RLIMIT_NPROC for processes that the same user starts elsewhere meanwhile: it counts them too."""
+"""Allowance in RLIMIT_NPROC, which also counts processes that the same user starts elsewhere meanwhile."""
 OTHERS = kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | kernel.CLONE_NEWCGROUP
 NO_WALLS = 47
-"""Exit status of a child process that tries out the isolation, if that fails."""
+"""Exit status of a child process that tries out the isolation, if it fails."""
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
 READ = EXECUTE | READ_FILE | READ_DIR
@@ -63,8 +64,7 @@ class Walls:
 
 
 def build_outer_walls(readable: Sequence[str], wanted: str) -> Walls:
-    """Isolate this process by the strongest kind that works on this machine, but none stronger than `wanted`. A pid namespace takes effect
-    at the next fork."""
+    """Isolate this process by the strongest kind that works here, at most `wanted`. A pid namespace takes effect at the next fork."""
     why_not: list[str] = []
     if wanted == "namespaces":
         trouble = _trouble_with_namespaces(readable)
@@ -76,8 +76,7 @@ def build_outer_walls(readable: Sequence[str], wanted: str) -> Walls:
 
 
 def _trouble_with_namespaces(readable: Sequence[str]) -> str:
-    """Return why namespaces cannot be created; empty if they can. A child process tries it, since a half-made isolation cannot be
-    undone."""
+    """Why namespaces cannot be created; empty if they can. A child process tries it, since a half-made isolation cannot be undone."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -123,13 +122,13 @@ def _namespaces(readable: Sequence[str]) -> Walls:
 
 
 def _is_root_of_machine() -> bool:
-    """True for the machine's root, to whom RLIMIT_NPROC does not apply. Root in a user namespace may be an ordinary user outside of it."""
+    """True for the machine's root, to whom RLIMIT_NPROC does not apply. Root in a user namespace may be an ordinary user outside."""
     with open("/proc/self/uid_map", encoding="ascii") as stream:  # noqa: PTH123
         return os.getuid() == 0 and stream.readline().split()[:2] == ["0", "0"]
 
 
 def _become_nobody() -> bool:
-    """Become an ordinary user in a user namespace. Returns False if the platform refuses; then programs change their user instead."""
+    """Become an ordinary user in a user namespace. False if the platform refuses; then programs change their user instead."""
     if not _works(_as_nobody):
         if not _may_use_another_user():
             raise PermissionError("no user namespace, and no right to start programs as another user and to kill them")
@@ -205,7 +204,7 @@ def _without_namespaces(why_not: list[str], wanted: str) -> Walls:
 
 
 def _open_to_others(abi: int, filtered: bool, is_root: bool, other_user: bool) -> str:
-    """Return why programs without a pid namespace could reach other processes or start too many; empty if they cannot."""
+    """Why programs without a pid namespace could reach other processes or start too many; empty if they cannot."""
     if not abi or not filtered:
         return "keeping to themselves takes landlock and seccomp"
     if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):  # noqa: PTH110
@@ -218,7 +217,7 @@ def _open_to_others(abi: int, filtered: bool, is_root: bool, other_user: bool) -
 
 
 def go_inside(walls: Walls, folder: str, limits: Mapping[str, Any], readable: Sequence[str]) -> None:
-    """Isolate a program's process and set its limits, before the program's first line runs. Raises OSError if that fails."""
+    """Isolate a program's process and set its limits before its first line runs. OSError if that fails."""
     os.setsid()  # signals to the process's own group would pass through pid namespaces
     if walls.kind == "namespaces":
         _own_namespaces(walls, limits)
@@ -249,8 +248,7 @@ def go_inside(walls: Walls, folder: str, limits: Mapping[str, Any], readable: Se
 
 @functools.cache
 def _shown_by_landlock(readable: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """Paths that programs may read, and the folders of which they may only list names. Both are needed, since landlock cannot hide a path
-    below a readable folder."""
+    """Paths that programs may read, and folders of which they may only list names: landlock cannot hide a path below a readable folder."""
     hidden, shown, named = filesystem.hidden_paths(readable), list[str](filesystem.SETTINGS), list[str]()
     for path in dict.fromkeys(map(os.path.realpath, (*filesystem.SYSTEM, *filesystem.readable_paths(readable)))):
         if os.path.exists(path):  # noqa: PTH110
@@ -280,7 +278,7 @@ def _own_namespaces(walls: Walls, limits: Mapping[str, Any]) -> None:
 
 
 def _threads_of(user: int) -> int:
-    """Count a user's threads on this machine, as RLIMIT_NPROC does outside a user namespace."""
+    """Number of a user's threads on this machine, as RLIMIT_NPROC counts outside a user namespace."""
     total = 0
     for name in os.listdir("/proc"):  # noqa: PTH208
         if not name.isdigit():
@@ -295,7 +293,7 @@ def _threads_of(user: int) -> int:
 
 
 def _set_limits(limits: Mapping[str, Any], others: int) -> None:
-    """Set the resource limits of this process. `others`: number of threads of other processes that RLIMIT_NPROC also counts."""
+    """Set this process's resource limits. `others`: threads of other processes that RLIMIT_NPROC also counts."""
     space = ROOM * int(limits["memory_bytes"])
     cpu = int(limits["cpu_s"]) + 1
     wanted = {
@@ -332,8 +330,8 @@ def landlock_abi() -> int:
 
 
 def restrict_files(readable: Iterable[str], writable: Iterable[str], devices: Iterable[str], named: Iterable[str]) -> None:
-    """Restrict this process and its children to these paths, with landlock. no_new_privs must be set. `named`: folders of which only names
-    may be listed."""
+    """Restrict this process and its children to these paths by landlock; no_new_privs must be set. `named`: folders of which only names may
+    be listed."""
     abi = landlock_abi()
     rights = RIGHTS_BY_ABI[max(known for known in RIGHTS_BY_ABI if known <= abi)]
     size = 24 if abi >= SCOPE_ABI else 16 if abi >= 4 else 8

@@ -1,4 +1,4 @@
-"""Kernel calls that the sandbox needs. Uses the standard library only, since this code runs inside the sandbox."""
+"""Kernel calls of the sandbox. Uses the standard library only, since it runs inside the sandbox."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ OUT_OF_TIME = int(signal.SIGPROF)
 
 
 def limit_cpu(seconds: float) -> None:
-    """End this process after this many seconds of CPU time, with exit status OUT_OF_TIME."""
+    """End this process after `seconds` of CPU time, with exit status OUT_OF_TIME."""
     # C's `_exit` is the handler, because the first process of a pid namespace ignores signals without a handler.
     libc.signal(signal.SIGPROF, ctypes.cast(libc._exit, ctypes.c_void_p))
     signal.setitimer(signal.ITIMER_PROF, seconds)

@@ -1,5 +1,5 @@
-"""Take a snapshot of the modules loaded before a program runs, to undo the program's changes to them, and to tell its classes and functions
-from others."""
+"""Snapshot of the modules loaded before a program runs, to undo the program's changes to them, and to tell its classes and functions from
+others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BUILTINS = dict(vars(builtins))
 OF_CLASS = type.__dict__
 MRO, HELD_BY, FLAGS = (OF_CLASS[name].__get__ for name in ("__mro__", "__dict__", "__flags__"))
 DERIVED = OF_CLASS["__subclasses__"]
-"""Function that lists a class's subclasses. A metaclass can override neither this function nor MRO, HELD_BY and FLAGS."""
+"""Function that lists a class's subclasses. A metaclass cannot override it, nor MRO, HELD_BY and FLAGS."""
 MADE_IN_PYTHON = 1 << 9
 """Flag of classes created at run time (Py_TPFLAGS_HEAPTYPE)."""
 CONSTANT = (int, float, complex, str, bytes)
@@ -22,9 +22,9 @@ class Loaded:
     def __init__(self) -> None:
         self.modules: dict[str, types.ModuleType] = {}
         self.names: dict[int, dict[str, Any]] = {}
-        """Globals of the modules, by id. These modules, and the classes and code below, do not belong to the program."""
+        """Globals of the modules, by id. These modules, and the classes and code below, are not the program's."""
         self.classes: dict[int, type] = {}
-        """All classes that existed when the snapshot was taken, by id."""
+        """All classes that existed at the snapshot, by id."""
         self.codes: set[int] = set()
         """Ids of the code objects of the modules' functions."""
         self._held: dict[int, tuple[Any, dict[str, Any]]] = {}
@@ -50,8 +50,8 @@ class Loaded:
         return self
 
     def put_back(self) -> set[str]:
-        """Undo the program's changes to modules, classes and functions, except to state such as sys.stdout. Returns the names of the
-        functions, classes and modules that the program had replaced."""
+        """Undo the program's changes to modules, classes and functions, except to state such as sys.stdout. Returns the names of functions,
+        classes and modules that the program had replaced."""
         replaced = {name for name, module in self.modules.items() if sys.modules.get(name) is not module}
         sys.modules.update(self.modules)
         for function, code, defaults, named in self._code.values():

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class SandboxTrouble(Exception):
-    """A program could not be run. `suspected`: True if the program itself may be the cause."""
+    """A program could not be run. `suspected`: True if the program may be the cause."""
 
     def __init__(self, cause: str, suspected: bool = False) -> None:
         super().__init__(cause)
@@ -52,17 +52,17 @@ class SandboxDied(SandboxTrouble):
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a program. Unless stated otherwise, a limit applies to all processes of the program together."""
+    """Limits of a program, for all its processes together unless stated otherwise."""
 
     cpu_s: float = 5.0
     wall_s: float = 15.0
     memory_mb: int = 512
-    """Memory of all processes together. Each process may reserve twice as much address space."""
+    """Memory of all processes together; each may reserve twice as much address space."""
     output_kb: int = 1024
     file_mb: int = 16
     folder_mb: int = 64
     processes: int = 64
-    """Maximum processes and threads, in addition to the first."""
+    """Maximum processes and threads besides the first."""
     open_files: int = 64
     """Maximum open files per process. Low, since each may be a socket, whose buffer is counted for no process."""
 
@@ -74,9 +74,9 @@ class Program:
     order: dict[str, Any]
     stdin: bytes = b""
     artifact: bytes = b""
-    """File that an earlier program has compiled; this program gets it as file descriptor 4."""
+    """Result of compiling this program, given to it as file descriptor 4."""
     address_space: bool = True
-    """False to not limit the address space, for interpreters that reserve far more than they use."""
+    """False: no limit of the address space, for interpreters that reserve far more than they use."""
     limits: Limits = field(default_factory=Limits)
 
 
@@ -122,7 +122,7 @@ class Protections:
     held: dict[str, str]
     why_not: tuple[str, ...] = ()
     counted: tuple[str, ...] = ()
-    """Resources that a control group counts exactly. The others are sampled about twenty times a second."""
+    """Resources that a control group counts exactly; others are sampled about twenty times a second."""
 
     @property
     def missing(self) -> list[str]:
@@ -157,7 +157,7 @@ class Sandbox:
         self._running: tuple[Program, list[int], float] | None = None
         self._companion: Sandbox | None = None
         self._group = ""
-        """Path of the programs' control group. This process removes it, since the isolated sandbox cannot."""
+        """Path of the programs' control group, which this process removes, since the isolated sandbox cannot."""
         self.protections: Protections | None = None
 
     def start(self) -> Protections:
@@ -193,7 +193,7 @@ class Sandbox:
         return self.protections
 
     def begin(self, program: Program, peer: int = -1) -> None:
-        """Start a program; `fileno()` becomes readable when it has ended. `peer`: socket that the program gets as file descriptor 4."""
+        """Start a program; `fileno()` becomes readable when it has ended. `peer`: socket for the program, as file descriptor 4."""
         if self._running is not None:  # the wait for an earlier program was interrupted
             self.close()
         self._ensure_started()
@@ -212,8 +212,8 @@ class Sandbox:
             raise SandboxDied(f"the sandbox died: {error}") from error
 
     def finish(self, patience: float | None = None) -> Outcome:
-        """Wait for the program's end; kill it after `patience` seconds. Raises SandboxTrouble if the sandbox does not report how the
-        program ended; the next program then gets a new sandbox."""
+        """Wait for the program's end; kill it after `patience` seconds. SandboxTrouble if the sandbox does not report how it ended; the
+        next program then gets a new sandbox."""
         assert self._running is not None and self._line is not None
         program, files, deadline = self._running
         try:
@@ -271,8 +271,7 @@ class Sandbox:
             self._group = ""
 
     def _ensure_started(self) -> None:
-        """Start the sandbox if it is not running. Raises SandboxTrouble if that fails, or if it now lacks a protection that it had
-        before."""
+        """Start the sandbox if it is not running. SandboxTrouble if that fails, or if it lacks a protection that it had before."""
         if self._line is not None and self._process is not None and self._process.poll() is None:
             return
         before = self.protections
@@ -337,7 +336,7 @@ class SandboxPool:
         self._allow_unprotected = allow_unprotected
 
     def start(self) -> Protections:
-        """Start all sandboxes and log their protections. ValueError if required ones are missing, unless `allow_unprotected` is true."""
+        """Start all sandboxes and log their protections. ValueError if required ones are missing and `allow_unprotected` is false."""
         try:
             protections, *_ = [sandbox.start() for sandbox in self._sandboxes]
             protections.refuse_missing(self._allow_unprotected)
@@ -380,8 +379,8 @@ class SandboxPool:
         return outcomes
 
     def _begin(self, sandbox: Sandbox, job: Program | Pair) -> Sandbox:
-        """Start a job. A pair (program and tests) runs in two sandboxes that share a socket. Returns the sandbox to wait for: for a pair,
-        the one that runs the tests."""
+        """Start a job and return the sandbox to wait for. A pair (program and tests) runs in two sandboxes that share a socket; the one
+        with the tests is returned."""
         if isinstance(job, Program):
             sandbox.begin(job)
             return sandbox

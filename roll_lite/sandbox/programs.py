@@ -133,7 +133,7 @@ def _exec(order: dict[str, Any]) -> None:
 
 
 def _module(order: dict[str, Any], name: str) -> dict[str, Any]:
-    """Run the prelude and the program as a module of this name. Returns the module's globals."""
+    """Run the prelude and the program as a module of this name; returns its globals."""
     source = order["source"]
     module = types.ModuleType(name)
     sys.modules[name] = module
@@ -199,8 +199,8 @@ def _expression(order: dict[str, Any]) -> None:
 
 
 def _serve(order: dict[str, Any]) -> None:
-    """Run the program, then answer the tests' calls. Modules that the tests or the program import are loaded before the program runs, since
-    it could replace modules that are loaded later."""
+    """Run the program, then answer the tests' calls. Modules that the tests or the program import are loaded first, since the program could
+    replace those loaded later."""
     with contextlib.suppress(Exception):  # the tests' process reports failing imports
         import_modules(order)
     for statement in _imports(f"{order.get('prelude', '')}\n{order['source']}"):

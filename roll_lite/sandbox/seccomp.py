@@ -1,4 +1,4 @@
-"""Build the seccomp filter, which denies programs in a sandbox some system calls."""
+"""Build the seccomp filter, which denies sandboxed programs some system calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from roll_lite.sandbox.kernel import PR_SET_DUMPABLE, PR_SET_SECCOMP, prctl
 
 
 def _calls(table: str) -> list[tuple[int, int]]:
-    """Read a table of system calls. Returns each call's numbers on x86_64 and aarch64; -1 where an architecture lacks the call."""
+    """Read a table of system calls. Returns each call's numbers on x86_64 and aarch64; -1 where an architecture lacks it."""
     rows = [line.partition("#")[0].split() for line in table.splitlines()]
     return [(int(one), int(other)) for _, one, other in filter(None, rows)]
 
@@ -190,8 +190,8 @@ def _refuse(number: int) -> int:
 
 
 def build_filter(own_pid: int | None = None, signals_stay: bool = False) -> bytes:
-    """Build the filter. Raises OSError on machines other than x86_64 and aarch64. `own_pid`: pid of a program without namespaces, which may
-    not change attributes of files or processes, nor signal others. `signals_stay`: True if other means already confine its signals."""
+    """Build the filter. OSError on machines other than x86_64 and aarch64. `own_pid`: pid of a program without namespaces, to forbid it to
+    change attributes of files or processes and to signal others. `signals_stay`: True if its signals are already confined otherwise."""
     machine = platform.machine()
     if machine not in AUDIT_ARCH:
         raise OSError(errno.ENOSYS, f"no seccomp filter for {machine}")
@@ -236,7 +236,7 @@ def _where(number: int, argument: int, tests: list[tuple[int, int, int, int]]) -
 
 
 def install_filter(code: bytes) -> None:
-    """Install the filter for this process and its children. no_new_privs must be set."""
+    """Install the filter for this process and its children; no_new_privs must be set."""
     instructions = ctypes.create_string_buffer(code, len(code))
     program = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(instructions)))
     prctl(PR_SET_SECCOMP, 2, ctypes.addressof(program))

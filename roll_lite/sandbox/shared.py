@@ -1,4 +1,4 @@
-"""Locks and shared memory for multiprocessing, in files of the program's folder. Python's own use /dev/shm, which landlock hides."""
+"""Locks and shared memory for multiprocessing, in files of the program's folder: landlock hides /dev/shm, which Python's own use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 RECURSIVE = 0
 SIZE = 64
 LOOK_S = 1.0
-"""Interval in seconds at which a process that waits for a lock wakes up, to handle signals."""
+"""Seconds after which a process that waits for a lock wakes up to handle signals."""
 libc = ctypes.CDLL(None, use_errno=True)
 
 

@@ -1,4 +1,4 @@
-"""Measure the resource usage of a program with all its processes, by sampling from outside or by reading a control group."""
+"""Measure the resources that a program uses with all its processes, by sampling from outside or reading a control group."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ OF_MAPPING = 512
 """Approximate bytes of kernel memory per memory mapping."""
 MOST_MAPPINGS = 65530
 BESIDE_RESIDENT = (b"VmPTE:", b"VmSwap:")
-"""Lines of /proc/PID/status, in kB, that count as memory in addition to the resident set."""
+"""Lines of /proc/PID/status, in kB, that count as memory besides the resident set."""
 LONGEST_MAPS = 1 << 20
-"""Maximum bytes read of a process's table of mappings. A longer table counts as the maximum number of mappings."""
+"""Maximum bytes read of a process's table of mappings; a longer table counts as the maximum number of mappings."""
 
 
 class Usage:
@@ -34,7 +34,7 @@ class Usage:
         self._group = group
         self._namespaces = namespaces
         self._seen: dict[tuple[int, int], float] = {}
-        """CPU seconds of each process at its last sample. For a child that nobody waited for, this is the only record."""
+        """CPU seconds of each process at its last sample: for a child that nobody waited for, the only record."""
         self._unseen_s = 0.0
         """Estimated CPU seconds of processes that lived only between two samples."""
         self._looked = 0.0
@@ -57,7 +57,7 @@ class Usage:
             self._group.begin(limits)
 
     def passed(self, first: int, members: Sequence[int]) -> str:
-        """Take a sample. Returns the name of the limit that the program exceeds, or "". `first`: the program's first process."""
+        """Take a sample. Returns the name of an exceeded limit, or "". `first`: the program's first process."""
         limits = self._limits
         now = time.monotonic()
         since, self._looked = now - self._looked, now
@@ -98,8 +98,8 @@ class Usage:
         return "" if self._fits(deleted) else "output"
 
     def folder_is_full(self, members: Callable[[], Iterable[int]]) -> bool:
-        """True if the program's folder exceeds a limit. The folder is measured only if free disk space has fallen or risen by more than a
-        quarter of the limit. A rise counts, since others' deletions can hide the program's writes."""
+        """True if the program's folder exceeds a limit. It is measured only if free disk space has changed by more than a quarter of the
+        limit, either way: others' deletions can hide the program's writes."""
         if self._namespaces or abs(self._free - (free := _free_bytes(self._folder))) <= self._limits["folder_bytes"] // 4:
             return False
         self._free = free
@@ -145,12 +145,12 @@ class Usage:
 
     def _is_forked(self, stat: list[bytes]) -> bool:
         """True if a process is a fork that has not executed another program: its stack has the address of this interpreter's stack or, if
-        the kernel hides that, it has the flag "forked, no exec"."""
+        the kernel hides that, the flag "forked, no exec" is set."""
         return stat[STACK] == self._own_stack if stat[STACK] != b"0" else bool(int(stat[6]) & FORKED_AND_NO_MORE)
 
     def _in_sockets(self) -> int:
-        """Upper bound of the bytes in socket buffers, which are counted for no process. 0 without namespaces, since it would include other
-        programs' sockets."""
+        """Upper bound of the bytes in socket buffers, which are counted for no process; 0 without namespaces, where it would include other
+        programs'."""
         if not self._namespaces:
             return 0
         with open("/proc/net/sockstat", encoding="ascii") as stream:  # noqa: PTH123
@@ -177,7 +177,7 @@ def _tasks_of(process: int) -> list[str]:
 
 
 def _living_thread(process: int, fields: list[bytes]) -> str:
-    """Path below /proc/PID of a living thread if the main thread has ended, since /proc/PID then shows no memory; otherwise empty."""
+    """Path below /proc/PID of a living thread if the main thread has ended, since /proc/PID then shows no memory; else empty."""
     if fields[0] != b"Z":
         return ""
     for thread in _tasks_of(process):
@@ -188,7 +188,7 @@ def _living_thread(process: int, fields: list[bytes]) -> str:
 
 
 def _lines(status: bytes, names: bytes | tuple[bytes, ...]) -> list[list[bytes]]:
-    """Words of each line that starts with one of the names. Splits only at line feeds, since a process name may contain other line ends."""
+    """Words of each line that starts with one of the names. Split only at line feeds: a process name may contain other line ends."""
     return [line.split() for line in status.split(b"\n") if line.startswith(names)]
 
 

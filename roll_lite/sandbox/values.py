@@ -30,13 +30,13 @@ STANDARD: dict[type, Callable[[Any], list[Any]]] = {
 """Standard library types that count as plain data -> function that returns arguments to rebuild an equal value."""
 NAMED = {kind.__name__: kind for kind in STANDARD}
 MADE_OF = {"bytearray": bytes, "frozenset": list, "deque": list, "Counter": dict, "OrderedDict": list}
-"""Type name -> required type of the first argument. A number or range there could expand to a huge object when decoded."""
+"""Type name -> required type of the first argument; decoding a number or range there could make a huge object."""
 MADE_OF_PARTS = {"range": int, "Fraction": int, "date": int, "Decimal": str, "timedelta": int}
-"""Type name -> required type of all arguments. For example, Fraction("1e99999999") would be computed when decoded."""
+"""Type name -> required type of all arguments. For example, decoding would compute Fraction("1e99999999")."""
 LONGEST_NUMBER = 10_000
-"""Maximum digits of a number from which a Fraction or another type of MADE_OF_PARTS is rebuilt: large Fractions are slow to reduce."""
+"""Maximum digits of a number in a Fraction or another type of MADE_OF_PARTS: large Fractions are slow to reduce."""
 SAME_HASH = 100
-"""Maximum items with the same hash in a decoded set or dict, since each lookup compares with all of them."""
+"""Maximum items with the same hash in a decoded set or dict: each lookup compares with all of them."""
 HELD: dict[type, Callable[[Any], Any]] = {
     bool: lambda value: value,
     list: lambda value: list(list.__iter__(value)),
@@ -64,7 +64,7 @@ FROM_PROGRAM = "solution"
 
 
 def encode(value: Any, refer: Callable[[Any], Any] | None = None) -> Any:
-    """Return plain data in a form that JSON can hold. Other values are encoded by `refer`; without it, TypeError is raised."""
+    """Convert plain data to a form that JSON can hold. Other values are encoded by `refer`; without it, TypeError."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
         return _scalar(value)
     if type(value) in STANDARD:
@@ -94,7 +94,7 @@ def encode(value: Any, refer: Callable[[Any], Any] | None = None) -> Any:
 
 
 def plain_copy(value: Any) -> Any:
-    """Return the data of a list, tuple, set, dict, text or number without a subclass's overrides; other values unchanged."""
+    """Data of a list, tuple, set, dict, text or number without a subclass's overrides; other values unchanged."""
     for base, read in HELD.items():
         if isinstance(value, base):
             return value if type(value) is base else read(value)
@@ -113,8 +113,8 @@ def _scalar(value: Any) -> Any:
 
 
 def decode(data: Any, find: Callable[[Any], Any] | None = None) -> Any:
-    """Decode what `encode` returned. ValueError for data that `encode` cannot have made. `find` resolves references made by `refer`.
-    Without it, iterators, dict views and numpy arrays become lists."""
+    """Decode what `encode` returned. ValueError for data that `encode` cannot have made. `find` resolves references made by `refer`;
+    without it, iterators, dict views and numpy arrays become lists."""
     if isinstance(data, list):
         return [decode(one, find) for one in data]
     if not isinstance(data, dict):
@@ -166,8 +166,7 @@ def _digits(number: Any) -> int:
 
 
 def _spread(items: list[Any]) -> list[Any]:
-    """Return `items` (a set's items or a dict's keys) unchanged if their hashes are distinct enough. Raises ValueError if more than
-    SAME_HASH of them have the same hash."""
+    """Return `items` (a set's items or a dict's keys) unchanged; ValueError if more than SAME_HASH of them have the same hash."""
     hashes = sorted(map(hash, items))
     if any(one == other for one, other in zip(hashes, hashes[SAME_HASH:], strict=False)) and len(set(map(id, items))) > SAME_HASH:
         raise ValueError(f"more than {SAME_HASH} items of one hash")

@@ -2,7 +2,8 @@
 
 Programs run one at a time, in the zygote's namespaces. A request contains the limits as JSON and open files: a description of what to run
 (the order, see programs.py) and the program's file descriptors 0 to 4. Only the forked process reads them, since later programs could read
-the zygote's memory."""
+the zygote's memory.
+"""
 
 from __future__ import annotations
 
@@ -38,16 +39,16 @@ array bisect collections copy datetime decimal fractions functools heapq itertoo
 string threading traceback typing linecache ast types enum io time atexit inspect dataclasses abc numbers cmath textwrap
 """
 FIRST_LOOK_S, LOOK_S = 0.02, 0.05
-"""Seconds until the first usage sample, and average seconds between later ones. Later intervals are random, so that a program cannot hide
-between samples."""
+"""Seconds until the first usage sample, and on average between later ones, which come at random times so that a program cannot hide between
+them."""
 DISK_LOOK_S = 0.002
-"""Seconds between checks of free disk space, made while waiting for the next usage sample."""
+"""Seconds between checks of free disk space, while waiting for the next usage sample."""
 LONGEST_LIMITS = 4096
 HIGHEST_FILE = 1024
 FOLDER = "code-"
 PATIENCE_S = 5.0
 LEFT, MOST_LEFT = "left-", 4
-"""Prefix of the folders of ended programs, and maximum number of such folders that await removal."""
+"""Prefix of ended programs' folders, and maximum number of them that await removal."""
 M_ARENA_MAX = -8
 
 
@@ -100,8 +101,8 @@ def main(control: int, settings: dict[str, Any]) -> None:
 
 
 def _clean_up_after(zygote: int, folder: str, left: int) -> NoReturn:
-    """Remove the folders of ended programs, which may take long, when the pipe `left` reports one. Once the zygote has ended, even if
-    killed, removes what it left."""
+    """Remove folders of ended programs, which may take long, when the pipe `left` reports one. Once the zygote has ended, even if killed,
+    removes what it left."""
     # Namespaces end with the zygote. If this process, its parent, is killed, the zygote cleans up.
     while os.read(left, 1):
         for old in _left_folders(folder):
@@ -119,8 +120,8 @@ def _left_folders(folder: str) -> list[str]:
 
 class Zygote:
     def __init__(self, line: socket.socket, walls: Walls, readable: list[str], folder: str, group: Group | None, say_left: int) -> None:
-        """`folder`: parent of the programs' folders; empty with namespaces. `say_left`: pipe that tells the parent process to remove
-        folders of ended programs."""
+        """`folder`: parent of the programs' folders; empty with namespaces. `say_left`: pipe that asks the parent process to remove folders
+        of ended programs."""
         self._line = line
         self._walls = walls
         self._readable = readable
@@ -144,8 +145,8 @@ class Zygote:
             self._line.sendall(json.dumps(report).encode() + b"\n")
 
     def _receive(self) -> tuple[dict[str, Any], list[int]] | None:
-        """Return the limits and open files of the next request; None when the connection is closed. A single space is the message "kill the
-        running program"; it is skipped here, because the program has already ended."""
+        """Limits and open files of the next request; None when the connection is closed. A single space is the message "kill the running
+        program", which is skipped: the program has already ended."""
         files, data, ancillary = array.array("i"), b" ", list[Any]()
         while data and not data.strip():
             data, ancillary, _, _ = self._line.recvmsg(LONGEST_LIMITS, socket.CMSG_SPACE(6 * files.itemsize))
@@ -251,7 +252,7 @@ class Zygote:
         return {"exit": os.waitstatus_to_exitcode(status), "stopped": stopped, "cpu_s": cpu_s}
 
     def _wait(self, poller: select.poll, pause: float, pid: int) -> list[tuple[int, int]] | None:
-        """Wait for an event or until `pause` seconds are over. Returns None if the program's folder is full."""
+        """Wait for an event, at most `pause` seconds. None if the program's folder is full."""
         until, step = time.monotonic() + pause, pause if self._namespaces else DISK_LOOK_S
         while not (events := poller.poll(step * 1000)) and time.monotonic() < until:
             if self._usage.folder_is_full(lambda: self._members(pid)):
@@ -266,7 +267,7 @@ class Zygote:
 
 
 def descendants() -> list[int]:
-    """Return all descendants of this process, including orphans, which it inherits as a subreaper."""
+    """All descendants of this process, including orphans, which it inherits as a subreaper."""
     found = _children(os.getpid())
     for process in found:
         found.extend(child for child in _children(process) if child not in found)
@@ -274,7 +275,7 @@ def descendants() -> list[int]:
 
 
 def _children(pid: int) -> list[int]:
-    """Children of a process. Those of all its threads are read, since a child belongs to the thread that forked it."""
+    """Children of a process: those of all its threads, since a child belongs to the thread that forked it."""
     found: list[int] = []
     try:
         threads = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208
@@ -293,7 +294,7 @@ def _kill(processes: Iterable[int]) -> None:
 
 
 def kill_descendants() -> None:
-    """Kill all descendants. Raises TimeoutError if some are alive after PATIENCE_S."""
+    """Kill all descendants. TimeoutError if some are alive after PATIENCE_S."""
     deadline = time.monotonic() + PATIENCE_S
     while rest := descendants():
         _kill(rest)

@@ -1,7 +1,8 @@
 """Replace the simulator's assumptions by measurements of a run.
 
 The time of an engine's step is fitted as `passes * pass_s + tokens * request_s`. Trainer, weight updates and rewards take the run's mean
-times."""
+times.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from roll_lite.config.schema.simulation import (
 )
 
 QUANTILES = 21
-"""Number of response-length quantiles per domain, one every 5%."""
+"""Response-length quantiles per domain, one every 5%."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +43,13 @@ class MeasuredRun:
 
 
 def calibrated(config: RunConfig, folder: Path) -> RunConfig:
-    """Configuration with assumptions replaced by the run's measurements. ValueError if the run cannot be used for that."""
+    """Configuration with assumptions replaced by the run's measurements. ValueError if the run is unusable for that."""
     simulation = measured(read_run(folder), config.simulation, list(config.domains))
     return config.model_copy(update={"simulation": simulation})
 
 
 def read_run(folder: Path) -> MeasuredRun:
-    """Read a run's folder. ValueError if the run cannot be used for measurements."""
+    """Read a run's folder. ValueError if the run is unusable for measurements."""
     try:
         lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         settings = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
@@ -83,7 +84,7 @@ def read_run(folder: Path) -> MeasuredRun:
 
 
 def _refuse_unrecorded(folder: Path, rollout: Mapping[str, Any], metrics: Iterable[Mapping[str, float]]) -> None:
-    """Refuse runs that generated more samples than their batches contain, since the lengths of the others are not recorded."""
+    """Refuse runs that generated more samples than their batches contain: the lengths of the others are not recorded."""
     filtered = round(sum(record.get("rollout/filtered_groups", 0.0) for record in metrics))
     oversample = rollout.get("oversample", 1)
     if filtered:
@@ -141,7 +142,7 @@ def _engine(run: MeasuredRun, steps: Sequence[int], assumed: SimulatedEngineConf
 
 
 def passes(lengths: Sequence[int], slots: int) -> int:
-    """Number of forward passes in which an engine generates responses of these lengths, `slots` at a time."""
+    """Forward passes in which an engine generates responses of these lengths, `slots` at a time."""
     ends = [0] * min(slots, len(lengths))
     for tokens in lengths:
         heapq.heapreplace(ends, ends[0] + tokens)
@@ -159,7 +160,7 @@ def fit(rows: Sequence[tuple[float, float]], seconds: Sequence[float]) -> tuple[
 
 
 def _trainer(run: MeasuredRun, steps: Sequence[int], assumed: SimulatedTrainerConfig) -> SimulatedTrainerConfig:
-    """Measure the trainer's cost per token: the time of a step without generation and weight update."""
+    """Measure the trainer's time per token, from steps' time without generation and weight update."""
     records = [run.metrics[step] for step in steps]
     other = [record.get("time/step", 0.0) - record.get("time/generate", 0.0) - record.get("time/sync_weights", 0.0) for record in records]
     tokens = [sum(sample["prompt_tokens"] + sample["response_tokens"] for sample in run.samples[step]) for step in steps]

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 ASK_OUTSIDE = 100
-"""While tasks are ready, sockets and threads are polled only once in this many event loop rounds, since a poll is a system call."""
+"""While tasks are ready, sockets and threads are polled only once in this many event loop rounds: a poll is a system call."""
 
 
 class _JumpingSelector(selectors.SelectSelector):

@@ -75,15 +75,15 @@ class Span:
 @dataclass(eq=False, slots=True)
 class _Run:
     """Request in a simulated engine. All running requests get tokens at the same pace, so they share the counter
-    `SimulatedEngine._decoded`. A request has `_decoded - zero` tokens."""
+    `SimulatedEngine._decoded`: a request has `_decoded - zero` tokens."""
 
     asked: Asked
     prompt: int
-    """Number of prompt tokens, including the context of a continued request."""
+    """Tokens of the prompt, including the context of a continued request."""
     tokens: int
     reason: FinishReason
     generated: float = 0.0
-    """Number of tokens generated before the request was preempted."""
+    """Tokens generated before the request was preempted."""
     zero: float = 0.0
     prefix: str = ""
     """Key of the prompt, which all samples of a group share."""
@@ -91,13 +91,13 @@ class _Run:
     since: float = 0.0
     cached: int = 0
     reported: int = 0
-    """Number of tokens reported to the caller, who keeps them if the engine dies."""
+    """Tokens reported to the caller, who keeps them if the engine dies."""
     versions: list[VersionSpan] = field(default_factory=list)
 
 
 class SimulatedEngine:
-    """Simulated engine; to the router it is an EngineClient. `length(request)`: number of tokens of the whole response, if max_tokens did
-    not limit it."""
+    """Simulated engine; to the router it is an EngineClient. `length(request)`: tokens of the whole response if max_tokens did not limit
+    it."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class SimulatedEngine:
         length: Callable[[GenerationRequest], int],
         spans: list[Span] | None = None,
     ) -> None:
-        """`spans`: list to which the requests' spans are added, for a picture; None: not recorded."""
+        """`spans`: list that receives the requests' spans, for a picture; None: not recorded."""
         self.name = f"engine {number}"
         self.number = number
         self.rates = rates
@@ -119,7 +119,7 @@ class SimulatedEngine:
         self.generated = 0
         self.prefilled = 0
         self.put_back = 0
-        """Number of preempted requests, which were prefilled again."""
+        """Preempted requests, which were prefilled again."""
         self._length = length
         self._spans = spans
         self._loop = asyncio.get_running_loop()
@@ -127,14 +127,14 @@ class SimulatedEngine:
         self._runs: dict[str, _Run] = {}
         """Running and waiting requests by id."""
         self._running: dict[str, _Run] = {}
-        """Running requests by id, in the order of admission."""
+        """Running requests by id, in order of admission."""
         self._ends: list[tuple[float, int, _Run]] = []
         self._slots = list(range(limits.slots))
         self._admitted = 0
         self._prefixes: Counter[str] = Counter()
         """Number of running requests by shared prompt, which is prefilled only once."""
         self._decoded = 0.0
-        """Number of tokens that a request would have if it had run since the engine's start."""
+        """Tokens that a request would have if it had run since the engine's start."""
         self._cached = 0.0
         self._prefill_s = 0.0
         self._settled = self._loop.time()
@@ -292,7 +292,7 @@ class SimulatedEngine:
             self._loop.call_later(REPORT_S, self._report)
 
     def _prefill(self, run: _Run) -> int:
-        """Add the time to prefill a request, except for prompt tokens that the engine has cached. Returns the number of cached tokens."""
+        """Add the time to prefill a request, except for prompt tokens in the cache. Returns the number of cached tokens."""
         held = run.prompt - run.asked.request.resumed - 1 if self._prefixes[run.prefix] > 0 else 0
         self._prefixes[run.prefix] += 1
         tokens = run.prompt + self._tokens(run) - held

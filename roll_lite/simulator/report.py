@@ -45,7 +45,7 @@ def _cells(outcome: SimulatedRun) -> tuple[str, ...]:
 
 
 def advice(outcomes: Sequence[SimulatedRun]) -> str:
-    """Name the cheapest run that is about as fast as the fastest: the one with the fewest engines, then with the least staleness."""
+    """Name the cheapest run that is about as fast as the fastest: the one with the fewest engines, then the least staleness."""
     best = min(outcome.step_s for outcome in outcomes)
     chosen = min(
         (outcome for outcome in outcomes if outcome.step_s <= best * ABOUT_AS_FAST),

@@ -27,7 +27,7 @@ class TrainerModel:
     """Fraction of `token_s` spent on log-prob passes."""
 
     def seconds(self, tokens: int, early: int = 0) -> float:
-        """Seconds that training on a batch takes. `early`: number of its tokens whose log-probs were already computed during generation."""
+        """Seconds of training on a batch. `early`: tokens whose log-probs were already computed during generation."""
         return self.overhead_s + tokens * self.token_s - self.pass_seconds(early)
 
     def pass_seconds(self, tokens: int) -> float:
@@ -39,14 +39,14 @@ class Failures:
     given: tuple[tuple[float, int], ...] = ()
     """Planned deaths of engines: (second, engine number)."""
     mean_s: float | None = None
-    """Mean seconds between random deaths of an engine, exponentially distributed; None: no random deaths."""
+    """Mean seconds between random deaths of an engine (exponential distribution); None: no random deaths."""
     mean_node_s: float | None = None
-    """Mean seconds between random losses of a node with all its engines, exponentially distributed; None: no losses."""
+    """Mean seconds between random losses of a node with all its engines (exponential distribution); None: no losses."""
     engines_per_node: int = 1
     hangs: tuple[tuple[float, int], ...] = ()
     """Planned hangs of engines: (second, engine number)."""
     mean_hang_s: float | None = None
-    """Mean seconds between random hangs of an engine, exponentially distributed; None: no random hangs."""
+    """Mean seconds between random hangs of an engine (exponential distribution); None: no random hangs."""
     hang_s: float = 7.0
     start_s: float | None = None
     """Seconds until a replacement engine serves; None: engines are not replaced."""
@@ -86,8 +86,8 @@ class Scenario:
 
     @property
     def mean_slots(self) -> int:
-        """Average number of requests that fit into an engine and its KV cache at a time. Assumes that running responses, weighted by
-        length, are half done on average."""
+        """Average number of requests that fit into an engine and its KV cache at a time, if running responses, weighted by length, are half
+        done on average."""
         most = self.limits.cached_tokens
         if most is None:
             return self.limits.slots

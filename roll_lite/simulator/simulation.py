@@ -1,4 +1,4 @@
-"""Simulate the training loop. Schedulers and router are the real code; engines, rewards and trainer only take time."""
+"""Simulate the training loop with the real schedulers and router; engines, rewards and trainer only take time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from roll_lite.simulator.workload import domains, lengths, uniform
 LOOK_S = 1.0
 """Seconds between polls for finished groups whose log-probs can be computed early."""
 GC_THRESHOLDS = (1_000_000, 50, 1000)
-"""Thresholds of the garbage collector that make collections rare, since each scans hundreds of thousands of samples."""
+"""Thresholds that make garbage collections rare: each scans hundreds of thousands of samples."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Step:
     waited_s: float
     trained_s: float
     tokens: int
-    """Number of tokens in prompts and responses of the batch."""
+    """Tokens in the batch's prompts and responses."""
     response_tokens: int
     work_s: float
     """Engine seconds that the batch's responses cost if all request slots are in use."""
@@ -63,7 +63,7 @@ class SimulatedRun:
     """Hangs of engines: (second, engine number). These engines die later."""
     failed: int = 0
     put_back: int = 0
-    """Number of requests preempted because the KV cache was full."""
+    """Requests preempted because the KV cache was full."""
     filtered: int = 0
     lost: int = 0
     behind_s: float = 0.0
@@ -73,7 +73,7 @@ class SimulatedRun:
 
     @property
     def steady(self) -> list[Step]:
-        """Steps after the warm-up. An asynchronous run begins with short responses, since the long ones are still being generated."""
+        """Steps after the warm-up. An asynchronous run begins with short responses: the long ones are still being generated."""
         return self.steps[self.warm_up :]
 
     @property
@@ -151,7 +151,7 @@ class _Simulation:
         self.gone: list[SimulatedEngine] = []
         self.slots = scenario.mean_slots
         self.early: dict[int, int] = {}
-        """Group number -> number of tokens, for groups whose log-probs were computed early."""
+        """Group number -> tokens, for groups whose log-probs were computed early."""
         self.passing_until = 0.0
         self.given_up = asyncio.Event()
 
@@ -292,7 +292,7 @@ class _Simulation:
     # ------------------------------------------------------------ engines that come and go
 
     def start_engine(self, number: int, node: int | None = None) -> SimulatedEngine:
-        """Start an engine. `node`: number of its node; None: derived from the engine's number, as for the first engines."""
+        """Start an engine. `node`: its node's number; None: derived from the engine's number, as for the first engines."""
         scenario = self.scenario
         self.node_of[number] = number // scenario.failures.engines_per_node if node is None else node
         engine = SimulatedEngine(number, scenario.rates, scenario.limits, self.length, self.outcome.spans if self.keep_spans else None)
@@ -323,7 +323,7 @@ class _Simulation:
                     self.gone.append(self.engines.pop(engine))
 
     def failure_of(self, number: int, hangs: bool) -> float | None:
-        """Return the time of an engine's death or hang: the earlier of the planned and the random one; None if there is none."""
+        """Time of an engine's death or hang: the earlier of the planned and the random one, or None."""
         failures = self.scenario.failures
         what, given, mean_s = ("hang", failures.hangs, failures.mean_hang_s) if hangs else ("failure", failures.given, failures.mean_s)
         times = [at for at, engine in given if engine == number]

@@ -1,4 +1,4 @@
-"""Simulated prompts, response lengths and scores. They are drawn by a hash of the sample's identity, so all scenarios get the same ones."""
+"""Simulated prompts, response lengths and scores, drawn by a hash of the sample's identity: all scenarios get the same ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def uniform(*parts: object) -> float:
 
 class Distribution(Protocol):
     def draw(self, share: float) -> float:
-        """Return the quantile: the value below which the fraction `share` of draws lies."""
+        """Quantile: the value below which the fraction `share` of draws lies."""
         ...
 
 
@@ -67,7 +67,7 @@ class DomainModel:
     """Seconds to score a response; None: no time."""
     reward_most_s: float = math.inf
     reward_workers: int | None = None
-    """Number of responses scored at a time; None: no limit."""
+    """Responses scored at a time; None: no limit."""
     all_right: float = 0.0
     """Fraction of prompts that are always solved."""
     all_wrong: float = 0.0
@@ -75,9 +75,9 @@ class DomainModel:
     greedy_baseline: bool = False
     prompts: int = 10_000
     epochs: int | None = None
-    """Number of passes over the prompts; None: no limit."""
+    """Passes over the prompts; None: no limit."""
     least: int = 0
-    """Minimum number of groups of this domain in a batch."""
+    """Minimum groups of this domain in a batch."""
 
 
 class SimulatedPrompts:

@@ -82,8 +82,7 @@ class ActorWorker(ModelWorker):
         return training_columns(needed, measured)
 
     def assign_credit(self, shard: BatchShard, kl_coef: float) -> CreditReport:
-        """Compute advantages (and the critic's targets) of this rank's rows. Collective over head ranks (one per data-parallel rank), which
-        exchange rewards."""
+        """Compute advantages (and the critic's targets) of this rank's rows. Collective over head ranks (one per data-parallel rank)."""
         batch = shard.materialize()
         rows = padded(batch)  # the whole shard at once: a few numbers per token, no activations
         credit = assign_credit(rows, self.strategy.layout.data_rank, self.algorithm, kl_coef, self.gather_from_heads)
@@ -141,7 +140,7 @@ class ActorWorker(ModelWorker):
 
 
 class AdaptedActorWorker(ActorWorker):
-    """Actor that trains LoRA adapters. With these switched off, it is the reference model too, at the cost of a forward pass."""
+    """Actor that trains LoRA adapters. With the adapters switched off, it also computes the reference's log-probs."""
 
     computes: ClassVar[Mapping[str, str]] = {**ReferenceWorker.computes, **ActorWorker.computes}
 
@@ -167,8 +166,7 @@ def transferred(transfer: Callable[[], None]) -> Transferred:
 
 
 def moved_too_far(metrics: Mapping[str, float], limit: float | None) -> bool:
-    """True if the policy's KL, averaged over the update's tokens, exceeds the limit or is NaN. The sums are equal on all ranks, so all stop
-    together."""
+    """True if the mean KL per token of an update exceeds the limit or is NaN. The sums are equal on all ranks, so all stop together."""
     if limit is None:
         return False
     kl, tokens = (sum(value for name, value in metrics.items() if name.startswith(f"actor/{what}#")) for what in ("approx_kl", "tokens"))

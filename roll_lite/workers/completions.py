@@ -126,7 +126,7 @@ class CompletionPump:
         self._changed.set()
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """Abort requests. Those in the engine end with the tokens they have."""
+        """Abort requests; None: all. Requests that the engine is running end with the tokens generated so far."""
         for request_id in list(self._entering if request_ids is None else self._entering.intersection(request_ids)):
             self._push(Completion(request_id, finish_reason=FinishReason.ABORT))
         await self._strategy.abort(request_ids)
@@ -140,8 +140,8 @@ class CompletionPump:
             await asyncio.wait(self._running)
 
     async def collect(self, max_wait_s: float, most_blocks: int = 1) -> tuple[Collected, list[DataProto]]:
-        """Return completions and progress since the last call, and token blocks. Waits for the first completion, then `linger_s` for more;
-        completions beyond `most_blocks` are left for the next call."""
+        """Return completions and progress since the last call, and token blocks. Waits for the first completion, then `linger_s` for more.
+        Completions that do not fit into `most_blocks` blocks are left for the next call."""
         if not self._ready and not self._generated and self._strategy.life.failure is None:
             self._changed.clear()
             try:

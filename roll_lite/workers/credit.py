@@ -1,6 +1,6 @@
 """Turns reward and KL of one rank's rows into token rewards, then advantages, and measures them.
 
-Group baselines and whitening need the global batch, so all ranks, even without rows, exchange numbers.
+Group baselines and whitening need the global batch, so all ranks exchange numbers, even those without rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from roll_lite.workers.credit_inputs import CreditInputs, RowTable, users_advant
 from roll_lite.workers.objectives import OLD_COLUMN, OldLogProbs
 
 Gather = Callable[[torch.Tensor], list[torch.Tensor]]
-"""All-gather over data-parallel ranks: returns their tensors [rows, n] in rank order; numbers of rows may differ, and be 0."""
+"""All-gather over data-parallel ranks: returns their tensors [rows, n] in rank order; numbers of rows may differ or be 0."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Credit:
     returns: torch.Tensor | None
     """The critic's targets; None without a critic."""
     kl: torch.Tensor | None
-    """KL(policy || reference) of each token before its coefficient, if part of the reward."""
+    """KL(policy || reference) of each token, without coefficient, if part of the reward."""
     rewards_per_row: torch.Tensor
     """[B] float64: the reward minus coef * the sample's KL."""
 
@@ -45,7 +45,7 @@ def compared_before_training(algorithm: AlgorithmConfig) -> bool:
 
 
 def credit_columns(algorithm: AlgorithmConfig) -> Columns:
-    """Columns that assign_credit and its metrics read and write."""
+    """Columns that credit assignment and its metrics read and write."""
     reads = ["response_mask", "reward", "group", "train_weight", "truncated", "domain_number"]
     if compared_before_training(algorithm):
         reads += ["rollout_log_probs", "old_log_probs", "old_entropy"]
@@ -65,7 +65,7 @@ def _old_column(algorithm: AlgorithmConfig) -> list[str]:
 
 
 def assign_credit(rows: MicroBatch, data_rank: int, algorithm: AlgorithmConfig, kl_coef: float, gather: Gather) -> Credit:
-    """Compute Credit from the columns that credit_columns names. Collective over head ranks (one per data-parallel rank)."""
+    """Compute Credit from the columns of credit_columns. Collective over head ranks (one per data-parallel rank)."""
     config = algorithm.advantage
     kl = _kl(rows, algorithm) if kl_coef > 0 else None
     whitened = algorithm.whiten_advantages or config.name in ALWAYS_WHITENED
@@ -75,8 +75,8 @@ def assign_credit(rows: MicroBatch, data_rank: int, algorithm: AlgorithmConfig, 
 
 
 def _whitening(rows: MicroBatch, gather: Gather) -> Whitening:
-    """Function that computes the whitening of the global batch's training tokens. Rows with non-finite values are left out: they would
-    spoil all other advantages."""
+    """Return a function that computes (mean, 1 / standard deviation) over the global batch's training tokens. Rows with non-finite values
+    are left out: they would spoil all other advantages."""
 
     def of_global_batch(moments: torch.Tensor) -> tuple[float, float]:
         mine = formulas.merged_moments(moments[(rows.columns["train_weight"] > 0) & moments.isfinite().all(1)])
@@ -103,8 +103,8 @@ Estimate = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class _Task:
-    """Inputs of the estimators. Rewards and KL stay separate until they are summed in float64, since they may differ by a factor of
-    millions."""
+    """Inputs of the advantage estimators. Rewards and KL stay separate until they are summed in float64, since they may differ by a factor
+    of millions."""
 
     def __init__(
         self,
@@ -120,9 +120,9 @@ class _Task:
         """[B] reward of each sample, without KL."""
         self.kl_rewards = None if kl is None else kl * -kl_coef
         self.rewards = self.score if kl is None else self.score - kl_coef * row_moments(kl, rows.mask)[:, 1]
-        """[B] reward of each sample, with the KL of its tokens."""
+        """[B] reward of each sample, minus its KL penalty."""
         self.whitening = whitening
-        """None: the advantages stay as they are."""
+        """None: advantages are not whitened."""
         self.groups = rows.columns["group"].long()
         self._data_rank, self._gather = data_rank, gather
 
@@ -131,7 +131,8 @@ class _Task:
         return formulas.policy_token_counts(self.mask)
 
     def everyone(self, rewards: torch.Tensor) -> RowTable:
-        """Table of all ranks' rows, since a group's rows may be on several ranks. Group numbers travel as float64, exactly."""
+        """Table of all ranks' rows, since a group's rows may be on several ranks. Group numbers are sent as float64, which holds them
+        exactly."""
         trains = self.columns["train_weight"] > 0
         mine = torch.stack([rewards, self.groups.double(), self.policy_tokens.double(), trains.double()], dim=1)
         parts = self._gather(mine)

@@ -18,15 +18,15 @@ class RowTable:
     """Samples of the whole global batch, even those that do not train; all tensors [N]."""
 
     rewards: torch.Tensor
-    """float64: the shaped score minus coef * the sample's KL, as in the reward."""
+    """float64: the shaped score minus coef * the sample's KL."""
     groups: torch.Tensor
     """int64: samples of one prompt have the same number."""
     policy_tokens: torch.Tensor
-    """int64: number of tokens that the policy chose in each sample."""
+    """int64: tokens that the policy chose, per sample."""
     trains: torch.Tensor
     """bool: train_weight > 0."""
     local: slice
-    """Slice of the rows that this rank has: `everyone.rewards[everyone.local]` are their rewards."""
+    """Slice of this rank's rows: `everyone.rewards[everyone.local]` are their rewards."""
 
 
 @dataclass(frozen=True)
@@ -44,18 +44,18 @@ class CreditInputs:
     groups: torch.Tensor
     """[B] int64: samples of one prompt have the same number."""
     policy_tokens: torch.Tensor
-    """[B] int64: number of tokens that the policy chose."""
+    """[B] int64: tokens that the policy chose."""
     truncated: torch.Tensor
     """[B] bool: cut at max_tokens."""
     train_weight: torch.Tensor
-    """[B] float32: 0 does not train."""
+    """[B] float32: 0 for samples not trained on."""
     everyone: RowTable
     """Rows of all ranks, for baselines."""
 
 
 def users_advantages(inputs: CreditInputs, name: str, args: dict[str, Any], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Call the user's estimator. Returns (advantages, the critic's targets or None), [B, T-1], 0 where masked, even if the user's function
-    returns one number per sample."""
+    """Call the user's estimator. Returns (advantages, the critic's targets or None), [B, T-1], 0 where masked, even if it returns one
+    number per sample."""
     result = load_function(name, WHERE, "CreditInputs -> advantages")(inputs, **args)
     pair = isinstance(result, tuple)
     if inputs.values is not None and not (pair and len(result) == 2):

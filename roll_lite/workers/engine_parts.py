@@ -1,4 +1,4 @@
-"""Engine that spans nodes: its InferWorker runs on the first node, a further actor on each of the other nodes."""
+"""Engine that spans nodes: its InferWorker runs on the first node, an actor on each of the others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from roll_lite.distributed.worker import AsyncWorker, reserve_port, use_interfac
 
 WATCH_SECONDS = 0.25
 LAST_SECONDS = 5.0
-"""Time for the parts' clean-up, before they are killed."""
+"""Time for the parts' clean-up before they are killed."""
 
 
 def own_address() -> str:
@@ -32,7 +32,7 @@ def own_address() -> str:
 
 
 class EnginePartWorker(AsyncWorker):
-    """Part of an engine on one node. It is called by the InferWorker that made it, and ends with that worker."""
+    """Part of an engine on one node. The InferWorker that made it calls it, and it ends with that worker."""
 
     lives_alone: ClassVar[bool] = True
     _watching: asyncio.Task[None] | None = None
@@ -59,7 +59,7 @@ class EnginePartWorker(AsyncWorker):
 
 
 class EngineParts:
-    """Starts, watches and ends the parts of an engine on further nodes. `options`: Ray options of each part."""
+    """Starts, watches and ends an engine's parts on further nodes. `options`: Ray options of each part."""
 
     def __init__(self, spec: EngineSpec, options: Sequence[Mapping[str, Any]]) -> None:
         address = own_address()
@@ -73,7 +73,7 @@ class EngineParts:
         self.lost: str | None = None
 
     async def start(self, engine: Awaitable[None]) -> None:
-        """Start all parts together with the first node; none is ready before all are."""
+        """Start all parts and the first node's engine (`engine`) together, since each waits for the others."""
         make = ray.remote(EnginePartWorker)
         numbered = list(enumerate(self._options, start=1))
         self._actors = [make.options(**own).remote(self.spec, replace(self._node, number=number)) for number, own in numbered]
@@ -91,7 +91,7 @@ class EngineParts:
         self._start_is_over.set()
 
     def _look_after(self, started: Mapping[ray.ObjectRef, int]) -> None:
-        """Watch the engine's start from a thread, because a starting engine may block the event loop, and wait forever for a dead part."""
+        """Watch the parts' start from a thread: a starting engine may block the event loop, and would wait forever for a dead part."""
         pending = list(started)
         while pending and not self._start_is_over.is_set():
             ready, pending = ray.wait(pending, timeout=1.0)

@@ -32,13 +32,13 @@ T = TypeVar("T")
 
 WATCH_SECONDS = 0.5
 LAST_SECONDS = 2.0
-"""Time for a dead engine's clean-up, before its end is reported."""
+"""Time for a dead engine's clean-up before its end is reported."""
 PULSE_SECONDS = 2.0
 """Pause between a heartbeat's answer and the next heartbeat."""
 MOST_BLOCKS = 32
 """Maximum token blocks (tables of samples' tokens) returned by one call."""
 POLL_SECONDS = 10.0
-"""A call for completions returns after this time even without any."""
+"""A call for completions returns after this time even without completions."""
 
 
 async def fetch_block(reference: Any) -> DataProto:
@@ -55,7 +55,7 @@ class InferWorker(AsyncWorker):
     _watching_parts: asyncio.Task[None] | None = None
 
     def __init__(self, spec: EngineSpec, parts: Sequence[Sequence[Mapping[str, Any]]] = ()) -> None:
-        """`parts`: for each replica, Ray options of the actors on the further nodes that it spans."""
+        """`parts`: for each replica, Ray options of the actors on its further nodes."""
         super().__init__()
         # Replicas with equal seeds would draw the same numbers, so that samples of one prompt could be equal.
         strategy = share_of_device(spec.strategy, self.rank % spec.sharers, spec.sharers)
@@ -67,7 +67,7 @@ class InferWorker(AsyncWorker):
         self._pump = CompletionPump(self._strategy, fetch_block, columns=spec.columns, engine=self.rank)
 
     async def initialize(self, turn: int = 0, turns: int = 1) -> None:
-        """Start the engine if it is this replica's turn (rank % turns)."""
+        """Start the engine if it is this replica's turn (rank % turns == turn)."""
         if self.rank % turns != turn:
             return
         if self._parts is None:
@@ -80,7 +80,7 @@ class InferWorker(AsyncWorker):
         self._ready.set()
 
     async def until_ready(self) -> None:
-        """Wait until the engine has started; before that, this process may be too busy to answer."""
+        """Wait until the engine has started; before, this process may be too busy to answer."""
         await self._ready.wait()
 
     async def _watch(self) -> None:
@@ -108,7 +108,7 @@ class InferWorker(AsyncWorker):
 
     async def collect(self, most_blocks: int = 1, max_wait_s: float = POLL_SECONDS) -> tuple[Collected | DataProto | None, ...]:
         """Return everything that finished since the last call, then `most_blocks` token blocks, padded with None. Ray makes the caller the
-        owner of returned objects, which therefore outlive this process."""
+        owner of returned objects, so they outlive this process."""
         collected, blocks = await self._pump.collect(max_wait_s, most_blocks)
         return collected, *blocks, *[None] * (most_blocks - len(blocks))
 
@@ -163,7 +163,7 @@ class InferWorker(AsyncWorker):
         return Transferred(seconds=seconds or {})
 
     async def _of_engine(self, work: Awaitable[T]) -> T:
-        """Await the engine's work; raise MemberLost if it failed because the engine is dead."""
+        """Await the engine's work; MemberLost if it failed because the engine is dead."""
         try:
             return await work
         except Exception as error:
@@ -213,7 +213,7 @@ class RemoteEngine(BatchedEngine):
         self._heartbeat = Heartbeat(self._ask_place, silence_s, PULSE_SECONDS)
         self._place: Place | None = None
         self._blocks = 1
-        """Number of token blocks to request next."""
+        """Token blocks to request next."""
 
     async def start(self) -> None:
         await self._worker.until_ready.remote()
@@ -225,7 +225,8 @@ class RemoteEngine(BatchedEngine):
             return cause_of(error)
 
     async def _until_silent(self) -> str:
-        """Wait until the worker leaves a heartbeat unanswered; returns the cause. It answers even during long prefills and updates."""
+        """Wait until the worker leaves a heartbeat unanswered; returns the cause. A living worker answers even during long prefills and
+        updates."""
         limit_s = await self._heartbeat.until_silent()
         return f"nothing was heard of its process for {self.silent_s:.1f} s (limits.engine_silence: {limit_s:g} s)"
 

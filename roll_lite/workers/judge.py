@@ -53,7 +53,7 @@ def with_addresses(reward: RewardConfig, judges: Mapping[str, JudgeAddress]) -> 
 
 
 class JudgeServer:
-    """Process of a judge's server. Its port is reserved here and survives restarts."""
+    """Process of a judge's server. This object reserves the port, which stays the same after restarts."""
 
     def __init__(self, name: str, config: JudgeServerConfig) -> None:
         self.name = "the judge's server"

@@ -75,8 +75,8 @@ class Update:
     mismatch: SampleSums = field(default_factory=dict)
     """Log-prob differences between engine and trainer; only for the first update, if no earlier pass measured them."""
     row_losses: dict[int, float] = field(default_factory=dict)
-    """Loss of each of this rank's rows, supervised ones included, by sample number. Filled only for the first of consecutive updates that
-    are skipped as non-finite, to find the rows at fault."""
+    """Loss of each of this rank's rows, including supervised ones, by sample number. Filled only for the first of consecutive updates
+    skipped as non-finite, to find the rows at fault."""
 
 
 def training_columns(loss_columns: Sequence[str], if_there: Sequence[str] = ()) -> Columns:
@@ -87,7 +87,7 @@ def training_columns(loss_columns: Sequence[str], if_there: Sequence[str] = ()) 
 
 class ModelWorker(Worker):
     computes: ClassVar[Mapping[str, str]] = {}
-    """Batch column that the role can compute -> model output it is taken from."""
+    """Batch column that the role can compute -> model output it comes from."""
     forward_columns: ClassVar[Columns] = Columns(reads=("input_ids",))
     strategy: TrainStrategy
 
@@ -128,7 +128,7 @@ class ModelWorker(Worker):
         return self._checkpoint.finish()
 
     def upload_checkpoint(self, folder: Path, target: Path, names: Sequence[str]) -> str | None:
-        """Upload those of the files that are on this node, which its ranks share. Returns the failure; None if there was none."""
+        """Upload this rank's share of the files that are on its node. Returns the failure; None if there was none."""
         try:
             with reaching(target):
                 for name in self._share_of_node([name for name in names if (folder / name).is_file()]):
@@ -138,7 +138,7 @@ class ModelWorker(Worker):
         return None
 
     def download_checkpoint(self, source: Path, folder: Path, wanted: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
-        """Download the files that this node lacks, which its ranks share. Returns sizes and checksums of this rank's share."""
+        """Download this rank's share of the files that its node lacks. Returns sizes and checksums of its share of `wanted`."""
         found = {}
         for name in self._share_of_node(list(wanted)):
             file = folder / name
@@ -153,7 +153,7 @@ class ModelWorker(Worker):
         keep_only(folder, names)
 
     def _share_of_node(self, items: Sequence[str]) -> Sequence[str]:
-        """Every n-th item for each of a node's n ranks. Collective; `items` is the same for all of them."""
+        """This rank's share of `items`, which must be equal on all ranks of its node. Collective."""
         nodes: list[str | None] = [None] * self.world_size
         dist.all_gather_object(nodes, Place.here().node)
         ranks = [rank for rank, node in enumerate(nodes) if node == nodes[self.rank]]
@@ -200,7 +200,7 @@ class ModelWorker(Worker):
             yield Update(mini_batch.epoch, result, row_losses=explained)
 
     def _row_losses(self, rows: DataProto, loss_fn: ActorLoss | CriticLoss) -> dict[int, float]:
-        """Loss of each row of an update whose loss was not finite, from another forward pass; empty except on head ranks."""
+        """Loss of each row of an update with a non-finite loss, from another forward pass; empty except on head ranks."""
         plan = self.strategy.plan(rows.lengths, self._forward_budget(loss_fn.outputs))
         found = self.strategy.forward(rows, loss_fn.outputs, plan)
         if found is None:

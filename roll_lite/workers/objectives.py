@@ -38,8 +38,8 @@ OLD_COLUMN: dict[OldLogProbs, str | None] = {"recompute": "old_log_probs", "curr
 
 @dataclass(eq=False)
 class ActorLoss:
-    """Policy loss with its mismatch correction, KL to the reference and entropy bonus; cross-entropy for supervised rows, those with a
-    ptx_weight."""
+    """Policy loss with mismatch correction, KL to the reference and entropy bonus. Supervised rows (ptx_weight > 0) have cross-entropy
+    instead."""
 
     policy_loss: PolicyLossConfig = field(default_factory=PpoLossConfig)
     mismatch_correction: MismatchCorrectionConfig | None = None
@@ -52,7 +52,7 @@ class ActorLoss:
     measure_entropy: bool = True
     """Compute the entropy, for its metric, even if no bonus needs it."""
     domains: int = 1
-    """Number of domains. Rows without the column domain_number belong to domain 0."""
+    """Rows without the column domain_number belong to domain 0."""
     given: tuple[str, ...] = field(init=False)
     """Optional inputs (GIVEN_TO_LOSSES) that a user's loss asks for."""
     mismatch: RowSums = field(init=False)
@@ -260,7 +260,7 @@ USERS_LOSS = "algorithm.policy_loss.function"
 
 
 def given_to(config: PolicyLossConfig) -> tuple[str, ...]:
-    """Optional inputs (GIVEN_TO_LOSSES) that the user's function has parameters for, except those set in the configuration."""
+    """Optional inputs (GIVEN_TO_LOSSES) for which the user's function has parameters, except those set in the configuration."""
     if not isinstance(config, CustomLossConfig):
         return ()
     parameters = list(signature(_users_function(config)).parameters.values())[1:]

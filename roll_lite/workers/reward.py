@@ -1,4 +1,4 @@
-"""Reward workers: small processes that run reward functions, without torch, and the pool that keeps them busy."""
+"""Reward workers: small processes that run reward functions, without torch, and their pool."""
 
 from __future__ import annotations
 
@@ -22,19 +22,18 @@ from roll_lite.workers.scoring_pool import ScoringJob, ScoringPool
 BATCH_SECONDS = 0.05
 """Target duration of one call: much longer than a remote call's overhead, but samples should not wait for each other."""
 SLICE_SECONDS = 0.5
-"""A call returns after this time with the samples done so far: a hanging sample does not hold up its batch."""
+"""A call returns after this time with the samples done so far: a hanging sample does not delay its batch."""
 MOST_SAMPLES = 64
 """Maximum samples in one call, and in flight in one worker."""
 GRACE_SECONDS = 1.0
 LOST_IN_A_ROW = 16
-"""If this many workers are lost one after another, without a score in between, all waiting samples fail."""
+"""If this many workers are lost in a row, without a score in between, all waiting samples fail."""
 
 RewardJob = ScoringJob[RewardInput, Score]
 
 
 class RewardWorker:
-    """Synchronous actor, so reward functions run in the main thread of their process; a single `async def` method would move them to
-    another."""
+    """Synchronous actor, so reward functions run in the main thread; a single `async def` method would move them to another."""
 
     _scorer: BatchScorer
 
@@ -90,7 +89,7 @@ class RewardPool(ScoringPool[PooledWorker, RewardInput, Score]):
 
     A function that hangs or kills its process fails its own sample. Its worker is replaced; other samples of the call are scored again. A
     hang in Python is interrupted inside the worker; other hangs (a stopped process, a call into C) end with the process, when `_call` times
-    out. A worker with an async function takes further samples while others run.
+    out. A worker with an async function takes more samples while others run.
     """
 
     def __init__(self, domain: str, config: RewardConfig) -> None:
@@ -128,7 +127,7 @@ class RewardPool(ScoringPool[PooledWorker, RewardInput, Score]):
             await self._call(member, dict(zip(numbers, batch, strict=False)))
 
     async def _call(self, member: PooledWorker, batch: dict[int, RewardJob]) -> None:
-        """Score a batch. Raises if the worker must be replaced: its process died, or has a bug and its state is unknown."""
+        """Score a batch. Raises if the worker must be replaced: its process died, or a bug left its state unknown."""
         member.under_way |= batch
         try:
             # The worker ends a call in time, unless the running code cannot be interrupted.
@@ -155,7 +154,7 @@ class RewardPool(ScoringPool[PooledWorker, RewardInput, Score]):
     # ------------------------------------------------------------ samples
 
     def _join(self, under_way: dict[int, RewardJob]) -> list[RewardJob]:
-        """Take more samples for a worker that is already scoring: its share of the waiting ones; none if one that it scores must run
+        """Take more samples for a worker that is already scoring: its share of the waiting ones, or none if a sample it scores must run
         alone."""
         if any(job.alone for job in under_way.values()):
             return []
@@ -170,7 +169,7 @@ class RewardPool(ScoringPool[PooledWorker, RewardInput, Score]):
         return max(1, min(MOST_SAMPLES, int(seconds / max(self._seconds_per_sample, 1e-6))))
 
     def _hand_out(self, member: PooledWorker, scored: Scored, given: int) -> None:
-        """Hand out a call's results; samples without one wait again. `given`: samples newly sent with the call."""
+        """Hand out a call's results; samples without a result wait again. `given`: number of samples newly sent with the call."""
         results = scored.results if not scored.interrupted else dict.fromkeys(member.under_way) | scored.results
         done = 0
         for number, result in sorted(results.items(), reverse=True):
@@ -190,7 +189,7 @@ class RewardPool(ScoringPool[PooledWorker, RewardInput, Score]):
         self._seconds_per_sample = seconds if known is None else max(seconds, 0.8 * known + 0.2 * seconds)
 
     def _blame(self, under_way: dict[int, RewardJob], cause: str) -> None:
-        """Handle the samples of a failed call. A single sample fails; several are scored again one by one to find the cause."""
+        """Handle the samples of a failed call. A single sample fails; several are scored again one by one, to find the cause."""
         jobs = [under_way.pop(number) for number in sorted(under_way, reverse=True)]
         if len(jobs) == 1:
             self._fail(jobs, cause)

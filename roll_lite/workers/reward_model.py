@@ -1,4 +1,4 @@
-"""A rank that holds a reward model, or its part of one, and scores texts with it."""
+"""Rank that holds a reward model, or part of one, and scores texts with it."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ class RewardModelWorker(Worker):
         return strategy.layout
 
     def score(self, texts: Sequence[ScoredText]) -> list[float | str] | None:
-        """Score of each text, or the reason it has none. Called on all ranks of a model copy; None except on its head rank, which returns
-        the results."""
+        """Score of each text, or the reason it has none. Called on all ranks of a model copy; its head rank returns the results, others
+        None."""
         strategy = self._initialized()
         tokens = [self._tokens.of(text) for text in texts]
         scores = self._scores(strategy, [ids for ids in tokens if not isinstance(ids, str)])
@@ -136,7 +136,7 @@ class TextTokens:
         return ids
 
     def _encode(self, text: ScoredText) -> list[int]:
-        """Token ids. Special tokens are added only to a text that does not begin with BOS; messages get theirs from the chat template."""
+        """Token ids. Special tokens are added only to text that does not begin with BOS; messages get theirs from the chat template."""
         tokenizer = self._tokenizer
         if isinstance(text, str):
             add = not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))

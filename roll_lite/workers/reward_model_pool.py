@@ -32,7 +32,7 @@ WINDOW_SECONDS = 0.003
 RESTART_SECONDS = 600.0
 """Time limit for processes to start and load the model."""
 HANG_SECONDS = 600.0
-"""Time limit of one batch on a copy of the model; a sample's `timeout_s` is shorter."""
+"""Time limit of one batch on a model copy; a sample's `timeout_s` is shorter."""
 KILL_SECONDS = 1.0
 POLL_SECONDS = 0.25
 
@@ -57,19 +57,19 @@ def copies_of(actors: Sequence[Any], layouts: Sequence[RankLayout]) -> list[Copy
 
 
 def is_gone(error: BaseException) -> bool:
-    """True if the process died, or Ray restarted it and it has not loaded its model yet."""
+    """True if the process died, or was restarted by Ray and has not loaded its model yet."""
     return is_death(error) or (isinstance(error, RayTaskError) and isinstance(error.cause, NotInitialized))
 
 
 class Ranks:
-    """Ranks of a reward model that are started and replaced together (a Member of a Fleet): with Megatron all ranks, with hf each rank
-    alone. The driver owns the processes. Ray restarts dead ones, and `start` loads the model into them."""
+    """Ranks of a reward model that start and are replaced together (a Member of a Fleet): with Megatron all ranks, with hf each rank alone.
+    The driver owns the processes. Ray restarts dead ones, and `start` loads the model into them."""
 
     def __init__(self, model: str, actors: Sequence[Any], config: RewardModelConfig) -> None:
         self.name = f"reward model {model}"
         self.copies: list[Copy] = []
         self.guilty: Copy | None = None
-        """Copy whose failure ended the others, if known."""
+        """Model copy whose failure ended the others, if known."""
         self._actors = list(actors)
         self._places: list[Place] = []
         self._are_connected = STRATEGIES[config.strategy.name].connects_ranks
@@ -82,8 +82,8 @@ class Ranks:
 
     @staticmethod
     def of(model: str, actors: Sequence[Any], config: RewardModelConfig) -> list[Ranks]:
-        """Group a model's ranks into the Ranks that start together: with Megatron all ranks, with hf each rank alone. `actors`: all ranks,
-        in order."""
+        """Group a model's ranks by what starts together: with Megatron all ranks, with hf each rank alone. `actors`: all ranks, in
+        order."""
         parts = [actors] if STRATEGIES[config.strategy.name].connects_ranks else [[actor] for actor in actors]
         return [Ranks(model, part, config) for part in parts]
 
@@ -115,7 +115,7 @@ class Ranks:
         return list(await asyncio.gather(*(actor.place.remote() for actor in self._actors)))
 
     def kill(self) -> None:
-        """Kill the ranks for a restart. Connected ranks cannot accept a new one, so all restart."""
+        """Kill the ranks for a restart. Connected ranks cannot accept a replacement, so all are killed."""
         self._was_killed = self._are_connected or not self._is_gone
         self._is_gone = False
         if self._was_killed:
@@ -139,7 +139,7 @@ class Ranks:
             raise MemberLost(f"{self.name}: it hangs: no scores within {HANG_SECONDS:g} s") from None
 
     async def move(self, to_devices: bool) -> None:
-        """Load or offload the model. If a rank is dead when offloading, nothing is raised: the next sample notices."""
+        """Load or offload the model. A rank found dead when offloading raises nothing: the next sample notices."""
         async with self._moving:
             if self._is_resident == to_devices:
                 return
@@ -173,7 +173,7 @@ async def _reached(actor: Any) -> None:
 
 class RewardModelPool(ScoringPool[Ranks, ScoredText, float]):
     """Client of one reward model, which batches the samples of all domains. If a copy loses a process, its samples fail with the cause and
-    the copy is started again; others serve meanwhile. If no copy is left, waiting samples fail too and may be retried."""
+    it is started again; others serve meanwhile. If no copy is left, waiting samples fail too and may be retried."""
 
     def __init__(self, name: str, actors: Sequence[Any], config: RewardModelConfig) -> None:
         self.name = name
@@ -198,7 +198,7 @@ class RewardModelPool(ScoringPool[Ranks, ScoredText, float]):
         return self._config.micro_batch_size * sum(len(ranks.copies) for ranks in self._fleet.members)
 
     async def rest(self) -> None:
-        """Offload the model (`offload: true`) once all samples are scored, until the next one."""
+        """Once all samples are scored, offload the model (`offload: true`) until the next one."""
         if not self._config.offload or not self._fleet.is_tended:
             return
         while self._open:
@@ -215,7 +215,7 @@ class RewardModelPool(ScoringPool[Ranks, ScoredText, float]):
         return self._config.micro_batch_size
 
     async def _serve(self, member: Ranks) -> None:
-        """Score batches on all model copies of `member` until one copy is lost; then the others stop too."""
+        """Score batches on all model copies of `member` until one is lost; then the others stop too."""
         await first_of(*(self._serve_copy(copy, member) for copy in member.copies))
 
     async def _serve_copy(self, copy: Copy, ranks: Ranks) -> None:
@@ -287,7 +287,7 @@ class RewardModelClient:
             self._added.close()
 
     def newly_replaced(self) -> int:
-        """Workers and ranks replaced since the last call. A model that domains share is counted by the first caller."""
+        """Workers and ranks replaced since the last call. A model that domains share counts for the first caller."""
         return self._client.newly_replaced() + (self._added.newly_replaced() if self._added is not None else 0)
 
     async def _scored(self, item: RewardInput) -> Score:

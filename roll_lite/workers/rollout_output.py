@@ -60,7 +60,7 @@ def rows_of(groups: Sequence[SampleGroup], temperatures: Mapping[str, float]) ->
 
 
 def held_out_rows(groups: Sequence[SampleGroup], temperatures: Mapping[str, float], report_by: Mapping[str, str | None]) -> DataProto:
-    """Rows of a validation. `report_by`: data column by whose values a domain is reported, or None."""
+    """Rows of a validation. `report_by`: domain -> data column by whose values its results are also reported, or None."""
     samples = [sample for group in groups for sample in group.samples]
     parts = [_part(sample, report_by[sample.id.domain]) for sample in samples]
     answers = [number for group in groups for number in _answers(group)]
@@ -104,7 +104,7 @@ def _baseline_scores(groups: Sequence[SampleGroup]) -> list[float]:
 
 
 def ledger_text(lines: Iterable[dict[str, Any]], step: int | None = None) -> bytes:
-    """JSON lines for the ledger. `step`: added to lines of the batch and its groups."""
+    """JSON lines for the ledger. `step`: added to the lines about the batch and its groups."""
     return b"".join(_line(line | {"step": step} if line.get("end") == DELIVERED or line["event"] == "batch" else line) for line in lines)
 
 
@@ -112,9 +112,9 @@ def ledger_text(lines: Iterable[dict[str, Any]], step: int | None = None) -> byt
 
 
 def write_samples(path: Path, groups: Iterable[SampleGroup], step: int, clock_offset: float = 0.0) -> None:
-    """Write a line per sample, with failed ones and greedy baselines. The file appears complete or not at all.
+    """Write a line per sample, including failed ones and greedy baselines. The file appears complete or not at all.
 
-    `clock_offset`: wall clock minus event loop's clock.
+    `clock_offset`: wall clock minus event loop's clock, in seconds.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     records = ({"step": step, **line} for group in groups for line in _described(group, clock_offset))

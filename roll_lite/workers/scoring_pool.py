@@ -24,18 +24,18 @@ class ScoringJob(Generic[Item, Result]):
     item: Item
     answer: asyncio.Future[Result]
     alone: bool = False
-    """True if the sample must be scored alone next, since its last batch hung or died. Only a sample that was alone can be blamed."""
+    """True if the sample must be scored alone next, since its last batch hung or died: only a sample scored alone can be blamed."""
 
 
 class ScoringPool(ABC, Generic[M, Item, Result]):
-    """Queue of samples. A free worker takes waiting samples at once, so the least loaded gets the work."""
+    """Queue of samples. A free worker takes waiting samples at once: the least loaded gets the work."""
 
     def __init__(self, path: str, members: Sequence[M], policy: Policy, window_s: float = 0.0) -> None:
         """`path`: YAML path of the workers. `window_s`: time that a free worker waits for a full batch."""
         self._fleet = Fleet(path, members, policy, self._serve, self._lost, self._down)
         self._queue: deque[ScoringJob[Item, Result]] = deque()
         self._open: dict[asyncio.Future[Result], None] = {}
-        """Answers of the samples that wait or are in a worker, oldest first."""
+        """Results of the samples that wait or are being scored, oldest first."""
         self._arrived = asyncio.Event()
         self._idle = 0
         self._window_s = window_s
@@ -73,7 +73,7 @@ class ScoringPool(ABC, Generic[M, Item, Result]):
             del self._open[job.answer]
 
     async def _take(self, member: M) -> list[ScoringJob[Item, Result]]:
-        """Wait for samples; take at most `_most`, and at most this worker's share of those waiting."""
+        """Wait for samples; take at most `_most`, and at most this worker's share of the waiting ones."""
         self._idle += 1
         try:
             while True:

@@ -51,8 +51,8 @@ class TokenRecord:
         return TokenRecord(self.ids[first:], self.mask[first:], self.log_probs[first:], extra)
 
     def fill_experts(self, experts: np.ndarray | None) -> TokenRecord:
-        """Fill in unknown expert ids from those the engine reports. Known ones stay: sampling used them, while a continued request, which
-        prefills the earlier tokens again, may report others."""
+        """Fill in unknown expert ids from those that the engine reports. Known ones stay: sampling used them, while a continued request,
+        which prefills the earlier tokens again, may report others."""
         if experts is None:
             return self
         told = _stacked([experts[: len(self)], _unknown(EXPERTS, max(0, len(self) - len(experts)))])
@@ -91,7 +91,7 @@ class TokenRecord:
 
 
 async def joined_block(request: GenerationRequest, parts: Sequence[TokenRow], fetch: Callable[[Any], Awaitable[DataProto]]) -> DataProto:
-    """Block of one sample so far: the request's context and prompt, then `parts`, whose first token is a dummy (completions.py)."""
+    """Block of one sample so far: the request's context and prompt, then `parts` without their dummy first tokens (completions.py)."""
     rows = [*([] if request.context is None else [request.context]), *parts]
     blocks = {row.block: await fetch(row.block) for row in rows}
     columns = [name for name in EXTRA_COLUMNS if name in blocks[parts[0].block]]

@@ -1,4 +1,4 @@
-"""Samples of unfinished groups as a file of a checkpoint: a Parquet table with a row per sample."""
+"""Samples of unfinished groups as a checkpoint's file: a Parquet table with a row per sample."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from roll_lite.workers.token_blocks import TOKEN_COLUMNS, TokenRecord, joined_re
 
 
 def to_file(found: Mapping[int, Mapping[int, Unfinished]], columns: Sequence[str], fetch: Fetch) -> bytes:
-    """Write samples, given by group and index, with their tokens. A sample without tokens, or with lost ones, is left out. `columns`:
-    further token columns."""
+    """Write samples, given by group and index, with their tokens. Samples without tokens or with lost ones are left out. `columns`: further
+    token columns."""
     samples = [(group, index, one) for group, of_group in found.items() for index, one in of_group.items()]
     references = list(dict.fromkeys(row.block for *_, one in samples for row in _rows_of(one)))
     blocks = {reference: block for reference, block in zip(references, fetch(references), strict=True) if block is not None}
@@ -57,8 +57,8 @@ def _with_tokens(sample: SavedSample, tokens: TokenRow | None) -> SavedSample:
 
 
 def from_file(content: bytes, columns: Sequence[str], store: Callable[[DataProto], Any]) -> SavedGroups:
-    """Read samples; none if the file has other token columns than the run, which has `columns` beside the usual ones. `store`: function
-    that puts a block into the object store and returns its reference."""
+    """Read samples; none if the file's token columns are not the usual ones and `columns`. `store`: function that puts a block into the
+    object store and returns its reference."""
     table = pq.read_table(BytesIO(content)).combine_chunks()
     names = [*TOKEN_COLUMNS, *columns]
     if {"group", "index", "sample", *names} != set(table.column_names):

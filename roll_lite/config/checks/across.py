@@ -45,8 +45,8 @@ SectionCheck = Callable[[RunConfig, str, Any], Iterable[Mistake]]
 
 
 def check(config: RunConfig, *, further: Sequence[Check] = (), files: bool = True) -> list[Problem]:
-    """Find all problems that the schema cannot see. `further`: additional checks, from other packages. `files`: False skips checks of files
-    and of this machine's GPUs."""
+    """Find all problems that the schema cannot see. `further`: checks from other packages. `files`: False skips checks of files and of this
+    machine's GPUs."""
     of_files = (*GPU_CHECKS, *FILE_CHECKS, *LORA_FILE_CHECKS) if files else ()
     found: list[Mistake] = []
     for one in (*RUN_CHECKS, *ALGORITHM_CHECKS, *LAYOUT_CHECKS, *of_files, *further):
@@ -77,7 +77,7 @@ def _role(config: RunConfig, name: str) -> Iterator[Mistake]:
 
 
 def _mini_batches_divide(config: RunConfig) -> Mistakes:
-    """Check that every step's samples divide into equal mini-batches. With different group sizes the number of samples varies."""
+    """Check that every step's samples divide into equal mini-batches. Their number varies if domains differ in group size."""
     prompts, parts = config.rollout.prompts_per_step, config.algorithm.mini_batches
     sizes = {name: group_size(config, domain) for name, domain in config.domains.items()}
     first = next(iter(sizes.values()))
@@ -222,7 +222,7 @@ def _decay(path: str, optimizer: OptimizerConfig, total: int) -> Mistakes:
 
 
 def simulated_domains(config: RunConfig) -> Mistakes:
-    """Report misspelt names in `simulation.domains`. Names unlike any domain's are ignored: their domains may have been removed."""
+    """Report misspelt names in `simulation.domains`. Names unlike any domain's are ignored: these domains may have been removed."""
     for name in config.simulation.domains.keys() - config.domains.keys():
         if close_names(name, config.domains.keys() - config.simulation.domains.keys()):
             yield f"simulation.domains.{name}", f"no such domain; {did_you_mean(name, config.domains)}"

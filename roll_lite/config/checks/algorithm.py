@@ -54,8 +54,7 @@ def _own_functions(config: RunConfig) -> Iterator[Problem]:
 
 
 def _full_kl(config: RunConfig) -> Mistakes:
-    """Check that the object store has room for KL estimator `full`, which stores a distribution over the vocabulary for each token of a
-    step."""
+    """Check that the object store has room for KL estimator `full`, which stores a distribution over the vocabulary per token of a step."""
     full = [name for name, term in kl_terms(config).items() if term.estimator == "full"]
     shape = known_shape(config.model.path)
     if not full or shape is None:

@@ -33,7 +33,7 @@ def _model(config: RunConfig) -> Iterator[Problem]:
 
 
 def _told(path: str, folder: Path, wrong: Callable[[], str | None]) -> Iterator[Problem]:
-    """Yield a problem whose message `wrong()` returns, or raises as ValueError; nothing if it returns None."""
+    """Yield a problem with the message that `wrong()` returns, or raises as ValueError; nothing if it returns None."""
     try:
         message = wrong()
     except ValueError as error:
@@ -55,8 +55,8 @@ def _tokenizer_misfit(folder: Path, vocab_size: int) -> str | None:
 
 
 def _weights_misfit(folder: Path, hf: HfConfig | None, head: str) -> str | None:
-    """Return what is wrong with a model's safetensors; None if nothing. Without `hf`, only checks that a value head is there; with it, all
-    names and shapes."""
+    """What is wrong with a model's safetensors; None if nothing. Without `hf`, checks only that a value head is there; with it, all names
+    and shapes."""
     stored = stored_tensors(folder)
     if head == VALUE_HEAD and head not in stored:
         return f"its safetensors have no {head}, the value head of a critic or reward model; use init: actor for a new one"
@@ -92,8 +92,8 @@ def _critic(config: RunConfig) -> Iterator[Problem]:
 def _readable(
     path: str, folder: Path, architectures: Sequence[str] = HEADS
 ) -> Generator[Problem, None, tuple[ModelShape | None, HfConfig | None]]:
-    """Read a model folder and yield its problem, if any. Returns its shape and HfConfig: both None if unreadable, HfConfig None if the
-    model cannot be trained."""
+    """Read a model folder and yield its problem, if any. Returns shape and HfConfig: both None if unreadable, HfConfig None if the model
+    cannot be trained."""
     shape = None
     try:
         shape = read_model_shape(folder)

@@ -1,7 +1,7 @@
 """Checks that a dotted path leads to a user's function with fitting arguments.
 
-Modules are parsed and not imported, since an import might load torch or start a client. Only the start of the run can check what needs
-running code, such as the result of a decorator.
+Modules are parsed, not imported: an import might load torch or start a client. What needs running code, such as a decorator's result, is
+checked only when the run starts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from roll_lite.config.problems import Problem, did_you_mean
 
 LONGEST_CHAIN = 8
-"""Maximum number of re-exports and aliases followed to find a function."""
+"""Maximum re-exports and aliases followed to find a function."""
 CONSTANTS = (ast.Constant, ast.JoinedStr, ast.List, ast.Tuple, ast.Set, ast.Dict)
 
 
@@ -24,7 +24,7 @@ def check_function(
     path: str, key: str, name: str, arguments: Mapping[str, Any], or_class: bool = False, given: Collection[str] = ()
 ) -> Iterator[Problem]:
     """Check that the dotted path `name`, the value of setting `path`.`key`, leads to a function that takes `arguments`. `or_class`: allow a
-    class, without checking its arguments. `given`: parameters that the run fills if the function has them."""
+    class, with any arguments. `given`: parameters that the run fills if the function has them."""
     try:
         found = _definition(name)
     except ValueError as error:
@@ -40,7 +40,7 @@ def check_function(
 
 
 def parameters_of(name: str) -> set[str]:
-    """Names of a function's parameters after the first that can be passed by name; empty if the function is unknown."""
+    """Names of a function's parameters after the first that can be passed by name; empty for an unknown function."""
     try:
         found = _definition(name)
     except ValueError:  # check_function reports it
@@ -55,7 +55,7 @@ def _by_name(parameters: ast.arguments) -> set[str]:
 
 def _definition(name: str, chain: int = LONGEST_CHAIN) -> ast.AST | None:
     """Find the syntax tree of a dotted name's object through assignments and imports. None if only running the code could tell (no Python
-    source, bound twice, `import *`). ValueError if module or name is missing, or the source unreadable."""
+    source, bound twice, `import *`). ValueError for a missing module or name, or unreadable source."""
     module, _, attribute = name.rpartition(".")
     if not module:
         raise ValueError("a function of your own is a dotted path, package.module.function")
@@ -108,7 +108,7 @@ def _located(module_name: str) -> ModuleSpec:
 
 
 def _bound(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, ast.AST | None]]:
-    """Yield the names bound by statements, also inside `if`, `try` and `with`, with their values; None for a value known only at run
+    """Yield the names that statements bind, also inside `if`, `try` and `with`, with their values; None for a value known only at run
     time."""
     for node in nodes:
         match node:

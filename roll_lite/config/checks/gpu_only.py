@@ -1,6 +1,6 @@
 """Checks of settings that need GPUs: fp8 engines, Transformer Engine, weight transfer between GPUs.
 
-Only runs call `needs_gpus`: the command `check` may be run on another machine.
+Only runs call `needs_gpus`: the command `check` may run on another machine.
 """
 
 from __future__ import annotations

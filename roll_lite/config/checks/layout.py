@@ -177,8 +177,8 @@ def _model_is_long_enough(config: RunConfig) -> Mistakes:
 
 
 def _engine_knows_the_model(config: RunConfig) -> Mistakes:
-    """Refuse models that SGLang computes differently from the trainer: it ignores Llama's sliding window, and treats all layers as having
-    experts if any has."""
+    """Refuse models that SGLang computes differently from the trainer: it ignores Llama's sliding window, and gives all layers experts if
+    any has."""
     shape = known_shape(config.model.path)
     if shape is None or not generates(config) or not isinstance(config.actor_infer.strategy, SglangStrategyConfig):
         return
@@ -223,8 +223,8 @@ def unreadable_weights(config: RunConfig) -> str | None:
 
 
 def _experts_over_an_update(config: RunConfig) -> Mistakes:
-    """Refuse routing replay with SGLang if weight updates pause requests: it then recomputes their tokens, and reports only the experts of
-    that pass, not those used in sampling."""
+    """Refuse routing replay with SGLang if weight updates pause requests: SGLang then recomputes their tokens with the new weights, and
+    reports only the experts of that pass, not those used in sampling."""
     rollout = config.rollout
     pauses = rollout.on_sync == "pause" or (rollout.on_sync is None and rollout.supply == "async")
     if replays_engines(config) and pauses and isinstance(config.actor_infer.strategy, SglangStrategyConfig):
@@ -255,7 +255,7 @@ def devices_are_there(config: RunConfig) -> Mistakes:
 
 
 def sharing_notes(config: RunConfig) -> list[str]:
-    """Return a note for each pair of roles that share GPUs if both stay loaded, or if one is loaded beside engines that stay."""
+    """Return a note for each pair of roles that share GPUs if both stay loaded, or if only one does and has engines."""
     if not gpus_visible():
         return []
     by_role = roles(config)

@@ -1,4 +1,4 @@
-"""Checks for secrets in a configuration, because it is logged and saved. URLs must hold none; other secrets are left out of logs and
+"""Checks for secrets in a configuration, since it is logged and saved. URLs must hold none; other secrets are left out of logs and
 files."""
 
 from __future__ import annotations

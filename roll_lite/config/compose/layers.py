@@ -37,7 +37,7 @@ class Composed:
     """Paths of unresolvable values; the root if a whole file is unreadable."""
     origins: dict[Path, str]
     secrets: dict[Path, tuple[str, Any]]
-    """Values from environment variables, by path: (text as written, value)."""
+    """Values from environment variables: path -> (text as written, value)."""
     hidden: list[str]
     """Notes on shipped files that a user's file of the same name replaces."""
 
@@ -55,7 +55,7 @@ class _Composer:
     hidden: list[str] = field(default_factory=list)
 
     def add_file(self, path: FilePath, name: str, stack: tuple[FilePath, ...]) -> None:
-        """Append a file's layers: its defaults in order, then itself, unless `_self_` places it elsewhere."""
+        """Append the file's layers: its defaults in order, then the file itself, unless `_self_` places it elsewhere."""
         label = f"{name}.yaml"
         try:
             text = read_text(path)
@@ -84,7 +84,7 @@ class _Composer:
         return path
 
     def refuse(self, place: str, message: str, value: Any = NO_VALUE, broken: Path = ()) -> None:
-        """Report a problem and mark a path as broken, by default the root: settings of an unreadable file must not count as missing."""
+        """Report a problem and mark a path as broken, by default the root: an unreadable file's settings must not count as missing."""
         self.problems.append(Problem(place, message, value))
         self.broken.add(broken)
 
@@ -135,8 +135,8 @@ def searched(folder: FilePath) -> str:
 
 
 def suggestion(name: str, folder: FilePath) -> str:
-    """Suggest close names among the user's `folder` and the shipped files. If none is close, list the user's files, or the shipped ones if
-    the user has none."""
+    """Suggest close names among the user's `folder` and the shipped files. If none is close, list the user's files or, if there are none,
+    the shipped ones."""
     own, shipped = ([path.stem for path in one.glob("*.yaml")] for one in (folder, CONFIGS))
     return did_you_mean(name, [*own, *shipped] if close_names(name, [*own, *shipped]) or not own else own)
 
@@ -178,7 +178,7 @@ def _environment(key: str, *default: Any) -> Any:
 
 
 def _resolve(node: DictConfig | ListConfig, path: Path, composer: _Composer) -> Any:
-    """Return plain data with `${...}` replaced. If that fails, report it and mark the path as broken."""
+    """Plain data with `${...}` replaced. A value that cannot be resolved is reported and its path marked as broken."""
     keys: list[Any] = list(range(len(node))) if isinstance(node, ListConfig) else list(node.keys())
     result: dict[str, Any] = {}
     for key in keys:
@@ -219,7 +219,7 @@ def _resolve(node: DictConfig | ListConfig, path: Path, composer: _Composer) -> 
 
 
 def _why(error: Exception, variables: list[str]) -> str:
-    """Return the error's message, without values of environment variables."""
+    """The error's message, without values of environment variables."""
     for variable in variables:
         if f"Environment variable '{variable}' not found" in str(error):
             return f"the environment variable {variable} is not set"

@@ -26,13 +26,13 @@ def spell_out(data: Any, path: Path, lines: dict[Path, int]) -> Any:
 
 
 def is_short_form(value: Any, path: Path) -> bool:
-    """True if the value is a word that stands for a section. Interpolations are not: they may give a whole section."""
+    """True if the value is a word that stands for a section. Interpolations do not count: they may give a whole section."""
     is_word = isinstance(value, str) and "${" not in value and value != "???"
     return is_word and any("name" in cls.model_fields for cls in sections_at(path))
 
 
 def merge(tree: dict[str, Any], layer: Mapping[str, Any], path: Path = ()) -> None:
-    """Merge `layer` into `tree`, both at `path`. Sections are merged, other values replaced; null removes an inherited entry of a mapping,
+    """Merge `layer` into `tree`, both at `path`: sections are merged, other values replaced. null removes an inherited entry of a mapping,
     and restores the default of a setting that cannot be null."""
     for key in _ended(tree, layer, path):
         del tree[key]

@@ -55,7 +55,7 @@ def parse_override(text: str) -> Override | Problem:
 
 
 def names_first(overrides: Sequence[Override]) -> list[Override]:
-    """Move overrides of a section's `name` before those of its other settings: a new name drops earlier settings."""
+    """Move overrides of a section's `name` before those of its other settings, since a new name drops earlier settings."""
     ordered: list[Override] = []
     for one in overrides:
         named = isinstance(one.value, dict) and "name" in one.value
@@ -148,8 +148,8 @@ def apply_override(tree: dict[str, Any], override: Override) -> list[Problem]:
 
 
 def _holder(tree: dict[str, Any], override: Override) -> tuple[dict[str, Any] | list[Any], int]:
-    """Return the innermost existing section or list on the override's path, and the number of keys that lead to it. LookupError if it
-    cannot hold the next key."""
+    """Innermost existing section or list on the override's path, and the number of keys that lead to it. LookupError if it cannot hold the
+    next key."""
     container: Any = tree
     for depth, key in enumerate(override.path):
         here, below = dotted(override.path[:depth]), override.path[depth + 1 :]

@@ -14,7 +14,7 @@ from roll_lite.config.problems import NO_VALUE, Path, Problem, dotted, show, spa
 from roll_lite.files import first_line
 
 MOST_VALUES = 100_000
-"""Maximum number of values in a text, with aliases expanded."""
+"""Maximum values in a text, with aliases expanded."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -40,11 +40,11 @@ class YamlSource:
     lines: dict[Path, int] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     broken: set[Path] = field(default_factory=set)
-    """Paths of unreadable values, which are null in `data`; the root if the whole text is unreadable."""
+    """Paths of unreadable values, null in `data`; the root if the whole text is unreadable."""
 
 
 def parse_yaml(text: str, place: str, root: Path = ()) -> YamlSource:
-    """Parse a text whose values belong at the configuration's path `root`. `place`: name of the text in messages."""
+    """Parse a text whose values belong at path `root` of the configuration. `place`: the text's name in messages."""
     source = YamlSource()
     try:
         loader = _Loader(text)

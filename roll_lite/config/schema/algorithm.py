@@ -27,15 +27,14 @@ class FixedKlConfig(Section):
 
 
 class AdaptiveKlConfig(Section):
-    """Raises the coefficient if KL is above the target and lowers it if below, once per step."""
+    """Once per step, raises the coefficient if KL is above the target and lowers it if below."""
 
     name: Literal["adaptive"] = "adaptive"
     target: PositiveFloat
     """Target of KL(policy || reference), in nats per token. kl_in_reward measures this KL by its own estimator, but by k3 if that is abs;
     kl_in_loss measures it by k3, or exactly if its estimator is full."""
     horizon: PositiveFloat = 10000.0
-    """Number of samples over which the coefficient changes by at most about 20%; larger: slower changes. A step never changes it by more
-    than 20%."""
+    """Samples over which the coefficient changes by at most about 20%; larger: slower changes. A step never changes it by more than 20%."""
 
 
 KlControllerConfig = Annotated[FixedKlConfig | AdaptiveKlConfig, Field(discriminator="name")]
@@ -60,8 +59,8 @@ class KlInLossConfig(KlInRewardConfig):
     estimator: Literal["k1", "k2", "k3", "abs", "full"] = "k3"
     """Estimator of KL, as for kl_in_reward."""
     unbiased_gradient: bool = False
-    """Use an unbiased estimate of the gradient of KL(policy || reference) in place of the estimator's gradient. Tokens sampled by an older
-    policy get importance weights."""
+    """Use an unbiased estimate of the gradient of KL(policy || reference), not the estimator's gradient. Tokens sampled by an older policy
+    get importance weights."""
 
     @rule
     def _unbiased(self) -> Mistakes:
@@ -74,8 +73,8 @@ class KlInLossConfig(KlInRewardConfig):
 
 class RewardNormalizationConfig(Section):
     over: Literal["batch", "group", "running"]
-    """Samples whose rewards give mean and standard deviation. batch: the step's samples that train. group: all samples of the same prompt.
-    running: all samples that have trained in the run, including this step's."""
+    """Samples whose rewards give mean and standard deviation. batch: the step's training samples. group: all samples of the prompt.
+    running: all training samples of the run so far, including this step's."""
     mean: bool = True
     """Subtract the mean."""
     std: bool = True
@@ -99,7 +98,7 @@ class OverlongConfig(Section):
     """DAPO's soft overlong punishment: a penalty for responses that come near max_tokens."""
 
     buffer_tokens: PositiveInt
-    """Number of tokens before max_tokens over which the penalty grows linearly from 0."""
+    """Tokens before max_tokens over which the penalty grows linearly from 0."""
     penalty: PositiveFloat = 1.0
     """Penalty at max_tokens."""
 
@@ -139,7 +138,7 @@ class PtxDataConfig(Section):
     train: UserPath | Annotated[list[UserPath], Field(min_length=1)]
     """Files as for a domain: .jsonl, .parquet, a folder, or a list of these, read one after the other."""
     prompt: str = "prompt"
-    """Column with the prompt (a string or chat messages), or with the text to learn if `answer` is null."""
+    """Column with the prompt (a string or chat messages) or, if `answer` is null, with the text to learn."""
     answer: str | None = "answer"
     """Column with the text to learn; null: learn the prompt itself, as in pre-training."""
 
@@ -149,7 +148,7 @@ class PtxConfig(Section):
     (PPO-ptx)."""
 
     data: PtxDataConfig
-    """Data to learn. Every pass uses each row once, in a seeded order; resumed runs continue it."""
+    """Data to learn. Every pass uses each row once, in a seeded order, which resumed runs continue."""
     template: TemplateConfig = Field(default_factory=PlainTemplateConfig)
     """Template of the prompt; the answer and the end of sequence follow it."""
     coef: PositiveFloat
@@ -184,8 +183,8 @@ class AlgorithmConfig(Section):
     """Loss of the critic."""
     aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] = "token_mean"
     """Reduction of token losses to one loss, over the mini-batch on all ranks. token_mean: mean over all tokens. sequence_mean_token_mean:
-    mean over sequences of each one's token mean. sequence_mean_token_sum: mean over sequences of each one's token sum. constant: the same,
-    with each sum divided by aggregation_constant."""
+    mean over sequences of their token means. sequence_mean_token_sum: mean over sequences of their token sums. constant: the same, with
+    each sum divided by aggregation_constant."""
     aggregation_constant: PositiveInt | None = None
     """Divisor, in tokens, for `aggregation: constant`; null: the largest max_tokens of all domains."""
     kl_in_reward: KlInRewardConfig = Field(default_factory=KlInRewardConfig)
@@ -200,9 +199,9 @@ class AlgorithmConfig(Section):
     """Source of old log-probs. recompute: an extra forward pass of the trainer before the updates. current: the training pass itself,
     detached; only with one update per batch. rollout: the engine."""
     routing_replay: Literal["none", "train", "rollout"] = "none"
-    """Experts used in the actor's updates, for models with experts. none: those that the router chooses in the update. train: those used in
-    the pass for old log-probs. rollout: those that the engine used, also for old log-probs. The router still learns, since its
-    probabilities weight the experts' outputs."""
+    """Experts used in the actor's updates, for models with experts. none: those that the router chooses in the update. train: those of the
+    pass for old log-probs. rollout: those that the engine used, also for old log-probs. The router still learns: its probabilities weight
+    the experts' outputs."""
     ppo_epochs: PositiveInt = 1
     """Passes over each batch."""
     mini_batches: PositiveInt = 1
@@ -212,7 +211,7 @@ class AlgorithmConfig(Section):
     actor updates are omitted; the update itself stays applied. Skipped updates, whose loss or gradient is not finite, are not checked.
     null: no limit."""
     critic_warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Number of steps at the start that train only the critic."""
+    """Steps at the start that train only the critic."""
 
     @rule
     def _current(self) -> Mistakes:

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 def from_current_folder(path: Path) -> Path:
     """Make a relative path absolute, since workers may run in another folder. `examples/...` also finds the package's files. ValueError if
-    the path's home folder (`~name`) does not exist or the path cannot be inspected."""
+    the home folder (`~name`) does not exist or the path cannot be inspected."""
     try:
         path = absolute_path(path)
     except RuntimeError:
@@ -56,7 +56,7 @@ class Refused(Exception):
 
 
 def readable(found: Iterable[T]) -> list[T]:
-    """List an iterator's items until it ends or raises Refused."""
+    """Items of an iterator, until it ends or raises Refused."""
     mistakes: list[T] = []
     with suppress(Refused):
         mistakes.extend(found)  # keeps those before the exception
@@ -92,7 +92,7 @@ class Section(BaseModel):
             return super().__getattr__(name)
 
     def mistakes(self) -> list[tuple[str, str]]:
-        """Mistakes found by the section's rules. A rule stops at the first invalid field that it reads; the others still run."""
+        """Mistakes found by the section's rules. A rule stops at the first invalid field that it reads; other rules still run."""
         return [found for one in _rules(type(self)) for found in readable(one(self))]
 
     @property

@@ -15,10 +15,9 @@ class DataFilterConfig(Section):
     """Selects rows of the data. A run prints at its start how many it drops."""
 
     prompt_tokens: Annotated[tuple[Annotated[int, Field(ge=0)], PositiveInt], ASCENDING] | None = None
-    """Keep prompts, also held-out ones, whose number of tokens (with the template) lies in this range, ends included. null: all."""
+    """Keep prompts, also held-out ones, whose token count (with the template) lies in this range, ends included. null: all."""
     difficulty: str | None = None
-    """Column with the number for difficulty_range, such as the share of a model's samples that were correct. Only files of `train` need
-    it."""
+    """Column with the number for difficulty_range, such as the share of correct samples of a model. Only `train` needs it."""
     difficulty_range: Annotated[tuple[float, float], ASCENDING] | None = None
     """Keep training prompts whose difficulty lies in this range, ends included; held-out prompts are all kept. null: all."""
 
@@ -33,8 +32,8 @@ DataFiles = UserPath | Annotated[list[UserPath], Field(min_length=1)] | Annotate
 
 class DataConfig(Section):
     train: DataFiles
-    """Training prompts: a .jsonl or .parquet file, or a folder of Hugging Face `datasets`. The files of a list are read in order. A
-    mapping of paths to shares mixes them: each path gives its share of the prompts, also if it has few rows."""
+    """Training prompts: a .jsonl or .parquet file, or a folder of Hugging Face `datasets`. A list's files are read in order. A mapping of
+    paths to shares mixes them: each path gives its share of the prompts, even if it has few rows."""
     validation: DataFiles | None = None
     """Held-out prompts, in the same forms; all are used, shares have no effect. null: none."""
     tag: str | None = None
@@ -50,7 +49,7 @@ class DataConfig(Section):
     weight: str | None = None
     """Column with the weight of a prompt's samples in the loss; null: all weights are 1."""
     epochs: PositiveInt | None = None
-    """Maximum passes over `train`, each in a new order. After the last pass other domains fill this domain's part of the batch; if none has
+    """Maximum passes over `train`, each in a new order. After the last, other domains fill this domain's part of the batch; if none has
     prompts left, the run ends with an error. null: unlimited."""
     report_by: str | None = None
     """Column of held-out prompts, such as level or subject. Validation is also reported for each of its values (at most 50). null: none."""
@@ -103,7 +102,7 @@ class SamplingConfig(Section):
     min_tokens: Annotated[int, Field(ge=0)] = 0
     """Shortest response in tokens."""
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list, max_length=32)
-    """Texts that end a response and remain in it. A text that is complete within the first min_tokens tokens is ignored."""
+    """Texts that end a response and remain in it. A text completed within the first min_tokens tokens is ignored."""
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
     """Token ids that end a response and remain in it, besides the model's end of sequence."""
 
@@ -123,7 +122,7 @@ _HeldOutTemperature = Annotated[float, Field(ge=0, le=GREATEST_TEMPERATURE), Aft
 
 
 class HeldOutSamplingConfig(Section):
-    """Sampling of a domain's held-out prompts. A field that is null takes its value from validation.sampling."""
+    """Sampling of a domain's held-out prompts. A null field takes its value from validation.sampling."""
 
     temperature: _HeldOutTemperature | None = None
     """Sampling temperature; 0: greedy."""
@@ -144,7 +143,7 @@ class HeldOutSamplingConfig(Section):
 
 
 class ValidationSamplingConfig(HeldOutSamplingConfig):
-    """Sampling of held-out prompts in all domains. A field that is null takes its value from the domain's `sampling`."""
+    """Sampling of held-out prompts in all domains. A null field takes its value from the domain's `sampling`."""
 
     temperature: _HeldOutTemperature = 1.0
     """Sampling temperature; 0: greedy."""
@@ -163,8 +162,7 @@ class FormatConfig(Section):
 
 class RewardTermConfig(Section):
     name: str
-    """Reward type (docs/rewards.md) or dotted path, as for `reward.name`. `length`, `repetition` and `format` are meant to be added to
-    another reward."""
+    """Reward type (docs/rewards.md) or dotted path, as for `reward.name`. `length`, `repetition` and `format` are meant as terms."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments."""
     weight: float = 1.0
@@ -208,13 +206,13 @@ class DomainConfig(Section):
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     """Sampling in training."""
     validation_sampling: HeldOutSamplingConfig = Field(default_factory=HeldOutSamplingConfig)
-    """Sampling of held-out prompts. Fields that are null take their values from validation.sampling."""
+    """Sampling of held-out prompts. Null fields take their values from validation.sampling."""
     reward: RewardConfig
     """Scoring of responses."""
     share: PositiveFloat = 1.0
-    """Share of this domain in the prompts of a batch, relative to the other domains; shares need not sum to 1."""
+    """Share of this domain in a batch's prompts, relative to the other domains; shares need not sum to 1."""
     min_prompts: Annotated[int, Field(ge=0)] = 0
-    """Minimum number of this domain's prompts in a batch, even beyond its share; other domains then get fewer."""
+    """Minimum prompts of this domain in a batch, even beyond its share; other domains then get fewer."""
     samples_per_prompt: PositiveInt | None = None
     """Responses per prompt (group size); null: rollout.samples_per_prompt."""
 
@@ -231,13 +229,13 @@ class GroupFilterConfig(Section):
 
     name: str = "accuracy"
     """Measure of a group: accuracy (share of correct samples), or mean or std of its scores. Or dotted path to your function `SampleGroup
-    -> bool`, which returns True if the group trains."""
+    -> bool`: True if the group trains."""
     above: float | None = None
     """Train only groups whose measure is above this. null: 0 for accuracy and std, no bound for mean."""
     below: float | None = None
     """Train only groups whose measure is below this. null: 1 for accuracy, no bound for mean and std."""
     tries: PositiveInt = 10
-    """Maximum number of prompts tried for a group of the batch, on average over a domain's groups."""
+    """Maximum prompts tried per group of the batch, on average over a domain's groups."""
     when_short: Literal["fail", "continue"] = "fail"
     """Action when `tries` is reached. fail: end the run. continue: train on the groups that passed."""
 
@@ -278,19 +276,19 @@ class RolloutConfig(Section):
     """sync: generation and training alternate. one_step_off: the next batch is generated while one is trained. async: engines generate all
     the time, at most max_staleness steps ahead."""
     max_staleness: Annotated[int, Field(ge=0)] | None = None
-    """Maximum number of steps between the weights that generate a sample and the weights that it trains. null: 0 for sync, else 1. Training
-    waits for samples near the limit. Older samples are dropped and their prompts generated again."""
+    """Maximum steps between the weights that generate a sample and the weights that it trains. null: 0 for sync, else 1. Training waits for
+    samples near the limit. Older samples are dropped and their prompts generated again."""
     on_sync: Literal["drain", "pause", "abort"] | None = None
-    """Treatment of running responses at a weight update. drain: the update waits until they end. pause: they continue in their engine,
-    which recomputes the KV cache. abort: they stop, and continue in any engine. null: abort if engines offload; otherwise drain for
-    one_step_off, pause for sync and async."""
+    """Treatment of running responses at a weight update. drain: the update waits for their end. pause: they continue in their engine, which
+    recomputes the KV cache. abort: they stop, and continue in any engine. null: abort if engines offload; otherwise drain for one_step_off,
+    pause for sync and async."""
     oversample: Annotated[float, Field(ge=1, le=16)] = 1.0
-    """Number of prompts started for a batch, as a multiple of its size. Above 1, slow or filtered groups delay the batch less. Only with
-    `supply: sync`; one_step_off and async generate ahead anyway."""
+    """Prompts started for a batch, as a multiple of its size. Above 1, slow or filtered groups delay the batch less. Only with `supply:
+    sync`; one_step_off and async generate ahead anyway."""
     filter: GroupFilterConfig | None = None
     """Dynamic sampling; null: all groups train."""
     max_tokens_per_engine: PositiveInt | None = None
-    """Limit of the tokens in all requests of an engine (prompts, and responses at their expected length). An engine above it gets no
+    """Limit of the tokens in all requests of an engine (prompts, and responses at their expected length). Above it, the engine gets no
     further request. null: only max_running_requests counts."""
     stream_log_probs: bool = False
     """Compute log-probs and values of finished groups while others are still generated. Models must not share devices with engines."""
@@ -300,8 +298,8 @@ class RolloutConfig(Section):
     """Record which tokens top-k, top-p and min-p allowed at each position, and normalise training log-probs over these tokens only, as the
     engine does."""
     on_mismatch: Literal["end", "pause"] = "end"
-    """What happens if engines' and trainer's log-probs differ too much (max_mismatch). end: the run ends. pause: it keeps everything loaded
-    and waits; when you delete the file paused.txt in the run's folder, it trains on the batch all the same."""
+    """Action if engines' and trainer's log-probs differ too much (max_mismatch). end: end the run. pause: keep everything loaded and wait;
+    once you delete the file paused.txt in the run's folder, the run trains on the batch anyway."""
     max_mismatch: PositiveFloat | None = 0.2
     """Maximum mean difference, in nats, between engine's and trainer's log-probs of the same tokens, in the first batch and later in each
     engine's samples from the trainer's current weights. A larger difference ends the run: engine and trainer hold different models. A

@@ -72,8 +72,8 @@ class OpoAdvantageConfig(Section):
 
 
 class GpgAdvantageConfig(Section):
-    """(reward - group mean) * n / m, for n samples in the batch, of which m are in groups whose rewards (before KL) differ. So groups with
-    equal rewards do not shrink the gradient."""
+    """(reward - group mean) * n / m, for n samples in the batch, m of them in groups whose rewards (before KL) differ. So groups with equal
+    rewards do not shrink the gradient."""
 
     name: Literal["gpg"] = "gpg"
 
@@ -235,7 +235,7 @@ class CorrectionFilterConfig(Section):
     """Removes the loss of tokens or sequences on which trainer and engine differ too much."""
 
     level: Literal["token", "sequence_sum", "sequence_mean", "sequence_min", "sequence_max"] = "token"
-    """token: filter each token by its value. Others: filter each sequence by the sum, mean, minimum or maximum of its tokens' values."""
+    """token: filter each token by its value. Others: filter each sequence by its tokens' sum, mean, minimum or maximum."""
     estimator: Literal["ratio", "k1", "k2", "k3", "abs", "difference"] = "ratio"
     """Value of a token. ratio: trainer's / engine's probability; over a sequence, sum means the product of the ratios and mean their
     geometric mean. k1, k2, k3, abs: estimates of KL(engine || trainer) in nats, as for kl_in_reward. difference: trainer's probability -

@@ -49,12 +49,12 @@ class OptimizerConfig(Section):
     """Term added to AdamW's denominator."""
     on_host: bool = False
     """Keep moments and compute updates in host memory. Saves eight bytes of device memory per trained weight, but every optimizer step
-    copies gradients and weights to the host and weights back."""
+    copies gradients and weights to the host, and weights back."""
     clip_grad: NonNegativeFloat = 1.0
     """Largest global gradient norm; above it gradients are scaled down. 0: no clipping."""
     stop_after_skipped: Annotated[int, Field(ge=0)] = 5
     """End the run after this number of skipped updates in a row, counted across steps and resumptions. 0: never. An update is skipped if
-    its loss or gradient is not finite. The samples of the first one in a row are saved in the run's folder, in skipped/."""
+    its loss or gradient is not finite. The samples of the first in a row are saved in skipped/ in the run's folder."""
 
     @rule
     def _least(self) -> Mistakes:
@@ -90,7 +90,7 @@ class LoraConfig(Section):
     PEFT's format."""
     engines: Literal["merged", "adapter"] = "merged"
     """Content of weight updates to engines. merged: all weights, adapters merged in. adapter: the adapters alone, which engines add to
-    model.path's weights; this sends much less but costs a little time per token. Not for adapters of experts."""
+    model.path's weights; sends much less, but costs a little time per token. Not for adapters of experts."""
 
     @rule
     def _layers(self) -> Mistakes:
@@ -109,23 +109,23 @@ class MegatronStrategyConfig(Section):
 
     name: Literal["megatron"] = "megatron"
     tensor_parallel: PositiveInt = 1
-    """Number of ranks that split every layer's matrices."""
+    """Ranks that split every layer's matrices."""
     pipeline_parallel: PositiveInt = 1
-    """Number of ranks (stages) that split the model by layers."""
+    """Ranks (stages) that split the model by layers."""
     virtual_pipeline_parallel: PositiveInt = 1
     """Interleaved parts of the model per pipeline stage. With more parts stages wait less but exchange more. Needs pipeline_parallel >
     1."""
     pipeline_layers: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
-    """Number of layers of each pipeline part: a list of pipeline_parallel x virtual_pipeline_parallel numbers in layer order. The first
-    pipeline_parallel numbers are for each stage's first part, the next for each stage's second part, and so on. The first part also holds
-    the embeddings, the last the output layer; give these two fewer layers for balance, or none. null: equal numbers; a remainder goes to
-    the first parts."""
+    """Layers of each pipeline part: a list of pipeline_parallel x virtual_pipeline_parallel numbers in layer order. The first
+    pipeline_parallel numbers are for each stage's first part, the next for its second part, and so on. The first part also holds the
+    embeddings, the last the output layer; for balance, give these two fewer layers or none. null: equal numbers; a remainder goes to the
+    first parts."""
     context_parallel: PositiveInt = 1
-    """Number of ranks that split the tokens of every micro-batch, for samples too long for one rank."""
+    """Ranks that split the tokens of every micro-batch, for samples too long for one rank."""
     expert_parallel: PositiveInt = 1
-    """Number of ranks that divide the experts. Each holds whole experts; tokens are sent to them."""
+    """Ranks that divide the experts. Each holds whole experts; tokens are sent to them."""
     expert_tensor_parallel: PositiveInt = 1
-    """Number of ranks that split every expert's matrices, like tensor_parallel for the other layers."""
+    """Ranks that split every expert's matrices, like tensor_parallel for the other layers."""
     sequence_parallel: bool = False
     """Save memory by splitting activations outside tensor-parallel layers along the sequence. Needs tensor_parallel > 1."""
     distributed_optimizer: bool = True
@@ -165,7 +165,7 @@ class EngineStrategyConfig(Section):
 
     name: str
     tensor_parallel: PositiveInt = 1
-    """Number of devices of an engine replica; they split every layer's matrices."""
+    """Devices of an engine replica, which split every layer's matrices."""
     expert_parallel: PositiveInt = 1
     """1: each device of a replica holds a part of every expert. Equal to tensor_parallel: each holds whole experts."""
     max_model_len: PositiveInt | None = None
@@ -245,8 +245,8 @@ class ForwardRoleConfig(Section):
     offload: bool = False
     """Free this role's device memory while it is idle, for roles that share devices."""
     restarts: Annotated[int, Field(ge=0)] = 3
-    """Maximum restarts of the role within an hour, after one of its ranks died or hung; then the run ends. Trained roles return to the
-    newest checkpoint, or their initial weights, and repeat the updates since then on the same samples."""
+    """Maximum restarts of the role within an hour, after a rank died or hung; then the run ends. Trained roles return to the newest
+    checkpoint, or their initial weights, and repeat the updates since then on the same samples."""
     threads: PositiveInt = 1
     """CPU threads per process."""
 
@@ -259,7 +259,7 @@ class TrainRoleConfig(ForwardRoleConfig):
     (1 if all experts are used equally), averaged over a mini-batch and summed over layers. config.json's router_aux_loss_coef is ignored:
     it would pull the policy away from the rewards."""
     compare_replicas_every: Annotated[int, Field(ge=0)] = 10
-    """Steps between checks that data-parallel replicas hold the same weights (by checksum); also checked before every checkpoint. A
+    """Steps between checks (by checksum) that data-parallel replicas hold the same weights; also checked before every checkpoint. A
     difference ends the run. 0: never."""
     train_micro_batch_tokens: PositiveInt | None = None
     """Maximum tokens in a rank's forward and backward pass; null: micro_batch_tokens."""
@@ -268,7 +268,7 @@ class TrainRoleConfig(ForwardRoleConfig):
 
     @property
     def in_training(self) -> tuple[int, int | None]:
-        """Maximum number of tokens and of samples (None: unlimited) in a forward and backward pass."""
+        """Maximum tokens and samples (None: unlimited) in a forward and backward pass."""
         return self.train_micro_batch_tokens or self.micro_batch_tokens, self.train_micro_batch_size or self.micro_batch_size
 
 
@@ -309,7 +309,7 @@ class ActorRoleConfig(TrainRoleConfig):
 
 
 class RefreshConfig(Section):
-    """Replaces the reference's weights by the actor's from time to time. Needs a run folder that all nodes share."""
+    """Periodically replaces the reference's weights by the actor's. Needs a run folder that all nodes share."""
 
     every: PositiveInt
     """Steps between replacements."""
@@ -332,8 +332,8 @@ class CriticRoleConfig(TrainRoleConfig):
 
 class InferRoleConfig(Section):
     devices: Devices = 1
-    """Number of devices, or a list of devices. They make devices / strategy.tensor_parallel engine replicas. A replica is on one node; if
-    it needs more than placement.devices_per_node, it takes equally many on each of several nodes."""
+    """Number of devices, or a list of devices. They make devices / strategy.tensor_parallel engine replicas. A replica is on one node or,
+    if it needs more than placement.devices_per_node, takes equally many on each of several nodes."""
     replicas_per_device: PositiveInt = 1
     """Engine replicas per device. On a GPU they share strategy.gpu_memory_utilization equally. Needs tensor_parallel 1."""
     strategy: InferStrategyConfig = Field(default_factory=VllmStrategyConfig)
@@ -363,7 +363,8 @@ class RewardModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Precision. Use float32 on CPUs, bfloat16 on GPUs."""
     micro_batch_tokens: PositiveInt = 16384
-    """Maximum tokens in a rank's forward pass. hf pads samples to the longest one, and padding counts. A longer sample runs alone."""
+    """Maximum tokens in a rank's forward pass; a longer sample runs alone. With hf, samples are padded to the longest, and padding
+    counts."""
     micro_batch_size: PositiveInt = 8
     """Maximum samples in a rank's forward pass and, with hf, in a call to a replica."""
     max_length: PositiveInt | None = None
@@ -390,4 +391,4 @@ class JudgeServerConfig(Section):
     start_timeout_s: PositiveFloat = 900.0
     """Time limit in seconds for a server to load the model."""
     restarts: Annotated[int, Field(ge=0)] = 3
-    """Maximum restarts of a dead server; then the run fails. During a restart requests for verdicts wait, or fail and are retried."""
+    """Maximum restarts of a dead server; then the run fails. During a restart, requests for verdicts wait, or fail and are retried."""

@@ -10,7 +10,7 @@ from roll_lite.config.schema.base import PositiveInt, Section, below
 class PlacementConfig(Section):
     """Assigns devices to roles. `placement: colocated` names a preset. A role's `devices` is a number or, under any preset, a list; if left
     out, the role takes as many as the roles it shares devices with. Roles that share devices under a preset take turns (`offload: true`),
-    unless they set `offload` themselves. Judges have separate devices under every preset."""
+    unless they set `offload`. Judges have separate devices under every preset."""
 
     name: Literal["by_role", "colocated", "split", "pairs", "apart"] = "by_role"
     """by_role: `devices: n` means devices 0 to n-1, and roles set their `offload`. colocated: all roles share devices. split: models that
@@ -18,12 +18,12 @@ class PlacementConfig(Section):
     rest. apart: every role has separate devices."""
     nodes: Annotated[PositiveInt, below(4097, "more than a cluster has")] | None = None
     """Number of nodes. The run takes nodes with free devices, the driver's first, then by address; it fails at its start if the cluster
-    lacks them. null: the first nodes with room; `devices` cannot name nodes then."""
+    lacks them. null: the first nodes with room; then `devices` cannot name nodes."""
     devices_per_node: Annotated[PositiveInt, below(1025, "more than a node has")] = 8
     """Devices of each node. Those of node n are numbered from n * devices_per_node."""
     fill: Literal["pack", "spread"] = "pack"
-    """pack: fill one node after the other. spread: take one device of each node in turn, or as many as have to be on one node for tensor
-    parallelism. Needs `nodes`."""
+    """pack: fill one node after the other. spread: take one device of each node in turn, or as many as tensor parallelism needs on one
+    node. Needs `nodes`."""
 
     @property
     def devices(self) -> int:

@@ -28,19 +28,19 @@ from roll_lite.files import remote_folder
 
 class RayConfig(Section):
     address: str | None = None
-    """Running Ray cluster: host:port, or auto for the one on this machine. null: RAY_ADDRESS if that environment variable is set, else the
-    run starts a local cluster."""
+    """Running Ray cluster: host:port, or auto for the one on this machine. null: the environment variable RAY_ADDRESS if set, else the run
+    starts a local cluster."""
     object_store_mb: Annotated[PositiveInt, Field(ge=80)] = 512
     """Size of a local cluster's object store in MB."""
     placement_timeout_s: PositiveFloat = 60.0
-    """Seconds to wait until the cluster has room for all workers; then the run fails. Raise it if other jobs must end first."""
+    """Seconds to wait for room for all workers in the cluster; then the run fails. Raise it if other jobs must end first."""
     start_timeout_s: PositiveFloat = 300.0
     """Time limit in seconds for starting a local cluster or connecting to a running one."""
 
 
 class ValidationConfig(Section):
     every: Annotated[int, Field(ge=0)] = 0
-    """Steps between validations. A run also validates before its first and after its last step. 0: no validations between these two. With
+    """Steps between validations. A run also validates before its first and after its last step. 0: none between these two. With
     rollout.supply one_step_off or async, training continues during a validation (docs/scheduling.md)."""
     samples_per_prompt: PositiveInt = 1
     """Responses per held-out prompt. With several, pass@k, best@k and maj@k are reported for powers of two and for all."""
@@ -64,33 +64,33 @@ class CheckpointConfig(Section):
     every: Annotated[int, Field(ge=0)] = 0
     """Steps between checkpoints; the last step writes one too. 0: write none."""
     keep: PositiveInt = 2
-    """Number of newest checkpoints to keep; older ones are deleted."""
+    """Newest checkpoints to keep; older ones are deleted."""
     keep_every: Annotated[int, Field(ge=0)] = 0
     """Steps between checkpoints that are never deleted; a multiple of `every`. 0: only the newest `keep` stay."""
     asynchronous: bool = False
     """Write in background processes. Training waits only for the copy to host memory, which must have room for it, and for the previous
-    checkpoint if that is still being written."""
+    checkpoint if it is still being written."""
     unfinished: bool = True
     """Save the tokens and scores of unfinished samples, and of finished groups that no batch has used. A resumed run continues them;
     otherwise it generates their prompts again. A token takes 13 bytes before compression, more with rollout.keep_mask or
     algorithm.routing_replay."""
     store: Url | None = None
     """Object store, or another file system of fsspec, for all checkpoints: a URL such as s3://bucket/prefix. A run's checkpoints are then
-    in store/experiment/start time/checkpoints, and `resume: auto` looks there (docs/checkpoints.md). null: the run's folder."""
+    in store/experiment/start time/checkpoints, where `resume: auto` looks for them (docs/checkpoints.md). null: the run's folder."""
     resume: Literal["auto"] | Url | Annotated[UserPath, AfterValidator(Path.resolve)] | None = None
-    """Folder or URL of a checkpoint, or of a run, whose newest checkpoint is taken. The resumed run writes to a new folder. auto: take this
-    experiment's newest undamaged checkpoint and continue in that run's folder; start afresh if there is none. The same command then starts
-    and resumes a run. null: start afresh."""
+    """Folder or URL of a checkpoint, or of a run, whose newest checkpoint is taken. The resumed run writes to a new folder. auto: continue
+    this experiment's newest undamaged checkpoint in its run's folder; start afresh if there is none, so that the same command starts and
+    resumes a run. null: start afresh."""
     on_sigterm_s: PositiveFloat = 60.0
-    """Time in seconds for ending a run after SIGTERM. The run finishes updates that have begun, saves the state after its last complete
-    step, and ends with exit code 75; the same command with `resume: auto` continues it. Without checkpoints (`every: 0`) SIGTERM ends a run
-    like Ctrl-C."""
+    """Seconds for ending a run after SIGTERM. The run finishes updates that have begun, saves the state after its last complete step, and
+    ends with exit code 75; the same command with `resume: auto` continues it. Without checkpoints (`every: 0`) SIGTERM ends a run like
+    Ctrl-C."""
     export_model: bool = True
     """Write the final model to the run's folder, in Hugging Face format."""
 
     @property
     def source(self) -> Path | None:
-        """Folder to resume from. None if `resume` is null or auto; for auto pipeline/checkpoint_files.py chooses a checkpoint."""
+        """Folder to resume from. None if `resume` is null or auto: for auto pipeline/checkpoint_files.py chooses a checkpoint."""
         if self.resume == "auto":
             return None
         return remote_folder(self.resume) if isinstance(self.resume, str) else self.resume
@@ -131,7 +131,7 @@ class WeightSyncConfig(Section):
     for each engine: cuda_ipc if it sees the trainer's GPU, else nccl; without GPUs shared_memory on the trainer's machine, gloo to
     others."""
     bucket_mb: PositiveInt = 256
-    """Weights are sent in buckets of this size in MB. Larger buckets mean fewer transfers but more memory."""
+    """Weights are sent in buckets of this size in MB. Larger buckets: fewer transfers, more memory."""
     verify: Literal["auto", "none", "sampled", "full"] = "auto"
     """Compare checksums of weights in trainer and engines after each update; a difference ends the run. full: all tensors. sampled: one
     tensor in sixteen, so sixteen updates cover all. auto: sampled, or none if weights cannot be read back from the engines (fp8, experts on
@@ -142,7 +142,7 @@ class WeightSyncConfig(Section):
 
 class LimitsConfig(Section):
     """Time limits in seconds. A phase of a step (metric `time/<phase>`) that exceeds its limit counts as hung: the run reports which
-    process did not answer, with its Python stack; a hung training role starts again (actor_train.restarts), otherwise the run ends. 0 or
+    process did not answer, with its Python stack. A hung training role starts again (actor_train.restarts); otherwise the run ends. 0 or
     null: unlimited. Raise a limit if the work is only slow."""
 
     start: TimeLimit = 3600.0
@@ -164,8 +164,8 @@ class LimitsConfig(Section):
     other: TimeLimit = 3600.0
     """Calls outside these phases, such as loading a role onto its devices or resuming."""
     hang_factor: NonNegativeFloat = 10.0
-    """A phase also counts as hung after this multiple of its longest time so far in this run, but not before 300 s. Applies to
-    sync_weights, log_probs, advantages and train. 0: only the limits above count."""
+    """A phase also counts as hung after this multiple of its longest time so far, but not before 300 s. Applies to sync_weights, log_probs,
+    advantages and train. 0: only the limits above count."""
     silence: TimeLimit = 300.0
     """Time within which every process must answer, busy or idle; otherwise it counts as hung. A process fails to answer if it is stopped or
     never releases Python's lock (GIL). Checked from when all processes are ready."""
@@ -196,7 +196,7 @@ class ChaosConfig(Section):
     slow_s: PositiveFloat = 10.0
     """Time in seconds for which a process is slow."""
     most: PositiveInt | None = None
-    """Maximum number of faults; null: unlimited. Roles restart only as often as their `restarts` allow."""
+    """Maximum faults; null: unlimited. Roles restart only as often as their `restarts` allow."""
     seed: int = 0
     """Seed of the plan, which gives role, rank and kind of every fault."""
 
@@ -225,7 +225,7 @@ class RunConfig(Section):
     deterministic: bool = False
     """Generate the same samples in every run of this configuration, resumed or not. Needs CPUs and `rollout.supply: sync`."""
     steps: PositiveInt = 100
-    """Number of training steps, or of batches with `mode: rollout_only`."""
+    """Training steps, or batches with `mode: rollout_only`."""
     mode: Literal["full", "rollout_only", "train_only"] = "full"
     """full: generate and train. rollout_only: generate, score and dump `steps` batches with the initial model. train_only: train on the
     dumps of a past run, `replay.path`."""
@@ -238,7 +238,7 @@ class RunConfig(Section):
     actor_infer: InferRoleConfig = Field(default_factory=InferRoleConfig)
     """Engines that generate with the policy."""
     reference: ReferenceRoleConfig | None = None
-    """Reference policy of the KL terms. null: an actor with adapters (actor_train.lora) is the reference, with its adapters off."""
+    """Reference policy of the KL terms. null: an actor with adapters (actor_train.lora) is the reference, with adapters off."""
     critic: CriticRoleConfig | None = None
     """Value model, for `algorithm.advantage: gae`; null: none."""
     reward_models: dict[str, RewardModelConfig] = Field(default_factory=dict)
@@ -285,7 +285,7 @@ class RunConfig(Section):
 
     @model_serializer(mode="wrap")
     def _without_secrets(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Serialize without secrets: a value from the environment as `${oc.env:NAME}`, another value of a secret setting as `???`."""
+        """Serialize without secrets: values from the environment as `${oc.env:NAME}`, other values of secret settings as `???`."""
         data: dict[str, Any] = handler(self)
         for path, text in self._as_written.items():
             section: Any = data

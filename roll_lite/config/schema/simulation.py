@@ -15,7 +15,7 @@ class SimulatedEngineConfig(Section):
     """Speed of an engine replica with all its devices. Defaults: a 7B model in bfloat16 on an H100 with 80 GB."""
 
     pass_ms: PositiveFloat = 7.0
-    """Time of a forward pass in ms, before the additions below. A pass reads the weights and gives each running request a token."""
+    """Time of a forward pass in ms, without the additions below. A pass reads the weights and gives each running request a token."""
     request_us: NonNegativeFloat = 25.0
     """Time added to a pass for each running request, in µs."""
     cached_token_ns: NonNegativeFloat = 17.0
@@ -25,17 +25,17 @@ class SimulatedEngineConfig(Section):
     cached_tokens: PositiveInt | None = 800_000
     """KV cache size in tokens; requests beyond it wait. null: unlimited."""
     failures_per_day: NonNegativeFloat = 0.0
-    """Mean number of crashes per engine and day."""
+    """Mean crashes per engine and day."""
     node_failures_per_day: NonNegativeFloat = 0.0
-    """Mean number of crashes per node and day. A node's engines are lost with it."""
+    """Mean crashes per node and day. A node's engines are lost with it."""
     engines_per_node: PositiveInt = 1
     """Engine replicas on a node, for node_failures_per_day and leave_s."""
     join_s: list[NonNegativeFloat] = Field(default_factory=list)
     """Times in seconds at which a further engine joins (actor_infer.most_replicas)."""
     leave_s: list[NonNegativeFloat] = Field(default_factory=list)
-    """Times in seconds at which a node is drained: first that of engine 0, then the next ones. Its requests continue elsewhere."""
+    """Times in seconds at which nodes are drained, in order from the node of engine 0. Their requests continue elsewhere."""
     hangs_per_day: NonNegativeFloat = 0.0
-    """Mean number of hangs per engine and day. A hung engine generates nothing until it counts as lost (hang_s)."""
+    """Mean hangs per engine and day. A hung engine generates nothing until it counts as lost (hang_s)."""
     hang_s: PositiveFloat = 7.0
     """Seconds from a hang until the engine counts as lost; in real runs `limits.engine_silence`, if its processes are stopped. Its requests
     may fail earlier by `rollout.request_timeout_s`."""
@@ -63,7 +63,7 @@ class SimulatedResponsesConfig(Section):
     """Prompts, responses and rewards of a domain."""
 
     prompts: PositiveInt = 10_000
-    """Number of prompts in the data; data.epochs counts passes over them."""
+    """Prompts in the data; data.epochs counts passes over them."""
     prompt_tokens: PositiveInt = 256
     """Tokens per prompt, at most max_prompt_tokens."""
     median: PositiveFloat | None = None
@@ -71,14 +71,14 @@ class SimulatedResponsesConfig(Section):
     p99: PositiveFloat | None = None
     """99th percentile of response lengths (log-normal); null: ten times the median."""
     quantiles: list[PositiveFloat] | None = Field(default=None, min_length=2)
-    """Response lengths at evenly spaced quantiles, shortest to longest, in place of median and p99; `--from` measures them."""
+    """Response lengths at evenly spaced quantiles, shortest to longest, instead of median and p99; `--from` measures them."""
     reward_s: NonNegativeFloat = 0.0
     """Median time to score a response, in seconds."""
     reward_p99_s: PositiveFloat | None = None
     """99th percentile of scoring times in seconds; null: all take the median."""
     reward_workers: PositiveInt | None = None
-    """Number of samples scored at a time; others wait. With `rollout.supply: async` no later batch starts while a whole batch of samples
-    waits. null: unlimited, for times measured by `--from`, which include waiting."""
+    """Samples scored at a time; others wait. With `rollout.supply: async` no later batch starts while a whole batch of samples waits. null:
+    unlimited, for times measured by `--from`, which include waiting."""
     all_right: Share = 0.1
     """Share of prompts that are always solved."""
     all_wrong: Share = 0.1

@@ -1,6 +1,6 @@
 """Backends that run programs: sandboxes on this machine, or a SandboxFusion server.
 
-SandboxFusion (`POST .../run_code`) runs our `sandbox/guest.py`, sent in a zip file, which runs the job and writes the outcome to a file.
+SandboxFusion (`POST .../run_code`) runs our `sandbox/guest.py`, sent in a zip file, which runs the job and writes its outcome to a file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from roll_lite.rewards.http.client import Addresses, HttpClient, HttpSettings, s
 from roll_lite.sandbox.pool import HARMLESS, Ended, Outcome, Pair, Program, SandboxPool, SandboxTrouble, ended_its_sandbox
 
 LATE_S = 15.0
-"""Seconds added to the programs' time limit, for SandboxFusion to start Python."""
+"""Seconds added to the programs' time limit for SandboxFusion to start Python."""
 CODE = """
 import sys
 sys.path.insert(0, "harness.zip")
@@ -131,7 +131,7 @@ _OF_PROCESS: dict[tuple[Any, ...], Backend] = {}
 def backend_of(
     remote: RemoteBackend | None, parallel: int, allow_unprotected: bool, readable: Sequence[str], python_path: Sequence[str]
 ) -> Backend:
-    """Return this process's backend for these settings, started at first use. RewardFailed if programs cannot be isolated."""
+    """This process's backend for these settings, started at first use. RewardFailed if programs cannot be isolated."""
     key = (remote, parallel, allow_unprotected, tuple(readable), tuple(python_path))
     if key not in _OF_PROCESS:
         _OF_PROCESS[key] = RemoteSandbox(remote) if remote else _local(parallel, allow_unprotected, readable, python_path)

@@ -41,7 +41,7 @@ LINE = re.compile(r"[^\n]*\n|[^\n]+")
 
 
 def known_languages(names: Sequence[str], commands: Mapping[str, Language], local: bool) -> dict[str, Language | None]:
-    """Map names to languages; python maps to None. ValueError for an unknown name or, with `local`, for a missing interpreter."""
+    """Map names to languages; python maps to None. ValueError for an unknown name or, with `local`, a missing interpreter."""
     found: dict[str, Language | None] = {}
     for name in names:
         plain = ALIASES.get(name.lower(), name.lower())
@@ -95,7 +95,7 @@ def defines(code: str, name: str) -> bool:
 
 
 def _blocks(text: str, ends_early: bool) -> list[tuple[str, str]]:
-    """(code, tag) of each fenced block. An unclosed block extends to the end, but is ignored without a tag: its fence may be another
+    """(code, tag) of each fenced block. An unclosed block extends to the end, but counts only with a tag: else its fence may be another
     block's end."""
     found: list[tuple[str, str]] = []
     lines: list[str] = []

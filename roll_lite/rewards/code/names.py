@@ -1,5 +1,4 @@
-"""Finds which names in a sample's asserts are the tested program's, and whether the asserts can run outside the program's process
-(`why_inside`).
+"""Finds which names in a sample's asserts are the tested program's, and whether the asserts can run outside its process (`why_inside`).
 
 Only the tests are read, not the program: it could redefine `abs`, or choose the process in which it is tested.
 """
@@ -50,15 +49,15 @@ NEED_INSIDE = frozenset(
 class Names:
     program: tuple[str, ...]
     modules: dict[str, str]
-    """Name in the tests -> module that it means although not imported: np -> numpy."""
+    """Name used in the tests without an import -> module that it means: np -> numpy."""
     imports: tuple[str, ...] = ()
     inside: str = ""
 
 
 def why_inside(tree: ast.Module, program: Collection[str], foreign: Collection[str]) -> str:
-    """Reason why a test must run in the program's process; empty if calls with plain values are enough. `foreign`: names of modules.
+    """Reason why a test must run in the program's process; empty if calls with plain values are enough.
 
-    Capitalized names count as classes, except Solution, of which tests only call methods.
+    `foreign`: names of modules. Capitalized names count as classes, except Solution, of which tests only call methods.
     """
     nodes = list(ast.walk(tree))
     own = {"self", "cls", "Solution", "super", *foreign} | {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
@@ -129,8 +128,6 @@ def names_of(sources: Sequence[str], entry_point: str | None = None) -> list[Nam
 
 
 class _Test:
-    """A test's source and the names in it."""
-
     def __init__(self, source: str) -> None:
         self.tree = ast.parse(source)
         self.used, self.imports, self.bound = set[str](), set[str](), set[str]()
@@ -178,8 +175,8 @@ def _called_everywhere(trees: Sequence[ast.Module]) -> set[str]:
 
 
 def uncalled_tests(source: str) -> list[str]:
-    """Calls that the tests leave to a test runner: one per `test_...` function, and one for all test classes. ValueError for such a
-    function if it has arguments or is async."""
+    """Calls that the tests leave to a test runner: one per `test_...` function, and one for all test classes. ValueError for a `test_...`
+    function that has arguments or is async."""
     tree = ast.parse(source)
     called = {_name(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     functions, classes = list[str](), False

@@ -34,8 +34,8 @@ class CodeReward(RewardType):
     sandboxes; results are judged outside. [code_reward.md](code_reward.md) describes test layouts, asserts, and what programs see.
 
     The program is searched after the last `</think>`. Of several code blocks, the last one labelled with one of `languages` counts, else
-    the last without a label. If tests call functions, the last block that defines them counts; examples, output or commands may follow. A
-    block cut off by a stop text extends to the end.
+    the last without a label; if tests call functions, the last that defines them, even if examples, output or commands follow. A block cut
+    off by a stop text extends to the end.
 
     ```yaml
     reward:
@@ -69,7 +69,7 @@ class CodeReward(RewardType):
     compare: Compare = "auto"
     """Comparison of output. exact: by character. lines: by line. numeric: numbers with a tolerance. auto: by line, decimals as numbers."""
     tolerance: NonNegativeFloat = 1e-6
-    """Tolerance for numbers that are not integers. In a value that a function returns, it limits the relative error; in printed output, the
+    """Tolerance for numbers that are not integers: in a function's return value, for the relative error; in printed output, for the
     relative or the absolute error."""
     must_contain: tuple[str, ...] = ()
     """Texts that the program must contain."""
@@ -80,8 +80,8 @@ class CodeReward(RewardType):
     wall_s: PositiveFloat | None = None
     """Wall-clock time limit of one test, in seconds; default: three times `test_s`."""
     total_s: PositiveFloat = 8.0
-    """CPU time limit of compiling a sample and all its tests, in seconds. The wall-clock limit is three times as long and must be less than
-    the reward's `timeout_s`."""
+    """CPU time limit of compiling a sample and all its tests, in seconds. The wall-clock limit is three times as long, and must be less
+    than the reward's `timeout_s`."""
     memory_mb: PositiveInt = 512
     """Memory limit of a program."""
     output_kb: PositiveInt = 1024

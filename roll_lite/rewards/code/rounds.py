@@ -35,7 +35,7 @@ class Attempt:
     passed: int = 0
     done: int = 0
     inside: int = 0
-    """Number of tests run in the program's own process, not in a separate one."""
+    """Tests run in the program's own process, not in a separate one."""
     spent_s: float = 0.0
     """CPU time used, or a third of the wall-clock time if that is more."""
     verdict: str = ""
@@ -84,8 +84,8 @@ class Rounds:
             waiting = [one for one in waiting if not one.over and one.failure is None and one.done < len(one.tests)]
 
     def _group(self, attempt: Attempt) -> list[Test]:
-        """Choose the tests that the next process runs: all asserts, one run with input, or several calls. With `fail_fast` it is few calls
-        at first, because most wrong programs fail at once."""
+        """Choose the tests that the next process runs: all asserts, one run with input, or several calls (with `fail_fast` few at first,
+        because most wrong programs fail at once)."""
         rest = attempt.tests[attempt.done :]
         kind = [(test.function, test.source is None) for test in rest]
         alike = next((place for place, one in enumerate(kind) if one != kind[0]), len(kind))
@@ -160,7 +160,7 @@ class Rounds:
             attempt.over = True
 
     def _verdicts(self, attempt: Attempt, group: list[Test], ended: Outcome) -> Iterator[str | RewardFailed]:
-        """Yield the verdict of each test that ran, at least one. An empty verdict means that the test passed."""
+        """Yield the verdict of each test that ran, at least one; empty: the test passed."""
         if group[0].source is None and group[0].function is None:
             yield _LIMITS[ended.stopped] if ended.stopped else self._verdict(attempt, group[0], ended)
             return
@@ -201,7 +201,8 @@ class Rounds:
 
 
 def _works_in_place(tests: Sequence[Test]) -> bool:
-    """True if the tests are for a function that changes its first argument, as in LeetCode, and doing nothing would fail at least one."""
+    """True if the tests are for a function that changes its first argument, as in LeetCode, and at least one would fail if nothing were
+    done."""
     given = [test.args[0] if test.args else None for test in tests]
     return all(isinstance(one, list) and isinstance(test.expected, list) for one, test in zip(given, tests, strict=True)) and any(
         one != test.expected for one, test in zip(given, tests, strict=True)
@@ -215,7 +216,7 @@ def _needed_kb(test: Test) -> int:
 
 
 def _assert_verdict(attempt: Attempt, said: Any, ended: Outcome) -> str | RewardFailed:
-    """Verdict of asserts, with the last line of stderr if the program ended early."""
+    """Verdict of asserts, with stderr's last line if the program ended early."""
     if not isinstance(said, dict):
         return "failed: the tests did not end"
     if said.get("cannot"):

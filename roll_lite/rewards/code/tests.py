@@ -15,7 +15,7 @@ from roll_lite.rewards.code.names import names_of, uncalled_tests
 
 @dataclass(frozen=True)
 class Test:
-    """One test: a function call (`function`), asserts (`source`), or a run with input (`stdin`)."""
+    """Test: a function call (`function`), asserts (`source`), or a run with input (`stdin`)."""
 
     stdin: str = ""
     expected: Any = None
@@ -38,7 +38,7 @@ class Test:
 
 
 def tests_of(sample: RewardInput, column: str | None) -> list[Test]:
-    """Read the tests in `column` or, if that is None, in the answer. RewardFailed if there are none."""
+    """Read the tests in `column` (None: in the answer). RewardFailed if there are none."""
     if column is not None and column not in sample.columns:
         raise RewardFailed(f"reward code: there is no column {column!r} with tests")
     given = sample.answer if column is None else sample.columns[column]
@@ -137,7 +137,7 @@ def _asserts(sources: Sequence[str], entry_point: str | None) -> list[Test]:
 
 
 def _complete(source: str, entry_point: str | None) -> list[str]:
-    """Append to the tests the calls that a data set leaves to its test harness. Returns one text per call."""
+    """Append the calls that a data set leaves to its test harness. Returns one text per call."""
     functions = {node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
     if "check" in functions and "\ncheck(" not in source:
         if not entry_point:

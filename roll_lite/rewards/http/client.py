@@ -30,7 +30,7 @@ SHOWN_CHARACTERS, SHORTEST_SECRET = 200, 8
 PASSING = (408, 429, *range(500, 600))
 """HTTP status codes worth a retry."""
 ABOUT_THE_CONTENT = (400, 403, 413, 422, 500)
-"""HTTP status codes that may blame the request's content (too long, malformed, moderated, crashes the service): the response is
+"""HTTP status codes that may be due to the request's content (too long, malformed, moderated, crashes the service): the response is
 suspected."""
 
 
@@ -76,7 +76,7 @@ class AskingReward(RewardType, HttpSettings):
     _of_loop: dict[asyncio.AbstractEventLoop, Any] = PrivateAttr(default_factory=dict)
 
     def of_loop(self, make: Callable[[], Any]) -> Any:
-        """Return the running event loop's object (a client, a batcher), made at first use."""
+        """The running event loop's object (a client, a batcher), made at first use."""
         loop = asyncio.get_running_loop()
         if loop not in self._of_loop:
             self._of_loop = {other: made for other, made in self._of_loop.items() if not other.is_closed()} | {loop: make()}
@@ -127,7 +127,7 @@ class HttpClient:
         self._client: httpx2.AsyncClient | None = None
 
     async def post(self, payload: Any, retries: int | None = None) -> tuple[Any, str]:
-        """Return the answer's JSON and the URL that gave it, without secrets. ServiceRefused if the service rejects the request,
+        """Return the answer's JSON and the URL that gave it, without secrets. ServiceRefused if the service rejects the request;
         RewardFailed if all attempts fail."""
         attempts, causes = 1 + (self._settings.retries if retries is None else retries), dict[str, str]()
         try:
@@ -234,7 +234,7 @@ def shown(url: str) -> str:
 
 
 def _innermost(error: BaseException) -> str:
-    """Message of the innermost cause, which does not contain the URL."""
+    """Message of the innermost cause, which lacks the URL."""
     while (cause := error.__cause__ or error.__context__) is not None:
         error = cause
     return (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}: {error}".rstrip(": ")

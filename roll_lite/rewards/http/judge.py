@@ -47,7 +47,7 @@ CREDENTIAL = re.compile(
 )
 """Names of request fields that hold credentials; `prompt_cache_key` is not one."""
 AGAIN_TEMPERATURE = 0.7
-"""Minimum temperature when a question is asked again: greedy sampling would give the same answer."""
+"""Minimum temperature for asking again: greedy sampling would give the same answer."""
 UNFINISHED = "\0cut"
 """Stands for a judge's text that was cut at max_tokens."""
 MOST_KEPT = 10_000
@@ -59,14 +59,14 @@ KEPT_CHARACTERS = 1000
 class JudgeReward(AskingReward):
     """Score by the verdict of a language model behind an OpenAI-compatible endpoint.
 
-    The judge is at `url` and named `model`, or is `server`, which the run starts itself. Without `pattern`, `choices` and `scale`, the
-    verdict is yes (1) or no (0). It is the last line of the judge's text, such as "Verdict: yes" or "7/10", or a final JSON object such as
-    {"verdict": "yes"}, as from guided decoding (`extra_body`). Other verdicts, and a last line after an unfinished
-    sentence ("The response ends with"), are ignored: the judge may quote the response.
+    The judge is `model` at `url`, or `server`, which the run starts itself. Without `pattern`, `choices` and `scale`, the verdict is yes
+    (1) or no (0). It is the last line of the judge's text, such as "Verdict: yes" or "7/10", or a final JSON object such as
+    {"verdict": "yes"}, as from guided decoding (`extra_body`). Other verdicts, and a last line after an unfinished sentence ("The response
+    ends with"), are ignored: the judge may quote the response.
 
     If a verdict is unreadable or cut at `max_tokens`, the judge is asked again, `asks` times in all. A response without a verdict, or
-    refused by the endpoint, gets the lowest value (0, or a negative choice). If a harmless response gets no verdict either, the sample
-    fails. At temperature 0, readable answers are kept and reused.
+    refused by the endpoint, gets the lowest value (0, or a negative choice); if a harmless response gets none either, the sample fails. At
+    temperature 0, readable answers are kept and reused.
 
     ```yaml
     reward:
@@ -89,7 +89,7 @@ class JudgeReward(AskingReward):
     """API of the endpoint."""
     template: Annotated[str, AfterValidator(checked_template)] = TEMPLATE
     """Question to the judge. {question} (as in the data), {prompt} (with the chat template), {response}, {answer} and data columns in
-    braces are filled in; {{ and }} give braces. {fence} becomes a line that the response cannot contain: put it before and after the
+    braces are filled in; {{ and }} give braces. {fence} becomes a line that the response cannot contain, to put before and after the
     response."""
     system: str | None = None
     """System message."""
@@ -109,7 +109,7 @@ class JudgeReward(AskingReward):
     extra_body: dict[str, Any] | None = None
     """Further fields of the request."""
     asks: PositiveInt = 2
-    """Number of attempts to get a readable verdict."""
+    """Attempts to get a readable verdict."""
 
     @rule
     def _without_keys(self) -> Mistakes:
@@ -224,7 +224,7 @@ class Questions:
         return await asyncio.shield(self._greedy[key])
 
     def forget(self, request: Mapping[str, Any]) -> None:
-        """Drop the kept answer to a question at temperature 0, unless the request is still in flight."""
+        """Drop the kept answer to a question at temperature 0, unless its request is in flight."""
         key = _key(request)
         if key in self._greedy and self._greedy[key].done():
             del self._greedy[key]

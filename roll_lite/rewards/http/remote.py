@@ -133,7 +133,7 @@ class Batcher:
 
 
 def scores_of(answer: Any, samples: int, place: str) -> list[Score | RewardFailed]:
-    """Scores in a service's answer. ServiceRefused if it has no "rewards", as {"error": ...}; RewardFailed if its lists do not fit the
+    """Scores in a service's answer. ServiceRefused if it has no "rewards" ({"error": ...}); RewardFailed if its lists do not fit the
     samples."""
     if not isinstance(answer, Mapping) or "rewards" not in answer:
         keys = f"the keys {', '.join(map(str, answer)) or '(none)'}" if isinstance(answer, Mapping) else f"a {type(answer).__name__}"

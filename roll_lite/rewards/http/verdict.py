@@ -22,11 +22,11 @@ LINE = (
     r"[\s*_`(\[]*(?P<value>{value})[\s*_`)\].!]*\Z"
 )
 INTRODUCTION = re.compile(rf"(?:\A|\n)\W*(?:here(?:['’]s| is) )?(?:(?:the|my|final|overall) )*{NAMES}\W*\Z", re.IGNORECASE)
-"""Line that announces the judge's own verdict. Other lines that end with a colon announce a quotation."""
+"""Line that announces the judge's own verdict. Other lines ending with a colon announce a quotation."""
 UNFINISHED = re.compile(r"[^\W\d_\u0e00-\u0eff]\Z|[,;、，；—–(\[{]\Z")
 """End of a line in mid-sentence: the next line may be a quotation. Thai and Lao have no full stop: their letters do not count."""
 PIECE = re.compile(r"\s*(?:#|[-+*•]\s|(?:\d+|\w)[.)]\s|\*\*(?!.*\*\*))")
-"""Heading or list item, which needs no full stop. The last asterisks of a bold heading have been stripped before."""
+"""Heading or list item, which needs no full stop. A bold heading's last asterisks are already stripped."""
 QUOTE, QUOTE_END = re.compile(r"‘|(?<![^\s(\[{])'"), re.compile(r"(?<=\S)['’](?!\w)")
 """Opening and closing single quotes, not apostrophes."""
 YES_OR_NO = {"yes": 1.0, "no": 0.0}
@@ -40,8 +40,8 @@ class Verdict:
 
 @dataclass(frozen=True)
 class VerdictParser:
-    """Reads a judge's own verdict, not a quoted one: the last line ("Verdict: yes", "yes") or a final JSON object ({"verdict": "yes"}).
-    A last line after an unfinished sentence counts as quoted.
+    """Reads a judge's own verdict, not a quoted one: the last line ("Verdict: yes", "yes") or a final JSON object ({"verdict": "yes"}). A
+    last line after an unfinished sentence counts as quoted.
 
     With `pattern`, the verdict is the first group of its last match, or the whole match. It is looked up in `choices`, or is a number,
     which `scale` maps to 0..1. A text that takes too long to search has no verdict.
@@ -96,7 +96,7 @@ def _opens_quotation(text: str) -> bool:
 
 
 def _of_object(found: str) -> str | None:
-    """Verdict in a JSON object, None if it has none; other text unchanged."""
+    """Verdict in a JSON object, or None; other text unchanged."""
     if not found.startswith("{"):
         return found
     try:

@@ -67,7 +67,7 @@ def find_answer(response: str, extract: Extract) -> str:
 
 
 def find_words(response: str, extract: Extract) -> str:
-    """Find an answer in words, in the last tag or box or the response: the line after "the answer is", else the first line."""
+    """Find an answer in words, in the last tag or box, else in the response: the line after "the answer is", else the first line."""
     if extract == "number":
         return ""
     response = plain_boxes(response)
@@ -78,8 +78,8 @@ def find_words(response: str, extract: Extract) -> str:
 
 
 def words(text: str, shortest: int = 3) -> list[str]:
-    """Find words of at least `shortest` letters, without LaTeX and functions (sin). Letters in the alphabet's order (xyz), which may be a
-    product, count only if `shortest` is 2."""
+    """Words of at least `shortest` letters, without LaTeX and functions (sin). Letters in alphabetical order (xyz), which may be a product,
+    count only if `shortest` is 2."""
     found = re.findall(rf"[A-Za-z]{{{shortest},}}|[{HAN}]", NO_WORDS.sub(" ", text))
     return [word for word in found if shortest == 2 or (word not in string.ascii_lowercase and word.lower() not in ("and", "for"))]
 
@@ -94,8 +94,8 @@ def is_formula(text: str) -> bool:
 
 
 def _within(text: str) -> str:
-    """Find the answer in the content of a box or tag: its only formula, if no word precedes it, or the one after "the answer is"; else the
-    whole content."""
+    """Find the answer in a box or tag: its only formula, if no word precedes it, or the one after "the answer is"; else the whole
+    content."""
     text = text.strip()
     if is_formula(text):
         return text

@@ -17,13 +17,13 @@ Parsed = list[Any]
 """Sympy expressions that math-verify parsed from a text."""
 
 CLOSE, PLACES = Fraction(1, 10_000), 6
-"""Two decimals are equal if they differ by at most this share and agree when rounded to this many decimal places."""
+"""Two decimals are equal if they differ by at most this share and agree when rounded to this many places."""
 LOOSE = Fraction(1, 100)
 """Maximum relative difference between the sides of an equation with decimals."""
 DIGITS = 60
 """Precision for comparing constants, in digits."""
 MOST_BITS = 100_000
-"""Maximum bits of a power or factorial: the time limit cannot interrupt the computation of larger ones."""
+"""Maximum bits of a power or factorial: the time limit cannot interrupt computing larger ones."""
 APPROXIMATELY = re.compile(r"\\approx(?![A-Za-z])|\\simeq(?![A-Za-z])|≈")
 EQUALS = re.compile(rf"(?<![<>=\\:])(?<![^\d)]!)=(?!=)|{APPROXIMATELY.pattern}")
 SEVERAL = re.compile(r";|,(?!\d{3}(?!\d))|\b(?:or|and)\b")
@@ -130,7 +130,7 @@ def _close(one: Fraction, other: Fraction) -> bool:
 
 
 def written_form(text: str) -> str | tuple[Fraction, ...]:
-    """Normalize a numeral with a base (1001_2, 0x2A) or a ratio (2:3), which are compared with others of their kind only; empty for other
+    """Normalize a numeral with a base (1001_2, 0x2A) or a ratio (2:3), which are compared only with others of their kind; empty for other
     text."""
     text = re.sub(r"[ {}]", "", unwrapped(text)).lower().replace("\\colon", ":")
     if NUMERAL.fullmatch(text):
@@ -140,7 +140,7 @@ def written_form(text: str) -> str | tuple[Fraction, ...]:
 
 
 def sides(text: str) -> list[str]:
-    """Split an equation into its sides. Other texts and lists of answers are returned whole."""
+    """Split an equation into its sides. Other texts and lists of answers stay whole."""
     text = unwrapped(text)
     equals = [one for one in EQUALS.finditer(text) if text.count("{", 0, one.end()) == text.count("}", 0, one.end())]
     if not equals or SEVERAL.search(text, 0, equals[-1].end()):
@@ -158,7 +158,7 @@ def holds(parts: Sequence[str]) -> bool:
 
 
 def list_of(text: str) -> list[str]:
-    r"""Split a list of answers: `3, 5`, `\{3, 5\}`, `$x=3$ and $x=5$` or `\pm 3`. Commas in brackets and in 1,000 do not separate."""
+    r"""Split a list of answers: `3, 5`, `\{3, 5\}`, `$x=3$ and $x=5$` or `\pm 3`; not at commas in brackets or in 1,000."""
     text = unwrapped(text)
     if found := SET.fullmatch(text):
         text = (found[1] or found[2] or "").strip()
@@ -248,7 +248,7 @@ def _factors(product: Any) -> list[Any]:
 
 
 def _repeated_factors(product: Any) -> int:
-    """Count factors that could be merged with another one: numbers, sums, powers of one base."""
+    """Count factors that could be merged with another: numbers, sums, powers of one base."""
     kinds: list[Any] = []
     for factor in _factors(product):
         base, exponent = factor.as_base_exp()
@@ -261,8 +261,8 @@ def _repeated_factors(product: Any) -> int:
 
 
 def _joinable(expression: Any) -> int:
-    """Count powers that could be combined: 1 for a power of a power, (x^2)^5; in a product, such as 2^3 * 2^5, the number of powers with
-    the same base, minus one. Roots and fractions do not count."""
+    """Count powers that could be combined: 1 for a power of a power, (x^2)^5; in a product, the powers with the same base, minus one (2^3 *
+    2^5). Roots and fractions do not count."""
     if not expression.is_Mul:
         exponents: list[Any] = [expression.exp, expression.base.as_base_exp()[1]] if expression.is_Pow else [1]
         return int(all(one != 1 and (not one.is_number or (one.is_Integer and one > 0)) for one in exponents))

@@ -42,7 +42,7 @@ BEFORE = re.compile(
     r"\A(?:.*####|(?:so,?\s+)?(?:the\s+)?(?:final\s+|correct\s+)?answer\s*(?:\bis\b\s*:?|[:=])|答案\s*(?:是|为)?\s*:?)\s*",
     re.DOTALL | re.IGNORECASE,
 )
-"""Text before the answer, in reference answers that are whole solutions."""
+"""Text before the answer in reference answers that are whole solutions."""
 PARTS = re.compile(
     r"(?:\A|\s)\(?[a1i]\)\s*\S.*[\s,;]\(?(?:b|2|ii)\)\s*\S|\A\s*\(?[a-z]\)[\s\\]+\$?\d|(?:\A|[,;])\s*[a-z]:\s+[$\\-]*\d[^<>=:,;]*(?:\Z|[,;])",
     re.DOTALL | re.IGNORECASE,
@@ -223,7 +223,7 @@ class MathReward(RewardType):
 
 
 def _says_of(name: str, answer: str) -> bool:
-    """False for an equation about something else: x^2 = 1 where x = 1 is asked. Equations between numbers are allowed."""
+    """False for an equation about something else: x^2 = 1 if x = 1 is asked. Equations between numbers are allowed."""
     *before, last = sides(IMPLIES.split(answer)[-1])
     before = [TEXT.sub(lambda one: " " if re.search("[a-z]{2}", one[1]) else one[1], side) for side in before]
     if any(RELATION.search(as_latex(side)) for side in before):
@@ -234,14 +234,14 @@ def _says_of(name: str, answer: str) -> bool:
 
 
 def _variables(side: str, last: str = "") -> set[str]:
-    """Variables in one side of an equation. Letters of a unit count as variables, except at the side's end if the last side has a unit."""
+    """Variables in one side of an equation. Letters of a unit count too, except at the side's end if the last side has a unit."""
     number = quantity(last)
     parsed = parse(_without_unit(side)[0] if number and number.unit != NO_UNIT else side)
     return {str(one) for part in parsed for one in part.free_symbols} if parsed else set(VARIABLE.findall(side))
 
 
 def _without_unit(text: str) -> tuple[str, Unit]:
-    r"""Split the unit off a formula. With variables, a bare last letter is one more variable: x+3m has no unit, x+3\text{ m} has one."""
+    r"""Split the unit off a formula. With variables, a bare last letter is another variable: x+3m has no unit, x+3\text{ m} has one."""
     text = unwrapped(text)
     body, unit, scale = split_unit(text)
     is_term = VARIABLE.search(re.sub(r"\\[A-Za-z]+(?:\s*\{[A-Za-z ]*\})?", " ", body)) and re.search(r"[A-Za-z]\Z", text)
@@ -255,12 +255,12 @@ def _in_words(text: str) -> str | None:
 
 
 class Unreadable(ValueError):
-    """The reference is not refused for its form, but is no formula that can be read."""
+    """The reference has an allowed form, but cannot be read as a formula."""
 
 
 @lru_cache(maxsize=8192)
 def _reference(text: str, by_library: bool, cpu_limit_s: float) -> Reference:
-    """Parse a reference answer; cached, since the samples of a group share it."""
+    """Parse a reference answer; cached, since a group's samples share it."""
     try:
         return limited(cpu_limit_s, lambda: _read_by_library(text) if by_library else _read_reference(text))
     except (TimeLimitExceeded, RecursionError, MemoryError, ValueError) as error:

@@ -1,6 +1,6 @@
 """Scores samples with one reward in one process: one by one, in lists, or concurrently, as its functions allow.
 
-Async calls stay in flight between calls of the scorer, so that a slow sample delays no other.
+Async calls stay in flight between calls of the scorer, so a slow sample delays no other.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from roll_lite.rewards.terms import Reward
 from roll_lite.rewards.text.format import FormatCheck, format_check
 
 WAIT_SECONDS = 0.1
-"""Maximum seconds that one call of the scorer waits for async functions in flight. The next call can add samples."""
+"""Maximum seconds that a call of the scorer waits for async functions in flight. The next call can add samples."""
 LINGER_SECONDS = 0.005
-"""Seconds to wait for more results after the first. Another call of the scorer would take about as long."""
+"""Seconds to wait for more results after the first; another call of the scorer would take about as long."""
 LEAST_SECONDS = 0.01
-"""Minimum time limit of a function in seconds, even if earlier ones have used up the sample's limit."""
+"""Minimum time limit of a function in seconds, even if earlier functions used up the sample's limit."""
 BUSY = 3
-"""Reward processes are killed after this multiple of a sample's time limit. Their own limits of CPU time, which take longer on a busy
-machine, then apply first."""
+"""Reward processes are killed after this multiple of a sample's time limit. Their own CPU time limits, which take longer on a busy machine,
+apply first."""
 
 
 @dataclass
 class Scored:
     results: dict[int, Score | str | None] = field(default_factory=dict)
-    """Score, cause of failure, or None (score it again), for each sample that is not in flight."""
+    """Score, cause of failure, or None (score it again), for each sample not in flight."""
     seconds: float = 0.0
     interrupted: bool = False
     """A time limit interrupted a function at an unknown point: the process must be replaced, even with samples in flight."""
@@ -109,8 +109,8 @@ class BatchScorer:
         return scored.results[0] or time_out(self._reward.name, self._timeout_s), scored
 
     def _one_by_one(self, entries: list[_Entry], until: float, scored: Scored) -> list[_Entry]:
-        """Check formats and call the single-sample functions. Stops at the time `until`, or after a sample that exceeds its time limit.
-        Returns the entries begun."""
+        """Check formats and call the single-sample functions. Stops at time `until`, or after a sample that exceeds its time limit. Returns
+        the entries begun."""
         for count, entry in enumerate(entries):
             started = time.monotonic()
             if count and started > until:
@@ -137,8 +137,8 @@ class BatchScorer:
                 return
 
     def _in_lists(self, function: RewardFunction, entries: list[_Entry], until: float, scored: Scored) -> None:
-        """Call a list function on batches of `at_once` samples, each batch within the rest of a sample's time limit. If a call fails, retry
-        its samples one by one."""
+        """Call a list function on batches of `at_once` samples, each within the rest of a sample's time limit. If a call fails, retry its
+        samples one by one."""
         open_ = self._unfailed(entries)
         if not open_ or scored.suspects:
             return

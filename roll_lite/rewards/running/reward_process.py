@@ -16,7 +16,7 @@ from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.running.batch_scorer import BUSY, BatchScorer, slow_start, time_out
 
 GRACE_SECONDS = 1.0
-"""Extra wait before the process is killed, so the reward's own time-out, whose message explains more, comes first."""
+"""Extra wait before the process is killed: the reward's own time-out, whose message explains more, comes first."""
 
 Answer = tuple[Score | str, float]
 """Score or cause of failure, and the seconds it took."""

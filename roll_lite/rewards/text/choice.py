@@ -71,7 +71,7 @@ class ChoiceReward(RewardType):
 
 
 def _options(column: Any, name: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Options' texts by letter, and their letters by label; no labels if the column is a list."""
+    """Options' texts by letter, and letters by label; no labels if the column is a list."""
     labels, texts = None, column
     if isinstance(column, dict):
         named = set(column) == {"text", "label"}
@@ -160,7 +160,7 @@ def settled_on(text: str, options: dict[str, str]) -> set[str]:
     pattern = _mentions(tuple(_without_marks(options).items()))
 
     def alone(part: str) -> set[str]:
-        """Options in a text that names nothing else, or the letter of a labelled option: "C. Berlin"."""
+        """Options that a text names if it names nothing else, or the letter of a labelled option ("C. Berlin")."""
         found = {_letter(one) for one in pattern.finditer(part)}
         is_caption = len(found) == 1 and not has_texts and re.match(r"[(\[]?[A-Z](?:[.:](?=\s)|[)\]])", part)
         return found if is_caption or BESIDE.fullmatch(pattern.sub(" ", part)) else set()

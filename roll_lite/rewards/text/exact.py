@@ -72,7 +72,7 @@ def _kept(found: re.Match[str]) -> str:
 
 
 def _stands_in(answer: str, response: str) -> bool:
-    """True if the response contains the answer; a number must be whole: 5 is not in 15, -5 or 5.2."""
+    """True if the response contains the answer; numbers must be whole: 5 is not in 15, -5 or 5.2."""
     before = r"(?<![\d.])(?<!(?<!\w)-)" if answer[0].isdigit() else ""
     after = r"(?!\d|[.,]\d)" if answer[-1].isdigit() else ""
     return re.search(before + re.escape(answer) + after, response) is not None

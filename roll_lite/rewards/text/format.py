@@ -65,7 +65,7 @@ FormatCheck = Callable[[str], bool]
 
 
 def format_check(config: RewardConfig, path: str = "reward") -> FormatCheck | None:
-    """Build the check of a domain's `format`; None if it has none. A bad pattern raises ValueError, which names the YAML `path`."""
+    """Build the check of a domain's `format`; None without one. ValueError, which names the YAML `path`, for a bad pattern."""
     if config.format is None:
         return None
     try:

@@ -32,7 +32,7 @@ class InstructionReward(RewardType):
     """Score 1 if the response, after the last `</think>`, follows all of its row's instructions, else 0. Programs check them, as in IFEval,
     RLVR-IFEval, IF-RLVR and IFBench.
 
-    A sample with an unknown instruction or bad arguments fails. If a check takes longer than `cpu_limit_s`, its instruction counts as not
+    A sample with an unknown instruction or bad arguments fails. An instruction whose check takes longer than `cpu_limit_s` counts as not
     followed; `too_long` in the details lists it.
 
     | data set | instructions | ids such as | layout of a row |
@@ -47,8 +47,8 @@ class InstructionReward(RewardType):
 
     The checks need no downloads. They pass the test cases of the originals, except:
 
-    - **Empty text** follows no instruction; invisible characters are removed first. A rule about each sentence, word or line needs at least
-      one, a rule about neighbours (`sentence:increment`) or about first and last words needs two.
+    - **Empty text** follows no instruction; invisible characters are removed first. Rules about each sentence, word or line need at least
+      one, rules about neighbours (`sentence:increment`) or first and last words need two.
     - **Sentences** end with . ! ? and white space, except in abbreviations; nltk's punkt differs in rare cases. "around" allows one
       sentence more or less, a tenth for other counts.
     - **Words** are separated by white space, dashes and slashes, and compared without punctuation and case (`don't` is one word); the
@@ -65,8 +65,8 @@ class InstructionReward(RewardType):
       line starts), `format:sub-bullets` (at least one), `format:no_bullets_bullets` (sentences end in full stops),
       `format:output_template` (labels in order, each followed by text), `count:conjunctions` (case ignored), `custom:reverse_newline` (no
       repeated line), `custom:date_format_list` (dates exist), `custom:csv_special_character` (all rows valid), `repeat:repeat_change`
-      (first word differs), `format:title_case` (not all capitals). Milder: `format:title_case` allows lower-case articles and short
-      prepositions, and in `format:quotes` apostrophes are no quotes.
+      (first word differs), `format:title_case` (not all capitals). Milder: `format:title_case` (lower-case articles and short
+      prepositions allowed), `format:quotes` (apostrophes are no quotes).
 
     ```yaml
     reward:
@@ -138,8 +138,7 @@ def _variants(response: str) -> list[str]:
 
 
 def asked_of(sample: RewardInput, ids: str, arguments: str) -> list[Asked]:
-    """Read a sample's instructions from the columns named by `ids` and `arguments`, else from the reference answer, else from
-    `ground_truth`."""
+    """Read a sample's instructions from the columns `ids` and `arguments`, else from the reference answer, else from `ground_truth`."""
     columns = sample.columns
     if columns.get(ids) is not None:
         return _paired(columns[ids], columns.get(arguments), f"column {ids!r}", f"column {arguments!r}")
@@ -155,7 +154,7 @@ def asked_of(sample: RewardInput, ids: str, arguments: str) -> list[Asked]:
 
 
 def _together(value: Any) -> list[Asked]:
-    """Read instructions, laid out as {"func_name": ..., arguments} or {"instruction_id": [...], "kwargs": [...]}, or a list of them."""
+    """Read instructions, given as {"func_name": ..., arguments} or {"instruction_id": [...], "kwargs": [...]}, or a list of them."""
     value = _parsed(value, "the reference answer")
     if isinstance(value, Mapping):
         if FUNCTION in value:
@@ -177,7 +176,7 @@ def _paired(ids: Any, arguments: Any, where_ids: str, where_arguments: str) -> l
 
 
 def _asked(name: Any, given: Any) -> Asked:
-    """Read one instruction. Data sets stored as tables give unused arguments as None, and integers as floats."""
+    """Read one instruction. Data sets stored as tables give unused arguments as None, integers as floats."""
     given = _parsed(given, f"{name}: arguments") if isinstance(given, str) else given
     if given is not None and not isinstance(given, Mapping):
         raise RewardFailed(f"reward instruction: {name}: arguments must be a dict, got {given!r:.80}")

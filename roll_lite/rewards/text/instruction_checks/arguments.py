@@ -13,7 +13,7 @@ AROUND = 0.1
 
 
 def whole(number: Any, *, least: int = 0) -> int:
-    """Return a count; ValueError for text, floats, and numbers below `least`."""
+    """A count; ValueError for text, floats, and numbers below `least`."""
     if not isinstance(number, Integral) or isinstance(number, bool):
         raise ValueError(f"a count must be a whole number, got {number!r}")
     if number < least:
@@ -22,14 +22,14 @@ def whole(number: Any, *, least: int = 0) -> int:
 
 
 def phrase(name: str, value: Any) -> str:
-    """Return a stripped text; ValueError if it is empty, since every response contains the empty text."""
+    """A stripped text; ValueError if empty, since every response contains the empty text."""
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{name} must be a text with something in it, got {value!r}")
     return value.strip()
 
 
 def phrases(name: str, each: str, value: Any) -> list[str]:
-    """Return a list of texts. ValueError for a string, which would pass as a list of letters, and for an empty list."""
+    """A list of texts. ValueError for an empty list or a string, which would pass as a list of letters."""
     if isinstance(value, str) or not hasattr(value, "__iter__"):
         raise ValueError(f"{name} must be a list of words, got {value!r}")
     values = list(value)
@@ -39,7 +39,7 @@ def phrases(name: str, each: str, value: Any) -> list[str]:
 
 
 def one_phrase(name: str, value: Any) -> str:
-    """Return a text given alone or in a list of one: data sets have both."""
+    """A text given alone or in a list of one: data sets have both."""
     values = value if isinstance(value, str) or not hasattr(value, "__iter__") else list(value)
     return phrase(name, values[0] if isinstance(values, list) and len(values) == 1 else values)
 

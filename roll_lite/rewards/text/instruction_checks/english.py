@@ -1,4 +1,4 @@
-"""English word lists (conjunctions, verbs, ...), our own, so that no corpora need to be downloaded."""
+"""English word lists (conjunctions, verbs, ...), our own, so no corpora need to be downloaded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PRONOUNS = _listed(
     myself ourselves yourself yourselves himself herself itself themselves
     """
 )
-"""Personal, possessive and reflexive pronouns, as IFBench counts them."""
+"""Personal, possessive and reflexive pronouns, as in IFBench."""
 
 STOP_WORDS = _listed(
     """

@@ -41,7 +41,7 @@ def is_copy(response: str, prompt_to_repeat: str) -> bool:
 
 
 def copies(response: str, prompt_to_repeat: str, N: int) -> bool:
-    """The response is N copies of the prompt, separated by six asterisks."""
+    """The response is N copies of the prompt, with six asterisks between them."""
     number, verdicts = whole(N, least=1), [is_copy(part, prompt_to_repeat) for part in response.split("******")]
     return len(verdicts) == number and all(verdicts)
 
@@ -60,7 +60,7 @@ def sentence_hyphens(response: str) -> bool:
 
 
 def bigram_wrapping(response: str) -> bool:
-    """The words are in << >> in pairs; if their number is odd, the last one is free."""
+    """The words are in << >> in pairs; an odd last one is free."""
     tokens = response.split()
     pairs = list(zip(tokens[::2], tokens[1::2], strict=False))
     return every(pairs, lambda pair: pair[0][:2] == "<<" and pair[1][-2:] == ">>" and ">>" not in pair[0] and "<<" not in pair[1])

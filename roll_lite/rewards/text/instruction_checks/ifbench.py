@@ -67,7 +67,7 @@ def marks(response: str) -> list[int]:
 
 
 def sentence_words(response: str) -> bool:
-    """The response has three sentences with equally many characters, and no repeated word."""
+    """The response has three sentences of equally many characters, and no repeated word."""
     said, used = sentences(response), words(response)
     return len(said) == 3 and len(set(map(len, said))) == 1 and len(used) == len(set(used))
 
@@ -188,7 +188,7 @@ def sub_bullets(response: str) -> bool:
 
 
 def no_bullets_bullets(response: str) -> bool:
-    """The response has at least two sentences with a full stop, then at least two lines, all of which begin with *."""
+    """The response has at least two sentences with a full stop, then at least two lines that begin with *, and no others."""
     lines = [line.strip() for line in response.split("\n") if line.strip()]
     first = next((place for place, line in enumerate(lines) if line.startswith("*")), len(lines))
     return marks("\n".join(lines[:first]))[0] >= 2 and len(lines) - first >= 2 and all(line.startswith("*") for line in lines[first:])
@@ -229,7 +229,7 @@ def title_case(response: str) -> bool:
 
 
 def output_template(response: str) -> bool:
-    """The response has the three LABELS in order, each followed by text."""
+    """The three LABELS occur in order, each followed by text."""
     rest = response
     for label in LABELS:
         before, found, rest = rest.partition(label)
@@ -272,7 +272,7 @@ NAPOLEON = range(1769, 1822)
 
 
 def mcq_count_length(response: str) -> bool:
-    """The response has four questions with five options each, every question longer than the previous one; no text before the first."""
+    """The response has four questions with five options each, every question longer than the one before; no text precedes the first."""
     before, *questions = QUESTION.split(response.strip())
     lengths = []
     for question in questions:
@@ -305,7 +305,7 @@ def is_csv(response: str, columns: str, count: int) -> bool:
 
 
 def csv_quotes(response: str) -> bool:
-    """The response is a table with tabs between columns and every field in double quotes."""
+    """The response is a table with tabs between columns and all fields in double quotes."""
     rows = [[field.strip() for field in line.split("\t")] for line in response.split("\n") if line.strip()]
     is_quoted = all(len(field) > 1 and field[0] == field[-1] == '"' for row in rows for field in row)
     return is_quoted and is_table([[field[1:-1] for field in row] for row in rows], STUDENTS, 3)

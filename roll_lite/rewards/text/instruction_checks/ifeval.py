@@ -1,4 +1,4 @@
-"""Checks of IFEval's 25 instructions, and of RLVR-IFEval's (AllenAI), which are mostly the same. Arguments have the data sets' names."""
+"""Checks of IFEval's 25 instructions, and of RLVR-IFEval's (AllenAI), mostly the same. Arguments have the data sets' names."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def existence(response: str, keywords: list[str]) -> bool:
 
 
 def is_language(response: str, language: str, *, without_letters: bool) -> bool:
-    """True if the response is in the language. `without_letters`: result for a text without letters; True in IFEval's original."""
+    """True if the response is in the language. `without_letters`: result for a text without letters (True in the original IFEval)."""
     wanted, detector = phrase("language", language), _detector()
     try:
         return str(detector.detect(response)) == wanted

@@ -18,7 +18,7 @@ ABBREVIATION = re.compile(
 SENTENCE_END = re.compile(r"(?:(?<![!?])[!?]+|(?<!\.)\.+|…|(?<![。！？])[。！？]+)[\"'”’)\]*_]*(?=\s|$|(?<=[。！？])\S)")
 """Matches marks that end a sentence; each run of marks is tried only once."""
 LONGEST_ABBREVIATION = 40
-"""Number of characters before a full stop that are searched for an abbreviation."""
+"""Characters before a full stop searched for an abbreviation."""
 
 LATIN = "\\u0000-\\u024f"
 UNSEEN = re.compile(f"[\u00ad\u180e\u200b\u2060-\u2064\ufeff]|(?<=[{LATIN}])[\u200c\u200d]|[\u200c\u200d](?=[{LATIN}])")
@@ -32,7 +32,7 @@ VOWELS = "aeiouy"
 
 
 def visible(text: str) -> str:
-    """The text without invisible characters, which would split words or count as text."""
+    """Remove invisible characters, which would split words or count as text."""
     return text if text.isascii() else UNSEEN.sub("", text).translate(BLANKS)
 
 
@@ -67,12 +67,12 @@ def end_mark(sentence: str) -> str:
 
 def words(text: str) -> list[str]:
     """Split a text at white space, dashes (–, —) and slashes into lower-case words without punctuation. Hyphens and apostrophes do not
-    split: well-known and don't are one word each."""
+    split: well-known and don't are single words."""
     return [word for word in text.lower().translate(NO_MARKS).split() if any(character.isalnum() for character in word)]
 
 
 def whole_words(phrase: str, text: str) -> int:
-    """Count of the phrase in the text, as whole words and without regard to case."""
+    """Number of times the phrase occurs in the text, as whole words, ignoring case."""
     return len(re.findall(rf"(?<!\w){re.escape(phrase.strip())}(?!\w)", text, re.IGNORECASE))
 
 
