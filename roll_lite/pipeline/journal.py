@@ -157,7 +157,7 @@ class Journal:
         """Tell why the run pauses, also in a file, and wait until the user deletes that file. A failure of any rank ends the wait."""
         file = self.folder / PAUSED_FILE
         write_whole(file, f"{reason}\n")
-        self.console.message(f"paused: {reason}\nTo train on this batch all the same, delete {file}; to end the run, press Ctrl-C")
+        self.console.message(f"paused: {reason}\nTo continue all the same, delete {file}; to end the run, press Ctrl-C")
         while file.exists():
             pause(group, 0, f"the user who deletes {file}")
         self.console.message("the run continues")

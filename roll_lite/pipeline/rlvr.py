@@ -231,7 +231,11 @@ class RLVRPipeline:
         self.journal.ledger.updates(self.steps_done + 1, batch.rows, mini_batches, updates)
         if not compared_before_training(self.algorithm):
             found = [update.mismatch for rank in updates.get("actor", []) for update in rank]
-            self.compare_later = partial(self.agreement.check, self.version, batch.rows, found)
+            compare = partial(self.agreement.check, self.version, batch.rows, found)
+            if self.config.rollout.on_mismatch == "pause":
+                self.compare_later = compare  # the update is done: a pause comes after the step
+            else:
+                compare()
         self.version += "actor" in updates
         for first in self.skipped.count(self.steps_done + 1, updates):  # first.update counts from 1
             further = supervised[first.update - 1] if supervised and first.role == "actor" else None

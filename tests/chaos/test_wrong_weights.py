@@ -81,17 +81,19 @@ def test_a_damaged_replica_is_named_before_it_is_saved(checkpoints: int, tmp_pat
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("signals_arrive")
-def test_a_run_that_pauses_trains_on_when_it_is_told_so(tmp_path: Path) -> None:
-    """Every later step samples with the wrong weights, too: it pauses again."""
+@pytest.mark.parametrize(("old_log_probs", "trained"), [("recompute", 0), ("current", 1)])
+def test_a_run_that_pauses_continues_when_it_is_told_so(old_log_probs: str, trained: int, tmp_path: Path) -> None:
+    """Every later step samples with the wrong weights, too: it pauses again. With `current` the difference is known after the update."""
     require("vllm")
     path = os.pathsep.join([str(FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])])
     wrong = {"WRONG_HOW": "negated", "WRONG_FROM_UPDATE": str(UPDATE), "WRONG_ENGINE": "1", "PYTHONPATH": path}
-    settings = ["weight_sync.verify=none", "steps=9", "rollout.on_mismatch=pause"]
+    settings = ["weight_sync.verify=none", "steps=9", "rollout.on_mismatch=pause", f"algorithm.old_log_probs={old_log_probs}"]
     with Run(tmp_path, "tiny_grpo", *SETTINGS, *settings, environment=wrong) as run:
         for pauses in (1, 2):
             wait_until(run, lambda: (run.run_dir / "latest" / "paused.txt").exists(), 300)
-            assert re.match(BY_LOG_PROBS.format(engine=1), (run.folder / "paused.txt").read_text())
-            assert len(run.metrics()) == UPDATE + pauses - 1
+            says = BY_LOG_PROBS.format(engine=1).replace(f"version {UPDATE}:", f"version {UPDATE + pauses - 1}:")
+            assert re.match(says, (run.folder / "paused.txt").read_text())
+            assert len(run.metrics()) == UPDATE + pauses - 1 + trained
             (run.folder / "paused.txt").unlink()
         wait_until(run, lambda: (run.folder / "paused.txt").exists())
         run.process.send_signal(signal.SIGINT)

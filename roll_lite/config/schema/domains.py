@@ -298,8 +298,8 @@ class RolloutConfig(Section):
     """Record which tokens top-k, top-p and min-p allowed at each position, and normalise training log-probs over these tokens only, as the
     engine does."""
     on_mismatch: Literal["end", "pause"] = "end"
-    """Action if engines' and trainer's log-probs differ too much (max_mismatch). end: end the run. pause: keep everything loaded and wait;
-    once you delete the file paused.txt in the run's folder, the run trains on the batch anyway."""
+    """Action if engines' and trainer's log-probs differ too much (max_mismatch). end: end the run. pause: wait with everything loaded, and
+    continue anyway once you delete the file paused.txt in the run's folder."""
     max_mismatch: PositiveFloat | None = 0.2
     """Maximum mean difference, in nats, between engine's and trainer's log-probs of the same tokens, in the first batch and later in each
     engine's samples from the trainer's current weights. A larger difference ends the run: engine and trainer hold different models. A
