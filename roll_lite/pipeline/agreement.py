@@ -56,7 +56,11 @@ class DifferentModels(RuntimeError):
 
 
 class EnginesDiffer(DifferentModels):
-    """Engine and trainer give the same tokens different log-probs."""
+    """Engine and trainer give the same tokens different log-probs. `version`: version of the trainer's weights."""
+
+    def __init__(self, message: str, version: int) -> None:
+        super().__init__(message)
+        self.version = version
 
 
 def compare_replicas(model: Model[Any], step: int) -> None:
@@ -114,7 +118,8 @@ class Agreement:
             raise EnginesDiffer(
                 f"engines and trainer disagree about the tokens of the first batch: their log-probs differ by {whole:.3g} nats "
                 f"on average, rollout.max_mismatch allows {self._bound:g}: they do not hold the same model\n"
-                f"{ENGINES if self._is_live else DUMPS}"
+                f"{ENGINES if self._is_live else DUMPS}",
+                version,
             )
         self._is_first = False
         if not self._is_live:
@@ -153,7 +158,8 @@ class Agreement:
                     who = f"actor_infer[{engine}]" if engine >= 0 else "several engines"
                     raise EnginesDiffer(
                         f"{who}, weights of version {version - age[1]}: log-probs of {tokens} tokens differ from the trainer's by "
-                        f"{mean:.3g} nats on average, at most {limit:.3g} is allowed ({why})\n{UPDATED}"
+                        f"{mean:.3g} nats on average, at most {limit:.3g} is allowed ({why})\n{UPDATED}",
+                        version,
                     )
         past.append(_mean(engines.values()))
         del past[:-REMEMBERED]

@@ -111,7 +111,7 @@ class RLVRPipeline:
                     raise
                 self.recovery.survive(self, partial(self.journal.wait_for_user, self.models.actor.ranks.group, difference))
                 self.restore(self.recovery.reached)
-                self.agreement.accept(self.version)
+                self.agreement.accept(difference.version)
 
     def recorded_step(self) -> None:
         with self.journal.step(self.steps_done + 1):

@@ -177,7 +177,7 @@ def test_replicas_are_compared_where_they_hold_the_same_shard() -> None:
 
 def test_a_step_in_which_engines_differ_is_repeated_when_the_user_accepts_it() -> None:
     told: list[Any] = []
-    tries = iter([EnginesDiffer("by 0.5 nats"), None])
+    tries = iter([EnginesDiffer("by 0.5 nats", 3), None])
 
     def step() -> None:
         if (failure := next(tries)) is not None:
@@ -191,11 +191,11 @@ def test_a_step_in_which_engines_differ_is_repeated_when_the_user_accepts_it() -
         models=SimpleNamespace(actor=SimpleNamespace(ranks=SimpleNamespace(group=None))),
         restore=told.append,
         agreement=SimpleNamespace(accept=lambda version: told.append(f"accept {version}")),
-        version=3,
+        version=4,
     )
     RLVRPipeline.survive(pipeline, step)  # type: ignore[arg-type]
     assert told == ["paused: by 0.5 nats", {"steps_done": 3}, "accept 3", "step"]
-    pipeline.config.rollout.on_mismatch, tries = "end", iter([EnginesDiffer("by 0.5 nats")])
+    pipeline.config.rollout.on_mismatch, tries = "end", iter([EnginesDiffer("by 0.5 nats", 3)])
     with pytest.raises(EnginesDiffer):
         RLVRPipeline.survive(pipeline, step)  # type: ignore[arg-type]
 
