@@ -14,14 +14,14 @@ from pydantic import AfterValidator, NonNegativeFloat, PositiveInt
 from roll_lite.config.problems import Problem, did_you_mean
 from roll_lite.config.schema.base import Mistakes, rule
 from roll_lite.config.schema.run import RunConfig
-from roll_lite.config.text_templates import placeholders
+from roll_lite.config.text_templates import compile_format, placeholders
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.files import is_folder
 from roll_lite.models.model_files import chat_templates
 from roll_lite.rewards.answer_extraction import CUT, finished, is_cut
 from roll_lite.rewards.base import HARMLESS_RESPONSE, ResponseSuspected, RewardFailed
 from roll_lite.rewards.http.client import Addresses, AskingReward, HttpClient, several
-from roll_lite.rewards.http.verdict import Verdict, VerdictParser, compiled
+from roll_lite.rewards.http.verdict import Verdict, VerdictParser
 from roll_lite.rewards.placeholders import checked_template, columns_in, filled
 
 Api = Literal["chat", "completions"]
@@ -93,7 +93,7 @@ class JudgeReward(AskingReward):
     response."""
     system: str | None = None
     """System message."""
-    pattern: Annotated[str, AfterValidator(lambda pattern: compiled(pattern).pattern)] | None = None
+    pattern: Annotated[str, AfterValidator(lambda pattern: compile_format(pattern).pattern)] | None = None
     r"""Regular expression for the verdict in the judge's text: the first group of its last match, or the whole match. It also matches
     quotations: anchor it with `\Z` if the judge may quote verdicts."""
     choices: dict[str, float] | None = None

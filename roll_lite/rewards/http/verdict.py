@@ -8,28 +8,29 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from roll_lite.config.text_templates import compile_format
 from roll_lite.rewards.answer_extraction import without_thinking
 from roll_lite.rewards.running.time_limit import TimeLimitExceeded, limited
 from roll_lite.rewards.text.format import FORMAT_SECONDS
 
-NUMBER = r"[-+]?\d+(?:\.\d+)?"
 KEYS = ("verdict", "score", "rating", "grade", "judgment", "judgement", "answer")
 """Keys of a JSON verdict. The first one present counts, since `answer` may repeat the response's answer."""
-NAMES = rf"(?:{'|'.join(KEYS)})"
-OBJECT = r"(?:\A|\n)[ \t]*(?:```\w*\s*)?(?P<value>\{.*\})\s*(?:```)?\Z"
+NAMES = rf"(?:(?:the|my|final|overall)[*_ ]+)*(?:{'|'.join(KEYS)})"
 LINE = (
-    rf"(?:\A|\n)[ \t*_`#(\[]*(?:(?:(?:the|my|final|overall)[*_ ]+)*{NAMES}[*_ ]*(?:\([^()\n]*\)[*_ ]*)?(?:[:=]|\bis\b)[*_ ]*:?)?"
-    r"[\s*_`(\[]*(?P<value>{value})[\s*_`)\].!]*\Z"
+    rf"(?i)(?:\A|\n)[ \t*_`#(\[]*(?:{NAMES}[*_ ]*(?:\([^()\n]*\)[*_ ]*)?(?:[:=]|\bis\b)[*_ ]*:?)?"
+    r"[\s*_`(\[]*(?P<value>{value}){out_of}[\s*_`)\].!]*\Z"
 )
-INTRODUCTION = re.compile(rf"(?:\A|\n)\W*(?:here(?:['’]s| is) )?(?:(?:the|my|final|overall) )*{NAMES}\W*\Z", re.IGNORECASE)
-"""Line that announces the judge's own verdict. Other lines ending with a colon announce a quotation."""
-UNFINISHED = re.compile(r"[^\W\d_\u0e00-\u0eff]\Z|[,;、，；—–(\[{]\Z")
-"""End of a line in mid-sentence: the next line may be a quotation. Thai and Lao have no full stop: their letters do not count."""
-PIECE = re.compile(r"\s*(?:#|[-+*•]\s|(?:\d+|\w)[.)]\s|\*\*(?!.*\*\*))")
-"""Heading or list item, which needs no full stop. A bold heading's last asterisks are already stripped."""
-QUOTE, QUOTE_END = re.compile(r"‘|(?<![^\s(\[{])'"), re.compile(r"(?<=\S)['’](?!\w)")
-"""Opening and closing single quotes, not apostrophes."""
-YES_OR_NO = {"yes": 1.0, "no": 0.0}
+OBJECT = r"(?s)(?:\A|\n)[ \t]*(?:```\w*\s*)?(?P<value>\{.*\})\s*(?:```)?\Z"
+NUMBER = r"[-+]?\d+(?:\.\d+)?"
+
+OPEN_QUOTE = re.compile(r"(?s)[“«「『《](?!.*[”»」』》])|(?:‘|(?<![^\s(\[{])')(?!.*\S['’](?!\w))")
+"""Quotation mark, not an apostrophe, that is never closed."""
+BREAKS_OFF = re.compile(
+    rf"(?i)(?!\W*(?:here(?:['’]s| is) )?{NAMES}\W*\Z)"
+    r"(?:.*[:：]|(?!\s*(?:#|[-+*•]\s|(?:\d+|\w)[.)]\s|\*\*(?!.*\*\*))).*(?:[^\W\d_\u0e00-\u0eff]|[,;、，；—–(\[{]))\Z"
+)
+"""Line that may introduce a quotation: it ends with a colon, or in mid-sentence (with a letter, except in Thai and Lao, which have no full
+stop). Not the line "Here is my verdict:"; nor a heading or list item without a full stop."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class VerdictParser:
-    """Reads a judge's own verdict, not a quoted one: the last line ("Verdict: yes", "yes") or a final JSON object ({"verdict": "yes"}). A
-    last line after an unfinished sentence counts as quoted.
+    """Reads a judge's own verdict, not a quoted one: the last line ("Verdict: yes", "yes") or a final JSON object ({"verdict": "yes"}).
 
     With `pattern`, the verdict is the first group of its last match, or the whole match. It is looked up in `choices`, or is a number,
     which `scale` maps to 0..1. A text that takes too long to search has no verdict.
@@ -53,46 +53,35 @@ class VerdictParser:
 
     def __call__(self, text: str) -> Verdict | None:
         """Verdict in a judge's text, after its thinking, or None."""
-        text = without_thinking(text).strip()
-        choices = YES_OR_NO if (self.choices, self.pattern, self.scale) == (None, None, None) else self.choices
+        choices = {"yes": 1.0, "no": 0.0} if (self.choices, self.pattern, self.scale) == (None, None, None) else self.choices
         known = None if choices is None else {choice.strip().casefold(): float(value) for choice, value in choices.items()}
         try:
-            found = limited(FORMAT_SECONDS, lambda: self._found(text, known))
-        except TimeLimitExceeded:
-            return None
-        try:
-            value = None if found is None else known.get(found.strip().casefold()) if known is not None else float(found)
-        except ValueError:
+            found = limited(FORMAT_SECONDS, lambda: self._found(without_thinking(text).strip(), known))
+            if found is None:
+                return None
+            value = float(found) if known is None else known[found.strip().casefold()]
+        except (TimeLimitExceeded, KeyError, ValueError):
             return None
         low, high = self.scale or (-math.inf, math.inf)
-        if found is None or value is None or (known is None and not (math.isfinite(value) and low <= value <= high)):
+        if not (math.isfinite(value) and low <= value <= high):
             return None
-        return Verdict((value - low) / (high - low) if self.scale is not None else value, found.strip())
+        return Verdict((value - low) / (high - low) if self.scale else value, found.strip())
 
     def _found(self, text: str, known: Mapping[str, float] | None) -> str | None:
         if self.pattern is not None:
-            last = next(reversed(list(compiled(self.pattern).finditer(text))), None)
+            last = next(reversed(list(compile_format(self.pattern).finditer(text))), None)
             return last and next((group for group in last.groups() if group is not None), last[0])
-        text = re.sub(r'\A"([^"]*)"\Z', r"\1", text)
-        match = re.search(self._line(known), text, re.IGNORECASE) or re.search(OBJECT, text, re.DOTALL)
-        return None if match is None or _opens_quotation(text[: match.start()]) else _of_object(match["value"])
-
-    def _line(self, known: Mapping[str, float] | None) -> str:
-        """Regular expression for a last line with a verdict."""
-        out_of = rf"(?:[*_\s]*(?:/|(?:out )?of)[*_\s]*{re.escape(f'{self.scale[1]:g}')})?" if self.scale else ""
         value = NUMBER if known is None else "|".join(map(re.escape, sorted(known, key=len, reverse=True)))
-        return LINE.replace("{value}", f"{value}){out_of}(?:")
+        out_of = rf"(?:[*_\s]*(?:/|(?:out )?of)[*_\s]*{re.escape(f'{self.scale[1]:g}')})?" if self.scale else ""
+        text = re.sub(r'\A"([^"]*)"\Z', r"\1", text)
+        verdict = re.search(LINE.format(value=value, out_of=out_of), text) or re.search(OBJECT, text)
+        return None if verdict is None or _may_be_quoted(text[: verdict.start()]) else _of_object(verdict["value"])
 
 
-def _opens_quotation(text: str) -> bool:
-    """True if a quotation may follow this text: the text announces one, leaves one open, or ends in mid-sentence."""
-    line = text.rstrip(" \t\n*_=~-").rpartition("\n")[2]
-    unfinished = UNFINISHED.search(line) is not None and PIECE.match(line) is None
-    announces = text.rstrip("\"“'‘`*_ \n").endswith((":", "："))
-    begun = any(text.count(left) > text.count(right) for left, right in ("“”", "«»", "「」", "『』", "《》"))
-    opened, closed = (max((found.end() for found in quote.finditer(text)), default=0) for quote in (QUOTE, QUOTE_END))
-    begun = begun or opened > closed or any(text.count(mark) % 2 for mark in '"`')
-    return begun or ((unfinished or announces) and INTRODUCTION.search(text) is None)
+def _may_be_quoted(before: str) -> bool:
+    line = before.rstrip(" \t\n*_=~-").rpartition("\n")[2]
+    is_open = OPEN_QUOTE.search(before) is not None or any(before.count(mark) % 2 for mark in '"`')
+    return is_open or BREAKS_OFF.match(line) is not None
 
 
 def _of_object(found: str) -> str | None:
@@ -100,17 +89,8 @@ def _of_object(found: str) -> str | None:
     if not found.startswith("{"):
         return found
     try:
-        content = json.loads(found)
+        content = {name.casefold(): value for name, value in json.loads(found).items()}
     except (ValueError, RecursionError):
         return None
-    known = {name.casefold(): one for name, one in content.items()}
-    value = next((known[key] for key in KEYS if key in known), None)
+    value = next((content[key] for key in KEYS if key in content), None)
     return ("no", "yes")[value] if isinstance(value, bool) else str(value) if isinstance(value, str | int | float) else None
-
-
-def compiled(pattern: str) -> re.Pattern[str]:
-    """Compile the pattern; ValueError if it is no regular expression."""
-    try:
-        return re.compile(pattern, re.DOTALL)
-    except re.error as error:
-        raise ValueError(f"{pattern!r} is no regular expression: {error}") from None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import string
 from functools import lru_cache
-from itertools import zip_longest
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -36,22 +35,21 @@ class ChoiceReward(RewardType):
 
     extract: Extract = "auto"
     r"""Where to find the choice, after the last `</think>`. boxed: the last `\boxed{}`. tagged: the last `<answer></answer>`. auto: the
-    tag, else the box, else, in this order: a response that is only a letter or an option's text; the last statement such as "the answer is
-    C", "I choose option c", 选C or "(C) is correct"; the last line; the only "(C)"; the option's text that ends the response. Denied
-    options ("not B", "if the answer were B", 不选B) do not count, nor do the words A and I. Only the last 10,000 characters are read.
+    tag, else the box, else, in this order: the last statement such as "the answer is C", "I choose option c", 选C or "(C) is correct"; a
+    line that is only a letter or an option's text; the only "(C)"; the option's text that ends the response. Denied options ("not B", "if
+    the answer were B", 不选B) do not count, nor do the words A and I. Only the last 10,000 characters are read.
     """
     options: str = "options"
     """Column with the options' texts: a list in the letters' order, a dict by letter, or `{"text": [...], "label": [...]}` as in ARC and
-    CommonsenseQA. Without it, only letters count. If labels are not letters (1 to 4 in some rows of ARC), the options are A, B, C and so
-    on; the prompt should use these letters.
+    CommonsenseQA. Without it, only letters count, as for options whose texts differ only in case. If labels are not letters (1 to 4 in some
+    rows of ARC), the options are A, B, C and so on; the prompt should use these letters.
     """
     letters: Annotated[int, Field(ge=1, le=26)] = 26
     """Number of options if no column lists them."""
 
     def __call__(self, sample: RewardInput) -> Score:
-        column = sample.columns.get(self.options)
-        options, labels = (dict.fromkeys(ALPHABET[: self.letters], ""), {}) if column is None else _options(column, self.options)
-        right = _reference(sample.answer, options, labels)
+        options, names = _options(sample.columns.get(self.options), self.options, self.letters)
+        right = _reference(sample.answer, options, names)
         chosen = sorted(_chosen(narrow(plain_boxes(finished(sample))), self.extract, options))
         if len(chosen) != 1:
             verdict = "no choice found" if not chosen else f"ambiguous: {', '.join(chosen)}"
@@ -70,42 +68,36 @@ class ChoiceReward(RewardType):
         return written(answer, self.extract)
 
 
-def _options(column: Any, name: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Options' texts by letter, and letters by label; no labels if the column is a list."""
+def _options(column: Any, name: str, letters: int) -> tuple[dict[str, str], dict[str | int, str]]:
+    """Options' texts by letter, empty without a column; and letters by all names of an option: letter, label, place in a list."""
+    if column is None:
+        return dict.fromkeys(ALPHABET[:letters], ""), {letter: letter for letter in ALPHABET[:letters]}
     labels, texts = None, column
     if isinstance(column, dict):
-        named = set(column) == {"text", "label"}
-        labels, texts = (column["label"], column["text"]) if named else (list(column), list(column.values()))
-    if not all(isinstance(one, list | tuple) and len(one) <= len(ALPHABET) for one in (texts, labels or [])):
+        labels, texts = (column["label"], column["text"]) if set(column) == {"text", "label"} else (list(column), list(column.values()))
+    lists = (texts, texts if labels is None else labels)
+    if not all(isinstance(one, list | tuple) and len(one) == len(texts) <= len(ALPHABET) for one in lists):
         raise RewardFailed(
             f"reward choice: column {name!r} must hold a list of at most 26 options, a dict by letter, "
-            f"or a dict of the lists text and label, got {column!r:.80}"
+            f"or a dict of the lists text and label, which are equally long, got {column!r:.80}"
         )
-    if labels is None:
-        return dict(zip(ALPHABET, map(str, texts), strict=False)), {}
-    if len(labels) != len(texts):
-        raise RewardFailed(f"reward choice: column {name!r} has {len(texts)} texts and {len(labels)} labels: {column!r:.80}")
-    plain = [str(label).strip().upper() for label in labels]
-    letters = plain if set(plain) <= set(ALPHABET) else ALPHABET[: len(plain)]
-    return dict(zip(letters, map(str, texts), strict=True)), dict(zip(plain, letters, strict=True))
+    names = list(range(len(texts))) if labels is None else [str(label).strip().upper() for label in labels]
+    known = [str(one) for one in names] if set(names) <= set(ALPHABET) else ALPHABET[: len(texts)]
+    return dict(zip(known, map(str, texts), strict=True)), {**dict(zip(known, known, strict=True)), **dict(zip(names, known, strict=True))}
 
 
-def _reference(answer: Any, options: dict[str, str], labels: dict[str, str]) -> str:
-    """Letter of the reference answer. `options`: texts by letter, all empty if no column lists them."""
-    if isinstance(answer, int) and not isinstance(answer, bool):
-        if str(answer) in labels:
-            return labels[str(answer)]
-        if not labels and any(options.values()) and 0 <= answer < len(options):
-            return list(options)[answer]
+def _reference(answer: Any, options: dict[str, str], names: dict[str | int, str]) -> str:
+    """Letter of the reference answer."""
+    if isinstance(answer, str | int) and not isinstance(answer, bool):
+        letter = names.get(answer) or names.get(str(answer).strip().strip("()[].").upper())
+        if letter is not None:
+            return letter
     if isinstance(answer, str):
-        letter = answer.strip().strip("()[].").upper()
-        if letter in labels or letter in options:
-            return labels.get(letter, letter)
-        same = [one for one, text in options.items() if same_text(text) == same_text(answer)] or list(settled_on(answer, options))
+        same = [one for one, text in options.items() if _same(text) == _same(answer)] or list(settled_on(answer, options))
         if len(same) == 1:
             return same[0]
     raise RewardFailed(
-        f"reward choice: the reference answer must be one of {', '.join(labels or options)}, an option's text, "
+        f"reward choice: the reference answer must be one of {', '.join(options)}, an option's label or text, "
         f"or with a list of options its place as an integer, counted from 0, got {answer!r:.80}"
     )
 
@@ -120,131 +112,93 @@ def _chosen(response: str, extract: Extract, options: dict[str, str]) -> set[str
     return set().union(*(settled_on(box, options) for box in last_boxes(response))) or settled_on(response, options)
 
 
-LONGEST_TEXT, WINDOW = 10_000, 100
-"""Maximum characters read: at the response's end, and before an option."""
-WRAPPED = re.compile(r"\\(?:text\w*|math\w*|rm|bf|boxed)\s*\{([^{}]*)\}")
-MARKS = re.compile(r"^[ \t]*#+|[*`$\"“”]|\\[()\[\]]|(?<!\w)['‘](?=[A-Za-z]['’])|(?<=(?<!\w)[A-Za-z])['’](?!\w)", re.MULTILINE)
-BLANK = r"\s+"
+LONGEST_TEXT = 10_000
+"""Maximum characters read, from the response's end."""
+WRAPPED = re.compile(r"\\(?:text\w*|math\w*|rm|bf|boxed)\s*\{([^{}]*)\}|(?<!\w)['‘]([A-Za-z])['’](?!\w)")
+MARKS = re.compile(r"^[ \t]*#+|[*`$\"“”⟦⟧]|\\[()\[\]]", re.MULTILINE)
 BLANKS = re.compile(r"\\[ ,;:!]|\\quad|~")
 
-IS = r"(?:\bis|['’]s|\b(?:would|must|will)\s+be|[:=→⇒]|[-=]>|[-–—](?=\s))"
-DENIAL = r"(?:\b(?:not|never|cannot|neither|nor|wrong|incorrect)\b|n['’]t\b)"
-STATED = re.compile(
-    rf"(?i:\b(?:answer|ans|response|option|choice)\b(?:(?!{DENIAL})[^.:=;!?\n]){{0,60}}?\s*{IS}|\bit\s*{IS}|\bnot\s+\(?[A-Z]\)?,?\s+but\b"
-    r"|\b(?:choose|select|pick|go(?:ing)?\s+with)\b|答案\s*[是为:]|选择?)(?i:\s*(?:\b(?:definitely|both|either|the|option|answer)\b|:))*+\s*\Z"
-)
-"""Words before a choice, such as "the answer is"."""
-REVISED = re.compile(r"(?i)\b(?:actually|wait|hence|thus|therefore|so)\b[\s,:—-]*(?:no\b[\s,:—-]*)?\Z")
+# Options are first replaced by ⟦Cb⟧: the letter, then b (bare), m (marked, as in "(C)") or t (the option's text).
+X = "⟦[A-Z][bmt]⟧"
+ENDED = r"\s*(?:[.,;:!?)\]/]|\Z|\n)"
+RIGHT = r"\s*(?:is|(?:must|would)\s+be|(?:fits|seems)(?:\s+to\s+be)?)\s+(?:the\s+)?(?:correct|right|best|true|answer)\b"
+CONTINUED = r"\s+(?:[^a-z\s]|(?:and|or|because|since|as|for|but|so|which|that|is|was|in|on|by|due|not|rather|instead|if|then)\b)"
+"""Text after A or I that is then a letter, not a word."""
 DENIED = re.compile(
-    rf"(?i)(?:(?:{DENIAL}|\b(?:if|whether|unless|than|instead\s+of)\b)(?![^.,;:!?\n]*\bbut\b)[^.,;:!?\n]*|[不别非]\s*选?\s*"
-    r"|\b(?:people|many|most|others|some|one|you)\s+(?:\w+\s+){0,2}(?:think|say|believe|choose|pick)\b[^.,;:!?\n]*)\Z"
+    r"(?i)(?:\b(?:not|never|cannot|neither|nor|wrong|incorrect|if|whether|unless|than|instead\s+of)\b|n['’]t\b"
+    r"|\b(?:people|many|most|others|some|one|you)\s+(?:\w+\s+){0,2}(?:think|say|believe|choose|pick)\b)(?:(?!\bbut\b)[^.,;:!?\n])*"
+    rf"|[不别非]\s*选?\s*{X}"
 )
-RIGHT = re.compile(r"(?i)\s*(?:is|(?:must|would)\s+be|(?:fits|seems)(?:\s+to\s+be)?)\s+(?:the\s+)?(?:correct|right|best|true|answer)\b")
-ENDED = re.compile(r"\s*(?:[.,;:!?)\]/]|$|\n)")
-CONTINUED = re.compile(
-    r"(?i)\s+(?:[^a-z\s]|(?:and|or|because|since|as|for|but|so|which|that|is|was|in|on|by|due|not|rather|instead|if|then|fits|seems)\b)"
+IS = r"(?:\bis|['’]s|\b(?:would|must|will)\s+be|[:=→⇒]|[-=]>|[-–—](?=\s))"
+HEDGE = r"(?:[\s.;]*(?:[,/&或和]|\b(?:or|and|but|alternatively|maybe|perhaps|possibly)\b))++\s*(?:(?:option|choice)\b\s*)?"
+DISCUSSED = r"\s*(?:is|was|are|can|cannot|does|would|being)\b"
+POSSIBLE = r"\s+(?:is|(?:may|might|could)\s+be)\s+(?:also|equally)\s+(?:possible|correct|right|true)\b"
+STATED = re.compile(
+    rf"(?i)(?:(?:\b(?:answer|ans|response|option|choice)\b[^.:=;!?\n]{{0,60}}?\s*{IS}|\bit\s*{IS}|答案\s*[是为:]|选择?"
+    r"|\b(?:choose|select|pick|go(?:ing)?\s+with)\b)(?:\s*(?:\b(?:definitely|not\s+⟦⟧,?\s+but|both|either|the|option|answer)\b|:))*+\s*"
+    rf"|\b(?:actually|wait|hence|thus|therefore|so)\b[\s,:—-]*(?:no\b[\s,:—-]*)?(?={X}{ENDED})|(?={X}{RIGHT}))"
+    rf"(?P<chosen>{X}(?:{HEDGE}{X}(?!{DISCUSSED})|[^⟦]*{X}{POSSIBLE})*)"
 )
-POSSIBLE = re.compile(r"(?i)\s+(?:is|(?:may|might|could)\s+be)\s+(?:also|equally)\s+(?:possible|correct|right|true)\b")
-DISCUSSED = re.compile(r"(?i)\s*(?:is|was|are|can|cannot|does|would|being)\b")
-HEDGE = re.compile(
-    r"(?i)(?:\s*[,/&或和]|[\s.;,]*\b(?:or|and|but|alternatively|maybe|perhaps|possibly)\b[\s,]*)+(?:(?:option|choice)\b)?\s*"
-)
-"""Text between two options, such as "or", that makes a choice ambiguous."""
-BESIDE = re.compile(r"(?i)(?:\s|[.,;:()\[\]{}/&或和]|\b(?:or|and|the|correct|options?|choice|answer|both|either)\b)*")
+BESIDE = re.compile(rf"(?i)(?:\s|[.,;:()\[\]{{}}/&或和]|{X}|\b(?:or|and|the|correct|options?|choice|answer|both|either)\b)*")
 """Text allowed around options in a line that is only a choice."""
+CAPTION = re.compile(r"⟦.m⟧|⟦.b⟧(?:[.:]\s|[)\]])")
+ENDING = re.compile(rf"(?i)⟦.t⟧(?:(?:{HEDGE}|\s*)⟦.t⟧)*+[\s.]*\Z")
 
 
 def settled_on(text: str, options: dict[str, str]) -> set[str]:
     """Letters of the options that a text chooses; several if it hedges."""
-    plain, has_texts = _plain(text[-LONGEST_TEXT:]), any(options.values())
-    pattern = _mentions(tuple(_without_marks(options).items()))
-
-    def alone(part: str) -> set[str]:
-        """Options that a text names if it names nothing else, or the letter of a labelled option ("C. Berlin")."""
-        found = {_letter(one) for one in pattern.finditer(part)}
-        is_caption = len(found) == 1 and not has_texts and re.match(r"[(\[]?[A-Z](?:[.:](?=\s)|[)\]])", part)
-        return found if is_caption or BESIDE.fullmatch(pattern.sub(" ", part)) else set()
-
-    mentions = list(pattern.finditer(plain))
-    stated: set[str] = set()
-    for one, following in zip_longest(mentions, mentions[1:]):
-        if _is_stated(one):
-            stated = {_letter(one)}
-            is_hedged = following and HEDGE.fullmatch(plain, one.end(), following.start()) and not DISCUSSED.match(plain, following.end())
-            if is_hedged or (following and POSSIBLE.match(plain, following.end())):
-                stated.add(_letter(following))
-    if stated or (stated := alone(plain) if "\n" not in plain else stated):
-        return stated
-    lines = [alone(line) for line in plain.splitlines() if line.strip()]
-    captions = [min(line) for line in lines if len(line) == 1]
-    if captions and (len(set(captions)) == 1 or (lines[-1] and captions.count(captions[-1]) > 1)):
-        return {captions[-1]}
-    if captions and has_texts:
+    named, bare = _patterns(tuple(options.items()))
+    plain = bare.sub(_token, named.sub(_token, _plain(text[-LONGEST_TEXT:])))
+    plain = DENIED.sub(lambda clause: re.sub(X, "⟦⟧", clause[0]), plain)
+    if stated := [one["chosen"] for one in STATED.finditer(plain)]:
+        return _letters(stated[-1])
+    has_texts = any(options.values())
+    lines = [_letters(line) if _is_choice(line, has_texts) else set() for line in plain.splitlines() if line.strip()]
+    choices = [line for line in lines if len(line) == 1 or len(lines) == 1]
+    if choices and choices[-1] and (choices.count(choices[-1]) == len(choices) or (lines[-1] and choices.count(choices[-1]) > 1)):
+        return choices[-1]
+    if has_texts and any(choices):
         return set()
-    if marked := {_letter(one) for one in mentions if one["marked"] and not _is_denied(one)}:
-        return marked
-    end = len(plain.rstrip(" ."))
-    for one in reversed(mentions):  # an option's text that ends the response, with the options listed before it
-        is_last = not plain[one.end() : end].strip() or (stated and HEDGE.fullmatch(plain, one.end(), end))
-        if not is_last or not _is_text(one) or _is_denied(one):
-            break
-        stated, end = stated | {_letter(one)}, one.start()
-    return stated
+    ending = ENDING.search(plain)
+    return set(re.findall("⟦(.)m⟧", plain)) or _letters(ending[0] if ending else "")
 
 
-def _is_stated(one: re.Match[str]) -> bool:
-    text, end = one.string, one.end()
-    ends, is_right = ENDED.match(text, end), RIGHT.match(text, end)
-    if one["bare"] and one["bare"].islower() and not ends:
-        return False
-    if one["bare"] in ("A", "I") and not (ends or is_right or CONTINUED.match(text, end)):
-        return False
-    return bool(is_right or (ends and REVISED.search(_front(one))) or STATED.search(_front(one))) and not _is_denied(one)
+def _is_choice(line: str, has_texts: bool) -> bool:
+    """True if a line names nothing but options, or labels one ("C. Berlin") whose text is unknown."""
+    is_caption = CAPTION.match(line) and len(_letters(line)) == 1
+    return BESIDE.fullmatch(line) is not None or bool(is_caption and not has_texts)
 
 
-def _is_denied(one: re.Match[str]) -> bool:
-    return DENIED.search(_front(one)) is not None
-
-
-def _front(one: re.Match[str]) -> str:
-    return one.string[max(0, one.start() - WINDOW) : one.start()]
-
-
-def _is_text(one: re.Match[str]) -> bool:
-    return one.lastgroup not in ("marked", "bare")
-
-
-def _letter(one: re.Match[str]) -> str:
-    group = str(one.lastgroup)
-    return group.removeprefix("text") if _is_text(one) else one[group].upper()
+def _letters(text: str) -> set[str]:
+    return set(re.findall("⟦(.).⟧", text))
 
 
 @lru_cache(maxsize=1024)
-def _mentions(options: tuple[tuple[str, str], ...]) -> re.Pattern[str]:
-    """Pattern that matches the options' letters and texts, longest first."""
+def _patterns(options: tuple[tuple[str, str], ...]) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """Patterns for options that are marked or named by their text, longest first, and for letters alone. Equal texts name no option."""
+    texts = [_same(_plain(narrow(text))) for _, text in options]
+    longest_first = sorted(zip(texts, options, strict=True), key=lambda one: -len(one[0]))
+    groups = [rf"(?P<t{letter}>{re.escape(text)})" for text, (letter, _) in longest_first if text and texts.count(text) == 1]
+    written = "|".join(groups).replace(r"\ ", r"\s+") or "(?!)"
     letters = "".join(letter for letter, _ in options)
-    split = sorted(((letter, text.strip(" .").split()) for letter, text in options), key=lambda one: -len("".join(one[1])))
-    written = "|".join(rf"(?P<text{letter}>{BLANK.join(map(re.escape, words))})" for letter, words in split if words) or "(?!)"
-    return re.compile(
-        rf"[(\[{{]\s*(?P<marked>[{letters}])\s*[)\]}}]|(?<![\w./^−-])(?:{written})(?![\w+#-]|['’]\w|\s*[./^*]\s*[\d{{])"
-        rf"|(?<![\w'’.])(?P<bare>[{letters}])(?![\w+#]|['’]\w|-\w|\.\w)",
-        re.IGNORECASE,
+    a_or_i, small = rf"[AI]\b(?!(?i:{ENDED}|{RIGHT}|{CONTINUED}))", rf"[a-z]\b(?!{ENDED})"
+    return (
+        re.compile(rf"(?i)[(\[{{]\s*(?P<m>[{letters}])\s*[)\]}}]|(?<![\w./^−-])(?:{written})(?![\w+#-]|['’]\w|\s*[./^*]\s*[\d{{])"),
+        re.compile(rf"(?<![\w'’.⟦])(?!{a_or_i}|{small})(?P<b>[{letters}{letters.lower()}])(?![\w+#]|['’]\w|-\w|\.\w)"),
     )
 
 
-def same_text(text: str) -> str:
+def _token(one: re.Match[str]) -> str:
+    kind = str(one.lastgroup)
+    return f"⟦{kind[1:] or one[kind].upper()}{kind[0]}⟧"
+
+
+def _same(text: str) -> str:
     """Normalize an option's text for comparison."""
-    return " ".join(text.split()).strip(" .").casefold()
-
-
-def _without_marks(texts: dict[str, str]) -> dict[str, str]:
-    """Remove Markdown marks and extra blanks from the options' texts, as is done with responses. If that makes two texts equal, return all
-    unchanged."""
-    plain = {letter: _plain(narrow(text)) for letter, text in texts.items()}
-    return plain if len(set(plain.values())) == len(set(texts.values())) else texts
+    return " ".join(text.split()).strip(" .").lower()
 
 
 def _plain(text: str) -> str:
     for _ in range(3):
-        text = WRAPPED.sub(r"\1", text)
+        text = WRAPPED.sub(r"\1\2", text)
     return MARKS.sub("", BLANKS.sub(" ", text)).strip()

@@ -170,7 +170,7 @@ async def test_down_and_missing_parts() -> None:
         ({"template": "{response"}, "expected '}'.*braces that stay"),
         ({"template": "{response} {a.b}"}, r"\{a\.b\} is no placeholder"),
         ({"template": "{prompt}"}, "never shows the response"),
-        ({"pattern": "("}, r"'\(' is no regular expression"),
+        ({"pattern": "("}, "not a regular expression"),
         ({"scale": [5, 1]}, "the first number has to be less"),
         ({"asks": 0}, "expected integer > 0"),
         ({"api_key_env": "NO_SUCH_VARIABLE"}, "no environment variable of this name"),
