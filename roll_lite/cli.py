@@ -35,6 +35,7 @@ from roll_lite.distributed.strategy.build import engine_arguments_fit
 from roll_lite.files import CONFIGS, absolute_path
 from roll_lite.observability.run_folder import check_run_dir, check_store
 from roll_lite.pipeline.checkpoint_files import check_resumption, resumption_notes
+from roll_lite.pipeline.shortages import check_machine
 from roll_lite.rewards.registry import address_notes, check_rewards
 
 WRONG_CONFIGURATION = 2
@@ -46,7 +47,7 @@ OUTPUT_FAILED = 74
 CHECKS = (check_store, check_resumption, check_dumps, engine_arguments_fit, check_data, check_rewards)
 OF_MACHINE = (devices_are_there, needs_gpus)
 """Checks of this machine. `roll-lite check` prints failures as notes: the configuration may target another machine."""
-OF_RUNS = (*CHECKS, *OF_MACHINE, check_run_dir)
+OF_RUNS = (*CHECKS, *OF_MACHINE, check_run_dir, check_machine)
 SEEN_ENOUGH = 141
 """Exit code if the reader of the output has closed the pipe (`| head`), as after SIGPIPE."""
 

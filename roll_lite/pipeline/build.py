@@ -36,6 +36,7 @@ from roll_lite.distributed.strategy.base import EngineSpec, StateGroup
 from roll_lite.distributed.strategy.inference.life import EngineMemory
 from roll_lite.models.model_files import tokenizer_checksum, zero_embeddings
 from roll_lite.pipeline.batch_files import BatchFiles
+from roll_lite.pipeline.chaos import check_cuts
 from roll_lite.pipeline.checkpoint import Checkpoints
 from roll_lite.pipeline.clusters import Engines, Model, Models, RewardModels, initialize
 from roll_lite.pipeline.engine_restarts import EngineRestarts
@@ -66,6 +67,7 @@ QUIET = {"VLLM_NO_USAGE_STATS": "1", "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFF
 def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal) -> RLVRPipeline:
     start = Starter(config, folder, session)
     session.other_nodes.extend(compare_nodes(start.placement, folder, journal.console.message))
+    check_cuts(config.chaos, session.other_nodes)
     if apart := check_nodes(config, folder, start.placement):
         journal.console.message(
             f"run_dir: {', '.join(apart)} do not share {folder}: logs of their workers come at the end, the driver writes the batches"

@@ -1,11 +1,12 @@
-"""Chaos mode: kills, stops and slows processes of the run by a seeded plan, to try what it survives."""
+"""Chaos mode: kills, stops and slows processes of the run, and cuts off its nodes, by a seeded plan, to try what it survives."""
 
 from __future__ import annotations
 
 import random
 import signal
+import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import psutil
@@ -19,6 +20,11 @@ from roll_lite.distributed.rank_group import WATCH
 SLICE_SECONDS = 0.2
 RUNS = 0.1
 """Share of the time in which a slowed process runs."""
+CUT = "for do in add del; do ip rule $do pref 1 blackhole; ip -6 rule $do pref 1 blackhole; [ $do = del ] || sleep $0; done"
+"""Shell command that lets nothing leave its node for $0 seconds: a routing rule drops what is not for the node itself. Addresses, routes
+and links stay as they are, so that nothing else has to be restored."""
+TRY_CUT = "ip rule add pref 32765 lookup main && ip rule del pref 32765 lookup main"
+"""Adds and removes a routing rule that changes nothing."""
 
 
 @contextmanager
@@ -34,6 +40,34 @@ def faults(config: ChaosConfig | None, say: Callable[[str], None]) -> Iterator[N
         WATCH.errands.pop("chaos", None)
 
 
+def check_cuts(config: ChaosConfig | None, nodes: Sequence[str]) -> None:
+    """ValueError if `chaos.actions` has cut, and a node cannot be cut off. `nodes`: ids of the run's nodes, except the driver's."""
+    if config is None or "cut" not in config.actions:
+        return
+    if not nodes:
+        raise ValueError(
+            "chaos.actions: cut: the driver's node is never cut off, and the run has no other: set placement.nodes, or leave cut out"
+        )
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    for node in nodes:
+        if why := ray.get(on(node, why_uncut).remote()):
+            raise ValueError(
+                f"chaos.actions: cut: node {addresses[node]} cannot be cut off ({why}). Install iproute2 there and start its Ray as root "
+                f"(in a container with the capability NET_ADMIN), or leave cut out"
+            )
+
+
+def on(node: str, task: ray.remote_function.RemoteFunction) -> ray.remote_function.RemoteFunction:
+    return task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
+
+
+@ray.remote(num_cpus=0)
+def why_uncut() -> str | None:
+    """Reason why this node cannot be cut off; None if it can."""
+    tried = subprocess.run(["sh", "-c", TRY_CUT], capture_output=True, text=True, check=False)
+    return tried.stderr.strip() if tried.returncode else None
+
+
 class Chaos:
     def __init__(self, config: ChaosConfig, say: Callable[[str], None]) -> None:
         self._config = config
@@ -41,42 +75,53 @@ class Chaos:
         self._draw = random.Random(config.seed)
         self._left = config.most
         self._next = time.monotonic() + self._gap()
+        self._never_cut = nodes_never_cut() if "cut" in config.actions else set[str]()
 
     def tick(self) -> None:
         """Cause a fault if one is due. Called about once a second by the driver's waits."""
         if self._left == 0 or time.monotonic() < self._next:
             return
         self._next = time.monotonic() + self._gap()
+        (action,) = self._draw.choices(list(self._config.actions), list(self._config.actions.values()))
         victims = [
             (group.name, rank, pulse.place)
             for group in sorted(WATCH.groups, key=lambda group: group.name)
             if group.name.split(".")[0] in self._config.targets and group.started
             for rank, pulse in enumerate(group.pulses)
-            if pulse.place is not None and rank not in group.lost
+            if pulse.place is not None and rank not in group.lost and not (action == "cut" and pulse.place.node in self._never_cut)
         ]
         if not victims:
             return
         role, rank, place = victims[self._draw.randrange(len(victims))]
-        (action,) = self._draw.choices(list(self._config.actions), list(self._config.actions.values()))
         self._left = None if self._left is None else self._left - 1
-        self._say(f"chaos: {action} of {role} rank {rank}, process {place.pid} or one that it started")
-        agent = strike.options(scheduling_strategy=NodeAffinitySchedulingStrategy(place.node, soft=False))
-        agent.remote(place, action, self._draw.random(), self._config.slow_s)
+        cut = action == "cut"
+        whom = f"its node {place.address} for {self._config.cut_s:g} s" if cut else f"process {place.pid} or one that it started"
+        self._say(f"chaos: {action} of {role} rank {rank}, {whom}")
+        on(place.node, strike).remote(place, action, self._draw.random(), self._config.cut_s if cut else self._config.slow_s)
 
     def _gap(self) -> float:
         return self._draw.expovariate(1 / self._config.every_s)
 
 
+def nodes_never_cut() -> set[str]:
+    """Ids of the driver's node and Ray's head node: the whole run would end with either."""
+    heads = {node["NodeID"] for node in ray.nodes() if "node:__internal_head__" in node["Resources"]}
+    return heads | {ray.get_runtime_context().get_node_id()}
+
+
 @ray.remote(num_cpus=0, max_retries=0)
-def strike(place: Place, action: str, draw: float, slow_s: float) -> None:
-    """Kill, stop or slow a process or one of its descendants. Runs on its node. `draw`: number in [0, 1) that selects the process.
-    `slow_s`: seconds of slowness."""
+def strike(place: Place, action: str, draw: float, seconds: float) -> None:
+    """Kill, stop or slow a process or one of its descendants, or cut off its node. Runs on that node. `draw`: number in [0, 1) that selects
+    the process. `seconds`: how long it is slow, or its node cut off."""
+    if action == "cut":  # in a session of its own it ends the cut even where Ray ends this process, as after long cuts
+        subprocess.run(["sh", "-c", CUT, str(seconds)], start_new_session=True, check=False)
+        return
     with suppress(psutil.Error):  # it has ended meanwhile
         process = psutil.Process(place.pid)
         family = [process, *process.children(recursive=True)]
         victim = family[int(draw * len(family))]
         if action == "slow":
-            slowed(victim, slow_s)
+            slowed(victim, seconds)
         else:
             victim.send_signal(signal.SIGKILL if action == "kill" else signal.SIGSTOP)
 

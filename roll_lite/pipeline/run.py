@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -31,6 +30,7 @@ from roll_lite.pipeline.build import build
 from roll_lite.pipeline.checkpoint_files import resumption, resumption_notes, settled
 from roll_lite.pipeline.journal import FAILURE_FILE, Journal
 from roll_lite.pipeline.nodes import logs_come_home
+from roll_lite.pipeline.shortages import Shortages
 
 COMPLETED, FAILED, INTERRUPTED = 0, 1, 130
 PREEMPTED = 75
@@ -103,9 +103,6 @@ def _run(config: RunConfig, folder: Path, notes: Sequence[str]) -> int:
                 pipeline.run()
                 pipeline.close()
     return end.code
-
-
-TOO_FEW_FILES = ". Processes may open too few files here: raise the limit (ulimit -n 65536) and start the run again"
 
 
 class PhaseLimits:
@@ -186,6 +183,7 @@ class RunEnd:
         self._journal = journal
         self._interruption = interruption
         self._closed = False
+        self._shortages = Shortages()
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
@@ -210,8 +208,9 @@ class RunEnd:
             os._exit(self.code if self._closed else FAILED)
 
     def _fail(self, error: Exception) -> None:
-        report_failure(error, self._journal.folder, "cleaning up failed" if self._closed else "the run failed")
-        self._close(f"failed: {first_line(error).removesuffix(' ends with:')}", FAILED)
+        shortage = self._shortages.behind(error)
+        report_failure(error, self._journal.folder, "cleaning up failed" if self._closed else "the run failed", shortage)
+        self._close(f"failed: {first_line(error).removesuffix(' ends with:')}{shortage}", FAILED)
 
     def _close(self, exit_state: str, code: int) -> None:
         if self._closed:
@@ -230,7 +229,7 @@ class RunEnd:
                 console.message(f"go on from its last checkpoint with checkpoint.resume={resumption(self._journal.checkpoints).checkpoint}")
 
 
-def report_failure(error: Exception, folder: Path, what: str) -> None:
+def report_failure(error: Exception, folder: Path, what: str, shortage: str = "") -> None:
     """Print a failure without the worker's traceback, which failure.txt gets."""
     more = folder / FAILURE_FILE
     note = f"more in {more}"
@@ -240,6 +239,5 @@ def report_failure(error: Exception, folder: Path, what: str) -> None:
     except OSError as other:
         note = f"{more} cannot be written: {other.strerror}"
     with suppress(OSError):  # its reader may be gone
-        remedy = TOO_FEW_FILES if os.strerror(errno.EMFILE) in str(error) else ""
-        sys.stderr.write(f"\n{what}: {REMOTE_TRACEBACK.split(str(error))[0].rstrip()}{remedy}\n({note})\n")
+        sys.stderr.write(f"\n{what}: {REMOTE_TRACEBACK.split(str(error))[0].rstrip()}{shortage}\n({note})\n")
         sys.stderr.flush()

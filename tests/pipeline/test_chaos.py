@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+import ray
 from cluster_workers import Adder
 
 from roll_lite.config.schema.run import ChaosConfig
@@ -20,7 +21,7 @@ from roll_lite.distributed.place import Place
 from roll_lite.distributed.placement import anywhere
 from roll_lite.distributed.rank_group import WATCH
 from roll_lite.pipeline import chaos as module
-from roll_lite.pipeline.chaos import Chaos, faults, strike
+from roll_lite.pipeline.chaos import Chaos, check_cuts, faults, strike
 
 strike_here: Any = strike._function  # type: ignore[attr-defined]
 
@@ -60,8 +61,7 @@ def test_a_process_or_one_that_it_started_is_struck(processes: list[psutil.Proce
 def test_the_plan_follows_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     now, struck = 0.0, list[Any]()
     monkeypatch.setattr(module.time, "monotonic", lambda: now)
-    agent = SimpleNamespace(options=lambda scheduling_strategy: SimpleNamespace(remote=lambda *what: struck.append(what)))
-    monkeypatch.setattr(module, "strike", agent)
+    monkeypatch.setattr(module, "on", lambda node, task: SimpleNamespace(remote=lambda *what: struck.append(what)))
     names = {"actor_infer": 2, "actor_train": 1, "judges.main": 1, "replay": 1}
     groups = [
         SimpleNamespace(
@@ -90,6 +90,43 @@ def test_the_plan_follows_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     assert plan(targets=["critic"]) == [] and len(plan(most=3)) == 3
     assert plan(seed=1) != plan(seed=0)
+
+
+def test_only_nodes_without_driver_and_head_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, struck = 0.0, list[Any]()
+    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    monkeypatch.setattr(module, "nodes_never_cut", lambda: {"driver", "head"})
+    monkeypatch.setattr(module, "on", lambda node, task: SimpleNamespace(remote=lambda *what: struck.append((node, what[1], what[3]))))
+    pulses = [SimpleNamespace(place=Place(node, 1, f"10.0.0.{number}")) for number, node in enumerate(("driver", "head", "third"))]
+    monkeypatch.setattr(module.WATCH, "groups", [SimpleNamespace(name="actor_infer", started=True, lost={}, pulses=pulses)])
+    said: list[str] = []
+    chaos = Chaos(ChaosConfig(actions={"cut": 1.0, "kill": 1.0}, every_s=1.0, cut_s=7.0), said.append)
+    for second in range(100):
+        now = float(second)
+        chaos.tick()
+    assert {one for one in struck if one[1] == "cut"} == {
+        ("third", "cut", 7.0)
+    } and "chaos: cut of actor_infer rank 2, its node 10.0.0.2 for 7 s" in said
+    assert {node for node, action, _ in struck if action == "kill"} == {"driver", "head", "third"}
+
+
+def test_nodes_that_cannot_be_cut_off_are_told_with_the_remedy(ray_local: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = ray.get_runtime_context().get_node_id()
+    assert module.nodes_never_cut() == {here}
+    check_cuts(None, [])
+    check_cuts(ChaosConfig(), [])
+    cuts = ChaosConfig(actions={"cut": 1.0})
+    with pytest.raises(ValueError, match="chaos.actions: cut: the driver's node is never cut off, and the run has no other"):
+        check_cuts(cuts, [])
+    why: Any = module.why_uncut._function  # type: ignore[attr-defined]
+    monkeypatch.setattr(module, "TRY_CUT", "no-such-program rule")
+    assert "no-such-program: not found" in why()
+    task = SimpleNamespace(remote=lambda: ray.put("sh: 1: ip: not found"))
+    monkeypatch.setattr(module, "on", lambda node, _: task)
+    with pytest.raises(
+        ValueError, match=r"node \S+ cannot be cut off \(sh: 1: ip: not found\). Install iproute2 there and start its Ray as root"
+    ):
+        check_cuts(cuts, [here])
 
 
 def test_a_rank_is_killed_while_the_driver_waits(ray_local: object) -> None:

@@ -12,13 +12,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
 from roll_lite.distributed.watchdog import WATCHDOG, Preempted
-from roll_lite.pipeline.run import Interruption, report_failure
+from roll_lite.pipeline.run import Interruption, RunEnd
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 60.0
@@ -168,8 +169,14 @@ def test_a_first_sigterm_waits_until_what_is_saved_is_whole() -> None:
         signal.raise_signal(signal.SIGTERM)  # before training there is nothing to save
 
 
-def test_too_few_open_files_are_told_with_the_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report_failure(OSError(errno.EMFILE, os.strerror(errno.EMFILE)), tmp_path, "the run failed")
-    report_failure(ValueError("another"), tmp_path, "the run failed")
+def test_a_shortage_is_told_beside_the_failure_and_in_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ends: list[str] = []
+    journal: Any = SimpleNamespace(
+        folder=tmp_path, checkpoints=tmp_path, close=ends.append, console=SimpleNamespace(message=lambda _: pytest.fail("no checkpoint"))
+    )
+    for error in (OSError(errno.EMFILE, os.strerror(errno.EMFILE)), ValueError("another")):
+        with RunEnd(journal, Interruption()).recorded():
+            raise error
     first, second = capsys.readouterr().err.split("the run failed: ")[1:]
     assert "raise the limit (ulimit -n 65536)" in first and "ulimit" not in second
+    assert "Too many open files. Processes may open too few files here: raise" in ends[0] and ends[1] == "failed: another"

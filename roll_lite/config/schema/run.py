@@ -179,22 +179,26 @@ class LimitsConfig(Section):
 
 
 Victim = Literal["actor_train", "critic", "reference", "actor_infer", "rollouts", "reward_models", "judges"]
-Fault = Literal["kill", "stop", "slow"]
+Fault = Literal["kill", "stop", "slow", "cut"]
 ONLY_KILLS: dict[Fault, float] = {"kill": 1.0}
 USUAL_VICTIMS: tuple[Victim, ...] = ("actor_train", "critic", "reference", "actor_infer", "rollouts")
 
 
 class ChaosConfig(Section):
-    """Injects faults to test what a run survives: kills, stops and slows its processes by a seeded plan while it trains."""
+    """Injects faults to test what a run survives: kills, stops and slows its processes, and cuts off their nodes, by a seeded plan
+    while it trains."""
 
     every_s: PositiveFloat = 60.0
     """Mean time between faults in seconds; the times are random."""
     targets: Annotated[list[Victim], Field(min_length=1)] = Field(default_factory=lambda: list[Victim](USUAL_VICTIMS))
     """Roles whose processes are struck, including child processes, such as an engine's. rollouts: the rollout service."""
     actions: Annotated[dict[Fault, PositiveFloat], Field(min_length=1)] = Field(default_factory=lambda: {**ONLY_KILLS})
-    """Relative frequencies of the faults. kill: SIGKILL. stop: SIGSTOP. slow: a tenth of the usual speed for slow_s."""
+    """Relative frequencies of the faults. kill: SIGKILL. stop: SIGSTOP. slow: a tenth of the usual speed for slow_s.
+    cut: nothing leaves the process's node for cut_s; that of the driver and Ray's head node are spared. Needs root and iproute2 there."""
     slow_s: PositiveFloat = 10.0
     """Time in seconds for which a process is slow."""
+    cut_s: PositiveFloat = 10.0
+    """Time in seconds for which a node is cut off. Ray gives a node up after half a minute or more; it has to be started again there."""
     most: PositiveInt | None = None
     """Maximum faults; null: unlimited. Roles restart only as often as their `restarts` allow."""
     seed: int = 0

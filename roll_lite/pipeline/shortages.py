@@ -1,0 +1,58 @@
+"""What a machine has too little of: told before a run starts, and beside the failure of one."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import resource
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from roll_lite.config.problems import Problem
+from roll_lite.config.schema.run import RunConfig
+from roll_lite.distributed.session_guard import SHARED
+
+LEAST_FILES = 512
+"""Open files that a process of a small run may need."""
+LEAST_SHARED = 16 << 20
+"""Bytes in /dev/shm for the queues and semaphores of an engine. Ray's objects go to /tmp where they have no room."""
+
+
+def check_machine(_config: RunConfig) -> Iterator[Problem]:
+    """Check this machine's limits of open files and shared memory."""
+    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)  # Ray raises the soft limit to this one
+    if 0 <= files < LEAST_FILES:
+        yield Problem("ulimit -n", f"a run needs {LEAST_FILES} or more open files; raise the hard limit (ulimit -Hn 65536)", files)
+    free = shutil.disk_usage(SHARED).free
+    if free < LEAST_SHARED:
+        remedy = "remove files there, or enlarge it (mount -o remount,size=1G /dev/shm; docker run --shm-size=1g)"
+        yield Problem(str(SHARED), f"{free >> 20} MiB are free and an engine needs {LEAST_SHARED >> 20} MiB; {remedy}")
+
+
+class Shortages:
+    """Finds what this machine has run out of since this object was made."""
+
+    def __init__(self) -> None:
+        self._killed = killed_for_memory()
+
+    def behind(self, error: Exception) -> str:
+        """Sentences about what may have caused a failure; empty if there is no sign of a shortage."""
+        found = ""
+        if os.strerror(errno.EMFILE) in str(error):
+            found += ". Processes may open too few files here: raise the limit (ulimit -n 65536) and start the run again"
+        if shutil.disk_usage(SHARED).free < 1 << 20:
+            found += f". {SHARED}, where Ray keeps objects, is full: remove files there, or enlarge it"
+        if killed := killed_for_memory() - self._killed:
+            found += f". Memory was short: the kernel has killed {killed} processes on the driver's machine since the run's start"
+        return found
+
+
+def killed_for_memory() -> int:
+    """Number of processes that the kernel has killed for want of memory; 0 if unknown."""
+    with suppress(OSError):
+        if found := re.search(r"^oom_kill (\d+)", Path("/proc/vmstat").read_text(), re.MULTILINE):
+            return int(found[1])
+    return 0

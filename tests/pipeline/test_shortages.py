@@ -1,0 +1,50 @@
+"""What a machine has too little of is named with the number and the remedy."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from roll_lite.pipeline import shortages as module
+from roll_lite.pipeline.shortages import Shortages, check_machine, killed_for_memory
+
+ANY: Any = None
+
+
+def test_too_few_open_files_are_told_before_anything_starts(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "roll_lite.cli", "run", "--config-name", "tiny_grpo", f"run_dir={tmp_path}/runs"],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2 and not list(tmp_path.iterdir())
+    assert "ulimit -n = 100: a run needs 512 or more open files; raise the hard limit (ulimit -Hn 65536)" in done.stderr
+
+
+def test_a_full_shared_memory_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(check_machine(ANY)) == []
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: SimpleNamespace(free=3 << 20))
+    (problem,) = check_machine(ANY)
+    assert str(problem).startswith("/dev/shm: 3 MiB are free and an engine needs 16 MiB; remove files there, or enlarge it")
+
+
+def test_what_ran_out_is_told_beside_the_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    shortages = Shortages()
+    assert shortages.behind(ValueError("another")) == ""
+    assert "raise the limit (ulimit -n 65536)" in shortages.behind(OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: SimpleNamespace(free=4096))
+    assert "/dev/shm, where Ray keeps objects, is full" in shortages.behind(RuntimeError("the raylet died"))
+    monkeypatch.undo()
+    before = killed_for_memory()
+    monkeypatch.setattr(module, "killed_for_memory", lambda: before + 2)
+    assert "the kernel has killed 2 processes" in shortages.behind(RuntimeError("a rank died"))
