@@ -95,6 +95,7 @@ def _environment(spec: ClusterSpec, rank: int, slot: Slot) -> dict[str, str]:
         "OMP_NUM_THREADS": str(spec.threads),
         ROLE: spec.name,
         **({LOG_FILE: str(log)} if log else {}),
+        **({"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0"} if slot.own_gpus else {}),  # the cluster may say otherwise
         **gpus,
         **spec.env,
     }
@@ -264,7 +265,11 @@ class Cluster(Generic[W_co]):
         may_be_lost: bool = False,
     ) -> list[Call]:
         self.group.check()
-        refs = {rank: getattr(self.group.actors[rank], method.__name__).remote(*own, **kwargs) for rank, own in args.items()}
+        lost = self.lost if may_be_lost else {}
+        refs = {
+            rank: None if rank in lost else getattr(self.group.actors[rank], method.__name__).remote(*own, **kwargs)
+            for rank, own in args.items()
+        }
         return [Call(self.group, rank, phase, ref, may_be_lost) for rank, ref in refs.items()]
 
     def _head_ranks(self) -> list[int]:

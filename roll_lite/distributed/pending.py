@@ -28,7 +28,8 @@ STACK_SECONDS = 3.0
 
 
 class Call:
-    def __init__(self, group: RankGroup, rank: int, phase: str, ref: ray.ObjectRef, may_be_lost: bool = False) -> None:
+    def __init__(self, group: RankGroup, rank: int, phase: str, ref: ray.ObjectRef | None, may_be_lost: bool = False) -> None:
+        """`ref` is None if the rank is lost already."""
         self.group = group
         self.rank = rank
         self.phase = phase
@@ -36,7 +37,7 @@ class Call:
         self.value: Any = None
         self.may_be_lost = may_be_lost
         """True if the rank's death is no failure: the call then ends without a value."""
-        self.lost = False
+        self.lost = ref is None
 
     @property
     def done(self) -> bool:

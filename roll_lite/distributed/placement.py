@@ -31,6 +31,7 @@ LARGEST_SLOT = 1.0
 SMALLEST_SLOT = 0.01
 CHOOSE_AGAIN_S = 10.0
 """Seconds to wait for devices that seemed free before trying other nodes."""
+ANSWER_SECONDS = 1.0
 USABLE_SHARE = 0.9
 """Share of a node's CPU cores that serve as devices, without GPUs. Services without a device use the rest."""
 
@@ -119,10 +120,13 @@ class Placement:
 
 
 def draining_nodes() -> set[str]:
-    """Ids of nodes that will leave the cluster, as announced to Ray."""
+    """Ids of nodes that will leave the cluster, as announced to Ray; none if Ray does not answer in time."""
     from ray._private.worker import global_worker  # Ray has no public call for this.
 
-    return set(global_worker.gcs_client.get_draining_nodes())
+    try:
+        return set(global_worker.gcs_client.get_draining_nodes(timeout=ANSWER_SECONDS))
+    except ray.exceptions.RpcError:
+        return set()
 
 
 def anywhere(workers: int) -> list[Slot]:

@@ -107,6 +107,8 @@ class Agreement:
     def check(self, version: int, rows: DataProto, found: Iterable[SampleSums]) -> None:
         """Raise EnginesDiffer if an engine's log-probs of its samples differ too much from the trainer's; warn once about samples that
         cannot be compared. `version`: that of the trainer's weights. `found`: sums of the differences and numbers of tokens, by sample."""
+        if version == self._accepted:
+            self._is_first = False
         if self._bound is None or version == self._accepted or not (self._is_live or self._is_first):
             return
         places = self._places(version, rows, {sample: sums for part in found for sample, sums in part.items()})

@@ -43,7 +43,7 @@ from roll_lite.pipeline.engine_restarts import EngineRestarts
 from roll_lite.pipeline.joining_engines import JoiningEngines
 from roll_lite.pipeline.journal import Journal
 from roll_lite.pipeline.node_facts import compare_nodes
-from roll_lite.pipeline.nodes import check_nodes, readers
+from roll_lite.pipeline.nodes import View, check_nodes, readers
 from roll_lite.pipeline.rlvr import RLVRPipeline
 from roll_lite.pipeline.sources import LiveRollouts, ReplayedRollouts
 from roll_lite.pipeline.weights import WeightSync
@@ -195,8 +195,10 @@ class Starter:
         new_slot = partial(self.placement.later_slot, model_parallel_size(role))
         further = max(0, (role.most_replicas or 0) - len(slots))
         spec = replace(self.spec("actor_infer", [*slots, *(new_slot() for _ in range(further))], role.threads), first=len(slots))
-        reading = [reader for reader in readers(self.config) if "actor_infer" in reader.roles]
-        joining = JoiningEngines(spec.slots, new_slot, reading, self.session.other_nodes) if further else None
+        joining = None
+        if further:
+            drivers = View(None, {reader: reader.files() for reader in readers(self.config) if "actor_infer" in reader.roles})
+            joining = JoiningEngines(spec.slots, new_slot, drivers, self.session.other_nodes)
         return Engines(start_cluster(spec, InferWorker, engine, parts), role, turns), joining
 
     def replica_slots(self, role: InferRoleConfig) -> tuple[list[Slot], list[list[dict[str, Any]]]]:

@@ -25,6 +25,8 @@ from roll_lite.scheduler.elastic import leaving
 from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.rollout import RolloutWorker
 
+DRAIN_SECONDS = 3.0
+"""Seconds between questions to Ray which nodes leave."""
 BUDGET_SECONDS = 3600.0
 """Seconds within which an engine may be restarted at most `actor_infer.restarts` times."""
 
@@ -70,6 +72,10 @@ class EngineRestarts:
         self._follows_drains = follows_drains
         self._waiting = set(range(self._group.first, self.replicas.world_size))
         """Engines that wait for devices and count as no loss: those that have not joined yet, and those that left with their nodes."""
+        self._rests_until: dict[int, float] = {}
+        """Engines whose starts failed too often, and when they are tried again."""
+        self._asked = 0.0
+        """Time at which the draining nodes were last asked for."""
         self._leaving: dict[int, ray.ObjectRef] = {}
         """Engines that hand their requests to others before they leave, and the calls that do so."""
         self._lost_at: dict[int, float] = {}
@@ -125,6 +131,11 @@ class EngineRestarts:
             if engine not in self._group.replaceable:
                 continue
             self._lost_at.setdefault(engine, time.monotonic())
+            if (rests_until := self._rests_until.get(engine)) is not None:
+                if time.monotonic() >= rests_until:
+                    del self._rests_until[engine]
+                    self._wait_for_devices(engine)
+                continue
             start = self._starts.get(engine)
             failure = None if start is None else self._failure(engine, start)
             if start is None or failure is not None:
@@ -143,6 +154,8 @@ class EngineRestarts:
         for engine, place in [(engine, start.place) for engine, start in self._starts.items() if start.place is not None]:
             del self._starts[engine]
             self._group.regain(engine, place)
+            if self._joining is not None:
+                self._joining.joined(place)
             self._newcomers.append(engine)
             if self._engines.offloads:
                 self.replicas.start_each_own(InferWorker.offload, {engine: parts}).result()
@@ -150,6 +163,8 @@ class EngineRestarts:
     def living(self, parts: Sequence[EngineMemory]) -> list[int]:
         """Call `take(parts)`, and return the living engines. If none is left, wait for a replacement."""
         self.take(parts)
+        if not self.replicas.left and self._waiting:
+            self._journal.console.message("no engine is left; the run waits until one has devices (actor_infer.most_replicas)")
         while not (left := self.replicas.left):
             self.tend()
             pause(self._group, next(iter(self._starts), 0), "the start of its successor")
@@ -173,7 +188,7 @@ class EngineRestarts:
             seconds = time.monotonic() - self._lost_at.pop(engine)
             if engine in self._waiting:
                 self._waiting.remove(engine)
-                self._journal.engine_joined(engine, self.replicas.world_size - len(self._waiting), version)
+                self._journal.engine_joined(engine, len(self.replicas.left), version)
             else:
                 self._journal.engine_restarted(engine, seconds, version)
 
@@ -193,6 +208,13 @@ class EngineRestarts:
         self._starts.pop(engine, None)
         now = time.monotonic()
         times = self._restarted[engine] = [at for at in self._restarted.get(engine, []) if now - at < BUDGET_SECONDS]
+        if len(times) >= self._restarts and self._joining is not None and engine >= self._group.first:
+            self._joining.release(engine)  # it may be the node's fault, and others may want the devices
+            self._waiting.add(engine)
+            self._rests_until[engine] = now + BUDGET_SECONDS
+            why = f"{cause.splitlines()[0]} (after {self._restarts} restarts, actor_infer.restarts)"
+            self._journal.console.message(f"actor_infer[{engine}] is tried again in an hour: {why}")
+            return
         if len(times) >= self._restarts:
             self._group.replaceable.discard(engine)
             why = f"{cause.splitlines()[0]} (after {self._restarts} restarts within an hour, actor_infer.restarts)"
@@ -211,8 +233,10 @@ class EngineRestarts:
         """Let engines on draining nodes hand their requests to the others. Engines without requests end, and start again where devices
         are free."""
         nodes = {engine: pulse.place.node for engine, pulse in self._group.living_pulses() if pulse.place is not None}
-        for engine in leaving({engine: node for engine, node in nodes.items() if engine not in self._newcomers}, draining_nodes()):
-            if engine not in self._leaving:
+        serving = {engine: node for engine, node in nodes.items() if engine not in self._newcomers and engine not in self._leaving}
+        if time.monotonic() - self._asked >= DRAIN_SECONDS:
+            self._asked = time.monotonic()
+            for engine in leaving(serving, draining_nodes()):
                 self._leaving[engine] = self._rollouts.actors[0].engine_leaves.remote(engine)
         for engine in [engine for engine, call in self._leaving.items() if ray.wait([call], timeout=0)[0]]:
             try:
@@ -220,9 +244,15 @@ class EngineRestarts:
             except RayError:  # the rollout service is gone; the new one is asked again
                 continue
             if engine not in self._group.lost:
-                self._waiting.add(engine)
-                self._journal.engine_left(engine, self.replicas.world_size - len(self._waiting))
                 self._group.lose(engine, MemberLost("its node leaves the cluster"))
-                if self._joining is not None and engine >= self._group.first:
-                    self._joining.left(engine)
-                self._start(engine, self._group.restart(engine))
+                self._waiting.add(engine)
+                self._journal.engine_left(engine, len(self.replicas.left))
+                self._group.pulses[engine].place = None
+                self._wait_for_devices(engine)
+
+    def _wait_for_devices(self, engine: int) -> None:
+        """Start an engine anew; one that has joined waits for free devices on any node."""
+        if self._joining is not None and engine >= self._group.first:
+            self._joining.release(engine)
+            self._joining.reserve(engine)
+        self._start(engine, self._group.restart(engine))

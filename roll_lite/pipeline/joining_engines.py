@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import ray
@@ -18,22 +18,23 @@ class JoiningEngines:
     slots: list[Slot]
     """Slots of all engines, by number."""
     new_slot: Callable[[], Slot]
-    readers: Sequence[nodes.Reader]
-    """Folders that must be equal on all nodes."""
+    drivers: nodes.View
+    """Files of the driver's node that must be equal on all nodes."""
     other_nodes: list[str]
     """Ids of the run's nodes but the driver's; those of new engines are added."""
 
     def check(self, engine: int) -> ray.ObjectRef:
         """Start a task that fails if the engine's node has other files or versions than the driver's."""
-        own = nodes.View(None, {reader: reader.files() for reader in self.readers})
         task = ray.remote(require_same).options(num_cpus=0, max_retries=0, scheduling_strategy=self.slots[engine].strategy)
-        return task.remote(own, node_facts.installed(), ray.util.get_node_ip_address())
+        return task.remote(self.drivers, node_facts.installed(), ray.util.get_node_ip_address())
 
-    def left(self, engine: int) -> None:
-        """Give the engine a new slot, since its node leaves."""
-        old = self.slots[engine].reserved
+    def release(self, engine: int) -> None:
+        """Give up the engine's devices, which ends it."""
+        remove_placement_group(self.slots[engine].reserved)
+
+    def reserve(self, engine: int) -> None:
+        """Let the engine wait for free devices."""
         self.slots[engine] = self.new_slot()
-        remove_placement_group(old)
 
     def joined(self, place: Place) -> None:
         if place.node not in (*self.other_nodes, ray.get_runtime_context().get_node_id()):

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,9 +22,8 @@ from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import FinishReason
 from roll_lite.distributed.failures import RankFailed
-from roll_lite.distributed.pending import pause
 from roll_lite.distributed.place import Place
-from roll_lite.distributed.rank_group import WATCH, RankGroup
+from roll_lite.distributed.rank_group import WATCH
 from roll_lite.distributed.strategy.base import Moved
 from roll_lite.distributed.weight_sync.group import Pushed
 from roll_lite.files import write_whole
@@ -83,7 +83,8 @@ class Journal:
         self._first = self._steps = 0
         self._tokens = {"prompt": 0, "response": 0, "trained": 0}
         self._lost_engines: set[int] = set()
-        self._new_losses = 0
+        self._moves = Counter[str]()
+        """Numbers of engines that were lost, returned, joined or left since the last batch."""
         """Engines lost since the last batch."""
         self._told: dict[tuple[str, str], tuple[int, str]] = {}
         """(number of reports, first full text), by place and by text without its numbers."""
@@ -153,13 +154,16 @@ class Journal:
             table = [{"role": role, "rank": rank, "node": place.address, "pid": place.pid} for (role, rank), place in places]
             write_whole(self.folder / PROCESSES_FILE, json.dumps(table, indent=1) + "\n")
 
-    def wait_for_user(self, group: RankGroup, reason: Exception) -> None:
-        """Tell why the run pauses, also in a file, and wait until the user deletes that file. A failure of any rank ends the wait."""
+    @contextmanager
+    def paused(self, reason: Exception) -> Iterator[Path]:
+        """Tell why the run pauses. Yields a file with the reason, whose removal by the user ends the pause."""
         file = self.folder / PAUSED_FILE
         write_whole(file, f"{reason}\n")
         self.console.message(f"paused: {reason}\nTo continue all the same, delete {file}; to end the run, press Ctrl-C")
-        while file.exists():
-            pause(group, 0, f"the user who deletes {file}")
+        try:
+            yield file
+        finally:
+            file.unlink(missing_ok=True)
         self.console.message("the run continues")
 
     def knows_lost(self, engines: Iterable[int]) -> bool:
@@ -170,7 +174,7 @@ class Journal:
         start."""
         for number in [number for number in causes if number not in self._lost_engines]:
             self._lost_engines.add(number)
-            self._new_losses += 1
+            self._moves["lost"] += 1
             left = engines - len(self._lost_engines)
             where = WATCH.where("actor_infer", number)
             self.console.message(
@@ -181,19 +185,19 @@ class Journal:
         """Report that the replacement of a lost engine serves. `seconds` is the time since the loss. `version` is the version of the
         replacement's weights, or None in a run that does not train."""
         self._lost_engines.discard(number)
-        self._sums.add("rollout/engines_returned", 1)
+        self._moves["returned"] += 1
         weights = "" if version is None else f", with the weights of version {version}"
         self.console.message(f"actor_infer[{number}] serves again, {seconds:.0f} s after its loss{weights}")
 
     def engine_joined(self, number: int, engines: int, version: int | None) -> None:
         """Report that a further engine serves. `engines` is the number of engines now; `version` as in `engine_restarted`."""
-        self._sums.add("rollout/engines_joined", 1)
+        self._moves["joined"] += 1
         weights = "" if version is None else f" with the weights of version {version}"
         self.console.message(f"actor_infer[{number}]{WATCH.where('actor_infer', number)} joins{weights}; {engines} engines now")
 
     def engine_left(self, number: int, engines: int) -> None:
         """Report that an engine left with its node. `engines` is the number of engines that remain."""
-        self._sums.add("rollout/engines_left", 1)
+        self._moves["left"] += 1
         where = WATCH.where("actor_infer", number)
         self.console.message(f"actor_infer[{number}]{where} leaves, since its node is drained; {engines} engines now")
 
@@ -225,8 +229,10 @@ class Journal:
             if died:
                 self._tell_once(f"domains.{name}.reward", f"{died} worker(s) died or hung and were replaced")
         add = self._sums.add
-        add("rollout/engines_lost", self._new_losses)
-        self._new_losses = 0
+        add("rollout/engines_lost", 0)
+        for move, engines in self._moves.items():
+            add(f"rollout/engines_{move}", engines)
+        self._moves.clear()
         for seconds in silences:
             add("rollout/engine_silent_seconds", seconds)
         for name, domain in stats.domains.items():

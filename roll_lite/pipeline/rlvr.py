@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 from roll_lite.algorithms.kl import KlController
+from roll_lite.algorithms.token_metrics import SampleSums
 from roll_lite.config.arithmetic import aggregation_constant, trains, validates
 from roll_lite.config.device_phases import Phase
 from roll_lite.config.schema.models import TrainRoleConfig
@@ -18,6 +20,7 @@ from roll_lite.data.proto import DataProto
 from roll_lite.data.stable_hash import derived_seed
 from roll_lite.data.supervised import SupervisedRows
 from roll_lite.distributed.dataflow import Batch
+from roll_lite.distributed.pending import pause
 from roll_lite.distributed.watchdog import WATCHDOG, Preempted
 from roll_lite.observability.timers import phase
 from roll_lite.pipeline.agreement import Agreement, EnginesDiffer, compare_replicas
@@ -74,6 +77,8 @@ class RLVRPipeline:
         """KL coefficients of this step. The KL measured in it updates the coefficients of the next."""
         self.compare_later: Callable[[], None] | None = None
         """Comparison of engines and trainer after this step, where training computes the trainer's log-probs."""
+        self.repeats = False
+        """True while an update is repeated whose result was lost."""
         self.steps_done = 0
         self.version = 0
         """Version of the actor's weights: number of steps that changed them."""
@@ -109,9 +114,14 @@ class RLVRPipeline:
             except EnginesDiffer as difference:
                 if self.config.rollout.on_mismatch == "end":
                     raise
-                self.recovery.survive(self, partial(self.journal.wait_for_user, self.models.actor.ranks.group, difference))
+                with self.journal.paused(difference) as file:
+                    self.recovery.survive(self, partial(self.wait_while_there_is, file))
                 self.restore(self.recovery.reached)
                 self.agreement.accept(difference.version)
+
+    def wait_while_there_is(self, file: Path) -> None:
+        while file.exists():
+            pause(self.models.actor.ranks.group, 0, f"the user, who deletes {file}")
 
     def recorded_step(self) -> None:
         with self.journal.step(self.steps_done + 1):
@@ -145,10 +155,11 @@ class RLVRPipeline:
         """Repeat an update whose result was lost with a rank. Records nothing, since its step is recorded already."""
         recorded = self.journal, self.batch_files
         self.journal = self.batch_files = cast(Any, Unrecorded())
+        self.repeats = True
         try:
             self.learn(Batch(rollouts.rows, rollouts.blocks))
         finally:
-            self.journal, self.batch_files = recorded
+            (self.journal, self.batch_files), self.repeats = recorded, False
         if self.refresh is not None and self.due(self.refresh.every):
             self.refresh_reference()
 
@@ -198,7 +209,7 @@ class RLVRPipeline:
         batch.add(report.block for report in reports)
         self.journal.credit(reports, kl_coef)
         if compared_before_training(self.algorithm):
-            self.agreement.check(self.version, batch.rows, [report.mismatch for report in reports])
+            self.compare(self.version, batch.rows, [report.mismatch for report in reports])
         # The estimator `abs` is no estimate of the KL; k3, on the same tokens, is.
         measured = "credit/kl_ref" if self.algorithm.kl_in_reward.estimator == "abs" else "credit/kl_in_reward"
         self.kl_in_reward.step(per_token([report.sums for report in reports], measured, "credit/tokens"), training_rows(batch))
@@ -231,8 +242,8 @@ class RLVRPipeline:
         self.journal.ledger.updates(self.steps_done + 1, batch.rows, mini_batches, updates)
         if not compared_before_training(self.algorithm):
             found = [update.mismatch for rank in updates.get("actor", []) for update in rank]
-            compare = partial(self.agreement.check, self.version, batch.rows, found)
-            if self.config.rollout.on_mismatch == "pause":
+            compare = partial(self.compare, self.version, batch.rows, found)
+            if self.config.rollout.on_mismatch == "pause" and not self.repeats:
                 self.compare_later = compare  # the update is done: a pause comes after the step
             else:
                 compare()
@@ -243,6 +254,14 @@ class RLVRPipeline:
             self.journal.skipped(first)
         sums = [update.result.metrics for update in updates.get("actor", [[]])[0] if not update.result.skipped]
         self.kl_in_loss.step(per_token(sums, "actor/kl_ref", "actor/tokens"), training_rows(batch) if sums else 0)
+
+    def compare(self, version: int, rows: DataProto, found: list[SampleSums]) -> None:
+        """Raise EnginesDiffer if engines and trainer differ, unless the update is a repeated one, which was compared before."""
+        try:
+            self.agreement.check(version, rows, found)
+        except EnginesDiffer:
+            if not self.repeats:
+                raise
 
     # ---------------------------------------------------------------- between steps
 

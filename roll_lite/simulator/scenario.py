@@ -59,7 +59,7 @@ class Changes:
     joining: tuple[float, ...] = ()
     """Times in seconds at which an engine is added."""
     leaving: tuple[tuple[float, int], ...] = ()
-    """Times at which nodes are drained: (second, number of an engine on the node). Requests of its engines continue elsewhere."""
+    """Times at which nodes are drained: (second, node). Requests of its engines continue elsewhere; the last engine stays."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def scenario_of(config: RunConfig) -> Scenario:
             hang_s=engine.hang_s,
             start_s=engine.start_s,
         ),
-        changes=Changes(tuple(engine.join_s), tuple((at, place * engine.engines_per_node) for place, at in enumerate(engine.leave_s))),
+        changes=Changes(tuple(engine.join_s), tuple((at, node) for node, at in enumerate(engine.leave_s))),
         steps=simulation.steps,
         seed=config.seed,
         offload_s=engine.offload_s if config.actor_infer.offload else None,

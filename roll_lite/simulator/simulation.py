@@ -50,6 +50,8 @@ class Step:
     groups: dict[str, int]
     staleness: float
     staleness_max: int
+    engines: int
+    """Number of engines at the step's end, with those that are being replaced."""
 
 
 @dataclass
@@ -92,7 +94,7 @@ class SimulatedRun:
 
     @property
     def work_s(self) -> float:
-        return fmean(step.work_s for step in self.steady) / self.scenario.engines
+        return fmean(step.work_s / step.engines for step in self.steady)
 
     @property
     def utilisation(self) -> float:
@@ -149,6 +151,11 @@ class _Simulation:
         self.version = 0
         self.engines: dict[int, SimulatedEngine] = {}
         self.gone: list[SimulatedEngine] = []
+        self.present = scenario.engines
+        """Number of engines, with those that are being replaced."""
+        self.draining: set[str] = set()
+        """Nodes that were announced to leave."""
+        self.leaving: set[int] = set()
         self.slots = scenario.mean_slots
         self.early: dict[int, int] = {}
         """Group number -> tokens, for groups whose log-probs were computed early."""
@@ -176,8 +183,8 @@ class _Simulation:
         )
         for at in scenario.changes.joining:
             self.later(self.join(at))
-        for at, number in scenario.changes.leaving:
-            self.later(self.leave(at, number))
+        for at, node in scenario.changes.leaving:
+            self.later(self.drain(at, node))
         try:
             for _ in range(scenario.steps):
                 await self.step()
@@ -286,6 +293,7 @@ class _Simulation:
                 groups=groups,
                 staleness=fmean(staleness) if staleness else 0.0,
                 staleness_max=max(staleness, default=0),
+                engines=self.present,
             )
         )
 
@@ -312,15 +320,25 @@ class _Simulation:
     async def join(self, at: float, node: int | None = None) -> None:
         await asyncio.sleep(at - self.clock())
         self.router.add(self.start_engine(len(self.engines) + len(self.gone), node))
+        self.present += node is None
+        self.follow_drains()
 
-    async def leave(self, at: float, number: int) -> None:
+    async def drain(self, at: float, node: int) -> None:
         await asyncio.sleep(at - self.clock())
+        self.draining.add(str(node))
+        self.follow_drains()
+
+    def follow_drains(self) -> None:
+        nodes = {engine: str(self.node_of[engine]) for engine in self.engines if engine not in self.leaving}
+        for engine in leaving(nodes, self.draining):
+            self.leaving.add(engine)
+            self.later(self.leave(engine, self.engines[engine].name))
+
+    async def leave(self, number: int, name: str) -> None:
+        await self.router.drain(name, interrupt=True)
         if number in self.engines:
-            nodes = {engine: str(self.node_of[engine]) for engine in self.engines}
-            for engine in leaving(nodes, {nodes[number]}):
-                await self.router.drain(self.engines[engine].name, interrupt=True)
-                if engine in self.engines:
-                    self.gone.append(self.engines.pop(engine))
+            self.gone.append(self.engines.pop(number))
+            self.present -= 1
 
     def failure_of(self, number: int, hangs: bool) -> float | None:
         """Time of an engine's death or hang: the earlier of the planned and the random one, or None."""

@@ -254,6 +254,8 @@ class RemoteEngine(BatchedEngine):
         answer, *blocks = self._worker.collect.options(num_returns=1 + self._blocks).remote(self._blocks)
         collected: Collected = await self._call(answer)
         self._blocks = min(max(1, collected.blocks_waiting), MOST_BLOCKS)
+        # Copy the blocks to this node: those of the engine's node are lost with it.
+        ray.wait(blocks, num_returns=len(blocks), timeout=0, fetch_local=True)
         return collected.lying_in(blocks)
 
     async def _joined(self, request: GenerationRequest, parts: Sequence[TokenRow]) -> TokenRow:

@@ -139,6 +139,8 @@ class RolloutWorker(AsyncWorker):
         self._reward_models: dict[str, RewardModelPool] = {}
         self._data_notes: list[str] = []
         self._silences: list[float] = []
+        self._left = set[str]()
+        """Engines that gave their requests away and are about to end, which is no loss."""
         self._writing: asyncio.Task[None] | None = None
         self._one_writes = asyncio.Lock()
 
@@ -165,7 +167,10 @@ class RolloutWorker(AsyncWorker):
 
         def lost(seat: EngineSeat, cause: str) -> None:
             seat.engine.fail(cause)
-            self._silences.append(seat.engine.silent_s)
+            if seat.name in self._left:
+                self._left.remove(seat.name)
+            else:
+                self._silences.append(seat.engine.silent_s)
             router.engine_lost(seat.name, cause)
 
         # The fleet only watches: the driver restarts engines, and says when none is left.
@@ -307,7 +312,9 @@ class RolloutWorker(AsyncWorker):
 
     async def engine_leaves(self, number: int) -> None:
         """Move the requests of an engine to the others, since its node will leave. Returns once it has none."""
-        await self._router.drain(self._engines.members[number].name, interrupt=True)
+        name = self._engines.members[number].name
+        await self._router.drain(name, interrupt=True)
+        self._left.add(name)
 
     async def engine_given_up(self, number: int, cause: str) -> None:
         """Give up a lost engine: no replacement will come."""

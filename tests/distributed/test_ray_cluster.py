@@ -91,9 +91,47 @@ with ray_session(RayConfig(), None) as session:
         assert "the cluster has 2 nodes with 4 GPUs" in str(error) and ", 0 of them free (" in str(error), error
     else:
         raise AssertionError("a fifth GPU was found")
-    place.release()
+    joining = start_cluster(ClusterSpec("joining", [*place.slots("actor_train")[:1], beside.later_slot(2)], first=1), Adder)
+    assert len(where(joining)) == 1 and list(joining.lost) == [1]
+    asked = joining.actors[1].environment.remote(NAMES)
+    assert not ray.wait([asked], timeout=1)[0], "it has no devices yet"
     beside.release()
+    assert tuple(ray.get(asked, timeout=60).values()) == ("0,1", "0", "1")
+    place.release()
 print("placed")
+"""
+
+BLOCKS = """
+import asyncio, os, time
+import ray, torch
+from roll_lite.config.schema.run import RayConfig
+from roll_lite.data.proto import DataProto
+from roll_lite.distributed.ray_session import ray_session
+from roll_lite.scheduler.engines import Collected
+from roll_lite.workers.infer import RemoteEngine
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+@ray.remote(num_cpus=0)
+class Engine:
+    def collect(self, most_blocks):
+        return Collected([]), DataProto({"reward": torch.ones(1_000_000)})
+
+    def lose_the_node(self):
+        os.kill(os.getppid(), 9)
+
+with ray_session(RayConfig(), None):
+    here = ray.get_runtime_context().get_node_id()
+    (there,) = (node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here)
+    engine = Engine.options(scheduling_strategy=NodeAffinitySchedulingStrategy(there, soft=False)).remote()
+    kept = []
+    Collected.lying_in = lambda self, blocks: kept.extend(blocks) or self
+    asyncio.run(RemoteEngine("e", engine)._collect())
+    time.sleep(2)
+    engine.lose_the_node.remote()
+    while any(node["Alive"] for node in ray.nodes() if node["NodeID"] == there):
+        time.sleep(0.2)
+    assert float(ray.get(kept[0], timeout=60).tensor("reward").sum()) == 1_000_000
+print("kept")
 """
 
 
@@ -147,6 +185,19 @@ def test_roles_are_placed_over_nodes_and_gpus(cluster_address: str) -> None:
     environment = {**os.environ, "RAY_ADDRESS": cluster_address, "PYTHONPATH": str(Path(__file__).parent)}
     run = subprocess.run([sys.executable, "-c", PLACING], env=environment, capture_output=True, text=True, timeout=250, check=False)
     assert (run.returncode, run.stdout.strip()) == (0, "placed"), run.stderr
+
+
+def test_token_blocks_outlive_the_node_of_their_engine() -> None:
+    with two_nodes(cpus=1, gpus=0) as address:
+        run = subprocess.run(
+            [sys.executable, "-c", BLOCKS],
+            env={**os.environ, "RAY_ADDRESS": address},
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+    assert run.returncode == 0 and run.stdout.endswith("kept\n"), run.stderr
 
 
 @pytest.mark.parametrize("how", ["return", "kill"])

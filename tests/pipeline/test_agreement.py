@@ -187,8 +187,8 @@ def test_a_step_in_which_engines_differ_is_repeated_when_the_user_accepts_it() -
     pipeline = SimpleNamespace(
         config=SimpleNamespace(rollout=SimpleNamespace(on_mismatch="pause")),
         recovery=SimpleNamespace(survive=lambda _, work: work(), reached={"steps_done": 3}),
-        journal=SimpleNamespace(wait_for_user=lambda _, reason: told.append(f"paused: {reason}")),
-        models=SimpleNamespace(actor=SimpleNamespace(ranks=SimpleNamespace(group=None))),
+        journal=SimpleNamespace(paused=lambda reason: nullcontext(told.append(f"paused: {reason}"))),
+        wait_while_there_is=lambda file: None,
         restore=told.append,
         agreement=SimpleNamespace(accept=lambda version: told.append(f"accept {version}")),
         version=4,
@@ -198,6 +198,17 @@ def test_a_step_in_which_engines_differ_is_repeated_when_the_user_accepts_it() -
     pipeline.config.rollout.on_mismatch, tries = "end", iter([EnginesDiffer("by 0.5 nats", 3)])
     with pytest.raises(EnginesDiffer):
         RLVRPipeline.survive(pipeline, step)  # type: ignore[arg-type]
+
+
+def test_a_repeated_update_is_not_compared_again() -> None:
+    def differs(*_: Any) -> None:
+        raise EnginesDiffer("by 0.5 nats", 3)
+
+    pipeline = SimpleNamespace(agreement=SimpleNamespace(check=differs), repeats=True)
+    RLVRPipeline.compare(pipeline, 3, DataProto({}), [])  # type: ignore[arg-type]
+    pipeline.repeats = False
+    with pytest.raises(EnginesDiffer):
+        RLVRPipeline.compare(pipeline, 3, DataProto({}), [])  # type: ignore[arg-type]
 
 
 def test_an_accepted_difference_is_not_told_again_at_its_version() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -27,6 +28,7 @@ from roll_lite.pipeline import engine_restarts
 from roll_lite.pipeline.clusters import Engines
 from roll_lite.pipeline.engine_restarts import EngineRestarts
 from roll_lite.pipeline.joining_engines import JoiningEngines
+from roll_lite.pipeline.nodes import View
 from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.rollout import RolloutWorker
 
@@ -234,12 +236,13 @@ def test_an_engine_joins_when_devices_are_free_and_leaves_a_drained_node(
     others = placement_group([{"CPU": ray.available_resources()["CPU"]}])
     assert others.wait(30)
     monkeypatch.setattr(engine_restarts, "draining_nodes", lambda: draining)
+    monkeypatch.setattr(engine_restarts, "DRAIN_SECONDS", 0.0)
     spec, record = ClusterSpec("actor_infer", [*anywhere(1), placement.later_slot(1)], first=1), Record()
     infer = start_cluster(spec, ScriptedWorker, scripted_spec(model, max_model_len=128))
     infer.all(InferWorker.initialize)
     rollout = replace(spec_of(model, tmp_path), deterministic=False, engines_restart=True)
     service = start_cluster(ClusterSpec("rollouts", anywhere(1)), RolloutWorker, rollout)
-    joining = JoiningEngines(spec.slots, lambda: placement.later_slot(1), [], [])
+    joining = JoiningEngines(spec.slots, lambda: placement.later_slot(1), View(None, {}), [])
     restarts = EngineRestarts(Engines(infer, InferRoleConfig()), service, 1, record, joining, follows_drains=True)  # type: ignore[arg-type]
     try:
         service.one(RolloutWorker.prepare, {}, {})
@@ -258,9 +261,18 @@ def test_an_engine_joins_when_devices_are_free_and_leaves_a_drained_node(
             draining.add(ray.get_runtime_context().get_node_id())  # of both engines: the last one stays
             until(lambda: restarts.tend() or record.told[-1] == "1 left, 1 now")  # type: ignore[func-returns-value]
             draining.clear()
+            assert infer.start_each_own(InferWorker.offload, {0: (), 1: ()}).result().keys() == {0}, "one that waits is not called"
             assert len(service.one(RolloutWorker.next_batch, 8, 2 * joins + 1).rows) == 32
         restarts.tell_losses()
         assert len(record.told) == 4, "none was lost"
+        for _ in range(2):
+            until(restarts.may_serve)
+            ray.kill(infer.actors[1])
+            until(lambda: not restarts.may_serve())
+        assert record.told[-1].startswith("actor_infer[1] is tried again in an hour: ") and restarts.newcomers == []
+        until(lambda: ray.available_resources().get("CPU", 0) >= 1)
+        monkeypatch.setattr(engine_restarts, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 4000.0))
+        until(restarts.may_serve)
         service.one(RolloutWorker.shutdown)
     finally:
         WATCH.errands.clear()

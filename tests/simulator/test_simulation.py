@@ -145,6 +145,15 @@ def test_engines_that_join_help_and_those_that_leave_finish_what_they_have() -> 
     assert simulate(replace(few, changes=Changes(joining=(60.0,)))).step_s < simulate(few).step_s
 
 
+def test_the_last_engine_stays_until_another_one_joins() -> None:
+    two = scenario(LONG_TAIL, engines=2, steps=6, prompts=8)
+    alone = simulate(replace(two, changes=Changes(leaving=((30.0, 0), (30.0, 1)))), spans=True)
+    assert alone.lost == alone.failed == 0 and [step.engines for step in alone.steps][-1] == 1
+    relieved = simulate(replace(two, changes=Changes(joining=(60.0,), leaving=((30.0, 0), (30.0, 1)))), spans=True)
+    assert {span.engine for span in relieved.spans if span.start > 100} == {2}
+    assert relieved.utilisation < 1
+
+
 def test_filtered_groups_are_counted_and_replaced() -> None:
     model = replace(EQUAL, samples_per_prompt=8, all_right=0.3, all_wrong=0.3)
     outcome = simulate(scenario(model, slots=16, steps=6, prompts=8, filter=GroupFilterConfig(name="accuracy")))
