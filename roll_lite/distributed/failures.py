@@ -81,10 +81,10 @@ def may_be_aftermath(error: BaseException) -> bool:
 
 
 def is_connection_error(error: BaseException) -> bool:
-    """True if a collective failed without a dead rank, because of the network or a device."""
+    """True if a call failed without a dead rank, because of the network, a device, or an object that was lost with its node."""
     cause = error.cause if isinstance(error, RayTaskError) else None
     names = {one.__name__ for one in type(cause).__mro__}
-    return bool(names & {"DistError", "AcceleratorError"}) or (type(cause) is RuntimeError and "gloo" in str(cause))
+    return bool(names & {"DistError", "AcceleratorError", "ObjectLostError"}) or (type(cause) is RuntimeError and "gloo" in str(cause))
 
 
 def cause_of(error: BaseException, name: str = "") -> str:

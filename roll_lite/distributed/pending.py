@@ -28,12 +28,15 @@ STACK_SECONDS = 3.0
 
 
 class Call:
-    def __init__(self, group: RankGroup, rank: int, phase: str, ref: ray.ObjectRef | None, may_be_lost: bool = False) -> None:
-        """`ref` is None if the rank is lost already."""
+    def __init__(self, group: RankGroup, rank: int, phase: str, ref: Any, may_be_lost: bool = False) -> None:
+        """`ref` is None if the rank is lost already, and a list for a method with several results."""
+        first, *self.kept = ref if isinstance(ref, list) else [ref]
+        """References to all results but the first. They stay in the object store of the rank's node while this process refers to them, even
+        if the rank dies."""
         self.group = group
         self.rank = rank
         self.phase = phase
-        self.ref: ray.ObjectRef | None = ref
+        self.ref: ray.ObjectRef | None = first
         self.value: Any = None
         self.may_be_lost = may_be_lost
         """True if the rank's death is no failure: the call then ends without a value."""

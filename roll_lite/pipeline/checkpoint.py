@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ray
+
 from roll_lite.config.device_phases import Phase
 from roll_lite.config.schema.models import RefreshConfig
 from roll_lite.config.schema.run import RunConfig
@@ -46,6 +48,12 @@ from roll_lite.workers.model import ModelWorker
 
 logger = logging.getLogger(__name__)
 
+COPY_SHARE = 0.25
+"""Largest share of Ray's object store for a copy in memory. While one is made there are two, beside the kept batches (recovery.py)."""
+NO_ROOM = (
+    "checkpoint.in_memory_every: no copies are made: a rank of %s needs %.0f MB of Ray's object store, %.0f MB are free for each; raise "
+    "ray.object_store_mb (ray start --object-store-memory)"
+)
 EXPORTED = {"actor_train": "model", "critic": "critic"}
 DRIVERS_FILES = (STATE_FILE, UNFINISHED_FILE)
 """Files that the driver writes, of which the second may be absent."""
@@ -78,6 +86,10 @@ class Checkpoints:
         self._running: Unfinished | None = None
         self._newest: Path | None = None
         """Newest complete checkpoint that this run has written or loaded."""
+        self.copy_every, self.copied_step = config.checkpoint.in_memory_every, 0
+        """Steps between copies in memory, and step of the newest one; 0: none."""
+        self._copy: dict[str, Any] = {}
+        """States of driver and batch source, as in a checkpoint, and references to copies of the ranks' states, by role."""
         self.goes_on = goes_on(config, run_folder)
 
     def save(self, models: Models, rollouts: dict[str, Any], pipeline: dict[str, Any], unfinished: bytes = b"") -> Path:
@@ -253,12 +265,36 @@ class Checkpoints:
         """Step of the newest complete checkpoint, which `go_back` loads; 0: the start weights."""
         return 0 if self._newest is None else steps_of(self._newest)
 
+    def copy_state(self, models: Models, rollouts: dict[str, Any], pipeline: dict[str, Any]) -> None:
+        """Copy the ranks' states to the object stores of their nodes; a complete copy replaces the one before. Without room for it, no more
+        copies are made."""
+        saved, copies = self.stateful(models), {}
+        room = COPY_SHARE * ray.cluster_resources()["object_store_memory"] / sum(model.ranks.world_size for model in saved.values())
+        for role, model in saved.items():
+            with model.loaded(states(Phase.CHECKPOINT)):
+                copying = model.ranks.start_all(ModelWorker.copy_state, room)
+                size = max(copying.result())
+            if size > room:
+                self.copy_every = 0
+                logger.warning(NO_ROOM, role, size / 2**20, room / 2**20)
+                return
+            copies[role] = [call.kept[0] for call in copying.calls]
+        self._copy, self.copied_step = {"pipeline": pipeline, "rollouts": rollouts, "copies": copies}, pipeline["steps_done"]
+
     def go_back(self, models: Models) -> dict[str, Any] | None:
-        """Load the newest complete checkpoint into new ranks; returns its state. None without one: the ranks have the start
-        weights. A checkpoint that is not complete yet is given up, since the ranks that wrote it are gone."""
+        """Load the copy in memory, or the newest complete checkpoint if that is newer, into new ranks; returns its state. None without
+        any: the ranks have the start weights. A checkpoint that is not complete yet is given up, since the ranks that wrote it are gone.
+        The copy is given up if loading it fails, as when it was lost with a node."""
         if self._running is not None:
             shutil.rmtree(self._running.folder, ignore_errors=True)
             self._running = None
+        copied, self.copied_step = self.copied_step, 0
+        if copied and copied >= self.newest_step:
+            for role, model in self.stateful(models).items():
+                with model.loaded(states(Phase.CHECKPOINT)):
+                    model.ranks.all(ModelWorker.load_copy, self._copy["copies"][role])
+            self.copied_step = copied
+            return self._copy
         self._waiting.clear()
         if self._newest is None:
             return None

@@ -201,15 +201,16 @@ class Journal:
         where = WATCH.where("actor_infer", number)
         self.console.message(f"actor_infer[{number}]{where} leaves, since its node is drained; {engines} engines now")
 
-    def rank_lost(self, failure: RankFailed, since: int, reached: int, repeats: str) -> None:
-        """Report a lost rank. Its role starts again from the state after step `since` (0: the start); the last update was in step
-        `reached`. `repeats` names the work between these steps, which is repeated. Lines of later updates are removed."""
+    def rank_lost(self, failure: RankFailed, since: int, reached: int, repeats: str, in_memory: bool) -> None:
+        """Report a lost rank. Its role starts again from the state after step `since` (0: the start), with `in_memory` from a copy; the
+        last update was in step `reached`. `repeats` names the work between these steps, which is repeated. Lines of later updates are
+        removed."""
         cause = failure.cause.splitlines()[0]
         with (self.folder / FAILURE_FILE).open("a", encoding="utf-8") as file:
             file.write(f"{failure}\n\n")
         self.ledger.write("restart", role=failure.role, rank=failure.rank, cause=cause, step=reached, since=since)
         cut_after(self.folder, reached, (UPDATES_FILE,), folders=False)
-        place = f"step {since}" if since else "the start"
+        place = f"{'the copy in memory of ' * in_memory}step {since}" if since else "the start"
         again = f", and repeats {repeats} {since + 1} to {reached}" if reached > since else ""
         self.console.message(
             f"{failure.role} rank {failure.rank}{failure.where} is lost in {failure.phase}: {cause}; {failure.role} starts again from "

@@ -1,6 +1,7 @@
 """Recovery from dead and hanging training ranks, and of the rollout service.
 
-A lost training role starts anew, loads the newest checkpoint, and trains once more on the batches since then, which the driver keeps.
+A lost training role starts anew, loads the newest checkpoint or copy in memory (checkpoint.in_memory_every), and trains once more on the
+batches since then, which the driver keeps.
 Everything else stays up, and no sample is generated again. A lost service starts anew in its state after the last batch. Its tokens are
 lost with it: if updates were under way, the run goes back to the newest checkpoint and repeats the steps since then."""
 
@@ -150,9 +151,10 @@ class Recovery:
             if is_service := failure.role in SERVICES:
                 self._batches.clear()  # their tokens died with the service
             goes_back = any(model in trained for model in lost) or not self._weights_are_known
-            since = self._checkpoints.newest_step if goes_back else reached
+            copied = self._checkpoints.copied_step if goes_back else 0
+            since = max(self._checkpoints.newest_step, copied) if goes_back else reached
             rewinds = any(step not in self._batches for step in range(since + 1, reached + 1))
-            self._journal.rank_lost(failure, since, reached, "steps" if rewinds else "the updates of steps")
+            self._journal.rank_lost(failure, since, reached, "steps" if rewinds else "the updates of steps", 0 < copied == since)
             self._weights_are_known = not goes_back
             pipeline.early.forget()
             self._restart_models([*trained, *(model for model in lost if model not in trained)] if goes_back else lost, goes_back)

@@ -278,6 +278,8 @@ class RLVRPipeline:
         self.compare_replicas(saves)
         if saves:
             self.save_checkpoint()
+        if self.due(self.checkpoints.copy_every):
+            self.copy_state()
         if self.validation_is_due:
             self.validate()
 
@@ -324,6 +326,10 @@ class RLVRPipeline:
             state = self.source.state_dict()
             unfinished = self.source.unfinished(state) if self.config.checkpoint.unfinished else b""
             self.checkpoints.save(self.models, state, self.state_dict(), unfinished)
+
+    @phase("checkpoint")
+    def copy_state(self) -> None:
+        self.checkpoints.copy_state(self.models, self.recovery.source_state, self.recovery.reached)
 
     @phase("checkpoint")
     def save_before_the_end(self) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
+import ray
 import torch
 import torch.distributed as dist
 
@@ -22,7 +23,7 @@ from roll_lite.data.ragged import from_numpy
 from roll_lite.data.supervised import beside
 from roll_lite.distributed.dataflow import BatchShard, Block, put_block
 from roll_lite.distributed.place import Place
-from roll_lite.distributed.strategy.base import ModelSpec, Moved, RankLayout, StateGroup, TrainResult, TrainStrategy
+from roll_lite.distributed.strategy.base import ModelSpec, Moved, RankLayout, StateCopy, StateGroup, TrainResult, TrainStrategy
 from roll_lite.distributed.strategy.build import build_model
 from roll_lite.distributed.worker import Worker, freeze_heap
 from roll_lite.files import FileRecord, StoreUnreachable, download, keep_only, reaching, record, upload
@@ -161,6 +162,16 @@ class ModelWorker(Worker):
 
     def load_checkpoint(self, folder: Path) -> None:
         self.strategy.load_checkpoint(folder)
+
+    @ray.method(num_returns=2)
+    def copy_state(self, room: float) -> tuple[int, StateCopy | None]:
+        """Return the size of this rank's state in bytes and, unless it exceeds `room`, a copy."""
+        copy = self.strategy.copy_state()
+        size = sum(array.nbytes for array in copy[0])
+        return size, copy if size <= room else None
+
+    def load_copy(self, copies: Sequence[ray.ObjectRef]) -> None:
+        self.strategy.load_copy(ray.get(copies[self.rank]))
 
     def file_records(self, folder: Path, names: Sequence[str]) -> dict[str, FileRecord]:
         """Sizes and checksums of this rank's share of the files: every world_size-th file."""

@@ -10,6 +10,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
 import ray
 
 from roll_lite.distributed.failures import FleetDown, MemberLost
@@ -29,6 +30,16 @@ class Adder(Worker):
 
     def environment(self, names: list[str]) -> dict[str, str | None]:
         return {name: os.environ.get(name) for name in names}
+
+    @ray.method(num_returns=2)
+    def sum_and_ones(self, count: int) -> tuple[int, np.ndarray]:
+        return count, np.full(count, 1 + self.rank, np.uint8)
+
+    def fetch(self, refs: list[ray.ObjectRef]) -> int:
+        """Raises what Ray raises for a lost object, if there are none."""
+        if not refs:
+            raise ray.exceptions.ObjectReconstructionFailedError("00", None, "")
+        return int(ray.get(refs[self.rank]).sum())
 
     def thread(self) -> tuple[int, bool]:
         return threading.get_ident(), threading.current_thread() is threading.main_thread()

@@ -53,6 +53,20 @@ def test_failure_while_another_rank_hangs_in_a_collective(ray_local: object, tmp
         assert "in fail_in_collective" in caught.value.cause and "cluster_workers.py" in caught.value.cause, "the remote traceback"
 
 
+def test_what_a_rank_leaves_in_the_object_store_outlives_it(ray_local: object) -> None:
+    cluster = start_cluster(ClusterSpec("actor_train", anywhere(2)), Adder)
+    pending = cluster.start_all(Adder.sum_and_ones, 10**6)
+    assert pending.result() == [10**6, 10**6]
+    kept = [call.kept[0] for call in pending.calls]
+    for process in processes_of(cluster):
+        os.kill(process, signal.SIGKILL)
+    cluster.rebuild()
+    assert cluster.all(Adder.fetch, kept) == [10**6, 2 * 10**6]
+    with pytest.raises(RankFailed, match="failed in fetch: ObjectReconstructionFailedError") as caught:
+        cluster.all(Adder.fetch, [])
+    assert caught.value.is_loss, "an object that was lost with its node: new ranks may do without"
+
+
 def test_a_group_starts_anew_after_its_end(ray_local: object, tmp: Path) -> None:
     cluster = start_cluster(ClusterSpec("actor_train", anywhere(2), log_folder=tmp), Collective)
     before = processes_of(cluster)

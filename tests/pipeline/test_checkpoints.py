@@ -337,6 +337,87 @@ def test_a_run_that_goes_on_in_its_folder_passes_a_damaged_one_over(config: RunC
     assert (folder / "state.json.damaged").exists() and len(finished_checkpoints(tmp_path)) == left
 
 
+class Copying(Ranks):
+    """Two ranks whose copies are their names."""
+
+    world_size = 2
+
+    def __init__(self, told: list[str], role: str) -> None:
+        super().__init__()
+        self.told, self.role, self.size = told, role, 5_000_000
+        self.dies = False
+
+    def start_all(self, method: Any, room: float = 0.0) -> Any:
+        assert room == 0.25 * 80e6 / 4, "two roles of two ranks"
+        calls = [SimpleNamespace(kept=[f"{self.role} {rank}"]) for rank in range(2)]
+        return SimpleNamespace(calls=calls, result=self._sizes)
+
+    def _sizes(self) -> list[int]:
+        self.fail()
+        return [0, self.size]
+
+    def fail(self) -> None:
+        if self.dies:
+            raise RankFailed(self.role, 1, "copy_state", "its process died", is_loss=True)
+
+    def all(self, method: Any, folder: Any = Path(), names: Any = None) -> Any:
+        if method.__name__ == "load_copy":
+            self.fail()
+            self.told += folder
+            return None
+        if method.__name__ == "load_checkpoint":
+            self.told.append(f"{self.role} of {folder.parent.name}")
+        return super().all(method, folder, names)
+
+
+@pytest.fixture
+def copying(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr("roll_lite.pipeline.checkpoint.ray.cluster_resources", lambda: {"object_store_memory": 80e6})
+    told: list[str] = []
+    trained = {role: SimpleNamespace(ranks=Copying(told, role), loaded=lambda groups: nullcontext()) for role in ("actor_train", "critic")}
+    return SimpleNamespace(trained=trained, reference=None, told=told)
+
+
+OF_COPY = ["actor_train 0", "actor_train 1", "critic 0", "critic 1"]
+
+
+def test_lost_ranks_load_the_newer_of_checkpoint_and_copy(config: RunConfig, tmp_path: Path, copying: Any) -> None:
+    checkpoints = Checkpoints(config, tmp_path)
+    checkpoints.save(copying, ROLLOUTS, {"steps_done": 2})
+    checkpoints.copy_state(copying, {"prompts": 9}, {"steps_done": 3})
+    found = checkpoints.go_back(copying)
+    assert found is not None and (found["pipeline"], found["rollouts"]) == ({"steps_done": 3}, {"prompts": 9})
+    assert copying.told == OF_COPY and (checkpoints.newest_step, checkpoints.copied_step) == (2, 3)
+    checkpoints.save(copying, ROLLOUTS, {"steps_done": 4})
+    copying.told.clear()
+    found = checkpoints.go_back(copying)
+    assert found is not None and found["pipeline"] == {"steps_done": 4} and checkpoints.copied_step == 0
+    assert copying.told == ["actor_train of step_000004", "critic of step_000004"]
+
+
+def test_a_copy_counts_once_all_have_made_it_and_is_given_up_if_loading_fails(config: RunConfig, tmp_path: Path, copying: Any) -> None:
+    checkpoints, critic = Checkpoints(config, tmp_path), copying.trained["critic"].ranks
+    checkpoints.copy_state(copying, ROLLOUTS, {"steps_done": 3})
+    critic.dies = True
+    with pytest.raises(RankFailed):
+        checkpoints.copy_state(copying, ROLLOUTS, {"steps_done": 4})
+    assert checkpoints.copied_step == 3
+    with pytest.raises(RankFailed):
+        checkpoints.go_back(copying)
+    assert checkpoints.go_back(copying) is None and checkpoints.copied_step == 0
+
+
+def test_without_room_no_copies_are_made(config: RunConfig, tmp_path: Path, copying: Any, caplog: pytest.LogCaptureFixture) -> None:
+    settings = config.checkpoint.model_copy(update={"in_memory_every": 2})
+    checkpoints = Checkpoints(config.model_copy(update={"checkpoint": settings}), tmp_path)
+    assert checkpoints.copy_every == 2
+    copying.trained["critic"].ranks.size = 5_242_881
+    checkpoints.copy_state(copying, ROLLOUTS, {"steps_done": 2})
+    assert checkpoints.copied_step == checkpoints.copy_every == 0
+    (said,) = caplog.messages
+    assert said.startswith("checkpoint.in_memory_every: ") and "a rank of critic needs 5 MB" in said and "ray.object_store_mb" in said
+
+
 def test_no_resumption_where_none_was_asked_for(config: RunConfig, tmp_path: Path) -> None:
     assert Checkpoints(config, tmp_path).load(parts("actor_train"), SOURCE) is None
 
@@ -344,10 +425,12 @@ def test_no_resumption_where_none_was_asked_for(config: RunConfig, tmp_path: Pat
 @pytest.mark.parametrize(("every", "saved"), [(0, []), (1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (5, [5]), (9, [5])])
 def test_the_last_step_leaves_a_checkpoint_where_there_are_any(every: int, saved: list[int]) -> None:
     pipeline = MagicMock(refresh=None)
+    pipeline.checkpoints.copy_every = 2
     pipeline.config.checkpoint.every, pipeline.config.steps, pipeline.config.validation.every = every, 5, 0
     pipeline.due = lambda number: RLVRPipeline.due(pipeline, number)
-    steps = []
+    steps, copied = [], []
     pipeline.save_checkpoint = lambda: steps.append(pipeline.steps_done)
+    pipeline.copy_state = lambda: copied.append(pipeline.steps_done)
     for pipeline.steps_done in range(1, 6):
         RLVRPipeline.between_steps(pipeline)
-    assert steps == saved
+    assert steps == saved and copied == [2, 4]

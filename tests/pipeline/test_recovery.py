@@ -45,6 +45,7 @@ class Pipeline:
         self.story = story = Story()
         self.steps_done = self.version = 0  # the version is not looked at
         self.fails: dict[str, list[RankFailed]] = {}
+        self.copy_is_lost = False
         self.models = {
             role: SimpleNamespace(
                 ranks=SimpleNamespace(name=role, rebuild=story.tells(f"rebuild {role}")), role=SimpleNamespace(restarts=restarts)
@@ -52,7 +53,7 @@ class Pipeline:
             for role in ("reference", "actor_train", "critic")
         }
         trained = {role: self.models[role] for role in ("actor_train", "critic")}
-        self.checkpoints = checkpoints = SimpleNamespace(stateful=lambda _: trained, go_back=self._go_back, newest_step=0)
+        self.checkpoints = checkpoints = SimpleNamespace(stateful=lambda _: trained, go_back=self._go_back, newest_step=0, copied_step=0)
         source = SimpleNamespace(
             trainer_lost=story.tells("trainer lost"),
             state_dict=lambda: {"batches": 0},
@@ -60,7 +61,9 @@ class Pipeline:
         )
         journal = SimpleNamespace(
             timers=SimpleNamespace(phase=self._phase),
-            rank_lost=lambda failure, since, reached, repeats: story.append(f"{failure.role} lost, {since} to {reached}"),
+            rank_lost=lambda failure, since, reached, repeats, in_memory: story.append(
+                f"{failure.role} lost, {'copy of ' * in_memory}{since} to {reached}"
+            ),
             rank_returned=story.tells("returned"),
             ledger=SimpleNamespace(start=lambda step, version, again: story.append(f"ledger from {step}")),
             go_back=lambda step: story.append(f"journal to {step}"),
@@ -85,8 +88,13 @@ class Pipeline:
         self.early_forgotten += 1
 
     def _go_back(self, _: Any) -> dict[str, Any] | None:
-        newest = self.checkpoints.newest_step
+        copied, self.checkpoints.copied_step = self.checkpoints.copied_step, 0
+        newest = max(self.checkpoints.newest_step, copied)
         self.story.append(f"load {newest}")
+        if self.copy_is_lost:
+            self.copy_is_lost = False
+            raise lost("actor_train")
+        self.checkpoints.copied_step = copied
         return {"pipeline": {"steps_done": newest}, "rollouts": {"batches": newest}} if newest else None
 
     def state(self) -> dict[str, Any]:
@@ -147,6 +155,22 @@ def test_trained_models_go_back_and_repeat_the_updates_on_the_kept_batches() -> 
         "train 3",
     ]
     assert pipeline.early_forgotten == 1
+
+
+def test_a_copy_that_is_newer_than_the_checkpoint_is_loaded_and_the_batches_of_both_are_kept() -> None:
+    pipeline = Pipeline()
+    pipeline.run(3)
+    pipeline.checkpoints.newest_step, pipeline.checkpoints.copied_step = 1, 3
+    pipeline.fails = {"training 4": [lost("critic")]}
+    pipeline.story.clear()
+    restarted = ("rebuild actor_train", "rebuild critic", "trainer lost")
+    assert pipeline.run(4) == ["generate 4", "critic lost, copy of 3 to 3", *restarted, "load 3", "restore 3", "returned", "train 4"]
+    pipeline.fails, pipeline.copy_is_lost = {"before training 5": [lost("actor_train")]}, True
+    pipeline.story.clear()
+    assert pipeline.run(5) == [
+        *("generate 5", "actor_train lost, copy of 3 to 4", *restarted, "load 3", "actor_train lost, 1 to 4", *restarted, "load 1"),
+        *("restore 1", "repeat 2 on 2", "repeat 3 on 3", "repeat 4 on 4", "returned", "train 5"),
+    ]
 
 
 def test_without_a_checkpoint_they_start_from_the_start_weights() -> None:
@@ -270,7 +294,7 @@ def test_the_journal_voids_the_update_lines_of_the_step_in_progress(tmp_path: Pa
     (tmp_path / "updates.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
     (tmp_path / "samples").mkdir()
     (tmp_path / "samples" / "step_000003.jsonl").touch()
-    journal.rank_lost(lost("actor_train"), since=0, reached=2, repeats="the updates of steps")
+    journal.rank_lost(lost("actor_train"), since=0, reached=2, repeats="the updates of steps", in_memory=False)
     assert (tmp_path / "updates.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
     assert (tmp_path / "samples" / "step_000003.jsonl").exists(), "the samples are used again"
     assert '"event": "restart", "role": "actor_train", "rank": 1' in (tmp_path / "ledger.jsonl").read_text()

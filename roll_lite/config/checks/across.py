@@ -173,6 +173,11 @@ def _max_model_len(config: RunConfig) -> Mistakes:
         yield "actor_infer.strategy.max_model_len", message
 
 
+def _copies_in_memory(config: RunConfig) -> Mistakes:
+    if config.checkpoint.in_memory_every and not trains(config):
+        yield "checkpoint.in_memory_every", f"in mode: {config.mode} nothing trains that could be copied; use 0"
+
+
 RUN_CHECKS = (
     addresses_without_secrets,
     _mini_batches_divide,
@@ -180,6 +185,7 @@ RUN_CHECKS = (
     _critic_warmup,
     _kl_and_reference_belong_together,
     _average_for_the_reference,
+    _copies_in_memory,
     _validation_sampling,
     _validation_has_data,
     _trackers,

@@ -77,6 +77,10 @@ class CheckpointConfig(Section):
     store: Url | None = None
     """Object store, or another file system of fsspec, for all checkpoints: a URL such as s3://bucket/prefix. A run's checkpoints are then
     in store/experiment/start time/checkpoints, where `resume: auto` looks for them (docs/checkpoints.md). null: the run's folder."""
+    in_memory_every: Annotated[int, Field(ge=0)] = 0
+    """Steps between copies of the trained ranks' state to host memory. Lost ranks then return to the newest copy, if no checkpoint is
+    newer, and repeat only the updates since then. A copy may take a quarter of Ray's object store (ray.object_store_mb). 0: make no
+    copies."""
     resume: Literal["auto"] | Url | Annotated[UserPath, AfterValidator(Path.resolve)] | None = None
     """Folder or URL of a checkpoint, or of a run, whose newest checkpoint is taken. The resumed run writes to a new folder. auto: continue
     this experiment's newest undamaged checkpoint in its run's folder; start afresh if there is none, so that the same command starts and

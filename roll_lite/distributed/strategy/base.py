@@ -12,8 +12,9 @@ from dataclasses import astuple, dataclass
 from enum import StrEnum
 from math import inf
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 
 from roll_lite.config.schema.models import (
@@ -208,6 +209,10 @@ class CheckpointWrite:
         return {str(file.relative_to(self.folder)): record(file) for file in self.files}
 
 
+StateCopy = tuple[list[np.ndarray], list[dict[str, float]], dict[str, Any]]
+"""Bytes of a rank's tensors, its learning rates and step counts, and its random state."""
+
+
 class TrainStrategy(ForwardStrategy):
     @abstractmethod
     def train_step(self, batch: DataProto, loss_fn: LossFn, outputs: Sequence[str], plan: MicroBatchPlan) -> TrainResult:
@@ -244,6 +249,14 @@ class TrainStrategy(ForwardStrategy):
 
     @abstractmethod
     def load_checkpoint(self, folder: Path) -> None: ...
+
+    @abstractmethod
+    def copy_state(self) -> StateCopy:
+        """Copy what a checkpoint holds of this rank to host memory."""
+
+    @abstractmethod
+    def load_copy(self, copy: StateCopy) -> None:
+        """Load what the same rank of an equal strategy copied."""
 
     @abstractmethod
     def save_hf(self, folder: Path, average: bool = False) -> list[Path]:

@@ -69,7 +69,7 @@ def write_checkpoint(
     dist_checkpointing.save(state, str(state_folder), _SaveThrough(writer), preprocess_common_before_consistancy_check=_without_optimizer)
     if layout.rank == 0:
         (folder / MODEL_FILE).write_text(json.dumps(model, indent=2) + "\n", encoding="utf-8")
-    torch.save({"layout": _identity(layout), "random": _random_state()}, _rank_file(folder, layout.rank))
+    torch.save({"layout": _identity(layout), "random": random_state()}, _rank_file(folder, layout.rank))
     dist.barrier()
     own = [_rank_file(folder, layout.rank), *state_folder.glob(f"__{layout.rank}_*{TENSORS_SUFFIX}")]
     if layout.rank == 0:
@@ -130,7 +130,7 @@ def read_checkpoint(chunks: Sequence[Any], optimizer: Optimizer | None, layout: 
     if (own_file := _own_rank_file(folder, layout)) is not None:
         saved = torch.load(own_file, weights_only=True)
         if saved["layout"] == _identity(layout):
-            _restore_random_state(saved["random"])
+            restore_random_state(saved["random"])
 
 
 @contextmanager
@@ -316,7 +316,7 @@ def _identity(layout: RankLayout) -> dict[str, int | bool]:
     return {name: value for name, value in asdict(layout).items() if name != "attention_par"}
 
 
-def _random_state() -> dict[str, Any]:
+def random_state() -> dict[str, Any]:
     return {
         "host": torch.get_rng_state(),
         "device": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
@@ -324,7 +324,7 @@ def _random_state() -> dict[str, Any]:
     }
 
 
-def _restore_random_state(saved: dict[str, Any]) -> None:
+def restore_random_state(saved: dict[str, Any]) -> None:
     torch.set_rng_state(saved["host"])
     if saved["device"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(saved["device"])

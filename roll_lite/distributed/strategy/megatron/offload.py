@@ -145,13 +145,8 @@ class StateMover:
                     for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
                         yield buffer.grad_data
             case StateGroup.OPTIMIZER:
-                if self._optimizer is None:
-                    return
-                for part in self._optimizer.parts:
-                    if not self._optimizer.on_host:
-                        for state in part.optimizer.state.values():
-                            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
-                    yield from (parameter for param_group in part.optimizer.param_groups for parameter in param_group["params"])
+                if self._optimizer is not None:
+                    yield from self._optimizer.tensors(with_moments=not self._optimizer.on_host)
 
 
 def _return_free_memory() -> None:
@@ -160,6 +155,11 @@ def _return_free_memory() -> None:
         torch.cuda.empty_cache()
     elif trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # of glibc
         trim(0)
+
+
+def memory_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Bytes of the tensors' storages, each once."""
+    return [_bytes(one) for one in {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}.values()]
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -94,6 +94,14 @@ class Optimizer:
                 for state in part.optimizer.state.values():
                     state["step"] = state["step"].clone() if "step" in state else torch.tensor(0.0)
 
+    def tensors(self, with_moments: bool = True) -> Iterator[torch.Tensor]:
+        """Weights that are updated, each with its moments and step count."""
+        for part in self.parts:
+            for weight in part.get_parameters():
+                yield weight
+                if with_moments:
+                    yield from (one for _, one in sorted(part.optimizer.state.get(weight, {}).items()) if isinstance(one, torch.Tensor))
+
     def zero_grad(self) -> None:
         self.megatron.zero_grad()
 

@@ -16,18 +16,28 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from roll_lite.config.schema.models import LoraConfig, MegatronStrategyConfig, OptimizerConfig
 from roll_lite.data.microbatch import MicroBatchOutputs, MicroBatchPlan, MicroBatchPlanner
 from roll_lite.data.proto import Column, DataProto
+from roll_lite.data.ragged import from_numpy
 from roll_lite.distributed.strategy.base import (
     CheckpointWrite,
     LossFn,
     ModelSpec,
     Moved,
     RankLayout,
+    StateCopy,
     StateGroup,
     TrainResult,
     TrainStrategy,
     take_local_device,
 )
-from roll_lite.distributed.strategy.megatron.checkpoint import STATE_FOLDER, check_base, read_checkpoint, write_base, write_checkpoint
+from roll_lite.distributed.strategy.megatron.checkpoint import (
+    STATE_FOLDER,
+    check_base,
+    random_state,
+    read_checkpoint,
+    restore_random_state,
+    write_base,
+    write_checkpoint,
+)
 from roll_lite.distributed.strategy.megatron.checkpoint_writer import RunningSave, StagedWriter
 from roll_lite.distributed.strategy.megatron.experts import Balance
 from roll_lite.distributed.strategy.megatron.forward_backward import (
@@ -45,7 +55,7 @@ from roll_lite.distributed.strategy.megatron.layers import chosen_parts
 from roll_lite.distributed.strategy.megatron.lora import Adapters
 from roll_lite.distributed.strategy.megatron.model import RollModel, transformer_config
 from roll_lite.distributed.strategy.megatron.model_io import KEPT, TEMPERATURE, ModelInput, check_outputs, model_inputs, outputs_of, to_host
-from roll_lite.distributed.strategy.megatron.offload import StateMover
+from roll_lite.distributed.strategy.megatron.offload import StateMover, memory_of
 from roll_lite.distributed.strategy.megatron.optimizer import Optimizer
 from roll_lite.distributed.strategy.megatron.parallel import join_groups, layout_multiples
 from roll_lite.distributed.strategy.megatron.routing import EXPERTS, REPLAYED, collect_routes
@@ -276,6 +286,33 @@ class MegatronStrategy(TrainStrategy):
         elif self._average is not None:  # the checkpoint was saved without an average
             self._average.restart()
 
+    def copy_state(self) -> StateCopy:
+        self._mover.require(StateGroup.WEIGHTS, StateGroup.OPTIMIZER)
+        memory, counters = self._trained_state()
+        numbers = [{name: value for name, value in one.items() if isinstance(value, int | float)} for one in counters]
+        return [one.to("cpu", copy=True).numpy() for one in memory], numbers, random_state()
+
+    def load_copy(self, copy: StateCopy) -> None:
+        self._mover.require_to_write(StateGroup.WEIGHTS, StateGroup.OPTIMIZER)
+        memory, counters = self._trained_state()
+        for one, array in zip(memory, copy[0], strict=True):
+            one.copy_(from_numpy(array))
+        for ours, saved in zip(counters, copy[1], strict=True):
+            ours.update(saved)
+        restore_random_state(copy[2])
+
+    def _trained_state(self) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
+        """Memory of the tensors that a checkpoint holds, and dictionaries with learning rates and step counts. The order depends on the
+        configuration only."""
+        tensors = [one for chunk in self._chunks for one in chunk.parameters() if one.requires_grad or self._optimizer is None]
+        counters = []
+        if self._optimizer is not None:
+            tensors += self._optimizer.tensors()
+            counters += [*self._optimizer.megatron.param_groups, vars(self._optimizer.scheduler)]
+        if self._average is not None:
+            tensors += self._average.means.values()
+        return memory_of(tensors), counters
+
 
 class WeightAverage:
     """Exponential moving average of the weights that this rank exports, kept in host memory in float32: bfloat16 would round the small
@@ -283,24 +320,24 @@ class WeightAverage:
 
     def __init__(self, bindings: Sequence[Binding], decay: float) -> None:
         self._decay = decay
-        self._means = {binding.parameter: _copy_on_host(binding.parameter) for binding in bindings}
-        self.bindings = [replace(binding, parameter=self._means[binding.parameter]) for binding in bindings]
+        self.means = {binding.parameter: _copy_on_host(binding.parameter) for binding in bindings}
+        self.bindings = [replace(binding, parameter=self.means[binding.parameter]) for binding in bindings]
         """Bindings with the averages as parameters: loading a checkpoint through them sets the averages."""
 
     @torch.no_grad()
     def update(self) -> None:
         """average = decay * average + (1 - decay) * weights."""
-        for weight, mean in self._means.items():
+        for weight, mean in self.means.items():
             mean.lerp_(weight.to("cpu", torch.float32), 1 - self._decay)
 
     @torch.no_grad()
     def restart(self) -> None:
-        for weight, mean in self._means.items():
+        for weight, mean in self.means.items():
             mean.copy_(weight)
 
     def read(self, weight: torch.nn.Parameter) -> torch.Tensor:
         """Moving average of a weight, to export in its place."""
-        return self._means[weight].detach().to(weight.device)
+        return self.means[weight].detach().to(weight.device)
 
 
 def _copy_on_host(weight: torch.nn.Parameter) -> torch.nn.Parameter:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from support_models import PAD_ID, VOCAB_SIZE, by_checkpoint, load_hf, make_tiny_model
@@ -15,7 +17,7 @@ from roll_lite.config.schema.models import MegatronStrategyConfig, ModelConfig, 
 from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs
 from roll_lite.data.proto import DataProto
 from roll_lite.data.ragged import Ragged
-from roll_lite.distributed.strategy.base import ModelSpec
+from roll_lite.distributed.strategy.base import ModelSpec, StateCopy
 from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy
 
 FAMILIES = ("qwen2", "qwen3", "llama")
@@ -45,6 +47,12 @@ def optimizer_of(strategy: MegatronStrategy) -> Any:
     """The optimizer and its schedule, as a strategy that trains has them."""
     assert strategy._optimizer is not None
     return strategy._optimizer
+
+
+def copied(strategy: MegatronStrategy) -> StateCopy:
+    """A copy of its state, which comes back read-only, as from Ray's object store."""
+    arrays, *others = strategy.copy_state()
+    return [np.frombuffer(array.tobytes(), np.uint8) for array in arrays], *pickle.loads(pickle.dumps(others))
 
 
 def batch_of(lengths: Sequence[int] = (9, 4, 12, 2, 7, 5), vocab: int = VOCAB_SIZE, seed: int = 3) -> DataProto:

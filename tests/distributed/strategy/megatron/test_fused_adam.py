@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from megatron_cases import batch_of, optimizer_of, own_weights, started, tiny, weighted_loss
+from megatron_cases import batch_of, copied, optimizer_of, own_weights, started, tiny, weighted_loss
 from megatron_ranks import RankPool
 from support_passes import train_step
 from torch.optim.adamw import adamw
@@ -58,16 +58,20 @@ def installed() -> Iterator[None]:
 
 def train_save_and_go_on(path: Path, folder: Path, config: OptimizerConfig, distributed: bool) -> None:
     with installed():
-        whole, resumed = (started(path, config, distributed_optimizer=distributed) for _ in range(2))
+        whole, resumed, again = (started(path, config, distributed_optimizer=distributed) for _ in range(3))
         assert {type(part.optimizer) for part in optimizer_of(whole).parts} == {torch.optim.AdamW if config.on_host else FusedAdam}
         for number in range(3):
             train_step(whole, batch_of(seed=number), weighted_loss, ["log_probs"], 3)
         whole.save_checkpoint(folder)
+        copy = copied(whole)
         resumed.load_checkpoint(folder)
-        for strategy in (whole, resumed):
+        for strategy in (whole, resumed, again):
+            if strategy is again:
+                again.load_copy(copy)
             train_step(strategy, batch_of(seed=3), weighted_loss, ["log_probs"], 3)
-        ours, theirs = own_weights(resumed), own_weights(whole)
-        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        theirs = own_weights(whole)
+        for ours in (own_weights(resumed), own_weights(again)):
+            assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 @pytest.mark.parametrize(("on_host", "distributed"), [(False, False), (True, False), (True, True)])

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_cases import batch_of, hf_log_probs, own_weights, reported_once, shard, started, tiny, weighted_loss
+from megatron_cases import batch_of, copied, hf_log_probs, own_weights, reported_once, shard, started, tiny, weighted_loss
 from megatron_ranks import RankPool
 from safetensors.torch import load_file
 from support_models import load_hf
@@ -69,6 +69,7 @@ def averaged(path: Path, folder: Path, layout: dict[str, Any], dtype: str) -> di
     assert train_step(strategy, shard(batch_of(), strategy), nan_loss, ["log_probs"], 3).skipped
     reported_once(folder / "average", strategy.save_hf(folder / "average", average=True))
     reported_once(folder / "checkpoint", strategy.save_checkpoint(folder / "checkpoint").files)
+    copy = copied(strategy)
     running = started_with_nothing_written(strategy, folder / "beside")
     step(strategy, 3)
     strategy.save_hf(folder / "straight", average=True)
@@ -77,6 +78,9 @@ def averaged(path: Path, folder: Path, layout: dict[str, Any], dtype: str) -> di
     files = {str(file.relative_to(folder / "beside")): record(file) for file in (folder / "beside").rglob("*") if file.is_file()}
     assert {name: one for own in told for name, one in own.items()} == files and sum(map(len, told)) == len(files)
     go_on(path, folder, layout, dtype, "resumed")
+    strategy.load_copy(copy)
+    step(strategy, 3)
+    strategy.save_hf(folder / "from_copy", average=True)
     return mean
 
 
@@ -105,13 +109,13 @@ def check_average(ranks: RankPool, path: Path, tmp_path: Path, layout: dict[str,
     """Its tensors after the last step."""
     found = ranks(2 if layout else 1, averaged, path, tmp_path, layout, dtype)
     expected = {key: mean for own in found for key, mean in own.items()}
-    exported, straight, resumed = (load_all(tmp_path / folder) for folder in ("average", "straight", "resumed"))
+    exported, straight, resumed, from_copy = (load_all(tmp_path / folder) for folder in ("average", "straight", "resumed", "from_copy"))
     assert exported.keys() == expected.keys() == load_file(path / "model.safetensors").keys()
     for key, mean in expected.items():
         assert exported[key].dtype == getattr(torch, dtype)
         # A number in the middle of two of bfloat16 may go either way.
         torch.testing.assert_close(exported[key].double(), mean, rtol=1e-2 if dtype == "bfloat16" else 1e-5, atol=1e-6)
-        assert torch.equal(resumed[key], straight[key]), key
+        assert torch.equal(resumed[key], straight[key]) and torch.equal(from_copy[key], straight[key]), key
     assert any(not torch.equal(straight[key], exported[key]) for key in expected)
     in_checkpoint, beside = (load_all(tmp_path / name / "ema") for name in ("checkpoint", "beside"))
     assert beside.keys() == in_checkpoint.keys() and all(torch.equal(beside[key], in_checkpoint[key]) for key in beside)

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_cases import batch_of, optimizer_of, own_weights, parameters_of, shard, started, tiny, weighted_loss
+from megatron_cases import batch_of, copied, optimizer_of, own_weights, parameters_of, shard, started, tiny, weighted_loss
 from megatron_ranks import RankPool
 from support_passes import forward, train_step
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
@@ -193,6 +193,8 @@ def update_on_host(path: Path, folder: Path, layout: dict[str, Any], dtype: str)
     (ours if dtype == "float32" else theirs).save_checkpoint(folder)
     loaded.load_checkpoint(folder)
     agree(loaded, range(3, 5))
+    ours.load_copy(copied(loaded))
+    agree(ours, range(5, 7))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -206,11 +208,13 @@ def test_the_optimizers_step_on_the_host_is_the_same_step(ranks: RankPool, path:
 
 
 def save_and_resume(path: Path, folder: Path, layout: dict[str, Any], dtype: str, first: int) -> None:
-    """Steps, a checkpoint, more steps; a new strategy that loads it takes the same further steps, bit for bit."""
+    """Steps, a checkpoint, more steps; a new strategy that loads it takes the same further steps, bit for bit. So it does with a copy in
+    memory."""
     straight = begin(path, layout, dtype)
     steps(straight, range(first))
     torch.manual_seed(1234 + straight.layout.rank)
     straight.save_checkpoint(folder)
+    copy = copied(straight)
     random_numbers = torch.rand(3)
     expected = steps(straight, range(first, first + 3))
 
@@ -220,6 +224,12 @@ def save_and_resume(path: Path, folder: Path, layout: dict[str, Any], dtype: str
     assert torch.equal(torch.rand(3), random_numbers), "every rank goes on with its own random numbers"
     assert steps(resumed, range(first, first + 3)) == expected
     same_weights(resumed, straight)
+
+    for later in (resumed, begin(path, layout, dtype)):
+        later.load_copy(copy)
+        assert torch.equal(torch.rand(3), random_numbers)
+        assert steps(later, range(first, first + 3)) == expected
+        same_weights(later, straight)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -262,11 +272,14 @@ def resume_in_the_decay(path: Path, folder: Path) -> None:
         straight, resumed = (started(path, config, total_updates=10) for _ in range(2))
         steps(straight, range(done))
         straight.save_checkpoint(folder / str(done))
+        copy = copied(straight)
         expected = steps(straight, range(done, 10))
         resumed.load_checkpoint(folder / str(done))
         assert steps(resumed, range(done, 10)) == expected
         assert expected[-1].lr == pytest.approx(1e-3 * (1 - 0.75**0.5))
         same_weights(resumed, straight)
+        resumed.load_copy(copy)
+        assert steps(resumed, range(done, 10)) == expected
 
 
 def test_a_schedule_goes_on_where_it_was(ranks: RankPool, path: Path, tmp_path: Path) -> None:
@@ -565,9 +578,12 @@ def critic_checkpoint(path: Path, folder: Path) -> None:
     batch = batch_of()
     train_step(straight, batch, weighted_loss, ["values"], 3)
     straight.save_checkpoint(folder)
+    copy = copied(straight)
     expected = train_step(straight, batch, weighted_loss, ["values"], 3)
     resumed = started(path, CONFIG, total_updates=20, value_init="actor", tensor_parallel=2)
     resumed.load_checkpoint(folder)
+    assert train_step(resumed, batch, weighted_loss, ["values"], 3) == expected
+    resumed.load_copy(copy)
     assert train_step(resumed, batch, weighted_loss, ["values"], 3) == expected
 
 
@@ -579,14 +595,22 @@ def adapters_checkpoint(path: Path, folder: Path) -> None:
     straight.save_checkpoint(folder)
     straight.offload(StateGroup)
     straight.load(StateGroup)
+    copy = copied(straight)
     expected = steps(straight, range(2, 3))
     first, adapters = straight.take_moved().out_bytes, sum(p.numel() for p in parameters_of(straight) if p.requires_grad)
     straight.offload(StateGroup)
     straight.load(StateGroup)
     assert first > 4 * 80_000 > 4 * 20_000 > straight.take_moved().out_bytes > 3 * 4 * adapters
+    assert sum(array.nbytes for array in copy[0]) < 4 * 20_000, "frozen weights are not copied"
     resumed.load_checkpoint(folder)
     assert steps(resumed, range(2, 3)) == expected
     same_weights(resumed, straight)
+    resumed.offload(StateGroup)
+    resumed.load(StateGroup)
+    resumed.load_copy(copy)
+    resumed.offload(StateGroup)
+    resumed.load(StateGroup)
+    assert steps(resumed, range(2, 3)) == expected, "its host copies are not the ones from before"
 
 
 def test_adapters_resume_too(ranks: RankPool, path: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from roll_lite.distributed.strategy.base import StateGroup
 from roll_lite.distributed.strategy.megatron.offload import StateMover
+from roll_lite.distributed.strategy.megatron.optimizer import Optimizer
 
 WEIGHTS, GRADIENTS, OPTIMIZER = StateGroup
 WIDTH = 256
@@ -29,8 +31,10 @@ class Role:
         self.adam = torch.optim.AdamW(self.layers.parameters(), lr=1e-2)
         own, of_experts = [SimpleNamespace(grad_data=shared)], [SimpleNamespace(grad_data=experts)]
         chunk = SimpleNamespace(parameters=self.layers.parameters, buffers=own, expert_parallel_buffers=of_experts)
-        parts: Any = SimpleNamespace(parts=[SimpleNamespace(optimizer=self.adam)], on_host=False)
-        self.mover = StateMover([chunk], parts, torch.device(device))
+        part = SimpleNamespace(optimizer=self.adam, get_parameters=lambda: list(self.layers.parameters()))
+        optimizer: Any = SimpleNamespace(parts=[part], on_host=False)
+        optimizer.tensors = partial(Optimizer.tensors, optimizer)
+        self.mover = StateMover([chunk], optimizer, torch.device(device))
         self.device = device
 
     def output(self) -> torch.Tensor:
