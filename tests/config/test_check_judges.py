@@ -46,6 +46,13 @@ def test_judges_have_devices_of_their_own(project: Project) -> None:
     assert "judges.main" in render(arithmetic)
 
 
+def test_a_key_in_a_judges_body_is_in_no_saved_configuration(project: Project) -> None:
+    body = f"extra_body: {{api_key: {KEY}, headers: [{{Authorization: Bearer {KEY}}}]}}"
+    project.write("configs/keyed.yaml", f"defaults: [run, _self_]\n{EXTERNAL % f'url: http://h, model: m, {body}'}")
+    config = project.load(name="keyed")
+    assert KEY in str(config.domains["add"].reward.args) and KEY not in config.model_dump_json()
+
+
 def test_an_address_is_never_repeated_with_its_secret(project: Project) -> None:
     """Whatever else is wrong beside it."""
     address = f"https://me:{KEY}@h/v1?token={KEY}&page=2"

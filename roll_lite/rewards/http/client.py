@@ -11,9 +11,10 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 from urllib.parse import quote, urlsplit, urlunsplit
 
+import httpx2
 from pydantic import AfterValidator, NonNegativeInt, PositiveFloat, PositiveInt, PrivateAttr
 
 from roll_lite.config.problems import HIDDEN, Problem
@@ -21,9 +22,6 @@ from roll_lite.config.schema.base import Section
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.rewards.base import ResponseSuspected, RewardFailed
 from roll_lite.rewards.reward_type import RewardType, too_slow
-
-if TYPE_CHECKING:
-    import httpx2
 
 BACKOFF_S, LONGEST_BACKOFF_S, CONNECT_S = 0.25, 8.0, 5.0
 SHOWN_CHARACTERS, SHORTEST_SECRET = 200, 8
@@ -79,11 +77,8 @@ class AskingReward(RewardType, HttpSettings):
         """The running event loop's object (a client, a batcher), made at first use."""
         loop = asyncio.get_running_loop()
         if loop not in self._of_loop:
-            self._of_loop = {other: made for other, made in self._of_loop.items() if not other.is_closed()} | {loop: make()}
+            self._of_loop[loop] = make()
         return self._of_loop[loop]
-
-    def warm(self) -> None:
-        import httpx2  # noqa: F401
 
     def in_run(self, config: RunConfig, place: str, timeout_s: float) -> Iterator[Problem]:
         if "timeout_s" in self.model_fields_set:
@@ -94,13 +89,13 @@ class ServiceRefused(ResponseSuspected):
     """The service answered that it cannot handle this request."""
 
 
-class _Passing(Exception):
-    """Failed attempt that may be retried. `is_refusal`: the response may be to blame. `wait_s`: pause that the service asked for.
-    `elsewhere_only`: retry only at other URLs, since this one was too slow."""
+class _Failed(Exception):
+    """Failed attempt that may be retried. `is_refusal`: the response may be to blame. `is_slow`: retry only at other URLs. `wait_s`: pause
+    that the service asked for."""
 
-    def __init__(self, cause: str, is_refusal: bool = False, wait_s: float | None = None, elsewhere_only: bool = False) -> None:
+    def __init__(self, cause: str, is_refusal: bool = False, is_slow: bool = False, wait_s: float | None = None) -> None:
         super().__init__(cause)
-        self.is_refusal, self.wait_s, self.elsewhere_only = is_refusal, wait_s, elsewhere_only
+        self.is_refusal, self.is_slow, self.wait_s = is_refusal, is_slow, wait_s
 
 
 @dataclass
@@ -115,6 +110,10 @@ class _Url:
     def is_available(self) -> bool:
         return self.failures == 0 or (self.requests == 0 and monotonic() >= self.rests_until)
 
+    def rank(self) -> tuple[float, ...]:
+        """Sort key: least busy first. Ties are broken at random: otherwise all worker processes would begin with the same URL."""
+        return (0.0 if self.is_available() else self.rests_until, self.requests, random.random())
+
 
 class HttpClient:
     """HTTP client of a reward in one event loop; keeps connections open."""
@@ -123,93 +122,80 @@ class HttpClient:
         self._reward, self._settings = f"reward {reward}", settings
         self._urls = [_Url(url) for url in urls]
         self._limit = asyncio.Semaphore(settings.concurrency)
-        self._open = _opened(settings)
+        self._opening = self._opened()
         self._client: httpx2.AsyncClient | None = None
 
     async def post(self, payload: Any, retries: int | None = None) -> tuple[Any, str]:
         """Return the answer's JSON and the URL that gave it, without secrets. ServiceRefused if the service rejects the request;
         RewardFailed if all attempts fail."""
         attempts, causes = 1 + (self._settings.retries if retries is None else retries), dict[str, str]()
-        try:
-            body = json.dumps(payload).encode()
-        except (TypeError, ValueError) as error:
-            raise RewardFailed(f"{self._reward}: the request cannot be written as JSON: {error}") from None
         async with self._limit:
             for attempt in range(attempts):
-                # Ties are broken at random: otherwise all worker processes would begin with the first URL.
-                order = sorted(self._urls, key=lambda url: (not url.is_available(), url.requests, random.random()))
-                url = order[0] if order[0].is_available() else min(order, key=lambda url: url.rests_until)
+                url = min(self._urls, key=_Url.rank)
                 url.requests += 1
                 try:
-                    return await self._attempt(url, body), shown(url.url)
-                except _Passing as passing:
-                    trouble = passing
+                    return await self._attempt(url, json.dumps(payload)), shown(url.url)
+                except _Failed as one:
+                    failed = one
                 finally:
                     url.requests -= 1
                 url.failures += 1
-                rest = min(BACKOFF_S * 2**url.failures, LONGEST_BACKOFF_S) if trouble.wait_s is None else trouble.wait_s
-                url.rests_until = monotonic() + rest
-                causes[shown(url.url)] = str(trouble)
+                url.rests_until = monotonic() + (_backoff(url.failures) if failed.wait_s is None else failed.wait_s)
+                causes[shown(url.url)] = str(failed)
                 if not any(url.is_available() for url in self._urls):
-                    if trouble.elsewhere_only or attempt == attempts - 1:
+                    if failed.is_slow or attempt == attempts - 1:
                         break
-                    backoff = min(BACKOFF_S * 2**attempt, LONGEST_BACKOFF_S) * random.uniform(0.5, 1.0)
-                    await asyncio.sleep(max(trouble.wait_s or 0.0, backoff))
+                    await asyncio.sleep(max(failed.wait_s or 0.0, _backoff(attempt) * random.uniform(0.5, 1.0)))
         said = f"no answer after {attempt + 1} attempt{'s' if attempt else ''}: {'; '.join(map(' '.join, causes.items()))}"
-        raise (ServiceRefused if trouble.is_refusal else RewardFailed)(f"{self._reward}: {said}")
+        raise (ServiceRefused if failed.is_refusal else RewardFailed)(f"{self._reward}: {said}")
 
-    async def _attempt(self, url: _Url, body: bytes) -> Any:
-        import httpx2
-
-        key, seconds, headers = self._key(), self._settings.timeout_s, {"Content-Type": "application/json"}
-        if key is not None:
-            header = self._settings.api_key_header
-            headers[header] = f"Bearer {key}" if header.lower() == "authorization" else key
+    async def _attempt(self, url: _Url, body: str) -> Any:
+        key, header, seconds = self._key(), self._settings.api_key_header, self._settings.timeout_s
+        authorization = {} if key is None else {header: f"Bearer {key}" if header.lower() == "authorization" else key}
         if self._client is None:
-            self._client = await anext(self._open)
+            self._client = await anext(self._opening)
         try:
             async with asyncio.timeout(seconds):
-                response = await self._client.post(url.url, content=body, headers=headers)
+                response = await self._client.post(url.url, content=body, headers={"Content-Type": "application/json", **authorization})
         except httpx2.ConnectTimeout:
-            raise _Passing(f"cannot be reached: no connection within {min(CONNECT_S, seconds):g} s", elsewhere_only=True) from None
+            raise _Failed(f"cannot be reached: no connection within {min(CONNECT_S, seconds):g} s", is_slow=True) from None
         except (TimeoutError, httpx2.TimeoutException):
-            raise _Passing(f"gave no answer within {seconds:g} s", elsewhere_only=True) from None
+            raise _Failed(f"gave no answer within {seconds:g} s", is_slow=True) from None
         except (httpx2.HTTPError, OSError) as error:
-            raise _Passing(f"cannot be reached: {_without(key, _innermost(error))}") from None
-        said = _without(key, response.text).strip().partition("\n")[0][:SHOWN_CHARACTERS].strip()
-        said = f": {said}" if said else ""
+            raise _Failed(f"cannot be reached: {_without(key, _innermost(error))}") from None
+        text, is_refusal = _without(key, response.text), response.status_code in ABOUT_THE_CONTENT
+        said = f": {text.strip().splitlines()[0][:SHOWN_CHARACTERS]}" if text.strip() else ""
         answered = f"answered {response.status_code} {_without(key, response.reason_phrase)}".strip() + said
-        is_refusal = response.status_code in ABOUT_THE_CONTENT
         if response.status_code in PASSING:
             asked = re.fullmatch(r"\d+(?:\.\d+)?", response.headers.get("Retry-After", ""))
-            raise _Passing(answered, is_refusal, min(float(asked[0]), LONGEST_BACKOFF_S) if asked else None)
+            raise _Failed(answered, is_refusal, wait_s=min(float(asked[0]), LONGEST_BACKOFF_S) if asked else None)
         url.failures = 0
         if not response.is_success:
             raise (ServiceRefused if is_refusal else RewardFailed)(f"{self._reward}: {shown(url.url)} {answered}")
-        try:  # a key of a few letters is no secret, and removing it would break most words
-            return json.loads(_without(key if key and len(key) >= SHORTEST_SECRET else None, response.text))
+        try:  # a key of a few letters is no secret, and hiding it would break most words
+            return json.loads(text if key and len(key) >= SHORTEST_SECRET else response.text)
         except (ValueError, RecursionError) as error:
-            raise _Passing(f"answered with malformed JSON ({error}){said}", is_refusal=True) from None
+            raise _Failed(f"answered with malformed JSON ({error}){said}", is_refusal=True) from None
 
     def _key(self) -> str | None:
         if (variable := self._settings.api_key_env) is None:
             return None
         key = os.environ.get(variable, "").strip()
-        if not key:
-            raise RewardFailed(f"{self._reward}: the environment variable {variable} (api_key_env) is not set")
-        if not key.isprintable():
-            raise RewardFailed(f"{self._reward}: the key in {variable} (api_key_env) has characters that no header may hold")
+        if not key or not key.isprintable():
+            trouble = "has characters that no header may hold" if key else "is not set"
+            raise RewardFailed(f"{self._reward}: the environment variable {variable} (api_key_env) {trouble}")
         return key
 
+    async def _opened(self) -> AsyncIterator[httpx2.AsyncClient]:
+        """Open connections, which close with the event loop, since asyncio.Runner finishes asynchronous generators."""
+        timeout = httpx2.Timeout(None, connect=min(CONNECT_S, self._settings.timeout_s))
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+        async with httpx2.AsyncClient(timeout=timeout, limits=limits, trust_env=self._settings.trust_env) as client:
+            yield client
 
-async def _opened(settings: HttpSettings) -> AsyncIterator[httpx2.AsyncClient]:
-    """Open a client; its connections close with the event loop, since asyncio.Runner finishes asynchronous generators."""
-    import httpx2
 
-    timeout = httpx2.Timeout(None, connect=min(CONNECT_S, settings.timeout_s))
-    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx2.AsyncClient(timeout=timeout, limits=limits, trust_env=settings.trust_env) as client:
-        yield client
+def _backoff(failures: int) -> float:
+    return float(min(BACKOFF_S * 2 ** min(failures, 10), LONGEST_BACKOFF_S))
 
 
 def _without(key: str | None, text: str) -> str:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, NonNegativeFloat, PositiveInt
@@ -41,19 +40,11 @@ TEMPLATE = """Is the response a correct and complete answer to the question?
 End your reply with a line of its own, either "Verdict: yes" or "Verdict: no"."""
 ADDRESS = {"url": "url, the endpoint's address, such as https://host/v1", "model": "model, its name at the endpoint"}
 ENDPOINTS = {"chat": "/chat/completions", "completions": "/completions"}
-CREDENTIAL = re.compile(
-    r"(?:api[_-]?key|(?:^|access[_-]?|auth[_-]?|bearer[_-]?|^x-)token|^key|secret(?:[_-]key)?|passw(?:or)?d|credentials?|authorization)$",
-    re.IGNORECASE,
-)
-"""Names of request fields that hold credentials; `prompt_cache_key` is not one."""
 AGAIN_TEMPERATURE = 0.7
 """Minimum temperature for asking again: greedy sampling would give the same answer."""
-UNFINISHED = "\0cut"
-"""Stands for a judge's text that was cut at max_tokens."""
 MOST_KEPT = 10_000
-"""Maximum answers kept in memory."""
-SHOWN_CHARACTERS = 200
-KEPT_CHARACTERS = 1000
+"""Maximum verdicts kept in memory."""
+SHOWN_CHARACTERS, KEPT_CHARACTERS = 200, 1000
 
 
 class JudgeReward(AskingReward):
@@ -66,7 +57,7 @@ class JudgeReward(AskingReward):
 
     If a verdict is unreadable or cut at `max_tokens`, the judge is asked again, `asks` times in all. A response without a verdict, or
     refused by the endpoint, gets the lowest value (0, or a negative choice); if a harmless response gets none either, the sample fails. At
-    temperature 0, readable answers are kept and reused.
+    temperature 0, verdicts are kept and reused.
 
     ```yaml
     reward:
@@ -112,11 +103,6 @@ class JudgeReward(AskingReward):
     """Attempts to get a readable verdict."""
 
     @rule
-    def _without_keys(self) -> Mistakes:
-        if (name := _credential(self.extra_body)) is not None:
-            yield "extra_body", f"{name} is a key, which would be written into logs; remove it, and name its variable in api_key_env"
-
-    @rule
     def _of_numbers(self) -> Mistakes:
         if self.scale is not None and not self.scale[0] < self.scale[1]:
             yield "scale", "the first number has to be less than the second"
@@ -133,35 +119,17 @@ class JudgeReward(AskingReward):
         if self.url is None or self.model is None:
             where = "only a run starts the judges of its configuration; give url and model"
             raise RewardFailed(f"reward judge: server {self.server!r} has no address here: {where}")
-        request: dict[str, Any] = {"model": self.model, "temperature": self.temperature, **self._asked(self.question_about(sample))}
+        text = self.question_about(sample)
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        prompt = {"prompt": f"{self.system}\n\n{text}" if self.system else text}
+        question = {"messages": [*system, {"role": "user", "content": text}]} if self.api == "chat" else prompt
+        request: dict[str, Any] = {"model": self.model, "temperature": self.temperature, **question}
         request |= {"max_tokens": self.max_tokens} if self.max_tokens is not None else {}
         request |= {"stop": list(self.stop)} if self.stop else {}
         request |= self.extra_body or {}
         questions: Questions = self.of_loop(lambda: Questions(self))
-        if sample.response == HARMLESS_RESPONSE:  # a test of whether the judge works now: no answer from memory
-            questions.forget(request)
-        verdict, said = await self._verdict(questions, request)
+        verdict, said = await questions.ask(request, anew=sample.response == HARMLESS_RESPONSE)
         return Score(verdict.value, None, {"extracted": verdict.extracted, "verdict": said[:KEPT_CHARACTERS]})
-
-    def _asked(self, text: str) -> dict[str, Any]:
-        """Request fields that hold the question."""
-        if self.api == "completions":
-            return {"prompt": f"{self.system}\n\n{text}" if self.system else text}
-        first = [] if self.system is None else [{"role": "system", "content": self.system}]
-        return {"messages": [*first, {"role": "user", "content": text}]}
-
-    async def _verdict(self, questions: Questions, request: dict[str, Any]) -> tuple[Verdict, str]:
-        parser, said = VerdictParser(self.pattern, self.choices, self.scale), ""
-        for number in range(self.asks):
-            again = {"temperature": max(request["temperature"], AGAIN_TEMPERATURE)} if number else {}
-            said = await questions.ask(request | again)
-            verdict = None if said == UNFINISHED else parser(said)
-            if verdict is not None:
-                return verdict, said
-            questions.forget(request)
-        asked = f"asked {self.asks} times, the judge" if self.asks > 1 else "the judge"
-        unreadable = f"gave no verdict that can be read: {said[:SHOWN_CHARACTERS]!r}"
-        raise ResponseSuspected(f"reward judge: {asked} {'did not finish within max_tokens' if said == UNFINISHED else unreadable}")
 
     def question_about(self, sample: RewardInput) -> str:
         """Fill in the question for the judge. A cut response loses its unfinished end, and a note says so."""
@@ -193,61 +161,51 @@ class JudgeReward(AskingReward):
             yield Problem(f"{place}.args.api", f"the tokenizer in {folder} has no chat template; use completions", self.api)
 
 
-def _credential(body: Any) -> str | None:
-    """Name of the first text field that looks like a credential, or None."""
-    if isinstance(body, list):
-        return next((found for item in body if (found := _credential(item))), None)
-    if not isinstance(body, dict):
-        return None
-    named = (name for name, value in body.items() if isinstance(value, str) and CREDENTIAL.search(name))
-    return next(named, None) or _credential(list(body.values()))
-
-
 class Questions:
-    """Sends questions to the judge. At temperature 0, samples with the same question share one request."""
+    """Asks the judge for verdicts. At temperature 0, samples with the same question share one."""
 
     def __init__(self, judge: JudgeReward) -> None:
-        self._client = HttpClient("judge", [_endpoint(url, judge.api) for url in several(judge.url or ())], judge)
-        self._greedy: dict[str, asyncio.Task[str]] = {}
+        self._asks, self._parser = judge.asks, VerdictParser(judge.pattern, judge.choices, judge.scale)
+        urls = [url.rstrip("/").removesuffix(ENDPOINTS[judge.api]) + ENDPOINTS[judge.api] for url in several(judge.url or ())]
+        self._client = HttpClient("judge", urls, judge)
+        self._greedy: dict[str, asyncio.Task[tuple[Verdict, str]]] = {}
 
-    async def ask(self, request: Mapping[str, Any]) -> str:
+    async def ask(self, request: dict[str, Any], anew: bool) -> tuple[Verdict, str]:
+        """Verdict and the text that holds it. `anew`: test whether the judge works now, use no kept verdict."""
         if request["temperature"] > 0:
-            return await self._send(request)
-        key = _key(request)
-        if key not in self._greedy:
+            return await self._verdict(request)
+        key = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
+        if key not in self._greedy or (anew and self._greedy[key].done()):
             if len(self._greedy) >= MOST_KEPT:
                 del self._greedy[next(iter(self._greedy))]
-            self._greedy[key] = asyncio.get_running_loop().create_task(self._send(request))
+            self._greedy[key] = asyncio.get_running_loop().create_task(self._verdict(request))
             # Also marks the exception as retrieved: perhaps no sample waits for it any more.
-            self._greedy[key].add_done_callback(lambda task: self.forget(request) if task.cancelled() or task.exception() else None)
+            self._greedy[key].add_done_callback(lambda task: self._greedy.pop(key, None) if task.cancelled() or task.exception() else None)
         # Shielded: the time-out of one sample must not cancel the question for others that wait for it.
         return await asyncio.shield(self._greedy[key])
 
-    def forget(self, request: Mapping[str, Any]) -> None:
-        """Drop the kept answer to a question at temperature 0, unless its request is in flight."""
-        key = _key(request)
-        if key in self._greedy and self._greedy[key].done():
-            del self._greedy[key]
+    async def _verdict(self, request: dict[str, Any]) -> tuple[Verdict, str]:
+        said: str | None = None
+        for number in range(self._asks):
+            said = await self._send(request | ({"temperature": max(request["temperature"], AGAIN_TEMPERATURE)} if number else {}))
+            if said is not None and (verdict := self._parser(said)) is not None:
+                return verdict, said
+        asked = f"asked {self._asks} times, the judge" if self._asks > 1 else "the judge"
+        unreadable = (
+            "did not finish within max_tokens" if said is None else f"gave no verdict that can be read: {said[:SHOWN_CHARACTERS]!r}"
+        )
+        raise ResponseSuspected(f"reward judge: {asked} {unreadable}")
 
-    async def _send(self, request: Mapping[str, Any]) -> str:
+    async def _send(self, request: dict[str, Any]) -> str | None:
+        """The judge's text; None if it was cut at max_tokens."""
         answer, url = await self._client.post(request)
         try:
             choice = answer["choices"][0]
             text = choice["message"]["content"] if "message" in choice else choice["text"]
             is_cut = choice.get("finish_reason") == "length"
         except (KeyError, IndexError, TypeError):
-            raise ResponseSuspected(
-                f"reward judge: {url}: no choices[0] with a message or text in the answer: {json.dumps(answer):.200}"
-            ) from None
+            told = f"no choices[0] with a message or text in the answer: {json.dumps(answer):.200}"
+            raise ResponseSuspected(f"reward judge: {url}: {told}") from None
         if text is not None and not isinstance(text, str):
             raise ResponseSuspected(f"reward judge: {url}: the message's content is no string: {text!r:.80}")
-        return UNFINISHED if is_cut else text or ""
-
-
-def _key(request: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
-
-
-def _endpoint(url: str, api: Api) -> str:
-    url = url.rstrip("/")
-    return url if url.endswith(ENDPOINTS[api]) else url + ENDPOINTS[api]
+        return None if is_cut else text or ""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import NonNegativeFloat, PositiveInt
@@ -15,7 +14,7 @@ from roll_lite.rewards.base import ResponseSuspected, RewardFailed
 from roll_lite.rewards.http.client import Addresses, AskingReward, HttpClient, ServiceRefused, several
 
 CORRECT = 1 - 1e-6
-ONE_FOR_EACH = "must be a list with one number for each sample"
+Batch = dict[asyncio.Future[Score], RewardInput]
 
 
 class RemoteReward(AskingReward):
@@ -58,68 +57,50 @@ class RemoteReward(AskingReward):
         return score
 
 
-@dataclass
-class _Waiting:
-    sample: RewardInput
-    answer: asyncio.Future[Score]
-
-
 class Batcher:
     """Batches the samples of one event loop into requests."""
 
     def __init__(self, reward: RemoteReward) -> None:
         self._reward = reward
         self._client = HttpClient("remote", several(reward.url), reward)
-        self._waiting: list[_Waiting] = []
-        self._timer: asyncio.TimerHandle | None = None
+        self._waiting: Batch = {}
         self._sending: set[asyncio.Task[None]] = set()
 
     async def score(self, sample: RewardInput) -> Score:
         loop = asyncio.get_running_loop()
-        waiting = _Waiting(sample, loop.create_future())
-        self._waiting.append(waiting)
-        if len(self._waiting) >= self._reward.batch_size:
-            self._send()
-        elif self._timer is None:
-            self._timer = loop.call_later(self._reward.batch_wait_ms / 1000, self._send)
-        return await waiting.answer
+        if not self._waiting:
+            loop.call_later(self._reward.batch_wait_ms / 1000, self._send)
+        answer: asyncio.Future[Score] = loop.create_future()
+        self._waiting[answer] = sample
+        return await answer
 
     def _send(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        batch = [waiting for waiting in self._waiting if not waiting.answer.done()]
-        self._waiting.clear()
-        if batch:
-            task = asyncio.get_running_loop().create_task(self._finish(batch))
+        batch, size = list(self._waiting.items()), self._reward.batch_size
+        self._waiting = {}
+        for start in range(0, len(batch), size):
+            task = asyncio.get_running_loop().create_task(self._score(dict(batch[start : start + size])))
             self._sending.add(task)
             task.add_done_callback(self._sending.discard)
 
-    async def _finish(self, batch: list[_Waiting], retries: int | None = None) -> None:
-        batch = [waiting for waiting in batch if not waiting.answer.done()]
-        if not batch:
-            return
+    async def _score(self, batch: Batch, retries: int | None = None) -> None:
+        batch = {answer: sample for answer, sample in batch.items() if not answer.done()}
+        results: list[Score | RewardFailed]
         try:
-            results = await self._ask([waiting.sample for waiting in batch], retries)
+            results = await self._ask(list(batch.values()), retries) if batch else []
         except ServiceRefused as refusal:
             if len(batch) > 1:
-                middle = len(batch) // 2
-                await asyncio.gather(self._finish(batch[:middle], retries=0), self._finish(batch[middle:], retries=0))
+                parts, middle = list(batch.items()), len(batch) // 2
+                await asyncio.gather(self._score(dict(parts[:middle]), retries=0), self._score(dict(parts[middle:]), retries=0))
                 return
             results = [refusal]
-        except RewardFailed as failure:
-            results = [failure] * len(batch)
         except Exception as error:  # otherwise the samples would wait forever
-            results = [RewardFailed(f"reward remote: {type(error).__name__}: {error}")] * len(batch)
-        for waiting, result in zip(batch, results, strict=True):
-            if waiting.answer.done():
-                continue
-            if isinstance(result, RewardFailed):
-                waiting.answer.set_exception(result)
-            else:
-                waiting.answer.set_result(result)
+            failure = error if isinstance(error, RewardFailed) else RewardFailed(f"reward remote: {type(error).__name__}: {error}")
+            results = [failure] * len(batch)
+        for answer, result in zip(batch, results, strict=True):
+            if not answer.done():
+                answer.set_exception(result) if isinstance(result, RewardFailed) else answer.set_result(result)
 
-    async def _ask(self, samples: list[RewardInput], retries: int | None) -> Sequence[Score | RewardFailed]:
+    async def _ask(self, samples: list[RewardInput], retries: int | None) -> list[Score | RewardFailed]:
         """Send one request; return a score or failure for each sample."""
         request: dict[str, Any] = {
             "query": [sample.prompt + sample.response for sample in samples],
@@ -129,49 +110,34 @@ class Batcher:
         if self._reward.columns:
             request["columns"] = {name: [sample.columns.get(name) for sample in samples] for name in self._reward.columns}
         answer, url = await self._client.post(request, retries)
-        return scores_of(answer, len(samples), f"reward remote: {url}")
+        return _scores(answer, len(samples), f"reward remote: {url}")
 
 
-def scores_of(answer: Any, samples: int, place: str) -> list[Score | RewardFailed]:
+def _scores(answer: Any, samples: int, place: str) -> list[Score | RewardFailed]:
     """Scores in a service's answer. ServiceRefused if it has no "rewards" ({"error": ...}); RewardFailed if its lists do not fit the
     samples."""
     if not isinstance(answer, Mapping) or "rewards" not in answer:
         keys = f"the keys {', '.join(map(str, answer)) or '(none)'}" if isinstance(answer, Mapping) else f"a {type(answer).__name__}"
         raise ServiceRefused(f'{place}: the answer must be an object with "rewards", got {keys}')
-    rewards = _column(answer["rewards"], samples, f"{place}: rewards")
-    scores = [None] * samples if answer.get("scores") is None else _column(answer["scores"], samples, f"{place}: scores")
-    logs = answer.get("extra_logs") or {}
+    rewards, scores, logs = answer["rewards"], answer.get("scores"), answer.get("extra_logs") or {}
+    scores = [None] * samples if scores is None else scores
+    for name, values in (("rewards", rewards), ("scores", scores)):
+        if not isinstance(values, list) or len(values) != samples:
+            got = f"{len(values)} for {samples}" if isinstance(values, list) else f"{values!r:.80}"
+            raise RewardFailed(f"{place}: {name} must be a list with one number for each sample, got {got}")
     if not isinstance(logs, Mapping):
         raise RewardFailed(f"{place}: extra_logs must be an object, got {logs!r:.80}")
-    return [_score(index, reward, scores[index], logs, samples, place) for index, reward in enumerate(rewards)]
+    rows = [
+        {name: one[row] if isinstance(one, list) and len(one) == samples else one for name, one in logs.items()} for row in range(samples)
+    ]
+    return [_scored(*one, place) for one in zip(range(samples), rewards, scores, rows, strict=True)]
 
 
-def _column(values: Any, samples: int, place: str) -> list[Any]:
-    if not isinstance(values, list):
-        raise RewardFailed(f"{place} {ONE_FOR_EACH}, got {values!r:.80}")
-    if len(values) != samples:
-        raise RewardFailed(f"{place} {ONE_FOR_EACH}, got {len(values)} for {samples}")
-    return values
-
-
-def _score(index: int, reward: Any, score: Any, logs: Mapping[str, Any], samples: int, place: str) -> Score | RewardFailed:
-    for name, value in (("rewards", reward), ("scores", score)):
-        if (name == "rewards" or value is not None) and not _is_finite(value):
-            return ResponseSuspected(f"{place}: {name}[{index}] is {value!r:.80}, expected a finite number")
-    details = {str(name): one for name, value in logs.items() if (one := _detail(value, index, samples)) is not None}
-    if score is None:
-        return Score(float(reward), None, details)
-    return Score(float(reward), float(score) >= CORRECT, {"score": float(score), **details})
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
-
-
-def _detail(value: Any, index: int, samples: int) -> float | str | None:
-    """One sample's entry in a value of `extra_logs`; None unless it is a number or string."""
-    if isinstance(value, list):
-        value = value[index] if len(value) == samples else None
-    if isinstance(value, str):
-        return value
-    return float(value) if isinstance(value, int | float) else None
+def _scored(row: int, reward: Any, score: Any, logs: Mapping[str, Any], place: str) -> Score | RewardFailed:
+    """Score of one sample; of `logs`, numbers and strings are kept."""
+    for name, value in (("rewards", reward), ("scores", 0 if score is None else score)):
+        if not (isinstance(value, int | float) and math.isfinite(value)):
+            return ResponseSuspected(f"{place}: {name}[{row}] is {value!r:.80}, expected a finite number")
+    given = {name: value for name, value in {"score": score, **logs}.items() if isinstance(value, str | int | float)}
+    details = {str(name): value if isinstance(value, str) else float(value) for name, value in given.items()}
+    return Score(float(reward), None if score is None else float(score) >= CORRECT, details)

@@ -89,6 +89,12 @@ async def test_down() -> None:
         await client(url, retries=2).post({})
 
 
+async def test_pauses_are_limited_after_any_number_of_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_client, "LONGEST_BACKOFF_S", 0.0)
+    with pytest.raises(RewardFailed, match="no answer after 1101 attempts"):
+        await client(unused_url(), retries=1100).post({})
+
+
 async def test_a_name_that_nobody_knows() -> None:
     with pytest.raises(RewardFailed, match="http://no-such-host.invalid/v1 cannot be reached: "):
         await client("http://no-such-host.invalid/v1", retries=0).post({})
@@ -213,7 +219,7 @@ async def test_a_key_in_the_words_of_a_status(monkeypatch: pytest.MonkeyPatch) -
 
 async def test_a_key_that_no_header_can_hold_is_named_by_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "sk-first\nsecond")
-    with pytest.raises(RewardFailed, match="the key in JUDGE_KEY") as caught:
+    with pytest.raises(RewardFailed, match="the environment variable JUDGE_KEY .* has characters") as caught:
         await client(unused_url(), api_key_env="JUDGE_KEY").post({})
     assert "sk-first" not in caught.value.cause
 
@@ -232,11 +238,6 @@ async def test_credentials_in_a_url_are_not_shown() -> None:
         await client(f"http://me:{KEY}@{host}/get?key={KEY}", retries=0).post({})
     assert KEY not in caught.value.cause and f"http://{host}/get cannot be reached" in caught.value.cause
     assert shown(f"http://me:{KEY}@host:1/v1?k#f") == "http://host:1/v1"
-
-
-async def test_a_request_that_is_no_json() -> None:
-    with pytest.raises(RewardFailed, match="the request cannot be written as JSON: Object of type set"):
-        await client(unused_url()).post({"labels": {1}})
 
 
 def test_each_loop_has_its_own_client_and_closes_it() -> None:

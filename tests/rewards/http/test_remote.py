@@ -139,7 +139,7 @@ async def test_a_sample_that_gave_up_waiting_is_not_asked_for() -> None:
 
 async def test_an_answer_that_is_no_json_is_a_failure() -> None:
     (result,) = await score([item(answer={1})], url=unused_url())
-    assert isinstance(result, str) and "cannot be written as JSON" in result
+    assert isinstance(result, str) and "Object of type set is not JSON serializable" in result
 
 
 @pytest.mark.parametrize("args", [{}, {"url": "http://h", "batch_size": 0}, {"url": "http://h", "api_key_env": "NO_SUCH_VARIABLE"}])
