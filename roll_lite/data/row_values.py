@@ -104,8 +104,8 @@ def files_read(*given: DataFiles | None) -> set[Path]:
 
 
 class TagOwners:
-    """Finds a row's domain in a file that several domains share: the one that reads this file, has this tag column, and lists the row's
-    tag."""
+    """Finds a row's domain in a data file that several domains share: the domain that reads the file, uses the tag column `column`, and
+    lists the row's tag."""
 
     def __init__(self, domains: Mapping[str, DomainConfig], column: str) -> None:
         tagged = {name: domain.data for name, domain in domains.items() if domain.data.tag == column}

@@ -27,7 +27,7 @@ class SampleOutcome(StrEnum):
 
 
 class Packed:
-    """Base class of records often sent between processes. Pickling only their values takes a third of the time."""
+    """Base class of records often sent between processes. Pickling only their values takes a third of the time of normal pickling."""
 
     __slots__: tuple[str, ...] = ()
 
@@ -41,7 +41,7 @@ class Prompt:
     uid: int
     """Index among the domain's prompts; stable over epochs and restarts."""
     text: str
-    """Text that the model gets, with template."""
+    """Text that the model gets, with the template applied."""
     token_ids: tuple[int, ...]
     answer: Any = None
     columns: dict[str, Any] = field(default_factory=dict)
@@ -250,7 +250,7 @@ class Transcript:
 class RewardInput(Packed):
     domain: str
     prompt: str
-    """Text that the model gets, with template."""
+    """Text that the model gets, with the template applied."""
     response: str
     """Text of the response, without special tokens."""
     answer: Any

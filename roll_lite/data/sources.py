@@ -137,7 +137,8 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 
 def shard_rows(shard: Shard, index: int = 0, columns: Sequence[str] | None = None) -> Iterator[Row]:
-    """Rows of a file. `columns`: columns to read of a table (None: all); JSON lines are always read whole."""
+    """Rows of a file. `index`: index of the file in its folder. `columns`: columns to read of a table (None: all); JSON lines are always
+    read whole."""
     try:
         contents = _json_lines(shard.path) if shard.kind == "jsonl" else _table(shard, columns)
         for number, content in contents:

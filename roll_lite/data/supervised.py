@@ -29,8 +29,8 @@ class SupervisedRows:
         self._order = PromptOrder(len(self._prompts), seed, "ptx")
 
     def draw(self) -> DataProto:
-        """Draw the rows of one optimizer step. Each token that counts in the loss has the weight coef / number of such tokens, so the loss
-        is coef times the mean cross-entropy."""
+        """Draw the rows of one optimizer step. Each token that counts in the loss has the weight algorithm.ptx.coef divided by the number
+        of such tokens, so the loss is coef times the mean cross-entropy."""
         rows = [self._row(self._order.next()[1]) for _ in range(self._config.samples)]
         targets = sum(int(counts[1:].sum()) for _, counts in rows)
         return DataProto(
@@ -48,7 +48,8 @@ class SupervisedRows:
         return {token for number in range(min(len(self._prompts), LOOKED_AT)) for token in self._row(number)[0].tolist()}
 
     def shares(self, updates: int, ranks: int, attention_par: float) -> list[list[DataProto]]:
-        """Draw the rows of the next `updates` optimizer steps, split over `ranks`. Returns one batch per step for each rank."""
+        """Draw the rows of the next `updates` optimizer steps, split over `ranks`. Returns one batch per step for each rank.
+        `attention_par`: see RankLayout."""
         drawn = [self.draw() for _ in range(updates)]
         parts = [balanced_partition(row_costs(rows.lengths.numpy(), attention_par), ranks) for rows in drawn]
         return [[rows.take(part[rank]) for rows, part in zip(drawn, parts, strict=True)] for rank in range(ranks)]

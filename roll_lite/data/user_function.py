@@ -41,5 +41,5 @@ def load_function(name: str, path: str, shape: str) -> Callable[..., Any]:
 
 
 def nearest_aside(word: str, known: list[str]) -> str:
-    """Hint at the nearest known name, to be inserted into a message."""
+    """Insertion for a message: "did you mean" with the nearest known name; empty if none is near."""
     return or_nearest(word, known).replace(";", ",", 1)

@@ -1,9 +1,9 @@
-"""A role's workers as one object. Calls name the method itself, so editors find its definition: `cluster.start_scatter(ActorWorker.train,
+"""A role's workers as one object. Calls pass the method itself, so editors find its definition: `cluster.start_scatter(ActorWorker.train,
 shares)`.
 
-`all` calls every rank; `each` every living rank, if the others survive a rank's death; `one` rank 0; `start_scatter` sends one shard to
-every data-parallel rank; `heads_scatter` only to the heads, which return results, one per data-parallel rank. The `start_` variants do not
-wait.
+`all` calls every rank, `one` rank 0, and `each` every living rank of a cluster whose ranks are independent. `start_scatter` sends one shard
+to every data-parallel rank; `heads_scatter` sends it only to the head ranks (RankLayout), which return the results. The `start_` variants
+do not wait.
 """
 
 from __future__ import annotations
@@ -51,12 +51,13 @@ class ClusterSpec:
     timeout_s: float | None = None
     """Time limit of every call; None: unlimited. Dead and failing ranks are noticed anyway."""
     first: int | None = None
-    """Number of ranks that start with the cluster; the others count as lost until they start, when their slots get devices. None: all."""
+    """Number of ranks that start with the cluster; None: all. The other ranks start when there are free devices for their slots, and count
+    as lost until then."""
 
 
 def start_cluster(spec: ClusterSpec, worker_class: Callable[P, W], *args: P.args, **kwargs: P.kwargs) -> Cluster[W]:
-    """Start one worker per slot, all with the same arguments. Does not wait: the first call to the cluster does. A failing constructor is
-    reported as phase `start`."""
+    """Start one worker per slot, all with the same arguments. Does not wait: the first call to the cluster does. If a constructor fails,
+    the failure's phase is `start`."""
     assert isinstance(worker_class, type) and issubclass(worker_class, Worker), "workers derive from Worker or AsyncWorker"
     actor_class, watch = _actor_class(worker_class)
 
@@ -125,7 +126,7 @@ class Cluster(Generic[W_co]):
 
     @property
     def left(self) -> list[int]:
-        """Numbers of the living ranks; RankFailed if there is none, unless lost ranks are being replaced."""
+        """Numbers of the living ranks. If there is none: empty if lost ranks are being replaced, else RankFailed."""
         lost = self.lost
         left = [rank for rank in range(self.world_size) if rank not in lost]
         if not left and not self.group.replaceable:

@@ -1,4 +1,5 @@
-"""Data flow of a batch: the driver sees one number per row; token columns pass from worker to worker through Ray's object store.
+"""Data flow of a batch: the driver gets only columns with one number per row. Columns with an entry per token pass from worker to worker
+through Ray's object store.
 
 A worker stores its columns as one block. The driver sends shards, which say where each row's columns are stored; workers fetch them. A
 block lives as long as a Batch or a shard refers to it.
@@ -102,7 +103,8 @@ class Batch:
         self._blocks: list[Block] = []
         self._refs: list[ray.ObjectRef] = []
         self._where: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-        """By column: the index of each row's object in `_refs`, and the row in that object; NOWHERE if no block has it yet."""
+        """By column, for each row of the batch: index in `_refs` of the object that stores the value, and the row in that object. Both are
+        NOWHERE if no block has the value yet."""
         self.add(blocks)
 
     def __len__(self) -> int:

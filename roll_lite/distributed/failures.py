@@ -42,7 +42,7 @@ class MemberLost(Exception):
 
 
 class FleetDown(RuntimeError):
-    """All members of a Fleet, such as all engines, are dead. `place`: number of the last one."""
+    """All members of a Fleet, such as all engines, are dead. `place`: number of the member that died last."""
 
     def __init__(self, fleet: str, place: int, cause: str) -> None:
         super().__init__(fleet, place, cause)
@@ -120,7 +120,7 @@ def _death(text: str) -> str:
 
 
 def _logged_cause(log_file: Path | None) -> str | None:
-    """Last exception in the rank's log that does not only refer to another error."""
+    """Last exception in the rank's log. Exceptions that only refer to a "root cause above" are skipped."""
     try:
         lines = log_file.read_text(errors="replace").splitlines() if log_file is not None else []
     except OSError:  # on another node

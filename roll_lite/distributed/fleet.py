@@ -80,9 +80,9 @@ class _Seat(Generic[M]):
 
 
 class Fleet(Generic[M]):
-    """Starts members (engines, reward workers, ...), watches them, and replaces lost ones. `serve(member)` runs from each start until the
-    member is lost, which cancels it; if it raises, the member is lost. `lost(member, cause)` is called at each loss, before a restart.
-    `down(end)` is called once, when no member is left. An error in the callbacks ends the fleet."""
+    """Starts members (engines, reward workers, ...), watches them, and replaces lost ones. After each start `serve(member)` runs; it is
+    cancelled when the member is lost. If `serve` ends by itself, the member counts as lost. `lost(member, cause)` is called at each loss,
+    before a restart. `down(error)` is called once, when no member is left. An error in `lost` ends the fleet."""
 
     def __init__(
         self,
@@ -179,7 +179,8 @@ class Fleet(Generic[M]):
 
     @asynccontextmanager
     async def drained(self) -> AsyncIterator[None]:
-        """Keep all members idle inside the block. Waits for running work and starts; members lost inside restart afterwards."""
+        """Keep all members idle inside the block. Waits first until no member works or starts. Members that are lost inside the block
+        restart after it."""
         self._drains += 1
         try:
             await self._until(lambda: self.end is not None or all(seat.rests for seat in self._seats.values()))

@@ -1,4 +1,4 @@
-"""Liveness of processes: silence, stopped time, and state."""
+"""Liveness of processes: time without an answer, time stopped by SIGSTOP, and process state."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ T = TypeVar("T")
 
 
 class Silence:
-    """Seconds without an answer, summed over calls of `look`. Each call adds a limited time, so time in which this process did not run
-    hardly counts."""
+    """Seconds without an answer, summed over calls of `look`. Each call adds at most `most_s`. So time in which the measuring process
+    itself did not run hardly counts."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.seconds = 0.0
@@ -41,8 +41,8 @@ class Heartbeat:
         look_s: float = 0.5,
         is_busy: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`limit_s`: time for an answer; None: unlimited. `pause_s`: pause between an answer and the next question. `is_busy()`: ask
-        nothing while true."""
+        """`limit_s`: time limit of an answer; None: unlimited. `pause_s`: pause between an answer and the next question. `look_s`: interval
+        at which an answer is looked for. `is_busy()`: no questions are asked while this is true. All times are in seconds."""
         self.waited_s = 0.0
         self._silence = Silence(lambda: asyncio.get_running_loop().time())
         self._ask = ask
@@ -59,7 +59,7 @@ class Heartbeat:
         return self._limit_s
 
     async def until_silent(self) -> float:
-        """Wait until an answer exceeds the limit; returns the limit. Exceptions of a question are passed on."""
+        """Wait until an answer takes longer than the limit; returns the limit. Exceptions of `ask` are passed on."""
         self.listen(0.0)
         while True:
             if not self._is_busy():
@@ -80,7 +80,8 @@ class Heartbeat:
             self.listen(self._pause_s)
 
     def listen(self, most_s: float | None = None) -> None:
-        """Add the time since the last call, at most `most_s` (None: twice the polling interval), to `silent_s` and `waited_s`."""
+        """Add the time since the last call, at most `most_s` (None: twice `look_s`), to `silent_s` (seconds since the last answer) and
+        `waited_s` (seconds since the last question)."""
         before = self.silent_s
         self.waited_s += self._silence.look(2 * self._look_s if most_s is None else most_s) - before
 

@@ -61,7 +61,7 @@ class Call:
 class Pending(Generic[T]):
     """Calls in flight on one cluster. `collect` turns the returned values, in the order of `calls`, into the result.
 
-    `result` waits, `answer` does not; both end the cluster if a rank raised. `settle` gives the calls up."""
+    `result` waits, `answer` does not; both end the cluster if a rank raised an error. `settle` marks the calls as no longer in flight."""
 
     def __init__(self, group: RankGroup, phase: str, calls: Sequence[Call], collect: Callable[[list[Any]], T]) -> None:
         self.calls = list(calls)
@@ -78,7 +78,8 @@ class Pending(Generic[T]):
         return self._collect([call.value for call in self.calls])
 
     def answer(self) -> T | None:
-        """Result if ready, else None. If a rank raised, its cluster ends, as in `result`; a death is left to the next wait."""
+        """Result if ready, else None. If a rank raised an error, its cluster ends, as in `result`. A rank's death is reported only by the
+        next wait."""
         waiting = {cast(ray.ObjectRef, call.ref): call for call in self.calls if not call.done}
         ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=0, fetch_local=False) if waiting else ([], [])
         for ref in ready:
@@ -97,7 +98,8 @@ class Pending(Generic[T]):
                 self.group.phases.remove(self.phase)
 
     def deadline(self, timeout_s: float | None) -> float:
-        """Deadline on the monotonic clock. The cluster's limit counts if neither the caller nor the phase (watchdog.py) has one."""
+        """Deadline on the monotonic clock. The cluster's time limit applies only if neither the caller nor the phase (watchdog.py) has a
+        limit."""
         own = self.group.timeout_s if timeout_s is None and WATCHDOG.nearest is None else timeout_s
         return float("inf") if own is None else self.started + own
 
@@ -117,7 +119,7 @@ def first_done(pendings: Sequence[Pending[T]]) -> list[Pending[T]]:
 def nobody_is_left(group: RankGroup) -> NoReturn:
     """Raise the failure of a group of independent ranks (engines) that are all dead.
 
-    If the worker that supervises them ends in time, its failure is raised instead, since it knows the cause best.
+    If the worker that supervises them ends within BLAME_SECONDS, raise that worker's failure instead, since it knows the cause best.
     """
     deaths = WATCH.deaths()
     ready, _ = ray.wait(list(deaths), num_returns=1, timeout=BLAME_SECONDS, fetch_local=False) if deaths else ([], [])
@@ -219,8 +221,8 @@ def _end(group: RankGroup, failure: RankFailed) -> NoReturn:
 
 
 def _fail_dead(group: RankGroup, rank: int, phase: str) -> NoReturn:
-    """Raise the failure of a dead rank. If it ended because its last engine (or reward worker) was lost, raise that engine's failure
-    instead."""
+    """Raise the failure of a dead rank. If the rank supervised a Fleet (engines, reward workers) and ended because all members were lost,
+    raise the failure of the last member instead."""
     error = _death_of(group, rank)
     down = error.cause if isinstance(error, RayTaskError) else None
     if isinstance(down, FleetDown):

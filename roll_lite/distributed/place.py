@@ -1,4 +1,4 @@
-"""Places (node and pid) of actors' processes: describe processes from outside, kill stopped ones."""
+"""Places (node and process id) of actors, to describe their processes without asking them, and to kill stopped ones."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def stopped_at(places: Iterable[Place | None]) -> list[psutil.Process]:
 
 
 def kill_actors(actors: Iterable[Any], places: Iterable[Place | None], no_restart: bool = True) -> None:
-    """Kill actors, even stopped ones, which do not hear ray.kill's request."""
+    """Kill actors. Processes at `places` that are stopped (SIGSTOP) cannot react to ray.kill; they are killed directly if they are on this
+    node."""
     for actor in actors:
         ray.kill(actor, no_restart=no_restart)
     for process in stopped_at(places):

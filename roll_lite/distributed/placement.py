@@ -1,8 +1,8 @@
 """Placement of workers on devices.
 
-Device numbers count over the cluster's nodes; roles with the same number share the device. A device is a GPU or, without GPUs, a share of a
-core. One placement group holds all devices: a run gets all or none. With `placement.nodes` each device is on its configured node; otherwise
-Ray packs them.
+Devices are numbered across all nodes of the cluster; roles that list the same number share that device. A device is a GPU or, without GPUs,
+a share of a core. One placement group holds all devices: a run gets all or none. With `placement.nodes` each device is on its configured
+node; otherwise Ray chooses as few nodes as possible.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CHOOSE_AGAIN_S = 10.0
 """Seconds to wait for devices that seemed free before trying other nodes."""
 ANSWER_SECONDS = 1.0
 USABLE_SHARE = 0.9
-"""Share of a node's CPU cores that serve as devices, without GPUs. Services without a device use the rest."""
+"""Share of a node's CPU cores that serve as devices if the cluster has no GPUs. Services without a device use the rest."""
 
 
 class PlacementTimeout(TimeoutError):
@@ -44,10 +44,12 @@ class PlacementTimeout(TimeoutError):
 class Slot:
     strategy: Any = None
     local_rank: int = 0
-    """Index of the worker's first device among those it sees: 0 on GPUs, where it sees only its own; on CPUs its number on the node."""
+    """Index of the worker's first device among those it sees: 0 on GPUs, where a worker sees only its own; on CPUs the slot's number within
+    the node."""
     gpus: tuple[str, ...] = ()
     reserved: PlacementGroup | None = None
-    """Reservation of a slot that waits for free devices; Ray hands its GPUs to the worker. None if the devices are the run's already."""
+    """Placement group of a slot that waits for free devices; Ray gives the GPUs in it to the worker. None if the run already holds the
+    slot's devices."""
     own_gpus: int = 0
     """Number of GPUs in `reserved`."""
 
@@ -109,7 +111,7 @@ class Placement:
         return {role: {self.devices[number].node for number in numbers} for role, numbers in self.roles.items()}
 
     def later_slot(self, devices: int) -> Slot:
-        """Slot for a worker that starts once a node has `devices` free devices; without GPUs, a device is a core then."""
+        """Slot for a worker that starts once a node has `devices` free GPUs or, in a cluster without GPUs, free cores."""
         group = placement_group([{self._kind: devices}])
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
         return Slot(strategy, reserved=group, own_gpus=devices if self._kind == "GPU" else 0)
@@ -140,7 +142,7 @@ def beside_driver() -> Slot:
 
 
 def _cpu_slot(slots: int) -> float:
-    """Largest share of a core, at most 1 and rounded down to 0.01, with which all slots fit."""
+    """Largest share of a core per slot, at most 1 and rounded down to 0.01, at which the free cores have room for all slots."""
     free = [cores * USABLE_SHARE for cores in _free("CPU").values() if cores > 0]
     sizes = sorted({min(LARGEST_SLOT, math.floor(100 * cores / n) / 100) for cores in free for n in range(1, slots + 1)}, reverse=True)
     for size in sizes:
@@ -150,8 +152,8 @@ def _cpu_slot(slots: int) -> float:
 
 
 def _slot_of_nodes(counts: Mapping[str, int]) -> float:
-    """Largest share of a core, at most 1 and rounded down to 0.01, with which all slots fit on their nodes. `counts`: number of slots on
-    each node."""
+    """Largest share of a core per slot, at most 1 and rounded down to 0.01, at which each node's free cores have room for all its slots.
+    `counts`: number of slots by node id."""
     free = _free("CPU")
     sizes = [math.floor(100 * free.get(node, 0.0) * USABLE_SHARE / count) / 100 for node, count in counts.items()]
     return max(min(LARGEST_SLOT, *sizes), SMALLEST_SLOT)
@@ -196,7 +198,7 @@ def _anywhere(wanted: _Wanted) -> tuple[PlacementGroup, list[str]]:
 
 
 def _on_nodes(wanted: _Wanted, layout: PlacementConfig) -> tuple[PlacementGroup, list[str]]:
-    """Reserve devices on the configured nodes; chooses others if devices are taken meanwhile."""
+    """Reserve devices on the configured nodes. Chooses Ray nodes again if other jobs take the devices meanwhile."""
     counts = Counter(number // layout.devices_per_node for number in wanted.numbers)
     while True:
         nodes = _nodes_of_the_run(wanted, layout, counts)
@@ -226,7 +228,8 @@ def _nodes_of_the_run(wanted: _Wanted, layout: PlacementConfig, counts: Mapping[
 
 
 def _assign(room: Sequence[tuple[Node, float]], wanted: Mapping[int, int]) -> dict[int, Node] | None:
-    """Assign to each node number the first node with room for its devices that leaves enough for the others; None if impossible."""
+    """Assign a Ray node to each node number: the first that has room for the number's devices and leaves enough nodes for the later
+    numbers. None if impossible. `room`: free devices of each Ray node; `wanted`: devices by node number."""
     found: dict[int, Node] = {}
     left = list(room)
     for number in sorted(wanted):
@@ -247,7 +250,8 @@ def _words(kind: str) -> str:
 
 
 def _reserve(wanted: _Wanted, size: float, timeout_s: float, nodes: Sequence[Node] = ()) -> PlacementGroup | None:
-    """Reserve a bundle for each device; None if that takes too long. `nodes`: node of each device; empty: Ray chooses."""
+    """Reserve a bundle for each device; None if that takes longer than `timeout_s`. `size`: GPUs or cores per bundle. `nodes`: node of each
+    device; empty: Ray chooses."""
     bundles = [{wanted.kind: size} for _ in wanted.numbers]
     labels = [{NODE_ID_LABEL_KEY: node.id} for node in nodes] or None
     if nodes and len({node.address for node in nodes}) == len({node.id for node in nodes}):
@@ -283,12 +287,12 @@ def _in_node_order(group: PlacementGroup, count: int, gpus: bool, order: Sequenc
 
 
 def _gpu_order(gpu: str) -> tuple[int, str]:
-    """Sort key: a number, or a UUID if the node's `CUDA_VISIBLE_DEVICES` has them."""
+    """Sort key: the GPU's number, or its UUID if the node's `CUDA_VISIBLE_DEVICES` lists UUIDs."""
     return (int(gpu), "") if gpu.isdigit() else (0, gpu)
 
 
 def _gpu_numbers(group: PlacementGroup, count: int) -> list[str | None]:
-    """GPU of each bundle; Ray shows it only to a task inside."""
+    """GPU of each bundle. Ray shows a bundle's GPU only to tasks that run in the bundle."""
     probe = ray.remote(_own_gpu)
     refs = [
         probe.options(num_cpus=0, num_gpus=1, scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle)).remote()

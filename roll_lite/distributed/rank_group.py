@@ -1,4 +1,4 @@
-"""RankGroup: the ranks of one cluster. WATCH: all groups of this process; every wait asks it for deaths and silence."""
+"""RankGroup: the ranks of one cluster. WATCH: all groups of this process; every wait checks them for dead and silent ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Pulse:
 
     def __init__(self, ask: Callable[[], ray.ObjectRef]) -> None:
         self.place: Place | None = None
-        """None until the first call to the cluster."""
+        """Node and pid of the rank's process; None until the first call to the cluster."""
         self._ask = ask
         self._question: ray.ObjectRef | None = None
         self._next = 0.0
@@ -179,11 +179,11 @@ class LivenessWatch:
 
     def __init__(self) -> None:
         self.groups: weakref.WeakKeyDictionary[RankGroup, None] = weakref.WeakKeyDictionary()
-        """Oldest first. Held weakly: Ray ends actors without handles."""
+        """Oldest first. The references are weak: when a cluster is dropped, its actor handles go too, and Ray ends the actors."""
         self.overlooked: Sequence[str] = ()
-        """Names of groups whose deaths are noticed later."""
+        """Names of groups whose deaths are noticed only after the block of `overlooking`."""
         self.errands: dict[str, Callable[[], None]] = {}
-        """Called about once a second by every wait; must not block."""
+        """Functions, by name, that every wait calls about once a second; they must not block."""
         self._silence_s: float | None = None
         self._listened = self._ran = 0.0
 
@@ -213,7 +213,8 @@ class LivenessWatch:
         return "" if place is None or len({one.node for one in places.values()}) < 2 else f" on {place.address}"
 
     def deaths(self) -> dict[ray.ObjectRef, tuple[RankGroup, int]]:
-        """Ranks whose death ends their group, by references that become ready, with an error, when the rank dies."""
+        """Reference -> (group, rank), for ranks whose death ends their group. The reference becomes ready, with an error, when the rank
+        dies."""
         together = [group for group in self.groups if not group.live_alone and group.name not in self.overlooked]
         return {ref: (group, rank) for group in together for ref, rank in group.deaths.items()}
 
@@ -236,8 +237,8 @@ class LivenessWatch:
             self._silence_s = before
 
     def silent(self) -> tuple[RankGroup, int, float] | None:
-        """A rank that exceeded the limit, and the limit; None if all answer. Every wait calls this repeatedly; time between waits does not
-        count."""
+        """A rank that exceeded the limit of `expecting_answers`, and this limit in seconds; None if all answer. Every wait calls this
+        repeatedly; time between waits does not count."""
         now = time.monotonic()
         if self._silence_s is None or now - self._listened < LISTEN_SECONDS:
             return None

@@ -128,8 +128,8 @@ def _check_address(address: str) -> str:
 
 
 def _running_cluster() -> str:
-    """Address for `auto`: of the cluster that `ray start` recorded, or of the only one on this machine, without other runs' private
-    ones."""
+    """Address for `auto`: that of the cluster recorded by `ray start`, else that of the only cluster on this machine. Other runs' private
+    clusters do not count."""
     running = [match.group(1) for _, command in _raylets() if (match := GCS_ADDRESS.search(command)) and f"/{FOLDER_PREFIX}" not in command]
     noted = ray._private.utils.read_ray_address()
     if noted and (noted in running or not running):

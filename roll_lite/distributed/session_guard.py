@@ -1,9 +1,9 @@
-"""Guard process: ends the processes and folder of a dead driver's Ray session, and records its death.
+"""Guard process: cleans up after a driver's Ray session, and records the driver's death.
 
 Ray's own processes die with their driver, but not all of their children. When the driver dies or reports its end, the guard kills every
-process that has the session's mark in its environment, which children inherit, or open files of the session. A second guard runs in case
-the first is killed with the driver; if both are, the next session here cleans up. Every Ray worker imports this file at its start, for
-`keep_exit_codes`: it uses only the standard library.
+process that has the session's mark in its environment (children inherit it) or has open files of the session. It then removes the session's
+folder. A second guard runs in case the first is killed with the driver; if both are killed, the next session on this machine cleans up.
+Every Ray worker imports this file at its start, for `keep_exit_codes`, so it uses only the standard library.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ FOLDER_SECONDS = 1.0
 def keep_exit_codes() -> None:
     """Restore the default handling of SIGCHLD.
 
-    With its subreaper on, Ray 2.60 ignores SIGCHLD in drivers and workers. The kernel then forgets exit codes, and subprocess reports 0 for
-    every child. The price: orphans that a worker adopts stay zombies until it ends.
+    Ray 2.60, with its subreaper on, ignores SIGCHLD in drivers and workers. The kernel then forgets exit codes, and subprocess reports 0
+    for every child. With the default handling, orphans that a worker adopts stay zombies until the worker ends.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
@@ -123,7 +123,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def record_death(summary: Path) -> None:
-    """Replace "running" in a killed driver's summary.json."""
+    """Set "exit" in a killed driver's summary.json to KILLED if it still says "running"."""
     try:
         told = json.loads(summary.read_text(encoding="utf-8"))
         if told["exit"] == "running":
@@ -135,7 +135,7 @@ def record_death(summary: Path) -> None:
 
 
 def second_guard() -> tuple[int, bool]:
-    """Fork a second guard process. Returns, in both, a pidfd of the other one, and whether the caller is the new one."""
+    """Fork a second guard process. Returns in both processes: a pidfd of the other guard, and whether the caller is the new guard."""
     first = os.pidfd_open(os.getpid())
     child = os.fork()
     if child == 0:

@@ -21,7 +21,7 @@ from roll_lite.distributed.liveness import StoppedTime, is_running, name_of
 
 PATROL_SECONDS = 0.5
 STUCK_SECONDS = 15.0
-"""Time for the main thread to act on a passed limit before the watchdog ends the process."""
+"""Seconds for the main thread to act on a passed limit before the watchdog ends the process."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class SessionLost(RuntimeError):
 
 
 LEAST_SECONDS = 5.0
-"""Minimum time for saving after a SIGTERM, even if the updates under way took longer than on_sigterm_s."""
+"""Minimum seconds for saving after a SIGTERM, even if running updates have used up on_sigterm_s."""
 
 
 class Preempted(BaseException):
@@ -58,9 +58,9 @@ class Watchdog:
         self._lost_at = 0.0
         self._told = False
         self.silence_s: float | None = None
-        """Time that a process may stay stopped; None: unlimited."""
+        """Seconds that a process may stay stopped (SIGSTOP); None: unlimited."""
         self.preempted_at: float | None = None
-        """Time of a SIGTERM that the next wait raises as Preempted; None: none came."""
+        """Time (monotonic) of a SIGTERM that the next wait raises as Preempted; None: no SIGTERM came."""
         self._keeps_on = False
 
     # ------------------------------------------------------------ limits
@@ -107,7 +107,7 @@ class Watchdog:
 
     @contextmanager
     def uninterrupted(self) -> Iterator[None]:
-        """Raise Preempted (SIGTERM) only after the block, which changes saved state."""
+        """Delay Preempted (SIGTERM) until after the block. For blocks that change saved state."""
         before, self._keeps_on = self._keeps_on, True
         try:
             yield
@@ -118,7 +118,7 @@ class Watchdog:
 
     @contextmanager
     def patrol(self, give_up: Callable[[str], None]) -> Iterator[None]:
-        """Run the watchdog's thread inside the block. If the main thread is stuck, it calls `give_up(cause)` to end the process."""
+        """Run the watchdog's thread inside the block. If the main thread is stuck, the thread calls `give_up(cause)` to end the process."""
         ended = threading.Event()
         main = threading.get_ident()
         thread = threading.Thread(target=self._patrol, args=(ended, main, give_up), name="watchdog", daemon=True)

@@ -114,14 +114,14 @@ class Moved:
     in_bytes: int = 0
     out_seconds: float = 0.0
     in_seconds: float = 0.0
-    """Seconds for which loading state back to the device blocked the rank, without background copies."""
+    """Seconds for which the rank waited while state was loaded back to the device. Copies in the background do not count."""
 
     def __add__(self, other: Moved) -> Moved:
         return Moved(*(own + new for own, new in zip(astuple(self), astuple(other), strict=True)))
 
 
 LossFn = Callable[[MicroBatchOutputs, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""Loss of a micro-batch. Returns sum(weight * token loss) and sums of metrics. Weights are already divided by counts over the whole
+"""Loss of a micro-batch. Returns sum(weight * token loss) and sums of metrics. The weights are already normalized over the whole
 mini-batch, so both results add up over micro-batches and ranks."""
 
 
@@ -174,11 +174,11 @@ class ForwardStrategy(ABC):
     @abstractmethod
     def forward(self, batch: DataProto, outputs: Sequence[str], plan: MicroBatchPlan) -> DataProto | None:
         """Run a forward pass without gradients. Head ranks return the columns `outputs`, other ranks None. Possible outputs: log_probs,
-        entropy, distribution; with a value head values, final_value; with experts also `experts`, the ids that routers chose.
+        entropy, distribution; with a value head also values and final_value; with experts also `experts`, the ids that routers chose.
 
-        Here and in train_step, logits are divided by the column `temperature` before the softmax. If there is a column `kept_ids`, the
-        softmax covers only its tokens and the target. Routers replay the choices in the column `old_experts` or `rollout_experts`, if there
-        is one."""
+        Here and in train_step, logits are divided by the column `temperature` before the softmax. If the batch has a column `kept_ids`, the
+        softmax covers only these ids and the target token. If it has a column `old_experts` or `rollout_experts`, routers replay the
+        choices in it."""
 
     @abstractmethod
     def load(self, groups: Iterable[StateGroup]) -> None:
@@ -311,9 +311,9 @@ class EngineSpec:
     silence_s: float | None = None
     """Seconds that an engine process may be stopped (SIGSTOP) before the engine counts as dead; None: no limit."""
     step_s: float | Literal["auto"] | None = None
-    """Minimum time limit for one engine step, in seconds; long steps raise it. None: no limit; "auto": depends on the device."""
+    """Minimum time limit for one engine step, in seconds; long steps raise the limit. None: no limit; "auto": depends on the device."""
     columns: tuple[str, ...] = ()
-    """Optional columns that completions must include (EXTRA_COLUMNS in workers/token_blocks.py)."""
+    """Extra columns that completions must include (keys of EXTRA_COLUMNS in workers/token_blocks.py)."""
     node: EngineNode | None = None
     sharers: int = 1
     """Number of engine replicas on this engine's device; they have consecutive ranks among all replicas."""
@@ -404,8 +404,8 @@ class InferenceStrategy(ABC):
 
     @abstractmethod
     async def offload(self, parts: Iterable[EngineMemory] = tuple(EngineMemory)) -> None:
-        """Free the device memory of parts: weights move to host memory, the KV cache is dropped. Running requests are aborted. New ones
-        wait until every part is back, even on devices that can free no memory."""
+        """Free the device memory of parts: weights move to host memory, the KV cache is dropped. Running requests are aborted. New requests
+        wait until every part is loaded again, even if the device could not free its memory."""
 
     @abstractmethod
     async def health(self) -> EngineHealth: ...

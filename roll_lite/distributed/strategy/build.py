@@ -114,8 +114,8 @@ def engine_arguments_fit(config: RunConfig) -> Iterator[Problem]:
 def _problems(
     role: str, given: Mapping[str, Any], own: tuple[str, ...], settings: Mapping[str, str], known: Collection[str]
 ) -> Iterator[Problem]:
-    """Yield the problems of one role's engine arguments. `known`: the engine's argument names; if empty (not installed), unknown arguments
-    are not reported."""
+    """Yield the problems of one role's engine arguments. `own`: arguments that roll_lite sets. `settings`: argument -> configuration key to
+    use instead. `known`: the engine's argument names; if empty (not installed), unknown arguments are not reported."""
     for argument, value in sorted(given.items()):
         place = f"{role}.strategy.engine_args.{argument}"
         if argument in own:

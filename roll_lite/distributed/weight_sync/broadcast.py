@@ -2,8 +2,8 @@
 
 Each channel (a sender and its receivers) has its own process group, so several senders can broadcast at once. Before each bucket, all
 members report at the rendezvous store, since a collective cannot tell which member is missing. Broadcasts run on a thread, while the next
-bucket is gathered or the last one is loaded. A gloo broadcast, or the creation of an NCCL communicator, ends only by its own time-out: if
-other members fail, its thread is abandoned."""
+bucket is gathered or the previous one is loaded. A gloo broadcast, or the creation of an NCCL communicator, ends only by its own time-out:
+if other members fail, its thread is abandoned."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ class WeightSender:
         self._store: Any = None
         self._half: TransportSender | None = None
         self._lent: list[Lent] = []
-        """GPU memory exported in earlier transfer groups that readers may not have given back; see `memory.take_back`."""
+        """GPU memory exported in earlier transfer groups that readers may not have released; see `memory.take_back`."""
         self._export: ExportPlan | None = None
         self._routes: dict[int, list[Route]] = {}
         """Routes by bucket, set by `connect`."""
@@ -171,7 +171,7 @@ class WeightSender:
         """Seconds of the last update by phase: `gather`, and the phases of the transport."""
         self.by_transport: defaultdict[str, float] = defaultdict(float)
         self.nbytes: dict[str, int] = {}
-        """Bytes that this rank sends per update, by transport. A broadcast counts once."""
+        """Bytes that this rank sends per update, by transport. A broadcast counts once, however many receivers it has."""
 
     def export_plan(self, bucket_bytes: int) -> ExportPlan:
         self._export = self._strategy.export_plan(bucket_bytes)
@@ -252,7 +252,7 @@ class WeightReceiver:
     """Receiver of weights in an engine worker. Arguments are plain types, since they are passed through the engine's own remote calls."""
 
     def __init__(self, set_aside: bool = False) -> None:
-        """`set_aside`: loaded tensors are only stored, and the model is unchanged until `finish`."""
+        """`set_aside`: if True, loaded tensors are only stored, and the model is unchanged until `finish`."""
         self._set_aside = set_aside
         self._half: TransportReceiver | None = None
         self._begun = False

@@ -32,7 +32,7 @@ class IncomingAdapters:
         self.put_in_place()
 
     def begin(self, again: bool) -> None:
-        """`again`: an earlier update failed after some tensors had arrived."""
+        """Drop tensors that a failed update left. `again`: whether there was such an update; not used here."""
         self._come.clear()
 
     def take(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

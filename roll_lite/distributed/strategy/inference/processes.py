@@ -94,8 +94,8 @@ def shared_memory(pid: int) -> set[Path]:
 
 
 def _left_behind(processes: Iterable[psutil.Process]) -> set[Path]:
-    """Shared-memory files that the processes leave behind if they are killed, without semaphores: these may belong to the host, and the
-    resource tracker removes them."""
+    """Shared-memory files that the processes leave behind if they are killed. Semaphores do not count: they may belong to the host, and
+    Python's resource tracker removes them."""
     return {path for process in processes for path in shared_memory(process.pid) if not path.name.startswith("sem.")}
 
 
@@ -111,7 +111,7 @@ def when_host_is_gone(act: Callable[[], None]) -> None:
 
 
 def end_group_with_host_or_leader() -> None:
-    """Kill this process group when the hosting process or the group's leader has ended, even before this call."""
+    """Kill this process group when the hosting process or the group's leader has ended. This may have happened before the call."""
     leader = os.getpgid(0)
 
     def end() -> None:

@@ -18,7 +18,7 @@ SEAM = "roll_lite_seam"
 """Key of an extra request argument: number of tokens at the end of a resumed prompt in which a stop string may begin."""
 TOKENS_PER_CHARACTER = 4
 WITHOUT_TEXT = 32
-"""Extra tokens in `seam_tokens` for tokens without text: special tokens, and all but the last token of a character."""
+"""Number of tokens that `seam_tokens` adds for those without text: special tokens, and all but the last token of a character."""
 BEGUN_POLL_S = 1.0
 PARTS_EVERY = 5
 """Number of polls between two reports of new tokens. If the engine dies, tokens since the last report are lost."""

@@ -20,11 +20,12 @@ _LONGEST_BASE = 50  # a socket's path has at most 107 bytes, and the engines' ow
 
 
 class Scratch:
-    """Temporary folder of an engine, removed when the engine shuts down or its hosting process ends. If that process is killed, the
-    engine's processes remove the folder; if none had started, the next engine of the same kind on this machine does."""
+    """Temporary folder of an engine, removed when the engine shuts down or its hosting process ends. If the hosting process is killed, the
+    engine's processes remove the folder. If there are none yet, the next engine of the same kind on this machine removes it."""
 
     def __init__(self, prefix: str, *variables: str) -> None:
-        """`variables`: more environment variables to set to the folder's path for the engine."""
+        """`prefix`: start of the folder's name. `variables`: environment variables, besides TMPDIR, that the engine gets with the folder's
+        path."""
         self._variables = ("TMPDIR", SCRATCH, *variables)
         base = tempfile.gettempdir()
         base = base if len(base) <= _LONGEST_BASE else "/tmp"

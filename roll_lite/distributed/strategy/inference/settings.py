@@ -62,7 +62,7 @@ class Environment:
 
 
 def kv_cache_mb(given: int | None, cuda: bool) -> int | None:
-    """Size of the KV cache in MB; None: use the rest of the GPU's memory."""
+    """Size of the KV cache in MB; None: use the rest of the GPU's memory. `given`: configured size, if any."""
     return given if given is not None or cuda else CPU_KV_CACHE_MB
 
 

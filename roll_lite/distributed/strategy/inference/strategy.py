@@ -35,7 +35,7 @@ DIED = "the engine's process died"
 
 
 class EngineStrategy(InferenceStrategy):
-    """Engine logic common to vLLM and SGLang; `make` does the rest."""
+    """Engine logic common to vLLM and SGLang. `make` (EngineMake) implements what differs."""
 
     def __init__(self, make: EngineMake, spec: EngineSpec) -> None:
         assert isinstance(spec.strategy, EngineStrategyConfig)
@@ -222,7 +222,7 @@ class EngineStrategy(InferenceStrategy):
         self.life.begin_update(WeightUpdate(tensors))
 
     async def receive_bucket(self, routes: Sequence[Route], following: Sequence[Route] = ()) -> None:
-        """Receive and load one bucket of weights. The first bucket freezes the engine until an update is finished."""
+        """Receive and load one bucket of weights. The first bucket of an update freezes the engine until a complete update is finished."""
         self._require_update()
         async with self._order:
             tensors = tensors_of(routes)
@@ -304,8 +304,8 @@ class EngineStrategy(InferenceStrategy):
         return self.life.failure
 
     async def _watch(self) -> None:
-        """Wait until one of the engine's processes has died or was stopped too long; then give up the engine. The engine itself would
-        notice late or never."""
+        """Wait until one of the engine's processes has died or has been stopped (SIGSTOP) too long; then give up the engine. The engine
+        itself would notice late or never."""
         stopped = StoppedTime(LIVENESS_POLL_S)
         failure: str | None = None
         while failure is None:

@@ -61,7 +61,7 @@ def write_checkpoint(
     writer: FileSystemWriter,
 ) -> list[Path]:
     """Save a checkpoint to a folder shared by all nodes; collective. `model`: contents of MODEL_FILE. `writer`: writes the tensors to
-    STATE_FOLDER. Returns the files that this rank is responsible for."""
+    STATE_FOLDER. Returns this rank's files; on rank 0 also the files common to all ranks."""
     state_folder = folder / STATE_FOLDER
     state_folder.mkdir(parents=True, exist_ok=True)
     dist.barrier()
@@ -184,7 +184,7 @@ def _sharded_state(chunks: Sequence[Any], optimizer: Optimizer | None, loading: 
 
 
 def _state_to_fill(optimizer: Optimizer, weights: Any, metadata: Any) -> Any:
-    """Build the optimizer state to load a checkpoint into, without the distributed optimizer's tensors, which ShardReader
+    """Build the optimizer state into which a checkpoint is loaded. It lacks the distributed optimizer's tensors, which ShardReader
     (shard_loading.py) reads."""
     states = [
         part.state_dict()
@@ -196,7 +196,7 @@ def _state_to_fill(optimizer: Optimizer, weights: Any, metadata: Any) -> Any:
 
 
 def _kept_of(chunk: Any, state: dict[str, Any], optimizer: Optimizer | None) -> dict[str, Any]:
-    """Select the weights to store: adapters only, if only they are trained."""
+    """Select the weights to store: all, or only the adapters if only adapters are trained."""
     left_out = _frozen_in(chunk, optimizer)
     return {name: value for name, value in state.items() if not _is_extra(name) and name not in left_out}
 
@@ -218,8 +218,8 @@ def _named_chunks(chunks: Sequence[Any]) -> list[tuple[str, Any]]:
 
 
 class _SaveThrough(TorchDistSaveShardedStrategy):
-    """Megatron save strategy that writes from this process. Megatron's own forks writers, which can hang beside the threads of Ray, gloo
-    and CUDA."""
+    """Megatron save strategy that writes from this process. Megatron's own strategy forks processes for writing, which can hang because of
+    the threads of Ray, gloo and CUDA."""
 
     def __init__(self, writer: FileSystemWriter) -> None:
         super().__init__("torch_dist", 1)
@@ -278,7 +278,7 @@ def _steps_in(stored: Any) -> float:
 
 
 def _load_optimizer(optimizer: Optimizer, state: dict[Any, Any], steps: float) -> None:
-    """Load the optimizer's state dict, without the tensors that ShardReader reads. `steps`: its step count."""
+    """Load the optimizer's state dict, without the tensors that ShardReader reads. `steps`: number of optimizer steps taken."""
     parts = optimizer.parts
     for number, part in enumerate(parts):
         own = state if len(parts) == 1 else state[number]

@@ -22,7 +22,8 @@ SUPPORTED = ((0, 16, 1), (0, 17, 0))
 """First supported version of megatron-core, and first later one that is not supported."""
 
 _STAND_IN = "_roll_lite_cpu_device"
-"""Name under which rewritten modules find cpu_device as a global. An import statement in their source would shift line numbers."""
+"""Global name of cpu_device in rewritten modules. The loader sets it, since an import statement in a module's source would shift line
+numbers."""
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,13 @@ OnHead = Callable[[torch.Tensor, ModelInput], Any]
 
 
 def sum_gradients(chunks: list[Any], num_tokens: torch.Tensor | None = None, **options: Any) -> None:
-    """Call Megatron's finalize_model_grads without its division by the token count: the loss weights already contain it."""
+    """Call Megatron's finalize_model_grads without its division by the token count. The loss weights are already divided by it."""
     finalize_model_grads(chunks, None, **options)
 
 
 def run_forward(chunks: Sequence[Any], inputs: Sequence[ModelInput], on_head: OnHead) -> list[Any]:
-    """Run micro-batches forward without gradients. The last pipeline stage returns on_head's result per micro-batch, other stages []."""
+    """Run micro-batches forward without gradients. The last pipeline stage returns the results of `on_head(stage output, input)`, one per
+    micro-batch; other stages return []."""
 
     def step(iterator: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         given = next(iterator)
@@ -35,7 +36,8 @@ def run_forward(chunks: Sequence[Any], inputs: Sequence[ModelInput], on_head: On
 def run_training(chunks: Sequence[Any], inputs: Sequence[ModelInput], on_head: OnHead) -> list[Any]:
     """Run micro-batches forward and backward; gradients are summed over micro-batches and data-parallel ranks.
 
-    on_head returns (loss, value). The last pipeline stage returns the values, other stages []."""
+    `on_head(stage output, input)` returns (loss, value) of a micro-batch. The last pipeline stage returns the values, other stages return
+    []."""
 
     def step(iterator: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         given = next(iterator)
@@ -85,7 +87,8 @@ def _over_data_ranks(count: int, reduction: Any) -> int:
 def reduce_sums(sums: Sequence[dict[str, torch.Tensor]], is_last_stage: bool, device: torch.device) -> dict[str, float]:
     """Sum metrics over micro-batches and data-parallel ranks; all ranks get the sums. Waits for the device once.
 
-    Context-parallel ranks already have equal sums. They are averaged too, so all ranks see a value that is not finite on one."""
+    Context-parallel ranks have equal sums already. These are averaged nevertheless: if a sum is not finite on one rank, it is not finite on
+    any."""
     named: tuple[list[str], list[float]] = ([], [])
     if is_last_stage:
         names = sorted(sums[0])

@@ -67,7 +67,7 @@ _Described = tuple[str, tuple[int, ...], torch.dtype, int]
 
 
 def _in_buckets(tensors: Sequence[_Described], bucket_bytes: int) -> list[list[_Described]]:
-    """Divide tensors into buckets. All tensors of a bucket have the same dtype, since they are gathered as one."""
+    """Divide tensors into buckets. All tensors of a bucket have the same dtype, since they are gathered as one tensor."""
     buckets: list[list[_Described]] = []
     filled = bucket_bytes
     for tensor in tensors:
@@ -100,8 +100,8 @@ class HfExporter:
     def plan(self, bucket_bytes: int) -> ExportPlan:
         """Plan the export in buckets; collective. One rank, the owner, gathers each bucket.
 
-        An owner's tensors are divided into buckets in layer order, experts' separately. Owners take turns: while engines load one owner's
-        bucket, others gather theirs."""
+        An owner's tensors are divided into buckets in layer order; experts' tensors get buckets of their own. Owners take turns: while
+        engines load one owner's bucket, other owners gather theirs."""
         mine: dict[bool, list[_Described]] = {False: [], True: []}
         for name, (binding, number) in self._places.items():
             if self._sources[binding.entry.of_experts].owns:
@@ -201,7 +201,8 @@ def write_hf(
     write: Write | None = None,
 ) -> list[Path]:
     """Write a Hugging Face folder shared by all nodes: safetensors (one file per bucket, written by its owner), config and tokenizer.
-    Collective. Returns the files that this rank wrote."""
+    Collective. `source`: the model's folder. `read`: returns the values to write for a parameter. `write`: writes a file's bytes. Returns
+    the files that this rank wrote."""
     folder.mkdir(parents=True, exist_ok=True)
     buckets = exporter.plan(FILE_BYTES).buckets()
     files: dict[str, str] = {}
@@ -233,7 +234,8 @@ def write_hf(
 
 
 def save_adapters(exporter: HfExporter, folder: Path, config: Mapping[str, Any]) -> list[Path]:
-    """Write LoRA adapters in PEFT's format. Rank 0 writes all of them to one file. Collective. Returns the files that this rank wrote."""
+    """Write LoRA adapters in PEFT's format. Rank 0 writes all of them to one file. Collective. `config`: contents of adapter_config.json.
+    Returns the files that this rank wrote."""
     own: dict[str, torch.Tensor] = {}
     for tensors in exporter.plan(FILE_BYTES).buckets():
         own |= {name: tensor.contiguous().to("cpu", copy=True) for name, tensor in (exporter.bucket(tensors) or {}).items()}

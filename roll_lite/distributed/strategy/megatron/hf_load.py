@@ -59,8 +59,8 @@ def load_weights(
     value_init: ValueInit | None,
     key: str,
 ) -> None:
-    """Load every parameter. `value_init`: None for a language model; "actor" leaves the value head at zero. ValueError for missing, unknown
-    and misshapen tensors."""
+    """Load every parameter. `value_init`: None for a language model; "actor" leaves the value head at zero. `key`: YAML path that names the
+    folder, for messages. ValueError for missing, unknown and misshapen tensors."""
     checkpoint = HfCheckpoint(folder, key)
     fresh = set(VALUE_HEAD.hf) if value_init == "actor" else set()
     missing = sorted({name for binding in bindings for name in binding.hf} - checkpoint.names - fresh)

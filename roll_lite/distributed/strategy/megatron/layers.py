@@ -84,7 +84,8 @@ class SdpaAttention(MegatronModule):
         return packed(q, k, v, rows).reshape(len(query), 1, -1)
 
     def _variable_length(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: PackedRows) -> torch.Tensor:
-        """Run variable-length flash attention. In `window`, -1 means all earlier tokens and 0 means no later ones."""
+        """Run variable-length flash attention (torch's varlen_attn). In its argument window_size, -1 means all earlier tokens and 0 no
+        later tokens."""
         window = (-1 if self.looks_back is None else self.looks_back, 0)
         seen_starts = rows.starts if rows.seen_starts is None else rows.seen_starts
         sizes = rows.most_tokens, rows.most_seen

@@ -34,7 +34,7 @@ class ModelInput:
     slots: torch.Tensor
     """[N]: index of each result in the flattened padded column [B, T - 1]."""
     ends: torch.Tensor
-    """Numbers of the rows whose last tokens come last in `positions`; empty unless final values are requested."""
+    """Numbers of the rows to which the last tokens at the end of `positions` belong; empty unless final values are requested."""
     targets: torch.Tensor
     micro_batch: MicroBatch
     """Padded rows for the loss. Empty if this rank has no rows left and only takes part in collectives."""
@@ -53,7 +53,7 @@ def model_inputs(
     record: bool = False,
 ) -> list[ModelInput]:
     """Build the model inputs of the plan's micro-batches. `columns`: columns that the loss reads; None means all. `ends`: request results
-    at the rows' last tokens, too. `record`: record routes to experts."""
+    at the rows' last tokens, too. `experts`: None for a model without experts. `record`: record which experts are chosen."""
     inputs = []
     for rows in plan.cut(batch):
         given, cut = _model_input(rows, plan.token_multiple, device, columns, ends)

@@ -112,7 +112,7 @@ class StateMover:
         return event
 
     def _copies_of(self, group: StateGroup) -> dict[int, HostCopy]:
-        """Host copies of the group's storages. Storages are listed anew, since loading a checkpoint replaces some."""
+        """Host copies of the group's storages. Each call lists the storages again, since loading a checkpoint replaces some."""
         known, frozen = self._copies[group], group is StateGroup.WEIGHTS
         training = self._keyed(weight for chunk in self._chunks for weight in chunk.parameters() if weight.requires_grad)
         return {

@@ -15,7 +15,7 @@ from roll_lite.distributed.strategy.megatron.routing import Routes
 class PackedRows:
     """Layout of this rank's packed tokens: the row (sample) and position of each token, and which tokens it attends to.
 
-    Layers get it in place of Megatron's PackedSeqParams. Its format is "sbhd", in which rotary embeddings are indexed by token."""
+    Layers get this object in place of Megatron's PackedSeqParams. With qkv_format "sbhd", rotary embeddings are indexed by token."""
 
     runs: tuple[tuple[int, int, int], ...]
     """Runs of equal adjacent pieces: (number of pieces, tokens per piece, tokens that a piece's last token attends to). A piece is a row
@@ -31,7 +31,7 @@ class PackedRows:
     lengths: torch.Tensor
     """[rows] int64: lengths of the whole rows, even if this rank has only a part of them; without the padding row."""
     seen: torch.Tensor | None = None
-    """[total] int64: the tokens that each piece (consecutive tokens of a row) attends to, as indices into the tokens gathered from all
+    """[total] int64: the tokens that the pieces attend to, one piece after the other, as indices into the tokens gathered from all
     context-parallel ranks. None without context parallelism, where a row attends to itself."""
     seen_starts: torch.Tensor | None = None
     """[pieces + 1] int32: start of each piece's entries in `seen`, then the number of entries. A piece is consecutive tokens of a row."""

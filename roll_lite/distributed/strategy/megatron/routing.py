@@ -20,7 +20,7 @@ class Routes:
     """Routes (chosen experts) of this rank's tokens in a micro-batch.
 
     They travel with the micro-batch through the layers, because layers may be recomputed, and a pipeline stage runs several micro-batches
-    before a backward pass. Megatron's RouterReplay cannot handle this: it keeps one list that passes must consume in order."""
+    before a backward pass. Megatron's RouterReplay cannot handle this: it keeps one list of routes, which passes must read in order."""
 
     places: torch.Tensor
     """[tokens] int64: index of each token in the whole micro-batch."""

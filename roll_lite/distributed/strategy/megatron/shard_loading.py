@@ -60,8 +60,8 @@ class ShardReader:
             part._set_main_param_and_optimizer_states(owned.weight, whole)
 
     def _tensors(self, owned: Owned, wanted: dict[str, list[ShardedTensor]]) -> dict[str, list[torch.Tensor]]:
-        """Allocate memory for the optimizer state of the weight entries that this rank owns, by name ("param", "exp_avg", "exp_avg_sq").
-        Adds the tensors to read into it to `wanted`, by stored name."""
+        """Allocate memory for the optimizer state of the weight entries that this rank owns; returned by name ("param", "exp_avg",
+        "exp_avg_sq"). Adds to `wanted`, by stored name, the tensors that must be read into this memory."""
         place = self._places[owned.weight]
         tensors: dict[str, list[torch.Tensor]] = defaultdict(list)
         for piece in place.build() if isinstance(place, ShardedTensorFactory) else [place]:
@@ -79,8 +79,8 @@ class ShardReader:
 
     def _rows(self, key: str, piece: ShardedTensor, start: int, end: int) -> tuple[ShardedTensor, torch.Tensor]:
         """Allocate memory for the rows of the stored tensor `key` that contain the flat entries `start` to `end` of this rank's shard
-        `piece`. Returns it as a ShardedTensor to read into, and a flat view of just these entries. It is zero-initialised, since vocabulary
-        padding is not stored."""
+        `piece`. Returns the memory as a ShardedTensor to read into, and a flat view of just these entries. The memory is zero-initialised,
+        since vocabulary padding is not stored."""
         width = math.prod(piece.local_shape[1:])
         first, behind = start // width, -(-end // width)
         axes = piece.prepend_axis_num

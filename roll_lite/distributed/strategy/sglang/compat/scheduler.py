@@ -47,7 +47,8 @@ _GREEDY_TOP_K = 1
 
 
 def _by_all(method: Callable[..., Any]) -> Callable[..., None]:
-    """Decorate a method that all workers run together. The first worker writes all workers' return values to the file `answer`."""
+    """Decorate a method that all workers run together. The new method's argument `answer` is a file, to which the first worker writes all
+    workers' return values."""
     answering_method = answering(method)
 
     @wraps(method)
@@ -242,8 +243,8 @@ def _read_experts(module: Any) -> tuple[int, torch.Tensor, torch.Tensor]:
 
 
 def _of_this_worker_alone(multiply: Any) -> Any:
-    """Restrict SGLang's native torch code for experts to this worker's experts. SGLang marks others by -1 for its GPU kernels; the native
-    code would use -1 as an index."""
+    """Restrict SGLang's native torch code for experts to this worker's experts. SGLang gives the experts of other workers the id -1, for
+    its GPU kernels; the native code would use -1 as an index."""
 
     def moe_forward_native(layer: Any, x: torch.Tensor, chosen: Any, config: Any) -> torch.Tensor:
         if layer.num_local_experts == layer.num_experts:

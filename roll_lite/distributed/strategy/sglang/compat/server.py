@@ -116,7 +116,7 @@ class EngineServer:
         }
 
     async def serve(self) -> None:
-        """Execute commands until the hosting process is gone; then `receive` raises Closed."""
+        """Execute commands until the hosting process is gone; then raise Closed."""
         while True:
             match await self._channel.receive():
                 case "generate", number, request:

@@ -60,7 +60,7 @@ OWN_ARGUMENTS = (
     "lora_use_virtual_experts",
     "lora_drain_wait_threshold",
 )
-"""Engine arguments that roll_lite sets itself; a configuration may not."""
+"""Engine arguments that roll_lite sets itself; a configuration may not set them."""
 
 SETTINGS = {
     "max_running_requests": "max_running_requests",

@@ -18,7 +18,7 @@ from roll_lite.distributed.strategy.vllm.compat.settings import FP8, batched_tok
 from roll_lite.models.hf_config import read_model_shape
 
 OWN_ARGUMENTS = ("host", "port", "uds", "fd", "served_model_name", "api_key", "api_server_count", "root_path", "ssl_certfile")
-"""Arguments of a judge's server that roll_lite sets itself; a configuration may not."""
+"""Arguments of a judge's server that roll_lite sets itself; a configuration may not set them."""
 SAGEMAKER = "model_hosting_container_standards"
 
 

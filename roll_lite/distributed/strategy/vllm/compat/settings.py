@@ -57,7 +57,7 @@ OWN_ARGUMENTS = (
     "enable_moe_shared_loras",
     "max_lora_cls_labels",
 )
-"""Engine arguments that roll_lite sets itself; a configuration may not."""
+"""Engine arguments that roll_lite sets itself; a configuration may not set them."""
 
 SETTINGS = {
     "max_num_seqs": "max_running_requests",

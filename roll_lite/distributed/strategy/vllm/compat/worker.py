@@ -137,8 +137,8 @@ def _held(worker: WorkerExtension, names: Collection[str] | None, expected: Coll
 
 
 def _experts_of_this_worker_alone() -> None:
-    """Make vLLM's CPU kernel apply the map from global to local expert ids. It ignores the map and would read beyond this worker's
-    experts."""
+    """Make vLLM's CPU kernel apply the map from global to local expert ids. The unchanged kernel ignores the map and would read beyond this
+    worker's experts."""
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
     apply = CPUUnquantizedExperts.apply
@@ -168,15 +168,15 @@ def _experts_without_adapters() -> None:
 
 
 def _pack_lm_head_again(model: torch.nn.Module) -> None:
-    """Pack the weights of a tied LM head again. It shares the embedding's weights, so vLLM's reload skips it and keeps its old
-    packed copy."""
+    """Pack the weights of a tied LM head again. The head shares the embedding's weights, so vLLM's reload skips it, and it would keep the
+    packed copy of its old weights."""
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
 
 
 def _make_expert_kernels_anew(model: torch.nn.Module) -> None:
-    """Drop the expert kernels, so the reload builds new ones. Kernels pack the weights only when they are built."""
+    """Drop the expert kernels, so that vLLM's reload builds new ones. A kernel packs the weights only when it is built."""
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if isinstance(method, unquantized_fused_moe_method.UnquantizedFusedMoEMethod):
@@ -215,7 +215,8 @@ def _unpacked(packed: torch.Tensor, isa: str) -> torch.Tensor:
 
 
 def _die_without_host(parent: psutil.Process | None) -> None:
-    """Kill this worker and its parent, vLLM's engine process, which would not notice that the hosting process was killed."""
+    """Kill this worker and its parent, vLLM's engine process. Called when the hosting process is gone; the engine process would not notice
+    if the host was killed."""
     engine = [parent] if parent is not None and parent.pid != int(os.environ[HOST_PID]) and is_running(parent) else []
     kill_all([*engine, psutil.Process()])
 
