@@ -44,10 +44,11 @@ class _Aborted(BaseException):
 
 
 class Remote:
-    """Proxy, in the tests' process, for a function, class or object of the program. It can be called and passed back as an argument; it has
-    no operators and equals nothing else.
+    """Proxy, in the tests' process, for a function, class or object of the program. It can be called and passed back as an argument. It has
+    no operators and equals only itself.
 
-    `at`: a name, an object's number, or [number, method name]. `has_methods`: True for an object of LeetCode's class Solution.
+    `at`: what it stands for: a name, an object's number, or [number, method name]. `has_methods`: True for an object of LeetCode's class
+    Solution.
     """
 
     def __init__(self, tests: Tests, at: str | int | list[Any], has_methods: bool = False) -> None:
@@ -190,7 +191,8 @@ class Tests:
 
 
 def import_modules(test: dict[str, Any]) -> dict[str, Any]:
-    """Run the test's import statements. Returns by name the modules that the test uses without importing them (`modules`: name -> path)."""
+    """Run the test's import statements (`test["imports"]`). Returns name -> module for the modules that the test uses without importing
+    them (`test["modules"]`: name -> path)."""
     for statement in test["imports"]:
         exec(statement, {})
     return {name: importlib.import_module(path) for name, path in test["modules"].items()}
@@ -218,7 +220,7 @@ def _known_kind(name: str) -> type[Exception] | None:
 
 def run_test(test: dict[str, Any], names: dict[str, Any], inside: bool = False) -> str:
     """Run one test in a fresh `__main__` module. Returns what failed, or "". `names`: the program's names that the test uses. `inside`:
-    True in the program's process, which needs guards."""
+    True in the program's process, where the test needs guards."""
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module  # unittest.main() looks for the tests there
     known = module.__dict__
@@ -247,7 +249,7 @@ def run_test(test: dict[str, Any], names: dict[str, Any], inside: bool = False) 
 
 
 def _is_left_by(tests: dict[str, Any], end: SystemExit) -> bool:
-    """True if the tests called `sys.exit()`. A program that calls it must not pass."""
+    """True if code of the tests called `sys.exit()`, rather than the program, which must not pass that way."""
     *_, (frame, _) = traceback.walk_tb(end.__traceback__)
     return frame.f_globals is tests
 

@@ -67,7 +67,8 @@ class Group:
 
 
 def die_first() -> None:
-    """If memory runs out, let the kernel kill this process before the interpreter that forked it to run a program."""
+    """Make this process, which runs a program, the first that the kernel kills if memory runs out: before its parent, the preloaded
+    interpreter."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as stream:  # noqa: PTH123
         stream.write("1000")
 

@@ -40,7 +40,7 @@ SYSTEM = (
 )
 """Folders that programs can read: executables, libraries and the files that these load; no data and no sources."""
 PACKAGES = ("site-packages", "dist-packages")
-"""Folders of installed packages, hidden from programs: a package may be a data set with its answers."""
+"""Folders of installed packages. They are hidden from programs, since a package may contain a data set with answers."""
 SETTINGS = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime", "/etc/ssl/openssl.cnf")
 DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
 """Devices that programs may use. /dev/zero is missing: memory mapped from it is counted for no process."""
@@ -57,8 +57,8 @@ WORK = "/sandbox"
 
 
 def readable_paths(more: Iterable[str] = ()) -> list[str]:
-    """Paths that a program may read besides SYSTEM: the interpreter's and `more`. Paths below another one are left out, unless a hidden
-    folder lies between them."""
+    """Paths that a program may read besides SYSTEM: paths of the interpreter, and `more`. A path below another is left out, unless a hidden
+    folder lies between the two."""
     hidden, kept = hidden_paths(more), list[str]()
     for path in sorted({*_interpreter(), *more}):
         if _below(path, hidden) or not _below(path, (*SYSTEM, *kept)):
@@ -219,7 +219,7 @@ def remove_folder(folder: str) -> None:
 
 def _empty(name: str, parent: int, top: int, moved: Iterator[int], depth: int) -> list[str]:
     """Empty a folder and remove it; the top folder (empty `name`) is only emptied. Folders nested too deeply are moved to the top folder
-    instead; returns their new names."""
+    instead, with names numbered by `moved`; returns these names."""
     found = list[str]()
     with contextlib.suppress(OSError):
         if name:
@@ -262,8 +262,8 @@ def claim(folder: str) -> int:
 
 
 def claimed_by_none(parent: str, prefix: str) -> Iterator[str]:
-    """Yield this user's folders that no process has claimed (see `claim`), except those younger than CLAIM_S, which may not be claimed
-    yet."""
+    """Yield this user's folders that no process has claimed (see `claim`). Folders younger than CLAIM_S are left out, since their process
+    may still be about to claim them."""
     for name in os.listdir(parent):  # noqa: PTH208
         path = f"{parent}/{name}"
         with contextlib.suppress(OSError):

@@ -159,7 +159,7 @@ def _all_reached(failed: list[str], reached: set[int], line: int) -> None:
 
 
 def _guard_unittest(failed: list[str]) -> None:
-    """Guard unittest's comparing assert methods: an operator of the program may not decide a comparison with a plain value."""
+    """Guard unittest's comparing assert methods, so that no operator of the program decides a comparison with a plain value."""
     import unittest
 
     holds: dict[str, Callable[[Any, Any], Any]] = {
@@ -274,12 +274,13 @@ def seen(value: Any) -> Any:
 
 
 def seen_by_name(value: Any) -> Any:
-    """Like `seen`, for a name or subscript. Skips the items of a plain container, since a test may read them one by one."""
+    """Like `seen`, for a value read by name or subscript. Skips the items of a plain container, since a test may read them one by one."""
     return value if id(type(value)) in LOADED.classes and not isinstance(value, type) else seen(value)
 
 
 def minus(one: Any, other: Any) -> Any:
-    """Subtract two values inside abs(), as in `abs(area - 28.27) < 0.01`. If only one value is the program's, its plain data is used."""
+    """Subtract two values inside abs(), as in `abs(area - 28.27) < 0.01`. If only one would use an operator of the program, the plain data
+    of both is subtracted."""
     own = [_decides(value, ("__sub__", "__rsub__")) for value in (one, other)]
     if any(own) and not all(own):
         one, other = plain_copy(one), plain_copy(other)

@@ -64,7 +64,8 @@ class Walls:
 
 
 def build_outer_walls(readable: Sequence[str], wanted: str) -> Walls:
-    """Isolate this process by the strongest kind that works here, at most `wanted`. A pid namespace takes effect at the next fork."""
+    """Isolate this process by the strongest kind that works here and is not stronger than `wanted`. A pid namespace takes effect at the
+    next fork."""
     why_not: list[str] = []
     if wanted == "namespaces":
         trouble = _trouble_with_namespaces(readable)

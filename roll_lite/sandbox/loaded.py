@@ -12,7 +12,7 @@ BUILTINS = dict(vars(builtins))
 OF_CLASS = type.__dict__
 MRO, HELD_BY, FLAGS = (OF_CLASS[name].__get__ for name in ("__mro__", "__dict__", "__flags__"))
 DERIVED = OF_CLASS["__subclasses__"]
-"""Function that lists a class's subclasses. A metaclass cannot override it, nor MRO, HELD_BY and FLAGS."""
+"""Function that lists a class's subclasses. A metaclass cannot override this function; the same holds for MRO, HELD_BY and FLAGS."""
 MADE_IN_PYTHON = 1 << 9
 """Flag of classes created at run time (Py_TPFLAGS_HEAPTYPE)."""
 CONSTANT = (int, float, complex, str, bytes)
@@ -22,7 +22,7 @@ class Loaded:
     def __init__(self) -> None:
         self.modules: dict[str, types.ModuleType] = {}
         self.names: dict[int, dict[str, Any]] = {}
-        """Globals of the modules, by id. These modules, and the classes and code below, are not the program's."""
+        """Globals of the modules, by id. Nothing in the snapshot (modules, classes, code) belongs to the program."""
         self.classes: dict[int, type] = {}
         """All classes that existed at the snapshot, by id."""
         self.codes: set[int] = set()

@@ -92,7 +92,7 @@ class Pair:
 @dataclass(frozen=True)
 class Outcome:
     exit: int
-    """Exit status; negative: the number of the signal that ended it."""
+    """Exit status of the program. If a signal ended it: minus the signal's number."""
     stopped: str
     """Limit that ended the program: cpu, wall, memory, processes, output (printed or stored too much), sandbox (it killed its sandbox);
     empty if none."""

@@ -133,7 +133,7 @@ def _exec(order: dict[str, Any]) -> None:
 
 
 def _module(order: dict[str, Any], name: str) -> dict[str, Any]:
-    """Run the prelude and the program as a module of this name; returns its globals."""
+    """Run order["prelude"] (code that precedes the program), then the program, as a module of this name. Returns its globals."""
     source = order["source"]
     module = types.ModuleType(name)
     sys.modules[name] = module
@@ -152,8 +152,8 @@ def _calls(order: dict[str, Any]) -> None:
 
 
 def _call_in_child(names: dict[str, Any], order: dict[str, Any], arguments: list[Any], named: dict[str, Any]) -> dict[str, Any]:
-    """Return {"line": JSON of a value or error}, {"stopped": limit} or {"error": text}. If the function returns None, its first
-    argument, which it may have changed, is sent too."""
+    """Return {"line": JSON of a value or error}, {"stopped": limit} or {"error": text}. If the function returns None, the JSON includes its
+    first argument, which it may have changed."""
     here, there = os.pipe()
     if (pid := os.fork()) == 0:
         try:

@@ -191,7 +191,8 @@ def _refuse(number: int) -> int:
 
 def build_filter(own_pid: int | None = None, signals_stay: bool = False) -> bytes:
     """Build the filter. OSError on machines other than x86_64 and aarch64. `own_pid`: pid of a program without namespaces, to forbid it to
-    change attributes of files or processes and to signal others. `signals_stay`: True if its signals are already confined otherwise."""
+    change attributes of files or processes and to signal other processes. `signals_stay`: True if signals of the program are already
+    confined by other means."""
     machine = platform.machine()
     if machine not in AUDIT_ARCH:
         raise OSError(errno.ENOSYS, f"no seccomp filter for {machine}")

@@ -1,4 +1,5 @@
-"""Locks and shared memory for multiprocessing, in files of the program's folder: landlock hides /dev/shm, which Python's own use."""
+"""Locks and shared memory for multiprocessing, in files of the program's folder. They replace Python's, which use /dev/shm: landlock hides
+that."""
 
 from __future__ import annotations
 

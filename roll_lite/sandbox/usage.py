@@ -34,7 +34,7 @@ class Usage:
         self._group = group
         self._namespaces = namespaces
         self._seen: dict[tuple[int, int], float] = {}
-        """CPU seconds of each process at its last sample: for a child that nobody waited for, the only record."""
+        """CPU seconds of each process at its last sample. For a child whose parent never waits for it, this is the only record."""
         self._unseen_s = 0.0
         """Estimated CPU seconds of processes that lived only between two samples."""
         self._looked = 0.0
@@ -57,7 +57,8 @@ class Usage:
             self._group.begin(limits)
 
     def passed(self, first: int, members: Sequence[int]) -> str:
-        """Take a sample. Returns the name of an exceeded limit, or "". `first`: the program's first process."""
+        """Take a sample. Returns the name of an exceeded limit, or "". `first`: pid of the program's first process. `members`: pids of its
+        processes."""
         limits = self._limits
         now = time.monotonic()
         since, self._looked = now - self._looked, now
@@ -98,8 +99,8 @@ class Usage:
         return "" if self._fits(deleted) else "output"
 
     def folder_is_full(self, members: Callable[[], Iterable[int]]) -> bool:
-        """True if the program's folder exceeds a limit. It is measured only if free disk space has changed by more than a quarter of the
-        limit, either way: others' deletions can hide the program's writes."""
+        """True if the program's folder exceeds a limit. The folder is measured only if free disk space has fallen or risen by more than a
+        quarter of the limit: deletions by other programs can hide what the program writes."""
         if self._namespaces or abs(self._free - (free := _free_bytes(self._folder))) <= self._limits["folder_bytes"] // 4:
             return False
         self._free = free
@@ -149,8 +150,8 @@ class Usage:
         return stat[STACK] == self._own_stack if stat[STACK] != b"0" else bool(int(stat[6]) & FORKED_AND_NO_MORE)
 
     def _in_sockets(self) -> int:
-        """Upper bound of the bytes in socket buffers, which are counted for no process; 0 without namespaces, where it would include other
-        programs'."""
+        """Upper bound of the bytes in socket buffers, which are counted for no process. 0 without namespaces, where the bound would include
+        other programs' sockets."""
         if not self._namespaces:
             return 0
         with open("/proc/net/sockstat", encoding="ascii") as stream:  # noqa: PTH123

@@ -94,7 +94,7 @@ def encode(value: Any, refer: Callable[[Any], Any] | None = None) -> Any:
 
 
 def plain_copy(value: Any) -> Any:
-    """Data of a list, tuple, set, dict, text or number without a subclass's overrides; other values unchanged."""
+    """Convert a list, tuple, set, dict, text or number of a subclass to the plain type; return other values unchanged."""
     for base, read in HELD.items():
         if isinstance(value, base):
             return value if type(value) is base else read(value)

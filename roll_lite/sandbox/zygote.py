@@ -101,8 +101,8 @@ def main(control: int, settings: dict[str, Any]) -> None:
 
 
 def _clean_up_after(zygote: int, folder: str, left: int) -> NoReturn:
-    """Remove folders of ended programs, which may take long, when the pipe `left` reports one. Once the zygote has ended, even if killed,
-    removes what it left."""
+    """Remove folders of ended programs whenever the pipe `left` reports one: that may take long. Once the zygote has ended, even if killed,
+    remove `folder` and all remaining processes."""
     # Namespaces end with the zygote. If this process, its parent, is killed, the zygote cleans up.
     while os.read(left, 1):
         for old in _left_folders(folder):

@@ -30,7 +30,7 @@ class Admission:
         self.plan = BatchPlan({name: one.share for name, one in domains.items()}, {name: one.least for name, one in domains.items()})
         self.asked = self.handed_out = self._resumed_at = 0
         self.announced, self._announced_tokens = 0, 0.0
-        """Admitted requests that have not reached the router, and their expected tokens in total."""
+        """Number of admitted requests that have not reached the router, and the sum of their expected tokens."""
         self._domains, self._schedulers = domains, schedulers
         self._router = router
         self._recorder = recorder
@@ -96,13 +96,12 @@ class Admission:
         return self.plan.has_open(domain, self._asked_places()) and not self._schedulers[domain].exhausted
 
     def oldest_at_next_turn(self, domain: str) -> int:
-        """Return a threshold: a group that was admitted when fewer batches than this had been requested will be too old for the domain's
-        next batch."""
+        """A group is young enough for the domain's next batch if at least this many batches had been requested when it was admitted."""
         most = self._pacing.supply.max_staleness
         return self.asked + self.plan.turns_until(domain, most) - most
 
     def _has_enough(self, domain: str) -> bool:
-        """True if finished groups fill the next batch and two more: new ones would only grow stale."""
+        """True if finished groups fill the next three batches: further groups would only become stale."""
         return self._schedulers[domain].finished >= 3 * self._of_a_batch(self._domains[domain])
 
     def _most_places(self) -> int:
@@ -149,7 +148,7 @@ class Admission:
         return {"mix": self.plan.state_dict(), "batches": self.handed_out}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state; the domains must be restored first. Domains without prompts are not in the saved mix."""
+        """Restore the state; the domains must be restored first. Domains that had used up their prompts are missing from the saved mix."""
         for name, scheduler in self._schedulers.items():
             if scheduler.exhausted and name not in state["mix"]["weights"]:
                 self.plan.drop(name)

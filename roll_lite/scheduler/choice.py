@@ -1,4 +1,4 @@
-"""Chooses a request's engine: the least loaded, unless another has its prefix cached."""
+"""Chooses an engine for a request: the least loaded, unless another engine has the request's prefix cached."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class EngineChoice:
         # many loads at once, are applied at the next choice.
         self._heap: list[tuple[float, int, EngineLoad]] = []
         self._reported: set[EngineLoad] = set()
-        """Engines whose heap entries are outdated."""
+        """Engines whose entries in `_heap` are outdated by progress reports."""
         self._numbers = itertools.count()
         self.serving = 0
         self._tokens = 0.0

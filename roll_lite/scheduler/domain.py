@@ -21,8 +21,8 @@ from roll_lite.scheduler.unfinished import SavedGroups, SavedSample, Unfinished
 LEAST_LOSSES = 8
 """The run fails if this many prompts in a row yield no usable group, or 3 times the domain's prompts per batch if that is more."""
 LONGER, MOST_LOST = 4, 7 / 8
-"""The run also fails if the share MOST_LOST of the latest LONGER * LEAST_LOSSES prompts (more with large batches) yields no usable
-group."""
+"""The run also fails if too many of the latest prompts yield no usable group: the share MOST_LOST of LONGER times as many prompts as
+above."""
 
 
 class DomainFailed(RuntimeError):
@@ -66,7 +66,8 @@ class Domain:
 
 @dataclass
 class Counts:
-    """Numbers of prompts since the start. An admitted prompt is in flight, or counted in exactly one of the fields below `admitted`."""
+    """Numbers of prompts since the start. `admitted` counts all prompts. Each is in flight, or also counted in exactly one of the other
+    fields."""
 
     admitted: int = 0
     delivered: int = 0
@@ -90,7 +91,8 @@ class _PutBack:
     group: int | None = None
     """Number of its group at the resumed checkpoint, if any."""
     admitted: int | None = None
-    """Number of batches requested before that group started. If samples of it were saved, staleness counts from there."""
+    """Number of batches requested before group `group` was admitted. If samples of that group were saved, staleness is counted from this
+    number."""
     saved: Mapping[int, SavedSample] = field(default_factory=dict)
 
 
@@ -112,8 +114,8 @@ class _Live:
 class DomainScheduler:
     """Runs the groups of one domain.
 
-    Calls `changed()` when a group has ended or can be taken, `broken(error)` when no more groups will come, `left_out(group)` for lost and
-    filtered groups.
+    Calls `changed()` when a group has ended or is ready for a batch, `broken(error)` when an error ends the domain, and `left_out(group)`
+    for lost and filtered groups.
     """
 
     def __init__(
@@ -140,15 +142,15 @@ class DomainScheduler:
         self._finished: dict[int, _Live] = {}
         self._put_back: deque[_PutBack] = deque()
         self._taken_up: dict[int, int] = {}
-        """Number of the group that now generates a prompt which was in flight at the resumed checkpoint, by the number that its group had
-        there."""
+        """For prompts that were in flight at the resumed checkpoint: number of the prompt's group at the checkpoint -> number of the group
+        that now generates it."""
         self._ledger: list[dict[str, Any]] = []
         """Ledger lines of ended groups that `take_ledger` has not fetched."""
         self._failure_limit = LEAST_LOSSES
         self._ends: deque[str | None] = deque(maxlen=LONGER * LEAST_LOSSES)
-        """Cause of loss of each of the latest groups, or None if not lost; without stale groups."""
+        """For each of the latest groups, the cause of its loss; None if not lost. Stale groups have no entry."""
         self._given_up = 0
-        """Filtered groups that the coming batches lack, since no tries were left to replace them."""
+        """Number of filtered groups not replaced, since no tries were left. The coming batches are smaller by this number."""
         self._tries_left = 0
         """Filtered groups that may still be replaced."""
         self._waits_for: int | None = None
@@ -380,8 +382,8 @@ class DomainScheduler:
         return {"order": self._domain.order.state_dict(), "unfinished": unfinished}
 
     def load_state_dict(self, state: dict[str, Any], saved: SavedGroups, oldest: int) -> None:
-        """Restore the state. All undelivered prompts start again, with their `saved` samples unless these are too old: admitted when fewer
-        than `oldest` batches had been requested."""
+        """Restore the state. All undelivered prompts start again, with their `saved` samples. Samples are too old, and not used, if fewer
+        than `oldest` batches had been requested when their group was admitted."""
         self._domain.order.load_state_dict(state["order"])
         self._put_back.clear()
         for one in state["unfinished"]:
@@ -423,7 +425,7 @@ def is_cancelled(samples: asyncio.Future[list[Sample]]) -> bool:
 
 
 def ended(group: SampleGroup, outcome: SampleOutcome, cause: str) -> SampleGroup:
-    """Copy of a group whose accepted samples, except the baseline, get this outcome, with the cause as `failure`."""
+    """Copy a group. Accepted samples, except the greedy baseline, get `outcome`, and `cause` as their `failure`."""
     samples = [replace(one, outcome=outcome, failure=cause) if one.outcome is SampleOutcome.ACCEPTED else one for one in group.samples]
     return replace(group, samples=tuple(samples))
 

@@ -81,7 +81,7 @@ def _lying_in(turns: Sequence[Turn], blocks: Sequence[Any]) -> list[Turn]:
 
 
 class BatchedEngine(ABC):
-    """Client of an engine that sends requests and fetches answers in batches. `frozen_admission` (for deterministic runs): the engine stays
+    """Client of an engine; sends requests and fetches answers in batches. `frozen_admission` (for deterministic runs): the engine stays
     paused until it has received all requests of a batch."""
 
     def __init__(self, name: str, frozen_admission: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""A request on its way through one or more engines: time limit and load."""
+"""Follows a request through one or more engines: its time limit and its load."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PRIOR_RESPONSES = 8
 RESPONSES_REMEMBERED = 512
 """Number of latest response lengths used to estimate the next one: lengths drift during training."""
 REFRESH = 16
-"""Lengths are sorted again when 1/REFRESH of them are new."""
+"""Lengths are sorted again when 1/REFRESH of them came after the last sort."""
 CLOCK_S = 1e-6
 """Tolerance, in seconds, for timers that fire early."""
 LOOK_S = 1.0
@@ -47,7 +47,8 @@ class RequestFailed(Exception):
 
 
 class ExpectedLength:
-    """Estimate of response lengths from a domain's latest responses, and always one of the maximum length, `most` tokens."""
+    """Estimate of response lengths from a domain's latest responses. A response of the maximum length, `most` tokens, is always added to
+    them."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -179,7 +180,8 @@ class Flight(Asked):
 
     @property
     def response(self) -> Turn | None:
-        """Response so far, with the parts that the engine has reported; its `tokens` are only those of earlier engines."""
+        """Response so far, including the parts that the present engine has reported; but `tokens` holds only the tokens of earlier
+        engines."""
         so_far = reduce(joined, self.parts, self.so_far)
         return None if so_far is None else so_far._replace(tokens=None if self.so_far is None else self.so_far.tokens)
 
@@ -195,7 +197,7 @@ class Flight(Asked):
             raise RequestFailed(f"request given up: {causes}", self.so_far, final=True) from loss
 
     def start_over(self) -> None:
-        """Reset the time used and the time-out mark, since the request starts again from its beginning."""
+        """Reset the generation time so far and `timed_out`, since the request starts again from its beginning."""
         self.timed_out, self._generating_s = False, 0.0
 
     def _next_request(self) -> GenerationRequest:

@@ -61,7 +61,8 @@ class DomainMix:
         return {"weights": dict(self._weights), "counts": dict(self._counts), "places": self._places}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the numbers of groups assigned to each domain; if domains or shares have changed, they start at zero."""
+        """Restore the numbers of groups assigned to each domain. If domains or shares differ from the saved ones, the numbers start at
+        zero."""
         if state["weights"] == self._weights:
             self._counts = dict(state["counts"])
             self._places = state["places"]
@@ -86,7 +87,7 @@ class BatchPlan:
         self._least = {name: count for name, count in (least or {}).items() if count}
         self._handed_out = self._mix.state_dict()
         self._open: dict[str, deque[int]] = {name: deque() for name in shares}
-        """Planned places (of one group each) whose prompt has not started, by domain; numbered over all batches."""
+        """Domain -> numbers (over all batches) of the planned places whose prompt has not started. A place holds one group."""
         self._places = 0
         self._planned: deque[_Batch] = deque()
         self.charged = 0

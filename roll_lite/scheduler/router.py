@@ -1,4 +1,4 @@
-"""The router: which engine gets a request, and when. All domains share it."""
+"""The router decides which engine gets a request, and when. All domains share it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from roll_lite.scheduler.flight import EngineClock, ExpectedLength, Flight, Requ
 NEW_COST = 0.1
 """Weight of the newest request in the running average of a domain's load per request."""
 READY_SHARE = 0.25
-"""Requests sent to an engine beyond its slots, as a share of the slots: a free slot is then filled at once."""
+"""Requests sent to an engine beyond its slots, as a share of the slots. They wait there, so a free slot is filled at once."""
 FRUITLESS = 3
 """Aborts in a row without progress after which a request fails."""
 
@@ -30,9 +30,9 @@ class NoEngineLeft(RuntimeError):
 class Router:
     """Sends each request to the least loaded engine; if `deterministic`, by a hash of the request's id and in waves (WaveGate).
 
-    `engine_slots`: most running requests per engine. It and `engine_tokens` limit what is in flight at an engine; other requests wait here.
-    The limit `timeout_s` runs from a request's start in the engine; a request that has not started fails only if its engine is idle for
-    that long. An interrupted request continues from its tokens.
+    `engine_slots`: maximum running requests per engine. `engine_slots` and `engine_tokens` limit what is in flight at an engine; other
+    requests wait in the router. The limit `timeout_s` runs from a request's start in the engine; a request that has not started fails only
+    if its engine is idle for that long. An interrupted request continues from its tokens.
     """
 
     def __init__(
@@ -106,8 +106,8 @@ class Router:
             self._go_on_from(flight, turn)
 
     async def _generate_in_wave(self, flight: Flight, gate: WaveGate) -> Turn:
-        """Generate a response together with the others of its wave. An interrupted request starts again, since its continuation would be
-        another response."""
+        """Generate a response, starting together with all requests of its wave. An interrupted request starts again from its beginning,
+        since a continuation would yield another response."""
         async with gate.wave(flight.first.request_id) as wave:
             while True:
                 await self._place(flight)
@@ -135,7 +135,8 @@ class Router:
                 return turn
 
     def _go_on_from(self, flight: Flight, turn: Turn) -> None:
-        """Continue an aborted request if it made progress or requests are on hold; otherwise count the abort as fruitless."""
+        """Continue an aborted request if it made progress or the router holds all requests (`hold`); otherwise count the abort as
+        fruitless."""
         if turn.length and turn.tokens is not None:
             flight.interrupted(turn)
             flight.fruitless = 0
@@ -148,8 +149,8 @@ class Router:
     # ------------------------------------------------------------ load
 
     def has_room(self, announced: int = 0, tokens: float = 0.0) -> bool:
-        """True if more prompts may start. Few requests may wait, since staleness counts from the start. `announced`: number of requests on
-        their way to this router; `tokens`: their expected tokens in total."""
+        """True if more prompts may start. Only few requests may wait, since a prompt's staleness counts from its start. `announced`: number
+        of requests on their way to this router; `tokens`: their expected tokens in total."""
         if self._held or self._slots is None or self.gate is not None:
             return not self._held
         each = tokens / announced if announced else fmean(self._costs.values()) if self._costs else 0.0
@@ -298,8 +299,8 @@ class Router:
             self.on_room()
 
     def _send_waiting(self) -> None:
-        """Send waiting requests, first those of the domain with the fewest in flight: long responses of one domain do not hold up the
-        others."""
+        """Send waiting requests. The domain with the fewest requests in flight comes first, so that long responses of one domain do not
+        delay other domains."""
         while not self._held and (waiting := [name for name, queue in self._queues.items() if queue]):
             queue = self._queues[min(waiting, key=lambda name: self._in_flight.get(name, 0))]
             flight = queue[0]
@@ -353,8 +354,8 @@ class Router:
 
 
 class Wave:
-    """Requests of a deterministic run that start together. Their answers count only when all have come. If an engine is lost before that,
-    all its requests start again together, even answered ones, so its replacement works on the same batch."""
+    """Requests of a deterministic run that start together. No answer counts before all have come. If an engine is lost before that, all
+    requests of that engine start again together, even answered ones: so its replacement works on the same batch."""
 
     def __init__(self, request_ids: Iterable[str], all_serve: Callable[[], bool]) -> None:
         self._running = set(request_ids)
@@ -384,7 +385,7 @@ class Wave:
         return not self._running and not self._answered
 
     def settle(self) -> None:
-        """If all requests are answered, end the wave; or, if engines were lost, start their requests again once all engines serve."""
+        """If all requests are answered, end the wave. But if engines were lost, start their requests again once all engines serve."""
         if self._running or (self._lost and not self._all_serve()):
             return
         again = {request_id for request_id, (engine, _) in self._answered.items() if engine in self._lost}
@@ -406,7 +407,7 @@ class WaveGate:
         self._members = 0
         self._waiting: dict[str, asyncio.Future[Wave]] = {}
         self._waves: list[Wave] = []
-        """Waves that are not over; several only if requests come from no sample that has joined."""
+        """Waves that are not over. There are several only if requests come from samples that have not called `join`."""
 
     def join(self) -> None:
         self._members += 1

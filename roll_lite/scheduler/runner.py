@@ -148,7 +148,8 @@ class SampleRunner:
         queue: str | None = None,
         generated: Callable[[], None] = lambda: None,
     ) -> None:
-        """`queue`: name of its queue in the router; None: the domain's. Calls `generated()` when a sample starts to wait for its score."""
+        """`queue`: name of these samples' queue in the router; None: the domain's name. `generated()` is called when a sample starts to
+        wait for its score."""
         self.scoring = 0
         self._reached: dict[tuple[int, int], Callable[[], Unfinished | None]] = {}
         """For each running sample, by its group and index, a function that returns its state for a checkpoint."""

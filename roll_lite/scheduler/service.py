@@ -25,7 +25,7 @@ class RolloutResult:
     stats: RolloutStats
     left_out: list[SampleGroup] = field(default_factory=list)
     ledger: list[dict[str, Any]] = field(default_factory=list)
-    """Ledger lines: one per group that ended since the last batch, then the batch's."""
+    """Ledger lines: one for each group that ended since the last batch, then one for this batch."""
 
 
 class RolloutService:
@@ -42,8 +42,8 @@ class RolloutService:
         batches: int | None = None,
         keep_left_out: bool = False,
     ) -> None:
-        """`seed`: base of the requests' seeds; None: engines choose. `batches`: length of the run. `keep_left_out`: return lost and
-        filtered groups with the next batch."""
+        """`seed`: base of the requests' seeds; None: engines choose. `batches`: length of the run in batches; None: unlimited.
+        `keep_left_out`: return lost and filtered groups with the next batch."""
         self._domains = {domain.name: domain for domain in domains}
         self._router = router
         self._supply = pacing.supply
@@ -105,8 +105,8 @@ class RolloutService:
             self._validation.start(self._room_for_validation())
 
     def _room_for_validation(self) -> float:
-        """Number of held-out samples that may run: the capacity that training leaves, but at least an equal share beside the training
-        domains."""
+        """Number of held-out samples that may run: the capacity that training leaves, but at least an equal share, as if validation were
+        a further domain."""
         assert self._validation is not None
         longest = self._validation.longest.items()
         capacity = self._router.takes(max((self._router.expected_tokens(_held_out(name), most) for name, most in longest), default=0.0))
@@ -172,7 +172,8 @@ class RolloutService:
         return {"admitted": self._next_group, "open": sorted(n for scheduler in self._schedulers.values() for n in scheduler.live)}
 
     def last_ledger(self) -> list[dict[str, Any]]:
-        """Ledger lines for a run that ends now: those not fetched yet, one per undelivered group, which is dropped, and the end."""
+        """Ledger lines for a run that ends now: lines not fetched yet, a line that records each undelivered group as dropped, and the
+        end."""
         return [*self._ledger_if_dropped("the run ended"), {"event": "end", "admitted": self._next_group, "open": []}]
 
     def _ledger_if_dropped(self, cause: str) -> list[dict[str, Any]]:
@@ -219,8 +220,8 @@ class RolloutService:
     # ------------------------------------------------------------ weights
 
     async def hold(self) -> None:
-        """Prepare for a weight update, which `set_version` ends. By `on_sync`, running responses first end (drain) or are interrupted
-        (abort). With `pause` only the time-out clock stops, since the update's first bucket pauses the engines."""
+        """Prepare for a weight update, which `set_version` ends. With OnSync.DRAIN, running responses end first; with ABORT they are
+        interrupted. With PAUSE only the time-out clock stops: the first bucket of weights pauses the engines."""
         on_sync = self._pacing.on_sync
         self._draining = on_sync is OnSync.DRAIN
         if on_sync is OnSync.DRAIN and self._supply.whole_batches:
@@ -248,7 +249,7 @@ class RolloutService:
     # ------------------------------------------------------------ validation
 
     async def evaluate(self, samples_per_prompt: int, sampling: Mapping[str, Sampling]) -> RolloutResult:
-        """Generate and score every validation prompt of every domain, beside batches and weight updates.
+        """Generate and score every validation prompt of every domain. Batches and weight updates continue meanwhile.
 
         Failures are reported, not replaced. `sampling`: by domain.
         """
@@ -289,7 +290,7 @@ class RolloutService:
 
     def unfinished(self, state: Mapping[str, Any]) -> dict[int, dict[int, Unfinished]]:
         """Samples of the groups that were unfinished in `state`, with their present tokens and scores. `state`: a state of this service, at
-        most one batch old. Deterministic runs save complete groups only: the others start again, together."""
+        most one batch old. Deterministic runs save complete groups only: all samples of other groups start again together."""
         handed_out = {group.group: complete(group) for group in self._handed_out}
         found: dict[int, dict[int, Unfinished]] = {}
         for name, domain in state["domains"].items():

@@ -15,8 +15,8 @@ UNFINISHED, SURPLUS = "unfinished", "surplus"
 
 @dataclass
 class DomainStats:
-    """Statistics of one domain in one batch. An annotation names the row of the metric table and, for means, the attribute with the
-    number of items summed."""
+    """Statistics of one domain in one batch. An annotation holds the metric's name in the metric table and, for means, the name of the
+    field that counts the summed items."""
 
     requested: Annotated[int, "rollout/requested"] = 0
     delivered: Annotated[int, "rollout/groups"] = 0
@@ -57,7 +57,7 @@ class DomainStats:
         return self.finish_reasons.total()
 
     def metrics(self) -> Iterator[tuple[str, float, float]]:
-        """(row of the metric table, value, count) of every statistic."""
+        """Yield (metric name, sum, divisor) of every statistic; divisor: 1 except for means."""
         for name, hint in get_type_hints(DomainStats, include_extras=True).items():
             if get_origin(hint) is Annotated:
                 value, (row, *counted) = getattr(self, name), hint.__metadata__
@@ -73,9 +73,9 @@ class RolloutStats:
     """Weight version of the engines when the batch was complete."""
     wall_s: float = 0.0
     generation_s: float = 0.0
-    """Seconds until the last response; scoring runs at the same time."""
+    """Seconds from the start of the batch to the last response; scoring runs at the same time."""
     reward_tail_s: float = 0.0
-    """Seconds from the last response to the last score: reward time that generation did not hide."""
+    """Seconds from the last response to the last score: the time that scoring took beyond generation."""
 
     @property
     def tokens(self) -> int:
@@ -87,7 +87,7 @@ class RolloutStats:
 
 
 class RunTotals:
-    """Sums over the run, from which the domains' shares follow."""
+    """Sums of statistics over the run, and each domain's share of every sum."""
 
     TOTALS: ClassVar = (
         ("scored_samples", "scored", "scored_share"),
@@ -96,7 +96,7 @@ class RunTotals:
         ("delivered_samples", "accepted", "sample_share"),
         ("delivered_tokens", "batch_tokens", "token_share"),
     )
-    """Name of a sum in checkpoints, field of DomainStats that it adds up, and field for the domain's share of it."""
+    """(name of a sum in checkpoints, field of DomainStats that is summed, field of DomainStats for the domain's share of the sum)."""
 
     def __init__(self, domains: Iterable[str]) -> None:
         names = list(domains)
@@ -189,7 +189,8 @@ def commonest(causes: Counter[str]) -> str:
 
 
 def loss_of(group: SampleGroup) -> str | None:
-    """Cause of a group's loss; None if it is not lost. A failed greedy baseline loses the group: its missing score is not a score of 0."""
+    """Cause of a group's loss; None if it is not lost. A failed greedy baseline loses the group, since a score of 0 must not replace the
+    missing one."""
     if group.baseline is not None and group.baseline.outcome is SampleOutcome.FAILED:
         return f"greedy baseline: {group.baseline.failure or 'unknown'}"
     if all(sample.outcome is SampleOutcome.FAILED for sample in group.samples):

@@ -1,5 +1,5 @@
-"""Supplies: policies for how far ahead of training prompts start. Time is counted in requested batches; training requests one when it has
-finished the last."""
+"""Supplies: policies that decide how early prompts start, before training needs them. Time is counted in requested batches; training
+requests one when it has finished the last."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def pacing_of(config: RolloutConfig, engines_rest: bool = False) -> Pacing:
 
 
 LEAST_SHARE = 4
-"""A log-prob pass over part of an incomplete batch takes at least 1/LEAST_SHARE of it."""
+"""A log-prob pass that starts before the batch is complete takes at least 1/LEAST_SHARE of the batch's groups."""
 
 
 def least_early(prompts_per_step: int) -> int:

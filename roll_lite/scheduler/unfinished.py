@@ -58,7 +58,8 @@ NONE_SAVED: SavedGroups = {}
 
 
 class Unfinished(NamedTuple):
-    """A sample to save. If an engine works on its response, the tokens are those of `request` and then those of `parts`."""
+    """A sample to save. While an engine generates the response, the sample's tokens are those of `request`, followed by those of
+    `parts`."""
 
     sample: SavedSample
     request: GenerationRequest | None = None

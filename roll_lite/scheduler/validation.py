@@ -29,7 +29,7 @@ class Validation:
         first_group: int = 0,
     ) -> None:
         """`samples`: number per prompt. `runners`: by domain, used by this validation only. Calls `ended()` when a group ends.
-        `first_group`: number of the first group; none is used twice, so no late answer matches a new request's id."""
+        `first_group`: number of the first group. Validations share no group number, so a late answer cannot match a new request's id."""
         self._domains = {domain.name: domain for domain in domains if domain.validation is not None}
         self._runners = runners
         self._samples = samples

@@ -82,8 +82,8 @@ def refuse_unwritable(picture: Path) -> None:
 
 
 def alternatives(chosen: Scenario) -> Iterator[Scenario]:
-    """Yield the scenarios to compare: half, the same and twice the engines, each with all possible supply policies. Filters and limits
-    stay; `oversample` is kept only for sync supply."""
+    """Yield the scenarios to compare: half, the same and twice the engines, each with all possible supply policies. All have the chosen
+    filters and limits; only sync supply has the chosen `oversample`."""
     for count in sorted({max(1, chosen.engines // 2), chosen.engines, 2 * chosen.engines}):
         for settings in ALTERNATIVES if not chosen.takes_turns else ALTERNATIVES[:1]:
             oversample = chosen.rollout.oversample if settings["supply"] == "sync" else 1.0

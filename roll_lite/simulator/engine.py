@@ -79,7 +79,7 @@ class _Run:
 
     asked: Asked
     prompt: int
-    """Tokens of the prompt, including the context of a continued request."""
+    """Number of prompt tokens, including earlier tokens (`context`) of a continued request."""
     tokens: int
     reason: FinishReason
     generated: float = 0.0

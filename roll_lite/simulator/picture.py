@@ -19,7 +19,7 @@ VERSION_COLORS = ("#3b6fb6", "#e07b39", "#3f9b62", "#b5497f", "#8a6bbf", "#c9a22
 PHASE_COLORS = {"train": "#444444", "hold": "#f0b4b4", "sync": "#d62728", "move": "#bbbbbb"}
 """Colours of the phases training, draining, weight update, and loading or offloading of engines."""
 MOST_ROWS = 96
-"""Maximum request slots drawn as separate rows. Beyond that a row shows an engine, paler if fewer requests run."""
+"""Maximum request slots drawn as separate rows. With more slots, each row shows one engine: the fewer requests run, the paler."""
 COLUMNS = 1400
 
 

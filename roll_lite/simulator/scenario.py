@@ -86,8 +86,8 @@ class Scenario:
 
     @property
     def mean_slots(self) -> int:
-        """Average number of requests that fit into an engine and its KV cache at a time, if running responses, weighted by length, are half
-        done on average."""
+        """Average number of requests that fit into an engine and its KV cache at a time. Assumes that running responses, weighted by
+        length, are half done on average."""
         most = self.limits.cached_tokens
         if most is None:
             return self.limits.slots

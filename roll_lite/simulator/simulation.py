@@ -154,7 +154,7 @@ class _Simulation:
         self.present = scenario.engines
         """Number of engines, with those that are being replaced."""
         self.draining: set[str] = set()
-        """Nodes that were announced to leave."""
+        """Names of the nodes that are or were drained."""
         self.leaving: set[int] = set()
         self.slots = scenario.mean_slots
         self.early: dict[int, int] = {}

@@ -81,7 +81,7 @@ class DomainModel:
 
 
 class SimulatedPrompts:
-    """Simulated prompts of a domain. Their first two tokens are the domain's number and the prompt's index."""
+    """Simulated prompts of a domain. A prompt's first two tokens are the domain's number and the prompt's index."""
 
     def __init__(self, model: DomainModel, number: int) -> None:
         self._model = model

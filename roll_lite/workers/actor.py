@@ -174,5 +174,5 @@ def moved_too_far(metrics: Mapping[str, float], limit: float | None) -> bool:
 
 
 def without_mismatch(sums: Mapping[str, float]) -> dict[str, float]:
-    """Drop mismatch metrics: after an update, log-probs of engine and trainer differ by the update too."""
+    """Drop metrics of the log-prob mismatch between engine and trainer: after an update they would include the update's effect."""
     return {name: value for name, value in sums.items() if not name.startswith("mismatch/")}

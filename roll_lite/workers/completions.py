@@ -40,7 +40,8 @@ class CompletionPump:
         columns: Collection[str] = (),
         engine: int | None = None,
     ) -> None:
-        """`fetch`: gets the token block behind a reference. `columns`: EXTRA_COLUMNS to write. `engine`: the engine's number."""
+        """`fetch`: gets the token block behind a reference. `linger_s`: see `collect`. `columns`: names from EXTRA_COLUMNS to write.
+        `engine`: the engine's number."""
         self._strategy = strategy
         self._fetch = fetch
         self._linger_s = linger_s

@@ -1,6 +1,6 @@
-"""Turns reward and KL of one rank's rows into token rewards, then advantages, and measures them.
+"""Computes the advantages of one rank's rows: turns reward and KL into token rewards, and these into advantages. Also computes metrics.
 
-Group baselines and whitening need the global batch, so all ranks exchange numbers, even those without rows.
+Group baselines and whitening need the global batch, so all ranks exchange numbers, even ranks without rows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Credit:
     returns: torch.Tensor | None
     """The critic's targets; None without a critic."""
     kl: torch.Tensor | None
-    """KL(policy || reference) of each token, without coefficient, if part of the reward."""
+    """KL(policy || reference) of each token, without coefficient; None if the reward has no KL penalty."""
     rewards_per_row: torch.Tensor
     """[B] float64: the reward minus coef * the sample's KL."""
 
@@ -99,7 +99,7 @@ def _kl(rows: MicroBatch, algorithm: AlgorithmConfig) -> torch.Tensor:
 
 
 Estimate = tuple[torch.Tensor, torch.Tensor | None]
-"""(advantages [B, T-1] float32, the critic's targets)"""
+"""(advantages [B, T-1] float32, the critic's targets [B, T-1] or None)"""
 
 
 class _Task:
@@ -122,7 +122,7 @@ class _Task:
         self.rewards = self.score if kl is None else self.score - kl_coef * row_moments(kl, rows.mask)[:, 1]
         """[B] reward of each sample, minus its KL penalty."""
         self.whitening = whitening
-        """None: advantages are not whitened."""
+        """Function that computes the statistics for whitening; None: advantages are not whitened."""
         self.groups = rows.columns["group"].long()
         self._data_rank, self._gather = data_rank, gather
 
@@ -168,7 +168,8 @@ def _reinforce(task: _Task, gamma: float) -> Estimate:
 
 
 def _reinforce_plus_plus(task: _Task, gamma: float, baseline: str) -> Estimate:
-    """REINFORCE on token rewards. With group baselines the group's mean is first subtracted from the score, not from the KL."""
+    """REINFORCE on token rewards. `baseline` "group": the group's mean score is first subtracted from the score; the KL is left as it
+    is."""
     score = task.score
     if baseline == "group":
         everyone = task.everyone(score)
@@ -230,7 +231,7 @@ ESTIMATORS: dict[str, Callable[..., Estimate]] = {
     "remax": _remax,
     "custom": _custom,
 }
-"""Estimators by name in the configuration; other settings are keyword arguments."""
+"""Estimators by their names in the configuration. Other settings are passed as keyword arguments."""
 
 ESTIMATOR_READS = {"gae": ("values",), "remax": ("baseline_score",)}
 ALWAYS_WHITENED = ("reinforce_plus_plus",)

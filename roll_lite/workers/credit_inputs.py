@@ -18,7 +18,7 @@ class RowTable:
     """Samples of the whole global batch, even those that do not train; all tensors [N]."""
 
     rewards: torch.Tensor
-    """float64: the shaped score minus coef * the sample's KL."""
+    """float64: the reward after shaping, minus coef * the sample's KL."""
     groups: torch.Tensor
     """int64: samples of one prompt have the same number."""
     policy_tokens: torch.Tensor
@@ -40,7 +40,7 @@ class CreditInputs:
     values: torch.Tensor | None
     """[B, T-1] float32: the critic's value before each token; None without a critic."""
     reward: torch.Tensor
-    """[B] float32: the shaped score, without KL."""
+    """[B] float32: the reward after shaping, without KL."""
     groups: torch.Tensor
     """[B] int64: samples of one prompt have the same number."""
     policy_tokens: torch.Tensor
@@ -54,8 +54,8 @@ class CreditInputs:
 
 
 def users_advantages(inputs: CreditInputs, name: str, args: dict[str, Any], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Call the user's estimator. Returns (advantages, the critic's targets or None), [B, T-1], 0 where masked, even if it returns one
-    number per sample."""
+    """Call the user's estimator. Returns (advantages, the critic's targets or None), [B, T-1], 0 where masked. If the estimator returns one
+    number per sample, every policy token gets it."""
     result = load_function(name, WHERE, "CreditInputs -> advantages")(inputs, **args)
     pair = isinstance(result, tuple)
     if inputs.values is not None and not (pair and len(result) == 2):

@@ -32,7 +32,7 @@ def own_address() -> str:
 
 
 class EnginePartWorker(AsyncWorker):
-    """Part of an engine on one node. The InferWorker that made it calls it, and it ends with that worker."""
+    """Part of an engine on one node. The InferWorker that created the part calls it; the part ends with that worker."""
 
     lives_alone: ClassVar[bool] = True
     _watching: asyncio.Task[None] | None = None

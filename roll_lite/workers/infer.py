@@ -80,7 +80,7 @@ class InferWorker(AsyncWorker):
         self._ready.set()
 
     async def until_ready(self) -> None:
-        """Wait until the engine has started; before, this process may be too busy to answer."""
+        """Wait until the engine has started. While it starts, this process may be too busy to answer."""
         await self._ready.wait()
 
     async def _watch(self) -> None:

@@ -128,7 +128,7 @@ class JudgeServer:
 
 
 class JudgeWorker(AsyncWorker):
-    """Keeps one server alive. The run ends if it cannot."""
+    """Keeps one judge server running. If that fails, the run ends."""
 
     def __init__(self, config: JudgeServerConfig) -> None:
         super().__init__()

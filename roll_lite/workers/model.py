@@ -81,7 +81,8 @@ class Update:
 
 
 def training_columns(loss_columns: Sequence[str], if_there: Sequence[str] = ()) -> Columns:
-    """Columns that optimizer steps read from a batch; loss_weight comes with each mini-batch."""
+    """Columns that optimizer steps read from a batch. `if_there`: columns read only if the batch has them. loss_weight comes with each
+    mini-batch."""
     of_loss = [name for name in loss_columns if name != "loss_weight"]
     return Columns(reads=("input_ids", "response_mask", "domain_number", *of_loss), if_there=tuple(if_there))
 

@@ -1,8 +1,8 @@
 """Losses of actor and critic: functions that a worker hands to a strategy's train step.
 
 Each returns a micro-batch's share of the loss, sum(loss_weight * token loss), and metric sums (float64 scalars, the same names on every
-call), which add up over micro-batches and ranks. `observability/metric_table.py` declares names and divisors; `<name>#<number>` is a
-domain's sum. Masked entries never contribute, not even NaN: columns are filled first.
+call), which add up over micro-batches and ranks. `observability/metric_table.py` declares names and divisors; `<name>#<number>` is the sum
+of the domain with this number. Masked entries never contribute, not even NaN: they are first replaced by 0.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ActorLoss:
     measure_entropy: bool = True
     """Compute the entropy, for its metric, even if no bonus needs it."""
     domains: int = 1
-    """Rows without the column domain_number belong to domain 0."""
+    """Number of domains. Rows without the column domain_number belong to domain 0."""
     given: tuple[str, ...] = field(init=False)
     """Optional inputs (GIVEN_TO_LOSSES) that a user's loss asks for."""
     mismatch: RowSums = field(init=False)
@@ -167,7 +167,7 @@ class ActorLoss:
     def _kl(
         self, outputs: MicroBatchOutputs, log_probs: torch.Tensor, old: torch.Tensor, micro_batch: MicroBatch
     ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
-        """KL to the reference: for the loss (None if not in it), and as metrics."""
+        """KL to the reference: the loss term, [B, T-1] (None if the loss has none), and metrics."""
         masked = ~micro_batch.mask
         if self.kl_coef > 0 and self.kl_estimator == "full":
             assert outputs.distribution is not None

@@ -20,7 +20,7 @@ from roll_lite.rewards.running.batch_scorer import BUSY, BatchScorer, Scored, sl
 from roll_lite.workers.scoring_pool import ScoringJob, ScoringPool
 
 BATCH_SECONDS = 0.05
-"""Target duration of one call: much longer than a remote call's overhead, but samples should not wait for each other."""
+"""Target duration of one call: much longer than a remote call's overhead, but short, since a sample's result waits for the whole call."""
 SLICE_SECONDS = 0.5
 """A call returns after this time with the samples done so far: a hanging sample does not delay its batch."""
 MOST_SAMPLES = 64
@@ -33,7 +33,8 @@ RewardJob = ScoringJob[RewardInput, Score]
 
 
 class RewardWorker:
-    """Synchronous actor, so reward functions run in the main thread; a single `async def` method would move them to another."""
+    """Synchronous actor, so reward functions run in the process's main thread. A single `async def` method would move them to another
+    thread."""
 
     _scorer: BatchScorer
 
@@ -42,7 +43,8 @@ class RewardWorker:
         self._path = path
 
     def prepare(self) -> tuple[bool, bool, str]:
-        """Load and warm up the reward functions. Returns whether one is async, whether one takes lists, and a note for the user."""
+        """Load and warm up the reward functions. Returns whether any function is async, whether any takes lists of samples, and a note for
+        the user."""
         self._scorer, reward = BatchScorer.of(self._config, self._path)
         return reward.is_async, reward.is_batched, reward.describe()
 

@@ -32,7 +32,7 @@ WINDOW_SECONDS = 0.003
 RESTART_SECONDS = 600.0
 """Time limit for processes to start and load the model."""
 HANG_SECONDS = 600.0
-"""Time limit of one batch on a model copy; a sample's `timeout_s` is shorter."""
+"""Time limit of one batch on a model copy; longer than the limit of one sample (`timeout_s`)."""
 KILL_SECONDS = 1.0
 POLL_SECONDS = 0.25
 
@@ -100,7 +100,8 @@ class Ranks:
         self.guilty = None
 
     async def until_lost(self) -> str:
-        """Wait until a rank is silent or dead; returns the cause, or raises MemberLost with it."""
+        """Wait until a rank is silent or dead. Returns the cause if it is silent; raises MemberLost with the cause if it died or was
+        restarted."""
 
         async def ask() -> None:
             if await self._find_places() != self._places:
@@ -139,7 +140,7 @@ class Ranks:
             raise MemberLost(f"{self.name}: it hangs: no scores within {HANG_SECONDS:g} s") from None
 
     async def move(self, to_devices: bool) -> None:
-        """Load or offload the model. A rank found dead when offloading raises nothing: the next sample notices."""
+        """Load or offload the model. A dead rank is no error when offloading: scoring the next sample will reveal it."""
         async with self._moving:
             if self._is_resident == to_devices:
                 return
@@ -198,7 +199,7 @@ class RewardModelPool(ScoringPool[Ranks, ScoredText, float]):
         return self._config.micro_batch_size * sum(len(ranks.copies) for ranks in self._fleet.members)
 
     async def rest(self) -> None:
-        """Once all samples are scored, offload the model (`offload: true`) until the next one."""
+        """Wait until all samples are scored, then offload the model (with `offload: true`) until another sample comes."""
         if not self._config.offload or not self._fleet.is_tended:
             return
         while self._open:

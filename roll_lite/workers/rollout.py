@@ -67,7 +67,7 @@ class RolloutSpec:
     engine_silence_s: float | None = None
     """Time in which an engine's process must answer; None: unlimited."""
     trained_embeddings: dict[str, Path] = field(default_factory=dict)
-    """Models that train their embeddings, by the setting that names them: a note warns if prompt tokens have zero embeddings."""
+    """Models whose embeddings are trained: setting that names the model -> path. A note warns if prompt tokens have zero embeddings."""
     columns: tuple[str, ...] = ()
     """Extra token columns that engines return, as in EngineSpec."""
 
@@ -140,7 +140,7 @@ class RolloutWorker(AsyncWorker):
         self._data_notes: list[str] = []
         self._silences: list[float] = []
         self._left = set[str]()
-        """Engines that gave their requests away and are about to end, which is no loss."""
+        """Engines that leave on purpose: their requests have moved, and their end is not counted as a loss."""
         self._writing: asyncio.Task[None] | None = None
         self._one_writes = asyncio.Lock()
 
@@ -158,8 +158,8 @@ class RolloutWorker(AsyncWorker):
         await self._try_rewards(judges)
 
     async def initialize(self, engines: Sequence[Any], absent: Mapping[int, str] = NOBODY) -> None:
-        """Start serving, after `prepare`. `engines`: InferWorker actors. `absent`: engines that `engine_restarted` will add later, with the
-        reason."""
+        """Start serving, after `prepare`. `engines`: InferWorker actors. `absent`: number -> reason, for engines that are missing until
+        `engine_restarted` adds them."""
         spec = self._spec
         clients = [self._client(number, engine) for number, engine in enumerate(engines)]
         rollout, limits = spec.rollout, (spec.engine_slots, spec.rollout.max_tokens_per_engine)
@@ -311,7 +311,7 @@ class RolloutWorker(AsyncWorker):
         self._router.add(client)
 
     async def engine_leaves(self, number: int) -> None:
-        """Move the requests of an engine to the others, since its node will leave. Returns once it has none."""
+        """Move the requests of an engine to other engines, since its node will leave. Returns once the engine has no requests."""
         name = self._engines.members[number].name
         await self._router.drain(name, interrupt=True)
         self._left.add(name)
@@ -342,7 +342,7 @@ class RolloutWorker(AsyncWorker):
         return [] if folder is None else [partial(write_samples, folder / f"{kind}_{step:06d}.jsonl", groups, step, _clock_offset())]
 
     async def _write(self, files: Sequence[Callable[[], None]]) -> None:
-        """Write files in a thread, after earlier ones; raises their errors."""
+        """Wait until earlier files are written, raise errors of that, and start to write these files in a thread."""
 
         def write() -> None:
             for file in files:
@@ -391,7 +391,7 @@ def _clock_offset() -> float:
 
 
 def sampling_of(config: SamplingConfig, keep_mask: bool = False) -> Sampling:
-    """Sampling parameters for engines. `keep_mask`: return the ids that top-k, top-p or min-p keep, if any truncates."""
+    """Sampling parameters for engines. `keep_mask`: return the ids that top-k, top-p or min-p keep, if one of these is configured."""
     return Sampling(
         temperature=config.temperature,
         max_tokens=config.max_tokens,

@@ -60,7 +60,7 @@ def rows_of(groups: Sequence[SampleGroup], temperatures: Mapping[str, float]) ->
 
 
 def held_out_rows(groups: Sequence[SampleGroup], temperatures: Mapping[str, float], report_by: Mapping[str, str | None]) -> DataProto:
-    """Rows of a validation. `report_by`: domain -> data column by whose values its results are also reported, or None."""
+    """Rows of a validation. `report_by`: domain -> data column (or None). Results are also reported for each value of this column."""
     samples = [sample for group in groups for sample in group.samples]
     parts = [_part(sample, report_by[sample.id.domain]) for sample in samples]
     answers = [number for group in groups for number in _answers(group)]
@@ -181,8 +181,8 @@ class DumpSpec:
     def writing(
         self, step: int, groups: Sequence[SampleGroup], rows: DataProto, stats: RolloutStats, extra: Sequence[str], clock_offset: float
     ) -> Callable[[], None]:
-        """Return a function that writes a dump, for a thread; it captures `stats` now. `rows`: of the samples that train. `extra`: further
-        token columns."""
+        """Return a function that writes a dump, to be called in a thread; `stats` are copied now. `rows`: of the samples that train.
+        `extra`: further token columns."""
         facts = {"step": step, "config": self.config, "tokenizer": self.tokenizer, "stats": json.loads(json.dumps(stats, default=vars))}
         return partial(write_dump, dump_file(self.folder, step), groups, rows, stored_blocks, facts, KEPT_IDS in extra, clock_offset)
 

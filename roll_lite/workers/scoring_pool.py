@@ -24,14 +24,15 @@ class ScoringJob(Generic[Item, Result]):
     item: Item
     answer: asyncio.Future[Result]
     alone: bool = False
-    """True if the sample must be scored alone next, since its last batch hung or died: only a sample scored alone can be blamed."""
+    """True if the sample must be scored alone next, since its last batch hung or killed the worker: only a sample scored alone can be
+    blamed."""
 
 
 class ScoringPool(ABC, Generic[M, Item, Result]):
-    """Queue of samples. A free worker takes waiting samples at once: the least loaded gets the work."""
+    """Queue of samples. A free worker takes waiting samples at once, so the least loaded worker gets the work."""
 
     def __init__(self, path: str, members: Sequence[M], policy: Policy, window_s: float = 0.0) -> None:
-        """`path`: YAML path of the workers. `window_s`: time that a free worker waits for a full batch."""
+        """`path`: the workers' YAML path, for messages. `window_s`: seconds that a free worker waits for a full batch."""
         self._fleet = Fleet(path, members, policy, self._serve, self._lost, self._down)
         self._queue: deque[ScoringJob[Item, Result]] = deque()
         self._open: dict[asyncio.Future[Result], None] = {}
@@ -88,7 +89,8 @@ class ScoringPool(ABC, Generic[M, Item, Result]):
             self._idle -= 1
 
     def _next(self, most: int, joins: bool = False) -> list[ScoringJob[Item, Result]]:
-        """Up to `most` waiting samples. One that must run alone is returned alone, and only to an idle worker (not `joins`)."""
+        """Take up to `most` waiting samples. A sample that must be scored alone is taken alone, and only for an idle worker. `joins`: the
+        worker is already scoring."""
         batch: list[ScoringJob[Item, Result]] = []
         while self._queue and len(batch) < most and not (self._queue[0].alone and (batch or joins)):
             job = self._queue.popleft()

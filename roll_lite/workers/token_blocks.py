@@ -51,8 +51,8 @@ class TokenRecord:
         return TokenRecord(self.ids[first:], self.mask[first:], self.log_probs[first:], extra)
 
     def fill_experts(self, experts: np.ndarray | None) -> TokenRecord:
-        """Fill in unknown expert ids from those that the engine reports. Known ones stay: sampling used them, while a continued request,
-        which prefills the earlier tokens again, may report others."""
+        """Fill in unknown expert ids from those that the engine reports. Known ids stay, since sampling used them: a continued request
+        prefills these tokens again, perhaps with other experts."""
         if experts is None:
             return self
         told = _stacked([experts[: len(self)], _unknown(EXPERTS, max(0, len(self) - len(experts)))])
@@ -104,7 +104,7 @@ def joined_record(request: GenerationRequest, parts: Sequence[TokenRow], read: C
 
 
 def token_block(records: Sequence[TokenRecord], extra: Collection[str] = ()) -> DataProto:
-    """Write records as rows. `extra`: further columns, even if empty, so all blocks of a batch agree."""
+    """Write records as rows. `extra`: further columns, written even without data: all blocks of a batch have the same columns."""
     assert all(len(record) for record in records), "a sample has tokens"
     whole = TokenRecord.joined([TokenRecord.given(()), *records])
     offsets = np.concatenate([[0], np.cumsum([len(record) for record in records], dtype=np.int64)])

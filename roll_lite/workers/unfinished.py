@@ -57,8 +57,8 @@ def _with_tokens(sample: SavedSample, tokens: TokenRow | None) -> SavedSample:
 
 
 def from_file(content: bytes, columns: Sequence[str], store: Callable[[DataProto], Any]) -> SavedGroups:
-    """Read samples; none if the file's token columns are not the usual ones and `columns`. `store`: function that puts a block into the
-    object store and returns its reference."""
+    """Read samples. Returns none if the file's token columns are not exactly TOKEN_COLUMNS and `columns`. `store`: function that puts a
+    block into the object store and returns its reference."""
     table = pq.read_table(BytesIO(content)).combine_chunks()
     names = [*TOKEN_COLUMNS, *columns]
     if {"group", "index", "sample", *names} != set(table.column_names):

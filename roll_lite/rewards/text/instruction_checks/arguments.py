@@ -22,14 +22,14 @@ def whole(number: Any, *, least: int = 0) -> int:
 
 
 def phrase(name: str, value: Any) -> str:
-    """A stripped text; ValueError if empty, since every response contains the empty text."""
+    """Strip a text. ValueError if nothing is left, since every response contains the empty text."""
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{name} must be a text with something in it, got {value!r}")
     return value.strip()
 
 
 def phrases(name: str, each: str, value: Any) -> list[str]:
-    """A list of texts. ValueError for an empty list or a string, which would pass as a list of letters."""
+    """Check a list of texts and strip each. ValueError for an empty list, or for a string, which would pass as a list of letters."""
     if isinstance(value, str) or not hasattr(value, "__iter__"):
         raise ValueError(f"{name} must be a list of words, got {value!r}")
     values = list(value)
@@ -39,7 +39,7 @@ def phrases(name: str, each: str, value: Any) -> list[str]:
 
 
 def one_phrase(name: str, value: Any) -> str:
-    """A text given alone or in a list of one: data sets have both."""
+    """Check and strip a text, given alone or as the only item of a list: data sets have both."""
     values = value if isinstance(value, str) or not hasattr(value, "__iter__") else list(value)
     return phrase(name, values[0] if isinstance(values, list) and len(values) == 1 else values)
 
@@ -59,7 +59,7 @@ def letter_of(value: Any) -> str:
 
 
 def words_of(name: str, value: Any) -> list[str]:
-    """Words of a text, or of a list of one; ValueError if there are none."""
+    """Words of a text, which may be the only item of a list. ValueError if there are none."""
     wanted = words(one_phrase(name, value))
     if not wanted:
         raise ValueError(f"{name} must hold a word, got {value!r}")

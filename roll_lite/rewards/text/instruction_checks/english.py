@@ -90,7 +90,7 @@ NAMES = _listed(
 
 
 def is_verb(word: str) -> bool:
-    """True for a form of a listed verb; many are nouns as well."""
+    """True for a form of a listed verb, even if the word can also be a noun."""
     return word in AUXILIARIES or word in IRREGULAR or any(base in VERBS for base in _bases(word))
 
 

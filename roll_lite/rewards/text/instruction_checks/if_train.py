@@ -1,4 +1,4 @@
-"""Checks of IF-RLVR (IFTrain) beyond IFEval's. Words are those of `parts.words`: lower case, without punctuation."""
+"""Checks of the IF-RLVR (IFTrain) instructions that IFEval lacks. Words are those of `parts.words`: lower case, without punctuation."""
 
 from __future__ import annotations
 
@@ -47,20 +47,21 @@ def copies(response: str, prompt_to_repeat: str, N: int) -> bool:
 
 
 def copy_span_idx(response: str, prompt_to_repeat: str, n_start: int, n_end: int) -> bool:
-    """The response copies characters n_start to n_end of the prompt; the last character may be missing, as in the data set's own check."""
+    """The response copies the prompt's characters from n_start (counted from 0) up to n_end. The last one may be missing, as in the data
+    set's own check."""
     start, end = whole(n_start), whole(n_end, least=1)
     wanted = phrase("what is to be copied", prompt_to_repeat and prompt_to_repeat[start:end])
     return response.strip().lower() in (wanted.lower(), prompt_to_repeat[start : end + 1].strip().lower())
 
 
 def sentence_hyphens(response: str) -> bool:
-    """Hyphens without spaces join the sentences: One.-Two.-Three. Split at hyphens after . ! or ?, each part is one sentence."""
+    """Sentences are joined by hyphens without spaces: One.-Two.-Three. Each part between hyphens that follow . ! or ? is one sentence."""
     pieces = re.split(r"(?<=[.!?])-", response.strip())
     return all(piece == piece.strip() and len(sentences(piece)) == 1 and not re.search(r"[a-z][.!?][A-Z]", piece) for piece in pieces)
 
 
 def bigram_wrapping(response: str) -> bool:
-    """The words are in << >> in pairs; an odd last one is free."""
+    """Each two successive words are enclosed in << >>; if the number is odd, the last word may be outside."""
     tokens = response.split()
     pairs = list(zip(tokens[::2], tokens[1::2], strict=False))
     return every(pairs, lambda pair: pair[0][:2] == "<<" and pair[1][-2:] == ">>" and ">>" not in pair[0] and "<<" not in pair[1])

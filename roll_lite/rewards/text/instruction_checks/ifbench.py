@@ -112,7 +112,7 @@ def lengths(response: str) -> list[int]:
 
 
 def alliteration(sentence: str) -> int:
-    """Number of words next to one with the same first letter."""
+    """Number of words that stand next to a word with the same first letter."""
     runs = [len(list(run)) for _, run in groupby(words(sentence), lambda word: word[0])]
     return sum(run for run in runs if run > 1)
 
@@ -134,7 +134,7 @@ SENTENCE_TO_REPEAT = "only output this sentence here, ignore all other requests.
 
 
 def parentheses(response: str) -> bool:
-    """A bracket inside four or more others is correctly closed."""
+    """At least one bracket is nested inside four or more others and correctly closed."""
     open_ones: list[str] = []
     for character in response:
         if character in "([{":
@@ -188,7 +188,7 @@ def sub_bullets(response: str) -> bool:
 
 
 def no_bullets_bullets(response: str) -> bool:
-    """The response has at least two sentences with a full stop, then at least two lines that begin with *, and no others."""
+    """The response has at least two sentences with a full stop, then at least two lines that begin with *. No other lines follow."""
     lines = [line.strip() for line in response.split("\n") if line.strip()]
     first = next((place for place, line in enumerate(lines) if line.startswith("*")), len(lines))
     return marks("\n".join(lines[:first]))[0] >= 2 and len(lines) - first >= 2 and all(line.startswith("*") for line in lines[first:])
@@ -221,7 +221,8 @@ def emoji(response: str) -> bool:
 
 
 def title_case(response: str) -> bool:
-    """All words are capitalized, except articles, conjunctions and short prepositions inside; all capitals fail."""
+    """All words are capitalized, except articles, conjunctions and short prepositions after the first word. A response in all capitals
+    fails."""
     said = [word for word in TITLE_WORD.findall(response) if word[0].isalpha()]
     is_shouted = all(map(str.isupper, said)) and any(len(word) > 1 for word in said)
     is_title = all(not word[0].islower() or (place and word in MINOR_WORDS) for place, word in enumerate(said))
@@ -285,7 +286,7 @@ def mcq_count_length(response: str) -> bool:
 
 
 def reverse_newline(response: str) -> bool:
-    """From the line with Zimbabwe on, at least 52 lines in reverse alphabetical order, all different."""
+    """The line with Zimbabwe and all lines after it, together at least 52, are in reverse alphabetical order and all different."""
     lines = [name for line in response.split("\n") if (name := line.strip(OUTER_MARKS))]
     first = next((place for place, line in enumerate(lines) if "Zimbabwe" in line), len(lines))
     return neighbours([plain(line).casefold() for line in lines[first:]], gt, FEWEST_COUNTRIES)

@@ -1,4 +1,4 @@
-"""Checks of IFEval's 25 instructions, and of RLVR-IFEval's (AllenAI), mostly the same. Arguments have the data sets' names."""
+"""Checks of IFEval's 25 instructions, and of the mostly equal ones of RLVR-IFEval (AllenAI). Arguments are named as in the data sets."""
 
 from __future__ import annotations
 

@@ -16,13 +16,14 @@ ABBREVIATION = re.compile(
     re.IGNORECASE,
 )
 SENTENCE_END = re.compile(r"(?:(?<![!?])[!?]+|(?<!\.)\.+|…|(?<![。！？])[。！？]+)[\"'”’)\]*_]*(?=\s|$|(?<=[。！？])\S)")
-"""Matches marks that end a sentence; each run of marks is tried only once."""
+"""Matches marks that end a sentence. A match starts only at the first mark of a run, for speed."""
 LONGEST_ABBREVIATION = 40
-"""Characters before a full stop searched for an abbreviation."""
+"""Maximum characters before a full stop that are searched for an abbreviation."""
 
 LATIN = "\\u0000-\\u024f"
 UNSEEN = re.compile(f"[\u00ad\u180e\u200b\u2060-\u2064\ufeff]|(?<=[{LATIN}])[\u200c\u200d]|[\u200c\u200d](?=[{LATIN}])")
-"""Matches invisible characters. Joiners stay between letters of other scripts and between emoji, where they have a meaning."""
+"""Matches invisible characters, except zero-width joiners and non-joiners between emoji or letters of non-Latin scripts, where they have a
+meaning."""
 BLANKS = str.maketrans(dict.fromkeys("\u115f\u1160\u2800\u3164\uffa0", " "))
 """Maps letters and symbols that look blank to spaces."""
 
