@@ -78,6 +78,15 @@ class Hosts:
         """Connect a host to the network, or cut it off."""
         _run("ip", "-netns", self.names[number], "link", "set", "eth0", state)
 
+    def rules(self, number: int) -> str:
+        """Routing rules of a host."""
+        return _run("ip", "-netns", self.names[number], "rule")
+
+    def has_ray(self, number: int) -> bool:
+        """True if a Ray node runs on a host."""
+        pids = _run("ip", "netns", "pids", self.names[number]).split()
+        return any(_name_of(pid) == "raylet" for pid in pids)
+
 
 @contextmanager
 def hosts(count: int = 2, cpus: int = 2) -> Iterator[Hosts]:
@@ -147,6 +156,13 @@ def _end_processes(name: str) -> None:
                 continue
         assert time.monotonic() < deadline, f"{name} has processes that do not end: {pids}"
         time.sleep(0.1)
+
+
+def _name_of(pid: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:  # it has ended
+        return ""
 
 
 def _require_namespaces() -> None:

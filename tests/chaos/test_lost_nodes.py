@@ -41,6 +41,7 @@ class HostedRun:
     """A run whose driver is on the first host."""
 
     def __init__(self, hosts: Hosts, *settings: str) -> None:
+        self.hosts = hosts
         self.run_dir = hosts.shared / "runs"
         script = [sys.executable, "examples/start_rlvr_pipeline.py", "--config-name", "tiny_grpo", f"run_dir={self.run_dir}"]
         self.said = hosts.shared.parent / "run.txt"
@@ -65,10 +66,20 @@ class HostedRun:
         self.until(lambda: self.steps >= wanted)
 
     def says(self, pattern: str) -> bool:
-        return bool(self.all_said(pattern))
+        return re.search(pattern, self.said.read_text().replace("\n", " ")) is not None
 
-    def all_said(self, pattern: str) -> list[str]:
-        return re.findall(pattern, self.said.read_text().replace("\n", " "))
+    def cut_host(self) -> int:
+        """Wait until a host is cut off; returns its number."""
+        self.until(lambda: "its node" in self.said.read_text())
+        (address,) = re.findall(r"chaos: cut of .*, its node (\S+) for", self.said.read_text())
+        return list(self.hosts.addresses).index(address)
+
+    def heals(self, number: int) -> None:
+        """Wait until a cut host is back, and Ray has ended on it, as it does on hosts that it gave up. Then start Ray there again."""
+        self.until(lambda: "blackhole" not in self.hosts.rules(number))
+        self.until(lambda: not self.hosts.has_ray(number))
+        self.hosts.kill(number)
+        self.hosts.start(number)
 
     def ends(self) -> Path:
         """End it as Ctrl-C does, and check its ledger."""
@@ -86,12 +97,37 @@ def cut(target: str, seconds: float, most: int = 1) -> str:
 
 @pytest.mark.usefixtures("signals_arrive")
 def test_a_short_cut_loses_nothing(hosts: Hosts) -> None:
-    run = HostedRun(hosts, "actor_train.devices=[1]", "actor_infer.devices=[0, 2]", cut("actor_train, actor_infer", 2, most=4))
-    run.until(lambda: run.said.read_text().count("chaos: cut of ") == 4)
+    run = HostedRun(hosts, "actor_train.devices=[1]", "actor_infer.devices=[0, 2]", cut("actor_train, actor_infer", 2, most=3))
+    run.until(lambda: run.said.read_text().count("chaos: cut of ") == 3)
     run.trains(3)
     assert {f"its node {address} for 2 s" in run.said.read_text() for address in hosts.addresses} == {False, True}
     run.ends()
     assert not run.says("is lost")
+
+
+@pytest.mark.usefixtures("signals_arrive")
+def test_an_engine_is_back_after_a_long_cut_of_its_node(hosts: Hosts) -> None:
+    run = HostedRun(hosts, "actor_train.devices=[0]", "actor_infer.devices=[0, 2]", cut("actor_infer", 20))
+    number = run.cut_host()
+    run.until(lambda: run.says(rf"actor_infer\[1\] on {hosts.addresses[number]} is lost"))
+    run.trains(2)
+    assert not run.says(RETURNED)
+    run.heals(number)
+    run.until(lambda: run.says(RETURNED))
+    run.trains(2)
+    run.ends()
+
+
+@NIGHTLY
+@pytest.mark.usefixtures("signals_arrive")
+def test_a_trainer_on_a_node_that_is_cut_off_is_named_and_starts_again(hosts: Hosts) -> None:
+    run = HostedRun(hosts, *TRAINER_APART, cut("actor_train", 20))
+    number = run.cut_host()
+    run.until(lambda: run.says(rf"actor_train rank 0 on {hosts.addresses[number]} is lost"), seconds=30)
+    run.heals(number)
+    run.until(lambda: run.says("actor_train is back at step"))
+    run.trains(2)
+    run.ends()
 
 
 @NIGHTLY

@@ -1,4 +1,4 @@
-"""What a machine has too little of is named with the number and the remedy."""
+"""What a machine has too little of is named with the number and the remedy. tests/chaos/test_limits.py has whole runs."""
 
 from __future__ import annotations
 

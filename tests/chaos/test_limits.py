@@ -1,0 +1,110 @@
+"""Runs on a machine that is suspended, whose clock jumps, or that has too little memory or read-only folders. test_full_disk.py has full
+disks, tests/pipeline/test_shortages.py what is checked before a run starts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from engine_harness import require
+
+from roll_lite.pipeline.checkpoint_files import check_sums, finished_checkpoints, read_list, record
+from tests.chaos.test_engine_restarts import whole
+from tests.integration.test_lost_engines import SETTINGS
+from tests.integration.test_runs import SMALL, Run
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+SUSPENDED_S = 25.0
+"""Longer than an engine may be silent, and than any request of Ray's takes."""
+MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
+
+
+def newest_is_whole(folder: Path) -> int:
+    """Check the newest checkpoint; returns its step."""
+    saved = finished_checkpoints(folder)[-1]
+    wanted = read_list(saved)
+    assert wanted is not None
+    check_sums(saved, wanted, [(name, record(saved / name)) for name in wanted])
+    return int(saved.name.removeprefix("step_"))
+
+
+@pytest.mark.parametrize("jump", [3600.0, pytest.param(-7200.0, marks=pytest.mark.nightly)])
+def test_a_suspended_laptop_goes_on_and_nothing_is_given_up(tmp_path: Path, jump: float) -> None:
+    """All processes stop, and the wall clock is another one when they go on."""
+    require("vllm")
+    path = os.pathsep.join([str(Path(__file__).parent / "clock_jumps"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    file = tmp_path / "jump"
+    with Run(tmp_path, "tiny_grpo", *SETTINGS, "steps=12", environment={"PYTHONPATH": path, "CLOCK_JUMP": str(file)}) as run:
+        run.wait_for_step(3)
+        processes = run.tree()
+        for process in processes:
+            with suppress(psutil.Error):
+                process.suspend()
+        file.write_text(str(jump))
+        time.sleep(SUSPENDED_S)
+        for process in reversed(processes):
+            with suppress(psutil.Error):
+                process.resume()
+        code, output = run.finish()
+    assert code == 0 and "is lost" not in output, output
+    assert len(whole(run)) == 12 and run.summary()["wall_s"]["total"] < 300
+    begun, ended = (run.samples(step)[0]["asked_at"] for step in (1, 12))
+    assert abs(ended - begun - jump) < 300, "the clock has jumped"
+
+
+@pytest.fixture
+def read_only() -> Iterator[list[Path]]:
+    """Folders to make writable again."""
+    mounted: list[Path] = []
+    yield mounted
+    for folder in mounted:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("name", ["checkpoints", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("samples", "."))])
+def test_a_folder_that_becomes_read_only_is_named_and_the_last_checkpoint_stays(tmp_path: Path, name: str, read_only: list[Path]) -> None:
+    require("vllm")
+    with Run(tmp_path, "tiny_grpo", *SMALL, "steps=100000", "checkpoint.every=1") as run:
+        run.wait_for_step(3)
+        place = run.folder / name
+        made = subprocess.run(["mount", "--bind", str(place), str(place)], check=False, capture_output=True, text=True)
+        if made.returncode:
+            (pytest.fail if os.environ.get("CI") else pytest.skip)(f"nothing can be mounted here: {made.stderr}")
+        read_only.append(place)
+        subprocess.run(["mount", "-o", "remount,ro,bind", str(place)], check=True)
+        code, output = run.finish()
+    told = [line for line in output.splitlines() if line.startswith("the run failed: ")]
+    assert code == 1 and len(told) == 1 and f"Read-only file system: '{run.folder}" in told[0] and "Traceback" not in output, output
+    if name == ".":
+        assert f"the end of the run could not be recorded in {run.folder}: " in output
+    else:
+        assert f"Read-only file system: '{place}" in run.summary()["exit"]
+    assert f"step_{newest_is_whole(run.folder):06d}" in output.splitlines()[-1]
+
+
+def test_a_process_that_was_killed_for_want_of_memory_is_told(tmp_path: Path) -> None:
+    require("vllm")
+    group = MEMORY_GROUPS / f"rl-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text("2000M")
+    except OSError as error:
+        pytest.skip(f"no group of limited memory can be made here: {error}")
+    try:
+        with Run(tmp_path, "tiny_grpo", *SMALL, "steps=3") as run:
+            (group / "cgroup.procs").write_text(str(run.process.pid))
+            code, output = run.finish()
+    finally:
+        deadline = time.monotonic() + 30
+        while (group / "cgroup.procs").read_text() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        group.rmdir()
+    assert code == 1 and "Memory was short: the kernel has killed" in output, output
+    assert "Memory was short: the kernel has killed" in run.summary()["exit"]
