@@ -1,1 +1,1 @@
-"""Pure maths on tensors and settings; masked entries never contribute."""
+"""Formulas as functions of tensors: advantages, losses, rewards, metrics. Masked entries contribute nothing."""

@@ -17,7 +17,7 @@ STD_OFFSET = 1e-6
 """Added to a standard deviation before division by it."""
 
 VARIANCE_OFFSET = 1e-8
-"""Added to a variance before its root."""
+"""Added to a variance before its square root is taken."""
 
 
 # ---------------------------------------------------------------- token rewards
@@ -58,8 +58,9 @@ def gae(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Generalised advantage estimation: A_t = delta_t + gamma * lam * A_{t+1}, delta_t = r_t + gamma * V_{t+1} - V_t.
 
-    Returns advantages (with lam) and returns = values + advantages (with lam_critic, by default lam), [B, T-1]. lam may be one number per
-    row [B]. at_end [B] is added to the reward of the last policy token, in float64; bootstrap [B] is the value after it."""
+    Returns advantages (with lam) and returns = values + advantages (with lam_critic, by default lam), [B, T-1]. token_rewards None: zeros.
+    lam may be one number per row [B]. at_end [B] is added to the last policy token's reward, in float64; bootstrap [B] is the value after
+    that token, by default 0. whitening: whiten the advantages."""
     rows = (at_end, lam, lam if lam_critic is None else lam_critic, bootstrap)
     outputs = (values.dtype, values.dtype)
     advantages, returns = kernels.recurrence(kernels.gae, mask, (token_rewards, values), gamma, rows, outputs, whitening)
@@ -78,7 +79,7 @@ def reinforce(
     at_end: torch.Tensor | None = None,
     whitening: Whitening | None = None,
 ) -> torch.Tensor:
-    """Discounted returns of policy tokens, [B, T-1]. at_end and token_rewards as in `gae`."""
+    """Discounted returns of policy tokens, [B, T-1]; whitened with `whitening`. at_end and token_rewards as in `gae`."""
     dtype = torch.float32 if token_rewards is None else token_rewards.dtype
     (returns,) = kernels.recurrence(kernels.discounted_returns, mask, (token_rewards,), gamma, (at_end,), (dtype,), whitening)
     return returns
@@ -105,7 +106,7 @@ def policy_token_counts(mask: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Groups:
-    """Rewards, and statistics of the group of each reward, all [N]."""
+    """Rewards [N], and for each reward the statistics of its group, [N]."""
 
     rewards: torch.Tensor
     member: torch.Tensor
@@ -130,7 +131,7 @@ class _Groups:
 
 
 def _sum_of_group(x: torch.Tensor, member: torch.Tensor) -> torch.Tensor:
-    """Sum over a row's group. [N], [N] -> [N]."""
+    """Sum of x [N] over each row's group -> [N]. `member` [N]: group numbers."""
     groups = int(member.max()) + 1 if len(member) else 0
     return x.new_zeros(groups).index_add(0, member, x)[member]
 
@@ -173,11 +174,11 @@ def opo(rewards: torch.Tensor, groups: torch.Tensor, policy_tokens: torch.Tensor
 def gpg(
     rewards: torch.Tensor, groups: torch.Tensor, before_kl: torch.Tensor | None = None, trains: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """(reward - group mean) * number of samples / number of samples in groups with unequal rewards. So groups of equal rewards do not
-    dilute the gradient.
+    """(reward - group mean) * number of samples / number of samples in groups with unequal rewards. The factor keeps groups of equal
+    rewards from diluting the gradient.
 
-    before_kl [N]: rewards without KL, which are compared instead of `rewards`, since KL makes nearly all differ. trains [N] bool: samples
-    counted in the factor."""
+    before_kl [N]: rewards without KL, compared instead of `rewards`, since KL makes nearly all rewards differ. trains [N] bool: samples
+    counted in both numbers."""
     of = _Groups.of(rewards, groups)
     spread = ~(of if before_kl is None else _Groups.of(before_kl, groups)).flat
     counted = torch.ones_like(spread) if trains is None else trains

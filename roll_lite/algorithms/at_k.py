@@ -58,9 +58,9 @@ class SampledPrompts:
         return self.scores[np.lexsort((self.scores, self.prompt))]
 
     def majority(self, k: int) -> np.ndarray:
-        """[P] maj@k. A prompt's samples are cut into votes of k in a row; each elects its most frequent answer. The result is the share of
-        votes that elect a correct one; a tie counts as the mean correctness of the tied answers. Samples without an answer are ignored; a
-        vote without any answer is wrong. NaN for n < k, or if the reward extracts no answers."""
+        """[P] maj@k. Each k consecutive samples of a prompt vote, and elect their most frequent answer. The result is the share of votes
+        that elect a correct answer; a tie counts as the mean correctness of the tied answers. Samples without an answer are ignored; a vote
+        without any answer is wrong. NaN for n < k, or if the reward function extracts no answers."""
         votes = self.samples // k
         first_vote = np.cumsum(votes) - votes
         vote = first_vote[self.prompt] + self.place // k

@@ -18,7 +18,7 @@ ENTRIES_PER_THREAD = 1 << 17
 """Minimum number of entries per thread."""
 
 PARTS_PER_THREAD = 4
-"""Number of portions of rows per thread. With several, faster threads do the portions that a delayed one has not begun."""
+"""Number of portions of rows per thread. With several, fast threads take portions that a delayed thread has not begun."""
 
 
 def compiled(function: Callable[..., None]) -> Any:
@@ -42,7 +42,7 @@ def recurrence(
     outputs: Sequence[torch.dtype],
     whitening: Whitening | None,
 ) -> list[torch.Tensor]:
-    """Run the kernel `gae` or `discounted_returns`; returns outputs [B, T-1].
+    """Run the kernel `gae` or `discounted_returns`. Returns its results [B, T-1], with the dtypes `outputs`.
 
     tokens: [B, T-1], or None for zeros; rows: [B], a number for all, or None for 0. With whitening the kernel runs twice, first for the
     moments."""
@@ -76,8 +76,8 @@ def gae(
     returns: Any,
     moments: Any,
 ) -> None:
-    """Write advantages (from lam) and returns (from lam_critic) or, if `moments` has rows, only the `row_moments` of the advantages.
-    Arguments as in advantages.gae."""
+    """Write advantages (from lam) and returns (from lam_critic) or, if `moments` has rows, only the `row_moments` of the advantages. Rows:
+    `first` to `stop` - 1. Other arguments as in advantages.gae."""
     paid, measured = rewards.size > 0, moments.size > 0
     for row in range(first, stop):
         following, advantage, critic, reward = bootstrap[row], 0.0, 0.0, at_end[row]
@@ -112,8 +112,8 @@ def gae(
 def discounted_returns(
     first: int, stop: int, rewards: Any, mask: Any, gamma: float, at_end: Any, shift: float, scale: float, out: Any, moments: Any
 ) -> None:
-    """Write the returns G_t = r_t + gamma * G of the next policy token or, if `moments` has rows, only their `row_moments`. at_end as in
-    gae."""
+    """Write the returns G_t = r_t + gamma * G of the next policy token or, if `moments` has rows, only their `row_moments`. Rows: `first`
+    to `stop` - 1. at_end as in advantages.gae."""
     paid, measured = rewards.size > 0, moments.size > 0
     for row in range(first, stop):
         carried = at_end[row]
@@ -186,13 +186,13 @@ def _shift_and_scale(first: int, stop: int, x: Any, mask: Any, shift: float, sca
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Uninitialised tensor in numpy's memory."""
+    """Uninitialised tensor, allocated by numpy."""
     # It has huge pages: first writes to other memory take longer than any loop here.
     return torch.from_numpy(np.empty(shape, dtype=str(dtype).removeprefix("torch.")))
 
 
 def _tokens(x: torch.Tensor | None, mask: torch.Tensor) -> np.ndarray:
-    """Convert to an array for compiled code. None becomes an empty one: reading zeros takes time."""
+    """Convert to an array for compiled code. None becomes an array without entries, since reading zeros takes time."""
     if x is None:
         return np.zeros((0, 0), dtype=np.float32)
     assert x.shape == mask.shape, f"a token tensor {list(x.shape)} beside a mask {list(mask.shape)}"

@@ -96,7 +96,7 @@ class KlController:
 
     def step(self, kl_per_token: float, samples: int) -> None:
         """Adapt the coefficient, once per training step, to the KL over all domains. A KL that is not finite leaves the coefficient
-        unchanged, since the update is skipped too."""
+        unchanged, since updates with such a KL are skipped too."""
         if self._target is None or samples == 0 or not math.isfinite(kl_per_token):
             return
         error = min(max(kl_per_token / self._target - 1, -LARGEST_ERROR), LARGEST_ERROR)

@@ -15,7 +15,7 @@ import torch
 from roll_lite.algorithms.kl import LOG_RATIO_LIMIT, KlEstimator, clamped, clamped_log_ratio, kl_estimate
 
 ROUNDING = 1e-4
-"""Relative rounding error of float32. A weight that differs from its ratio by less does not count as limited."""
+"""Relative rounding error of float32. A limited ratio that differs by less from the ratio itself does not count as clipped."""
 
 # ---------------------------------------------------------------- inputs and result of a policy loss
 
@@ -80,7 +80,7 @@ class PolicyLoss:
 
 
 def row_sum(x: torch.Tensor) -> torch.Tensor:
-    """Row sum, [B, T-1] -> [B, 1] of the same dtype; in float64, so padding changes nothing."""
+    """Row sum, [B, T-1] -> [B, 1], in the dtype of x; added up in float64, so padding changes nothing."""
     return x.sum(1, keepdim=True, dtype=torch.float64).to(x.dtype)
 
 
@@ -95,8 +95,8 @@ def row_mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def ppo(terms: PolicyTerms, clip_low: float, clip_high: float, dual_clip: float | None) -> PolicyLoss:
     """-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A) (arXiv 1707.06347); clip-higher is clip_high > clip_low.
 
-    dual_clip (arXiv 1912.09729): for A < 0 at most dual_clip * |A|; a ratio beyond it has no gradient and counts as clipped high.
-    """
+    dual_clip (arXiv 1912.09729), unless None, limits the loss to dual_clip * |A| for A < 0; a ratio above dual_clip has no gradient and
+    counts as clipped high."""
     ratio, advantages = terms.ratio, terms.advantages
     loss = _clipped_surrogate(ratio, advantages, clip_low, clip_high)
     ratio = ratio.detach()
@@ -129,8 +129,7 @@ def gspo(terms: PolicyTerms, clip_low: float, clip_high: float) -> PolicyLoss:
 def gmpo(terms: PolicyTerms, log_clip_low: float, log_clip_high: float) -> PolicyLoss:
     """-A * geometric mean of the token ratios, each clipped from above if A > 0, else from below (arXiv 2507.20673).
 
-    A is the row's mean advantage. A clipped token has no gradient; the others of its row keep theirs.
-    """
+    A is the row's mean advantage. A clipped token has no gradient; the row's other tokens keep theirs."""
     log_ratio, advantages = terms.log_ratio, row_mean(terms.advantages, terms.mask)
     limited = torch.where(advantages > 0, log_ratio.clamp(max=log_clip_high), log_ratio.clamp(min=-log_clip_low))
     loss = -advantages * torch.exp(row_mean(limited, terms.mask))
@@ -143,8 +142,7 @@ def gmpo(terms: PolicyTerms, log_clip_low: float, log_clip_high: float) -> Polic
 def cispo(terms: PolicyTerms, clip_low: float | None, clip_high: float) -> PolicyLoss:
     """-weight * A * log-prob with detached weight clip(ratio, 1 - clip_low, 1 + clip_high) (arXiv 2506.13585).
 
-    Every token keeps a gradient; "clipped" means that its weight was limited, for either sign of A.
-    """
+    Every token keeps a gradient; "clipped" means that its weight was limited, for either sign of A. clip_low None: no lower limit."""
     ratio = terms.ratio.detach()
     lowest = 0.0 if clip_low is None else 1 - clip_low
     return _weighted(terms, ratio, ratio.clamp(lowest, 1 + clip_high), terms.mask)
@@ -152,7 +150,7 @@ def cispo(terms: PolicyTerms, clip_low: float | None, clip_high: float) -> Polic
 
 def topr(terms: PolicyTerms, positive: tuple[float, float], negative: tuple[float, float]) -> PolicyLoss:
     """-weight * A * log-prob (arXiv 2503.14286). The weight is the sequence's detached ratio (product over tokens), limited to the range
-    `positive` for A > 0, else to `negative`; "clipped" means limited. A range of one number replaces the ratio and never counts as clipped.
+    `positive` for A > 0, else to `negative`; "clipped" means limited. With a range (x, x) the weight is x, and no token counts as clipped.
     The paper aggregates with `sequence_mean_token_sum`."""
     ratio = torch.exp(clamped(row_sum(terms.log_ratio.detach())))
     above = terms.advantages > 0
@@ -172,7 +170,7 @@ def raft(terms: PolicyTerms) -> PolicyLoss:
 
 
 def sapo(terms: PolicyTerms, tau_positive: float, tau_negative: float) -> PolicyLoss:
-    """-4 / tau * sigmoid(tau * (ratio - 1)) * A (arXiv 2511.20347): the gradient fades away from ratio 1."""
+    """-4 / tau * sigmoid(tau * (ratio - 1)) * A (arXiv 2511.20347). The derivative by the ratio is largest at ratio 1."""
     ratio = terms.ratio
     positive, negative = (torch.sigmoid(tau * (ratio - 1)) * (4 / tau) for tau in (tau_positive, tau_negative))
     loss = -torch.where(terms.advantages > 0, positive, negative) * terms.advantages
@@ -180,9 +178,9 @@ def sapo(terms: PolicyTerms, tau_positive: float, tau_negative: float) -> Policy
 
 
 def kimi(terms: PolicyTerms, tau: float) -> PolicyLoss:
-    """(A - tau * s)**2 / (2 * tau); s: the row's sum of log-ratios, A: its mean advantage (arXiv 2501.12599).
+    """(A - tau * s)**2 / (2 * tau) with the sum s of a row's log-ratios and its mean advantage A (arXiv 2501.12599).
 
-    The gradient -(A - tau * s) * grad s becomes the sequence's policy gradient as tau goes to 0. Log-ratios are clamped, their sum s is
+    The gradient -(A - tau * s) * grad s becomes the sequence's policy gradient as tau goes to 0. Log-ratios are clamped; their sum s is
     not."""
     advantages = row_mean(terms.advantages, terms.mask)
     # Nothing is exponentiated, and a clamp of s would end the pull towards the old policy where it is needed most.
@@ -213,7 +211,8 @@ def unclipped(loss: torch.Tensor, terms: PolicyTerms) -> PolicyLoss:
 
 
 def _unlimited(loss: torch.Tensor, terms: PolicyTerms, trains: torch.Tensor) -> PolicyLoss:
-    """Result of a loss with a gradient at every ratio, except beyond the clamp of log-ratios."""
+    """Result of a loss with a gradient at every ratio, except beyond the clamp of log-ratios. `trains` bool: tokens that count as clipped
+    there."""
     return PolicyLoss(loss, terms.ratio.detach(), trains & terms.beyond_low, trains & terms.beyond_high)
 
 
@@ -228,7 +227,7 @@ POLICY_LOSSES: dict[str, Callable[..., PolicyLoss]] = {
     "raft": raft,
     "kimi": kimi,
 }
-"""Losses by name in the configuration; other settings are keyword arguments."""
+"""Policy losses by name in the configuration. Their other settings are keyword arguments."""
 
 
 # ---------------------------------------------------------------- mismatch between engine and trainer
@@ -248,9 +247,9 @@ def mismatch_weights(
     low: float,
     high: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Correction of the engine-trainer mismatch: importance weights exp(trained - rollout) of tokens or sequences (product or geometric
-    mean over tokens), and a bool mask of those outside [low, high]. `truncate` limits these to the range (TIS), `mask` sets them to 0
-    (IcePop)."""
+    """Importance weights exp(trained - rollout) of tokens or sequences (product or geometric mean over tokens), from log-probs by trainer
+    and engine; and a bool mask of weights outside [low, high] (None: no limit). `truncate` limits these weights to the range (TIS), `mask`
+    sets them to 0 (IcePop)."""
     log_weight = _log_ratio(trained, rollout, mask)
     if level == "sequence":
         log_weight = clamped(row_sum(log_weight)).expand_as(log_weight)
@@ -271,10 +270,11 @@ def within(
     low: float | None,
     high: float | None,
 ) -> torch.Tensor:
-    """bool mask of tokens to keep: the engine-trainer mismatch of the token, or of its sequence, is in [low, high] and not NaN.
+    """bool mask of tokens to keep: the engine-trainer mismatch of the token, or of its sequence, is in [low, high] (None: no limit) and not
+    NaN.
 
     ratio: exp(trained - rollout); for sequences exp of the log-ratios' sum, mean, min or max. k1, k2, k3, abs: KL(rollout || trained).
-    difference: of probabilities, trained - rollout."""
+    difference: trainer's probability - engine's."""
     log_ratio = _log_ratio(trained, rollout, mask)
     if estimator == "ratio":
         found = torch.exp(clamped(_of_sequence(log_ratio, mask, level)))
@@ -311,7 +311,7 @@ def _of_sequence(x: torch.Tensor, mask: torch.Tensor, level: str) -> torch.Tenso
 class ValueLoss:
     loss: torch.Tensor
     clipped: torch.Tensor
-    """bool: the new value is outside old +- clip. Such a value has no gradient if its clipped error is the larger one."""
+    """bool: the new value is outside old +- clip. Such a value has no gradient if the error after clipping is the larger one."""
 
 
 def clipped_value_loss(

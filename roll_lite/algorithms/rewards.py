@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 SPREAD_RESOLUTION = 1e-12
-"""Share of the root mean square below which a standard deviation is rounding error and counts as 0."""
+"""A standard deviation below this share of the root mean square is rounding error and counts as 0."""
 
 
 @dataclass(frozen=True)
 class RewardRows:
-    """Columns of the global batch without tokens, all [N]."""
+    """Columns of the global batch with one number per row, all [N]."""
 
     score: torch.Tensor
     """float32: score by the reward function, before shaping."""
@@ -160,7 +160,7 @@ class Masked:
     """Result of masking; a masked sample still counts in its group's baseline."""
 
     weights: torch.Tensor
-    """[N] float32, column train_weight: 0 does not train."""
+    """[N] float32, the column train_weight; 0 excludes a sample from training."""
     causes: dict[str, torch.Tensor]
     """Cause -> [N] bool mask of the samples it applies to; a sample may have several."""
 
@@ -172,7 +172,8 @@ def mask_samples(
     response_tokens: tuple[int, int] | None,
     function_weights: np.ndarray | None,
 ) -> Masked:
-    """Training weight of each sample: the data's weight times the user function's; 0 if a mask applies. None turns a criterion off."""
+    """Training weight of each sample: the data's weight times the user function's; 0 for samples excluded by truncation, or by the range of
+    group means or response lengths. None: no such exclusion."""
     weights = as_float64(rows.sample_weight)
     causes: dict[str, np.ndarray] = {}
     if (weights != 1).any():

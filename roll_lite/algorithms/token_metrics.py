@@ -41,7 +41,7 @@ class Peaks:
     """Peaks [domains] by name and sign; sign -1 is a minimum."""
 
     def record(self, name: str, values: torch.Tensor, mask: torch.Tensor, domain_numbers: torch.Tensor, *, smallest: bool = False) -> None:
-        """Record values with mask [B, T-1] and domain_numbers [B]. NaN is kept, so it shows."""
+        """Record values with mask [B, T-1] and domain_numbers [B]. A NaN makes its domain's peak NaN."""
         sign = -1 if smallest else 1
         if values.numel() == 0:
             return

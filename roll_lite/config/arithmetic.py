@@ -223,8 +223,8 @@ def pipeline_problem(strategy: MegatronStrategyConfig, layers: int) -> tuple[str
 
 
 def tensor_parallel_fits(size: int, heads: int, key_value_heads: int, head_dim: int | None) -> bool:
-    """True if the ranks can split the attention heads evenly, and each key/value head is on one rank or shared by equally many. `head_dim`:
-    for trainers, which split a shared head; None for engines, which replicate it."""
+    """True if `size` ranks can split the attention heads evenly, and each key/value head is on one rank or shared by equally many.
+    `head_dim`: for trainers, whose ranks split a shared head; None for engines, whose ranks copy it."""
     if heads % size or (key_value_heads % size and size % key_value_heads):
         return False
     return head_dim is None or size <= key_value_heads or head_dim % (size // key_value_heads) == 0

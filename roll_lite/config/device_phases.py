@@ -1,10 +1,9 @@
-"""Table of the model parts (weights, optimizer, ..., as in `StateGroup` and `EngineMemory`) on the devices in each phase. Runs follow it,
-`roll-lite check` draws it.
+"""Table of the model parts (weights, optimizer, ..., as in `StateGroup` and `EngineMemory`) on the devices in each phase. Runs follow the
+table, `roll-lite check` prints it.
 
-Roles with `offload: true` are loaded only for a phase, others stay loaded. Before generation, engines load their weights beside the
-trainer's. The trainer sends its weights and offloads them, then engines allocate the KV cache. After generation engines offload weights and
-KV cache.
-"""
+Roles with `offload: true` are loaded only in phases that use them; other roles stay loaded. Before generation, engines load their weights
+beside the trainer's. The trainer sends its weights and offloads them, then engines allocate the KV cache. After generation engines offload
+weights and KV cache."""
 
 from __future__ import annotations
 
@@ -62,7 +61,8 @@ WHOLE: Mapping[str, tuple[str, ...]] = {
 
 
 def startable(waiting: Sequence[T], present: Sequence[T], exclude: Callable[[T, T], bool]) -> list[T]:
-    """Waiting roles that can start now, earlier ones first. `exclude`: True for two roles that cannot be present together."""
+    """Waiting roles that can start now, earlier ones first. `present`: roles already loaded. `exclude`: True for two roles that cannot be
+    loaded together."""
     starting: list[T] = []
     for one in waiting:
         if not any(exclude(one, other) for other in (*present, *starting)):

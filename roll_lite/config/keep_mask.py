@@ -1,7 +1,7 @@
 """Keep masks: the tokens that truncated sampling (top-k, top-p, min-p) could draw.
 
-Engines report log-probs of enough of the likeliest tokens to include all of these; minus infinity marks tokens that could not be drawn.
-"""
+Engines report log-probs of the likeliest tokens, enough to include all tokens of the mask. Minus infinity marks tokens that could not be
+drawn."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from roll_lite.files import absolute_path, is_file, is_folder, listing
 
 
 def located(name: str, folder: FilePath | None) -> tuple[str, FilePath]:
-    """Name and folder of a configuration. Without `folder`, `name` may be a file's path; else it is searched in the current folder and
+    """Name and folder of a configuration. Without `folder`, `name` may be a file's path; else it is looked for in the current folder and
     among shipped configurations."""
     with suppress(ValueError):  # reported as a mistake of --config-name
         path = absolute_path(FilePath(f"{name.removesuffix('.yaml')}.yaml"))

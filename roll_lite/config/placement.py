@@ -87,7 +87,7 @@ def _groups(placement: PlacementConfig, names: Sequence[str]) -> list[list[str]]
 
 
 def _counts(placement: PlacementConfig, group: Mapping[str, Role], is_alone: bool) -> dict[str, int]:
-    """Number of devices by role. A role without `devices` gets the highest number set in its group. If no role sets one: all devices if
+    """Number of devices by role. A role without `devices` gets the highest number set in its group. If the group sets none: all devices if
     `is_alone` (colocated, no other group) and no role is a judge, else 1."""
     given = {name: role.devices for name, role in group.items() if "devices" in role.model_fields_set and isinstance(role.devices, int)}
     is_judge = any(isinstance(role, JudgeServerConfig) for role in group.values())
@@ -97,8 +97,8 @@ def _counts(placement: PlacementConfig, group: Mapping[str, Role], is_alone: boo
 
 def _free(placement: PlacementConfig, taken: set[int], wanted: int, together: int) -> list[int]:
     """Choose the next `wanted` free devices. A block of `together` tensor-parallel ranks is on one node if it fits, else split equally over
-    the fewest nodes. A node's free devices too few for another block come last. If devices are missing, numbers beyond the last device
-    follow, which a later check reports."""
+    the fewest nodes. Free devices that do not fill another block of their node come last. If devices are missing, numbers beyond the last
+    device follow, which a later check reports."""
     of_node = placement.devices_per_node
     if placement.nodes is None or (placement.name == "by_role" and placement.fill == "pack"):
         return list(islice((number for number in count() if number not in taken), wanted))
@@ -187,7 +187,7 @@ def _impossible(placement: PlacementConfig, by_role: Mapping[str, Role]) -> Iter
 
 
 def _engines_on_nodes(placement: PlacementConfig, name: str, role: InferRoleConfig | JudgeServerConfig) -> Iterator[Problem]:
-    """Check that an engine is on one node if it fits; a larger one needs equally many devices of each node."""
+    """Check that an engine is on one node if it fits; a larger engine needs equally many devices on each of its nodes."""
     size, of_node = model_parallel_size(role), placement.devices_per_node
     if size > of_node and isinstance(role, JudgeServerConfig):
         message = f"a judge's devices are on one node, which has {of_node}; use at most as many"

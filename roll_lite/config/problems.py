@@ -17,7 +17,7 @@ DEEPEST = 50
 
 
 ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*:/+)[^/?#\s\"@]*@", re.IGNORECASE)
-"""Address with a login or token. One slash after the scheme is enough: conversion to a path drops the second."""
+"""Address with a login or token. One slash after the scheme is enough, since conversion to a path drops the second slash."""
 LOGIN = re.compile(r"(?<![\w.:-])[\w.-]+:[^\s/@:\"']+@(?=\w)")
 """Login before a host name, without a scheme."""
 KEY = re.compile(

@@ -1,8 +1,7 @@
 """Validation of plain data against the schema: collects all mistakes and builds the valid part.
 
-This module walks the sections itself: pydantic's error locations name union members, not YAML paths, and one wrong value would leave no
-object to check. pydantic only validates single values, strictly: the text "3" is not a number.
-"""
+This module walks the sections itself: pydantic's error locations name union members, not YAML paths, and pydantic builds no object if one
+value is wrong. It only validates single values, strictly: the text "3" is not a number."""
 
 from __future__ import annotations
 
@@ -122,7 +121,8 @@ class _Walker:
         return hollow
 
     def _tell_strays(self, cls: type[Section], items: dict[str, Any], path: Path) -> None:
-        """Report entries of a mapping with probably misspelt names: they have no required key, and a name close to a complete entry's."""
+        """Report entries of a mapping whose names are probably misspelt: they have no required key, and a name close to that of a complete
+        entry."""
         needed = {name for name, info in cls.model_fields.items() if info.is_required()}
         for name, item in items.items():
             others = [other for other in items if other != name and isinstance(items[other], dict) and needed <= items[other].keys()]
@@ -155,8 +155,8 @@ class _Walker:
         return by_name[name]
 
     def _unknown_key(self, cls: type[Section], key: str, data: dict[str, Any], path: Path) -> list[str]:
-        """Report an unknown key. Suggest the same name deeper in the section, close names in it, or the same name elsewhere. Returns close
-        names that the section does not set: one was probably meant, so they must not count as missing."""
+        """Report an unknown key. Suggest the same name deeper in the section, close names in the section, or the same name elsewhere.
+        Returns close names that the section does not set: they must not count as missing, since one was probably meant."""
         value = data[key]
         if key in FORMER_NAMES and "name" in cls.model_fields:
             self._refuse((*path, key), value, "is called name here, as in every section that is chosen by a word")
@@ -194,8 +194,8 @@ def value_at(section: Any, path: str) -> Any:
 
 @dataclass(frozen=True)
 class Shape:
-    """Shape of a field. `variants`: empty for a plain value, one for a section, several for a union keyed on `name`. `container`: dict or
-    list if the field holds several."""
+    """Shape of a field. `variants`: its section classes; none for a plain value, one for a section, several for a union keyed on `name`.
+    `container`: dict or list if the field holds several sections."""
 
     variants: list[type[Section]]
     container: type[dict[Any, Any]] | type[list[Any]] | None = None
@@ -270,8 +270,8 @@ def words_at(path: Path) -> str:
 
 
 def is_removed_by_null(path: Path, inherited: bool) -> bool:
-    """True if null at `path` removes the key: an inherited entry of a mapping, or a setting with a default that cannot be null, if it is
-    inherited or a section. `inherited`: an earlier layer sets the key."""
+    """True if null at `path` removes the key. That is the case for entries of a mapping that an earlier layer sets (`inherited`), and for
+    settings with a default that cannot be null, if they are inherited or sections."""
     fields = _fields_at(path)
     if not inherited and (len(sections_at(path)) != 1 or not fields):
         return False

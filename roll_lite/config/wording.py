@@ -33,8 +33,8 @@ def field_type(field: FieldInfo) -> Any:
 
 
 def refusal(field: FieldInfo, value: Any, errors: Sequence[ErrorDetails]) -> str:
-    """Message for a refused value: that of this schema's own validator (in a union, of the last that failed), else the expected type with a
-    remedy."""
+    """Message for a refused value: the error of this schema's own validator, if one refused it (in a union, the last), else the expected
+    type with a remedy."""
     if own := [error for error in errors if error["type"] == "value_error"]:
         return str(own[-1]["ctx"]["error"])
     expected = in_words(field_type(field))

@@ -76,7 +76,7 @@ def _data_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[
 
 
 def _held_out_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
-    """Refuse a training folder that contains held-out files. The same path as training and validation data is allowed."""
+    """Refuse a training folder that contains held-out files. Using one path as training and validation data is allowed."""
     held_out = paths_of(domain.data.validation) if domain.data.validation is not None else []
     for folder in [one for one in paths_of(domain.data.train) if is_folder(one) and one not in held_out]:
         if shared := sorted(map(str, files_read(folder) & files_read(held_out))):
@@ -129,7 +129,7 @@ class _Scan:
     without: dict[str, list[str]] = field(default_factory=dict)
     """Column name -> the rows that lack it, as text for messages."""
     unfit: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """Setting -> (file and row of the first unusable value, its mistake)."""
+    """Setting -> (file and row of the first unusable value, message about it)."""
     mistakes: list[str] = field(default_factory=list)
     strays: dict[tuple[str, Path], tuple[str, str]] = field(default_factory=dict)
     """(tag that no domain lists, file) -> (row of its first use, message)."""
@@ -207,7 +207,7 @@ def _lines(shards: list[Shard]) -> Iterator[Row]:
 
 def _table_rows(shards: list[Shard], scan: _Scan) -> Iterator[Row]:
     """Yield a table's rows for checking: the first TABLE_ROWS with all configured columns, later ones with only the tag. If a configured
-    column is missing, only the tags are read or, without tags, one row without values is yielded."""
+    column is missing, only the tags are read; if there is no tag column either, one row without values is yielded."""
     tag = scan.data.tag
     wanted = list(dict.fromkeys(column.name for column in scan.wanted))
     for index, shard in enumerate(shards):

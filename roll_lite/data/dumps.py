@@ -165,7 +165,7 @@ def _described(entry: _Entry, clock_offset: float) -> dict[str, Any]:
 
 
 def times(sample: Sample, clock_offset: float) -> dict[str, float | None]:
-    """Times of request, last token and score, in seconds since 1970."""
+    """Times of request, last token and score, in seconds since 1970; None: not reached."""
     moments = {"asked_at": sample.asked, "generated_at": sample.generated, "scored_at": sample.scored}
     return {name: None if moment is None else round(moment + clock_offset, 3) for name, moment in moments.items()}
 
@@ -257,8 +257,8 @@ def _sizes(rows: DataProto) -> dict[str, dict[str, int]]:
 
 
 def load_dump(path: Path | str) -> DataProto:
-    """Samples that were trained on, in order and bit-identical. ValueError if the file is no dump, damaged, or of another schema
-    version."""
+    """Samples that were trained on, in the batch's order and bit-identical. ValueError if the file is no dump, damaged, or of another
+    schema version."""
     return DataProto.concat(list(dump_parts(Path(path))))
 
 
@@ -280,7 +280,7 @@ def dump_parts(path: Path) -> Iterator[DataProto]:
 
 
 def column_of(name: str, array: pa.Array) -> Column:
-    """Convert a file's column to a batch's."""
+    """Convert an Arrow array from a dump to the batch column `name`."""
     key = KEYS[name]
     if name in UNKNOWN:
         array = pc.fill_null(array, UNKNOWN[name])

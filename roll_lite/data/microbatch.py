@@ -1,4 +1,4 @@
-"""Micro-batches: rows (samples) that pass through the model together. Losses see them padded."""
+"""Micro-batches: rows (samples) that pass through the model together, and are padded for the losses."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class MicroBatchOutputs:
     entropy: torch.Tensor | None = None
     values: torch.Tensor | None = None
     distribution: torch.Tensor | None = None
-    """[B, T-1, V]: log-probs of all words of the vocabulary."""
+    """[B, T-1, V]: log-probs of all tokens of the vocabulary."""
     final_value: torch.Tensor | None = None
-    """[B]: value after the last token."""
+    """[B]: the critic's value after the last token."""
 
 
 # ---------------------------------------------------------------- planning
@@ -123,7 +123,8 @@ class MicroBatchPlan:
 
     parts: tuple[np.ndarray, ...]
     count: int
-    """Micro-batches that this rank runs, at least 1. If other ranks need more than there are `parts`, the last ones are empty."""
+    """Micro-batches that this rank runs, at least 1. If other ranks need more micro-batches than this rank has `parts`, the last ones are
+    empty."""
     token_multiple: int = 1
 
     @staticmethod

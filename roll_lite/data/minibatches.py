@@ -59,7 +59,8 @@ def row_costs(tokens: np.ndarray, attention_par: float) -> np.ndarray:
 
 
 def spread(mini_batches: list[MiniBatch], costs: dict[int, float], ranks: int) -> list[list[MiniBatch]]:
-    """Split each mini-batch over the ranks with about equal cost. Returns the shares of each rank. `costs`: sample number -> cost."""
+    """Split each mini-batch over the ranks with about equal cost. Returns for each rank its shares, one of each mini-batch. `costs`: sample
+    number -> cost."""
     shares: list[list[MiniBatch]] = [[] for _ in range(ranks)]
     for mini_batch in mini_batches:
         for rank, rows in enumerate(balanced_partition([costs[int(sample)] for sample in mini_batch.samples], ranks)):

@@ -104,8 +104,8 @@ def load_prompts(
     domains: Mapping[str, DomainConfig] | None = None,
     limit: int | None = None,
 ) -> PromptSet:
-    """Read a domain's data files. One ValueError reports up to ten mistakes in them. `domains`: all domains; rows of the others are left
-    out of shared files. `limit`: maximum prompts."""
+    """Read a domain's data files. One ValueError reports up to ten mistakes in them. `domains`: all domains; in shared files, rows of other
+    domains are left out. `limit`: maximum prompts."""
     setting = f"domains.{domain}.data.{split}"
     files = config.data.train if split == "train" else config.data.validation
     if files is None:
@@ -183,7 +183,7 @@ class _Loader:
         self.prompts.parts.append(len(self.prompts) - before)
 
     def _read(self, row: Row) -> _Read | None:
-        """Check a row and render its prompt; None if the row is left out. ValueError if it is unusable."""
+        """Check a row and render its prompt; None if the row is left out. ValueError if the row is unusable."""
         content, data = row.content, self._data
         if isinstance(content, str):
             raise ValueError(content)
@@ -287,8 +287,8 @@ class PromptOrder:
         return {"count": self._count, "seed": self._seed, "domain": self._domain, "epoch": self._epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state. ValueError if the number of prompts, seed or domain differ, or if the saved order mixed several
-        files by configured shares. The prompts themselves are not compared."""
+        """Continue from a saved state. ValueError if the number of prompts, seed or domain differ, or if the saved order mixed files by
+        shares, as this order does not. The prompts themselves are not compared."""
         if "parts" in state:
             raise ValueError(
                 f"domain {self._domain}: the checkpoint's prompts came from several files with shares, this run's do not. {SAME_DATA}"

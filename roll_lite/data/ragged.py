@@ -126,7 +126,7 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 class _Writable:
-    """Wrapper that presents read-only memory as writable, since torch would warn. Keeps the memory alive."""
+    """Wrapper that presents read-only memory as writable, since torch would warn about read-only arrays. Keeps the memory alive."""
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array

@@ -1,1 +1,1 @@
-"""Checks across sections, one file per subject."""
+"""Checks of a configuration across its sections, one file per subject."""

@@ -1,4 +1,4 @@
-"""Checks across fields; they yield problems and change nothing."""
+"""Checks that compare fields. They yield problems and change nothing."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ SectionCheck = Callable[[RunConfig, str, Any], Iterable[Mistake]]
 
 
 def check(config: RunConfig, *, further: Sequence[Check] = (), files: bool = True) -> list[Problem]:
-    """Find all problems that the schema cannot see. `further`: checks from other packages. `files`: False skips checks of files and of this
-    machine's GPUs."""
+    """Find all problems that validation against the schema does not find. `further`: checks from other packages. `files`: False skips
+    checks of files and of this machine's GPUs."""
     of_files = (*GPU_CHECKS, *FILE_CHECKS, *LORA_FILE_CHECKS) if files else ()
     found: list[Mistake] = []
     for one in (*RUN_CHECKS, *ALGORITHM_CHECKS, *LAYOUT_CHECKS, *of_files, *further):
@@ -77,7 +77,7 @@ def _role(config: RunConfig, name: str) -> Iterator[Mistake]:
 
 
 def _mini_batches_divide(config: RunConfig) -> Mistakes:
-    """Check that every step's samples divide into equal mini-batches. Their number varies if domains differ in group size."""
+    """Check that every step's samples divide into equal mini-batches. The number of samples varies if domains differ in group size."""
     prompts, parts = config.rollout.prompts_per_step, config.algorithm.mini_batches
     sizes = {name: group_size(config, domain) for name, domain in config.domains.items()}
     first = next(iter(sizes.values()))

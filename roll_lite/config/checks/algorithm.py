@@ -85,7 +85,7 @@ def _keep_mask_has_a_use(config: RunConfig) -> Mistakes:
 
 
 def _remax(config: RunConfig) -> Mistakes:
-    """Refuse reward shaping with ReMax: the greedy sample that it compares with has a score but no shaped reward."""
+    """Refuse reward shaping with ReMax: it subtracts the score of a greedy sample, whose reward is not shaped."""
     if config.algorithm.advantage.name != "remax":
         return
     reward = config.algorithm.reward

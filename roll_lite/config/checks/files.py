@@ -33,7 +33,8 @@ def _model(config: RunConfig) -> Iterator[Problem]:
 
 
 def _told(path: str, folder: Path, wrong: Callable[[], str | None]) -> Iterator[Problem]:
-    """Yield a problem with the message that `wrong()` returns, or raises as ValueError; nothing if it returns None."""
+    """Yield a problem of the setting `path` = `folder` with the message that `wrong()` returns, or raises as ValueError. If it returns
+    None, yield nothing."""
     try:
         message = wrong()
     except ValueError as error:
@@ -55,8 +56,8 @@ def _tokenizer_misfit(folder: Path, vocab_size: int) -> str | None:
 
 
 def _weights_misfit(folder: Path, hf: HfConfig | None, head: str) -> str | None:
-    """What is wrong with a model's safetensors; None if nothing. Without `hf`, checks only that a value head is there; with it, all names
-    and shapes."""
+    """Error message for a model's safetensors; None if they are right. Without `hf`, checks only that the value head is there, if `head`
+    names it; with `hf`, all names and shapes."""
     stored = stored_tensors(folder)
     if head == VALUE_HEAD and head not in stored:
         return f"its safetensors have no {head}, the value head of a critic or reward model; use init: actor for a new one"
@@ -93,7 +94,7 @@ def _readable(
     path: str, folder: Path, architectures: Sequence[str] = HEADS
 ) -> Generator[Problem, None, tuple[ModelShape | None, HfConfig | None]]:
     """Read a model folder and yield its problem, if any. Returns shape and HfConfig: both None if unreadable, HfConfig None if the model
-    cannot be trained."""
+    cannot be trained. `architectures`: allowed endings of its class name."""
     shape = None
     try:
         shape = read_model_shape(folder)

@@ -255,7 +255,8 @@ def devices_are_there(config: RunConfig) -> Mistakes:
 
 
 def sharing_notes(config: RunConfig) -> list[str]:
-    """Return a note for each pair of roles that share GPUs if both stay loaded, or if only one does and has engines."""
+    """Return a note for each pair of roles that share GPUs if both stay loaded, or if one stays loaded and has engines, which leave the
+    other little memory."""
     if not gpus_visible():
         return []
     by_role = roles(config)

@@ -1,5 +1,5 @@
-"""Checks for secrets in a configuration, since it is logged and saved. URLs must hold none; other secrets are left out of logs and
-files."""
+"""Checks for secrets in a configuration, since it is logged and saved. Addresses must not contain secrets; other secrets are left out of
+logs and files."""
 
 from __future__ import annotations
 

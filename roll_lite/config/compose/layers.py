@@ -84,7 +84,8 @@ class _Composer:
         return path
 
     def refuse(self, place: str, message: str, value: Any = NO_VALUE, broken: Path = ()) -> None:
-        """Report a problem and mark a path as broken, by default the root: an unreadable file's settings must not count as missing."""
+        """Report a problem and mark a path as broken: by default the root, so that an unreadable file's settings do not count as
+        missing."""
         self.problems.append(Problem(place, message, value))
         self.broken.add(broken)
 

@@ -148,8 +148,8 @@ def apply_override(tree: dict[str, Any], override: Override) -> list[Problem]:
 
 
 def _holder(tree: dict[str, Any], override: Override) -> tuple[dict[str, Any] | list[Any], int]:
-    """Innermost existing section or list on the override's path, and the number of keys that lead to it. LookupError if it cannot hold the
-    next key."""
+    """Innermost existing section or list on the override's path, and the number of keys that lead to it. LookupError if there is no place
+    for the next key."""
     container: Any = tree
     for depth, key in enumerate(override.path):
         here, below = dotted(override.path[:depth]), override.path[depth + 1 :]

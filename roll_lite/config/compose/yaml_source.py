@@ -40,7 +40,7 @@ class YamlSource:
     lines: dict[Path, int] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     broken: set[Path] = field(default_factory=set)
-    """Paths of unreadable values, null in `data`; the root if the whole text is unreadable."""
+    """Paths of unreadable values, which are null in `data`; the root if the whole text is unreadable."""
 
 
 def parse_yaml(text: str, place: str, root: Path = ()) -> YamlSource:

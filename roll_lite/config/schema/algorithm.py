@@ -27,12 +27,12 @@ class FixedKlConfig(Section):
 
 
 class AdaptiveKlConfig(Section):
-    """Once per step, raises the coefficient if KL is above the target and lowers it if below."""
+    """Once per step, raises the KL coefficient if KL is above the target and lowers it if KL is below."""
 
     name: Literal["adaptive"] = "adaptive"
     target: PositiveFloat
-    """Target of KL(policy || reference), in nats per token. kl_in_reward measures this KL by its own estimator, but by k3 if that is abs;
-    kl_in_loss measures it by k3, or exactly if its estimator is full."""
+    """Target of KL(policy || reference), in nats per token. kl_in_reward measures KL by its own estimator, but uses k3 instead of abs;
+    kl_in_loss uses k3, or the exact KL for `estimator: full`."""
     horizon: PositiveFloat = 10000.0
     """Samples over which the coefficient changes by at most about 20%; larger: slower changes. A step never changes it by more than 20%."""
 
@@ -144,7 +144,7 @@ class PtxDataConfig(Section):
 
 
 class PtxConfig(Section):
-    """Adds coef * mean cross-entropy of learned tokens, at temperature 1, to the policy loss in every optimizer step of the actor
+    """Adds coef * mean cross-entropy of the tokens to learn, at temperature 1, to the policy loss in every optimizer step of the actor
     (PPO-ptx)."""
 
     data: PtxDataConfig
@@ -207,9 +207,9 @@ class AlgorithmConfig(Section):
     mini_batches: PositiveInt = 1
     """Mini-batches (optimizer steps) per pass."""
     early_stop_kl: PositiveFloat | None = None
-    """Limit of KL(old || new), in nats, averaged over an update's tokens. After an update with a KL above it or NaN, the step's remaining
-    actor updates are omitted; the update itself stays applied. Skipped updates, whose loss or gradient is not finite, are not checked.
-    null: no limit."""
+    """Limit of KL(old || new), in nats, averaged over an update's tokens. If it is exceeded or the KL is NaN, the update stays applied, but
+    the step's remaining actor updates are omitted. Skipped updates, whose loss or gradient is not finite, are not checked. null: no
+    limit."""
     critic_warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps at the start that train only the critic."""
 

@@ -1,4 +1,4 @@
-"""Base class of the configuration's sections, decorator of their checks, and shared field types."""
+"""Base class of the configuration's sections, decorator that marks their checks, and shared field types."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ T = TypeVar("T")
 
 
 def from_current_folder(path: Path) -> Path:
-    """Make a relative path absolute, since workers may run in another folder. `examples/...` also finds the package's files. ValueError if
-    the home folder (`~name`) does not exist or the path cannot be inspected."""
+    """Make a relative path absolute, since workers may run in another folder. `examples/...`, if not found, is looked up in the package.
+    ValueError if the home folder (`~name`) does not exist or the path cannot be inspected."""
     try:
         path = absolute_path(path)
     except RuntimeError:

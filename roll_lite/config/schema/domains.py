@@ -12,7 +12,7 @@ from roll_lite.config.text_templates import compile_format, placeholders
 
 
 class DataFilterConfig(Section):
-    """Selects rows of the data. A run prints at its start how many it drops."""
+    """Selects rows of the data. At its start, a run prints how many rows are dropped."""
 
     prompt_tokens: Annotated[tuple[Annotated[int, Field(ge=0)], PositiveInt], ASCENDING] | None = None
     """Keep prompts, also held-out ones, whose token count (with the template) lies in this range, ends included. null: all."""
@@ -150,7 +150,7 @@ class ValidationSamplingConfig(HeldOutSamplingConfig):
 
 
 class FormatConfig(Section):
-    """Bonus or penalty for the format of a response. It does not depend on the answer."""
+    """Bonus or penalty for a response's format, whether or not its answer is right."""
 
     pattern: Annotated[str, AfterValidator(lambda pattern: compile_format(pattern).pattern)]
     """Regular expression searched in the response. `.` matches line breaks too; anchor with ^ and $ to match the whole response."""
@@ -162,7 +162,8 @@ class FormatConfig(Section):
 
 class RewardTermConfig(Section):
     name: str
-    """Reward type (docs/rewards.md) or dotted path, as for `reward.name`. `length`, `repetition` and `format` are meant as terms."""
+    """Reward type (docs/rewards.md) or dotted path, as for `reward.name`. `length`, `repetition` and `format` are meant for use as
+    terms."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments."""
     weight: float = 1.0
@@ -221,7 +222,7 @@ class DomainConfig(Section):
 
 
 GROUP_MEASURES: dict[str, tuple[float | None, float | None]] = {"accuracy": (0.0, 1.0), "mean": (None, None), "std": (0.0, None)}
-"""Built-in measures of a group, with default bounds (above, below); None: no bound."""
+"""Built-in measures of a group -> default bounds (above, below) between which groups train. None: no bound."""
 
 
 class GroupFilterConfig(Section):
@@ -235,7 +236,7 @@ class GroupFilterConfig(Section):
     below: float | None = None
     """Train only groups whose measure is below this. null: 1 for accuracy, no bound for mean and std."""
     tries: PositiveInt = 10
-    """Maximum prompts tried per group of the batch, on average over a domain's groups."""
+    """Maximum prompts that a domain tries for a batch, as a multiple of the domain's groups in the batch."""
     when_short: Literal["fail", "continue"] = "fail"
     """Action when `tries` is reached. fail: end the run. continue: train on the groups that passed."""
 
@@ -270,18 +271,18 @@ class RolloutConfig(Section):
     retries: Annotated[int, Field(ge=0)] = 2
     """Retries of a failed generation before its sample counts as failed."""
     restarts: Annotated[int, Field(ge=0)] = 3
-    """Maximum restarts of the rollout service within an hour, after its process died or hung. Prompts in flight start again; if updates
-    were under way, the run goes back to the newest checkpoint. Beyond that the run ends."""
+    """Maximum restarts of the rollout service within an hour, after its process died or hung; then the run ends. Unfinished prompts start
+    again; if updates were under way, the run goes back to the newest checkpoint."""
     supply: Literal["sync", "one_step_off", "async"] = "sync"
     """sync: generation and training alternate. one_step_off: the next batch is generated while one is trained. async: engines generate all
     the time, at most max_staleness steps ahead."""
     max_staleness: Annotated[int, Field(ge=0)] | None = None
     """Maximum steps between the weights that generate a sample and the weights that it trains. null: 0 for sync, else 1. Training waits for
-    samples near the limit. Older samples are dropped and their prompts generated again."""
+    samples that would be too old for the next batch. Samples beyond the limit are dropped and their prompts generated again."""
     on_sync: Literal["drain", "pause", "abort"] | None = None
     """Treatment of running responses at a weight update. drain: the update waits for their end. pause: they continue in their engine, which
-    recomputes the KV cache. abort: they stop, and continue in any engine. null: abort if engines offload; otherwise drain for one_step_off,
-    pause for sync and async."""
+    recomputes the KV cache. abort: they are interrupted, and any engine continues them. null: abort if engines offload; otherwise drain for
+    one_step_off, pause for sync and async."""
     oversample: Annotated[float, Field(ge=1, le=16)] = 1.0
     """Prompts started for a batch, as a multiple of its size. Above 1, slow or filtered groups delay the batch less. Only with `supply:
     sync`; one_step_off and async generate ahead anyway."""
@@ -291,7 +292,8 @@ class RolloutConfig(Section):
     """Limit of the tokens in all requests of an engine (prompts, and responses at their expected length). Above it, the engine gets no
     further request. null: only max_running_requests counts."""
     stream_log_probs: bool = False
-    """Compute log-probs and values of finished groups while others are still generated. Models must not share devices with engines."""
+    """Compute log-probs and values of finished groups while others are still generated. The models that compute them must not share devices
+    with engines."""
     dump: bool = False
     """Write every batch with tokens, log-probs and texts to the run's `dumps/` (docs/replay.md); `mode: rollout_only` always does."""
     keep_mask: bool = False
@@ -302,9 +304,9 @@ class RolloutConfig(Section):
     continue anyway once you delete the file paused.txt in the run's folder."""
     max_mismatch: PositiveFloat | None = 0.2
     """Maximum mean difference, in nats, between engine's and trainer's log-probs of the same tokens, in the first batch and later in each
-    engine's samples from the trainer's current weights. A larger difference ends the run: engine and trainer hold different models. A
-    difference several times that of earlier steps, or of the other engines, also ends it. Usual in bfloat16: 0.01 to 0.05. null: no
-    check."""
+    engine's samples from the trainer's current weights. A larger difference ends or pauses the run (on_mismatch): engine and trainer hold
+    different models. So does a difference several times that of earlier steps, or of the other engines. Usual in bfloat16: 0.01 to 0.05.
+    null: no check."""
 
     @rule
     def _ahead(self) -> Mistakes:

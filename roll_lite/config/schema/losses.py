@@ -235,7 +235,8 @@ class CorrectionFilterConfig(Section):
     """Removes the loss of tokens or sequences on which trainer and engine differ too much."""
 
     level: Literal["token", "sequence_sum", "sequence_mean", "sequence_min", "sequence_max"] = "token"
-    """token: filter each token by its value. Others: filter each sequence by its tokens' sum, mean, minimum or maximum."""
+    """token: filter each token by its value. Other levels: filter each sequence by the sum, mean, minimum or maximum of its tokens'
+    values."""
     estimator: Literal["ratio", "k1", "k2", "k3", "abs", "difference"] = "ratio"
     """Value of a token. ratio: trainer's / engine's probability; over a sequence, sum means the product of the ratios and mean their
     geometric mean. k1, k2, k3, abs: estimates of KL(engine || trainer) in nats, as for kl_in_reward. difference: trainer's probability -
@@ -275,4 +276,5 @@ class MismatchCorrectionConfig(Section):
 
 class ValueLossConfig(Section):
     clip: PositiveFloat | None = 0.2
-    """Value clipping: largest change of a token's value within a step that can lower its loss; null: no clipping."""
+    """Value clipping: a change of a token's value by more than this within a step does not lower the token's loss further. null: no
+    clipping."""

@@ -25,7 +25,7 @@ _Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(Section):
-    """AdamW of Megatron-Core. Moments are float32; bfloat16 weights have a float32 copy, which is updated."""
+    """AdamW of Megatron-Core. Moments are float32. Updates change a float32 copy of bfloat16 weights."""
 
     lr: PositiveFloat = 1e-6
     """Peak learning rate."""
@@ -54,7 +54,7 @@ class OptimizerConfig(Section):
     """Largest global gradient norm; above it gradients are scaled down. 0: no clipping."""
     stop_after_skipped: Annotated[int, Field(ge=0)] = 5
     """End the run after this number of skipped updates in a row, counted across steps and resumptions. 0: never. An update is skipped if
-    its loss or gradient is not finite. The samples of the first in a row are saved in skipped/ in the run's folder."""
+    its loss or gradient is not finite. The samples of the first of these updates are saved in skipped/ in the run's folder."""
 
     @rule
     def _least(self) -> Mistakes:
@@ -113,8 +113,8 @@ class MegatronStrategyConfig(Section):
     pipeline_parallel: PositiveInt = 1
     """Ranks (stages) that split the model by layers."""
     virtual_pipeline_parallel: PositiveInt = 1
-    """Interleaved parts of the model per pipeline stage. With more parts stages wait less but exchange more. Needs pipeline_parallel >
-    1."""
+    """Interleaved parts of the model per pipeline stage. With more parts, stages wait less for each other but exchange more data. Needs
+    pipeline_parallel > 1."""
     pipeline_layers: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
     """Layers of each pipeline part: a list of pipeline_parallel x virtual_pipeline_parallel numbers in layer order. The first
     pipeline_parallel numbers are for each stage's first part, the next for its second part, and so on. The first part also holds the
@@ -123,7 +123,7 @@ class MegatronStrategyConfig(Section):
     context_parallel: PositiveInt = 1
     """Ranks that split the tokens of every micro-batch, for samples too long for one rank."""
     expert_parallel: PositiveInt = 1
-    """Ranks that divide the experts. Each holds whole experts; tokens are sent to them."""
+    """Ranks that divide the experts. Each rank holds whole experts and receives their tokens."""
     expert_tensor_parallel: PositiveInt = 1
     """Ranks that split every expert's matrices, like tensor_parallel for the other layers."""
     sequence_parallel: bool = False
@@ -183,8 +183,8 @@ class EngineStrategyConfig(Section):
     enforce_eager: bool = False
     """Run without CUDA graphs: starts faster, generates more slowly."""
     quantization: Literal["none", "fp8"] = "none"
-    """fp8: quantise weights when engines receive them, with a scale per output channel, and activations per token; GPUs only. Halves
-    bfloat16's memory and speeds up matrix products. Samples then come from another policy than the trainer's: use
+    """fp8: quantise weights when engines receive them, with a scale per output channel, and activations, with a scale per token; GPUs only.
+    Weights take half the memory of bfloat16; matrix products are faster. Samples then come from another policy than the trainer's: use
     algorithm.mismatch_correction (docs/gpu.md)."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments, passed to vLLM or SGLang unchanged."""
@@ -246,7 +246,7 @@ class ForwardRoleConfig(Section):
     """Free this role's device memory while it is idle, for roles that share devices."""
     restarts: Annotated[int, Field(ge=0)] = 3
     """Maximum restarts of the role within an hour, after a rank died or hung; then the run ends. Trained roles return to the newest
-    checkpoint, or their initial weights, and repeat the updates since then on the same samples."""
+    checkpoint, or their initial weights, and repeat the updates made after it on the same samples."""
     threads: PositiveInt = 1
     """CPU threads per process."""
 
@@ -259,8 +259,8 @@ class TrainRoleConfig(ForwardRoleConfig):
     (1 if all experts are used equally), averaged over a mini-batch and summed over layers. config.json's router_aux_loss_coef is ignored:
     it would pull the policy away from the rewards."""
     compare_replicas_every: Annotated[int, Field(ge=0)] = 10
-    """Steps between checks (by checksum) that data-parallel replicas hold the same weights; also checked before every checkpoint. A
-    difference ends the run. 0: never."""
+    """Steps between checks (by checksum) that data-parallel replicas hold the same weights. Replicas are also checked before every
+    checkpoint. A difference ends the run. 0: never."""
     train_micro_batch_tokens: PositiveInt | None = None
     """Maximum tokens in a rank's forward and backward pass; null: micro_batch_tokens."""
     train_micro_batch_size: PositiveInt | None = None
@@ -332,8 +332,8 @@ class CriticRoleConfig(TrainRoleConfig):
 
 class InferRoleConfig(Section):
     devices: Devices = 1
-    """Number of devices, or a list of devices. They make devices / strategy.tensor_parallel engine replicas. A replica is on one node or,
-    if it needs more than placement.devices_per_node, takes equally many on each of several nodes."""
+    """Number of devices, or a list of devices. There are devices / strategy.tensor_parallel engine replicas. A replica is on one node or,
+    if it needs more than placement.devices_per_node, takes equally many devices on each of several nodes."""
     replicas_per_device: PositiveInt = 1
     """Engine replicas per device. On a GPU they share strategy.gpu_memory_utilization equally. Needs tensor_parallel 1."""
     strategy: InferStrategyConfig = Field(default_factory=VllmStrategyConfig)
@@ -345,8 +345,8 @@ class InferRoleConfig(Section):
     restarts: Annotated[int, Field(ge=0)] = 3
     """Maximum restarts of a lost engine within an hour. Beyond that the run continues without the engine, or ends if none is left."""
     most_replicas: PositiveInt | None = None
-    """Maximum engine replicas. Those beyond `devices` start while the run continues, each when a node has devices for it, and leave with
-    their node. null: as many as `devices` make."""
+    """Maximum engine replicas. Replicas beyond `devices` start during the run, each when a node has free devices for it, and end when their
+    node leaves. null: as many as `devices` make."""
     threads: PositiveInt = 1
     """CPU threads per engine."""
 
@@ -366,7 +366,7 @@ class RewardModelConfig(Section):
     """Maximum tokens in a rank's forward pass; a longer sample runs alone. With hf, samples are padded to the longest, and padding
     counts."""
     micro_batch_size: PositiveInt = 8
-    """Maximum samples in a rank's forward pass and, with hf, in a call to a replica."""
+    """Maximum samples in a rank's forward pass, and in a call to a copy of the model."""
     max_length: PositiveInt | None = None
     """Longest text in tokens; null: the model's max_position_embeddings. Scoring a longer text fails; it is never cut."""
     offload: bool = False
@@ -391,4 +391,5 @@ class JudgeServerConfig(Section):
     start_timeout_s: PositiveFloat = 900.0
     """Time limit in seconds for a server to load the model."""
     restarts: Annotated[int, Field(ge=0)] = 3
-    """Maximum restarts of a dead server; then the run fails. During a restart, requests for verdicts wait, or fail and are retried."""
+    """Maximum restarts of each server in the run; then the run fails. During a restart, requests for verdicts wait, or fail and are
+    retried."""

@@ -40,10 +40,10 @@ class RayConfig(Section):
 
 class ValidationConfig(Section):
     every: Annotated[int, Field(ge=0)] = 0
-    """Steps between validations. A run also validates before its first and after its last step. 0: none between these two. With
-    rollout.supply one_step_off or async, training continues during a validation (docs/scheduling.md)."""
+    """Steps between validations. A run also validates before its first and after its last step; 0: only then. With rollout.supply
+    one_step_off or async, training continues during a validation (docs/scheduling.md)."""
     samples_per_prompt: PositiveInt = 1
-    """Responses per held-out prompt. With several, pass@k, best@k and maj@k are reported for powers of two and for all."""
+    """Responses per held-out prompt. With several, pass@k, best@k and maj@k are reported for k = 2, 4, 8, ... and for k = this number."""
     sampling: ValidationSamplingConfig = Field(default_factory=ValidationSamplingConfig)
     """Sampling of held-out prompts in all domains; domains.<name>.validation_sampling overrides it."""
     enabled: bool = True
@@ -71,9 +71,8 @@ class CheckpointConfig(Section):
     """Write in background processes. Training waits only for the copy to host memory, which must have room for it, and for the previous
     checkpoint if it is still being written."""
     unfinished: bool = True
-    """Save the tokens and scores of unfinished samples, and of finished groups that no batch has used. A resumed run continues them;
-    otherwise it generates their prompts again. A token takes 13 bytes before compression, more with rollout.keep_mask or
-    algorithm.routing_replay."""
+    """Save the tokens and scores of unfinished samples, and of finished groups that no batch has used. A resumed run continues them. false:
+    it generates their prompts again. A token takes 13 bytes before compression, more with rollout.keep_mask or algorithm.routing_replay."""
     store: Url | None = None
     """Object store, or another file system of fsspec, for all checkpoints: a URL such as s3://bucket/prefix. A run's checkpoints are then
     in store/experiment/start time/checkpoints, where `resume: auto` looks for them (docs/checkpoints.md). null: the run's folder."""
@@ -82,9 +81,9 @@ class CheckpointConfig(Section):
     newer, and repeat only the updates since then. A copy may take a quarter of Ray's object store (ray.object_store_mb). 0: make no
     copies."""
     resume: Literal["auto"] | Url | Annotated[UserPath, AfterValidator(Path.resolve)] | None = None
-    """Folder or URL of a checkpoint, or of a run, whose newest checkpoint is taken. The resumed run writes to a new folder. auto: continue
-    this experiment's newest undamaged checkpoint in its run's folder; start afresh if there is none, so that the same command starts and
-    resumes a run. null: start afresh."""
+    """Folder or URL of a checkpoint, or of a run, whose newest checkpoint is taken. The resumed run writes to a new folder. auto: take this
+    experiment's newest undamaged checkpoint, and write to the folder of its run; start afresh if there is none, so that the same command
+    starts and resumes a run. null: start afresh."""
     on_sigterm_s: PositiveFloat = 60.0
     """Seconds for ending a run after SIGTERM. The run finishes updates that have begun, saves the state after its last complete step, and
     ends with exit code 75; the same command with `resume: auto` continues it. Without checkpoints (`every: 0`) SIGTERM ends a run like
@@ -94,7 +93,7 @@ class CheckpointConfig(Section):
 
     @property
     def source(self) -> Path | None:
-        """Folder to resume from. None if `resume` is null or auto: for auto pipeline/checkpoint_files.py chooses a checkpoint."""
+        """Folder to resume from. None if `resume` is null, or auto: then pipeline/checkpoint_files.py chooses a checkpoint."""
         if self.resume == "auto":
             return None
         return remote_folder(self.resume) if isinstance(self.resume, str) else self.resume
@@ -111,7 +110,7 @@ class BatchFilesConfig(Section):
 
     write: Literal["auto", "always", "never"] = "auto"
     """auto: save steps of at most 262,144 tokens, in runs that `examples/recompute.py` can recompute (in float32, without
-    algorithm.routing_replay and adapters of experts)."""
+    algorithm.routing_replay, adapters of experts and some losses)."""
     copy_models_mb: Annotated[int, Field(ge=0)] = 256
     """Models up to this size in MB are copied into the run's folder before training; of larger ones only path and checksums are saved."""
 
@@ -146,8 +145,8 @@ class WeightSyncConfig(Section):
 
 class LimitsConfig(Section):
     """Time limits in seconds. A phase of a step (metric `time/<phase>`) that exceeds its limit counts as hung: the run reports which
-    process did not answer, with its Python stack. A hung training role starts again (actor_train.restarts); otherwise the run ends. 0 or
-    null: unlimited. Raise a limit if the work is only slow."""
+    process did not answer, with its Python stack. Hung training roles and a hung rollout service start again (`restarts`); otherwise the
+    run ends. 0 or null: unlimited. Raise a limit if the work is only slow."""
 
     start: TimeLimit = 3600.0
     """Start of models and engines. ray.start_timeout_s limits the start of Ray."""
@@ -172,14 +171,14 @@ class LimitsConfig(Section):
     advantages and train. 0: only the limits above count."""
     silence: TimeLimit = 300.0
     """Time within which every process must answer, busy or idle; otherwise it counts as hung. A process fails to answer if it is stopped or
-    never releases Python's lock (GIL). Checked from when all processes are ready."""
+    never releases Python's lock (GIL). Checks begin when all processes are ready."""
     engine_silence: TimeLimit = 7.0
     """Time within which an engine must answer. It counts as lost, and is replaced (actor_infer.restarts), if its worker does not answer or
     one of its processes is stopped. Slow work, such as a long prompt, does not delay answers."""
     engine_step: TimeLimit | Literal["auto"] = "auto"
     """Time limit of one forward pass of an engine's model. An engine that exceeds it counts as hung and lost. The limit is at least four
-    times the longest pass so far, and forty times this value until the first response has ended. Kernel compilation does not count. auto: 7
-    with GPUs, 300 without."""
+    times the longest pass so far, and forty times engine_step until the first response has ended. Kernel compilation does not count. auto:
+    7 with GPUs, 300 without."""
 
 
 Victim = Literal["actor_train", "critic", "reference", "actor_infer", "rollouts", "reward_models", "judges"]
@@ -189,20 +188,21 @@ USUAL_VICTIMS: tuple[Victim, ...] = ("actor_train", "critic", "reference", "acto
 
 
 class ChaosConfig(Section):
-    """Injects faults to test what a run survives: kills, stops and slows its processes, and cuts off their nodes, by a seeded plan
-    while it trains."""
+    """Injects faults to test what a run survives: kills, stops and slows the run's processes, and cuts off their nodes, by a seeded plan
+    during training."""
 
     every_s: PositiveFloat = 60.0
     """Mean time between faults in seconds; the times are random."""
     targets: Annotated[list[Victim], Field(min_length=1)] = Field(default_factory=lambda: list[Victim](USUAL_VICTIMS))
-    """Roles whose processes are struck, including child processes, such as an engine's. rollouts: the rollout service."""
+    """Roles whose processes get faults, including child processes, such as an engine's. rollouts: the rollout service."""
     actions: Annotated[dict[Fault, PositiveFloat], Field(min_length=1)] = Field(default_factory=lambda: {**ONLY_KILLS})
-    """Relative frequencies of the faults. kill: SIGKILL. stop: SIGSTOP. slow: a tenth of the usual speed for slow_s.
-    cut: nothing leaves the process's node for cut_s; that of the driver and Ray's head node are spared. Needs root and iproute2 there."""
+    """Relative frequencies of the faults. kill: SIGKILL. stop: SIGSTOP. slow: a tenth of the usual speed for slow_s. cut: nothing leaves
+    the process's node for cut_s. The nodes of the driver and of Ray's head are never cut off. cut needs root and iproute2."""
     slow_s: PositiveFloat = 10.0
     """Time in seconds for which a process is slow."""
     cut_s: PositiveFloat = 10.0
-    """Time in seconds for which a node is cut off. Ray gives a node up after half a minute or more; it has to be started again there."""
+    """Time in seconds for which a node is cut off. After half a minute or more Ray gives the node up; then Ray must be started again on
+    it."""
     most: PositiveInt | None = None
     """Maximum faults; null: unlimited. Roles restart only as often as their `restarts` allow."""
     seed: int = 0
@@ -246,7 +246,7 @@ class RunConfig(Section):
     actor_infer: InferRoleConfig = Field(default_factory=InferRoleConfig)
     """Engines that generate with the policy."""
     reference: ReferenceRoleConfig | None = None
-    """Reference policy of the KL terms. null: an actor with adapters (actor_train.lora) is the reference, with adapters off."""
+    """Reference policy of the KL terms. null: the actor itself with its adapters off, if it has adapters (actor_train.lora)."""
     critic: CriticRoleConfig | None = None
     """Value model, for `algorithm.advantage: gae`; null: none."""
     reward_models: dict[str, RewardModelConfig] = Field(default_factory=dict)

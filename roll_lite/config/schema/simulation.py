@@ -15,7 +15,8 @@ class SimulatedEngineConfig(Section):
     """Speed of an engine replica with all its devices. Defaults: a 7B model in bfloat16 on an H100 with 80 GB."""
 
     pass_ms: PositiveFloat = 7.0
-    """Time of a forward pass in ms, without the additions below. A pass reads the weights and gives each running request a token."""
+    """Time of a forward pass in ms, without request_us and cached_token_ns. A pass reads the weights and gives each running request a
+    token."""
     request_us: NonNegativeFloat = 25.0
     """Time added to a pass for each running request, in µs."""
     cached_token_ns: NonNegativeFloat = 17.0
@@ -31,14 +32,15 @@ class SimulatedEngineConfig(Section):
     engines_per_node: PositiveInt = 1
     """Engine replicas on a node, for node_failures_per_day and leave_s."""
     join_s: list[NonNegativeFloat] = Field(default_factory=list)
-    """Times in seconds at which a further engine joins (actor_infer.most_replicas)."""
+    """Times in seconds after the start at which a further engine joins (actor_infer.most_replicas)."""
     leave_s: list[NonNegativeFloat] = Field(default_factory=list)
-    """Times in seconds at which nodes are drained, in order from the node of engine 0. Their requests continue elsewhere."""
+    """Times in seconds after the start at which nodes are drained, beginning with the node of engine 0. Their requests continue
+    elsewhere."""
     hangs_per_day: NonNegativeFloat = 0.0
     """Mean hangs per engine and day. A hung engine generates nothing until it counts as lost (hang_s)."""
     hang_s: PositiveFloat = 7.0
-    """Seconds from a hang until the engine counts as lost; in real runs `limits.engine_silence`, if its processes are stopped. Its requests
-    may fail earlier by `rollout.request_timeout_s`."""
+    """Seconds from a hang until the engine counts as lost. In real runs this is `limits.engine_silence`, if the engine's processes are
+    stopped. The engine's requests may fail earlier by `rollout.request_timeout_s`."""
     offload_s: NonNegativeFloat = 3.0
     """Seconds per step to load and offload engines, with `actor_infer.offload`."""
     start_s: PositiveFloat | None = 180.0
@@ -77,8 +79,8 @@ class SimulatedResponsesConfig(Section):
     reward_p99_s: PositiveFloat | None = None
     """99th percentile of scoring times in seconds; null: all take the median."""
     reward_workers: PositiveInt | None = None
-    """Samples scored at a time; others wait. With `rollout.supply: async` no later batch starts while a whole batch of samples waits. null:
-    unlimited, for times measured by `--from`, which include waiting."""
+    """Samples scored at a time; others wait. With `rollout.supply: async` no later batch starts while samples for a whole batch wait for
+    scores. null: unlimited, for times measured by `--from`, which include waiting."""
     all_right: Share = 0.1
     """Share of prompts that are always solved."""
     all_wrong: Share = 0.1
@@ -117,6 +119,6 @@ class SimulationConfig(Section):
     trainer: SimulatedTrainerConfig = Field(default_factory=SimulatedTrainerConfig)
     """The trainer, and weight updates."""
     responses: SimulatedResponsesConfig = Field(default_factory=SimulatedResponsesConfig)
-    """Responses of domains not in `domains`."""
+    """Responses of domains that are not listed in `domains`."""
     domains: dict[str, SimulatedResponsesConfig] = Field(default_factory=dict)
     """Responses by domain."""
