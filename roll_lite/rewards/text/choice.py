@@ -124,21 +124,23 @@ ENDED = r"\s*(?:[.,;:!?)\]/]|\Z|\n)"
 RIGHT = r"\s*(?:is|(?:must|would)\s+be|(?:fits|seems)(?:\s+to\s+be)?)\s+(?:the\s+)?(?:correct|right|best|true|answer)\b"
 CONTINUED = r"\s+(?:[^a-z\s]|(?:and|or|because|since|as|for|but|so|which|that|is|was|in|on|by|due|not|rather|instead|if|then)\b)"
 """Text after A or I that is then a letter, not a word."""
+DENIAL = r"(?:\b(?:not|never|cannot|neither|nor|wrong|incorrect)\b|n['’]t\b)"
 DENIED = re.compile(
-    r"(?i)(?:\b(?:not|never|cannot|neither|nor|wrong|incorrect|if|whether|unless|than|instead\s+of)\b|n['’]t\b"
+    rf"(?i)(?:{DENIAL}|\b(?:if|whether|unless|than|instead\s+of)\b"
     r"|\b(?:people|many|most|others|some|one|you)\s+(?:\w+\s+){0,2}(?:think|say|believe|choose|pick)\b)(?:(?!\bbut\b)[^.,;:!?\n])*"
     rf"|[不别非]\s*选?\s*{X}"
 )
-IS = r"(?:\bis|['’]s|\b(?:would|must|will)\s+be|[:=→⇒]|[-=]>|[-–—](?=\s))"
+IS = r"(?:\bis|['’]s|\b(?:would|must|will)\s+be|(?<!⟧)(?:[:=→⇒]|[-=]>|[-–—](?=\s)))"
 HEDGE = r"(?:[\s.;]*(?:[,/&或和]|\b(?:or|and|but|alternatively|maybe|perhaps|possibly)\b))++\s*(?:(?:option|choice)\b\s*)?"
 DISCUSSED = r"\s*(?:is|was|are|can|cannot|does|would|being)\b"
 POSSIBLE = r"\s+(?:is|(?:may|might|could)\s+be)\s+(?:also|equally)\s+(?:possible|correct|right|true)\b"
 STATED = re.compile(
-    rf"(?i)(?:(?:\b(?:answer|ans|response|option|choice)\b[^.:=;!?\n]{{0,60}}?\s*{IS}|\bit\s*{IS}|答案\s*[是为:]|选择?"
+    rf"(?i)(?=(?:(?:\b(?:answer|ans|response|option|choice)\b(?:(?!{DENIAL})[^.:=;!?\n]){{0,60}}\s*{IS}|\bit\s*{IS}|答案\s*[是为:]|选择?"
     r"|\b(?:choose|select|pick|go(?:ing)?\s+with)\b)(?:\s*(?:\b(?:definitely|not\s+⟦⟧,?\s+but|both|either|the|option|answer)\b|:))*+\s*"
     rf"|\b(?:actually|wait|hence|thus|therefore|so)\b[\s,:—-]*(?:no\b[\s,:—-]*)?(?={X}{ENDED})|(?={X}{RIGHT}))"
-    rf"(?P<chosen>{X}(?:{HEDGE}{X}(?!{DISCUSSED})|[^⟦]*{X}{POSSIBLE})*)"
+    rf"(?P<chosen>{X}(?:{HEDGE}{X}(?!{DISCUSSED})|[^⟦]*{X}{POSSIBLE})*))"
 )
+"""A lookahead, so that statements which overlap are all found."""
 BESIDE = re.compile(rf"(?i)(?:\s|[.,;:()\[\]{{}}/&或和]|{X}|\b(?:or|and|the|correct|options?|choice|answer|both|either)\b)*")
 """Text allowed around options in a line that is only a choice."""
 CAPTION = re.compile(r"⟦.m⟧|⟦.b⟧(?:[.:]\s|[)\]])")
@@ -150,8 +152,8 @@ def settled_on(text: str, options: dict[str, str]) -> set[str]:
     named, bare = _patterns(tuple(options.items()))
     plain = bare.sub(_token, named.sub(_token, _plain(text[-LONGEST_TEXT:])))
     plain = DENIED.sub(lambda clause: re.sub(X, "⟦⟧", clause[0]), plain)
-    if stated := [one["chosen"] for one in STATED.finditer(plain)]:
-        return _letters(stated[-1])
+    if stated := list(STATED.finditer(plain)):
+        return _letters(max(stated, key=lambda one: one.start("chosen"))["chosen"])
     has_texts = any(options.values())
     lines = [_letters(line) if _is_choice(line, has_texts) else set() for line in plain.splitlines() if line.strip()]
     choices = [line for line in lines if len(line) == 1 or len(lines) == 1]
@@ -165,8 +167,7 @@ def settled_on(text: str, options: dict[str, str]) -> set[str]:
 
 def _is_choice(line: str, has_texts: bool) -> bool:
     """True if a line names nothing but options, or labels one ("C. Berlin") whose text is unknown."""
-    is_caption = CAPTION.match(line) and len(_letters(line)) == 1
-    return BESIDE.fullmatch(line) is not None or bool(is_caption and not has_texts)
+    return bool(BESIDE.fullmatch(line) or (not has_texts and CAPTION.match(line) and len(_letters(line)) == 1))
 
 
 def _letters(text: str) -> set[str]:
