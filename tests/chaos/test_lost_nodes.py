@@ -16,8 +16,7 @@ from support_hosts import hosts as start_hosts
 
 from tests.integration.test_runs import ROOT
 
-NIGHTLY = pytest.mark.nightly
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
 SETTINGS = [
     *("steps=100000", "rollout.prompts_per_step=6", "rollout.samples_per_prompt=4", "validation=null", "batches.write=never"),
@@ -118,7 +117,6 @@ def test_an_engine_is_back_after_a_long_cut_of_its_node(hosts: Hosts) -> None:
     run.ends()
 
 
-@NIGHTLY
 @pytest.mark.usefixtures("signals_arrive")
 def test_a_trainer_on_a_node_that_is_cut_off_is_named_and_starts_again(hosts: Hosts) -> None:
     run = HostedRun(hosts, *TRAINER_APART, cut("actor_train", 20))
@@ -130,7 +128,6 @@ def test_a_trainer_on_a_node_that_is_cut_off_is_named_and_starts_again(hosts: Ho
     run.ends()
 
 
-@NIGHTLY
 @pytest.mark.parametrize("how", ["switched off", "cut off"])
 @pytest.mark.usefixtures("signals_arrive")
 def test_a_lost_engine_node_costs_its_engine_until_it_is_back(hosts: Hosts, how: str) -> None:
@@ -152,7 +149,6 @@ def test_a_lost_engine_node_costs_its_engine_until_it_is_back(hosts: Hosts, how:
     run.ends()
 
 
-@NIGHTLY
 @pytest.mark.usefixtures("signals_arrive")
 def test_a_lost_trainers_node_is_waited_for(hosts: Hosts) -> None:
     run = HostedRun(hosts, *TRAINER_APART)

@@ -18,8 +18,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(path.stem for path in (ROOT / "examples/configs").glob("tiny_*.yaml") if path.stem != "tiny_base")
 Runs = dict[str, Future[list[dict[str, Any]]]]
-DIFFERENT = ("tiny_dapo", "tiny_reinforce_plus_plus")
-"""Rewards that are shaped and groups that are left out; advantages of tokens. The others differ from these, and from tiny_grpo, tiny_ppo
+DIFFERENT = ("tiny_reinforce_plus_plus",)
+"""Advantages of tokens. The others differ from these, and from tiny_grpo, tiny_ppo
 and tiny_async, which other tests run, in formulas that tests/algorithms holds against other projects."""
 SMALL = ["rollout.prompts_per_step=12", "validation.enabled=false", "checkpoint.export_model=false", "steps=3"]
 

@@ -98,6 +98,7 @@ def test_a_run_over_three_hosts_writes_whole_checkpoints_where_they_share_the_fo
     assert f"checkpoint.resume: {hosts.apart / 'step_000002'} on node {hosts.addresses[1]}, where actor_train loads it" in output
 
 
+@pytest.mark.nightly
 def test_with_a_store_ranks_on_both_hosts_save_and_go_on_without_a_shared_folder(hosts: Hosts) -> None:
     settings = [ON_BOTH, "checkpoint.every=1", "checkpoint.export_model=false", f"checkpoint.store=file://{hosts.shared}/store"]
     code, output, folder = run(hosts, hosts.apart / "runs", *settings)
