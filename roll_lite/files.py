@@ -1,4 +1,4 @@
-"""Reading of files, and folders in object stores. An unreadable file raises a ValueError that names it.
+"""Read files, and use folders in object stores. For an unreadable file, a ValueError names the file.
 
 Only plain files are opened: reading a pipe or a device might never end."""
 
@@ -141,8 +141,8 @@ def unreadable(path: Path, error: Exception) -> ValueError:
 
 
 def elsewhere(path: Path) -> str:
-    """Hint for an error message about a missing path: that it is relative to the current folder and, if so, which parent folder has it.
-    Empty for paths outside the current folder."""
+    """Hint for an error message about a missing path: relative paths count from the current folder. A parent folder that has the path is
+    named. Empty for paths outside the current folder."""
     current = Path.cwd()
     if not path.is_relative_to(current):
         return ""
@@ -228,7 +228,6 @@ def remove_tree(folder: Any) -> None:
 
 
 def keep_only(folder: Path, names: Container[str]) -> None:
-    """Remove all folders in `folder` except `names`."""
     for other in folder.glob("*/"):
         if other.name not in names:
             shutil.rmtree(other, ignore_errors=True)

@@ -37,17 +37,18 @@ class Address:
 
 
 class Worker:
-    """Synchronous worker. The cluster sets RANK, WORLD_SIZE, LOCAL_RANK before the process starts.
+    """Base of workers with synchronous methods. The cluster sets RANK, WORLD_SIZE, LOCAL_RANK before the process starts.
 
-    Methods run one after another on one thread, not the main one, beside a call that watches the process. A worker that needs the main
-    thread sets `watched = False`; its death is then noticed at the next call.
+    Methods run one after another on one thread, not the main one. `until_death`, by which the driver watches the process, has another
+    thread. A worker that needs the main thread sets `watched = False`; its death is then noticed at the next call.
     """
 
     watched: ClassVar[bool] = True
     lives_alone: ClassVar[bool] = False
     """True if the death of one worker does not end its cluster, because a `Fleet` handles it."""
     max_restarts: ClassVar[int] = 0
-    """Maximum restarts of the process by Ray; -1: unlimited. Only for unwatched workers, which their callers initialize again."""
+    """Maximum restarts of the process by Ray; -1: unlimited. Only for workers with `watched = False`, which the caller initializes
+    again."""
 
     def __init__(self) -> None:
         self.role = os.environ[ROLE]
@@ -85,7 +86,7 @@ class Worker:
     # ------------------------------------------------------------ facts
 
     def layout(self) -> RankLayout | None:
-        """Layout of the strategy; None without one: each rank is a data-parallel rank."""
+        """Layout of the strategy. None without a strategy: each rank is a data-parallel rank."""
         return getattr(getattr(self, "strategy", None), "layout", None)
 
     # ------------------------------------------------------------ watch
@@ -128,7 +129,7 @@ class AsyncWorker(Worker):
 
 
 def process_group_store(address: Address, world_size: int, listener: socket.socket | None, timeout_s: float) -> TCPStore:
-    """TCPStore of the process group, which takes over `listener`, rank 0's socket."""
+    """TCPStore of the process group. It takes over `listener`, rank 0's socket; None on other ranks."""
     # torch takes seconds to import; workers without a process group never need it
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -152,7 +153,7 @@ def reserve_port(host: str) -> socket.socket:
 
 
 def use_interface_of(host: str) -> None:
-    """Tell gloo the network interface; the host name, its default, often does not resolve in containers."""
+    """Make gloo use the network interface of this address. gloo's default, the host name, often does not resolve in containers."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == host for address in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

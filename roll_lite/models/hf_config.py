@@ -21,7 +21,7 @@ SUPPORTED_TYPES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral")
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a model, even of one that cannot be trained here."""
+    """Sizes of a model, including models that roll_lite cannot train."""
 
     model_type: str
     layers: int
@@ -35,7 +35,7 @@ class ModelShape:
     tied_embeddings: bool
     window: int | None
     experts: int | None = None
-    """Number of experts; None for a dense model, or if config.json has an unknown field for it."""
+    """Number of experts. None for a dense model, or if config.json has the number in an unknown field."""
     expert_feed_forward: int | None = None
 
 
@@ -69,7 +69,7 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class HfConfig:
-    """Architecture of a model that can be trained here."""
+    """Architecture of a model that roll_lite can train."""
 
     family: str
     vocab_size: int
@@ -101,12 +101,12 @@ class HfConfig:
         return self.hidden * matrices / (self.heads * self.head_dim)
 
     def tensor_facts(self, dtype: str, has_values: bool) -> dict[str, Any]:
-        """Facts about the model that determine a checkpoint's tensors, as JSON values."""
+        """Facts about the model that determine a checkpoint's tensors, as JSON values. `has_values`: the model is a critic."""
         shape = {name: value for name, value in asdict(self).items() if name not in NOT_IN_TENSORS}
         return {**json.loads(json.dumps(shape)), "model.dtype": dtype, "outputs": "values" if has_values else "tokens"}
 
     def _used_feed_forward(self, layer: int) -> int:
-        """Feed-forward size that one token uses."""
+        """Feed-forward size that one token uses in this layer, summed over the token's experts."""
         if self.experts is None or not self.experts.layers[layer]:
             return self.feed_forward
         return self.experts.per_token * self.experts.feed_forward
@@ -174,7 +174,8 @@ def _size(raw: Mapping[str, Any], name: str, default: int | None = None, most: i
 
 
 def read_hf_config(folder: Path, key: str = "model.path", architectures: Sequence[str] = HEADS) -> HfConfig:
-    """Read the architecture of a model that can be trained. A ValueError names all unsupported fields. `key`: YAML path of the setting."""
+    """Read the architecture of a model that can be trained. A ValueError names all unsupported fields. `key`: YAML path of the folder's
+    setting. `architectures`: allowed suffixes of the architecture's name."""
     try:
         raw = read_config(folder)
     except ValueError as error:

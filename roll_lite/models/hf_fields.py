@@ -102,7 +102,7 @@ def refusals(raw: Mapping[str, Any], heads: Sequence[str] = HEADS) -> Iterator[s
 
 
 def _layer_types(raw: Mapping[str, Any], value: Any) -> Iterator[str]:
-    """Refuse models whose layers have different kinds of attention. vLLM applies them, but transformers only in some model families."""
+    """Refuse `layer_types` unless all layers have the attention that the trainer applies: vLLM would follow `layer_types`."""
     has_window = raw["model_type"] == "mistral" and raw.get("sliding_window", 0) is not None
     wanted = "sliding_attention" if has_window else "full_attention"
     others = [one for one in value if one != wanted] if isinstance(value, list) else [] if value is None else [value]

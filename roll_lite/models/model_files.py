@@ -25,7 +25,7 @@ _MOST_SAMPLED = 500
 _EXPONENTS = {"F32": (0x7F800000, 4), "BF16": (0x7F80, 2), "F16": (0x7C00, 2)}
 """Dtype -> (mask of the exponent bits, which are all set in NaN and infinity; bytes per number)."""
 _HARMLESS = ("rotary_emb.inv_freq",)
-"""Suffixes of ignored tensors: computed ones that old checkpoints store."""
+"""Suffixes of ignored tensors. Old checkpoints store them, but models compute them."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,8 @@ ZERO_ROWS_SHOWN = 5
 
 
 def zero_embeddings(setting: str, model: Path, tokens: Iterable[int], where: str, tokenizer: Any) -> list[str]:
-    """Return a warning if embeddings of these tokens are zero, since a norm multiplies their gradient by up to a thousand."""
+    """Return a warning if embeddings of these tokens are zero, since a norm multiplies their gradient by up to a thousand. `setting`: YAML
+    path of the model. `where`: where the tokens occur."""
     try:
         zero = stored_tensors(model)[EMBEDDING].zero_rows(tokens)
     except (ValueError, KeyError):  # reported when the weights are loaded

@@ -145,8 +145,8 @@ class RunConsole:
         self._line(f"{step}/{self._total}", self._scores(metrics, "reward/mean", "reward/accuracy"), [speed, total, *phases])
 
     def validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show held-out results, with pass@k and maj@k for the largest k: in the columns of the step's line if that line is the last one
-        printed, else as sentences."""
+        """Show held-out results, with pass@k and maj@k for the largest k. If the line of this step was printed last, they are shown below
+        it, in the same columns; otherwise as sentences."""
         k = largest_k(metrics)
         measures = {"held-out": ("validation/reward", "validation/accuracy")}
         if k is not None:

@@ -12,7 +12,7 @@ Metrics = Mapping[str, float]
 IN_A_ROW = 3
 """A sign of failing training is reported after this number of consecutive steps."""
 GROUPS = 12
-"""Minimum sample groups of a domain in the consecutive steps with a sign: in a few small groups, equal scores may be chance."""
+"""Minimum sample groups in the steps with a sign, for a report about a single domain: in a few small groups, equal scores may be chance."""
 TRUNCATED_ABOVE = 0.5
 ENTROPY_LEFT = 0.02
 """Share of the first step's entropy below which entropy counts as collapsed."""
@@ -38,8 +38,8 @@ class Sign:
     name: str
     in_a_row: int
     holds: Callable[[Metrics, Sequence[Metrics]], bool]
-    """True if a step shows the sign. Arguments: the step's metrics, and those of earlier steps (the first with an entropy, and the latest
-    ones)."""
+    """True if a step shows the sign. Arguments: the step's metrics, and those of earlier steps (the first step with an entropy, and the
+    latest steps)."""
     says: Callable[[Metrics], str]
     by_domain: bool = False
 
@@ -48,7 +48,8 @@ class RunHealth:
     """Looks for signs of failing training. A sign is reported once; later steps with it are counted."""
 
     def __init__(self, compares_groups: bool, domains: Sequence[str] = ()) -> None:
-        """`compares_groups`: advantages compare a prompt's samples, so equal scores teach nothing. `domains`: also checked one by one."""
+        """`compares_groups`: advantages compare a prompt's samples, so equal scores teach nothing. `domains`: each is also checked alone,
+        if there are several."""
         self.findings: dict[str, Finding] = {}
         signs = [sign for sign in SIGNS if compares_groups or sign.name != "flat_groups"]
         each = [(domain, sign) for sign in signs if sign.by_domain for domain in domains if len(domains) > 1]

@@ -28,8 +28,8 @@ class Metric:
     description: str
     by: Literal["domain", "phase", "role", "transport"] | None = None
     count: tuple[str, ...] = ()
-    """For a mean that the loss reports as a sum: metrics that may hold the number of items; the first one present is used. Empty: each
-    optimizer step is one item."""
+    """For means that a loss function reports as sums: names of the metrics that may hold the number of items; the first one reported is
+    used. Empty: each optimizer step is one item."""
     shown: bool = True
     """False for metrics that are only inputs of derived ones."""
 

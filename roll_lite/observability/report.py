@@ -1,4 +1,4 @@
-"""Writes summary.json, and redraws a run's picture."""
+"""Write summary.json, and redraw curves.png during the run."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def write_summary(
     resumed_after: int = 0,
     findings: Iterable[Finding] = (),
 ) -> Path:
-    """Replace summary.json atomically. `steps`: done so far, including those before a resumption (`resumed_after`); times and tokens are
-    this run's own. `wall_s`: seconds, `total` and by phase. `exit_state`: "running", "completed", "interrupted", or "failed: <cause>"."""
+    """Replace summary.json atomically. `steps`: all steps done, including the `resumed_after` steps of earlier runs. `wall_s` (seconds:
+    `total` and by phase) and `tokens` are of this run only. `exit_state`: "running", "completed", "interrupted", or "failed: <cause>"."""
     assert exit_state in ("running", "completed", "interrupted") or exit_state.startswith("failed: "), exit_state
     assert "total" in wall_s, "wall_s needs the total"
     summary = {

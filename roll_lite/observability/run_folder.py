@@ -81,8 +81,8 @@ def keep_config(folder: Path, text: str) -> None:
 
 
 def cut_after(folder: Path, step: int, files: Sequence[str], folders: bool = True) -> None:
-    """Remove records of steps after `step` and of the validation of `step`, which the resumed run repeats. `files`: names of files with one
-    JSON record per line. `folders`: also remove files and folders of these steps."""
+    """Remove records that the resumed run writes again: of steps after `step`, and of validations from `step` on. `files`: names of files
+    with one JSON record per line. `folders`: also remove files and folders of these steps."""
     for name in files:
         if not (folder / name).exists():
             continue
@@ -130,7 +130,6 @@ def check_run_dir(config: RunConfig) -> Iterator[Problem]:
 
 
 def check_store(config: RunConfig) -> Iterator[Problem]:
-    """Check that files can be written to checkpoint.store."""
     if (url := config.checkpoint.store) is not None and (why := try_store(url)):
         yield Problem("checkpoint.store", why, url)
 
@@ -144,7 +143,7 @@ def checkpoint_setting(run_folder: Path, key: str) -> Any:
 
 
 def resumed_from(run_folder: Path) -> Path | None:
-    """Checkpoint or run in another folder that a run resumed from, or None."""
+    """Checkpoint or run that a run resumed from. None if it resumed in its own folder, or not at all."""
     if (resume := checkpoint_setting(run_folder, "resume")) == "auto":
         return None
     try:

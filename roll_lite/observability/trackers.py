@@ -32,7 +32,7 @@ class TrackedRun:
     repeats_from: int | None = None
     """First step that a resumed run repeats in its folder; None for a new folder."""
     id: str | None = None
-    """Service's id of the resumed run."""
+    """Tracking service's id of the resumed run; None for a new run."""
 
 
 class Tracker(ABC):
@@ -128,7 +128,7 @@ class Trackers(Tracker):
 
 STEP = "step"
 MLFLOW_BATCH = 100
-"""Maximum parameters per MLflow call; metrics may be ten times as many."""
+"""Maximum number of parameters per MLflow call; ten times as many metrics are allowed."""
 MLFLOW_LONGEST = 500
 
 
@@ -229,7 +229,6 @@ def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _name(text: str) -> str:
-    """Replace characters that MLflow refuses."""
     return re.sub(r"[^\w\-./ ]", "_", text)
 
 
@@ -268,7 +267,7 @@ def for_trackers(settings: Mapping[str, Any], environment: Mapping[str, str]) ->
 
 
 def build_trackers(configs: Sequence[TrackerConfig], run: TrackedRun, goes_on_from: Path | None = None) -> list[Tracker]:
-    """Build all trackers. `goes_on_from`: folder of the resumed run, whose ids at services are reused."""
+    """Build all trackers. `goes_on_from`: folder of the resumed run, whose ids at tracking services are used again."""
     known = _ids(goes_on_from) if goes_on_from is not None else {}
     built = [_built(config, replace(run, id=known.get(config.name)), f"trackers.{index}") for index, config in enumerate(configs)]
     ids = {config.name: tracker.run_id for config, tracker in zip(configs, built, strict=True) if tracker.run_id is not None}

@@ -1,8 +1,8 @@
-"""Check that engine and trainer give the same tokens the same log-probs, in every step.
+"""Check in every step that engines and trainer compute the same log-probs for the same tokens.
 
 If they read a model differently (config.json, a tied head, an engine argument), or an engine misses part of an update, a run would train
-without error on another policy's samples. Samples are compared by engine and by the weight versions that sampled them: those of the
-trainer's current version may differ only by rounding, those of older versions also by the updates since.
+without error on another policy's samples. Differences are compared by engine and by the age of samples: samples of the trainer's current
+weights may differ only by rounding, older samples also by the updates since.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ and trainer."""
 STEPS, REMEMBERED = 5, 50
 """Minimum and maximum number of earlier steps in the median that defines the usual difference of log-probs."""
 Age = tuple[int, int]
-"""Age of a sample's oldest and of its newest token, in weight versions."""
+"""Number of updates since the weights of a sample's oldest token, and since those of its newest."""
 CURRENT = (0, 0)
 
 
@@ -101,7 +101,6 @@ class Agreement:
         """Mean differences of log-probs in earlier steps, by age. The age is a text ("1 0"), as checkpoints need."""
 
     def accept(self, version: int) -> None:
-        """Accept any difference at this version of the trainer's weights."""
         self._accepted = version
 
     def check(self, version: int, rows: DataProto, found: Iterable[SampleSums]) -> None:

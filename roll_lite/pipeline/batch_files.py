@@ -1,5 +1,5 @@
-"""Files that examples/recompute.py reads (docs/recompute.md): start weights, inputs of the losses, samples of skipped updates. The
-actor's ranks write adapters and, if they share the run's folder, rows; the driver writes all else."""
+"""Files that examples/recompute.py reads (docs/recompute.md): start weights, inputs of the losses, samples of skipped updates. The actor's
+ranks write adapters and, if they share the run's folder, rows of batches; the driver writes all other files."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class BatchFiles:
         kl_coefs: Mapping[str, float],
         supervised: DataProto | None,
     ) -> None:
-        """Write the samples of a skipped update and its rows of algorithm.ptx, even if no batches are written."""
+        """Write the samples of a skipped update and its rows of algorithm.ptx (`supervised`), even if `batches.write` is never."""
         table = _with_losses(_as_table([mini_batch], first=skipped.update), skipped)
         facts = {"step": skipped.step, "role": skipped.role, "update": skipped.update, "kl_coefs": dict(kl_coefs)}
         facts |= {"loss": str(skipped.loss), "grad_norm": str(skipped.grad_norm)}  # JSON has no NaN

@@ -125,7 +125,8 @@ def initialize_all(models: Sequence[Model[Any]], live: LiveRollouts | None) -> N
 
 
 def starting(live: LiveRollouts) -> list[Pending[Any]]:
-    """Test the rewards, then start the rollout service, the judges, and the engines and reward models that stay on their devices."""
+    """Test the rewards, then start the rollout service, the judges, and the engines and reward models that stay on their devices. Returns
+    the pending calls."""
     together: list[Pending[Any]] = [live.prepare_service()]
     together += [ranks.start_all(RewardModelWorker.initialize) for ranks in live.reward_models.resident]
     together += [servers.start_all(JudgeWorker.initialize) for servers in live.judges.values()]
@@ -202,7 +203,7 @@ class Starter:
         return Engines(start_cluster(spec, InferWorker, engine, parts), role, turns), joining
 
     def replica_slots(self, role: InferRoleConfig) -> tuple[list[Slot], list[list[dict[str, Any]]]]:
-        """One slot per replica, and for each replica the actor options of its parts on further nodes."""
+        """One slot per replica and, for each replica, options of the Ray actors on its further nodes; empty if no replica spans nodes."""
         size = model_parallel_size(role)
         if self.config.placement.nodes is None:
             return self.placement.slots("actor_infer", size, role.replicas_per_device), []

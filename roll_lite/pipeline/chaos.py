@@ -1,4 +1,4 @@
-"""Chaos mode: kills, stops and slows processes of the run, and cuts off its nodes, by a seeded plan, to try what it survives."""
+"""Chaos mode, which tests whether a run survives faults: it kills, stops and slows processes, and cuts off nodes, at random with a seed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CUT = "for do in add del; do ip rule $do pref 1 blackhole; ip -6 rule $do pref 1
 """Shell command that lets nothing leave its node for $0 seconds: a routing rule drops what is not for the node itself. Addresses, routes
 and links stay as they are, so that nothing else has to be restored."""
 TRY_CUT = "ip rule add pref 32765 lookup main && ip rule del pref 32765 lookup main"
-"""Adds and removes a routing rule that changes nothing."""
+"""Shell command that fails where CUT would: adds and removes a routing rule without effect."""
 
 
 @contextmanager
@@ -41,7 +41,8 @@ def faults(config: ChaosConfig | None, say: Callable[[str], None]) -> Iterator[N
 
 
 def check_cuts(config: ChaosConfig | None, nodes: Sequence[str]) -> None:
-    """ValueError if `chaos.actions` has cut, and a node cannot be cut off. `nodes`: ids of the run's nodes, except the driver's."""
+    """ValueError if `chaos.actions` has `cut`, but a node cannot be cut off or there is none. `nodes`: ids of the run's nodes, except the
+    driver's."""
     if config is None or "cut" not in config.actions:
         return
     if not nodes:
@@ -111,8 +112,8 @@ def nodes_never_cut() -> set[str]:
 
 @ray.remote(num_cpus=0, max_retries=0)
 def strike(place: Place, action: str, draw: float, seconds: float) -> None:
-    """Kill, stop or slow a process or one of its descendants, or cut off its node. Runs on that node. `draw`: number in [0, 1) that selects
-    the process. `seconds`: how long it is slow, or its node cut off."""
+    """Kill, stop or slow the process at `place` or one of its descendants, or cut off its node, where this task runs. `draw`: number in [0,
+    1) that selects the process. `seconds`: duration of a slowdown or a cut."""
     if action == "cut":  # in a session of its own it ends the cut even where Ray ends this process, as after long cuts
         subprocess.run(["sh", "-c", CUT, str(seconds)], start_new_session=True, check=False)
         return

@@ -1,7 +1,7 @@
 """Checkpoints and the final model. A checkpoint is renamed when complete; checkpoint_files.py describes its files.
 
-With checkpoint.store, a checkpoint counts only once it is in the store. Ranks write and read files on their own nodes, in the run's folder
-there, which nodes need not share; the newest checkpoint stays there for ranks that start again.
+With checkpoint.store, a checkpoint counts only once it is in the store. Ranks then write and read files in the run's folder on their own
+nodes; nodes need not share that folder. The newest checkpoint stays on the nodes for ranks that start again.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ class Checkpoints:
         self._running = Unfinished(folder, saved)
 
     def finish_if_written(self, within_s: float | None = None) -> None:
-        """Complete the checkpoint in progress if all ranks have written it; called between steps. `within_s`: seconds to wait for their
-        answer."""
+        """Complete the checkpoint in progress if all ranks have written it; called between steps. `within_s`: seconds to wait for the
+        ranks' answers."""
         running = self._running.models.values() if self._running is not None else ()
         asked = [model.ranks.start_all(ModelWorker.checkpoint_is_written) for model in running]
         said = [answers.result(within_s) for answers in asked]
@@ -137,7 +137,7 @@ class Checkpoints:
 
     @contextmanager
     def finished(self) -> Iterator[None]:
-        """If the block fails, complete a checkpoint in progress, if possible. After an interruption, only if all ranks report within
+        """If the block fails, try to complete the checkpoint in progress. After an interruption, only if all ranks report within
         INTERRUPTED_S that they have written it."""
         try:
             yield
@@ -282,9 +282,9 @@ class Checkpoints:
         self._copy, self.copied_step = {"pipeline": pipeline, "rollouts": rollouts, "copies": copies}, pipeline["steps_done"]
 
     def go_back(self, models: Models) -> dict[str, Any] | None:
-        """Load the copy in memory, or the newest complete checkpoint if that is newer, into new ranks; returns its state. None without
-        any: the ranks have the start weights. A checkpoint that is not complete yet is given up, since the ranks that wrote it are gone.
-        The copy is given up if loading it fails, as when it was lost with a node."""
+        """Load the copy in memory, or the newest complete checkpoint if that is newer, into new ranks, and return the state that it holds.
+        None if there is neither: new ranks have the start weights. An incomplete checkpoint is removed, since the ranks that wrote it are
+        gone. A copy that cannot be loaded, as when it was lost with a node, is not tried again."""
         if self._running is not None:
             shutil.rmtree(self._running.folder, ignore_errors=True)
             self._running = None
@@ -376,8 +376,8 @@ class Checkpoints:
 
 @contextmanager
 def _removed_on_failure(folder: Path) -> Iterator[None]:
-    """If the block fails, remove its checkpoint: a full disk would have no room to record the run's end. If the disk is full, the error
-    says so, since libraries report only the consequences."""
+    """If the block fails, remove the checkpoint: on a full disk, the run's end could not be recorded otherwise. The error says if the disk
+    is full, since libraries report only the consequences."""
     try:
         yield
     except Exception as error:

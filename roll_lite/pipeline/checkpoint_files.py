@@ -88,8 +88,8 @@ def resumption(folder: Path) -> Resumption:
 
 
 def settled(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """Replace `resume: auto` by a checkpoint, or none, and the folder of a run that saves to a store by its place there. Returns the
-    configuration, and notes on the choice. May raise StoreUnreachable."""
+    """Settle `checkpoint.resume`. `auto` becomes a checkpoint or None. The folder of a run that saves to a store becomes its folder in the
+    store. Returns the configuration, and notes on the choice. May raise StoreUnreachable."""
     given = config.checkpoint.resume
     if given != "auto":
         if isinstance(given, Path) and (store := checkpoint_setting(given, "store")):
@@ -129,7 +129,6 @@ def _no_checkpoints(folder: Path) -> str:
 
 
 def remedy(checkpoint: Path) -> str:
-    """Advice for an unusable checkpoint."""
     earlier = [other for other in finished_checkpoints(checkpoint.parent.parent) if steps_of(other) < steps_of(checkpoint)]
     if earlier:
         return f"the one before it can be gone on from: checkpoint.resume={earlier[-1]}"
@@ -205,7 +204,6 @@ def check_sizes(checkpoint: Path, wanted: Mapping[str, FileRecord]) -> None:
 
 
 def check_sums(checkpoint: Path, wanted: Mapping[str, FileRecord], records: Iterable[tuple[str, FileRecord]]) -> None:
-    """Compare `records` of the present files with `wanted`; ValueError if they differ."""
     for name, now in records:
         if now != wanted[name]:
             raise damaged(checkpoint, name, "has changed since it was written: its checksum is another one")

@@ -99,7 +99,7 @@ class Engines(Movable):
     replicas: Cluster[InferWorker]
     role: InferRoleConfig
     turns: int = 1
-    """Number of turns in which engines start: they size themselves by free memory, so those on one GPU take turns."""
+    """Number of turns in which engines start. Engines size their memory by what is free, so those on one GPU take turns."""
 
     def start_first_ones(self) -> Pending[list[None]]:
         return self.replicas.start_all(InferWorker.initialize, 0, self.turns)
@@ -190,7 +190,7 @@ def initialize(models: Sequence[Model[Any]], beside: Callable[[], Sequence[Pendi
 
 
 def states(phase: Phase) -> tuple[StateGroup, ...]:
-    """State groups loaded in this phase: the same for all roles but the engines. Not for `generate`, where roles differ."""
+    """State groups that every role except the engines loads in this phase. Not for `generate`, where these roles differ."""
     (parts,) = {parts for role, parts in PHASES[phase].parts.items() if role != "actor_infer"}
     return tuple(StateGroup(part) for part in parts)
 

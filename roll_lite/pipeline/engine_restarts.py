@@ -26,7 +26,7 @@ from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.rollout import RolloutWorker
 
 DRAIN_SECONDS = 3.0
-"""Seconds between questions to Ray which nodes leave."""
+"""Seconds between queries to Ray for nodes that are being drained."""
 BUDGET_SECONDS = 3600.0
 """Seconds within which an engine may be restarted at most `actor_infer.restarts` times."""
 
@@ -37,7 +37,7 @@ class _Start:
 
     calls: list[ray.ObjectRef]
     place: Place | None = None
-    """Its place once it has started."""
+    """Engine's node and process; None until it has started."""
 
     @property
     def is_ready(self) -> bool:
@@ -45,9 +45,8 @@ class _Start:
 
 
 class EngineRestarts:
-    """Replaces lost engines, and starts further ones (`joining`). A replacement is `ready` once started. From `take` to `hand_over`, while
-    it gets the weights, it is a newcomer. With `offload: true` engines start only while the driver waits for rollouts, when they have the
-    devices."""
+    """Replaces lost engines, and starts further ones (`joining`). From `take` to `hand_over`, while a started engine gets the weights, it
+    is a newcomer. With `offload: true` engines start only while the driver waits for rollouts, since they have the devices then."""
 
     def __init__(
         self,
@@ -71,11 +70,12 @@ class EngineRestarts:
         self._joining = joining
         self._follows_drains = follows_drains
         self._waiting = set(range(self._group.first, self.replicas.world_size))
-        """Engines that wait for devices and count as no loss: those that have not joined yet, and those that left with their nodes."""
+        """Engines that wait for devices and are not reported as lost: those that have not joined yet,
+        left with their nodes, or failed to start too often."""
         self._rests_until: dict[int, float] = {}
         """Engines whose starts failed too often, and when they are tried again."""
         self._asked = 0.0
-        """Time at which the draining nodes were last asked for."""
+        """Time at which Ray was last asked which nodes are being drained."""
         self._leaving: dict[int, ray.ObjectRef] = {}
         """Engines that hand their requests to others before they leave, and the calls that do so."""
         self._lost_at: dict[int, float] = {}
@@ -124,7 +124,7 @@ class EngineRestarts:
             self._journal.engines_lost(lost, self.replicas.world_size - len(self._waiting))
 
     def tend(self) -> None:
-        """Start replacements of lost engines, note which have started, and take leave of draining nodes. Does not wait."""
+        """Start replacements of lost engines, note which have started, and end engines on draining nodes. Does not wait."""
         if self._follows_drains:
             self._follow_drains()
         for engine, cause in self._group.lost.items():
@@ -142,7 +142,7 @@ class EngineRestarts:
                 self._restart(engine, failure or cause)
 
     def may_serve(self) -> bool:
-        """True if replacements have started and may get the weights now. With `offload: true` they may only if no engine is left."""
+        """True if replacements have started and may get the weights now. With `offload: true` they may only if no other engine lives."""
         self.tend()
         ready = any(start.is_ready for start in self._starts.values())
         return ready and (not self._engines.offloads or not self.replicas.left)
@@ -193,7 +193,7 @@ class EngineRestarts:
                 self._journal.engine_restarted(engine, seconds, version)
 
     def _failure(self, engine: int, start: _Start) -> str | None:
-        """Why an engine failed to start, or died since; None if it did neither. Notes its place once it has started."""
+        """Why the engine failed to start, or died since; None if neither happened. Sets `start.place` once the engine has started."""
         calls = [self._group.death_of(engine), *start.calls]
         ready, _ = ray.wait(calls, num_returns=len(calls), timeout=0, fetch_local=False)
         try:
@@ -230,8 +230,8 @@ class EngineRestarts:
         self._starts[engine] = _Start([*checks, actor.initialize.remote(engine % turns, turns), actor.place.remote()])
 
     def _follow_drains(self) -> None:
-        """Let engines on draining nodes hand their requests to the others. Engines without requests end, and start again where devices
-        are free."""
+        """Let engines on draining nodes hand their requests to other engines. Those without requests end, and start again where devices are
+        free."""
         nodes = {engine: pulse.place.node for engine, pulse in self._group.living_pulses() if pulse.place is not None}
         serving = {engine: node for engine, node in nodes.items() if engine not in self._newcomers and engine not in self._leaving}
         if time.monotonic() - self._asked >= DRAIN_SECONDS:
@@ -251,7 +251,7 @@ class EngineRestarts:
                 self._wait_for_devices(engine)
 
     def _wait_for_devices(self, engine: int) -> None:
-        """Start an engine anew; one that has joined waits for free devices on any node."""
+        """Start an engine anew. One beyond the first engines (`most_replicas`) waits for free devices on any node."""
         if self._joining is not None and engine >= self._group.first:
             self._joining.release(engine)
             self._joining.reserve(engine)

@@ -85,15 +85,14 @@ class Journal:
         self._lost_engines: set[int] = set()
         self._moves = Counter[str]()
         """Numbers of engines that were lost, returned, joined or left since the last batch."""
-        """Engines lost since the last batch."""
         self._told: dict[tuple[str, str], tuple[int, str]] = {}
-        """(number of reports, first full text), by place and by text without its numbers."""
+        """(place, text without its numbers) -> (number of reports, first full text)."""
         self._places: list[tuple[tuple[str, int], Place]] = []
         """Content of PROCESSES_FILE."""
         self._picture = LivePicture(self._draw)
         self._current = 0
         self._shaped: DataProto | None = None
-        """Rows with rewards, until they are written."""
+        """Rows with rewards, until `_write_credit` writes them."""
 
     def connect(self) -> None:
         """Start the trackers; ValueError for one that fails."""
@@ -203,7 +202,7 @@ class Journal:
 
     def rank_lost(self, failure: RankFailed, since: int, reached: int, repeats: str, in_memory: bool) -> None:
         """Report a lost rank. Its role starts again from the state after step `since` (0: the start), with `in_memory` from a copy; the
-        last update was in step `reached`. `repeats` names the work between these steps, which is repeated. Lines of later updates are
+        last complete step was `reached`. `repeats` names the work between these steps, which is repeated. Lines about later updates are
         removed."""
         cause = failure.cause.splitlines()[0]
         with (self.folder / FAILURE_FILE).open("a", encoding="utf-8") as file:
@@ -223,8 +222,8 @@ class Journal:
     def rollouts(
         self, rows: DataProto, stats: RolloutStats, version: int, replaced: Mapping[str, int], silences: Iterable[float] = ()
     ) -> None:
-        """Record a batch. `replaced`: reward workers that died or hung since the last batch, by domain. `silences`: for each engine lost
-        since then, seconds without an answer."""
+        """Record a batch. `replaced`: reward workers that died or hung since the last batch, by domain. `silences`: seconds without an
+        answer, for each engine lost since the last batch."""
         for name, died in replaced.items():
             self._sums.add("reward/workers_replaced", died, label=name)
             if died:
@@ -258,7 +257,7 @@ class Journal:
         add("rollout/tokens_per_second", stats.response_tokens, stats.wall_s)
 
     def _tell_failures(self, stats: RolloutStats, of: str = "") -> None:
-        """Log failures and retries, a line per domain: their text is arbitrary and cannot name a metric."""
+        """Log failures and retries, a line per domain; their texts are arbitrary and cannot name a metric. `of`: prefix of a line."""
         for name, domain in stats.domains.items():
             if domain.failures:
                 self._tell_once(f"{of}domain {name}", f"{domain.failed} sample(s) failed for good, {commonest(domain.failures)}")
@@ -267,7 +266,8 @@ class Journal:
                 self._tell_once(f"{of}domain {name}", attempts)
 
     def _tell_once(self, place: str, text: str) -> None:
-        """Report a text the 1st, 10th, 100th, ... time; texts that differ only in numbers count as one. `close` reports the totals."""
+        """Report a place's text the 1st, 10th, 100th, ... time; texts that differ only in numbers count as one. `close` reports the
+        totals."""
         key = (place, NUMBER.sub("", text))
         times, first = self._told.get(key, (0, text))
         times += 1
@@ -346,7 +346,7 @@ class Journal:
                 lines.write(json.dumps({"step": self._current, **record, "advantage": known}) + "\n")
 
     def updates(self, step: int, updates: Mapping[str, Sequence[Sequence[Update]]], kl_coef: float) -> None:
-        """Record updates of all data-parallel ranks, by role. Metric sums are equal on all ranks; peaks are a rank's own."""
+        """Record updates of all data-parallel ranks, by role. Metric sums are equal on all ranks; peaks differ, and are merged."""
         for role, ranks in updates.items():
             for number, update in enumerate(ranks[0]):
                 counts = self._counts(role, update)

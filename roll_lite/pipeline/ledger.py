@@ -39,8 +39,8 @@ class Ledger:
         self.append(json.dumps({"event": event, **facts}).encode() + b"\n")
 
     def start(self, step: int, version: int, again: bool = False) -> None:
-        """Record that the run starts or resumes after `step` with weights `version`, and the settings that later lines can be checked
-        against. `again`: this process went back to that step, so its lines about later steps are void."""
+        """Record that the run starts or resumes after `step` with weights `version`, and the settings by which later lines can be checked.
+        `again`: this process went back to that step, so all lines that it wrote about later steps are void."""
         self._first = self._first if again else step
         config = self._config
         with self._path.open("ab+") as file:

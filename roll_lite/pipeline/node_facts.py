@@ -66,7 +66,6 @@ class Scout:
 
 
 def installed() -> dict[str, str]:
-    """Versions of Python and of the packages on this node."""
     versions = {"python": ".".join(platform.python_version_tuple()[:2])}
     for name in PACKAGES:
         try:

@@ -35,7 +35,7 @@ LOGS_SECONDS, LOG_BYTES = 30.0, 1 << 20
 
 @dataclass(frozen=True)
 class Reader:
-    """Folder that a setting names, or this package (CODE), and the roles that read it."""
+    """Folder that a setting names, or this package (CODE), and the roles that read files from the folder."""
 
     setting: str
     folder: Path
@@ -65,8 +65,8 @@ class View:
 
 
 def check_nodes(config: RunConfig, run_folder: Path, placement: Placement) -> list[str]:
-    """Addresses of nodes with training ranks that do not share the run's folder. ValueError if the driver would miss files that ranks write
-    there, or if nodes hold different files at one path."""
+    """Return the addresses of nodes that have training ranks but do not share the run's folder. ValueError if the driver would miss files
+    that ranks write there, or if nodes hold different files at one path."""
     driver = ray.get_runtime_context().get_node_id()
     nodes = placement.nodes_by_role()
     others = set().union(*nodes.values()) - {driver}
@@ -126,8 +126,8 @@ def written_by_ranks(config: RunConfig) -> dict[str, str]:
 def looked_at(
     run_folder: Path, read: list[Reader], driver: str, others: set[str], addresses: Mapping[str, str], store: str | None
 ) -> dict[str, View]:
-    """View of each node, including the driver's. The driver leaves a file in the run's folder; nodes that share the folder answer with a
-    file beside it."""
+    """View of each node, by id, including the driver's. The driver leaves a file in the run's folder; nodes that share the folder answer
+    with a file beside it."""
     probe = run_folder / f".probe-{uuid.uuid4().hex}"
     probe.touch()
     task = ray.remote(view_of)

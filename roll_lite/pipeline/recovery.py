@@ -1,9 +1,9 @@
 """Recovery from dead and hanging training ranks, and of the rollout service.
 
 A lost training role starts anew, loads the newest checkpoint or copy in memory (checkpoint.in_memory_every), and trains once more on the
-batches since then, which the driver keeps.
-Everything else stays up, and no sample is generated again. A lost service starts anew in its state after the last batch. Its tokens are
-lost with it: if updates were under way, the run goes back to the newest checkpoint and repeats the steps since then."""
+batches since then, which the driver keeps. Everything else stays up, and no sample is generated again. A lost service starts anew in its
+state after the last complete step. The kept batches are lost with the service: if updates were under way, the run goes back to the newest
+checkpoint and repeats the steps since then."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Recovery:
     @contextmanager
     def updating(self) -> Iterator[None]:
         """Mark the block as a weight update: its outcome is unknown until `step_is_done`. The rollout service's death is noticed only after
-        the block."""
+        the block, so the update is completed first."""
         self._weights_are_known = False
         with WATCHDOG.uninterrupted(), WATCH.overlooking(SERVICES):
             yield
@@ -140,9 +140,10 @@ class Recovery:
         """Replace the lost role's processes. Bring the driver, all trained weights and the rollout service to the state after the last step
         or, if batches needed for that are gone, to that of the newest checkpoint.
 
-        - If a trained rank is lost, or anything during updates, all trained models load the checkpoint (`goes_back`), and repeat the
+        - If a trained rank is lost, or any role during updates, all trained models load the checkpoint (`goes_back`), and repeat the
           updates on the kept batches. If some batches are gone, the run repeats the steps (`rewinds`), and the service starts anew.
-        - If a fixed reference or the service is lost between updates, it alone starts anew. All kept batches are lost with the service.
+        - If a fixed reference or the service is lost between updates, only this role starts anew. All kept batches are lost with the
+          service.
         """
         started, reached = time.monotonic(), self.reached["steps_done"]
         with self._journal.timers.phase("recovery"), WATCH.expecting_answers(None), WATCHDOG.uninterrupted():
@@ -194,7 +195,7 @@ class Recovery:
 
 
 def _final(failure: RankFailed, why: str) -> RankFailed:
-    """Copy of a failure that ends the run. `why` is added to its cause: the reason that the rank is not replaced."""
+    """Copy of a failure, with the reason `why` the rank is not replaced added to the cause. The copy ends the run."""
     first, _, rest = failure.cause.partition("\n")
     final = RankFailed(failure.role, failure.rank, failure.phase, f"{first} ({why})\n{rest}".rstrip())
     final.where = failure.where

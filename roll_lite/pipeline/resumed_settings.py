@@ -1,4 +1,4 @@
-"""Settings that a run which resumes from a checkpoint may change: one table, for the check, for the notes and for docs/checkpoints.md."""
+"""Settings that may change when a run resumes from a checkpoint. One table serves for the check, the notes and docs/checkpoints.md."""
 
 from __future__ import annotations
 

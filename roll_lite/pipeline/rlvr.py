@@ -76,9 +76,9 @@ class RLVRPipeline:
         self.kl_coefs: dict[str, float] = {}
         """KL coefficients of this step. The KL measured in it updates the coefficients of the next."""
         self.compare_later: Callable[[], None] | None = None
-        """Comparison of engines and trainer after this step, where training computes the trainer's log-probs."""
+        """Comparison of engines and trainer after this step, if only the update computes the trainer's log-probs."""
         self.repeats = False
-        """True while an update is repeated whose result was lost."""
+        """True while an update whose result was lost is repeated."""
         self.steps_done = 0
         self.version = 0
         """Version of the actor's weights: number of steps that changed them."""
@@ -106,8 +106,8 @@ class RLVRPipeline:
                 return
 
     def survive(self, work: Callable[[], None]) -> None:
-        """Do the work. Repeat it after a loss and, with `rollout.on_mismatch: pause`, when the user accepts that engines and trainer
-        differ."""
+        """Do the work. Repeat it after a rank or the rollout service is lost and, with `rollout.on_mismatch: pause`, when the user accepts
+        that engines and trainer differ."""
         while True:
             try:
                 return self.recovery.survive(self, work)
@@ -188,8 +188,8 @@ class RLVRPipeline:
 
     @phase("log_probs")
     def compute_log_probs(self, batch: Batch) -> None:
-        """Compute log-probs and other columns that advantages and losses read. Rows are skipped if these were already computed while the
-        batch was incomplete (`rollout.stream_log_probs`)."""
+        """Compute log-probs and other columns that advantages and losses read. Rows that already have these columns
+        (`rollout.stream_log_probs`) are skipped."""
         self.early.join(batch)
         left = [(model, batch.take(batch.lacking(columns)), columns) for model, columns in self.wanted()]
         turns = [
@@ -216,7 +216,6 @@ class RLVRPipeline:
 
     @phase("write_batch")
     def write_batch(self, batch: Batch) -> None:
-        """Write the losses' inputs, if configured."""
         if self.batch_files.are_written:
             self.batch_files.write(self.steps_done + 1, self.models.actor, batch, self.cut(batch), self.kl_coefs)
 

@@ -134,8 +134,9 @@ def announce(config: RunConfig, journal: Journal, notes: Sequence[str]) -> None:
 
 
 class Interruption:
-    """Lets SIGTERM, and SIGHUP of a closed terminal, end a run like Ctrl-C; nohup is respected. Until the run's end is recorded, only the
-    first signal counts, since closing terminals send several. If the run writes checkpoints, a first SIGTERM lets it save its state."""
+    """Lets SIGTERM, and SIGHUP of a closed terminal, end a run like Ctrl-C; signals ignored by nohup stay ignored. Until the run's end is
+    recorded, only the first signal counts, since closing terminals send several. If the run writes checkpoints, a first SIGTERM lets it
+    save its state."""
 
     def __init__(self, saves: bool = False) -> None:
         self._saves = saves
@@ -230,7 +231,7 @@ class RunEnd:
 
 
 def report_failure(error: Exception, folder: Path, what: str, shortage: str = "") -> None:
-    """Print a failure without the worker's traceback, which failure.txt gets."""
+    """Print a failure without the worker's traceback, which failure.txt gets. `what`: what failed; `shortage`: likely causes."""
     more = folder / FAILURE_FILE
     note = f"more in {more}"
     try:

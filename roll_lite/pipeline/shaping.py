@@ -93,9 +93,10 @@ class DomainRewards:
 def shape_rewards(
     rows: RewardRows, train_weights: torch.Tensor, algorithm: AlgorithmConfig, domains: Sequence[DomainRewards], running: RunningMoments
 ) -> torch.Tensor:
-    """Rewards [N] float32. `domains`: settings by domain number. `running`: moments to update with the batch, if they normalise rewards.
+    """Rewards [N] float32. `domains`: settings by domain number. `running`: moments to update with the batch, if rewards are normalised by
+    them.
 
-    Order: format, length penalty, truncation penalty, overlong, scale, clip, normalisation, domain weight."""
+    Order of changes: format, length penalty, truncation penalty, overlong, scale, clip, normalisation, domain weight."""
     config, masks = algorithm.reward, algorithm.masks
     formats = [domain.format for domain in domains]
     bonus, penalty = [one.bonus if one else 0.0 for one in formats], [one.penalty if one else 0.0 for one in formats]

@@ -1,4 +1,4 @@
-"""What a machine has too little of: told before a run starts, and beside the failure of one."""
+"""Shortages of files, shared memory or memory on a machine: checked before a run starts, and named with a run's failure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from roll_lite.distributed.session_guard import SHARED
 LEAST_FILES = 512
 """Open files that a process of a small run may need."""
 LEAST_SHARED = 16 << 20
-"""Bytes in /dev/shm for the queues and semaphores of an engine. Ray's objects go to /tmp where they have no room."""
+"""Bytes that an engine needs in /dev/shm for queues and semaphores. If Ray's objects do not fit there, they go to /tmp."""
 
 
 def check_machine(_config: RunConfig) -> Iterator[Problem]:

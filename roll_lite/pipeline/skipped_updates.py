@@ -84,7 +84,6 @@ class SkippedUpdates:
         return begun
 
     def check(self) -> None:
-        """Raise NotFinite if a series is too long."""
         if self._too_long is not None:
             raise NotFinite(self._too_long)
 

@@ -92,7 +92,7 @@ class LiveRollouts(BatchSource):
     rollouts: Cluster[RolloutWorker]
     reward_models: RewardModels
     judges: Mapping[str, Cluster[JudgeWorker]]
-    """References that keep the Ray actors alive."""
+    """Judges by name. Without these references their Ray actors would end."""
     prompts_per_step: int
     journal: Journal
     weights: WeightSync | None = None
@@ -162,7 +162,8 @@ class LiveRollouts(BatchSource):
         return held_out
 
     def _complete(self, rollouts: Pending[T], label: str, poll: Callable[[], None], held_out: bool = False) -> T:
-        """Wait for a batch or validation. Raise the loss of a training rank at once or, on shared devices, when the engines are done."""
+        """Wait for a batch or validation. If a training rank is lost, raise that failure at once or, if the engines offload, when they are
+        done."""
         lost: RankFailed | None = None
         while True:
             try:

@@ -30,7 +30,7 @@ CLOSING_S = 60
 
 def not_uploaded(written: Mapping[str, Any], folder: Path) -> Iterator[Problem]:
     """Yield relative paths that the job, which runs in an uploaded copy of the current folder, would not find. `written`: settings before
-    paths are made absolute; `folder`: that of the configuration file."""
+    paths are made absolute. `folder`: folder of the configuration file."""
     if not folder.is_relative_to(Path.cwd()):
         message = "is not in the current folder, which is what is uploaded; change to one that holds it"
         yield Problem("--config-path", message, str(folder))

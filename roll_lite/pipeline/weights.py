@@ -1,7 +1,7 @@
 """Weight updates of the engines; `distributed/weight_sync/` moves the bytes.
 
-A lost engine on its way back: `EngineRestarts.tend` starts a replacement, `take` (or `living`) makes it a newcomer, `WeightSync.push` sends
-weights to all or, while the others generate, `send_to_newcomers` to it alone, and `hand_over` lets it serve."""
+Replacement of a lost engine: `EngineRestarts.tend` starts a new engine, and `take` (or `living`) makes it a newcomer. `WeightSync.push`
+sends weights to it and all others, or `send_to_newcomers` to it alone while the others generate. `hand_over` lets it serve."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.rollout import RolloutWorker
 
 LOSS_SECONDS = 5.0
-"""Seconds to wait for a lost engine to be noticed after a failure in another one, which may have been reading from it."""
+"""Seconds to wait, after a failed transfer, for news of a lost engine, which may be the cause."""
 
 
 class WeightSync:
@@ -62,7 +62,7 @@ class WeightSync:
         self._version: int | None = None
         """Version last sent; None before the first `push`, which sends even the start weights."""
         self._transfer: Pending[dict[int, Transferred]] | None = None
-        """Latest calls to the engines of a transfer, which may still be pending."""
+        """Calls to the engines in the latest transfer, which may still be pending."""
 
     @property
     def version(self) -> int:
@@ -70,8 +70,7 @@ class WeightSync:
         return self._version
 
     def push(self, version: int) -> Pushed | None:
-        """Send weights to every living engine or, if the others have this version, only to replacements of lost engines; None if all have
-        it."""
+        """Send weights to every living engine. If this version was already sent, only newcomers get it. None if no engine needs it."""
         if version != self._version:
             pushed = self._send(version, lambda: self._restarts.living((EngineMemory.KV_CACHE,)))
             self._rollouts.one(RolloutWorker.set_version, version)
@@ -149,12 +148,12 @@ class WeightSync:
     def _await_both(
         self, phase: str, engines: Pending[dict[int, Transferred]], trainers: Pending[list[Transferred]]
     ) -> list[Transferred] | None:
-        """Wait for engines and trainers. None, which means retry, if an engine was lost, even after its answer: others may have been
-        reading from it. Other failures raise RuntimeError with all causes."""
+        """Wait for engines and trainers. None if an engine was lost, even after its answer, since others may have been reading from it; the
+        caller must retry. Other failures raise RuntimeError with all causes."""
         interrupted = False
         self._transfer = engines
         failed: dict[str, str] = {}
-        """Causes in order of arrival: later ones may follow from the first."""
+        """Causes by engine or trainer rank, in order of arrival: later ones may follow from the first."""
 
         def poll() -> None:
             nonlocal interrupted

@@ -1,4 +1,5 @@
-r"""Extracts answers from responses: drops the thinking and what the token limit cut, and reads <answer></answer> and \boxed{}."""
+r"""Extracts answers from responses: drops the thinking, and text left unfinished at the token limit; reads <answer></answer> and
+\boxed{}."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ ESCAPES = ("\\\\", "\\{", "\\}")
 BOX_NAME = re.compile(r"\\(?:boxed|fbox)\s*\{")
 BARE_BOX = re.compile(r"\\(?:boxed|fbox)(?:\s+|(?=\d))(-?[\w.,]*\w)")
 BLANK = re.compile(r"(?:\\[hv]?phantom\{[^{}]*\}|\\hspace\*?\{[^{}]*\}|\\q?quad|\\[ ,;:!]|\\_|[\s~?_.…])*")
-r"""Content of an empty \boxed{}, as in a quoted question."""
+r"""Content of a \boxed{} that counts as empty, as in a quoted question."""
 _SPACE = r"(?:[\s,;$]|\\[()\[\],;:! ]|\\q?quad(?![A-Za-z]))*+"
 BETWEEN_BOXES = re.compile(rf"{_SPACE}(?:\b(?:or|and)\b|\\text\s*\{{\s*,?\s*(?:or|and)\s*\}}|[或和])?{_SPACE}")
 MOST_BOXES = 20
@@ -56,8 +57,8 @@ def complete(sample: RewardInput) -> str:
 def finished(sample: RewardInput) -> str:
     """Response without thinking, for rewards that search it for an answer.
 
-    If it was cut, only parts that the cut cannot have shortened remain: whole sentences and lines, and closed boxes and tags of the last
-    sentence. An open displayed formula is dropped.
+    If the token limit cut the response, the text ends after its last whole sentence or line, or after a later closed box or answer tag. An
+    open displayed formula is dropped.
     """
     if not is_cut(sample):
         return after_thinking(sample)

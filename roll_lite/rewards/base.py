@@ -91,7 +91,7 @@ class RewardFunction:
         return self._many(results, len(items))
 
     async def scores_async(self, items: Sequence[RewardInput]) -> list[Score | RewardFailed]:
-        """Like `scores`, for an async function. One that takes no lists must get a single item."""
+        """Like `scores`, for an async function. If the function takes no lists, `items` must have a single sample."""
         if len(items) == 1:
             return [await self.score(items[0])]
         with self._failures():

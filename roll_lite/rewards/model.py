@@ -120,5 +120,5 @@ class ModelReward(RewardType):
 
 
 def nothing(sample: RewardInput) -> float:
-    """Base score 0 in reward workers, which score only the terms. The model's score is added later."""
+    """Return 0 as the base score: reward workers score only the terms, and the model's score is added later."""
     return 0.0

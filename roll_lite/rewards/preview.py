@@ -42,7 +42,7 @@ class Look:
     limit: int | None = 20
     """Maximum responses; None: all."""
     responses: Path | None = None
-    """File of lines with `response` and `prompt_uid` or `prompt`, such as a run's samples."""
+    """JSON lines or a table, with `response` and `prompt_uid` or `prompt`, such as a run's samples."""
     column: str | None = None
 
 

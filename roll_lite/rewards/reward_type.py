@@ -28,14 +28,15 @@ class RewardType(Section):
         raise NotImplementedError
 
     def lowest(self) -> float:
-        """Score of a response that makes the reward fail."""
+        """Score of a response that caused a failure of the reward."""
         return 0.0
 
     def warm(self) -> None:
         """Do a first call's slow work (imports, tables) before time limits run; ValueError if something is missing."""
 
     def at_once(self) -> int | None:
-        """Maximum samples per call, for rewards that score lists; the whole call has one sample's time limit. None: unlimited."""
+        """Maximum samples per call, for rewards that score lists; None: unlimited. The time limit of one sample holds for the whole
+        call."""
         return None
 
     def describe(self) -> str:
@@ -50,7 +51,7 @@ class RewardType(Section):
         return False
 
     def named_columns(self) -> dict[str, tuple[str, ...]]:
-        """Argument -> data columns that it names, without defaults."""
+        """Argument -> the data columns that it names. Defaults are left out."""
         return {}
 
     def no_response(self) -> str | None:
@@ -63,7 +64,8 @@ class RewardType(Section):
 
 
 def too_slow(place: str, argument: str, value: float, seconds: float, timeout_s: float) -> Iterator[Problem]:
-    """Yield a problem if a time limit inside the reward (`seconds`) is not below `timeout_s`: the sample would fail before it applies."""
+    """Yield a problem if a time limit inside the reward (`seconds`) is not below the sample's `timeout_s`, which would end the sample
+    first."""
     if seconds >= timeout_s:
         message = f"allows {seconds:g} s by the clock; the whole sample has {timeout_s:g} (the reward's timeout_s): use less, or raise that"
         yield Problem(f"{place}.args.{argument}", message, value)
@@ -73,7 +75,8 @@ WRAPPED = {"boxed": r"\boxed{{{}}}", "tagged": "<answer>{}</answer>"}
 
 
 def written(answer: Any, extract: str = "") -> str | None:
-    """Response that gives the answer where `extract` (boxed, tagged) looks for it; None if it is no text or number."""
+    """Write a response with the answer in the form that `extract` requires (boxed, tagged). None if the answer is neither text nor
+    number."""
     first = answer[0] if isinstance(answer, list) and answer else answer  # of a list any entry counts
     if isinstance(first, bool) or not isinstance(first, str | int | float):
         return None

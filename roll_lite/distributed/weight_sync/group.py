@@ -27,7 +27,7 @@ from roll_lite.distributed.weight_sync.plan import Channel, Membership, Route
 @dataclass(frozen=True)
 class Home:
     machine: str
-    """Identifier that is equal for processes that can map each other's memory: same machine, container and user."""
+    """Identifier of machine, container and user. Processes with equal identifiers can map each other's memory."""
     device: str = ""
     """UUID of the member's GPU; unlike a device number, it is the same in every process. Empty on a CPU."""
     visible: tuple[str, ...] = ()
@@ -65,7 +65,7 @@ _LONGER = 1.2
 _CLIENT_S = 30.0
 _EPOCH = "epoch"
 _INTERRUPTED = "interrupted"
-"""Store key that only `interrupt` writes, as only member 0 writes _EPOCH. With one writer per key, values never decrease."""
+"""Store key that only `interrupt` writes; only member 0 writes _EPOCH. With one writer per key, the epoch in it never decreases."""
 _CLOSED = "closed"
 _OPENED = "opened/"
 _KEPT_STEPS = 2
@@ -81,7 +81,7 @@ class TransferTimeout(TransferError):
 
 
 class StaleEpoch(TransferError):
-    """The transfer group has been replaced, or another member has failed. This member is not the cause."""
+    """A newer transfer group has replaced this one, or another member failed first."""
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,9 @@ class Transferred:
     """Why the transfer failed, possibly because another member did; None if it succeeded."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     nbytes: Mapping[str, int] = field(default_factory=dict)
-    """Bytes that a trainer sent, by transport."""
+    """Bytes sent, by transport; empty for an engine."""
     by_transport: Mapping[str, float] = field(default_factory=dict)
-    """Seconds spent sending, by transport; without gathering."""
+    """Seconds that a trainer spent sending, without gathering, by transport."""
     stale: bool = False
     """True if the transfer failed only because another member had failed."""
 
@@ -114,7 +114,7 @@ class Pushed:
     phases: Mapping[str, float]
     """Seconds of the slowest rank or worker, by phase. Phases overlap."""
     by_transport: Mapping[str, float]
-    """Megabytes sent, by transport; a broadcast counts once."""
+    """Megabytes sent, by transport. A broadcast counts once for all receivers."""
     transport_seconds: Mapping[str, float]
     """Seconds of the slowest trainer rank spent sending, by transport."""
 
@@ -132,7 +132,7 @@ class Announcement:
     signature: str
     """Description of the bucket, which members compare before they exchange data, to notice that they are at different buckets."""
     handle: str = ""
-    """Where receivers find the data, if they fetch it themselves."""
+    """Handle of the sender's segment. In a `done` announcement: handles of the segments that the receiver still uses."""
 
 
 Moment = Literal["here", "done"]
@@ -195,7 +195,7 @@ class TransferGroup:
     def breaking_off(self) -> Iterator[None]:
         """Report a failure inside the block to all members, which then stop waiting.
 
-        Time-outs are not reported: every member has its own, which names the missing member."""
+        Time-outs are not reported: every waiting member raises TransferTimeout itself, with the name of the missing member."""
         try:
             yield
         except (StaleEpoch, TransferTimeout):
@@ -222,7 +222,7 @@ class TransferGroup:
     # ------------------------------------------------------------ buckets
 
     def step(self, route: Route) -> int:
-        """Number of the channel's next bucket. Every member calls this once per bucket."""
+        """Return the number of the channel's next bucket. Every member of the route calls this once per bucket."""
         number = self._steps[route.channel]
         self._steps[route.channel] = number + 1
         return number
@@ -234,7 +234,7 @@ class TransferGroup:
         self._told[route.channel].append((step, key))
 
     def hear(self, route: Route, step: int, moment: Moment) -> dict[int, Announcement]:
-        """Wait for the announcements of all receivers (on the sender) or of the sender (on a receiver)."""
+        """Wait for announcements, of all receivers (on the sender) or of the sender (on a receiver). Returns them by member number."""
         others = route.receivers if self.number == route.sender else (route.sender,)
         keys = {self._key(route, step, moment, other): other for other in others}
         told = self._told[route.channel]
@@ -247,7 +247,8 @@ class TransferGroup:
         return {other: Announcement(**json.loads(value)) for other, value in zip(others, said, strict=True)}
 
     def meet(self, route: Route, said: Announcement) -> dict[int, Announcement]:
-        """Announce a bucket and wait for the other side's announcement. TransferError if the other side is at another bucket."""
+        """Announce a bucket and return the other side's announcements by member number. TransferError if another member is at a different
+        bucket."""
         step = self.step(route)
         self.tell(route, step, "here", said)
         heard = self.hear(route, step, "here")
@@ -301,8 +302,8 @@ class TransferGroup:
             raise StaleEpoch(f"weight transfer: {self.name} waits no longer, {who}; connect again")
 
     def _await(self, keys: Mapping[str, int], what: str) -> None:
-        """Wait until all keys are in the store. Polls, since the store's own wait cannot tell which key is missing, and logs every
-        time-out."""
+        """Wait until all keys are in the store. Polls: the store's own wait cannot tell which key is missing, and it logs every time-out.
+        `keys`: key -> member that writes it."""
         missing = dict(keys)
 
         def arrived(pause: float) -> bool:
@@ -315,9 +316,10 @@ class TransferGroup:
         self.poll(arrived, what, lambda: ", ".join(self.membership.members[owner] for owner in missing.values()))
 
     def poll(self, is_done: Callable[[float], bool], what: str, who: Callable[[], str] = lambda: "somebody") -> None:
-        """Poll `is_done` until it is true. Raises StaleEpoch if another member has failed, TransferTimeout when time is up.
+        """Call `is_done(seconds)`, which may wait that long, until it is true. StaleEpoch if another member has failed, TransferTimeout
+        after `timeout_s`.
 
-        `is_done(seconds)` may wait that long. `who` returns the names of the missing members."""
+        The message has `what`, the work that is awaited, and `who()`, the missing members."""
         deadline = time.monotonic() + self.membership.timeout_s
         pause = 0.0002
         while not is_done(pause):

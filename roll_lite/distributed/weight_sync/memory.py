@@ -1,7 +1,7 @@
 """Memory segments that hold a bucket of weights, and their export to other processes.
 
-Host memory segments are opened through the file descriptor of the process that made them, and vanish with the last process that maps them.
-GPU segments are exported by CUDA IPC once per reader, since each export counts one reader."""
+Readers open a segment of host memory through the sender's file descriptor in /proc; the memory is freed once no process maps it. A GPU
+segment is exported by CUDA IPC once per reader, since torch counts one reader per export."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Lent(NamedTuple):
 
 
 class Watched:
-    """Memory that knows whether tensors still view it."""
+    """Memory segment, with a check whether other tensors still use its memory."""
 
     def __init__(self, whole: torch.Tensor) -> None:
         self.whole = whole
@@ -48,7 +48,7 @@ def _users(tensor: torch.Tensor) -> int:
 
 
 def _roomy(nbytes: int) -> int:
-    """Round up to a power of two, so buckets of similar size can reuse a segment. Host memory that is never written costs nothing."""
+    """Round up to a power of two, so buckets of similar size can reuse a segment. The excess takes no memory until it is written."""
     return 1 << (nbytes - 1).bit_length()
 
 
@@ -110,10 +110,10 @@ def export(tensor: torch.Tensor) -> Export:
 
 
 def take_back(lent: Iterable[Lent], homes: Collection[Home], was_opened: Callable[[str], bool]) -> None:
-    """Free exported memory that its reader never opened, or whose reader has died. Living readers (`homes`) drop what they have opened
-    themselves.
+    """Free exported memory that was never opened (`was_opened`), or whose reader is not among the living ones (`homes`). Living readers
+    release what they have opened.
 
-    torch keeps exported memory allocated, even if the exporting process has dropped it, until every reader has decremented its counter."""
+    torch keeps exported memory allocated until the reader has decremented the export's counter, even if the exporter has dropped it."""
     abandoned = [one for one in lent if not was_opened(one.name) or one.to not in homes]
     for one in abandoned:
         count_down(one.export)

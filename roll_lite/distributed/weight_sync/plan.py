@@ -58,7 +58,8 @@ class ExportPlan:
 
 @dataclass(frozen=True)
 class Route:
-    """Transfer of a bucket, or of some of its experts, from one sender to several engine workers, all given as member numbers."""
+    """Transfer of a bucket, or of some of its experts, from one sender to several engine workers. `sender` and `receivers` are member
+    numbers."""
 
     bucket: int
     sender: int
@@ -74,7 +75,7 @@ class Route:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def plain(self) -> dict[str, Any]:
-        """Convert to numbers, strings and lists, which the engines' own remote calls can carry."""
+        """Convert to numbers, strings and lists, as engines require for calls of their workers."""
         tensors = [[t.name, list(t.shape), str(t.dtype).removeprefix("torch."), t.owner] for t in self.tensors]
         return {"bucket": self.bucket, "sender": self.sender, "receivers": list(self.receivers), "tensors": tensors}
 
@@ -102,7 +103,7 @@ class Membership:
     """Names of the members, by member number; used in messages."""
     channels: tuple[Channel, ...]
     bucket_nbytes: int = 0
-    """Size in bytes of the largest bucket that has more than one tensor."""
+    """Minimum bytes of a send buffer: those of the largest bucket with more than one tensor."""
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)

@@ -1,10 +1,11 @@
 """Common parts of the transports, and the simplest transport: memory, on the host or a GPU, that both sides can read. A transport has a
 sender in trainers and a receiver in engine workers.
 
-Both sides announce each bucket through the transfer group. Before a collective, they wait for each other (`TransferGroup.meet`). Receivers
-that fetch the data themselves wait for the sender's announcement. The sender reuses a buffer once all of them have loaded its bucket
-(`done`) and dropped its tensors. A bucket is sent as one byte buffer. Both sides compute its layout from the same list of tensors, and the
-receiver returns views of it. A sender fills one buffer per channel while another is in flight."""
+Both sides announce each bucket through the transfer group. Before a collective, sender and receivers wait for each other
+(`TransferGroup.meet`). Receivers that read the sender's memory wait only for the sender. The sender reuses a buffer once all receivers have
+reported the bucket as loaded (`done`) and no longer use its tensors. A bucket is sent as one byte buffer. Both sides compute the buffer's
+layout from the same list of tensors, and the receiver returns views of it. While a bucket is in flight, the sender fills the buffer of the
+channel's next bucket."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ class Lane:
         self._segments: list[BucketSegment] = []
         self.under_way: deque[tuple[BucketSegment, Await]] = deque()
         self._kept: dict[int, set[str]] = {}
-        """Handles of the segments that each receiver still used at its last `done`."""
+        """Handles of the segments that each receiver still used at its last `done` announcement."""
 
     def segment(self, nbytes: int) -> BucketSegment:
         """Smallest free segment that fits, or a new one. Waits while too many buckets are in flight."""
@@ -230,8 +231,8 @@ class FetchReceiver(TransportReceiver):
         gives_back: bool = False,
         otherwise: str = "weight_sync.transport: gloo does without",
     ) -> None:
-        """`gives_back`: record which exports are opened, for `take_back`. `otherwise`: remedy for the error message if memory cannot be
-        opened."""
+        """`gives_back`: record which exports are opened, as `memory.take_back` needs. `otherwise`: remedy for the error message if memory
+        cannot be opened."""
         super().__init__(group)
         self._open = open_segment
         self._gives_back = gives_back

@@ -122,7 +122,6 @@ def _weights(device: torch.device) -> torch.Tensor:
 
 
 def require_equal(sent: Mapping[str, str], held: Mapping[str, str], engine: int, version: int) -> None:
-    """Raise RuntimeError if an engine's checksums differ from the trainer's."""
     wrong = sorted(name for name, digest in sent.items() if held.get(name) != digest)
     if wrong:
         raise RuntimeError(

@@ -1,6 +1,7 @@
 """Backends that run programs: sandboxes on this machine, or a SandboxFusion server.
 
-SandboxFusion (`POST .../run_code`) runs our `sandbox/guest.py`, sent in a zip file, which runs the job and writes its outcome to a file.
+Each request to SandboxFusion (`POST .../run_code`) has our `sandbox/guest.py` in a zip file. This program runs the job and writes the
+outcome to a file.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ def same_output(expected: str, printed: str, compare: Compare, tolerance: float)
     """True if the output is as expected.
 
     exact: by character. lines: without white space at line ends and empty lines at the end. numeric: by word, numbers with a relative or
-    absolute error of at most `tolerance`. auto: as lines, but lines with decimals as numeric, with an absolute error of at most a hundredth
-    of the number: otherwise 0.000000002 would pass for 0.000000001.
+    absolute error of at most `tolerance`. auto: as lines, but lines with decimals as numeric. There the absolute error is also at most a
+    hundredth of the number; otherwise 0.000000002 would pass for 0.000000001.
     """
     if compare == "exact":
         return expected == printed

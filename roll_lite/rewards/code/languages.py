@@ -15,8 +15,8 @@ Extract = Literal["auto", "fenced", "whole"]
 
 
 class Language(Section):
-    """Commands of a language. `run` runs the program in `file`. `compile`, if given, first writes its result to file descriptor 3; `run`
-    finds it as the file `artifact`."""
+    """Commands of a language. `run` runs the program in `file`. With `compile`, that command must write its result to file descriptor 3,
+    and `run` runs the result, as the file `artifact`."""
 
     file: str
     run: Annotated[list[str], Field(min_length=1)]
@@ -41,7 +41,8 @@ LINE = re.compile(r"[^\n]*\n|[^\n]+")
 
 
 def known_languages(names: Sequence[str], commands: Mapping[str, Language], local: bool) -> dict[str, Language | None]:
-    """Map names to languages; python maps to None. ValueError for an unknown name or, with `local`, a missing interpreter."""
+    """Map names to languages; python, which needs no commands, maps to None. ValueError for an unknown name or, with `local`, a missing
+    interpreter."""
     found: dict[str, Language | None] = {}
     for name in names:
         plain = ALIASES.get(name.lower(), name.lower())

@@ -1,4 +1,5 @@
-"""Finds which names in a sample's asserts are the tested program's, and whether the asserts can run outside its process (`why_inside`).
+"""Finds which names in a sample's asserts are defined by the tested program, and whether the asserts can run outside the program's process
+(`why_inside`).
 
 Only the tests are read, not the program: it could redefine `abs`, or choose the process in which it is tested.
 """
@@ -57,8 +58,8 @@ class Names:
 def why_inside(tree: ast.Module, program: Collection[str], foreign: Collection[str]) -> str:
     """Reason why a test must run in the program's process; empty if calls with plain values are enough.
 
-    `foreign`: names of modules. Capitalized names count as classes, except Solution, of which tests only call methods.
-    """
+    `program`: names that the program defines. `foreign`: names of modules. Capitalized names count as classes, except Solution, of which
+    tests only call methods."""
     nodes = list(ast.walk(tree))
     own = {"self", "cls", "Solution", "super", *foreign} | {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     for node in nodes:

@@ -31,11 +31,11 @@ OF_THE_POOL = ("parallel", "allow_unprotected", "readable", "python_path")
 
 class CodeReward(RewardType):
     """Score 1 if the response's program passes all tests, else 0, or the share of passed tests (`score: fraction`). Programs run in
-    sandboxes; results are judged outside. [code_reward.md](code_reward.md) describes test layouts, asserts, and what programs see.
+    sandboxes; their results are judged outside. [code_reward.md](code_reward.md) describes test layouts, asserts, and what programs see.
 
-    The program is searched after the last `</think>`. Of several code blocks, the last one labelled with one of `languages` counts, else
-    the last without a label; if tests call functions, the last that defines them, even if examples, output or commands follow. A block cut
-    off by a stop text extends to the end.
+    The program is searched for after the last `</think>`. Of several code blocks, the last one labelled with one of `languages` counts,
+    else the last without a label. If tests call functions, the last block that defines these counts, even if blocks with examples, output
+    or commands follow. A block cut off by a stop text extends to the end.
 
     ```yaml
     reward:
@@ -171,7 +171,8 @@ class CodeReward(RewardType):
         return f"values, and a response is an expression {' and '.join(marks)} that is worth one"
 
     def response_for(self, answer: Any) -> str | None:
-        """Write the answer as a Python expression; text that is a literal stays. Operators in `must_contain` are appended to a number."""
+        """Write the answer as a Python expression; a text that is a literal stays. Operators in `must_contain` are appended to a number;
+        with them, other answers give None."""
         value = _value(answer)
         written = None if answer is None else repr(answer) if value is answer else str(answer)
         if written is None or not self.must_contain:

@@ -35,7 +35,7 @@ class Attempt:
     passed: int = 0
     done: int = 0
     inside: int = 0
-    """Tests run in the program's own process, not in a separate one."""
+    """Number of tests run in the program's own process, not in a separate one."""
     spent_s: float = 0.0
     """CPU time used, or a third of the wall-clock time if that is more."""
     verdict: str = ""
@@ -160,7 +160,7 @@ class Rounds:
             attempt.over = True
 
     def _verdicts(self, attempt: Attempt, group: list[Test], ended: Outcome) -> Iterator[str | RewardFailed]:
-        """Yield the verdict of each test that ran, at least one; empty: the test passed."""
+        """Yield the verdict of each test that ran, at least one: why it failed; empty if it passed."""
         if group[0].source is None and group[0].function is None:
             yield _LIMITS[ended.stopped] if ended.stopped else self._verdict(attempt, group[0], ended)
             return
@@ -201,8 +201,8 @@ class Rounds:
 
 
 def _works_in_place(tests: Sequence[Test]) -> bool:
-    """True if the tests are for a function that changes its first argument, as in LeetCode, and at least one would fail if nothing were
-    done."""
+    """True if the tests are for a function that changes its first argument, as in LeetCode: arguments and expected values are lists, and
+    differ in at least one test."""
     given = [test.args[0] if test.args else None for test in tests]
     return all(isinstance(one, list) and isinstance(test.expected, list) for one, test in zip(given, tests, strict=True)) and any(
         one != test.expected for one, test in zip(given, tests, strict=True)

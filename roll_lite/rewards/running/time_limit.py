@@ -25,8 +25,8 @@ class _Interruption(BaseException):
 def limited(seconds: float, call: Callable[[], T], *, waiting: bool = False) -> T:
     """Run call(); raise TimeLimitExceeded after `seconds` of CPU time, so a busy machine changes no outcome. Main thread only.
 
-    With `waiting`, the limit is wall-clock time; a call that sets its own SIGALRM disables it. It pauses while the call runs under its own
-    CPU limit, since on a busy machine wall-clock time could run out first.
+    With `waiting`, the limit is wall-clock time. It pauses during nested calls with a limit of CPU time, since on a busy machine wall-clock
+    time could run out first. A call that sets its own SIGALRM disables the limit.
     """
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("a computation can be stopped in the main thread of a process only: run it in a process of its own")

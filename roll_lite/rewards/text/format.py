@@ -31,7 +31,7 @@ PRESETS: dict[str, str] = {
 
 
 class FormatReward(RewardType):
-    """Score 1 if the response matches a pattern, your own or a built-in one, else 0. Mostly one of another reward's `terms`.
+    """Score 1 if the response matches a pattern, your own or a built-in one, else 0. Mostly used as one of another reward's `terms`.
 
     ```yaml
     reward:

@@ -48,18 +48,18 @@ class InstructionReward(RewardType):
     The checks need no downloads. They pass the test cases of the originals, except:
 
     - **Empty text** follows no instruction; invisible characters are removed first. Rules about each sentence, word or line need at least
-      one, rules about neighbours (`sentence:increment`) or first and last words need two.
+      one of these; rules about neighbours (`sentence:increment`) or first and last words need at least two.
     - **Sentences** end with . ! ? and white space, except in abbreviations; nltk's punkt differs in rare cases. "around" allows one
-      sentence more or less, a tenth for other counts.
+      sentence more or less; of other counts, a tenth more or less.
     - **Words** are separated by white space, dashes and slashes, and compared without punctuation and case (`don't` is one word); the
       originals use nltk's tokens.
     - **RLVR-IFEval.** IFEval's rules hold for bullet points (bold lines do not count), highlighted sections and titles (not empty), JSON
       (code fences allowed), repeated prompts and last phrases (case ignored), `validate_uppercase` and `validate_lowercase` (in English).
       Options and first words must be whole words. A text without letters is in no language.
     - **IF-RLVR.** `copy:repeat_phrase`: each copy changes one inner word. `new:copy_span_idx`: the span's last character may be missing.
-      `keywords:exclude_word_harder`: nowhere in the response. `keywords:palindrome`: three or more letters. `count:counting_composition`:
-      `***` or `* * *` between paragraphs. `punctuation_dot`, `punctuation_exclamation`: marks of other scripts count too. A bigram
-      is two words.
+      `keywords:exclude_word_harder`: the word occurs nowhere in the response. `keywords:palindrome`: three or more letters.
+      `count:counting_composition`: `***` or `* * *` between paragraphs. `punctuation_dot`, `punctuation_exclamation`: marks of other
+      scripts count too. A bigram is two words.
     - **IFBench.** `words:start_verb` accepts about 560 verbs, their forms, and nouns of the same spelling; `ratio:stop_words` has its own
       list; `words:odd_even_syllables` counts groups of vowels, minus a silent e. Stricter than the original: `format:list` (separators at
       line starts), `format:sub-bullets` (at least one), `format:no_bullets_bullets` (sentences end in full stops),
@@ -78,7 +78,7 @@ class InstructionReward(RewardType):
     reads_answer_first = True
 
     mode: Mode = "strict"
-    """strict: check the response as it is. loose: also without its first line, last line or asterisks."""
+    """strict: check the response as it is. loose: also try it without its first line, last line or asterisks."""
     score: Literal["all", "fraction"] = "all"
     """all: 1 if every instruction is followed. fraction: the share of followed instructions."""
     ids: str = "instruction_id_list"

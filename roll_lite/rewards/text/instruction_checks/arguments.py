@@ -9,11 +9,11 @@ from typing import Any
 from roll_lite.rewards.text.instruction_checks.parts import words
 
 AROUND = 0.1
-"""Tolerance of the quantifier "around", as a share of the number; at least one."""
+"""Tolerance of the quantifier "around": this share of the number, but at least 1."""
 
 
 def whole(number: Any, *, least: int = 0) -> int:
-    """A count; ValueError for text, floats, and numbers below `least`."""
+    """Return a count; ValueError for text, floats, and numbers below `least`."""
     if not isinstance(number, Integral) or isinstance(number, bool):
         raise ValueError(f"a count must be a whole number, got {number!r}")
     if number < least:
