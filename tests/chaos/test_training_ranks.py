@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from left_behind import Traces
 
 from tests.chaos.test_engine_restarts import wait_until
 from tests.integration.test_runs import ROOT, Run, until_gone, worker
@@ -22,18 +24,20 @@ SETTINGS = [
     "batches.write=always",
     "limits.silence=10",
 ]
+DIES_IN_A_CALL = Path(__file__).parent / "dies_in_a_call"
 RETURNED = r"(\w+) is back at step (\d+), (\d+) s after its loss"
 
 
-def disturbed(run: Run, victims: list[tuple[int, str, str]], steps: int) -> str:
-    """Kill or stop one worker after another, each as soon as the samples of its step are there; returns what the run said."""
+def disturbed(run: Run, victims: list[tuple[int, str, str]], steps: int, further: int = 0) -> str:
+    """Kill or stop one worker after another, each as soon as the samples of its step are there; returns what the run said. `further`:
+    number of losses that the run sees to itself."""
     for number, (step, name, how) in enumerate(victims):
         run.wait_for_step(step)
         getattr(worker(run.tree(), name), how)()
         wait_until(run, lambda: restarts(run) > number)  # noqa: B023
     code, output = run.finish(400)
     assert code == 0, output
-    assert len(re.findall(RETURNED, output)) == len(victims), output
+    assert len(re.findall(RETURNED, output)) == len(victims) + further, output
     assert len([line for line in run.metrics() if "time/step" in line]) == steps
     audit = subprocess.run([sys.executable, "examples/audit.py", run.folder], cwd=ROOT, capture_output=True, text=True, check=False)
     assert audit.returncode == 0 and "the ledger adds up" in audit.stdout, audit.stdout
@@ -97,6 +101,22 @@ def test_what_is_lost_changes_nothing(
         disturbed(run, victims, 7)
         assert_equal(run, quiet)
     assert until_gone(processes, 60) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("method", "again"), [("train_step", ""), ("copy_state", ", and repeats the updates of steps 4 to 4")])
+def test_from_a_copy_in_memory_no_step_is_repeated(tmp_path: Path, method: str, again: str, undisturbed: Any) -> None:
+    """Except one whose copy was not complete. Nothing is left in shared memory."""
+    settings = ["tiny_grpo", *SETTINGS, "actor_train.devices=2", "algorithm.mini_batches=1", "steps=7", "checkpoint.every=0"]
+    quiet, traces = undisturbed(*settings), Traces(tmp_path / "traces")
+    path = os.pathsep.join([str(DIES_IN_A_CALL), *filter(None, [os.environ.get("PYTHONPATH")])])
+    dies = {"DIES_MARK": str(tmp_path / "died"), "DIES_IN": method, "DIES_AT_CALL": "4", "PYTHONPATH": path}
+    with Run(tmp_path / "disturbed", *settings, "checkpoint.in_memory_every=1", environment=dies) as run:
+        output = " ".join(disturbed(run, [(6, "RolloutWorker", "kill")], 7, further=1).split())
+        assert_equal(run, quiet)
+    assert f"actor_train starts again from the copy in memory of step 3{again} (more" in output, output
+    traces.assert_nothing_shared()
 
 
 @pytest.mark.nightly
