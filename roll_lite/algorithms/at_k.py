@@ -22,7 +22,7 @@ class SampledPrompts:
 
     def __init__(self, prompts: np.ndarray, correct: np.ndarray, scores: np.ndarray, answers: np.ndarray) -> None:
         """`prompts`: prompt id of each sample. `answers`: each sample's answer as a number from 0, the same for equal answers to a prompt;
-        or a sentinel (NO_ANSWER, READS_NONE)."""
+        NO_ANSWER if none was found, READS_NONE if the reward reads none."""
         _, numbers = np.unique(prompts, return_inverse=True)
         order = np.argsort(numbers, kind="stable")
         self.prompt = numbers[order]

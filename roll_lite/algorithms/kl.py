@@ -106,6 +106,6 @@ class KlController:
         return {"coef": self.coef}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restore the coefficient; without a target the configured one stays."""
+        """Restore the saved coefficient. Without a target KL the coefficient is fixed: the configured value stays."""
         if self._target is not None:
             self.coef = state["coef"]

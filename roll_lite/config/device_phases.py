@@ -36,7 +36,7 @@ class Presence:
     """Parts (weights, optimizer, ...) loaded in the phase, by role. Roles that take turns load in this order; one that waits for its
     devices delays no other. `reward_models` and `judges` mean all of them."""
     in_turns: bool = False
-    """Load roles with `offload` that share a device one after the other."""
+    """If several roles with `offload` share a device, load one after the other."""
     of_step: bool = True
 
 

@@ -199,7 +199,8 @@ class Cluster(Generic[W_co]):
     def start_scatter(
         self, method: Method[W_co, Concatenate[S, P], R], shards: Sequence[S], *args: P.args, **kwargs: P.kwargs
     ) -> Pending[list[R]]:
-        """Send shard i, even if empty, to all ranks of data-parallel rank i; returns the results of its head ranks, in that order."""
+        """Send shard i, even if empty, to all workers of data-parallel rank i; returns one result for each shard, from the head among
+        them."""
         self._check_shards(method, shards)
         # Ranks of one data rank share a copy in the object store; a shard for a single rank travels with its call.
         shared = [ray.put(shard) for shard in shards] if self.world_size > len(shards) else list(shards)

@@ -181,7 +181,7 @@ class LivenessWatch:
         self.groups: weakref.WeakKeyDictionary[RankGroup, None] = weakref.WeakKeyDictionary()
         """Oldest first. The references are weak: when a cluster is dropped, its actor handles go too, and Ray ends the actors."""
         self.overlooked: Sequence[str] = ()
-        """Names of groups whose deaths are noticed only after the block of `overlooking`."""
+        """Names of groups whose deaths are not reported before the present `with overlooking(...)` block ends."""
         self.errands: dict[str, Callable[[], None]] = {}
         """Functions, by name, that every wait calls about once a second; they must not block."""
         self._silence_s: float | None = None

@@ -22,7 +22,7 @@ PASS_AT = re.compile(r"validation/pass@(\d+)")
 BeforeAfter = dict[str, dict[str, float | None]]
 """Metric -> {"before": its value in the first validation, "after": in the last one}; None: not measured."""
 Accuracy = BeforeAfter
-"""`overall` or a domain -> share of correct samples."""
+"""`overall` or a domain -> share of correct samples, before and after training."""
 
 
 def accuracy_change(domains: Sequence[str], before: Mapping[str, float], after: Mapping[str, float]) -> Accuracy:

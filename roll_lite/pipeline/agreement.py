@@ -96,7 +96,7 @@ class Agreement:
         self._floor, self._least_tokens = FLOOR[precision], LEAST_TOKENS[precision]
         self._is_first, self._has_said = True, False
         self._accepted: int | None = None
-        """Version of the trainer's weights at which the user accepts any difference."""
+        """Version of the trainer's weights for which the user accepts any difference of log-probs; None: no version."""
         self._past: dict[str, list[float]] = {}
         """Mean differences of log-probs in earlier steps, by age. The age is a text ("1 0"), as checkpoints need."""
 

@@ -1,5 +1,5 @@
 """Files that examples/recompute.py reads (docs/recompute.md): start weights, inputs of the losses, samples of skipped updates. The actor's
-ranks write adapters and, if they share the run's folder, rows of batches; the driver writes all other files."""
+ranks write adapters and, if they see the same run folder as the driver, rows of batches; the driver writes all other files."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ class RewardFunction:
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
-        """Turn an exception of the function into RewardFailed or ResponseSuspected."""
+        """Turn an exception of the function into a RewardFailed: its subclass ResponseSuspected if the response may have caused it."""
         try:
             yield
         except RewardFailed:

@@ -17,7 +17,7 @@ from roll_lite.rewards.reward_type import RewardType
 @dataclass(frozen=True)
 class Term:
     label: str
-    """Name in details and causes of failure; unique within the reward."""
+    """Name of the term in a score's details and in causes of failure; unique within the reward."""
     weight: float
     function: RewardFunction
 

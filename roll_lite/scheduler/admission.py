@@ -69,7 +69,7 @@ class Admission:
                     room[name] -= self._domains[name].group_size
 
     def _announce(self, name: str) -> None:
-        """Count a new group's requests as announced until they reach the router, in a later turn of the event loop."""
+        """Count a new group's requests as load until the router knows them, which takes until the next turn of the event loop."""
         domain = self._domains[name]
         requests = domain.group_size
         tokens = requests * self._router.expected_tokens(name, domain.sampling.max_tokens)

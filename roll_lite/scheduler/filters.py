@@ -17,7 +17,7 @@ LOW, HIGH, FUNCTION = "low", "high", "function"
 
 class LeftOut(NamedTuple):
     word: str
-    """Cause for metrics: LOW, HIGH or FUNCTION."""
+    """Why the group was left out, as metrics name it: LOW, HIGH or FUNCTION."""
     text: str
 
 

@@ -71,7 +71,7 @@ class DomainModel:
     all_right: float = 0.0
     """Fraction of prompts that are always solved."""
     all_wrong: float = 0.0
-    """Fraction of prompts that are never solved. Prompts in neither fraction are solved with a probability drawn uniformly."""
+    """Fraction of prompts that are never solved. All but these and `all_right` are solved with a probability drawn uniformly."""
     greedy_baseline: bool = False
     prompts: int = 10_000
     epochs: int | None = None

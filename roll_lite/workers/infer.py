@@ -225,8 +225,8 @@ class RemoteEngine(BatchedEngine):
             return cause_of(error)
 
     async def _until_silent(self) -> str:
-        """Wait until the worker leaves a heartbeat unanswered; returns the cause. A living worker answers even during long prefills and
-        updates."""
+        """Wait until the worker leaves a heartbeat unanswered; returns the cause of its loss. A living worker answers even during long
+        prefills and weight updates."""
         limit_s = await self._heartbeat.until_silent()
         return f"nothing was heard of its process for {self.silent_s:.1f} s (limits.engine_silence: {limit_s:g} s)"
 

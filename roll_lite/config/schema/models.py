@@ -116,10 +116,10 @@ class MegatronStrategyConfig(Section):
     """Interleaved parts of the model per pipeline stage. With more parts, stages wait less for each other but exchange more data. Needs
     pipeline_parallel > 1."""
     pipeline_layers: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
-    """Layers of each pipeline part: a list of pipeline_parallel x virtual_pipeline_parallel numbers in layer order. The first
-    pipeline_parallel numbers are for each stage's first part, the next for its second part, and so on. The first part also holds the
-    embeddings, the last the output layer; for balance, give these two fewer layers or none. null: equal numbers; a remainder goes to the
-    first parts."""
+    """Number of layers in each pipeline part: a list of pipeline_parallel x virtual_pipeline_parallel numbers in layer order. The first
+    pipeline_parallel numbers are for each stage's first part, the next for its second part, and so on. The model's first part also holds
+    the embeddings, its last part the output layer; for balance, give these two fewer layers or none. null: equal numbers; a remainder goes
+    to the first parts."""
     context_parallel: PositiveInt = 1
     """Ranks that split the tokens of every micro-batch, for samples too long for one rank."""
     expert_parallel: PositiveInt = 1
@@ -366,7 +366,7 @@ class RewardModelConfig(Section):
     """Maximum tokens in a rank's forward pass; a longer sample runs alone. With hf, samples are padded to the longest, and padding
     counts."""
     micro_batch_size: PositiveInt = 8
-    """Maximum samples in a rank's forward pass, and in a call to a copy of the model."""
+    """Maximum samples in a rank's forward pass; also the maximum that one call sends to a copy of the model."""
     max_length: PositiveInt | None = None
     """Longest text in tokens; null: the model's max_position_embeddings. Scoring a longer text fails; it is never cut."""
     offload: bool = False

@@ -68,11 +68,12 @@ class CheckpointConfig(Section):
     keep_every: Annotated[int, Field(ge=0)] = 0
     """Steps between checkpoints that are never deleted; a multiple of `every`. 0: only the newest `keep` stay."""
     asynchronous: bool = False
-    """Write in background processes. Training waits only for the copy to host memory, which must have room for it, and for the previous
-    checkpoint if it is still being written."""
+    """Write in background processes. Training waits only for a copy to host memory, and for the previous checkpoint if it is still being
+    written. Host memory must have room for the copy."""
     unfinished: bool = True
     """Save the tokens and scores of unfinished samples, and of finished groups that no batch has used. A resumed run continues them. false:
-    it generates their prompts again. A token takes 13 bytes before compression, more with rollout.keep_mask or algorithm.routing_replay."""
+    it generates new responses to their prompts. A token takes 13 bytes before compression, more with rollout.keep_mask or
+    algorithm.routing_replay."""
     store: Url | None = None
     """Object store, or another file system of fsspec, for all checkpoints: a URL such as s3://bucket/prefix. A run's checkpoints are then
     in store/experiment/start time/checkpoints, where `resume: auto` looks for them (docs/checkpoints.md). null: the run's folder."""
@@ -173,12 +174,12 @@ class LimitsConfig(Section):
     """Time within which every process must answer, busy or idle; otherwise it counts as hung. A process fails to answer if it is stopped or
     never releases Python's lock (GIL). Checks begin when all processes are ready."""
     engine_silence: TimeLimit = 7.0
-    """Time within which an engine must answer. It counts as lost, and is replaced (actor_infer.restarts), if its worker does not answer or
-    one of its processes is stopped. Slow work, such as a long prompt, does not delay answers."""
+    """Time within which an engine must answer a heartbeat. It counts as lost, and is replaced (actor_infer.restarts), if its worker does
+    not answer or one of its processes is stopped. Slow work, such as a long prompt, does not delay answers."""
     engine_step: TimeLimit | Literal["auto"] = "auto"
-    """Time limit of one forward pass of an engine's model. An engine that exceeds it counts as hung and lost. The limit is at least four
-    times the longest pass so far, and forty times engine_step until the first response has ended. Kernel compilation does not count. auto:
-    7 with GPUs, 300 without."""
+    """Time limit of one forward pass of an engine's model. An engine that exceeds it counts as hung and lost. Until the first response has
+    ended, forty times as long is allowed; later never less than four times the longest pass so far. Kernel compilation does not count.
+    auto: 7 with GPUs, 300 without."""
 
 
 Victim = Literal["actor_train", "critic", "reference", "actor_infer", "rollouts", "reward_models", "judges"]

@@ -66,7 +66,7 @@ class Balance:
         self._choices[layer] = self._choices[layer] + choices if layer in self._choices else choices
 
     def add_rerouted(self, counts: torch.Tensor) -> None:
-        """Add the counts of ChosenExperts.rerouted: replayed choices, and those that the router would not have made."""
+        """Add the two counts of ChosenExperts.rerouted: replayed choices, and how many of them the router would not have made itself."""
         self._rerouted.append(counts)
 
     def weighted(self, loss: torch.Tensor) -> torch.Tensor:

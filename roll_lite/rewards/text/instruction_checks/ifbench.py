@@ -246,7 +246,7 @@ def repeat_change(response: str, prompt_to_repeat: str) -> bool:
 
 
 def repeat_span(response: str, prompt_to_repeat: str, n_start: int, n_end: int) -> bool:
-    """The response is words n_start to n_end of the prompt, counted from 0."""
+    """The response is words n_start to n_end of the prompt, both included, counted from 0."""
     span = phrase("prompt_to_repeat", prompt_to_repeat).lower().split()[whole(n_start) : whole(n_end) + 1]
     if not span:
         raise ValueError(f"there are no words from {n_start} to {n_end}")

@@ -147,7 +147,7 @@ class StopText:
         self._text = ""
         self._longest = max(map(len, stops))
         self.tokens = -seam
-        """Number of tokens generated so far; negative while the resumed part is being read."""
+        """Number of tokens generated so far; negative while tokens from before an interruption are being added."""
         for token in prompt_ids[begin:]:
             self.next(token)
 
