@@ -150,12 +150,15 @@ def test_a_lost_engine_node_costs_its_engine_until_it_is_back(hosts: Hosts, how:
 
 
 @pytest.mark.usefixtures("signals_arrive")
-def test_a_lost_trainers_node_is_waited_for(hosts: Hosts) -> None:
-    run = HostedRun(hosts, *TRAINER_APART)
+@pytest.mark.parametrize("copies", [0, 1])
+def test_a_lost_trainers_node_is_waited_for(hosts: Hosts, copies: int) -> None:
+    """A copy in memory is lost with the node: its ranks load the checkpoint."""
+    run = HostedRun(hosts, *TRAINER_APART, f"checkpoint.in_memory_every={copies}")
     run.until(lambda: run.steps >= 6)
     hosts.kill(2)
     run.until(lambda: run.says(rf"actor_train rank 0 on {hosts.addresses[2]} is lost"))
     hosts.start(2)
     run.until(lambda: run.says("actor_train is back at step"))
+    assert run.says(r"lost in load_copy: Object\w+Error.* starts again from step \d+, and") == bool(copies)
     run.trains(2)
     run.ends()
