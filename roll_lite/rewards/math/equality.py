@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 from unicodedata import normalize
 
-from roll_lite.rewards.math.quantities import DELIMITED, NUMERAL, Quantity, plain_number, ratio, unwrapped, with_braces
+from roll_lite.rewards.math.quantities import DELIMITED, Quantity, plain_number, ratio, unwrapped
 
 Parsed = list[Any]
 """Sympy expressions that math-verify parsed from a text."""
@@ -28,42 +28,43 @@ APPROXIMATELY = re.compile(r"\\approx(?![A-Za-z])|\\simeq(?![A-Za-z])|≈")
 EQUALS = re.compile(rf"(?<![<>=\\:])(?<![^\d)]!)=(?!=)|{APPROXIMATELY.pattern}")
 SEVERAL = re.compile(r";|,(?!\d{3}(?!\d))|\b(?:or|and)\b")
 NAME = re.compile(r"(?:(?:[A-Za-z]\w*|\\[A-Za-z]+)(?:_(?:\w+|\{\w+\}))?(?:\(\s*[A-Za-z]\s*\))?)?")
+NUMERAL = re.compile(r"[+-]?0[xob][\da-f]+|\(?[\da-z]*\d[\da-z]*\)?_\{?\d{1,2}\}?")
+"""Number in another base than ten."""
 AMBIGUOUS = re.compile(r"\d\s+\d|(?:\*\*|\^)\s*(?:\d+|[A-Za-z])\s*(?:\*\*|\^)")
 """Text that math-verify would misread: 1 2 as a product, 2^3^2 as (2^3)^2."""
-POWERS = re.compile(r"((?:\^|\*\*)\s*(?:\d+|\{[^{}]*\}))\s+(?=\d)")
-"""Power followed by a number: a product, as in 2^6 3^5."""
 SET = re.compile(r"(?:\\left)?\\\{((?:(?!\\\}).)*?)(?:\\right)?\\\}|\{([^{}]*)\}", re.DOTALL)
 SEPARATOR = re.compile(
     r"(\s*(?:(?<!\\),(?!\d{3}(?!\d))|(?<!\\);|\\text\s*\{\s*,?\s*(?:and|or)\s*\}|\b(?:and|or)\b)\s*(?:and\b|or\b)?)|([(\[{])|[)\]}]"
 )
 PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])|±")
 OPERATIONS = (
-    r"\\(?:i*int|oint)(?![A-Za-z])",
-    r"\\(?:sum|prod|bigcup|bigcap)(?![A-Za-z])",
-    r"\\lim",
-    r"\\frac\s*\{\s*(?:d|\\partial)\b[^{}]*\}\s*\{\s*(?:d|\\partial)|[a-z]'",
     r"\\(?:arc|ar|a)?(?:sin|cos|tan|cot|sec|csc)h?(?![A-Za-z])",
     r"\\(?:log|ln|lg)(?![A-Za-z])",
     r"\\[dt]?binom(?![A-Za-z])|!",
-    r"\\(?:gcd|lcm|max|min|sup|inf|det|arg|Re|Im|dim|operatorname|[pb]?mod|deg|cap)(?![A-Za-z])",
-    r"\\l?floor|\\l?ceil",
-    r"\\end\s*\{\w*(?:matrix|array)\}(?:\s*\\right\s*\W)?\s*[\^']",
-    r"\\begin\s*\{[vV]matrix|(?:\||\\[lr]?[vV]ert)\s*\\begin\s*\{\w*(?:matrix|array)",
+    r"\\(?:gcd|lcm|max|min|sup|inf|det|arg|Re|Im|dim|operatorname|[pb]?mod|deg|cap|bigcap|bigcup)(?![A-Za-z])|\\l?(?:floor|ceil)",
+    r"\\end\s*\{\w*(?:matrix|array)\}(?:\s*\\right\s*\W)?\s*[\^']|\\begin\s*\{[vV]matrix|(?:\||\\[lr]?[vV]ert)\s*\\begin\s*\{\w*(?:matrix|array)",
 )
-"""Operations left to compute: an answer may contain one only if the reference does."""
+"""Operations that math-verify may compute when it reads them: an answer may contain one only if the reference does."""
+LATEX = (
+    (r"(\\frac\s*\{[^{}]*\})\s*([A-Za-z])(?![A-Za-z])", r"\1{\2}"),
+    (r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)|√\s*\(?(\w+|(?<=\()[^()]*)\)?", r"\\sqrt{\1\2}"),
+    (r"(?<![\\A-Za-z])(pi|sin|cos|tan|cot|sec|csc|ln|log|exp)(?![A-Za-z])", r"\\\1 "),
+    (r"\\varnothing", r"\\emptyset"),
+    (r"\\log_\s*(\w+)\s+", r"\\log_{\1} "),
+    (r"\*\*", "^"),
+)
 SIGNS = {"×": "times", "·": "cdot", "⋅": "cdot", "÷": "div", "π": "pi", "∞": "infty", "≤": "le", "≥": "ge", "≠": "ne", "≈": "approx"}
 SIGNS |= {"±": "pm", "∪": "cup", "∩": "cap", "∈": "in", "∅": "emptyset", "∫": "int", "∑": "sum", "∏": "prod"}
-LATEX = str.maketrans({sign: rf"\{name} " for sign, name in SIGNS.items()} | {"°": r"^\circ ", "−": "-"})
-RAISED, LOWERED = re.compile("[⁰¹²³⁴-⁹⁻]+"), re.compile("[₀-₉]+")
+SIGN = str.maketrans({sign: rf"\{name} " for sign, name in SIGNS.items()} | {"°": r"^\circ ", "−": "-"})
 
 
 def as_latex(text: str) -> str:
     """Convert a formula to LaTeX, including Unicode signs and bare names such as pi and sqrt()."""
-    text = re.sub(r"\\log_\s*\{?(\w+)\}?\s+(\w+)", r"\\log_{\1}(\2)", with_braces(text).replace(r"\varnothing", r"\emptyset"))
-    text = re.sub(r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)|√\s*\(?(\w+|(?<=\()[^()]*)\)?", lambda one: rf"\sqrt{{{one[1] or one[2]}}}", text)
-    text = re.sub(r"(?<![\\A-Za-z])(pi|sin|cos|tan|cot|sec|csc|ln|log|exp)(?![A-Za-z])", r"\\\1 ", text)
-    text = LOWERED.sub(lambda one: f"_{{{normalize('NFKC', one[0])}}}", RAISED.sub(lambda one: f"^{{{normalize('NFKC', one[0])}}}", text))
-    return text.translate(LATEX)
+    for pattern, replacement in LATEX:
+        text = re.sub(pattern, replacement, text)
+    text = re.sub("[⁰¹²³⁴-⁹⁻]+", lambda one: f"^{{{normalize('NFKC', one[0])}}}", text)
+    text = re.sub("[₀-₉]+", lambda one: f"_{{{normalize('NFKC', one[0])}}}", text)
+    return text.translate(SIGN)
 
 
 def parse(text: str) -> Parsed:
@@ -73,11 +74,12 @@ def parse(text: str) -> Parsed:
     number = plain_number(text)
     if number is not None:
         return as_parsed(number)
-    text = as_latex(unwrapped(text))
-    if AMBIGUOUS.search(text := POWERS.sub(r"\1\\cdot ", text)) or DELIMITED.search(text):
+    text = re.sub(r"(\^\s*(?:\d+|\{[^{}]*\}))\s+(?=\d)", r"\1\\cdot ", as_latex(unwrapped(text)))
+    if AMBIGUOUS.search(text) or DELIMITED.search(text):
         return []
-    text = f"${text.replace('**', '^')}$"
-    found = library().parse(text, [_latex()], parsing_timeout=None)
+    settings = library().LatexExtractionConfig()  # without removal of units, which would take the letters of 2t, 5m and 3c
+    settings = replace(settings, normalization_config=replace(settings.normalization_config, units=False))
+    found = library().parse(f"${text}$", [settings], parsing_timeout=None)
     return [part for part in found if not isinstance(part, str) and not part.has(sympy.nan, sympy.zoo) and not _computes_infinity(part)]
 
 
@@ -85,10 +87,8 @@ def _computes_infinity(expression: Any) -> bool:
     """True if the expression computes with infinity, as |oo - 4| does: math-verify would find it close to every number."""
     import sympy
 
-    if not expression.has(sympy.oo, -sympy.oo):
-        return False
-    computed = [one for one in sympy.preorder_traversal(expression) if isinstance(one, sympy.Add | sympy.Mul | sympy.Pow | sympy.Function)]
-    return any(not {sympy.oo, -sympy.oo}.isdisjoint(one.args) and one.args != (-1, sympy.oo) for one in computed)
+    computed = expression.atoms(sympy.Add, sympy.Mul, sympy.Pow, sympy.Function)
+    return any(one.has(sympy.oo, -sympy.oo) and one.args != (-1, sympy.oo) for one in computed)
 
 
 def as_parsed(number: Quantity) -> Parsed:
@@ -107,13 +107,6 @@ def library() -> Any:
     return math_verify
 
 
-@lru_cache(maxsize=1)
-def _latex() -> Any:
-    """Settings of math-verify's LaTeX parser, without removal of units, which would take the letters of 2t, 5m and 3c."""
-    settings = library().LatexExtractionConfig()
-    return replace(settings, normalization_config=replace(settings.normalization_config, units=False))
-
-
 def same_number(gold: Quantity, found: Quantity) -> bool | None:
     """Compare exactly, or with a tolerance if one is a decimal. 50% equals 0.5 and 50. None if the units measure different things."""
     factor = ratio(found.unit, gold.unit)
@@ -122,11 +115,8 @@ def same_number(gold: Quantity, found: Quantity) -> bool | None:
     right, value = gold.value, found.value * factor
     if value == right or (gold.percent != found.percent and right == (value * 100 if found.percent else value / 100)):
         return True
-    return not (gold.exact and found.exact) and _close(right, value)
-
-
-def _close(one: Fraction, other: Fraction) -> bool:
-    return abs(one - other) <= max(abs(one), abs(other)) * CLOSE and round(one, PLACES) == round(other, PLACES)
+    is_close = abs(right - value) <= max(abs(right), abs(value)) * CLOSE and round(right, PLACES) == round(value, PLACES)
+    return is_close and not (gold.exact and found.exact)
 
 
 def written_form(text: str) -> str | tuple[Fraction, ...]:
@@ -206,13 +196,15 @@ def _is_as_simple(gold: Any, found: Any) -> bool:
     if is_too_large(found) or sum(1 for _ in sympy.preorder_traversal(found)) > 4 * sum(1 for _ in sympy.preorder_traversal(gold)) + 40:
         return False
     steps = (sympy.Derivative, sympy.Integral, sympy.Limit, sympy.Sum, sympy.Product)
-    if not set(map(type, found.atoms(*steps))) <= set(map(type, gold.atoms(*steps))):
+    if not {type(one) for one in found.atoms(*steps)} <= {type(one) for one in gold.atoms(*steps)}:
         return False
     asked, given = (one.atoms(sympy.core.relational.Relational) for one in (gold, found))
     if not isinstance(gold, sympy.Expr) and all(map(_is_solved, asked)) and not all(map(_is_solved, given)):
         return False
-    wanted, work, is_decimal = _work(gold), _work(found), isinstance(gold, sympy.Float)
-    return is_decimal or (work[0] <= wanted[0] and (work[1] == 0 or wanted[1] > 0) and work[2] <= wanted[2] and work[3] <= wanted[3])
+    wanted, work = _work(gold), _work(found)
+    return isinstance(gold, sympy.Float) or (
+        work[0] <= wanted[0] and (work[1] == 0 or wanted[1] > 0) and work[2] <= wanted[2] and work[3] <= wanted[3]
+    )
 
 
 def _is_solved(relation: Any) -> bool:
@@ -220,8 +212,8 @@ def _is_solved(relation: Any) -> bool:
 
 
 def _work(expression: Any) -> tuple[int, int, int, int]:
-    """Count what is left to compute: additions, additions in denominators, products (and unions of joinable intervals), and powers to
-    combine, such as (x^2)^5."""
+    """Count what is left to compute: additions, additions in denominators, products (and unions of joinable intervals), and powers of
+    powers, such as (x^2)^5."""
     import sympy
 
     parts = [_work(part) for part in (expression.flat() if isinstance(expression, sympy.MatrixBase) else expression.args)]
@@ -239,37 +231,25 @@ def _work(expression: Any) -> tuple[int, int, int, int]:
         above, below, products = 0, above + below, 0
     elif isinstance(expression, sympy.Mul | sympy.Pow):
         products += _repeated_factors(expression) - sum(map(_repeated_factors, expression.args))
-        powers += _joinable(expression) - sum(map(_joinable, expression.args))
+        exponents = (expression.exp, expression.base.as_base_exp()[1]) if expression.is_Pow else (sympy.S.One,)
+        powers += all(one != 1 and (not one.is_number or (one.is_Integer and one > 0)) for one in exponents)
     return above, below, products, powers
+
+
+def _repeated_factors(product: Any) -> int:
+    """Count factors that could be merged with another: numbers, sums, powers of one base. A power of a number or sum counts as two."""
+    kinds: list[Any] = []
+    for factor in _factors(product):
+        base, exponent = factor.as_base_exp()
+        if abs(factor) == 1 or (exponent.is_Rational and exponent < 0 and (base.is_number or base.is_Add)):
+            continue
+        times = 2 if exponent.is_Integer and exponent > 1 and base != 10 and (base.is_Number or base.is_Add) else 1
+        kinds += ["number" if base.is_Number and exponent.is_Integer else "sum" if base.is_Add else base] * times
+    return len(kinds) - len(set(kinds))
 
 
 def _factors(product: Any) -> list[Any]:
     return [one for factor in product.args for one in _factors(factor)] if product.is_Mul else [product]
-
-
-def _repeated_factors(product: Any) -> int:
-    """Count factors that could be merged with another: numbers, sums, powers of one base."""
-    kinds: list[Any] = []
-    for factor in _factors(product):
-        base, exponent = factor.as_base_exp()
-        if exponent.is_Rational and exponent < 0 and (base.is_number or base.is_Add):
-            continue
-        times = int(exponent) if exponent.is_Integer and exponent > 1 and base != 10 and (base.is_Number or base.is_Add) else 1
-        if abs(factor) != 1:
-            kinds += ["number" if base.is_Number and exponent.is_Integer else "sum" if base.is_Add else base] * times
-    return len(kinds) - len(set(kinds))
-
-
-def _joinable(expression: Any) -> int:
-    """Count powers that could be combined: 1 for a power of a power, (x^2)^5; in a product, the powers with the same base, minus one (2^3 *
-    2^5). Roots and fractions do not count."""
-    if not expression.is_Mul:
-        exponents: list[Any] = [expression.exp, expression.base.as_base_exp()[1]] if expression.is_Pow else [1]
-        return int(all(one != 1 and (not one.is_number or (one.is_Integer and one > 0)) for one in exponents))
-    powers = [factor.as_base_exp() for factor in _factors(expression)]
-    bases = [base for base, exponent in powers if base.is_Number and exponent.is_Integer and exponent > 0]
-    raised = {base for base, exponent in powers if exponent != 1}
-    return sum(1 for base in bases if base in raised) - len(raised.intersection(bases))
 
 
 def is_too_large(expression: Any) -> bool:

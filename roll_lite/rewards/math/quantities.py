@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
-from typing import TypeVar
 
 from roll_lite.rewards.answer_extraction import narrow
 
-T = TypeVar("T")
 LONGEST = 1000
 """Maximum characters of a text read as a number."""
 CLEANED = str.maketrans({**dict.fromkeys("−–‐‑‒﹣－", "-"), **dict.fromkeys("\u00a0\u2007\u2009\u202f", " "), "％": "%"})
 SUFFIX = r"(?:\\(?:text|mathrm|textrm|textsuperscript)\s*\{\s*(?:st|nd|rd|th)\s*\}|(?:st|nd|rd|th)(?![A-Za-z]))"
 ORDINAL = re.compile(rf"(?<=\d)\s*\^?\s*(?:\{{\s*{SUFFIX}\s*\}}|{SUFFIX})")
-NEST = r"\{(?:[^{}]|\{[^{}]*\})*\}"
-UNBRACED = re.compile(rf"\\frac(?:\s*({NEST}|\d|(?<=\s)[A-Za-z])\s*({NEST}|[A-Za-z\d](?![A-Za-z]))|([A-Za-z])(\d))")
 TEXT = re.compile(r"\\(?:text|mathrm|textrm|textbf|textit|textnormal|mathbf|mbox|operatorname|rm|bf)\s*\{([^{}]*)\}")
 DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("`", "`"))
+DELIMITED = re.compile(r"(?<!\\)\$|\\\(|\\\[|\\boxed")
 BRACKETS = (("(", ")"), ("{", "}"), ("\\left(", "\\right)"))
 END = re.compile(r"\A(?:\\[,;:! ]|\s)+|(?:\\[,;:! \\]|(?<!\\)[.,;:\s])+\Z|\\\Z")
 
@@ -32,15 +28,19 @@ PLAIN = (
     (r"\\([$%])", r"\1"),
     (r"\s*\^\s*\{?(-?\d)\}?(?!\d)", r"^\1"),
     (r"\\[,;: ]|~|\\cdot(?=\s*\\?[a-z]+\Z)", " "),
-    (rf"\\frac\s*\{{\s*(-?{D})\s*\}}\s*\{{\s*({D})\s*\}}", r" \1/\2"),
+    (rf"\\frac(?:\s*\{{\s*(-?{D})\s*\}}|\s*(\d))(?:\s*\{{\s*({D})\s*\}}|\s*(\d)(?!\d))", r" \1\2/\3\4"),
+    (r"\A([+-]?)\s*(?=10\s*(?:\^|\*\*))", r"\g<1>1*"),
     (r"\A\s*([+-]?)\s*([$€£¥₹¢])\s*([+-]?)(?=[\d.])(.*)\Z", r"\1\3\4 \2"),
 )
-DECIMAL = re.compile(rf"([+-]?)\s*({D})(?:[eE]([+-]?\d{{1,3}}))?")
-POWER = re.compile(rf"([+-]?)(?:({D})\s*(?:\\times|\\cdot|[×·*x])\s*)?10\s*(?:\^|\*\*)\s*\{{?\s*([+-]?\d{{1,3}})\s*\}}?")
-FRACTION = re.compile(rf"([+-]?)\s*(?:(\d+)\s+)?({D})\s*/\s*(-?)\s*({D})")
-REPEATING = re.compile(r"([+-]?)\s*(\d*)\.(\d*)\\overline\s*\{(\d+)\}")
-
-UNITS = {
+NUMBER = re.compile(
+    rf"(?P<sign>[+-]?)\s*(?:(?P<whole>\d+)\s+(?={D}\s*/))?(?P<top>{D})(?:\s*/\s*(?P<below_sign>-?)\s*(?P<below>{D}))?"
+    r"(?:[eE](?P<e>[+-]?\d{1,3})|\s*(?:\\times|\\cdot|[×·*x])\s*10\s*(?:\^|\*\*)\s*\{?\s*(?P<power>[+-]?\d{1,3})\s*\}?)?"
+)
+KINDS = {
+    "^": "square sq=2, cubic cu=3",
+    "/": "per /=1",
+    "": "hundred=100, thousand=1000, million=1000000, billion=1000000000, trillion=1000000000000, dozen=12, tenth=1/10, hundredth=1/100"
+    ", thousandth=1/1000, half halve=1/2, quarter=1/4",
     "length": "m meter metre=1, in inch inche=127/5000, ft foot feet=381/1250, yd yard=1143/1250, mi mile=201168/125",
     "time": "s sec second=1, min minute=60, h hr hour=3600, day=86400, week=604800",
     "calendar": "month=1, yr year=12",
@@ -52,29 +52,26 @@ UNITS = {
     **{names: f"{names}=1" for names in ("Pa pascal", "Hz hertz", "eV", "W watt", "J joule", "N newton", "V volt", "mol mole")},
 }
 KNOWN = {
-    name: (dimension, Fraction(size))
-    for dimension, units in UNITS.items()
+    name: (kind, Fraction(size))
+    for kind, units in KINDS.items()
     for names, size in (unit.split("=") for unit in units.split(", "))
     for name in names.split()
 }
+"""Kind and size of units and of scales such as million, whose kind is empty; powers and division of the unit that follows."""
 PREFIXES = {"n nano": -9, "µ micro": -6, "m milli": -3, "c centi": -2, "d deci": -1, "k kilo": 3, "M mega": 6, "G giga": 9, "T tera": 12}
 METRIC = "m meter metre s second g gram l liter litre Pa pascal Hz hertz eV W watt J joule N newton V volt mol mole"
 for _prefix, _power in PREFIXES.items():
     KNOWN |= {_prefix.split()[len(one) > 3] + one: (KNOWN[one][0], KNOWN[one][1] * Fraction(10) ** _power) for one in METRIC.split()}
-TENS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12, "tenth": -1, "hundredth": -2, "thousandth": -3}
-SCALES = {name: Fraction(10) ** power for name, power in TENS.items()}
-SCALES |= {"dozen": Fraction(12), "half": Fraction(1, 2), "halve": Fraction(1, 2), "quarter": Fraction(1, 4)}
 NO_UNIT_WORD = re.compile(
     r"(?:squared|cubed|factorial|sin|cos|tan|log|exp|sqrt|pi|and|or|nor|not|but|plus|minus|times|over|divided|out|than|either|maybe|perhaps"
-    r"|mod|(?:third|fif|four|six|seven|eigh|nin)(?:th)?s?|one|two|three|five|eight|nine|ten)"
+    r"|mod|(?:third|fif|four|six|seven|eigh|nin)(?:th)?s?|one|two|three|five|eight|nine|ten)",
+    re.IGNORECASE,
 )
 """Words after a number that are not units, such as "squared" or "plus"."""
 LETTERS = "[A-Za-zµ°$€£¥₹¢]"
 UNIT = re.compile(rf"(?<=[\d)}}\].%\s])(\s*)((?:{LETTERS}++(?:\^-?\d|[²³])?[\s./]*+)++)\Z")
-DELIMITED = re.compile(r"(?<!\\)\$|\\\(|\\\[|\\boxed")
-NUMERAL = re.compile(r"[+-]?0[xob][\da-f]+|\(?[\da-z]*\d[\da-z]*\)?_\d{1,2}")
 Unit = tuple[frozenset[tuple[str, int]] | None, Fraction]
-"""(dimensions with exponents, size in base units); the dimensions of unknown units (apples) are None."""
+"""(kinds with exponents, size); the kinds of unknown units (apples) are None."""
 NO_UNIT: Unit = (None, Fraction(1))
 
 
@@ -94,11 +91,6 @@ def tidy(text: str) -> str:
         return text
     text = re.sub(r"(\d?)\s*([½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞])", lambda one: f"{one[1]} {unicodedata.normalize('NFKC', one[2])}", text)
     return narrow(text.replace("⁄", "/")).translate(CLEANED)
-
-
-def with_braces(text: str) -> str:
-    r"""Write `\frac12` as `\frac{1}{2}`."""
-    return UNBRACED.sub(lambda one: r"\frac" + "".join(part if part[0] == "{" else f"{{{part}}}" for part in one.groups() if part), text)
 
 
 def unwrapped(text: str, brackets: bool = False) -> str:
@@ -123,22 +115,25 @@ def plain_number(text: str) -> Quantity | None:
     """Read a text that is only a number; else None."""
     if len(text) > LONGEST:
         return None
-    text, is_percent = re.subn(r"\s*(?:%|percent)\s*\Z", "", plain(with_braces(unwrapped(plain(text), brackets=True))))
-    if found := DECIMAL.fullmatch(text):
-        exact = "." not in found[2].rstrip(".") and not found[3]
-        number = Quantity(_decimal(found[2]) * Fraction(10) ** int(found[3] or 0), exact)
-    elif (found := FRACTION.fullmatch(text)) and _decimal(found[5]):
-        part = _decimal(found[3]) / _decimal(found[5]) * (-1 if found[4] else 1)
-        number = Quantity(_decimal(found[2] or "0") + part, "." not in found[3] + found[5])
-    elif found := POWER.fullmatch(text):
-        number = Quantity(_decimal(found[2] or "1") * Fraction(10) ** int(found[3]), "." not in (found[2] or ""))
-    elif found := REPEATING.fullmatch(text):
-        part = Fraction(int(found[3] + found[4]) - int(found[3] or "0"), (10 ** len(found[4]) - 1) * 10 ** len(found[3]))
-        number = Quantity(int(found[2] or "0") + part)
-    else:
+    if text.isascii() and text.isdigit():
+        return Quantity(Fraction(int(text)))
+    text, is_percent = re.subn(r"\s*(?:%|percent)\s*\Z", "", plain(unwrapped(plain(text), brackets=True)))
+    text = re.sub(r"(\d*)\.(\d*)\\overline\s*\{(\d+)\}", _repeating, text)
+    found = NUMBER.fullmatch(text)
+    below = _decimal(found["below"] or "1") if found else 0
+    if not found or not below or (found["below"] and (found["e"] or found["power"])):
         return None
-    value = number.value * (-1 if found[1] == "-" else 1)
-    return replace(number, value=value / 100 if is_percent else value, percent=bool(is_percent))
+    value = _decimal(found["whole"] or "0") + _decimal(found["top"]) / below * (-1 if found["below_sign"] else 1)
+    if exponent := int(found["e"] or found["power"] or 0) - 2 * is_percent:
+        value *= Fraction(10) ** exponent
+    exact = "." not in found["top"].rstrip(".") + (found["below"] or "") and not found["e"]
+    return Quantity(-value if found["sign"] == "-" else value, exact, bool(is_percent))
+
+
+def _repeating(decimal: re.Match[str]) -> str:
+    whole, start, period = decimal.groups()
+    scale = 10 ** len(start)
+    return f"{int(whole + start + period) - int(whole + start or '0')}/{(10 ** len(period) - 1) * scale}"
 
 
 def _decimal(digits: str) -> Fraction:
@@ -166,30 +161,30 @@ def split_unit(text: str) -> tuple[str, Unit, Fraction]:
     in_text = " ".join(TEXT.findall(text))
     for index, word in enumerate(re.findall(f"{LETTERS}+", found[2])):
         is_apart = (index > 0 or found[1] != "") and len(word) > 2
-        if not is_unit(word) and (NO_UNIT_WORD.fullmatch(word.lower()) or not (is_apart or word in in_text)):
+        if not known(word) and (NO_UNIT_WORD.fullmatch(word) or not (is_apart or word in in_text)):
             return text, NO_UNIT, Fraction(1)
-    return before, *unit_of(found[2])
+    return before, *_unit_of(found[2])
 
 
 @lru_cache(maxsize=4096)
-def unit_of(text: str) -> tuple[Unit, Fraction]:
-    scale, size, times, sign, is_known = Fraction(1), Fraction(1), 1, 1, True
-    exponents: dict[str, int] = {}
+def _unit_of(text: str) -> tuple[Unit, Fraction]:
+    scale, size, times, sign = Fraction(1), Fraction(1), 1, 1
+    exponents: dict[str | None, int] = {}
     for name, power in re.findall(r"(/|[^\s/^.]+)(?:\^(-?\d))?", text.replace("²", "^2").replace("³", "^3")):
-        if name in ("/", "per"):
+        kind, factor = known(name) or (None, Fraction(1))
+        if kind == "/":
             sign = -1
-        elif name in ("square", "sq", "cubic", "cu"):
-            times = 2 if name[0] == "s" else 3
-        elif factor := _named(SCALES, name):
+        elif kind == "^":
+            times = int(factor)
+        elif kind == "":
             scale *= factor
-        elif unit := _named(KNOWN, name):
-            exponent = int(power or times) * sign
-            exponents[unit[0]] = exponents.get(unit[0], 0) + exponent
-            size, times = size * unit[1] ** exponent, 1
         else:
-            is_known = False
-    dimensions = frozenset((name, power) for name, power in exponents.items() if power)
-    return ((dimensions, size) if is_known and exponents else NO_UNIT), scale
+            exponent = int(power or times) * sign
+            exponents[kind] = exponents.get(kind, 0) + exponent
+            size, times = size * factor**exponent, 1
+    if not exponents or None in exponents:
+        return NO_UNIT, scale
+    return (frozenset((kind, power) for kind, power in exponents.items() if kind and power), size), scale
 
 
 def ratio(one: Unit, other: Unit) -> Fraction | None:
@@ -199,11 +194,7 @@ def ratio(one: Unit, other: Unit) -> Fraction | None:
     return one[1] / other[1] if one[0] == other[0] else None
 
 
-def is_unit(word: str) -> bool:
-    """True for known units, scales (million), and words used with units (square)."""
-    return bool(_named(KNOWN, word) or _named(SCALES, word)) or word.lower() in ("square", "sq", "cubic", "cu", "per")
-
-
-def _named(table: Mapping[str, T], name: str) -> T | None:
+def known(name: str) -> tuple[str, Fraction] | None:
+    """Kind and size of a unit, scale or word used with units, such as square."""
     low = name.lower()
-    return table.get(name, table.get(low, table.get(low.removesuffix("s")) if len(low) > 2 else None))
+    return KNOWN.get(name, KNOWN.get(low, KNOWN.get(low.removesuffix("s")) if len(low) > 2 else None))

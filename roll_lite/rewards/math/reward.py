@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math as floats
 import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
+from math import isfinite
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -18,25 +18,11 @@ from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.answer_extraction import finished, last_boxes, plain_boxes
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.math import equality
-from roll_lite.rewards.math.answers import Extract, find_answer, find_words, is_formula, without_form, words
-from roll_lite.rewards.math.equality import (
-    APPROXIMATELY,
-    NAME,
-    SET,
-    Parsed,
-    as_latex,
-    as_parsed,
-    library,
-    list_of,
-    parse,
-    sides,
-    written_form,
-)
-from roll_lite.rewards.math.quantities import NO_UNIT, TEXT, Quantity, Unit, is_unit, quantity, ratio, split_unit, tidy, unwrapped
+from roll_lite.rewards.math.answers import Extract, find_answer, is_formula, without_form, words
+from roll_lite.rewards.math.equality import APPROXIMATELY, NAME, SET, Parsed, library, list_of, parse, sides, written_form
+from roll_lite.rewards.math.quantities import NO_UNIT, TEXT, Quantity, Unit, known, quantity, ratio, split_unit, tidy, unwrapped
 from roll_lite.rewards.reward_type import RewardType, too_slow, written
 from roll_lite.rewards.running.time_limit import TimeLimitExceeded, limited
-
-Profile = Literal["default", "math_verify"]
 
 BEFORE = re.compile(
     r"\A(?:.*####|(?:so,?\s+)?(?:the\s+)?(?:final\s+|correct\s+)?answer\s*(?:\bis\b\s*:?|[:=])|答案\s*(?:是|为)?\s*:?)\s*",
@@ -51,34 +37,26 @@ PARTS = re.compile(
 SHORT_WORDS = re.compile(r"(?:\A|\s)(?:it|is|to|of|at|by|we|[ap]m|ft)(?=\s|\Z)", re.IGNORECASE)
 """Words that would be read as letters of a product: 3 to 5, 2:30 pm."""
 AROUND, PROSE, MOST_WORDS = re.compile(r"\\[,;:!()\[\] ]|[$*`\"“”~]"), re.compile(r"[A-Za-z][A-Za-z'’.,\s-]*"), 8
-IMPLIES = re.compile(r"\\(?:[Ll]ong)?(?:[Rr]ight|[Ll]eftright)arrow(?![A-Za-z])|\\(?:implies|iff|therefore)(?![A-Za-z])|[⇒⇔→∴]")
-RELATION = re.compile(r"[<>=]|\\(?:not|neq?|[lg](?:eq?|eqslant|t))(?![A-Za-z])")
 VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
+RELATION = re.compile(r"[<>≠≤≥]|\\(?:not|neq?|[lg](?:eq?|eqslant|t))(?![A-Za-z])")
 
-EQUAL, DIFFERENT, NOTHING = "equal", "different", "no answer found"
+EQUAL, DIFFERENT, OTHER_UNIT = "equal", "different", "another unit"
 NOT_A_NUMBER = "an expression, where a number was asked for"
-UNFINISHED = "not computed to the end"
-ROUNDED = "an approximation of an exact answer"
-OTHER_UNIT = "another unit"
-FALSE_EQUATION = "an equation that does not hold"
-UNREADABLE = "not readable as mathematics"
 LONGEST_SHOWN = 200
 
 
 @dataclass(frozen=True)
 class Reference:
     text: str
-    words: str | None = None
-    """Reference in words, normalized; None for a formula."""
-    items: tuple[Reference, ...] = ()
-    """Items, if the reference is a list."""
-    name: str = ""
-    """Variable to solve for: x in x = 5."""
-    number: Quantity | None = None
-    """Value, if the reference is only a number, perhaps with a unit."""
-    unit: Unit = NO_UNIT
     parsed: Parsed = field(default_factory=list)
     """Expression without the unit."""
+    unit: Unit = NO_UNIT
+    number: Quantity | None = None
+    name: str = ""
+    """Variable to solve for: x in x = 5."""
+    items: tuple[Reference, ...] = ()
+    words: str = ""
+    """Normalized text of a reference in words."""
 
 
 class MathReward(RewardType):
@@ -113,7 +91,7 @@ class MathReward(RewardType):
     r"""Where to find the answer, after the last `</think>`. boxed: the last `\boxed{}`. tagged: the last `<answer></answer>`. number: the
     last number. auto: the response if it is one bare formula, else the last tag, else the last box or boxes, else the formula or number
     after the last "####", "the answer is" or 答案是, else the last formula or number."""
-    profile: Profile = "default"
+    profile: Literal["default", "math_verify"] = "default"
     """math_verify: only the library math-verify extracts and compares; it accepts 45+25 for 70. Of the other arguments, only `cpu_limit_s`
     applies."""
     cpu_limit_s: Annotated[float, Field(gt=0)] = 5.0
@@ -121,27 +99,24 @@ class MathReward(RewardType):
 
     def __call__(self, sample: RewardInput) -> Score:
         answer = sample.answer
-        if (
-            isinstance(answer, bool)
-            or not isinstance(answer, str | int | float)
-            or (isinstance(answer, float) and not floats.isfinite(answer))
-        ):
+        if isinstance(answer, bool) or not isinstance(answer, str | int | float) or (isinstance(answer, float) and not isfinite(answer)):
             raise RewardFailed(f"reward math: the reference answer must be a number or a string, got {answer!r:.200}")
         gold = _reference(str(answer), self.profile == "math_verify", self.cpu_limit_s)
         found = vote = ""
 
         def decide() -> str:
             nonlocal found, vote
+            parsed: Parsed = []
             if self.profile == "math_verify":
                 parsed = library().parse(finished(sample), parsing_timeout=None)
                 found = vote = str(parsed[0]) if parsed else ""
-                with suppress(Exception):
-                    vote = without_form(found)
-                return EQUAL if library().verify(gold.parsed, parsed, timeout_seconds=None) else DIFFERENT
-            found = vote = (find_words if gold.words else find_answer)(tidy(finished(sample)), self.extract)
+            else:
+                found = vote = find_answer(tidy(finished(sample)), self.extract, in_words=bool(gold.words))
             with suppress(Exception):  # an answer that cannot be normalized votes with its text
                 vote = without_form(found)
-            return self._verdict(gold, found)
+            if self.profile == "math_verify":
+                return EQUAL if library().verify(gold.parsed, parsed, timeout_seconds=None) else DIFFERENT
+            return _verdict(gold, found)
 
         try:
             verdict = limited(self.cpu_limit_s, decide)
@@ -161,7 +136,7 @@ class MathReward(RewardType):
     def warm(self) -> None:
         """Import sympy and the parser and fill their tables, which takes most of a second."""
         for answer in (r"\frac{x + 1}{2}", r"\sqrt{12}", "5"):
-            self._verdict(_read_reference(r"2\sqrt{3}"), answer)
+            _verdict(_read_reference(r"2\sqrt{3}"), answer)
 
     def needs_answer(self) -> bool:
         return True
@@ -172,72 +147,63 @@ class MathReward(RewardType):
     def response_for(self, answer: Any) -> str | None:
         return written(answer, self.extract)
 
-    def _verdict(self, gold: Reference, answer: str) -> str:
-        if not answer:
-            return NOTHING
-        if gold.words is not None:
-            return EQUAL if _in_words(answer) == gold.words else DIFFERENT
-        if gold.items:
-            left = list_of(answer)
-            for item in gold.items:
-                equal = next((one for one in left if self._verdict(item, one) == EQUAL), None)
-                if equal is None:
-                    return DIFFERENT
-                left.remove(equal)
-            return DIFFERENT if left else EQUAL
-        parts = sides(answer)
-        if gold.name and not _says_of(gold.name, answer):
-            return DIFFERENT
-        wanted, given = written_form(gold.text), written_form(parts[-1])
-        if wanted or given:
-            return EQUAL if wanted == given else DIFFERENT
-        if APPROXIMATELY.search(answer) and (gold.number is None or gold.number.exact) and not all(map(NAME.fullmatch, parts[:-1])):
-            return ROUNDED
-        if not equality.holds(parts):
-            return FALSE_EQUATION
-        if gold.number is not None:
-            return self._number(gold, gold.number, parts[-1])
-        return self._expression(gold, answer if len(sides(gold.text)) > 1 else parts[-1])
 
-    def _number(self, gold: Reference, wanted: Quantity, text: str) -> str:
-        found = quantity(text)
-        if found is None:
-            if wanted.exact or not equality.is_irrational(parse(_without_unit(text)[0])):
-                return NOT_A_NUMBER
-            return self._expression(gold, text)
-        same = equality.same_number(wanted, found)
+def _verdict(gold: Reference, answer: str) -> str:
+    if not answer:
+        return "no answer found"
+    if gold.words:
+        return EQUAL if _in_words(answer) == gold.words else DIFFERENT
+    if gold.items:
+        left = list_of(answer)
+        for item in gold.items:
+            equal = next((one for one in left if _verdict(item, one) == EQUAL), None)
+            if equal is None:
+                return DIFFERENT
+            left.remove(equal)
+        return DIFFERENT if left else EQUAL
+    *before, last = sides(answer)
+    if gold.name and not _says_of(gold.name, before):
+        return DIFFERENT
+    wanted, given = written_form(gold.text), written_form(last)
+    if wanted or given:
+        return EQUAL if wanted == given else DIFFERENT
+    number = gold.number
+    if APPROXIMATELY.search(answer) and (number is None or number.exact) and not all(map(NAME.fullmatch, before)):
+        return "an approximation of an exact answer"
+    if not equality.holds([*before, last]):
+        return "an equation that does not hold"
+    if number and (found := quantity(last)):
+        same = equality.same_number(number, found)
         return OTHER_UNIT if same is None else EQUAL if same else DIFFERENT
+    if number and number.exact:
+        return NOT_A_NUMBER
+    body, unit = _without_unit(answer if number is None and len(sides(gold.text)) > 1 else last)
+    parsed = parse(body)
+    if number and not equality.is_irrational(parsed):
+        return NOT_A_NUMBER
+    if ratio(unit, gold.unit) != 1:
+        return OTHER_UNIT
+    if SET.fullmatch(body) and len(list_of(body)) > 1:
+        return DIFFERENT  # math-verify would take the set for a tuple
+    if not parsed:
+        return "not readable as mathematics"
+    if equality.is_unfinished(gold.text, body, gold.parsed, parsed):
+        return "not computed to the end"
+    return EQUAL if equality.same_expression(gold.parsed, parsed) else DIFFERENT
 
-    def _expression(self, gold: Reference, text: str) -> str:
-        body, unit = _without_unit(text)
-        if ratio(unit, gold.unit) != 1:
-            return OTHER_UNIT
-        if SET.fullmatch(body) and len(list_of(body)) > 1:
-            return DIFFERENT  # math-verify would take the set for a tuple
-        parsed = parse(body)
-        if not parsed:
-            return UNREADABLE
-        if equality.is_unfinished(gold.text, body, gold.parsed, parsed):
-            return UNFINISHED
-        return EQUAL if equality.same_expression(gold.parsed, parsed) else DIFFERENT
 
-
-def _says_of(name: str, answer: str) -> bool:
+def _says_of(name: str, before: list[str]) -> bool:
     """False for an equation about something else: x^2 = 1 if x = 1 is asked. Equations between numbers are allowed."""
-    *before, last = sides(IMPLIES.split(answer)[-1])
     before = [TEXT.sub(lambda one: " " if re.search("[a-z]{2}", one[1]) else one[1], side) for side in before]
-    if any(RELATION.search(as_latex(side)) for side in before):
-        return False
-    if not before or (first := re.sub(r"[\s{}]", "", before[0])) in ("", name):
+    first = re.sub(r"[\s{}]", "", before[0]) if before else ""
+    if first in ("", name):
         return True
-    return not NAME.fullmatch(first) and all(_variables(side, last) <= _variables(last) for side in before)
+    return not NAME.fullmatch(first) and not any(RELATION.search(side) or _has_variable(side) for side in before)
 
 
-def _variables(side: str, last: str = "") -> set[str]:
-    """Variables in one side of an equation. Letters of a unit count too, except at the side's end if the last side has a unit."""
-    number = quantity(last)
-    parsed = parse(_without_unit(side)[0] if number and number.unit != NO_UNIT else side)
-    return {str(one) for part in parsed for one in part.free_symbols} if parsed else set(VARIABLE.findall(side))
+def _has_variable(text: str) -> bool:
+    parsed = parse(text)
+    return any(one.free_symbols for one in parsed) if parsed else VARIABLE.search(text) is not None
 
 
 def _without_unit(text: str) -> tuple[str, Unit]:
@@ -248,67 +214,54 @@ def _without_unit(text: str) -> tuple[str, Unit]:
     return (text, NO_UNIT) if is_term or scale != 1 else (body, unit)
 
 
-def _in_words(text: str) -> str | None:
-    """Normalize an answer in words, such as `no solution` or a name, for comparison. None if it has a formula or too many words."""
-    plain = " ".join(AROUND.sub(" ", TEXT.sub(r" \1 ", text)).split()).rstrip(" .,!").casefold()
-    return plain if PROSE.fullmatch(plain) and words(plain) and len(plain.split()) <= MOST_WORDS else None
-
-
-class Unreadable(ValueError):
-    """The reference has an allowed form, but cannot be read as a formula."""
-
-
-@lru_cache(maxsize=8192)
-def _reference(text: str, by_library: bool, cpu_limit_s: float) -> Reference:
-    """Parse a reference answer; cached, since a group's samples share it."""
-    try:
-        return limited(cpu_limit_s, lambda: _read_by_library(text) if by_library else _read_reference(text))
-    except (TimeLimitExceeded, RecursionError, MemoryError, ValueError) as error:
-        raise RewardFailed(f"reward math: the reference answer {text!r:.200} cannot be read: {error}") from error
-
-
-def _read_by_library(text: str) -> Reference:
-    with suppress(Unreadable):  # here the library decides alone
-        _read_reference(text)
-    parsed = library().parse(f"${text}$", parsing_timeout=None) or library().parse(text, parsing_timeout=None)
-    if not parsed:
-        raise ValueError("math-verify finds nothing in it")
-    return Reference(text, parsed=parsed)
-
-
-def _inner(text: str) -> str:
-    plain = plain_boxes(BEFORE.sub("", tidy(text.strip())))
-    return unwrapped(", ".join(box.strip() for box in last_boxes(plain)) or plain)
+def _in_words(text: str) -> str:
+    """Normalize an answer in words, such as `no solution` or a name, for comparison; empty if it has a formula or too many words."""
+    plain = " ".join(AROUND.sub(" ", _shown(text)).split()).rstrip(" .,!").casefold()
+    return plain if PROSE.fullmatch(plain) and words(plain) and len(plain.split()) <= MOST_WORDS else ""
 
 
 def _shown(text: str) -> str:
     return TEXT.sub(r" \1 ", text)
 
 
+@lru_cache(maxsize=8192)
+def _reference(text: str, by_library: bool, cpu_limit_s: float) -> Reference:
+    """Parse a reference answer; cached, since a group's samples share it."""
+
+    def read() -> Reference:
+        gold = _read_reference(text)
+        if by_library:
+            gold = Reference(text, library().parse(f"${text}$", parsing_timeout=None) or library().parse(text, parsing_timeout=None))
+        if not (gold.parsed or gold.words or gold.items or (written_form(gold.text) and not by_library)):
+            raise ValueError("math-verify cannot read it as mathematics")
+        return gold
+
+    try:
+        return limited(cpu_limit_s, read)
+    except (TimeLimitExceeded, RecursionError, MemoryError, ValueError) as error:
+        raise RewardFailed(f"reward math: the reference answer {text!r:.200} cannot be read: {error}") from error
+
+
 def _read_reference(text: str) -> Reference:
-    """Read a reference; ValueError for several parts, counts of several things, a sentence with formulas, or an unreadable formula."""
-    inner = _inner(text)
-    if said := _in_words(inner):
-        return Reference(inner, words=said)
-    if PARTS.search(_shown(re.sub(r"\\(?:left|right)(?![A-Za-z])", "", inner))):
+    """Read a reference; ValueError for several parts, counts of several things, and sentences with formulas."""
+    text = plain_boxes(BEFORE.sub("", tidy(text.strip())))
+    text = unwrapped(", ".join(box.strip() for box in last_boxes(text)) or text)
+    if said := _in_words(text):
+        return Reference(text, words=said)
+    if PARTS.search(_shown(re.sub(r"\\(?:left|right)(?![A-Za-z])", "", text))):
         raise ValueError("it has a label, such as (a) or (B), or the answers of several parts")
-    parts = sides(inner)
-    name = re.sub(r"[\s{}]", "", parts[0]) if len(parts) == 2 and NAME.fullmatch(parts[0]) else None
-    value = inner if name is None else parts[1]
-    if number := quantity(value):
-        return Reference(value, name=name or "", number=number, unit=number.unit, parsed=as_parsed(number))
-    items = list_of(inner)
-    if (len(items) > 1 or SET.fullmatch(inner)) and all(map(is_formula, items)):
+    *before, value = sides(text)
+    if number := quantity(value if len(before) == 1 and NAME.fullmatch(before[0]) else text):
+        return Reference(value, equality.as_parsed(number), number.unit, number, re.sub(r"[\s{}]", "", "".join(before)))
+    items = list_of(text)
+    if (len(items) > 1 or SET.fullmatch(text)) and all(map(is_formula, items)):
         counted = [item for item in items if (number := quantity(item)) and not number.percent]
-        if len({tuple(word.rstrip("s") for word in words(_shown(item), 2) if not is_unit(word)) for item in counted}) > 1:
+        if len({tuple(word.rstrip("s") for word in words(_shown(item), 2) if not known(word)) for item in counted}) > 1:
             raise ValueError("it is of several things, no list of numbers")
-        return Reference(inner, items=tuple(map(_read_reference, items)))
-    if written_form(inner):
-        return Reference(inner)
-    body, unit = _without_unit(inner)
+        return Reference(text, items=tuple(map(_read_reference, items)))
+    if written_form(text):
+        return Reference(text)
+    body, unit = _without_unit(text)
     if words(_shown(body)) or SHORT_WORDS.search(_shown(body)):
         raise ValueError("it is a text, not one formula")
-    parsed = parse(body)
-    if not parsed:
-        raise Unreadable("math-verify cannot read it as mathematics")
-    return Reference(inner, unit=unit, parsed=parsed)
+    return Reference(text, parse(body), unit)
