@@ -122,7 +122,7 @@ class HttpClient:
         self._reward, self._settings = f"reward {reward}", settings
         self._urls = [_Url(url) for url in urls]
         self._limit = asyncio.Semaphore(settings.concurrency)
-        self._opening = self._opened()
+        self._opening = _opened(settings)
         self._client: httpx2.AsyncClient | None = None
 
     async def post(self, payload: Any, retries: int | None = None) -> tuple[Any, str]:
@@ -186,12 +186,13 @@ class HttpClient:
             raise RewardFailed(f"{self._reward}: the environment variable {variable} (api_key_env) {trouble}")
         return key
 
-    async def _opened(self) -> AsyncIterator[httpx2.AsyncClient]:
-        """Open connections, which close with the event loop, since asyncio.Runner finishes asynchronous generators."""
-        timeout = httpx2.Timeout(None, connect=min(CONNECT_S, self._settings.timeout_s))
-        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
-        async with httpx2.AsyncClient(timeout=timeout, limits=limits, trust_env=self._settings.trust_env) as client:
-            yield client
+
+async def _opened(settings: HttpSettings) -> AsyncIterator[httpx2.AsyncClient]:
+    """Open a client; its connections close with the event loop, since asyncio.Runner finishes asynchronous generators."""
+    timeout = httpx2.Timeout(None, connect=min(CONNECT_S, settings.timeout_s))
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx2.AsyncClient(timeout=timeout, limits=limits, trust_env=settings.trust_env) as client:
+        yield client
 
 
 def _backoff(failures: int) -> float:
