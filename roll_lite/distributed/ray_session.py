@@ -12,9 +12,10 @@ import sysconfig
 import tempfile
 import threading
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,7 @@ def _local(config: RayConfig, run_folder: Path | None) -> Iterator[str]:
                 _system_config=dict(LOCAL_SETTINGS),  # Ray writes the folder of this session into it
             )
         session_guard.keep_exit_codes()
+        WATCH.errands["orphans"] = partial(_reap_orphans, set(_children()))
         with WATCHDOG.over(_own_servers()):
             yield context.address_info["address"]
     finally:
@@ -193,6 +195,18 @@ def _local(config: RayConfig, run_folder: Path | None) -> Iterator[str]:
             _disconnect()
         finally:
             _dismiss(guard, folder)
+
+
+def _children() -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+
+
+def _reap_orphans(own: Collection[int]) -> None:
+    """Collect exit codes of orphans: Ray makes this process inherit the children of killed workers, which would stay zombies. `own`: ids of
+    children whose exit codes others collect."""
+    for pid in set(_children()).difference(own):
+        with suppress(ChildProcessError):  # another thread was faster
+            os.waitpid(pid, os.WNOHANG)
 
 
 def _own_servers() -> list[psutil.Process]:

@@ -339,3 +339,23 @@ def test_auto_without_a_cluster_is_an_error(monkeypatch: pytest.MonkeyPatch) -> 
         module._running_cluster()
     monkeypatch.setattr(module.ray._private.utils, "read_ray_address", lambda: "127.0.0.1:7003")
     assert module._running_cluster() == "127.0.0.1:7003"
+
+
+ORPHANS = """
+import ctypes, os, subprocess, sys, time
+from roll_lite.distributed.ray_session import _children, _reap_orphans
+
+ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # inherit orphans, as Ray's processes do
+ours = subprocess.Popen([sys.executable, "-c", "import sys; sys.exit(7)"])
+own = set(_children())
+for _ in range(3):
+    subprocess.run(["sh", "-c", "sleep 0.2 & exit 0"])
+time.sleep(1.0)
+assert len(_children()) == 4, "three dead orphans, and a child of its own"
+_reap_orphans(own)
+assert _children() == [ours.pid] and ours.wait() == 7
+"""
+
+
+def test_orphans_that_the_driver_inherits_do_not_stay_as_zombies() -> None:
+    subprocess.run([sys.executable, "-c", ORPHANS], check=True, timeout=60)
