@@ -188,6 +188,7 @@ def run_with(config: RunConfig, folder: Path, steps: list[list[Update]], monkeyp
         finish=lambda: None,
         upload_last=lambda _: None,
         goes_on=False,
+        copy_every=0,
     )
     monkeypatch.setattr(RLVRPipeline, "validate", lambda self: None)
     source: Any = SimpleNamespace(loaded=lambda *_: nullcontext(), state_dict=dict)

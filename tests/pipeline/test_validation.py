@@ -106,7 +106,7 @@ def pipeline_of(folder: Path, source: Source, monkeypatch: pytest.MonkeyPatch, *
 
     monkeypatch.setattr(RLVRPipeline, "step", step)
     checkpoints: Any = SimpleNamespace(
-        load=lambda *_: None, finished=nullcontext, finish_if_written=lambda: None, finish=lambda: None, goes_on=False
+        copy_every=0, load=lambda *_: None, finished=nullcontext, finish_if_written=lambda: None, finish=lambda: None, goes_on=False
     )
     pipeline = RLVRPipeline(config, Models(None), source, journal, checkpoints, BatchFiles(config, folder))  # type: ignore[arg-type]
     monkeypatch.setattr(pipeline.agreement, "check", lambda *_: None)
