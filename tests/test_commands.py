@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tomllib
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -130,8 +131,10 @@ def starts_the_entry_point(words: list[str]) -> None:
 
 
 def is_a_command_of_ray(words: list[str]) -> None:
-    words = [word for word in words if not word.startswith("-")]
-    assert subprocess.run([sys.executable, "-m", "ray.scripts.scripts", *words[1:], "--help"], check=False).returncode == 0
+    command = list(takewhile(lambda word: not word.startswith("-"), words[1:]))
+    asked = [sys.executable, "-m", "ray.scripts.scripts", *command, "--help"]
+    told = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
+    assert all(word in told for word in words if word.startswith("--"))
 
 
 def asks_a_job_server(words: list[str]) -> None:
@@ -154,6 +157,10 @@ ELSEWHERE = {
     'pip install ".[vllm]"': names_an_extra,
     'pip install ".[jobs]"': names_an_extra,
     "ray start --head": is_a_command_of_ray,
+    "ray start --object-store-memory": is_a_command_of_ray,
+    "ray drain-node --node-id ID --reason DRAIN_NODE_REASON_PREEMPTION --reason-message spot --deadline-remaining-seconds 120": (
+        is_a_command_of_ray
+    ),
     "ray get-auth-token": is_a_command_of_ray,
     "ray job stop": is_a_command_of_ray,
     "roll-lite submit --config-name tiny_grpo run_dir=/shared/runs --address http://127.0.0.1:8265 --follow": asks_a_job_server,

@@ -99,7 +99,7 @@ def test_neither_model_nor_data_have_to_be_there(capsys: pytest.CaptureFixture[s
 def test_the_advice_is_the_cheapest_of_the_fast_ones() -> None:
     def outcome(engines: int, step_s: float, staleness: int) -> SimulatedRun:
         chosen = replace(scenario_of(load_config("tiny_grpo", CONFIGS)), engines=engines)
-        steps = [Step(end, 0.0, 1.0, 1, 1, 1.0, 1, {}, staleness, staleness) for end in (step_s, 2 * step_s, 3 * step_s)]
+        steps = [Step(end, 0.0, 1.0, 1, 1, 1.0, 1, {}, staleness, staleness, 1) for end in (step_s, 2 * step_s, 3 * step_s)]
         return SimulatedRun(chosen, steps)
 
     outcomes = [outcome(8, 100.0, 4), outcome(4, 104.0, 2), outcome(4, 104.5, 1), outcome(2, 110.0, 0)]
