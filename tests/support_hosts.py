@@ -89,8 +89,9 @@ class Hosts:
 
 
 @contextmanager
-def hosts(count: int = 2, cpus: int = 2) -> Iterator[Hosts]:
-    """Everything that it started is gone afterwards: processes, namespaces, folders."""
+def hosts(count: int = 2, cpus: int = 2, running: int | None = None) -> Iterator[Hosts]:
+    """Everything that it started is gone afterwards: processes, namespaces, folders. `running`: number of hosts on which Ray starts; None:
+    all."""
     _require_namespaces()
     mark, folder = uuid.uuid4().hex[:6], Path(tempfile.mkdtemp(prefix="h-", dir="/tmp"))
     network = f"10.{int(mark[:2], 16)}.{int(mark[2:4], 16)}"
@@ -120,7 +121,7 @@ def hosts(count: int = 2, cpus: int = 2) -> Iterator[Hosts]:
             for device in ("eth0", "lo"):
                 _run(*inside, "link", "set", device, "up")
             _run(*inside, "route", "add", "default", "via", f"{network}.254")  # nobody: Ray looks for the address of this route
-        for number in range(count):
+        for number in range(count if running is None else running):
             found.start(number)
         yield found
 
