@@ -103,7 +103,7 @@ def test_what_is_lost_changes_nothing(
     assert until_gone(processes, 60) == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("method", "again"), [("train_step", ""), ("copy_state", ", and repeats the updates of steps 4 to 4")])
 def test_from_a_copy_in_memory_no_step_is_repeated(tmp_path: Path, method: str, again: str, undisturbed: Any) -> None:
