@@ -11,10 +11,9 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote, urlsplit, urlunsplit
 
-import httpx2
 from pydantic import AfterValidator, NonNegativeInt, PositiveFloat, PositiveInt, PrivateAttr
 
 from roll_lite.config.problems import HIDDEN, Problem
@@ -22,6 +21,9 @@ from roll_lite.config.schema.base import Section
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.rewards.base import ResponseSuspected, RewardFailed
 from roll_lite.rewards.reward_type import RewardType, too_slow
+
+if TYPE_CHECKING:
+    import httpx2
 
 BACKOFF_S, LONGEST_BACKOFF_S, CONNECT_S = 0.25, 8.0, 5.0
 SHOWN_CHARACTERS, SHORTEST_SECRET = 200, 8
@@ -77,8 +79,11 @@ class AskingReward(RewardType, HttpSettings):
         """The running event loop's object (a client, a batcher), made at first use."""
         loop = asyncio.get_running_loop()
         if loop not in self._of_loop:
-            self._of_loop[loop] = make()
+            self._of_loop = {other: made for other, made in self._of_loop.items() if not other.is_closed()} | {loop: make()}
         return self._of_loop[loop]
+
+    def warm(self) -> None:
+        import httpx2  # noqa: F401
 
     def in_run(self, config: RunConfig, place: str, timeout_s: float) -> Iterator[Problem]:
         if "timeout_s" in self.model_fields_set:
@@ -128,13 +133,17 @@ class HttpClient:
     async def post(self, payload: Any, retries: int | None = None) -> tuple[Any, str]:
         """Return the answer's JSON and the URL that gave it, without secrets. ServiceRefused if the service rejects the request;
         RewardFailed if all attempts fail."""
+        try:
+            body = json.dumps(payload)
+        except (TypeError, ValueError) as error:
+            raise RewardFailed(f"{self._reward}: the request cannot be written as JSON: {error}") from None
         attempts, causes = 1 + (self._settings.retries if retries is None else retries), dict[str, str]()
         async with self._limit:
             for attempt in range(attempts):
                 url = min(self._urls, key=_Url.rank)
                 url.requests += 1
                 try:
-                    return await self._attempt(url, json.dumps(payload)), shown(url.url)
+                    return await self._attempt(url, body), shown(url.url)
                 except _Failed as one:
                     failed = one
                 finally:
@@ -150,6 +159,8 @@ class HttpClient:
         raise (ServiceRefused if failed.is_refusal else RewardFailed)(f"{self._reward}: {said}")
 
     async def _attempt(self, url: _Url, body: str) -> Any:
+        import httpx2
+
         key, header, seconds = self._key(), self._settings.api_key_header, self._settings.timeout_s
         authorization = {} if key is None else {header: f"Bearer {key}" if header.lower() == "authorization" else key}
         if self._client is None:
@@ -189,6 +200,8 @@ class HttpClient:
 
 async def _opened(settings: HttpSettings) -> AsyncIterator[httpx2.AsyncClient]:
     """Open a client; its connections close with the event loop, since asyncio.Runner finishes asynchronous generators."""
+    import httpx2
+
     timeout = httpx2.Timeout(None, connect=min(CONNECT_S, settings.timeout_s))
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx2.AsyncClient(timeout=timeout, limits=limits, trust_env=settings.trust_env) as client:

@@ -64,23 +64,26 @@ class Batcher:
         self._reward = reward
         self._client = HttpClient("remote", several(reward.url), reward)
         self._waiting: Batch = {}
+        self._timer: asyncio.TimerHandle
+        """Sends what waits; set while anything does."""
         self._sending: set[asyncio.Task[None]] = set()
 
     async def score(self, sample: RewardInput) -> Score:
         loop = asyncio.get_running_loop()
         if not self._waiting:
-            loop.call_later(self._reward.batch_wait_ms / 1000, self._send)
+            self._timer = loop.call_later(self._reward.batch_wait_ms / 1000, self._send)
         answer: asyncio.Future[Score] = loop.create_future()
         self._waiting[answer] = sample
+        if len(self._waiting) == self._reward.batch_size:
+            self._timer.cancel()
+            self._send()
         return await answer
 
     def _send(self) -> None:
-        batch, size = list(self._waiting.items()), self._reward.batch_size
-        self._waiting = {}
-        for start in range(0, len(batch), size):
-            task = asyncio.get_running_loop().create_task(self._score(dict(batch[start : start + size])))
-            self._sending.add(task)
-            task.add_done_callback(self._sending.discard)
+        batch, self._waiting = self._waiting, {}
+        task = asyncio.get_running_loop().create_task(self._score(batch))
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
 
     async def _score(self, batch: Batch, retries: int | None = None) -> None:
         batch = {answer: sample for answer, sample in batch.items() if not answer.done()}

@@ -240,6 +240,11 @@ async def test_credentials_in_a_url_are_not_shown() -> None:
     assert shown(f"http://me:{KEY}@host:1/v1?k#f") == "http://host:1/v1"
 
 
+async def test_a_request_that_is_no_json() -> None:
+    with pytest.raises(RewardFailed, match="the request cannot be written as JSON: Object of type set"):
+        await client(unused_url()).post({"labels": {1}})
+
+
 def test_each_loop_has_its_own_client_and_closes_it() -> None:
     with StubServer(lambda r, n: Reply("ok")) as server, warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -102,6 +102,13 @@ async def test_a_reward_that_is_no_number_costs_its_own_sample_only() -> None:
     assert results[1] == f"reward remote: {server.url}: rewards[0] is nan, expected a finite number"
 
 
+async def test_a_full_batch_leaves_at_once() -> None:
+    with StubServer(lengths) as server:
+        async with asyncio.timeout(30):
+            await score([item()] * 4, url=server.url, batch_size=2, batch_wait_ms=3_600_000)
+    assert [len(request["query"]) for request in server.requests] == [2, 2]
+
+
 async def test_a_sample_that_the_service_refuses_does_not_take_its_batch_along() -> None:
     def picky(request: Any, number: int) -> Reply:
         return Reply({"error": "too long"}, 422) if any("poison" in query for query in request["query"]) else lengths(request, number)
@@ -139,7 +146,7 @@ async def test_a_sample_that_gave_up_waiting_is_not_asked_for() -> None:
 
 async def test_an_answer_that_is_no_json_is_a_failure() -> None:
     (result,) = await score([item(answer={1})], url=unused_url())
-    assert isinstance(result, str) and "Object of type set is not JSON serializable" in result
+    assert isinstance(result, str) and "cannot be written as JSON" in result
 
 
 @pytest.mark.parametrize("args", [{}, {"url": "http://h", "batch_size": 0}, {"url": "http://h", "api_key_env": "NO_SUCH_VARIABLE"}])
