@@ -70,8 +70,8 @@ class EngineRestarts:
         self._joining = joining
         self._follows_drains = follows_drains
         self._waiting = set(range(self._group.first, self.replicas.world_size))
-        """Engines that wait for devices and are not reported as lost: those that have not joined yet,
-        left with their nodes, or failed to start too often."""
+        """Engines that wait for devices and are not reported as lost: those that have not joined yet, left with their nodes, or failed to
+        start too often."""
         self._rests_until: dict[int, float] = {}
         """Engines whose starts failed too often, and when they are tried again."""
         self._asked = 0.0
@@ -164,7 +164,7 @@ class EngineRestarts:
         """Call `take(parts)`, and return the living engines. If none is left, wait for a replacement."""
         self.take(parts)
         if not self.replicas.left and self._waiting:
-            self._journal.console.message("no engine is left; the run waits until one has devices (actor_infer.most_replicas)")
+            self._journal.console.message("no engine is left; the run waits until one has devices")
         while not (left := self.replicas.left):
             self.tend()
             pause(self._group, next(iter(self._starts), 0), "the start of its successor")
@@ -208,21 +208,24 @@ class EngineRestarts:
         self._starts.pop(engine, None)
         now = time.monotonic()
         times = self._restarted[engine] = [at for at in self._restarted.get(engine, []) if now - at < BUDGET_SECONDS]
-        if len(times) >= self._restarts and self._joining is not None and engine >= self._group.first:
-            self._joining.release(engine)  # it may be the node's fault, and others may want the devices
+        if len(times) < self._restarts:
+            times.append(now)
+            self._start(engine, self._group.restart(engine))
+            return
+        why = f"{cause.splitlines()[0]} (after {self._restarts} restarts within an hour, actor_infer.restarts)"
+        if (joining := self._joining_of(engine)) is not None:
+            joining.release(engine)  # it may be the node's fault, and others may want the devices
             self._waiting.add(engine)
             self._rests_until[engine] = now + BUDGET_SECONDS
-            why = f"{cause.splitlines()[0]} (after {self._restarts} restarts, actor_infer.restarts)"
             self._journal.console.message(f"actor_infer[{engine}] is tried again in an hour: {why}")
-            return
-        if len(times) >= self._restarts:
+        else:
             self._group.replaceable.discard(engine)
-            why = f"{cause.splitlines()[0]} (after {self._restarts} restarts within an hour, actor_infer.restarts)"
             self._journal.console.message(f"actor_infer[{engine}] is not started again: {why}")
             self._rollouts.actors[0].engine_given_up.remote(engine, why)
-            return
-        times.append(now)
-        self._start(engine, self._group.restart(engine))
+
+    def _joining_of(self, engine: int) -> JoiningEngines | None:
+        """Slots of the engines that join, if this is one of them."""
+        return self._joining if engine >= self._group.first else None
 
     def _start(self, engine: int, actor: Any) -> None:
         turns = self._engines.turns
@@ -252,7 +255,7 @@ class EngineRestarts:
 
     def _wait_for_devices(self, engine: int) -> None:
         """Start an engine anew. One beyond the first engines (`most_replicas`) waits for free devices on any node."""
-        if self._joining is not None and engine >= self._group.first:
-            self._joining.release(engine)
-            self._joining.reserve(engine)
+        if (joining := self._joining_of(engine)) is not None:
+            joining.release(engine)
+            joining.reserve(engine)
         self._start(engine, self._group.restart(engine))

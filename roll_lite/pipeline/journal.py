@@ -229,8 +229,7 @@ class Journal:
             if died:
                 self._tell_once(f"domains.{name}.reward", f"{died} worker(s) died or hung and were replaced")
         add = self._sums.add
-        add("rollout/engines_lost", 0)
-        for move, engines in self._moves.items():
+        for move, engines in {"lost": 0, **self._moves}.items():
             add(f"rollout/engines_{move}", engines)
         self._moves.clear()
         for seconds in silences:

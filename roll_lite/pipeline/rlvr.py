@@ -77,8 +77,6 @@ class RLVRPipeline:
         """KL coefficients of this step. The KL measured in it updates the coefficients of the next."""
         self.compare_later: Callable[[], None] | None = None
         """Comparison of engines and trainer after this step, if only the update computes the trainer's log-probs."""
-        self.repeats = False
-        """True while an update whose result was lost is repeated."""
         self.steps_done = 0
         self.version = 0
         """Version of the actor's weights: number of steps that changed them."""
@@ -155,11 +153,10 @@ class RLVRPipeline:
         """Repeat an update whose result was lost with a rank. Records nothing, since its step is recorded already."""
         recorded = self.journal, self.batch_files
         self.journal = self.batch_files = cast(Any, Unrecorded())
-        self.repeats = True
         try:
             self.learn(Batch(rollouts.rows, rollouts.blocks))
         finally:
-            (self.journal, self.batch_files), self.repeats = recorded, False
+            self.journal, self.batch_files = recorded
         if self.refresh is not None and self.due(self.refresh.every):
             self.refresh_reference()
 
@@ -253,6 +250,11 @@ class RLVRPipeline:
             self.journal.skipped(first)
         sums = [update.result.metrics for update in updates.get("actor", [[]])[0] if not update.result.skipped]
         self.kl_in_loss.step(per_token(sums, "actor/kl_ref", "actor/tokens"), training_rows(batch) if sums else 0)
+
+    @property
+    def repeats(self) -> bool:
+        """True while an update is repeated whose result was lost."""
+        return isinstance(self.journal, Unrecorded)
 
     def compare(self, version: int, rows: DataProto, found: list[SampleSums]) -> None:
         """Raise EnginesDiffer if engines and trainer differ, unless the update is a repeated one, which was compared before."""

@@ -58,7 +58,8 @@ def _replicas_share_a_device(config: RunConfig, name: str, role: Role) -> Mistak
 def _joining_engines(config: RunConfig, name: str, role: Role) -> Mistakes:
     if not isinstance(role, InferRoleConfig) or role.most_replicas is None:
         return
-    first, size, place = len(device_numbers(role.devices)) // model_parallel_size(role), model_parallel_size(role), f"{name}.most_replicas"
+    size, place = model_parallel_size(role), f"{name}.most_replicas"
+    first = len(device_numbers(role.devices)) // size
     if role.most_replicas < first:
         yield place, f"{role.most_replicas} is less than the {first} replicas that {name}.devices makes; raise it, or lower the devices"
     if config.placement.nodes is not None and size > config.placement.devices_per_node:
