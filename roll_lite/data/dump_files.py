@@ -245,8 +245,8 @@ def _adapters(lora: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _plain(config: RunConfig) -> dict[str, Any]:
-    """This run's configuration as a dump's header stores it. Raises Refused if a field that matters for the comparison with the dumped run
-    is invalid."""
+    """Configuration of this run, as a dump's header stores it. Raises Refused if a field that matters for the comparison with the dumped
+    run is invalid."""
     for name in ("seed", "model", "steps", "algorithm", "actor_train", "reference", "critic", "domains"):
         _read_all(getattr(config, name))
     return config.model_dump(mode="json")

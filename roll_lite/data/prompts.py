@@ -28,7 +28,7 @@ ROWS_AT_ONCE = 1024
 
 
 class PromptSet:
-    """All prompts of a domain; a prompt's index is its uid."""
+    """Prompts of a domain; a prompt's index is its uid."""
 
     def __init__(self, domain: str) -> None:
         self.domain = domain

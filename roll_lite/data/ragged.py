@@ -68,7 +68,7 @@ class Ragged:
         return self.values[int(self.offsets[i]) : int(self.offsets[i + 1])]
 
     def rows(self) -> list[torch.Tensor]:
-        """All rows, as views of `values`."""
+        """Rows, as views of `values`."""
         return list(torch.split(self.values, self.lengths.tolist()))
 
     def take(self, index: Index) -> Ragged:

@@ -95,7 +95,7 @@ def weight_of(row: Mapping[str, Any], column: str | None) -> float:
 
 
 def files_read(*given: DataFiles | None) -> set[Path]:
-    """All files of the given data. Missing or broken ones are skipped; they are reported elsewhere."""
+    """Files of the given data. Missing or broken ones are skipped; they are reported elsewhere."""
     files: set[Path] = set()
     for path in (path for one in given if one is not None for path in paths_of(one)):
         with suppress(ValueError, OSError):

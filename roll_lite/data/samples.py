@@ -45,7 +45,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     answer: Any = None
     columns: dict[str, Any] = field(default_factory=dict)
-    """All columns of the data row."""
+    """Columns of the data row."""
     weight: float = 1.0
     """Loss weight of the prompt's samples."""
     question: Any = None
@@ -145,7 +145,7 @@ class Completion:
     versions: tuple[VersionSpan, ...] = ()
     error: str | None = None
     kept_ids: tuple[tuple[int, ...], ...] | None = None
-    """For each response token, the token ids that truncated sampling kept; None unless requested."""
+    """Token ids that truncated sampling kept, for each response token; None unless requested."""
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache."""
     experts: np.ndarray | None = field(default=None, compare=False)
@@ -256,7 +256,7 @@ class RewardInput(Packed):
     answer: Any
     """Reference answer."""
     columns: dict[str, Any]
-    """All columns of the data row."""
+    """Columns of the data row."""
     finish_reason: str
     question: Any = None
     """Prompt as in the data, without template: a text or a list of chat messages."""

@@ -27,7 +27,7 @@ class FixedKlConfig(Section):
 
 
 class AdaptiveKlConfig(Section):
-    """Once per step, raises the KL coefficient if KL is above the target and lowers it if KL is below."""
+    """Raises the KL coefficient once per step if KL is above the target, and lowers it if KL is below."""
 
     name: Literal["adaptive"] = "adaptive"
     target: PositiveFloat
