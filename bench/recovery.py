@@ -75,7 +75,7 @@ def main() -> int:
     chosen = parser.parse_args()
     seconds: dict[str, list[float]] = {"engine": [], "trainer": []}
     lost: dict[str, list[float]] = {"engine": [], "trainer": []}
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:  # ending workers may still write
         command = [sys.executable, "examples/start_rlvr_pipeline.py", "--config-name", "tiny_grpo", f"run_dir={place}", *SETTINGS]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         run = subprocess.Popen([*command, f"actor_infer.strategy={chosen.engine}"], cwd=ROOT, stdout=subprocess.DEVNULL, env=environment)

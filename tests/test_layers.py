@@ -21,7 +21,7 @@ LAYERS = (
     ("pipeline",),
     ("workers",),
     ("simulator",),
-    ("rewards", "scheduler"),
+    ("rewards", "scheduler", "environments"),
     ("sandbox",),
     ("distributed",),
     ("data",),

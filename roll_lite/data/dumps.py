@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,7 @@ DESCRIPTION = {
     "policy_tokens": pa.int64(),
     "versions": pa.list_(pa.struct({"start": pa.int32(), "version": pa.int32()})),
     "terms": pa.string(),
+    "episode": pa.string(),
     "asked_at": pa.float64(),
     "generated_at": pa.float64(),
     "scored_at": pa.float64(),
@@ -159,6 +160,7 @@ def _described(entry: _Entry, clock_offset: float) -> dict[str, Any]:
         "policy_tokens": transcript.policy_tokens,
         "versions": [{"start": span.start, "version": span.version} for span in transcript.versions],
         "terms": _json(score.terms) if score else None,
+        "episode": None if transcript.episode is None else _json(asdict(transcript.episode)),
         **times(sample, clock_offset),
         "columns": _json(further_columns(sample.prompt)),
     }

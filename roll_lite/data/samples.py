@@ -18,6 +18,8 @@ class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    MAX_TURNS = "max_turns"
+    """The environment would have gone on, but the episode had its last turn."""
 
 
 class SampleOutcome(StrEnum):
@@ -106,6 +108,8 @@ class GenerationRequest(Packed):
     resumed: int = 0
     """Number of tokens at the end of the context that an earlier request generated for this response. The returned text includes them, and
     stop strings may begin in them. All other fields of the answer are about new tokens only."""
+    wants_ids: bool = False
+    """Return the response's token ids with the turn, for an environment."""
 
     @property
     def resumed_ids(self) -> tuple[int, ...]:
@@ -169,6 +173,8 @@ class Turn(NamedTuple):
     """Tokens of context, prompt and response."""
     engine: int | None = None
     """Number of the engine that sampled the response; None if several did."""
+    ids: bytes = b""
+    """Token ids of the response as int32, if the request wants them."""
 
 
 def joined(before: Turn | None, turn: Turn) -> Turn:
@@ -182,6 +188,7 @@ def joined(before: Turn | None, turn: Turn) -> Turn:
         versions=merged(*before.versions, *shifted),
         cached_tokens=before.cached_tokens,
         engine=turn.engine if turn.engine == before.engine else None,
+        ids=before.ids + turn.ids,
     )
 
 
@@ -206,6 +213,21 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
+class EpisodeRecord(Packed):
+    """An environment's account of an episode."""
+
+    messages: tuple[dict[str, Any], ...] = ()
+    """Whole conversation, as chat messages."""
+    rewards: tuple[float, ...] = ()
+    """Reward of each response."""
+    score: float = 0.0
+    """The rewards in one number (domains.NAME.environment.rewards)."""
+    correct: bool | None = None
+    """Whether the episode was solved, if the environment says so."""
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Transcript:
     """Segments of a sample in order: the prompt, then policy responses and environment messages."""
 
@@ -213,8 +235,18 @@ class Transcript:
     text: str = ""
     """Responses of the policy, joined."""
     finish_reason: FinishReason | None = None
-    """Finish reason of the last response."""
+    """Finish reason of the last response, or MAX_TURNS."""
     tokens: TokenRow | None = None
+    episode: EpisodeRecord | None = None
+    """Account of the environment; None in domains without one."""
+
+    @property
+    def last_text(self) -> str:
+        """Text of the last response, without tool calls."""
+        if self.episode is None:
+            return self.text
+        said = [message for message in self.episode.messages if message["role"] == "assistant"]
+        return str(said[-1]["content"]) if said else ""
 
     @property
     def prompt_length(self) -> int:
@@ -252,7 +284,7 @@ class RewardInput(Packed):
     prompt: str
     """Text that the model gets, with the template applied."""
     response: str
-    """Text of the response, without special tokens."""
+    """Text of the response, without special tokens; in an episode of several turns, of the last one."""
     answer: Any
     """Reference answer."""
     columns: dict[str, Any]
@@ -260,10 +292,12 @@ class RewardInput(Packed):
     finish_reason: str
     question: Any = None
     """Prompt as in the data, without template: a text or a list of chat messages."""
+    episode: EpisodeRecord | None = None
+    """Conversation and rewards of an environment; `response` is then the last response. None in domains without one."""
 
     @staticmethod
-    def of(prompt: Prompt, response: str, finish_reason: str) -> RewardInput:
-        return RewardInput(prompt.domain, prompt.text, response, prompt.answer, prompt.columns, finish_reason, prompt.question)
+    def of(prompt: Prompt, response: str, finish_reason: str, episode: EpisodeRecord | None = None) -> RewardInput:
+        return RewardInput(prompt.domain, prompt.text, response, prompt.answer, prompt.columns, finish_reason, prompt.question, episode)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ from typing import Any
 from roll_lite.config.problems import or_nearest
 
 
-def load_function(name: str, path: str, shape: str) -> Callable[..., Any]:
+def load_function(name: str, path: str, shape: str, or_class: bool = False) -> Callable[..., Any]:
     """Load the function named "package.module.function". ValueError if that fails. `path`: YAML path of the setting, `shape`: signature of
-    the function; both for messages."""
+    the function; both for messages. `or_class`: allow a class."""
     module_name, _, attribute = name.rpartition(".")
     if not module_name or not attribute:
         raise ValueError(f"{path}: {name!r} is no dotted path; a function of your own is named package.module.function")
@@ -34,7 +34,7 @@ def load_function(name: str, path: str, shape: str) -> Callable[..., Any]:
     if function is None:
         public = [known for known, value in vars(module).items() if callable(value) and not known.startswith("_")]
         raise ValueError(f"{path}: {name!r}: module {module_name} has no {attribute!r}{nearest_aside(attribute, public)}")
-    if not callable(function) or isinstance(function, type):
+    if not callable(function) or (isinstance(function, type) and not or_class):
         raise ValueError(f"{path}: {name!r} is {type(function).__name__}, expected a function `{shape}`")
     loaded: Callable[..., Any] = function
     return loaded

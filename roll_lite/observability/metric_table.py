@@ -61,6 +61,14 @@ METRICS: dict[str, Metric] = {
         "`domain/<domain>/<term>/reward/term`.",
     ),
     "reward/seconds": by_domain(MEAN, "s", "Time from requesting a score to receiving it."),
+    # environments
+    "episode/turns": by_domain(MEAN, "turns", "Responses of an episode, in domains with an environment."),
+    "episode/environment_seconds": by_domain(MEAN, "s", "Time that an episode's environment took, all turns together."),
+    "episode/environment_tokens": by_domain(MEAN, "tokens", "Tokens that the environment wrote in an episode."),
+    "episode/tool_calls": by_domain(MEAN, "calls", "Tool calls of an episode, malformed ones included."),
+    "episode/tool_errors": by_domain(MEAN, "calls", "Tool calls of an episode that were malformed, or whose tool raised an exception."),
+    "episode/metric": by_domain(MEAN, "", "A metric of the environment's own, per episode. Named `domain/<domain>/<name>/episode/metric`."),
+    "episode/workers_replaced": by_domain(SUM, "workers", "Environment workers replaced because they died or hung."),
     # sample groups by their share of correct samples
     "solved/none": by_domain(MEAN, "share", "Groups without a correct sample."),
     "solved/quarter": by_domain(MEAN, "share", "Groups with at least one and at most a quarter of the samples correct."),

@@ -30,6 +30,7 @@ from roll_lite.files import write_whole
 from roll_lite.observability.console import RunConsole
 from roll_lite.observability.curves import CURVES_FILE, draw_curves
 from roll_lite.observability.health import RunHealth
+from roll_lite.observability.metric_table import METRICS
 from roll_lite.observability.metrics import NO_DOMAIN, MetricSums
 from roll_lite.observability.report import OVERALL, Accuracy, BeforeAfter, LivePicture, accuracy_change, held_out_change, write_summary
 from roll_lite.observability.run_folder import cut_after, folder_of_checkpoints, goes_on
@@ -220,14 +221,21 @@ class Journal:
         self.console.message(f"{role} is back at step {step}, {seconds:.0f} s after its loss")
 
     def rollouts(
-        self, rows: DataProto, stats: RolloutStats, version: int, replaced: Mapping[str, int], silences: Iterable[float] = ()
+        self,
+        rows: DataProto,
+        stats: RolloutStats,
+        version: int,
+        replaced: Mapping[str, int],
+        silences: Iterable[float] = (),
+        players: Mapping[str, int] | None = None,
     ) -> None:
-        """Record a batch. `replaced`: reward workers that died or hung since the last batch, by domain. `silences`: seconds without an
-        answer, for each engine lost since the last batch."""
-        for name, died in replaced.items():
-            self._sums.add("reward/workers_replaced", died, label=name)
-            if died:
-                self._tell_once(f"domains.{name}.reward", f"{died} worker(s) died or hung and were replaced")
+        """Record a batch. `replaced`, `players`: reward and environment workers that died or hung since the last batch, by domain.
+        `silences`: seconds without an answer, for each engine lost since the last batch."""
+        for metric, part, lost in (("reward", "reward", replaced), ("episode", "environment", players or {})):
+            for name, died in lost.items():
+                self._sums.add(f"{metric}/workers_replaced", died, label=name)
+                if died:
+                    self._tell_once(f"domains.{name}.{part}", f"{died} worker(s) died or hung and were replaced")
         add = self._sums.add
         for move, engines in {"lost": 0, **self._moves}.items():
             add(f"rollout/engines_{move}", engines)
@@ -241,6 +249,10 @@ class Journal:
                 add(f"rollout/filtered_{word}", domain.filtered[word], label=name)
             for term, total in domain.terms.items():
                 add("reward/term", total, domain.accepted, label=name, part=term)
+            for fact, total in domain.of_episodes.items():
+                known = f"episode/{fact}"
+                metric, part = (known, "") if known in METRICS else ("episode/metric", fact)
+                add(metric, total, domain.episodes, label=name, part=part)
             self._tokens["prompt"] += domain.prompt_tokens
             self._tokens["response"] += domain.response_tokens
         self._tell_failures(stats)

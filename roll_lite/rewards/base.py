@@ -23,6 +23,8 @@ from roll_lite.rewards.reward_type import RewardType
 
 SCORE_KEYS = ("value", "correct", "details", "answer")
 HARMLESS_RESPONSE = "I do not know."
+CANNED_RESPONSE = "The answer is 1."
+"""Response with which rewards and environments are tried before the engines start."""
 BY_INPUT = (RecursionError, ValueError, ArithmeticError, LookupError)
 """Exceptions of built-in rewards that the response may have caused; others (OSError) may come from the machine."""
 LARGEST_SCORE = (2 - 2**-23) * 2.0**127

@@ -41,6 +41,7 @@ REWARDS = {
     "model": "roll_lite.rewards.model.ModelReward",
     "judge": "roll_lite.rewards.http.judge.JudgeReward",
     "remote": "roll_lite.rewards.http.remote.RemoteReward",
+    "environment": "roll_lite.rewards.environment.EnvironmentReward",
 }
 """Built-in reward types, imported on first use."""
 

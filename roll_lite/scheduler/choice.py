@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import inf
 
@@ -45,6 +45,8 @@ class EngineChoice:
     def __init__(self, engines: Iterable[EngineLoad], most_requests: int | None, most_tokens: int | None) -> None:
         self._most_requests = most_requests
         self._most_tokens = most_tokens
+        self.on_room: Callable[[], None] = lambda: None
+        """Called when a progress report shows that a full engine has room again."""
         # The least loaded engine is on top; an entry with an outdated load is dropped when it gets there. Progress reports, which change
         # many loads at once, are applied at the next choice.
         self._heap: list[tuple[float, int, EngineLoad]] = []
@@ -122,9 +124,12 @@ class EngineChoice:
 
     def report(self, engine: EngineLoad, done: float, grown: float) -> None:
         """Note a request's progress. `done`: tokens finished since its last report; `grown`: change of its expected length."""
+        was_full = not self._has_room(engine)
         engine.done += done
         self._set_tokens(engine, engine.tokens + grown)
         self._reported.add(engine)
+        if was_full and self._has_room(engine):
+            self.on_room()
 
     def _least(self) -> EngineLoad | None:
         while self._reported:

@@ -14,7 +14,7 @@ from roll_lite.data.samples import Prompt, Sample, SampleGroup, SampleId, Sample
 from roll_lite.scheduler.filters import GroupFilter, LeftOut
 from roll_lite.scheduler.ledger import DELIVERED, DROPPED, FAILED, FILTERED, STALE, group_line
 from roll_lite.scheduler.mix import MixedOrder
-from roll_lite.scheduler.runner import RewardClient, SampleRunner
+from roll_lite.scheduler.runner import Episode, RewardClient, SampleRunner, one_response
 from roll_lite.scheduler.stats import SURPLUS, UNFINISHED, Recorder, commonest, loss_of
 from roll_lite.scheduler.unfinished import SavedGroups, SavedSample, Unfinished
 
@@ -58,6 +58,7 @@ class Domain:
     """Passes over the prompts; None: endless."""
     least: int = 0
     """Minimum number of groups in each batch, whatever the share."""
+    episode: Episode = one_response
 
     @property
     def group_size(self) -> int:

@@ -207,7 +207,7 @@ class Flight(Asked):
         sampling, done = self.first.sampling, self.so_far.length
         seed = None if sampling.seed is None else stable_hash(sampling.seed, "continued", self.legs)
         rest = replace(sampling, max_tokens=sampling.max_tokens - done, min_tokens=max(0, sampling.min_tokens - done), seed=seed)
-        return GenerationRequest(f"{self.first.request_id}~{self.legs}", (), rest, self.so_far.tokens, resumed=done)
+        return GenerationRequest(f"{self.first.request_id}~{self.legs}", (), rest, self.so_far.tokens, done, self.first.wants_ids)
 
     # ------------------------------------------------------------ at one engine
 

@@ -54,6 +54,7 @@ class Router:
         self._slots = engine_slots
         self._most = None if engine_slots is None or deterministic else engine_slots + max(1, int(engine_slots * READY_SHARE))
         self._choice = EngineChoice(self.engines, self._most, None if deterministic else engine_tokens)
+        self._choice.on_room = self._room_found
         self._queues: dict[str, deque[Flight]] = {}
         self._waiting = 0
         self._in_flight: dict[str, int] = {}
@@ -294,6 +295,9 @@ class Router:
         self._choice.take_back(flight.engine, flight.cost)
         self._in_flight[flight.domain] -= 1
         self._idle.set()
+        self._room_found()
+
+    def _room_found(self) -> None:
         self._send_waiting()
         if self._waiting == 0 or self.has_room():
             self.on_room()

@@ -14,6 +14,8 @@ from typing import Protocol
 from roll_lite.data.samples import (
     TURN,
     Author,
+    EpisodeRecord,
+    FinishReason,
     GenerationRequest,
     Prompt,
     RewardInput,
@@ -41,28 +43,31 @@ Ask = Callable[[GenerationRequest, Turn | None], Awaitable[Turn]]
 class Conversation:
     """A sample being generated. Tokens of earlier turns stay in the object store; requests refer to them."""
 
-    __slots__ = ("_ask", "_sampling", "_segments", "_so_far", "_tokens", "_turns", "request_id")
+    __slots__ = ("_ask", "_end", "_segments", "_so_far", "_tokens", "_turns", "_wants_ids", "request_id", "sampling")
 
-    def __init__(self, ask: Ask, request_id: str, sampling: Sampling, so_far: Turn | None = None) -> None:
-        """`so_far`: first response, to be continued."""
+    def __init__(self, ask: Ask, request_id: str, sampling: Sampling, so_far: Turn | None = None, wants_ids: bool = False) -> None:
+        """`so_far`: first response, to be continued. `wants_ids`: return the ids of responses."""
         self._ask = ask
         self.request_id = request_id
-        self._sampling = sampling
+        self.sampling = sampling
         self._so_far = so_far
+        self._wants_ids = wants_ids
         self._segments: tuple[Segment, ...] = ()
         self._turns: tuple[Turn, ...] = ()
         self._tokens: TokenRow | None = None
+        self._end: tuple[EpisodeRecord, FinishReason | None] | None = None
 
     @property
     def room(self) -> int:
-        """Tokens that the policy may still write; max_tokens limits all turns together."""
-        return self._sampling.max_tokens - sum(turn.length for turn in self._turns)
+        """Tokens that may still follow the prompt; max_tokens limits responses and environment together."""
+        return self.sampling.max_tokens - sum(one.length for one in self._segments if one.author is not Author.PROMPT)
 
-    async def respond(self, token_ids: Sequence[int], author: Author = Author.ENVIRONMENT) -> Turn:
-        """Add tokens of the prompt or the environment, and let the policy respond. Raises RequestFailed."""
-        if self.room < 1:
-            raise ValueError(f"request {self.request_id}: the policy has written its {self._sampling.max_tokens} tokens; end the episode")
-        request = self._request(tuple(token_ids))
+    async def respond(self, token_ids: Sequence[int], author: Author = Author.ENVIRONMENT, most: int | None = None) -> Turn:
+        """Add tokens of the prompt or the environment, and let the policy respond with at most `most` tokens. Raises RequestFailed."""
+        room = self.room - (len(token_ids) if author is not Author.PROMPT else 0)
+        if room < 1:
+            raise ValueError(f"request {self.request_id}: no room for a response within {self.sampling.max_tokens} tokens; end the episode")
+        request = self._request(tuple(token_ids), room if most is None else min(room, most))
         try:
             so_far, self._so_far = self._so_far, None
             turn = await self._ask(request, so_far)
@@ -73,20 +78,24 @@ class Conversation:
         self._add(author, len(token_ids), turn)
         return turn
 
-    def transcript(self) -> Transcript:
-        last = self._turns[-1].finish_reason if self._turns else None
-        return Transcript(self._segments, "\n".join(turn.text for turn in self._turns), last, self._tokens)
+    def end(self, record: EpisodeRecord, finish_reason: FinishReason | None = None) -> None:
+        """Note the environment's account. `finish_reason`: why the episode ended, if a limit ended it."""
+        self._end = record, finish_reason
 
-    def _request(self, token_ids: tuple[int, ...]) -> GenerationRequest:
-        number = len(self._turns)
+    def transcript(self) -> Transcript:
+        record, reason = self._end or (None, None)
+        reason = reason or (self._turns[-1].finish_reason if self._turns else None)
+        return Transcript(self._segments, "\n".join(turn.text for turn in self._turns), reason, self._tokens, record)
+
+    def _request(self, token_ids: tuple[int, ...], most: int) -> GenerationRequest:
+        number, sampling = len(self._turns), self.sampling
+        if most < sampling.max_tokens:
+            sampling = replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
         if not number:
-            return GenerationRequest(self.request_id, token_ids, self._sampling)
-        seed = self._sampling.seed
-        least = min(self._sampling.min_tokens, self.room)
-        further = replace(
-            self._sampling, max_tokens=self.room, min_tokens=least, seed=None if seed is None else stable_hash(seed, "turn", number)
-        )
-        return GenerationRequest(f"{self.request_id}{TURN}{number}", token_ids, further, self._tokens)
+            return GenerationRequest(self.request_id, token_ids, sampling, wants_ids=self._wants_ids)
+        if sampling.seed is not None:
+            sampling = replace(sampling, seed=stable_hash(sampling.seed, "turn", number))
+        return GenerationRequest(f"{self.request_id}{TURN}{number}", token_ids, sampling, self._tokens, wants_ids=self._wants_ids)
 
     def _add(self, author: Author, tokens: int, turn: Turn) -> None:
         if tokens:
@@ -96,8 +105,23 @@ class Conversation:
         self._tokens = turn.tokens
 
 
+MOST_LOST = 8
+"""Times that an episode may be lost with a worker that another episode may have ended; then each loss counts as a failed attempt."""
+
+
+class EpisodeFailed(Exception):
+    """Failure of an environment."""
+
+    def __init__(self, cause: str, counts: bool = True) -> None:
+        """`counts`: the attempt counts as failed. False if another episode took the worker with it."""
+        super().__init__(cause)
+        self.cause = cause
+        self.counts = counts
+
+
 Episode = Callable[[Prompt, Conversation], Awaitable[None]]
-"""Runs one conversation. It must let RequestFailed pass: the sample is then retried, or reported as failed."""
+"""Runs one conversation. It lets RequestFailed pass, and raises EpisodeFailed if the environment fails: the sample is then retried, or
+reported as failed."""
 
 
 async def one_response(prompt: Prompt, conversation: Conversation) -> None:
@@ -174,11 +198,13 @@ class SampleRunner:
         return task
 
     def reached(self, group: int, index: int) -> Unfinished | None:
-        """State of a running sample for a checkpoint; None if it has no tokens yet, or is in a later turn, which cannot continue."""
+        """State of a running sample for a checkpoint; None if it has no tokens yet, or is an environment's episode, which starts again."""
         tell = self._reached.get((group, index))
         return None if tell is None else tell()
 
     def _first_response(self, attempt: int, conversation: Conversation) -> Unfinished | None:
+        if self._episode is not one_response:
+            return None  # the environment's state is not saved: the episode starts again
         flight = self._router.flight(conversation.request_id)  # that of a later turn has another id
         if flight is None or (response := flight.response) is None:
             return None
@@ -194,29 +220,36 @@ class SampleRunner:
                 return saved.sample(replace(first, attempt=before), prompt)
             if saved.response is None:
                 return await self._scored(replace(first, attempt=before), prompt, saved.transcript, asked)
-        for attempt in range(before, max(before, self._retries) + 1):
+        attempt, tries, lost = before, max(1, self._retries + 1 - before), 0
+        while True:
             sample_id = replace(first, attempt=attempt) if attempt else first
-            if attempt > before:
-                self._recorder.domains[self._domain].retries[cause] += 1
             conversation = self._conversation(sample_id, sampling, saved)
             saved = None
             self._reached[first.group, first.index] = partial(self._first_response, attempt, conversation)
             try:
                 await self._episode(prompt, conversation)
+                return await self._scored(sample_id, prompt, conversation.transcript(), asked)
+            except EpisodeFailed as failed:
+                cause, timed_out = f"environment: {failed.cause}", False
+                lost += not failed.counts
+                tries -= failed.counts or lost > MOST_LOST
             except RequestFailed as failure:
                 cause, timed_out = f"generation: {failure.cause}", failure.timed_out
                 reached = conversation.transcript()
                 if failure.final or (timed_out and (failure.began or reached.policy_tokens)):
                     # A retry after a time-out would succeed only with a shorter response, which is a bias.
                     return Sample(sample_id, prompt, reached, SampleOutcome.FAILED, failure=cause, timed_out=timed_out, asked=asked)
-                continue
-            return await self._scored(sample_id, prompt, conversation.transcript(), asked)
-        return Sample(sample_id, prompt, Transcript(), SampleOutcome.FAILED, failure=cause, timed_out=timed_out, asked=asked)
+                tries -= 1
+            if tries < 1:
+                return Sample(sample_id, prompt, Transcript(), SampleOutcome.FAILED, failure=cause, timed_out=timed_out, asked=asked)
+            attempt += 1
+            self._recorder.domains[self._domain].retries[cause] += 1
 
     def _conversation(self, sample_id: SampleId, sampling: Sampling, saved: SavedSample | None) -> Conversation:
         seed = self._seeds(sample_id)
         seeded = sampling if seed is None else replace(sampling, seed=seed)
-        return Conversation(self._generate, sample_id.request_id(), seeded, None if saved is None else saved.response)
+        so_far = None if saved is None else saved.response
+        return Conversation(self._generate, sample_id.request_id(), seeded, so_far, self._episode is not one_response)
 
     async def _scored(self, sample_id: SampleId, prompt: Prompt, transcript: Transcript, asked: float) -> Sample:
         generated = asyncio.get_running_loop().time()
@@ -242,7 +275,7 @@ class SampleRunner:
         return turn
 
     async def _score(self, sample_id: SampleId, prompt: Prompt, transcript: Transcript, asked: float, generated: float) -> Sample:
-        item = RewardInput.of(prompt, transcript.text, str(transcript.finish_reason))
+        item = RewardInput.of(prompt, transcript.last_text, str(transcript.finish_reason), transcript.episode)
         clock = asyncio.get_running_loop().time
         cause = ""
         for attempt in range(self._reward_retries + 1):

@@ -11,7 +11,7 @@ from roll_lite.data.samples import SampleGroup, SampleOutcome, Sampling
 from roll_lite.scheduler.admission import Admission
 from roll_lite.scheduler.domain import DataExhausted, Domain, DomainScheduler, complete
 from roll_lite.scheduler.router import Router
-from roll_lite.scheduler.runner import Episode, SampleRunner, no_seeds, one_response, seeds_from
+from roll_lite.scheduler.runner import SampleRunner, no_seeds, seeds_from
 from roll_lite.scheduler.stats import Progress, Recorder, RolloutStats, RunTotals
 from roll_lite.scheduler.supply import SYNCHRONOUS, OnSync, Pacing
 from roll_lite.scheduler.unfinished import NONE_SAVED, SavedGroups, Unfinished
@@ -37,7 +37,6 @@ class RolloutService:
         router: Router,
         retries: int,
         seed: int | None = None,
-        episode: Episode = one_response,
         pacing: Pacing = SYNCHRONOUS,
         batches: int | None = None,
         keep_left_out: bool = False,
@@ -62,7 +61,7 @@ class RolloutService:
         self._ended_before = dict.fromkeys(self._domains, 0)
         """Prompts that ended before the run was resumed, by domain."""
         self._recorder = Recorder(self._domains, self._time())
-        self._retries, self._episode = retries, episode
+        self._retries = retries
         self._seeds = no_seeds if seed is None else seeds_from(seed)
         self._runners = {name: self._runner(domain, self._recorder) for name, domain in self._domains.items()}
         self._validation: Validation | None = None
@@ -81,7 +80,7 @@ class RolloutService:
 
     def _runner(self, domain: Domain, recorder: Recorder, **how: Any) -> SampleRunner:
         retries = self._retries, domain.reward_retries
-        return SampleRunner(domain.name, self._router, domain.rewards, *retries, self._seeds, recorder, self._episode, **how)
+        return SampleRunner(domain.name, self._router, domain.rewards, *retries, self._seeds, recorder, domain.episode, **how)
 
     def _scheduler(self, domain: Domain) -> DomainScheduler:
         runner = self._runners[domain.name]

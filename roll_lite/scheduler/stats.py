@@ -51,6 +51,10 @@ class DomainStats:
     finish_reasons: Counter[str] = field(default_factory=Counter)
     terms: dict[str, float] = field(default_factory=dict)
     """Sum of each reward term over the accepted samples, if scores have several terms."""
+    episodes: int = 0
+    """Accepted samples that an environment played."""
+    of_episodes: dict[str, float] = field(default_factory=dict)
+    """Sum of each metric of these episodes."""
 
     @property
     def requests(self) -> int:
@@ -180,6 +184,10 @@ class Recorder:
         for score in (sample.score for sample in accepted):
             for term, value in (score.terms if score is not None else {}).items():
                 domain.terms[term] = domain.terms.get(term, 0.0) + value
+        for episode in (sample.transcript.episode for sample in accepted):
+            domain.episodes += episode is not None
+            for name, number in (episode.metrics if episode is not None else {}).items():
+                domain.of_episodes[name] = domain.of_episodes.get(name, 0.0) + number
 
 
 def commonest(causes: Counter[str]) -> str:

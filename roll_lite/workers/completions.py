@@ -9,6 +9,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, TokenRow, Turn
 from roll_lite.distributed.strategy.base import InferenceStrategy, PauseMode, RequestProgress
@@ -52,6 +54,8 @@ class CompletionPump:
         self._left_over = False
         self._before: dict[str, list[TokenRecord]] = {}
         """Earlier turns and prompt of each outstanding request."""
+        self._wanted: set[str] = set()
+        """Outstanding requests whose response ids are returned with the turn."""
         self._entering: set[str] = set()
         """Requests whose earlier turns are being fetched."""
         self._generated: dict[str, int] = {}
@@ -63,6 +67,7 @@ class CompletionPump:
         """Give requests to the engine. `frozen`: the engine starts only when it has all of them, which makes batches reproducible."""
         self._before |= {request.request_id: [TokenRecord.given(request.prompt_ids)] for request in requests}
         self._entering.update(request.request_id for request in requests)
+        self._wanted.update(request.request_id for request in requests if request.wants_ids)
         prompts = [prompt for request in requests if (prompt := await self._whole_prompt(request)) is not None]
         if frozen and prompts:
             await self._strategy.pause(PauseMode.KEEP)
@@ -133,7 +138,7 @@ class CompletionPump:
         await self._strategy.abort(request_ids)
 
     async def forget(self) -> None:
-        for kept in (self._before, self._entering, self._generated, self._ready):
+        for kept in (self._before, self._entering, self._wanted, self._generated, self._ready):
             kept.clear()
         self._tokens_waiting = 0
         await self._strategy.abort(None)
@@ -176,6 +181,8 @@ class CompletionPump:
                 tokens += len(record)
             self._tokens_waiting -= ready.tokens
             (parts if ready.is_part else turns).append(self._turn(completion, row))
+            if not ready.is_part:
+                self._wanted.discard(completion.request_id)
         return turns, parts, [token_block(records, self._columns) for records in blocks if records]
 
     def _turn(self, completion: Completion, tokens: TokenRow | None) -> Turn:
@@ -189,4 +196,5 @@ class CompletionPump:
             completion.cached_tokens,
             tokens,
             self._engine,
+            np.array(completion.token_ids, np.int32).tobytes() if completion.request_id in self._wanted else b"",
         )

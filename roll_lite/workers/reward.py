@@ -16,6 +16,7 @@ from roll_lite.distributed.failures import MemberLost, cause_of
 from roll_lite.distributed.fleet import Policy, SlowStart, until_silent
 from roll_lite.distributed.place import Place, kill_actors
 from roll_lite.rewards.base import RewardFailed
+from roll_lite.rewards.environment import EnvironmentReward
 from roll_lite.rewards.running.batch_scorer import BUSY, BatchScorer, Scored, slow_start, time_out
 from roll_lite.workers.scoring_pool import ScoringJob, ScoringPool
 
@@ -84,6 +85,22 @@ class PooledWorker:
 
     def kill(self) -> None:
         kill_actors([] if self.actor is None else [self.actor], [self._place])
+
+
+class EpisodeRewards:
+    """RewardClient of domains whose environment gives the rewards; needs no processes."""
+
+    capacity = math.inf
+
+    async def start(self) -> None: ...
+
+    async def score(self, item: RewardInput) -> Score:
+        return EnvironmentReward()(item)
+
+    def newly_replaced(self) -> int:
+        return 0
+
+    def close(self) -> None: ...
 
 
 class RewardPool(ScoringPool[PooledWorker, RewardInput, Score]):

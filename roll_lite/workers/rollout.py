@@ -15,7 +15,7 @@ import ray
 
 from roll_lite.config.checks.scoring_models import MODEL_REWARD
 from roll_lite.config.keep_mask import is_truncated
-from roll_lite.config.schema.domains import DomainConfig, RewardConfig, RolloutConfig, SamplingConfig
+from roll_lite.config.schema.domains import ENVIRONMENT_REWARD, DomainConfig, RewardConfig, RolloutConfig, SamplingConfig
 from roll_lite.config.schema.models import ModelConfig, RewardModelConfig
 from roll_lite.data.prompts import PromptOrder, PromptSet, Split, load_prompts
 from roll_lite.data.proto import DataProto
@@ -26,22 +26,23 @@ from roll_lite.distributed.failures import MemberLost
 from roll_lite.distributed.fleet import Fleet, MemberState, Policy
 from roll_lite.distributed.worker import AsyncWorker, freeze_heap
 from roll_lite.models.model_files import zero_embeddings
-from roll_lite.rewards.base import RewardFailed
+from roll_lite.rewards.base import CANNED_RESPONSE, RewardFailed
 from roll_lite.scheduler.domain import Domain
 from roll_lite.scheduler.filters import filter_of
 from roll_lite.scheduler.mix import MixedOrder
 from roll_lite.scheduler.router import Router
+from roll_lite.scheduler.runner import one_response
 from roll_lite.scheduler.service import RolloutService, accepted
 from roll_lite.scheduler.stats import Progress, RolloutStats
 from roll_lite.scheduler.supply import pacing_of
+from roll_lite.workers.environment import EnvironmentPool
 from roll_lite.workers.infer import EngineSeat, RemoteEngine
 from roll_lite.workers.judge import JudgeAddress, with_addresses
-from roll_lite.workers.reward import RewardPool
+from roll_lite.workers.reward import EpisodeRewards, RewardPool
 from roll_lite.workers.reward_model_pool import RewardModelClient, RewardModelPool
 from roll_lite.workers.rollout_output import DumpSpec, held_out_rows, ledger_text, rows_of, stored_blocks, tokens_of, write_samples
 from roll_lite.workers.unfinished import from_file, to_file
 
-CANNED_RESPONSE = "The answer is 1."
 NOBODY: Mapping[int, str] = {}
 
 
@@ -81,6 +82,8 @@ class RolloutBatch:
     stats: RolloutStats
     replaced: dict[str, int] = field(default_factory=dict)
     """Reward workers replaced since the last batch, by domain."""
+    players: dict[str, int] = field(default_factory=dict)
+    """Environment workers replaced since the last batch, by domain."""
     silences: list[float] = field(default_factory=list)
     """For each engine lost since the last batch, seconds from its last answer to its loss."""
     ledger: bytes = b""
@@ -103,7 +106,7 @@ class Trial:
     """YAML path of the reward or of its component."""
     retries: int
     prompts: Sequence[Prompt]
-    pool: RewardPool | RewardModelClient
+    pool: RewardPool | RewardModelClient | EpisodeRewards
     is_part: bool = False
     """True if `pool` is an extra RewardPool, which computes only this component (base reward or term) and is closed after the trial."""
 
@@ -135,7 +138,8 @@ class RolloutWorker(AsyncWorker):
         super().__init__()
         self._spec = spec
         self._temperatures = {name: domain.sampling.temperature for name, domain in spec.domains.items()}
-        self._pools: dict[str, RewardPool | RewardModelClient] = {}
+        self._pools: dict[str, RewardPool | RewardModelClient | EpisodeRewards] = {}
+        self._environments: dict[str, EnvironmentPool] = {}
         self._reward_models: dict[str, RewardModelPool] = {}
         self._data_notes: list[str] = []
         self._silences: list[float] = []
@@ -150,7 +154,11 @@ class RolloutWorker(AsyncWorker):
         models = self._spec.reward_models
         self._reward_models = {name: RewardModelPool(name, reward_models[name], config) for name, config in models.items()}
         self._pools = {name: self._pool(name, domain, judges) for name, domain in self._spec.domains.items()}
-        starting = asyncio.gather(*(pool.start() for pool in self._pools.values()))
+        path = str(self._spec.model.path)
+        self._environments = {
+            name: EnvironmentPool(name, domain, path) for name, domain in self._spec.domains.items() if domain.environment is not None
+        }
+        starting = asyncio.gather(*(pool.start() for pool in (*self._pools.values(), *self._environments.values())))
         self._domains = await asyncio.to_thread(self._load_domains)
         freeze_heap()
         gc.set_threshold(*GC_THRESHOLDS)
@@ -191,11 +199,13 @@ class RolloutWorker(AsyncWorker):
         )
 
     async def _try_rewards(self, judges: Mapping[str, JudgeAddress]) -> None:
-        """Score a canned response to three prompts per domain: a broken reward ends the run in seconds."""
+        """Score a canned response to three prompts per domain, and play an episode with it: a broken reward or environment ends the run in
+        seconds."""
         trials = self._trials(judges)
         own = [trial.pool for trial in trials if trial.is_part and isinstance(trial.pool, RewardPool)]
         await asyncio.gather(*(pool.start() for pool in own))
-        problems = [problem for problem in await asyncio.gather(*(trial.problem() for trial in trials)) if problem]
+        plays = (self._environments[one.name].problem(one.prompts[0]) for one in self._domains if one.name in self._environments)
+        problems = [problem for problem in await asyncio.gather(*(trial.problem() for trial in trials), *plays) if problem]
         for pool in own:
             pool.close()
         if problems:
@@ -207,7 +217,7 @@ class RolloutWorker(AsyncWorker):
         one."""
 
         def waits(reward: RewardConfig) -> bool:
-            return reward.name == MODEL_REWARD or with_addresses(reward, judges) != reward
+            return reward.name in (MODEL_REWARD, ENVIRONMENT_REWARD) or with_addresses(reward, judges) != reward
 
         trials = list[Trial]()
         for domain in self._domains:
@@ -224,8 +234,10 @@ class RolloutWorker(AsyncWorker):
                     trials.append(Trial(domain.name, place, reward.retries, prompts, RewardPool(domain.name, part), is_part=True))
         return trials
 
-    def _pool(self, name: str, domain: DomainConfig, judges: Mapping[str, JudgeAddress]) -> RewardPool | RewardModelClient:
+    def _pool(self, name: str, domain: DomainConfig, judges: Mapping[str, JudgeAddress]) -> RewardPool | RewardModelClient | EpisodeRewards:
         reward = with_addresses(domain.reward, judges)
+        if reward.name == ENVIRONMENT_REWARD and not reward.terms:
+            return EpisodeRewards()
         if reward.name != MODEL_REWARD:
             return RewardPool(name, reward)
         return RewardModelClient(name, reward, self._reward_models[reward.args["model"]])
@@ -254,6 +266,7 @@ class RolloutWorker(AsyncWorker):
             filter=filter_of(self._spec.rollout.filter),
             epochs=config.data.epochs,
             least=config.min_prompts,
+            episode=self._environments[name].play if name in self._environments else one_response,
         )
 
     def _load_prompts(self, name: str, config: DomainConfig, split: Split, tokenizer: Any) -> PromptSet:
@@ -264,7 +277,8 @@ class RolloutWorker(AsyncWorker):
 
     async def notes(self) -> list[str]:
         pools = [(name, pool.note) for name, pool in self._pools.items() if isinstance(pool, RewardPool)]
-        return [*self._data_notes, *(f"domains.{name}.reward: {note}" for name, note in pools if note)]
+        rendering = [pool.note for pool in self._environments.values() if pool.note]
+        return [*self._data_notes, *(f"domains.{name}.reward: {note}" for name, note in pools if note), *rendering]
 
     async def next_batch(self, prompts: int, step: int) -> RolloutBatch:
         """Accepted samples of exactly `prompts` prompts, with references to their tokens."""
@@ -279,8 +293,11 @@ class RolloutWorker(AsyncWorker):
             writing.append(self._spec.dumps.writing(step, everyone, rows, result.stats, self._spec.columns, _clock_offset()))
         await self._write(writing)
         replaced = {name: pool.newly_replaced() for name, pool in self._pools.items()}
+        players = {name: pool.newly_replaced() for name, pool in self._environments.items()}
         silences, self._silences = self._silences, []
-        return RolloutBatch(rows, [self._tokens_of(trainable)], result.stats, replaced, silences, ledger_text(result.ledger, step), state)
+        return RolloutBatch(
+            rows, [self._tokens_of(trainable)], result.stats, replaced, players, silences, ledger_text(result.ledger, step), state
+        )
 
     async def finished(self, known: Collection[int], least: int) -> tuple[DataProto, Block]:
         """Rows and tokens of finished groups that will surely be in the current batch, without those whose numbers are `known`; empty if
@@ -380,7 +397,7 @@ class RolloutWorker(AsyncWorker):
     async def shutdown(self) -> None:
         self._engines.close(kill=False)
         self._service.close()
-        for part in (*self._pools.values(), *self._reward_models.values()):
+        for part in (*self._pools.values(), *self._environments.values(), *self._reward_models.values()):
             part.close()
         if self._writing is not None:
             await self._writing

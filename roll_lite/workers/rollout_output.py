@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -163,6 +163,7 @@ def sample_record(sample: Sample, baseline: bool, clock_offset: float) -> dict[s
         "prompt_tokens": len(sample.prompt.token_ids),
         "response_tokens": transcript.response_length,
         "versions": [[span.start, span.version] for span in transcript.versions],
+        **({} if transcript.episode is None else {"episode": asdict(transcript.episode)}),
         **times(sample, clock_offset),
         "columns": further_columns(sample.prompt),
     }

@@ -27,7 +27,7 @@ MANY_RESTARTS = [f"{role}.restarts=100" for role in ("actor_train", "actor_infer
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_run_killed_ten_times_ends_with_the_same_bits(tmp_path: Path, seed: int, undisturbed: Any) -> None:
-    overrides = [*SETTINGS, *MANY_RESTARTS, "actor_train.devices=2", "actor_infer.devices=2", "steps=30", "checkpoint.resume=auto"]
+    overrides = [*SETTINGS, *MANY_RESTARTS, "actor_train.devices=2", "actor_infer.devices=2", "steps=60", "checkpoint.resume=auto"]
     quiet = undisturbed("tiny_grpo", *overrides)
     draw = random.Random(seed)
     killed: list[str] = []

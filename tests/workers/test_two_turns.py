@@ -69,9 +69,10 @@ async def rollout(
     script: Callable[[GenerationRequest], Response] = script,
 ) -> RolloutResult:
     sampling = Sampling(temperature=1.0, max_tokens=max_tokens)
-    domain = Domain("toy", OnePrompt(), PromptOrder(1, 0, "toy"), sampling, samples_per_prompt=2, share=1.0, rewards=LongerIsBetter())
+    order = PromptOrder(1, 0, "toy")
+    domain = Domain("toy", OnePrompt(), order, sampling, samples_per_prompt=2, share=1.0, rewards=LongerIsBetter(), episode=episode)
     clients = [LocalEngine(f"e{i}", ScriptedEngine(script)) for i in range(engines)]
-    return await RolloutService([domain], Router(clients, timeout_s), retries=0, seed=seed, episode=episode).next_batch(1)
+    return await RolloutService([domain], Router(clients, timeout_s), retries=0, seed=seed).next_batch(1)
 
 
 def batch_of(result: RolloutResult) -> DataProto:
@@ -135,15 +136,15 @@ def test_max_tokens_holds_for_all_turns_together() -> None:
 
     async def until_full(prompt: Prompt, conversation: Conversation) -> None:
         await conversation.respond(prompt.token_ids, Author.PROMPT)
-        while conversation.room:
+        while conversation.room > len(OBSERVATION):
             asked.append(conversation.room)
             await conversation.respond(OBSERVATION)
-        with pytest.raises(ValueError, match="the policy has written its 3 tokens"):
+        with pytest.raises(ValueError, match="no room for a response within 8 tokens"):
             await conversation.respond(OBSERVATION)
 
-    result = run_virtual(rollout(until_full, max_tokens=3))
-    assert [sample.transcript.policy_tokens for sample in result.groups[0].samples] == [3, 3]
-    assert set(asked) == {1}
+    result = run_virtual(rollout(until_full, max_tokens=8))
+    assert [sample.transcript.response_length for sample in result.groups[0].samples] == [7, 8]
+    assert asked == [6, 6, 3]
 
 
 def test_a_time_out_in_the_second_turn_keeps_both() -> None:

@@ -7,7 +7,7 @@ checked only when the run starts.
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,10 +21,17 @@ CONSTANTS = (ast.Constant, ast.JoinedStr, ast.List, ast.Tuple, ast.Set, ast.Dict
 
 
 def check_function(
-    path: str, key: str, name: str, arguments: Mapping[str, Any], or_class: bool = False, given: Collection[str] = ()
+    path: str,
+    key: str,
+    name: str,
+    arguments: Mapping[str, Any],
+    or_class: bool = False,
+    given: Collection[str] = (),
+    inputs: Sequence[str] = ("its input",),
 ) -> Iterator[Problem]:
     """Check that the dotted path `name`, the value of setting `path`.`key`, leads to a function that takes `arguments`. `or_class`: allow a
-    class, with any arguments. `given`: parameters that the run fills if the function has them."""
+    class, with any arguments. `given`: parameters that the run fills if the function has them. `inputs`: what the run passes first, in
+    words."""
     try:
         found = _definition(name)
     except ValueError as error:
@@ -36,7 +43,7 @@ def check_function(
         kind = "a class" if isinstance(found, ast.ClassDef) else "a constant"
         yield Problem(f"{path}.{key}", f"is {kind}; expected a function", name)
     elif isinstance(found, ast.Lambda) or (isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef) and not found.decorator_list):
-        yield from _arguments_fit(path, key, name, found.args, arguments, given)
+        yield from _arguments_fit(path, key, name, found.args, arguments, given, ("the sample",) if key == "name" else inputs)
 
 
 def parameters_of(name: str) -> set[str]:
@@ -48,9 +55,9 @@ def parameters_of(name: str) -> set[str]:
     return _by_name(found.args) if isinstance(found, ast.Lambda | ast.FunctionDef | ast.AsyncFunctionDef) else set()
 
 
-def _by_name(parameters: ast.arguments) -> set[str]:
+def _by_name(parameters: ast.arguments, inputs: int = 1) -> set[str]:
     positional = [one.arg for one in (*parameters.posonlyargs, *parameters.args)]
-    return {*positional[max(1, len(parameters.posonlyargs)) :], *(one.arg for one in parameters.kwonlyargs)}
+    return {*positional[max(inputs, len(parameters.posonlyargs)) :], *(one.arg for one in parameters.kwonlyargs)}
 
 
 def _definition(name: str, chain: int = LONGEST_CHAIN) -> ast.AST | None:
@@ -127,21 +134,23 @@ def _bound(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, ast.AST | None]]:
 
 
 def _arguments_fit(
-    path: str, key: str, name: str, parameters: ast.arguments, given: Mapping[str, Any], by_run: Collection[str]
+    path: str, key: str, name: str, parameters: ast.arguments, given: Mapping[str, Any], by_run: Collection[str], inputs: Sequence[str]
 ) -> Iterator[Problem]:
     positional = [one.arg for one in (*parameters.posonlyargs, *parameters.args)]
     keywords = [one.arg for one in parameters.kwonlyargs]
-    by_name = _by_name(parameters)
-    if not positional and parameters.vararg is None:
-        what = "the sample" if key == "name" else "its input"
-        yield Problem(f"{path}.{key}", f"the function has to take {what} as its first argument", name)
+    by_name = _by_name(parameters, len(inputs))
+    if len(positional) < len(inputs) and parameters.vararg is None:
+        place = "its first argument" if len(inputs) == 1 else "its first arguments"
+        yield Problem(f"{path}.{key}", f"the function has to take {' and '.join(inputs)} as {place}", name)
         return
     for argument in given if parameters.kwarg is None else ():
         if argument not in by_name:
             message = f"{name!r} takes no such argument; {did_you_mean(argument, by_name)}"
             yield Problem(f"{path}.args.{argument}", message, given[argument])
     first_default = len(positional) - len(parameters.defaults)
-    required = positional[1:first_default] + [one for one, default in zip(keywords, parameters.kw_defaults, strict=True) if default is None]
+    required = positional[len(inputs) : first_default] + [
+        one for one, default in zip(keywords, parameters.kw_defaults, strict=True) if default is None
+    ]
     missing = [one for one in required if one not in given and one not in by_run]
     if missing:
         offered = f"; of itself the run gives {', '.join(by_run)}" if by_run else ""

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from roll_lite.config.arithmetic import TRAINING_ROLES, actor_is_reference, device_numbers, group_size
 from roll_lite.config.checks.functions import check_function
-from roll_lite.config.problems import Mistake
+from roll_lite.config.problems import Mistake, Problem
 from roll_lite.config.schema.base import Mistakes
+from roll_lite.config.schema.environments import FunctionEnvironmentConfig
 from roll_lite.config.schema.run import RunConfig
 
 
@@ -69,6 +70,17 @@ def _group_filter(config: RunConfig) -> Iterator[Mistake]:
         yield "rollout.filter.name", f"{message}; use more samples_per_prompt, or another filter"
 
 
+def _environments(config: RunConfig) -> Iterator[Problem]:
+    for name, domain in config.domains.items():
+        path, environment = f"domains.{name}.environment", domain.environment
+        if isinstance(environment, FunctionEnvironmentConfig):
+            inputs = ("a task", "the policy")
+            yield from check_function(path, "function", environment.function, environment.args, or_class=True, inputs=inputs)
+        elif environment is not None:
+            for number, tool in enumerate(environment.tools):
+                yield from check_function(f"{path}.tools", str(number), tool, {}, inputs=())
+
+
 def staleness_notes(config: RunConfig) -> list[str]:
     """Return a note if samples from older weights are trained on without importance weights."""
     rollout, algorithm = config.rollout, config.algorithm
@@ -88,4 +100,4 @@ def _least_prompts(config: RunConfig) -> Mistakes:
         yield f"domains.{next(iter(least))}.min_prompts", message
 
 
-ROLLOUT_CHECKS = (_turns, _early_passes, _group_filter, _least_prompts)
+ROLLOUT_CHECKS = (_turns, _early_passes, _group_filter, _least_prompts, _environments)

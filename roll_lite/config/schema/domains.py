@@ -8,6 +8,7 @@ from pydantic import AfterValidator, Field
 
 from roll_lite.config.problems import did_you_mean
 from roll_lite.config.schema.base import ASCENDING, Mistakes, NonNegativeFloat, PositiveFloat, PositiveInt, Section, UserPath, rule
+from roll_lite.config.schema.environments import EnvironmentConfig, FunctionEnvironmentConfig, ToolsEnvironmentConfig
 from roll_lite.config.text_templates import compile_format, placeholders
 
 
@@ -199,6 +200,9 @@ class RewardConfig(Section):
     """Bonus for a response's format; null: none."""
 
 
+ENVIRONMENT_REWARD = "environment"
+
+
 class DomainConfig(Section):
     data: DataConfig
     """Source of prompts."""
@@ -208,14 +212,27 @@ class DomainConfig(Section):
     """Sampling in training."""
     validation_sampling: HeldOutSamplingConfig = Field(default_factory=HeldOutSamplingConfig)
     """Sampling of held-out prompts. Null fields take their values from validation.sampling."""
-    reward: RewardConfig
-    """Scoring of responses."""
+    environment: EnvironmentConfig | None = None
+    """Several turns: what the policy talks with. null: one response per prompt."""
+    reward: RewardConfig = Field(default_factory=lambda: RewardConfig(name=ENVIRONMENT_REWARD))
+    """Scoring of responses. May be left out if the environment gives the rewards."""
     share: PositiveFloat = 1.0
     """Share of this domain in a batch's prompts, relative to the other domains; shares need not sum to 1."""
     min_prompts: Annotated[int, Field(ge=0)] = 0
     """Minimum prompts of this domain in a batch, even beyond its share; other domains then get fewer."""
     samples_per_prompt: PositiveInt | None = None
     """Responses per prompt (group size); null: rollout.samples_per_prompt."""
+
+    @rule
+    def _scored(self) -> Mistakes:
+        if self.reward.name == ENVIRONMENT_REWARD and not isinstance(self.environment, FunctionEnvironmentConfig):
+            why = "tools give no rewards" if self.environment is not None else "without `environment` nothing else scores the responses"
+            yield "reward", f"is needed, since {why}: choose a type in docs/rewards.md"
+
+    @rule
+    def _calls(self) -> Mistakes:
+        if isinstance(self.environment, ToolsEnvironmentConfig) and isinstance(self.template, PlainTemplateConfig):
+            yield "template.name", "tools are described to the model by a chat template; use name: chat"
 
 
 # ---------------------------------------------------------------- rollouts

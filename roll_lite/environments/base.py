@@ -1,0 +1,67 @@
+"""What an environment is: the user's side of an episode of several turns (docs/environments.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+Message = dict[str, Any]
+"""Chat message: role, content; of the assistant also tool_calls, and of a tool its tool_call_id and name."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A row of the data, for one episode."""
+
+    messages: list[Message]
+    """First prompt: the template's system message, if any, and the prompt of the row."""
+    answer: Any = None
+    """Reference answer."""
+    columns: dict[str, Any] = field(default_factory=dict)
+    """Columns of the row."""
+    seed: int = 0
+    """Seed for the environment's own random numbers. In deterministic runs it depends on the sample only."""
+
+
+class Step(NamedTuple):
+    """Answer of an environment to a response."""
+
+    messages: str | Message | Sequence[Message] = ()
+    """New messages; a text is a message of the user."""
+    reward: float = 0.0
+    """Reward of the response."""
+    done: bool = False
+    """The episode is over."""
+    correct: bool | None = None
+    """Whether the episode was solved, once that is known."""
+    metrics: Mapping[str, float] = {}
+    """Numbers to add to the episode's metrics."""
+
+
+class Environment(Protocol):
+    """Class of an environment; the run makes an instance for each episode. Both methods may be async. A `close` method, if there is one,
+    is called at the end."""
+
+    def reset(self, task: Task) -> Sequence[Message] | None:
+        """Begin an episode; returns the messages of the first prompt, or None for those of the task."""
+        ...
+
+    def step(self, message: Message) -> Step:
+        """Answer a response of the policy. Fewer fields may be returned as a tuple: (messages, reward, done)."""
+        ...
+
+
+def messages_from(given: str | Message | Sequence[Message], role: str = "user") -> list[Message]:
+    """Convert what an environment returned to messages; ValueError for anything else."""
+    if isinstance(given, str):
+        return [{"role": role, "content": given}]
+    messages = [given] if isinstance(given, Mapping) else list(given)
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+            raise ValueError(f"returned {message!r:.80} as a message; expected a text or {{role, content}}, with texts in both")
+    return [dict(message) for message in messages]
+
+
+class EpisodeOver(Exception):
+    """No further response is possible: the episode has reached a limit. Let it pass."""

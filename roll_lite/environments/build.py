@@ -1,0 +1,68 @@
+"""Builds a domain's environment from its configuration."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from roll_lite.config.schema.domains import ChatTemplateConfig, DomainConfig
+from roll_lite.config.schema.environments import FunctionEnvironmentConfig, ToolsEnvironmentConfig
+from roll_lite.data.templates import Tokenizer
+from roll_lite.data.user_function import load_function
+from roll_lite.environments.episode import Calls, Limits, Play, Player, Renderer, play_class, play_function
+from roll_lite.environments.rendering import ChatRenderer, PlainRenderer
+from roll_lite.environments.tools import Tool, play_tools
+from roll_lite.files import read_text
+
+
+def player_of(domain: DomainConfig, tokenizer: Tokenizer, path: str) -> Player:
+    """Load the environment of the domain at `path` (YAML). ValueError for a mistake in it."""
+    settings = domain.environment
+    assert settings is not None
+    limits = Limits(
+        settings.max_turns,
+        settings.turn_timeout_s,
+        domain.sampling.max_prompt_tokens,
+        settings.max_turn_tokens,
+        last_reward=settings.rewards == "last",
+    )
+    calls = Calls()
+    tools: list[Tool] = []
+    if isinstance(settings, ToolsEnvironmentConfig):
+        tools = [Tool.of(name, f"{path}.environment.tools.{number}") for number, name in enumerate(settings.tools)]
+        play = play_tools(tools, calls)
+    else:
+        play = play_of(settings, f"{path}.environment.function", calls)
+    return Player(play, renderer_of(domain, tokenizer, path, tools), limits, calls)
+
+
+def play_of(settings: FunctionEnvironmentConfig, path: str, calls: Calls) -> Play:
+    found = load_function(settings.function, path, "async (task, policy) -> reward or None", or_class=True)
+    if isinstance(found, type):
+        missing = [name for name in ("reset", "step") if not callable(getattr(found, name, None))]
+        if missing:
+            raise ValueError(f"{path}: {settings.function!r} has no method {' and no '.join(missing)}; an environment has both")
+        _bind(inspect.signature(found), (), settings, path)
+        return play_class(found, settings.args, calls)
+    if not inspect.iscoroutinefunction(found):
+        raise ValueError(f"{path}: {settings.function!r} must be `async def`: it awaits the policy's responses")
+    _bind(inspect.signature(found), (None, None), settings, path)
+    return play_function(found, settings.args)
+
+
+def _bind(signature: inspect.Signature, given: tuple[Any, ...], settings: FunctionEnvironmentConfig, path: str) -> None:
+    try:
+        signature.bind(*given, **settings.args)
+    except TypeError as error:
+        takes = "`args`" if not given else "a task, the policy and `args`"
+        raise ValueError(f"{path}: {settings.function!r} takes {takes}: {error}; its signature is {signature}") from None
+
+
+def renderer_of(domain: DomainConfig, tokenizer: Tokenizer, path: str, tools: list[Tool]) -> Renderer:
+    template = domain.template
+    if not isinstance(template, ChatTemplateConfig):
+        return PlainRenderer(tokenizer, f"{path}.template")
+    text = None if template.file is None else read_text(template.file)
+    form = None if domain.environment is None else domain.environment.call_format
+    ends = domain.sampling.stop_token_ids
+    return ChatRenderer(tokenizer, text, template.arguments, [tool.schema for tool in tools], f"{path}.template", form, ends)

@@ -1,0 +1,293 @@
+"""Turns the messages of an episode into tokens. A sampled response keeps its tokens: only the text behind it is rendered and tokenized.
+
+Text of users, tools and environments never becomes an added token such as `<|im_end|>`: where it contains the text of one, it is cut behind
+the first character, and the parts are tokenized apart."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import takewhile
+from typing import Any
+
+from roll_lite.config.schema.domains import PlainTemplateConfig
+from roll_lite.data.templates import Template, Tokenizer
+from roll_lite.environments.base import Message
+from roll_lite.environments.tool_calls import CallFormat, ToolCallParser, family_of
+from roll_lite.files import first_line
+
+SENTINEL = "SENTINEL7f3a9c51"
+"""Text of the dummy response. Letters and digits only: trimming and JSON leave it as it is."""
+CALL_ID = "call00000"
+"""Nine letters and digits, as Mistral's templates demand."""
+QUESTION: Message = {"role": "user", "content": "Question"}
+NEXT: Message = {"role": "user", "content": "Next7f3a9c51"}
+RESULT: Message = {"role": "tool", "content": "Result7f3a9c51", "name": "tool", "tool_call_id": CALL_ID}
+
+
+class ChatRenderer:
+    """Renders by a chat template.
+
+    `chat_template`: None for the tokenizer's. `arguments`: the template's variables. `tools`: OpenAI schemas. `setting`: YAML path of the
+    template, for messages. `call_format`: None for that of the template. `end_ids`: tokens that end a response, besides the template's own
+    and the tokenizer's EOS (Llama's <|eom_id|>)."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        chat_template: str | None,
+        arguments: Mapping[str, Any],
+        tools: Sequence[dict[str, Any]] | None,
+        setting: str,
+        call_format: CallFormat | None = None,
+        end_ids: Collection[int] = (),
+    ) -> None:
+        if chat_template is None and not getattr(tokenizer, "chat_template", None):
+            raise ValueError(f"{setting}.name: chat, but the tokenizer has no chat template; use name: plain")
+        self._tokenizer = tokenizer
+        self._text = _GuardedText(tokenizer)
+        self._arguments = dict(arguments)
+        self._tools = self._text.guard(list(tools)) if tools else None
+        self._setting = setting
+        self._template = tokenizer.get_chat_template(chat_template, self._tools)
+        self._later_tools = self._tools
+        """Tools for rendering continuations; None if they make no difference there, since rendering them takes time."""
+        self._needs_calls = bool(tools)
+        """Tool results need a dummy response with calls: the template renders them otherwise, or not at all, without."""
+        self._closing = self._after([], prompt=False)
+        """Text after the last assistant message's content."""
+        self._end = self._text.first_added(self._text.encode(self._closing))[1]
+        """The template's end-of-turn token; None if it has none."""
+        self._ends = {*end_ids, tokenizer.eos_token_id, self._end} - {None}
+        self._check()
+        form = call_format or (family_of(self._template) if tools else None)
+        if tools and form is None:
+            raise ValueError(f"{setting}: the form of the chat template's tool calls is unknown; name it in environment.call_format")
+        thinking = self._after([NEXT]).rstrip().endswith("<think>")
+        self._parser = ToolCallParser(tokenizer, form, tools or (), thinking)
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Tokens of an episode's first prompt."""
+        return self._text.encode(self._render(self._guarded(messages), self._tools, prompt=True), start=True)
+
+    def continuation(self, response_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+        """Tokens between a response and the next: the rest of the assistant's message, the new messages, the generation prompt."""
+        ids = self._text.encode(self._following(self._guarded(messages)))
+        last = response_ids[-1] if response_ids else None
+        place, first = self._text.first_added(ids)
+        # GLM has no end-of-turn token: its responses end with the token that begins the next message.
+        closed = first is not None and (last == first or (first == self._end and last in self._ends))
+        return ids[place + 1 :] if closed else ids
+
+    def message(self, response_ids: Sequence[int]) -> Message:
+        """Message that a response is. A malformed tool call has a `problem`."""
+        return _message(self._parser, response_ids)
+
+    def difference(self) -> str | None:
+        """A sentence with an example of where an episode's tokens differ from the template applied to the whole conversation."""
+        for kind, messages in _conversations(bool(self._tools)):
+            try:
+                whole = self._text.encode(self._render(messages, self._tools), start=True)
+                ids = list(self._incremental(messages))
+            except ValueError:  # a refused system message, or two calls at once: the run refuses it where it comes
+                continue
+            if ids != whole[: len(ids)]:
+                place = _common(ids, whole)
+                here, there = (self._tokenizer.decode(side[max(place - 4, 0) : place + 12]) for side in (ids, whole))
+                return (
+                    f"{self._setting}: in a conversation with {kind}, an episode's tokens read {here!r} where the chat template, "
+                    f"applied to the whole conversation, writes {there!r}"
+                )
+        return None
+
+    def _incremental(self, messages: Sequence[Message]) -> Iterator[int]:
+        """Tokens of a conversation as an episode collects them. A response is what the template writes for a last message."""
+        response: list[int] | None = None
+        start = 0
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant":
+                new = messages[start:number]
+                yield from self.prompt(new) if response is None else self.continuation(response, new)
+                before, text = self._render(messages[:number], self._tools, prompt=True), self._render(messages[: number + 1], self._tools)
+                response = self._text.encode(text[_common(before, text) :])
+                if self._end in response:
+                    response = response[: response.index(self._end) + 1]
+                yield from response
+                start = number + 1
+
+    def _check(self) -> None:
+        """Refuse a template that leaves out new messages or tools, and find out what continuations need."""
+        if self._tools and self._render([QUESTION], self._tools) == self._render([QUESTION], None):
+            raise ValueError(f"{self._setting}: the chat template ignores tools; {self._remedy}, or leave out the tools")
+        kinds = [NEXT, RESULT] if self._tools else [NEXT]
+        texts = [self._following([message]) for message in kinds]
+        for message, text in zip(kinds, texts, strict=True):
+            if message["content"] not in text:
+                raise ValueError(f"{self._setting}: the chat template leaves out messages of the role {message['role']}; {self._remedy}")
+        self._needs_calls = False
+        if not self._writes(kinds, texts):
+            self._needs_calls = bool(self._tools)
+        self._later_tools = None
+        if not self._writes(kinds, texts):
+            self._later_tools = self._tools
+
+    def _writes(self, kinds: Sequence[Message], texts: Sequence[str]) -> bool:
+        with suppress(ValueError):
+            return all(self._following([message]) == text for message, text in zip(kinds, texts, strict=True))
+        return False
+
+    @property
+    def _remedy(self) -> str:
+        return f"name a template for multi-turn conversations in {self._setting}.file"
+
+    def _guarded(self, messages: Sequence[Message]) -> list[Message]:
+        """Messages with guarded text. An assistant's keeps added tokens that are not special, such as <think>."""
+        return [self._text.guard(one, only_special=one["role"] == "assistant") for one in messages]
+
+    def _following(self, messages: list[Message]) -> str:
+        """Text between a response that is not closed and the next response."""
+        results = list(takewhile(lambda one: one["role"] == "tool", messages)) if self._needs_calls else []
+        if results:
+            calls = [_call(one.get("name", "tool"), {"text": SENTINEL}, one.get("tool_call_id", CALL_ID)) for one in results]
+            with suppress(ValueError):  # the template may refuse several calls at once
+                markup = self._after([], calls, prompt=False).removesuffix(self._closing)
+                if (text := self._after(messages, calls)).startswith(markup):
+                    return text.removeprefix(markup)
+        return self._after(messages)
+
+    def _after(self, messages: list[Message], calls: list[Any] | None = None, prompt: bool = True) -> str:
+        """Text after the sentinel in a dummy conversation with these messages after the response."""
+        response = {"role": "assistant", "content": "", "tool_calls": calls} if calls else {"role": "assistant", "content": SENTINEL}
+        _, found, text = self._render([QUESTION, response, *messages], self._later_tools, prompt).rpartition(SENTINEL)
+        if not found:
+            raise ValueError(f"{self._setting}: the chat template leaves out the assistant's messages; {self._remedy}")
+        return text
+
+    def _render(self, messages: Sequence[Message], tools: Any, prompt: bool = False) -> str:
+        try:
+            return self._tokenizer.apply_chat_template(
+                list(messages), tools=tools, chat_template=self._template, tokenize=False, add_generation_prompt=prompt, **self._arguments
+            )
+        except Exception as error:  # templates may raise anything
+            roles = ", ".join(one["role"] for one in messages)
+            raise ValueError(f"{self._setting}: the chat template refuses messages of the roles {roles}: {first_line(error)}") from error
+
+
+class PlainRenderer:
+    """Renders for base models: contents joined, without roles. The prompt is tokenized as in single-turn runs: it may spell out added
+    tokens, as the text of a plain template does."""
+
+    def __init__(self, tokenizer: Tokenizer, setting: str = "template") -> None:
+        self._template = Template(PlainTemplateConfig(), "prompt", tokenizer, setting)
+        self._text = _GuardedText(tokenizer)
+        self._parser = ToolCallParser(tokenizer, None)
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        return self._template.tokenize(["".join(one["content"] for one in messages)])[0]
+
+    def continuation(self, response_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+        return self._text.encode(self._text.guard("".join(one["content"] for one in messages)))
+
+    def message(self, response_ids: Sequence[int]) -> Message:
+        return _message(self._parser, response_ids)
+
+    def difference(self) -> str | None:
+        return None
+
+
+def _message(parser: ToolCallParser, response_ids: Sequence[int]) -> Message:
+    content, calls = parser.parse(response_ids)
+    return {"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})}
+
+
+def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Length of the common prefix."""
+    return next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+class _GuardedText:
+    """Keeps added tokens out of foreign text: `guard` marks where their texts are cut, `encode` tokenizes the parts apart."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        added = tokenizer.added_tokens_decoder
+        self._tokenizer = tokenizer
+        self._added = frozenset(added)
+        self._all = _first_characters(token.content for token in added.values())
+        self._special = _first_characters(token.content for token in added.values() if token.special)
+        self._mark = f"cut{secrets.token_hex(16)}"
+        """Random, so that no text contains it."""
+        self._line_break = self._ids("\n")
+
+    def guard(self, value: Any, only_special: bool = False) -> Any:
+        """A value with marks in all its texts."""
+        if isinstance(value, str):
+            return (self._special if only_special else self._all).sub(rf"\g<0>{self._mark}", value)
+        if isinstance(value, Mapping):
+            return {self.guard(key, only_special): self.guard(item, only_special) for key, item in value.items()}
+        return [self.guard(item, only_special) for item in value] if isinstance(value, list | tuple) else value
+
+    def encode(self, text: str, start: bool = False) -> list[int]:
+        """Tokens of a marked text. `start`: nothing stands before it."""
+        parts = text.split(self._mark)
+        first = self._ids(parts[0]) if start else self._ids_behind(parts[0])
+        return [*first, *(one for part in parts[1:] for one in self._ids_behind(part))]
+
+    def first_added(self, ids: Sequence[int]) -> tuple[int, int | None]:
+        """Place and id of the first added token."""
+        return next(((place, one) for place, one in enumerate(ids) if one in self._added), (len(ids), None))
+
+    def _ids(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _ids_behind(self, text: str) -> list[int]:
+        """Tokens of a text within another: SentencePiece adds a space where a text starts, so a line break is put before and dropped."""
+        ids = self._ids(f"\n{text}")
+        length = len(self._line_break)
+        return ids[length:] if ids[:length] == self._line_break else self._ids(text)
+
+
+def _first_characters(texts: Iterable[str]) -> re.Pattern[str]:
+    """Pattern of the first characters of these texts wherever they stand, overlaps included. Whitespace, which some tokenizers have as
+    added tokens, is ordinary text."""
+    tails = _tails(text for text in texts if len(text) > 1 and not text.isspace())
+    return re.compile("|".join(f"{re.escape(first)}(?={_any_of(rest)})" for first, rest in tails.items()) or "(?!)")
+
+
+def _any_of(texts: Sequence[str]) -> str:
+    """Pattern that matches before these texts: a tree, since models have thousands of added tokens."""
+    if "" in texts:
+        return ""
+    branches = [re.escape(first) + _any_of(rest) for first, rest in _tails(texts).items()]
+    return branches[0] if len(branches) == 1 else f"(?:{'|'.join(branches)})"
+
+
+def _tails(texts: Iterable[str]) -> dict[str, list[str]]:
+    tails = defaultdict(list)
+    for text in texts:
+        tails[text[0]].append(text[1:])
+    return tails
+
+
+def _call(name: str, arguments: dict[str, Any], call_id: str) -> dict[str, Any]:
+    return {"type": "function", "id": call_id, "function": {"name": name, "arguments": arguments}}
+
+
+def _conversations(tools: bool) -> Iterator[tuple[str, list[Message]]]:
+    """Name and messages of conversations whose earlier messages some templates change."""
+    answer: Message = {"role": "assistant", "content": "The answer is 42."}
+    turns = [QUESTION, answer, {"role": "user", "content": "Try again."}, answer]
+    yield "two turns", turns
+    yield "a system message", [{"role": "system", "content": "Be short."}, *turns]
+    yield "thoughts", [QUESTION, {"role": "assistant", "content": "<think>\nFirst think.\n</think>\n\nThe answer is 41."}, *turns[2:]]
+    if tools:
+        ids = ["call00001", "call00002"]
+        calls = [_call("search", {"text": name}, call_id) for name, call_id in zip("ab", ids, strict=True)]
+        results = [
+            {"role": "tool", "name": "search", "content": f"Found {name}.", "tool_call_id": call_id}
+            for name, call_id in zip("ab", ids, strict=True)
+        ]
+        for count, kind in ((1, "a tool call"), (2, "two tool calls at once")):
+            yield kind, [QUESTION, {"role": "assistant", "content": "", "tool_calls": calls[:count]}, *results[:count], answer, *turns[2:]]

@@ -1,0 +1,230 @@
+"""Finds the tool calls in sampled responses, in the formats of the usual model families, and describes Python functions as tools."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+from roll_lite.data.templates import Tokenizer
+
+CallFormat = Literal["hermes", "qwen3_coder", "llama3", "mistral"]
+
+MARKERS = {
+    *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+    *("<think>", "</think>", "[THINK]", "[/THINK]"),
+}
+"""Tokens that a parser needs, though some tokenizers have them as special tokens, which are left out of contents."""
+THOUGHTS = re.compile(r"(<think>.*?(?:</think>|\Z)|\[THINK\].*?(?:\[/THINK\]|\Z))", re.DOTALL)
+HERMES_END = re.compile(r"\s*(?:</tool_call>|(?=<tool_call>)|\Z)")
+"""The end tag may be missing: a stop string is not part of a response."""
+SKIP_TO_END = re.compile(r"</tool_call>|(?=<tool_call>)|\Z")
+CODER_START = re.compile(r"<tool_call>\s*(?:<function=)?|<function=")
+CODER = re.compile(r"(?:<tool_call>\s*)?<function=([^>\n]*)>((?:(?!<function=).)*?)</function>(?:\s*</tool_call>)?", re.DOTALL)
+PARAMETER = re.compile(r"<parameter=([^>\n]*)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
+LLAMA_START = re.compile(r'<\|python_tag\|>|(?=\{\s*"(?:name|type)"\s*:)')
+MISTRAL_NAME = re.compile(r"\s*([^\s\[\]{}]+)\s*(?:\[CALL_ID\]\s*(\w*)\s*)?(?:\[ARGS\])?")
+SPACE, SEPARATOR = re.compile(r"\s*"), re.compile(r"[\s;]*")
+DECODER = json.JSONDecoder()
+
+
+class _Malformed(str):
+    """Reason why a text is no call."""
+
+
+class _Found(NamedTuple):
+    start: int
+    end: int
+    values: list[Any]
+    """Calls as JSON has them, still unchecked."""
+
+
+class Parsed(NamedTuple):
+    content: str
+    """Text without the markup of calls; thoughts included."""
+    calls: list[dict[str, Any]]
+    """Calls in OpenAI's form, with arguments as a dict. A malformed call has a `problem`, and its `text`."""
+
+
+def family_of(chat_template: str) -> CallFormat | None:
+    """Format in which a chat template has the model write calls; None if it is none of the known ones."""
+    if "[TOOL_CALLS]" in chat_template:
+        return "mistral"
+    if "<tool_call>" in chat_template and "<arg_key>" not in chat_template:  # GLM has the tag, but not JSON in it
+        return "qwen3_coder" if "<function=" in chat_template else "hermes"
+    if "<|start_header_id|>" in chat_template and '"parameters"' in chat_template:
+        return "llama3"
+    return None
+
+
+class ToolCallParser:
+    """`form`: None finds no calls. `tools`: OpenAI schemas, for the types of arguments that are written as text. `thinking`: responses
+    begin within thoughts, since the generation prompt has opened them."""
+
+    def __init__(self, tokenizer: Tokenizer, form: CallFormat | None, tools: Sequence[dict[str, Any]] = (), thinking: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._left_out = {one for one, token in tokenizer.added_tokens_decoder.items() if token.special and token.content not in MARKERS}
+        self._finder = None if form is None else FINDERS[form]
+        functions = [tool["function"] for tool in tools]
+        self._parameters = {one["name"]: one.get("parameters", {}).get("properties", {}) for one in functions}
+        self._thinking = thinking
+
+    def parse(self, response_ids: Sequence[int]) -> Parsed:
+        """Content and calls of a response. Calls within thoughts do not count."""
+        kept = [one for one in response_ids if one not in self._left_out]
+        text = self._tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if self._finder is None:
+            return Parsed(text, [])
+        opened = self._thinking or ("</think>" in text and "<think>" not in text.partition("</think>")[0])
+        parts = THOUGHTS.split(f"<think>{text}" if opened else text)
+        calls: list[dict[str, Any]] = []
+        for number in range(0, len(parts), 2):  # thoughts have odd numbers
+            parts[number] = self._take_calls(parts[number], calls)
+        content = "".join(parts)
+        if opened:
+            content = content.removeprefix("<think>")
+        return Parsed(content.strip() if calls else content, calls)
+
+    def _take_calls(self, text: str, calls: list[dict[str, Any]]) -> str:
+        """Append the calls of a text; returns the rest of the text."""
+        assert self._finder is not None
+        rest, at = "", 0
+        for start, end, values in self._finder(text, self._parameters):
+            rest += text[at:start]
+            at = end
+            for value in values:
+                calls.append(_checked(value, len(calls), text[start:end]))
+        return rest + text[at:]
+
+
+def _checked(value: Any, number: int, text: str) -> dict[str, Any]:
+    given = value if isinstance(value, dict) else {}
+    name, arguments, call_id = given.get("name"), given.get("arguments", given.get("parameters")), given.get("id")
+    problem = None
+    if isinstance(value, _Malformed):
+        problem = str(value)
+    elif not isinstance(name, str) or not name:
+        problem = "a call is an object with a name and arguments"
+    else:
+        if isinstance(arguments, str):  # doubly encoded, as OpenAI's API returns them
+            arguments, _ = _read(arguments, 0)
+        arguments = {} if arguments is None else arguments
+        if not isinstance(arguments, dict):
+            problem = f"the arguments of {name} must be an object" + (f"; {arguments}" if isinstance(arguments, _Malformed) else "")
+    call = {
+        "type": "function",
+        "id": call_id if isinstance(call_id, str) and re.fullmatch(r"[a-zA-Z0-9]{9}", call_id) else f"call{number:05d}",
+        "function": {"name": name if isinstance(name, str) else "", "arguments": arguments if problem is None else {}},
+    }
+    return call if problem is None else {**call, "problem": problem, "text": text}
+
+
+def _skip(pattern: re.Pattern[str], text: str, at: int) -> int:
+    found = pattern.match(text, at)
+    return at if found is None else found.end()
+
+
+def _read(text: str, at: int) -> tuple[Any, int]:
+    """Read the JSON value that begins at `at`; returns it, or _Malformed, and where it ends."""
+    at = _skip(SPACE, text, at)
+    try:
+        return DECODER.raw_decode(text, at)
+    except RecursionError:
+        return _Malformed("nested too deeply"), at
+    except ValueError as error:
+        place = f" at character {error.pos - at}" if isinstance(error, json.JSONDecodeError) else ""
+        return _Malformed(f"not valid JSON: {getattr(error, 'msg', error)}{place}"), at
+
+
+Finder = Callable[[str, dict[str, Any]], Iterator[_Found]]
+
+
+def _hermes(text: str, parameters: dict[str, Any]) -> Iterator[_Found]:
+    at = 0
+    while (start := text.find("<tool_call>", at)) >= 0:
+        inside = start + len("<tool_call>")
+        value, at = _read(text, inside)
+        end = HERMES_END.match(text, at)
+        if isinstance(value, _Malformed) or end is None:
+            skipped = SKIP_TO_END.search(text, inside)
+            assert skipped is not None
+            end, value = skipped, value if isinstance(value, _Malformed) else _Malformed("text after the JSON object")
+        at = end.end()
+        yield _Found(start, at, [value])
+
+
+def _qwen3_coder(text: str, parameters: dict[str, Any]) -> Iterator[_Found]:
+    at = 0
+    while (start := CODER_START.search(text, at)) is not None:
+        value: Any = _Malformed("expected <function=name>, <parameter=name>value</parameter> for each argument, and </function>")
+        if (found := CODER.match(text, start.start())) is not None:
+            name, types = found[1].strip(), parameters.get(found[1].strip(), {})
+            value = {
+                "name": name,
+                "arguments": {key.strip(): _typed(one, types.get(key.strip())) for key, one in PARAMETER.findall(found[2])},
+            }
+        end = found or SKIP_TO_END.search(text, start.end())
+        assert end is not None
+        at = end.end()
+        yield _Found(start.start(), at, [value])
+
+
+def _typed(text: str, schema: dict[str, Any] | None) -> Any:
+    """An argument as its schema has it; the text if that does not fit."""
+    if not schema or "string" in (kind := schema.get("type", () if "anyOf" in schema else "string")) or kind is None:
+        return text
+    try:
+        return json.loads({"True": "true", "False": "false", "None": "null"}.get(text.strip(), text))
+    except (ValueError, RecursionError):
+        return text
+
+
+def _llama3(text: str, parameters: dict[str, Any]) -> Iterator[_Found]:
+    at = 0
+    while (start := LLAMA_START.search(text, at)) is not None:
+        value, at = _read(text, start.end())
+        if isinstance(value, _Malformed):
+            yield _Found(start.start(), len(text), [value])
+            return
+        if start[0] or (isinstance(value, dict) and not value.keys().isdisjoint(("parameters", "arguments"))):
+            at = _skip(SEPARATOR, text, at)
+            yield _Found(start.start(), at, [value])
+
+
+def _mistral(text: str, parameters: dict[str, Any]) -> Iterator[_Found]:
+    at = 0
+    while (start := text.find("[TOOL_CALLS]", at)) >= 0:
+        inside = start + len("[TOOL_CALLS]")
+        named = MISTRAL_NAME.match(text, inside)
+        value, at = _read(text, named.end() if named else inside)
+        if isinstance(value, _Malformed):
+            at = text.find("[TOOL_CALLS]", inside) if "[TOOL_CALLS]" in text[inside:] else len(text)
+        elif named:
+            value = {"name": named[1], "id": named[2], "arguments": value}
+        yield _Found(start, at, value if isinstance(value, list) else [value])
+
+
+FINDERS: dict[CallFormat, Finder] = {"hermes": _hermes, "qwen3_coder": _qwen3_coder, "llama3": _llama3, "mistral": _mistral}
+assert set(FINDERS) == set(get_args(CallFormat))
+
+
+def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """OpenAI schema of a function: its name, type hints, and docstring with Google's `Args:`. ValueError if the model cannot be told how to
+    call it."""
+    from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException, get_json_schema
+
+    name = getattr(function, "__name__", type(function).__name__)
+    remedy = (
+        'write a type hint for each argument, and a docstring with what the function does, "Args:", and a line "name: meaning" for each'
+    )
+    loose = [one.name for one in inspect.signature(function).parameters.values() if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    if loose:
+        raise ValueError(f"{name}: the model cannot be told about *{loose[0]}; give the function named arguments only")
+    try:
+        schema: dict[str, Any] = get_json_schema(function)
+    except (DocstringParsingException, TypeHintParsingException, NameError, TypeError, ValueError) as error:
+        raise ValueError(f"{name}: {error}; {remedy}") from error
+    schema["function"].pop("return", None)
+    return schema

@@ -1,0 +1,231 @@
+"""Environment workers: processes in which episodes are played, and their pool in the rollout service."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import ray
+from ray.exceptions import RayTaskError
+
+from roll_lite.config.schema.domains import ChatTemplateConfig, DomainConfig
+from roll_lite.data.row_values import messages_of
+from roll_lite.data.samples import Author, FinishReason, GenerationRequest, Prompt, Sampling, Turn
+from roll_lite.data.stable_hash import stable_hash
+from roll_lite.data.templates import load_tokenizer
+from roll_lite.distributed.failures import FleetDown, MemberLost
+from roll_lite.distributed.fleet import Fleet, Policy, SlowStart, until_silent
+from roll_lite.distributed.place import Place, kill_actors
+from roll_lite.environments.base import Task
+from roll_lite.environments.build import player_of
+from roll_lite.environments.episode import STUCK_THREADS, Answer, Ask, Begin, Cancel, Ended, Event, Player
+from roll_lite.rewards.base import CANNED_RESPONSE
+from roll_lite.scheduler.runner import Conversation, EpisodeFailed
+
+POLL_SECONDS = 1.0
+GRACE_SECONDS = 5.0
+"""Time beyond turn_timeout_s after which a silent worker counts as lost: it does not even report the time-out."""
+
+
+class EnvironmentWorker:
+    """Asynchronous actor that plays the episodes of one domain."""
+
+    _player: Player
+
+    def __init__(self, model: str, domain: DomainConfig, name: str) -> None:
+        self._model = model
+        self._domain = domain
+        self._name = name
+
+    async def prepare(self) -> tuple[list[int], str | None]:
+        """Import the environment and load the tokenizer; returns the token ids of CANNED_RESPONSE, and a note for the user. ValueError for
+        a mistake in the configuration."""
+        tokenizer = load_tokenizer(self._model)
+        self._player = await asyncio.to_thread(player_of, self._domain, tokenizer, f"domains.{self._name}")
+        ids: list[int] = tokenizer.encode(CANNED_RESPONSE, add_special_tokens=False)
+        return ids, self._player.note()
+
+    async def tell(self, orders: list[Begin | Answer | Cancel]) -> None:
+        self._player.tell(orders)
+
+    async def events(self) -> tuple[list[Event], int]:
+        """Events since the last call, and the number of calls that hang in threads."""
+        return await self._player.events(POLL_SECONDS), self._player.stuck
+
+    async def place(self) -> Place:
+        return Place.here()
+
+
+class _Lost(NamedTuple):
+    cause: str
+    alone: bool
+    """True if no other episode can have caused the loss."""
+
+
+@dataclass(eq=False)
+class _Running:
+    events: asyncio.Queue[Event | _Lost]
+    is_computing: bool = True
+    """True while the environment works; False while the policy responds."""
+
+
+class PooledEnvironment:
+    """Environment worker as a Member of a Fleet."""
+
+    def __init__(self, model: str, domain: DomainConfig, name: str) -> None:
+        self.name = f"environment {name}"
+        self.actor: Any = None
+        self.canned_ids: list[int] = []
+        self.note: str | None = None
+        self.running: dict[int, _Running] = {}
+        self._orders: list[Begin | Answer | Cancel] = []
+        self._place: Place | None = None
+        self._arguments = model, domain, name
+
+    async def start(self) -> None:
+        self._place = None
+        self.actor = ray.remote(EnvironmentWorker).options(num_cpus=0).remote(*self._arguments)
+        try:
+            self.canned_ids, self.note = await self.actor.prepare.remote()
+        except RayTaskError as error:
+            raise error.cause if isinstance(error.cause, ValueError) else error from None
+        self._place = await self.actor.place.remote()
+
+    async def until_lost(self) -> str:
+        return f"{self.name}: {await until_silent(lambda: self.actor.place.remote(), lambda: bool(self.running))}"
+
+    def kill(self) -> None:
+        kill_actors([] if self.actor is None else [self.actor], [self._place])
+
+    def tell(self, order: Begin | Answer | Cancel) -> None:
+        """Send an order, in one call with all others of this turn of the event loop."""
+        if not self._orders:
+            asyncio.get_running_loop().call_soon(self._send)
+        self._orders.append(order)
+
+    def _send(self) -> None:
+        orders, self._orders = self._orders, []
+        with suppress(Exception):  # a dead worker: `events` notices it
+            self.actor.tell.remote(orders)
+
+
+class EnvironmentPool:
+    """Plays the episodes of one domain, each in the worker with the fewest. A lost worker is replaced; its episodes start again."""
+
+    def __init__(self, name: str, domain: DomainConfig, model: str) -> None:
+        assert domain.environment is not None
+        self._domain = domain
+        self._settings = domain.environment
+        self._path = path = f"domains.{name}.environment"
+        members = [PooledEnvironment(model, domain, name) for _ in range(self._settings.workers)]
+        policy = Policy(self._settings.start_timeout_s, path=path)
+        self._fleet = Fleet(f"{path}.workers", members, policy, self._serve, self._lost, self._down)
+        self._numbers = itertools.count()
+        self._places = asyncio.Semaphore(self._settings.workers * self._settings.parallel)
+
+    async def start(self) -> None:
+        """Start all workers. ValueError for a mistake in the environment's configuration."""
+        try:
+            await self._fleet.start()
+        except SlowStart as slow:
+            raise ValueError(str(slow)) from None
+
+    def newly_replaced(self) -> int:
+        return self._fleet.newly_replaced()
+
+    @property
+    def note(self) -> str | None:
+        return self._fleet.members[0].note
+
+    def close(self) -> None:
+        self._fleet.close()
+
+    # ------------------------------------------------------------ episodes
+
+    async def play(self, prompt: Prompt, conversation: Conversation) -> None:
+        """Play an episode (an `Episode` of the scheduler)."""
+        async with self._places:
+            try:
+                await self._fleet.in_service()
+            except FleetDown as down:
+                raise EpisodeFailed(str(down)) from down
+            member = min(self._fleet.serving, key=lambda one: len(one.running))
+            number = next(self._numbers)
+            running = member.running[number] = _Running(asyncio.Queue())
+            member.tell(Begin(number, self._task(prompt, conversation), conversation.sampling.max_tokens))
+            try:
+                await self._converse(member, number, running, conversation)
+            finally:
+                if member.running.pop(number, None) is not None:
+                    member.tell(Cancel(number))
+
+    async def _converse(self, member: PooledEnvironment, number: int, running: _Running, conversation: Conversation) -> None:
+        author = Author.PROMPT
+        while True:
+            event = await running.events.get()
+            if isinstance(event, Ask):
+                running.is_computing = False
+                turn = await conversation.respond(np.frombuffer(event.ids, np.int32).tolist(), author, event.most)
+                author = Author.ENVIRONMENT
+                running.is_computing = True
+                member.tell(Answer(number, turn.ids))
+                continue
+            member.running.pop(number, None)
+            if isinstance(event, Ended):
+                conversation.end(event.record, event.finish_reason)
+                return
+            raise EpisodeFailed(event.cause, not isinstance(event, _Lost) or event.alone)
+
+    async def problem(self, prompt: Prompt) -> str | None:
+        """Play an episode with canned responses; returns what fails, or None."""
+
+        async def ask(request: GenerationRequest, _: Turn | None) -> Turn:
+            ids = self._fleet.members[0].canned_ids[: request.sampling.max_tokens]
+            return Turn(request.request_id, len(ids), finish_reason=FinishReason.STOP, ids=np.array(ids, np.int32).tobytes())
+
+        trial = Conversation(ask, "trial", Sampling(1.0, self._domain.sampling.max_tokens), wants_ids=True)
+        try:
+            await self.play(prompt, trial)
+        except EpisodeFailed as failed:
+            return f"{self._path}: playing a first episode, with the response {CANNED_RESPONSE!r}, failed: {failed.cause}"
+        return None
+
+    def _task(self, prompt: Prompt, conversation: Conversation) -> Task:
+        template, column = self._domain.template, self._domain.data.prompt
+        if isinstance(template, ChatTemplateConfig):
+            messages = messages_of({column: prompt.question}, column, template.system)
+        else:
+            messages = [{"role": "user", "content": prompt.text}]
+        seed = conversation.sampling.seed
+        own = stable_hash(conversation.request_id if seed is None else seed, "environment") % 2**31
+        return Task(messages, prompt.answer, prompt.columns, own)
+
+    # ------------------------------------------------------------ workers
+
+    async def _serve(self, member: PooledEnvironment) -> None:
+        silence_s = self._settings.turn_timeout_s + GRACE_SECONDS + POLL_SECONDS
+        while True:
+            try:
+                async with asyncio.timeout(silence_s):
+                    events, stuck = await member.actor.events.remote()
+            except TimeoutError:
+                raise MemberLost(f"{member.name}: it did not answer within {silence_s:g} s") from None
+            for event in events:
+                if (running := member.running.get(event.episode)) is not None:
+                    running.events.put_nowait(event)
+            if stuck >= STUCK_THREADS:
+                raise MemberLost(f"{member.name}: {stuck} calls hang in it")
+
+    def _lost(self, member: PooledEnvironment, cause: str) -> None:
+        lost, member.running = member.running, {}
+        computing = [running for running in lost.values() if running.is_computing]
+        for running in lost.values():
+            running.events.put_nowait(_Lost(cause, len(computing) == 1 and running is computing[0]))
+
+    def _down(self, end: FleetDown) -> None:
+        for member in self._fleet.members:
+            self._lost(member, str(end))

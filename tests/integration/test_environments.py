@@ -1,0 +1,67 @@
+"""Whole runs with an environment: every row is recomputed from its tokens, and a killed worker costs an attempt."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from engine_harness import require
+
+from tests.integration.test_runs import ROOT, Run
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(590)]
+
+DOMAIN = (
+    "domains.add={data: {train: examples/data/add_train.jsonl}, sampling: {max_prompt_tokens: 12, max_tokens: 40}, "
+    "environment: {type: function, function: tests.workers.environment_cases.second_chance, max_turns: 2}}"
+)
+SMALL = ("~domains.make", "~domains.repeat", "rollout.prompts_per_step=8", "validation.enabled=false", DOMAIN)
+
+
+def says(script: str, folder: Path) -> str:
+    done = subprocess.run([sys.executable, f"examples/{script}", folder], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("engine", ["vllm", pytest.param("sglang", marks=pytest.mark.nightly)])
+def test_two_turns_from_yaml_to_recomputed_weights(engine: str, tmp_path: Path) -> None:
+    require(engine)
+    with Run(tmp_path, "tiny_grpo", *SMALL, "steps=2", f"actor_infer.strategy={engine}") as run:
+        code, output = run.finish(400)
+    assert code == 0, output
+    samples = [sample for step in (1, 2) for sample in run.samples(step)]
+    for sample in samples:
+        said = [message["content"] for message in sample["episode"]["messages"]]
+        responses, turns = said[1::2], len(sample["episode"]["rewards"])
+        assert said[0::2] == [sample["prompt"]] * turns and sample["response"] == "\n".join(responses)
+        assert (turns == 2) == (responses[0] != sample["answer"]), "the first right answer ends the episode"
+        assert sample["correct"] == (responses[-1] == sample["answer"]) == (sample["score"] == 1.0)
+    assert 0 < sum(len(sample["episode"]["rewards"]) == 2 for sample in samples) < len(samples)
+    assert all(step["mismatch/max"] < 1e-4 for step in run.metrics() if "mismatch/max" in step)
+    assert "actor weights" in says("recompute.py", run.folder)
+    assert "the ledger adds up" in says("audit.py", run.folder)
+
+
+def test_a_killed_worker_in_an_asynchronous_run(tmp_path: Path) -> None:
+    require("vllm")
+    settings = ("steps=12", "rollout.supply=async", "rollout.max_staleness=2", "rollout.on_sync=abort")
+    with Run(tmp_path, "tiny_grpo", *SMALL, *settings) as run:
+        while not (file := run.run_dir / "latest/metrics.jsonl").exists() or "time/step" not in file.read_text():
+            assert run.process.poll() is None, run.finish()[1]
+        killed = 0
+        for process in run.tree():
+            with suppress(psutil.NoSuchProcess):
+                if "EnvironmentWorker" in " ".join(process.cmdline()):
+                    process.kill()
+                    killed += 1
+        code, output = run.finish(400)
+    assert killed == 1
+    assert code == 0, output
+    assert sum(step.get("episode/workers_replaced", 0) for step in run.metrics()) == 1
+    assert sum(step.get("rollout/failed", 0) for step in run.metrics()) == 0, "an attempt more, and no sample less"
+    assert "the ledger adds up" in says("audit.py", run.folder)
