@@ -34,8 +34,8 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_shipped_configurations_are_right_from_anywhere(elsewhere: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--config-name", name]) == 0, capsys.readouterr().err
     config = load_config(name, CONFIGS)
-    assert config.model.path == ROOT / "examples/models/tiny"
-    assert config.domains["add"].data.train == ROOT / "examples/data/add_train.jsonl"
+    assert config.model.path.parent == ROOT / "examples/models"
+    assert {domain.data.train for domain in config.domains.values()} <= set((ROOT / "examples/data").glob("*_train.jsonl"))
     assert config.run_dir == elsewhere / "runs"
 
 

@@ -112,9 +112,8 @@ class ChatRenderer:
                 new = messages[start:number]
                 yield from self.prompt(new) if response is None else self.continuation(response, new)
                 before, text = self._render(messages[:number], self._tools, prompt=True), self._render(messages[: number + 1], self._tools)
-                response = self._text.encode(text[_common(before, text) :])
-                if self._end in response:
-                    response = response[: response.index(self._end) + 1]
+                written = text[_common(before, text) :].removesuffix(self._closing)
+                response = [*self._text.encode(written), *([] if self._end is None else [self._end])]
                 yield from response
                 start = number + 1
 

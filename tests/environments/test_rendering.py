@@ -179,6 +179,8 @@ def test_difference(tokenizer_of: MakeTokenizer) -> None:
         f"{SETTING}: in a conversation with two turns, an episode's tokens read '<|im_start|>assi"
     )
     assert "<think>" in qwen3.partition("writes")[0] and "<think>" not in qwen3.partition("writes")[2]
+    marks = tokenizer_of("qwen2.5").chat_template  # none of Llama's tokens
+    assert ChatRenderer(tokenizer_of("llama3.1"), marks, {}, TOOLS, SETTING).difference() is None
     assert "a system message" in str(difference("mistral-nemo"))
     assert "two turns" in str(difference("mistral-nemo", TOOLS))
 
@@ -308,3 +310,22 @@ def test_whitespace_is_ordinary_text() -> None:
     tokenizer = sentencepiece_like(["\n\n", "<a>"])
     ids = PlainRenderer(tokenizer, SETTING).continuation([], [{"role": "user", "content": "x\n\ny"}])
     assert tokenizer.convert_ids_to_tokens(ids) == ["x", "\n\n", "▁", "y"]
+
+
+@pytest.mark.parametrize("family", ["qwen2.5", "mistral-nemo"])
+def test_descriptions_of_tools_never_become_added_tokens(tokenizer_of: MakeTokenizer, family: str) -> None:
+    tokenizer = tokenizer_of(family)
+    harmless = [{**one, "function": {**one["function"], "description": "x"}} for one in TOOLS]
+    prompts = [ChatRenderer(tokenizer, None, {}, tools, SETTING).prompt([{"role": "user", "content": "Q"}]) for tools in (TOOLS, harmless)]
+    assert added(tokenizer, prompts[0]) == added(tokenizer, prompts[1])
+    assert all(one["function"]["description"] in tokenizer.decode(prompts[0]) for one in TOOLS)
+
+
+def test_tools_are_repeated_where_the_template_writes_them_again(tokenizer_of: MakeTokenizer) -> None:
+    tokenizer = tokenizer_of("mistral-nemo")
+    renderer = ChatRenderer(tokenizer, None, {}, TOOLS, SETTING)
+    user, result = {"role": "user", "content": "Q"}, {"role": "tool", "content": "21", "tool_call_id": "call00000"}
+    assert tokenizer.decode(renderer.continuation([5], [user])).startswith('</s>[AVAILABLE_TOOLS][{"type": "function"')
+    assert (
+        tokenizer.decode(renderer.continuation([5], [result])) == '</s>[TOOL_RESULTS]{"content": 21, "call_id": "call00000"}[/TOOL_RESULTS]'
+    )

@@ -25,7 +25,8 @@ SMALL = ["rollout.prompts_per_step=12", "validation.enabled=false", "checkpoint.
 
 
 def test_the_documentation_names_every_recipe() -> None:
-    named = set(re.findall(r"^\| `(tiny_\w+)`", (ROOT / "docs/algorithms.md").read_text(), re.MULTILINE))
+    pages = (ROOT / "docs/algorithms.md").read_text() + (ROOT / "docs/environments.md").read_text()
+    named = set(re.findall(r"^\| `(tiny_\w+)`", pages, re.MULTILINE))
     assert named == set(RECIPES)
 
 

@@ -24,14 +24,14 @@ def check_function(
     path: str,
     key: str,
     name: str,
-    arguments: Mapping[str, Any],
+    arguments: Mapping[str, Any] | None,
     or_class: bool = False,
     given: Collection[str] = (),
     inputs: Sequence[str] = ("its input",),
 ) -> Iterator[Problem]:
-    """Check that the dotted path `name`, the value of setting `path`.`key`, leads to a function that takes `arguments`. `or_class`: allow a
-    class, with any arguments. `given`: parameters that the run fills if the function has them. `inputs`: what the run passes first, in
-    words."""
+    """Check that the dotted path `name`, the value of setting `path`.`key`, leads to a function that takes `arguments` (None: any).
+    `or_class`: allow a class, with any arguments. `given`: parameters that the run fills if the function has them. `inputs`: what the run
+    passes first, in words."""
     try:
         found = _definition(name)
     except ValueError as error:
@@ -42,6 +42,8 @@ def check_function(
     if isinstance(found, (ast.ClassDef, *CONSTANTS)):
         kind = "a class" if isinstance(found, ast.ClassDef) else "a constant"
         yield Problem(f"{path}.{key}", f"is {kind}; expected a function", name)
+    elif arguments is None:
+        return
     elif isinstance(found, ast.Lambda) or (isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef) and not found.decorator_list):
         yield from _arguments_fit(path, key, name, found.args, arguments, given, ("the sample",) if key == "name" else inputs)
 

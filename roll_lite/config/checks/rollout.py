@@ -78,7 +78,7 @@ def _environments(config: RunConfig) -> Iterator[Problem]:
             yield from check_function(path, "function", environment.function, environment.args, or_class=True, inputs=inputs)
         elif environment is not None:
             for number, tool in enumerate(environment.tools):
-                yield from check_function(f"{path}.tools", str(number), tool, {}, inputs=())
+                yield from check_function(f"{path}.tools", str(number), tool, None)
 
 
 def staleness_notes(config: RunConfig) -> list[str]:
