@@ -28,6 +28,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
 AIM_S = 30.0
 LIMIT_S = 300.0
+OUTPUT = "output.txt"
 QUIET_STEPS = 4
 SETTINGS = ["validation.enabled=false", "steps=100000", "rollout.prompts_per_step=8", "checkpoint.every=10", "checkpoint.asynchronous=true"]
 WORKERS = {"engine": "InferWorker", "trainer": "ActorWorker"}
@@ -45,7 +46,7 @@ def wait_for_step(run: subprocess.Popen[bytes], folder: Path, step: int) -> list
     deadline = time.monotonic() + LIMIT_S
     while len(steps := steps_of(folder)) < step:
         if run.poll() is not None or time.monotonic() > deadline:
-            raise SystemExit(f"no step {step}: see {folder}")
+            raise SystemExit(f"no step {step}:\n{(folder.parent / OUTPUT).read_text()[-2000:]}")
         time.sleep(0.05)
     return steps
 
@@ -78,7 +79,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:  # ending workers may still write
         command = [sys.executable, "examples/start_rlvr_pipeline.py", "--config-name", "tiny_grpo", f"run_dir={place}", *SETTINGS]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        run = subprocess.Popen([*command, f"actor_infer.strategy={chosen.engine}"], cwd=ROOT, stdout=subprocess.DEVNULL, env=environment)
+        with (Path(place) / OUTPUT).open("w") as output:
+            strategy = f"actor_infer.strategy={chosen.engine}"
+            run = subprocess.Popen([*command, strategy], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=environment)
         folder = Path(place) / "latest"
         try:
             for who in ["engine", "trainer"] * (1 if chosen.quick else 3):

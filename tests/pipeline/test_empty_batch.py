@@ -17,7 +17,8 @@ from roll_lite.scheduler.stats import DomainStats, RolloutStats
 from roll_lite.workers.rollout_output import rows_of, tokens_of
 
 ROOT = Path(__file__).resolve().parents[2]
-RECIPES = sorted(path.stem for path in (ROOT / "examples/configs").glob("tiny_*.yaml") if path.stem != "tiny_base")
+OTHER_DOMAINS = ("tiny_base", "tiny_guess", "tiny_calculator")
+RECIPES = sorted(path.stem for path in (ROOT / "examples/configs").glob("tiny_*.yaml") if path.stem not in OTHER_DOMAINS)
 
 
 def mixed() -> DomainStats:
