@@ -193,7 +193,10 @@ def test_the_samples_of_a_run(project: Path, capfd: pytest.CaptureFixture[str]) 
         ({"response": "1"}, "which prompt? It needs `prompt_uid` or `prompt`"),
         ({"prompt_uid": 1.5, "response": "1"}, "column 'prompt_uid': must be a whole number, got 1.5"),
         ({"prompt_uid": [0], "response": "1"}, "column 'prompt_uid': must be a whole number, got [0]"),
-        ({"prompt_uid": 0, "response": "1", "finish_reason": "tired"}, "'finish_reason': must be one of stop, length, abort, max_turns, got 'tired'"),
+        (
+            {"prompt_uid": 0, "response": "1", "finish_reason": "tired"},
+            "'finish_reason': must be one of stop, length, abort, max_turns, got 'tired'",
+        ),
         ({"prompt_uid": 0, "response": "1", "finish_reason": {}}, "column 'finish_reason': must be one of"),
         ({"prompt_uid": 0, "response": 1}, "column 'response': must be a text, got 1"),
         ({"domain": "other", "prompt_uid": 0, "response": "1"}, "has no response of domain sums"),
