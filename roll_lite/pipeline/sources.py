@@ -230,6 +230,8 @@ class LiveRollouts(BatchSource):
 
     def abandon(self) -> None:
         self.restarts.end()
+        if self.weights is not None:
+            self.weights.break_off()
         self.rollouts.shutdown()
         self.engines.replicas.shutdown()
         for ranks in self.reward_models.clusters.values():

@@ -99,6 +99,12 @@ class WeightSync:
             self._transfer.result()
         self._export = self._rendezvous = self._interrupts = self._plan = self._version = self._transfer = None
 
+    def break_off(self) -> None:
+        """Let trainers break off a transfer under way: its engines are about to end, and the trainers have to save."""
+        if self._interrupts is not None:
+            self._epoch += 1
+            interrupt(self._interrupts, self._epoch)
+
     def service_restarted(self) -> None:
         """Tell a new rollout service the version that the engines have, if any."""
         if self._version is not None:

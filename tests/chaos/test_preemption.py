@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from roll_lite.pipeline.checkpoint_files import finished_checkpoints
 from tests.chaos.test_training_ranks import SETTINGS, assert_equal
+from tests.integration.test_lost_in_sync import DIES
 from tests.integration.test_runs import Run, until_gone
 
 NIGHTLY = pytest.mark.nightly
@@ -57,3 +59,21 @@ def test_a_run_saves_its_state_and_goes_on(
         code, output = run.finish(400)
         assert code == 0, output
         assert_equal(run, quiet)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("signals_arrive")
+def test_a_run_saves_its_state_in_the_middle_of_an_update_of_weights(tmp_path: Path) -> None:
+    """The trainers wait in a transfer for an engine that hangs; without a break they would wait until its time-out."""
+    path = os.pathsep.join([str(DIES), *filter(None, [os.environ.get("PYTHONPATH")])])
+    hangs = {"DIES_MARK": str(tmp_path / "hangs"), "DIES_AFTER_UPDATES": "2", "DIES_VICTIM": "nobody", "PYTHONPATH": path}
+    with Run(tmp_path, "tiny_grpo", *SETTINGS, "steps=7", "weight_sync.bucket_mb=1", environment=hangs) as run:
+        while not (tmp_path / "hangs").exists():
+            assert run.process.poll() is None, run.finish()[1]
+            time.sleep(0.05)
+        started = time.monotonic()
+        run.process.send_signal(signal.SIGTERM)
+        code, output = run.finish(100)
+    assert code == PREEMPTED and "SIGTERM: saved the state after step 2" in output, output
+    assert time.monotonic() - started < 30
