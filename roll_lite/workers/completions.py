@@ -21,6 +21,10 @@ PART_PREFIX = TokenRecord.given((0,))
 """Dummy token put before a part of a response: token blocks store no log-prob for a row's first token. `joined_block` drops it."""
 
 
+TURN_LINGER_S = 0.005
+"""Linger while environments wait for responses: an episode pays it in every turn."""
+
+
 class _Ready(NamedTuple):
     completion: Completion
     before: list[TokenRecord]
@@ -156,7 +160,7 @@ class CompletionPump:
             except TimeoutError:
                 return Collected([]), []
         if self._before and self._ready and not self._left_over and self._strategy.life.failure is None:
-            await asyncio.sleep(self._linger_s)
+            await asyncio.sleep(TURN_LINGER_S if self._wanted else self._linger_s)
         turns, parts, blocks = self._next_blocks(most_blocks)
         generated, self._generated = self._generated, {}
         self._left_over = bool(self._ready)
