@@ -123,7 +123,8 @@ def sample(response: str, answer: Any = None, columns: Any = None) -> RewardInpu
 
 
 def test_every_type_is_held_to_the_rule() -> None:
-    assert {*ANSWERS, "model"} == set(REWARDS)
+    reads_no_response = "environment"
+    assert {*ANSWERS, "model", reads_no_response} == set(REWARDS)
 
 
 @pytest.mark.parametrize("name", ANSWERS)
