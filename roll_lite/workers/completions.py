@@ -160,7 +160,7 @@ class CompletionPump:
             except TimeoutError:
                 return Collected([]), []
         if self._before and self._ready and not self._left_over and self._strategy.life.failure is None:
-            await asyncio.sleep(TURN_LINGER_S if self._wanted else self._linger_s)
+            await asyncio.sleep(min(TURN_LINGER_S, self._linger_s) if self._wanted else self._linger_s)
         turns, parts, blocks = self._next_blocks(most_blocks)
         generated, self._generated = self._generated, {}
         self._left_over = bool(self._ready)

@@ -21,12 +21,24 @@ from scheduler_support import Prompts, TimedReward, make_domain, schedulers_of
 from support_local_engine import LocalEngine
 from support_scripted import Response, ScriptedEngine
 
-from roll_lite.data.samples import FinishReason, RewardInput, Sample, SampleGroup, SampleId, SampleOutcome, Sampling, Score
+from roll_lite.data.samples import (
+    TURN,
+    Author,
+    FinishReason,
+    Prompt,
+    RewardInput,
+    Sample,
+    SampleGroup,
+    SampleId,
+    SampleOutcome,
+    Sampling,
+    Score,
+)
 from roll_lite.data.stable_hash import stable_hash
 from roll_lite.scheduler.domain import DataExhausted, DomainFailed
 from roll_lite.scheduler.filters import FUNCTION, GroupFilter, LeftOut
 from roll_lite.scheduler.router import NoEngineLeft, Router
-from roll_lite.scheduler.runner import SampleRunner
+from roll_lite.scheduler.runner import Conversation, EpisodeFailed, SampleRunner, one_response
 from roll_lite.scheduler.service import RolloutService
 from roll_lite.scheduler.supply import Asynchronous, OneStepOff, OnSync, Pacing, Synchronous
 from roll_lite.simulator.clock import VirtualClockLoop
@@ -96,8 +108,13 @@ def length_of(request_id: str) -> int:
     return min(100, int(4 / (1.001 - draw)))
 
 
+def policy_tokens(sample: Sample, turns: int) -> int:
+    request = sample.id.request_id()
+    return sum(length_of(request if turn == 0 else f"{request}{TURN}{turn}") for turn in range(turns))
+
+
 def sample_of(request_id: str) -> str:
-    """Without its attempts and continuations."""
+    """Without its attempts, continuations and turns."""
     return "/".join(request_id.partition("~")[0].split("/")[:5])
 
 
@@ -121,6 +138,32 @@ class Judge(TimedReward):
             return await super().score(item)
         finally:
             self.under_way.remove(sample_of(item.response))
+
+
+class Environment:
+    """Plays episodes; fails as often as it is told to, by its own fault or by a neighbour's."""
+
+    def __init__(self, turns: int) -> None:
+        self.turns = turns
+        self.to_fail = 0
+        self.under_way: list[str] = []
+        """Samples."""
+
+    async def play(self, prompt: Prompt, conversation: Conversation) -> None:
+        await conversation.respond(prompt.token_ids, Author.PROMPT)
+        for _ in range(self.turns - 1):
+            await self.step(sample_of(conversation.request_id))
+            await conversation.respond((1, 2))
+
+    async def step(self, sample: str) -> None:
+        self.under_way.append(sample)
+        try:
+            await asyncio.sleep(0.5)
+        finally:
+            self.under_way.remove(sample)
+        if self.to_fail > 0:
+            self.to_fail -= 1
+            raise EpisodeFailed("the tool is gone", counts=self.to_fail % 2 == 0)
 
 
 @st.composite
@@ -147,6 +190,7 @@ def houses(draw: st.DrawFn) -> House:
         rest=rest,
         doomed=draw(st.booleans()),
         tokens=None if waves else draw(st.sampled_from([None, None, 300])),
+        turns=draw(st.integers(1, 3)),
     )
 
 
@@ -182,6 +226,7 @@ class RandomSchedules(RuleBasedStateMachine):
         house = self.house
         self.model = Model(house, saved[1].copy([]) if saved is not None else None)
         self.judge = Judge()
+        self.environment = Environment(house.turns)
         self.to_reject = 0
         self.unfinished: set[str] = set()
         """Samples."""
@@ -204,7 +249,8 @@ class RandomSchedules(RuleBasedStateMachine):
                 least=plan.least,
                 filter=replace(plan.filter, cause=self.cause) if plan.filter is not None else None,
                 validation=Prompts(name, number, 2) if name == "b" else None,
-                max_tokens=200,
+                max_tokens=400,
+                episode=self.environment.play if name == "a" and house.turns > 1 else one_response,
             )
             for number, (name, plan) in enumerate(house.domains.items())
         ]
@@ -345,7 +391,8 @@ class RandomSchedules(RuleBasedStateMachine):
         self.model.past.asked += 1
         result = await self.service.next_batch(self.house.size)
         for sample in (sample for group in result.groups for sample in group.samples if sample.outcome is SampleOutcome.ACCEPTED):
-            assert sample.transcript.policy_tokens == length_of(sample.id.request_id()), "whole, however often it was interrupted"
+            turns = self.house.turns if sample.id.domain == "a" else 1
+            assert sample.transcript.policy_tokens == policy_tokens(sample, turns), "whole, however often it was interrupted"
         self.model.hands_out(result)
         self.model.check_quotas()
 
@@ -464,6 +511,11 @@ class RandomSchedules(RuleBasedStateMachine):
     def rewards_fail(self, count: int) -> None:
         self.judge.to_fail = count
 
+    @precondition(lambda self: self.house.turns > 1)
+    @rule(count=st.integers(1, 8))
+    def episodes_fail(self, count: int) -> None:
+        self.environment.to_fail = count
+
     @precondition(lambda self: self.house.domains["a"].filter is not None)
     @rule(count=st.integers(1, 6))
     def the_filter_rejects(self, count: int) -> None:
@@ -489,12 +541,13 @@ class RandomSchedules(RuleBasedStateMachine):
 
     @invariant()
     def every_sample_is_somewhere(self) -> None:
-        """In one place: with an engine, before the engines, at the gate of waves, answered before its wave is, or with the judge."""
+        """In one place: with an engine, before the engines, at the gate of waves, answered before its wave is, with the environment or the
+        judge."""
         if hasattr(self, "model") and not self.over:
             gate = self.router.gate
             waves = [] if gate is None else [*gate._waiting, *(request for wave in gate._waves for request in wave._answered)]
             requests = [*self.router._at_engines, *self.queued(), *waves]
-            assert sorted(self.unfinished) == sorted([*map(sample_of, requests), *self.judge.under_way])
+            assert sorted(self.unfinished) == sorted([*map(sample_of, requests), *self.environment.under_way, *self.judge.under_way])
             asked = [count for (_, response), count in self.judge.asked.items() if "/-1/" not in response]  # each validation asks again
             assert max(asked, default=0) <= self.house.reward_retries + 1
 
@@ -518,7 +571,7 @@ class RandomSchedules(RuleBasedStateMachine):
         assert not waiting or self.router._held or full, "an engine has room for what waits"
         ready = self.most_per_engine * self.most_engines
         most_waiting = max(1, self.house.slots * self.most_engines // 4) - 1 + self.largest_group
-        firsts = [request.partition("~")[0].split("/") for request in (*waiting, *sent)]
+        firsts = [request.partition("~")[0].split("/") for request in (*waiting, *sent) if TURN not in request]
         held_out = [epoch for _, _, epoch, _, _, attempt in firsts if attempt == "0" and epoch == "-1"]
         training = [epoch for _, _, epoch, _, _, attempt in firsts if attempt == "0" and epoch != "-1"]
         assert len(training) <= ready + most_waiting
