@@ -76,7 +76,7 @@ def main() -> int:
     chosen = parser.parse_args()
     seconds: dict[str, list[float]] = {"engine": [], "trainer": []}
     lost: dict[str, list[float]] = {"engine": [], "trainer": []}
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:  # ending workers may still write
+    with tempfile.TemporaryDirectory() as place:
         command = [sys.executable, "examples/start_rlvr_pipeline.py", "--config-name", "tiny_grpo", f"run_dir={place}", *SETTINGS]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         with (Path(place) / OUTPUT).open("w") as output:

@@ -223,7 +223,7 @@ class EpisodeRecord(Packed):
     score: float = 0.0
     """The rewards in one number (domains.NAME.environment.rewards)."""
     correct: bool | None = None
-    """Whether the episode was solved, if the environment says so."""
+    """True if the environment says that the episode was solved; None: the score decides."""
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -306,10 +306,10 @@ class Score(Packed):
 
     value: float
     correct: bool | None = None
-    """Whether the response is correct; None means correct if value >= 1 - 1e-6."""
+    """True if the response is correct. None: it is if value >= 1 - 1e-6."""
     details: dict[str, float | str] = field(default_factory=dict)
     format_ok: bool | None = None
-    """Whether the response matches the domain's format pattern; None if there is no pattern."""
+    """True if the response matches the domain's format pattern; None without a pattern."""
     answer: str | None = None
     """Answer extracted from the response, for majority votes. Empty: none found. None: this reward extracts no answers."""
     terms: dict[str, float] = field(default_factory=dict)
@@ -340,7 +340,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class SampleGroup:
-    """All samples of a prompt, in order of their index."""
+    """Samples of one prompt, in order of their index."""
 
     group: int
     domain: str

@@ -1,14 +1,18 @@
-"""Places (node and process id) of actors, to describe their processes without asking them, and to kill stopped ones."""
+"""Places (node and process id) of actors, to describe their processes without asking them, and to kill stopped ones; members of fleets that
+are one actor each."""
 
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import psutil
 import ray
+from ray.exceptions import RayTaskError
 
+from roll_lite.distributed.fleet import until_silent
 from roll_lite.distributed.liveness import is_stopped, status_of
 
 
@@ -65,3 +69,34 @@ def kill_actors(actors: Iterable[Any], places: Iterable[Place | None], no_restar
             process.kill()
         except psutil.Error:
             continue
+
+
+class ActorMember(ABC):
+    """Member of a Fleet: one actor that needs no device. Its class has `prepare` and `place`."""
+
+    def __init__(self, name: str, actor_class: type, *arguments: Any) -> None:
+        self.name = name
+        self.actor: Any = None
+        self._actor_class, self._arguments = actor_class, arguments
+        self._place: Place | None = None
+
+    @property
+    @abstractmethod
+    def is_busy(self) -> bool: ...
+
+    async def prepare(self) -> Any:
+        """Start the actor; returns what its `prepare` returns. ValueError for a mistake in the configuration."""
+        self._place = None
+        self.actor = ray.remote(self._actor_class).options(num_cpus=0).remote(*self._arguments)
+        try:
+            prepared = await self.actor.prepare.remote()
+        except RayTaskError as error:
+            raise error.cause if isinstance(error.cause, ValueError) else error from None
+        self._place = await self.actor.place.remote()
+        return prepared
+
+    async def until_lost(self) -> str:
+        return f"{self.name}: {await until_silent(lambda: self.actor.place.remote(), lambda: self.is_busy)}"
+
+    def kill(self) -> None:
+        kill_actors([] if self.actor is None else [self.actor], [self._place])

@@ -1,4 +1,4 @@
-"""What an environment is: the user's side of an episode of several turns (docs/environments.md)."""
+"""Interface of environments, which users write (docs/environments.md)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Step(NamedTuple):
     done: bool = False
     """The episode is over."""
     correct: bool | None = None
-    """Whether the episode was solved, once that is known."""
+    """True if the episode is solved, False if it cannot be solved any more; None: not known yet."""
     metrics: Mapping[str, float] = {}
     """Numbers to add to the episode's metrics."""
 

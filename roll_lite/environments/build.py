@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import Any
 
 from roll_lite.config.schema.domains import ChatTemplateConfig, DomainConfig
-from roll_lite.config.schema.environments import FunctionEnvironmentConfig, ToolsEnvironmentConfig
+from roll_lite.config.schema.environments import CallFormat, FunctionEnvironmentConfig, ToolsEnvironmentConfig
 from roll_lite.data.templates import Tokenizer
 from roll_lite.data.user_function import load_function
-from roll_lite.environments.episode import Calls, Limits, Play, Player, Renderer, play_class, play_function
+from roll_lite.environments.episode import Calls, Limits, Play, Player, Renderer, play_class
 from roll_lite.environments.rendering import ChatRenderer, PlainRenderer
 from roll_lite.environments.tools import Tool, play_tools
 from roll_lite.files import read_text
@@ -33,7 +34,7 @@ def player_of(domain: DomainConfig, tokenizer: Tokenizer, path: str) -> Player:
         play = play_tools(tools, calls)
     else:
         play = play_of(settings, f"{path}.environment.function", calls)
-    return Player(play, renderer_of(domain, tokenizer, path, tools), limits, calls)
+    return Player(play, renderer_of(domain, settings.call_format, tokenizer, path, tools), limits, calls)
 
 
 def play_of(settings: FunctionEnvironmentConfig, path: str, calls: Calls) -> Play:
@@ -47,7 +48,7 @@ def play_of(settings: FunctionEnvironmentConfig, path: str, calls: Calls) -> Pla
     if not inspect.iscoroutinefunction(found):
         raise ValueError(f"{path}: {settings.function!r} must be `async def`: it awaits the policy's responses")
     _bind(inspect.signature(found), (None, None), settings, path)
-    return play_function(found, settings.args)
+    return partial(found, **settings.args)
 
 
 def _bind(signature: inspect.Signature, given: tuple[Any, ...], settings: FunctionEnvironmentConfig, path: str) -> None:
@@ -58,11 +59,10 @@ def _bind(signature: inspect.Signature, given: tuple[Any, ...], settings: Functi
         raise ValueError(f"{path}: {settings.function!r} takes {takes}: {error}; its signature is {signature}") from None
 
 
-def renderer_of(domain: DomainConfig, tokenizer: Tokenizer, path: str, tools: list[Tool]) -> Renderer:
+def renderer_of(domain: DomainConfig, form: CallFormat | None, tokenizer: Tokenizer, path: str, tools: list[Tool]) -> Renderer:
     template = domain.template
     if not isinstance(template, ChatTemplateConfig):
         return PlainRenderer(tokenizer, f"{path}.template")
     text = None if template.file is None else read_text(template.file)
-    form = None if domain.environment is None else domain.environment.call_format
     ends = domain.sampling.stop_token_ids
     return ChatRenderer(tokenizer, text, template.arguments, [tool.schema for tool in tools], f"{path}.template", form, ends)

@@ -7,7 +7,8 @@ import inspect
 import math
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -26,11 +27,11 @@ class Renderer(Protocol):
     def continuation(self, response_ids: Sequence[int], messages: Sequence[Message]) -> list[int]: ...
 
     def message(self, response_ids: Sequence[int]) -> Message:
-        """Message of the assistant that a response is."""
+        """Convert a response to a message of the assistant."""
         ...
 
     def difference(self) -> str | None:
-        """Sentence about where an episode's tokens differ from the whole conversation rendered at once."""
+        """Describe where an episode's tokens differ from the whole conversation rendered at once; None: nowhere."""
         ...
 
 
@@ -62,7 +63,7 @@ class Ask(NamedTuple):
     ids: bytes
     """New tokens since the last response, int32."""
     most: int | None
-    """Maximum tokens of the response; None: those that are left."""
+    """Maximum tokens of the response; None: no limit of its own."""
 
 
 class Ended(NamedTuple):
@@ -78,8 +79,8 @@ class Failed(NamedTuple):
 
 
 Event = Ask | Ended | Failed
-Play = Callable[[Task, "Policy"], Any]
-"""Plays one episode; a coroutine function."""
+Play = Callable[[Task, "Policy"], Awaitable[Any]]
+"""Plays one episode. It may return the last response's reward; a bool also says whether the episode was solved."""
 
 
 @dataclass(frozen=True)
@@ -99,11 +100,12 @@ class Policy:
         self.messages: list[Message] = []
         """Conversation so far."""
         self.correct: bool | None = None
-        """Whether the episode is solved. None: its score decides."""
+        """True if the episode is solved. None: its score decides."""
         self.metrics: dict[str, float] = {}
         self.finish_reason: FinishReason | None = None
-        self.answer: asyncio.Future[bytes] | None = None
+        """Limit that the episode has reached."""
         self.timer: asyncio.Timeout | None = None
+        self._answer: asyncio.Future[bytes] | None = None
         self._number = number
         self._renderer = renderer
         self._limits = limits
@@ -117,24 +119,25 @@ class Policy:
 
     async def respond(self, messages: str | Message | Sequence[Message]) -> Message:
         """Add messages, and let the policy respond. Raises EpisodeOver if a limit is reached."""
+        if self._answer is not None:
+            raise RuntimeError("the policy was asked for a response while it writes another one")
         new = messages_from(messages)
         if len(self._rewards) >= self._limits.max_turns:
             self._finish(FinishReason.MAX_TURNS, f"the episode has had its {self._limits.max_turns} turns")
         ids = self._rendered(new)
-        if self.answer is not None:
-            raise RuntimeError("the policy was asked for a response while it writes another one")
+        self.finish_reason = None
         self.messages += new
         loop = asyncio.get_running_loop()
-        self.answer = loop.create_future()
+        self._answer = loop.create_future()
         self._seconds += loop.time() - self._since
         if self.timer is not None:
             self.timer.reschedule(None)
         most = self._limits.max_turn_tokens
         self._ask(Ask(self._number, np.array(ids, np.int32).tobytes(), most if most is not None and most < self._room else None))
         try:
-            response = np.frombuffer(await self.answer, np.int32)
+            response = np.frombuffer(await self._answer, np.int32)
         finally:
-            self.answer = None
+            self._answer = None
         self._since = loop.time()
         if self.timer is not None:
             self.timer.reschedule(self._since + self._limits.turn_timeout_s)
@@ -144,6 +147,11 @@ class Policy:
         message = self._renderer.message(response.tolist())
         self.messages.append(message)
         return message
+
+    def answered(self, ids: bytes) -> None:
+        """Take the response that `respond` waits for."""
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_result(ids)
 
     def _rendered(self, new: Sequence[Message]) -> list[int]:
         if self._last is None:
@@ -175,8 +183,10 @@ class Policy:
         self.metrics[name] = self.metrics.get(name, 0.0) + number
 
     def record(self) -> EpisodeRecord:
+        if not self._rewards:
+            raise ValueError("it ended without a response")
         rewards = tuple(self._rewards)
-        score = (rewards[-1] if rewards else 0.0) if self._limits.last_reward else sum(rewards)
+        score = rewards[-1] if self._limits.last_reward else sum(rewards)
         seconds = self._seconds + asyncio.get_running_loop().time() - self._since
         facts = {"turns": float(len(rewards)), "environment_seconds": round(seconds, 6), "environment_tokens": float(self._given)}
         return EpisodeRecord(tuple(self.messages), rewards, score, self.correct, {**self.metrics, **facts})
@@ -201,14 +211,15 @@ class Player:
                 policy = Policy(order.episode, self._renderer, self._limits, order.max_tokens, self._emit)
                 self._policies[order.episode] = policy
                 self._tasks[order.episode] = asyncio.get_running_loop().create_task(self._run(order, policy))
+            elif order.episode not in self._tasks:  # it has ended
+                continue
             elif isinstance(order, Cancel):
-                if (task := self._tasks.get(order.episode)) is not None:
-                    task.cancel()
-            elif (policy_ := self._policies.get(order.episode)) is not None and policy_.answer is not None and not policy_.answer.done():
-                policy_.answer.set_result(order.ids)
+                self._tasks[order.episode].cancel()
+            else:
+                self._policies[order.episode].answered(order.ids)
 
     def note(self) -> str | None:
-        """What the user should know before the first episode."""
+        """Note for the user about the rendering; None if there is nothing to note."""
         return self._renderer.difference()
 
     @property
@@ -236,13 +247,12 @@ class Player:
         limit_s = self._limits.turn_timeout_s
         try:
             async with asyncio.timeout(limit_s) as policy.timer:
-                result = await self._play(order.task, policy)
-            if isinstance(result, bool):
-                policy.correct = result
-            if result is not None:
-                policy.reward(float(result))
-            self._emit(Ended(order.episode, policy.record(), None))
-        except EpisodeOver:
+                with suppress(EpisodeOver):
+                    result = await self._play(order.task, policy)
+                    if isinstance(result, bool):
+                        policy.correct = result
+                    if result is not None:
+                        policy.reward(float(result))
             self._emit(Ended(order.episode, policy.record(), policy.finish_reason))
         except Exception as error:  # process edge: any exception of user code is recorded as a failure
             expired = isinstance(error, TimeoutError) and policy.timer is not None and policy.timer.expired()
@@ -273,8 +283,8 @@ class Calls:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Any] = loop.create_future()
 
-        def resolve(result: Any, error: BaseException | None) -> None:
-            if answer.done():
+        def resolve(result: Any, error: Exception | None) -> None:
+            if answer.cancelled():
                 self.stuck -= 1
             elif error is None:
                 answer.set_result(result)
@@ -282,20 +292,20 @@ class Calls:
                 answer.set_exception(error)
 
         def run() -> None:
-            result, failure = None, None
+            result: Any = None
+            failure: Exception | None = None
             try:
                 result = function(*args, **kwargs)
-            except StopIteration as error:  # a future refuses it
-                failure = RuntimeError(f"StopIteration: {error}")
-            except BaseException as error:  # a thread's edge
-                failure = error  # type: ignore[assignment]
+            except BaseException as error:  # a thread's edge; sys.exit must not end the worker, and a future refuses StopIteration
+                is_plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
+                failure = error if is_plain else RuntimeError(f"{type(error).__name__}: {error}")  # type: ignore[assignment]
             loop.call_soon_threadsafe(resolve, result, failure)
 
         threading.Thread(target=run, daemon=True).start()
         try:
             return await answer
         except asyncio.CancelledError:
-            self.stuck += 1
+            self.stuck += answer.cancelled()
             raise
 
 
@@ -330,13 +340,3 @@ def _fields(answer: Any) -> tuple[Any, ...]:
     if not isinstance(answer, tuple) or not 1 <= len(answer) <= len(Step._fields):
         raise ValueError(f"step returned {answer!r:.80}; expected a Step, or a tuple (messages, reward, done)")
     return answer
-
-
-def play_function(function: Callable[..., Any], args: dict[str, Any]) -> Play:
-    """Make a Play of an async function `(task, policy)`. It may return the last response's reward; a bool also says whether the episode
-    was solved."""
-
-    async def play(task: Task, policy: Policy) -> Any:
-        return await function(task, policy, **args)
-
-    return play

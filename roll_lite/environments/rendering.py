@@ -14,9 +14,10 @@ from itertools import takewhile
 from typing import Any
 
 from roll_lite.config.schema.domains import PlainTemplateConfig
+from roll_lite.config.schema.environments import CallFormat
 from roll_lite.data.templates import Template, Tokenizer
 from roll_lite.environments.base import Message
-from roll_lite.environments.tool_calls import CallFormat, ToolCallParser, family_of
+from roll_lite.environments.tool_calls import ToolCallParser, family_of
 from roll_lite.files import first_line
 
 SENTINEL = "SENTINEL7f3a9c51"

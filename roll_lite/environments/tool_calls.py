@@ -6,11 +6,10 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
+from roll_lite.config.schema.environments import CallFormat
 from roll_lite.data.templates import Tokenizer
-
-CallFormat = Literal["hermes", "qwen3_coder", "llama3", "mistral"]
 
 MARKERS = {
     *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),

@@ -68,7 +68,7 @@ METRICS: dict[str, Metric] = {
     "episode/tool_calls": by_domain(MEAN, "calls", "Tool calls of an episode, malformed ones included."),
     "episode/tool_errors": by_domain(MEAN, "calls", "Tool calls of an episode that were malformed, or whose tool raised an exception."),
     "episode/metric": by_domain(MEAN, "", "A metric of the environment's own, per episode. Named `domain/<domain>/<name>/episode/metric`."),
-    "episode/workers_replaced": by_domain(SUM, "workers", "Environment workers replaced because they died or hung."),
+    "environment/workers_replaced": by_domain(SUM, "workers", "Environment workers replaced because they died or hung."),
     # sample groups by their share of correct samples
     "solved/none": by_domain(MEAN, "share", "Groups without a correct sample."),
     "solved/quarter": by_domain(MEAN, "share", "Groups with at least one and at most a quarter of the samples correct."),

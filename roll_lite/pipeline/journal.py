@@ -225,15 +225,14 @@ class Journal:
         rows: DataProto,
         stats: RolloutStats,
         version: int,
-        replaced: Mapping[str, int],
+        replaced: Mapping[str, Mapping[str, int]],
         silences: Iterable[float] = (),
-        players: Mapping[str, int] | None = None,
     ) -> None:
-        """Record a batch. `replaced`, `players`: reward and environment workers that died or hung since the last batch, by domain.
+        """Record a batch. `replaced`: workers that died or hung since the last batch, by part (reward, environment) and domain.
         `silences`: seconds without an answer, for each engine lost since the last batch."""
-        for metric, part, lost in (("reward", "reward", replaced), ("episode", "environment", players or {})):
-            for name, died in lost.items():
-                self._sums.add(f"{metric}/workers_replaced", died, label=name)
+        for part, of_domains in replaced.items():
+            for name, died in of_domains.items():
+                self._sums.add(f"{part}/workers_replaced", died, label=name)
                 if died:
                     self._tell_once(f"domains.{name}.{part}", f"{died} worker(s) died or hung and were replaced")
         add = self._sums.add

@@ -173,7 +173,7 @@ class RLVRPipeline:
         step = self.steps_done + 1
         self.early.forget()
         rollouts = self.recovery.batch(step, lambda: self.source.next_batch(step, self.early.poll))
-        self.journal.rollouts(rollouts.rows, rollouts.stats, self.version, rollouts.replaced, rollouts.silences, rollouts.players)
+        self.journal.rollouts(rollouts.rows, rollouts.stats, self.version, rollouts.replaced, rollouts.silences)
         return Batch(rollouts.rows, rollouts.blocks)
 
     @phase("advantages")

@@ -165,7 +165,7 @@ def _data_of(place: str, domain: DomainConfig, part: RewardConfig | RewardTermCo
 def _part(config: RunConfig, place: str, domain: DomainConfig, part: RewardConfig | RewardTermConfig) -> Iterator[Problem]:
     reward = domain.reward
     if "." in part.name:
-        yield from check_function(place, "name", part.name, part.args)
+        yield from check_function(place, "name", part.name, part.args, inputs=("the sample",))
         return
     if part.name not in REWARDS:
         message = f"no such reward; {did_you_mean(part.name, REWARDS)} A function of your own is a dotted path, package.module.function"

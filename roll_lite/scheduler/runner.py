@@ -105,7 +105,7 @@ class Conversation:
         self._tokens = turn.tokens
 
 
-MOST_LOST = 8
+UNCOUNTED_LOSSES = 8
 """Times that an episode may be lost with a worker that another episode may have ended; then each loss counts as a failed attempt."""
 
 
@@ -232,7 +232,8 @@ class SampleRunner:
             except EpisodeFailed as failed:
                 cause, timed_out = f"environment: {failed.cause}", False
                 lost += not failed.counts
-                tries -= failed.counts or lost > MOST_LOST
+                if failed.counts or lost > UNCOUNTED_LOSSES:
+                    tries -= 1
             except RequestFailed as failure:
                 cause, timed_out = f"generation: {failure.cause}", failure.timed_out
                 reached = conversation.transcript()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import ray
-from ray.exceptions import RayTaskError
 
 from roll_lite.config.schema.domains import ChatTemplateConfig, DomainConfig
 from roll_lite.data.row_values import messages_of
@@ -18,8 +17,8 @@ from roll_lite.data.samples import Author, FinishReason, GenerationRequest, Prom
 from roll_lite.data.stable_hash import stable_hash
 from roll_lite.data.templates import load_tokenizer
 from roll_lite.distributed.failures import FleetDown, MemberLost
-from roll_lite.distributed.fleet import Fleet, Policy, SlowStart, until_silent
-from roll_lite.distributed.place import Place, kill_actors
+from roll_lite.distributed.fleet import Fleet, Policy, SlowStart
+from roll_lite.distributed.place import ActorMember, Place
 from roll_lite.environments.base import Task
 from roll_lite.environments.build import player_of
 from roll_lite.environments.episode import STUCK_THREADS, Answer, Ask, Begin, Cancel, Ended, Event, Player
@@ -73,33 +72,21 @@ class _Running:
     """True while the environment works; False while the policy responds."""
 
 
-class PooledEnvironment:
-    """Environment worker as a Member of a Fleet."""
+class PooledEnvironment(ActorMember):
+    note: str | None = None
+    canned_ids: Sequence[int] = ()
 
     def __init__(self, model: str, domain: DomainConfig, name: str) -> None:
-        self.name = f"environment {name}"
-        self.actor: Any = None
-        self.canned_ids: list[int] = []
-        self.note: str | None = None
+        super().__init__(f"environment {name}", EnvironmentWorker, model, domain, name)
         self.running: dict[int, _Running] = {}
         self._orders: list[Begin | Answer | Cancel] = []
-        self._place: Place | None = None
-        self._arguments = model, domain, name
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.running)
 
     async def start(self) -> None:
-        self._place = None
-        self.actor = ray.remote(EnvironmentWorker).options(num_cpus=0).remote(*self._arguments)
-        try:
-            self.canned_ids, self.note = await self.actor.prepare.remote()
-        except RayTaskError as error:
-            raise error.cause if isinstance(error.cause, ValueError) else error from None
-        self._place = await self.actor.place.remote()
-
-    async def until_lost(self) -> str:
-        return f"{self.name}: {await until_silent(lambda: self.actor.place.remote(), lambda: bool(self.running))}"
-
-    def kill(self) -> None:
-        kill_actors([] if self.actor is None else [self.actor], [self._place])
+        self.canned_ids, self.note = await self.prepare()
 
     def tell(self, order: Begin | Answer | Cancel) -> None:
         """Send an order, in one call with all others of this turn of the event loop."""
@@ -180,8 +167,14 @@ class EnvironmentPool:
                 return
             raise EpisodeFailed(event.cause, not isinstance(event, _Lost) or event.alone)
 
-    async def problem(self, prompt: Prompt) -> str | None:
-        """Play an episode with canned responses; returns what fails, or None."""
+    async def problem(self, prompts: Sequence[Prompt]) -> str | None:
+        """Play episodes with canned responses. Error message if all fail, otherwise None: a single failure may be a bad row."""
+        causes = await asyncio.gather(*map(self._trial_failure, prompts))
+        if not all(causes):
+            return None
+        return f"{self._path}: playing a first episode, with the response {CANNED_RESPONSE!r}, failed: {causes[0]}"
+
+    async def _trial_failure(self, prompt: Prompt) -> str | None:
 
         async def ask(request: GenerationRequest, _: Turn | None) -> Turn:
             ids = self._fleet.members[0].canned_ids[: request.sampling.max_tokens]
@@ -191,7 +184,7 @@ class EnvironmentPool:
         try:
             await self.play(prompt, trial)
         except EpisodeFailed as failed:
-            return f"{self._path}: playing a first episode, with the response {CANNED_RESPONSE!r}, failed: {failed.cause}"
+            return failed.cause
         return None
 
     def _task(self, prompt: Prompt, conversation: Conversation) -> Task:

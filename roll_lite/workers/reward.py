@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from typing import Any
 
-import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayError
 
 from roll_lite.config.schema.domains import RewardConfig
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.distributed.failures import MemberLost, cause_of
-from roll_lite.distributed.fleet import Policy, SlowStart, until_silent
-from roll_lite.distributed.place import Place, kill_actors
+from roll_lite.distributed.fleet import Policy, SlowStart
+from roll_lite.distributed.place import ActorMember, Place
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.environment import EnvironmentReward
 from roll_lite.rewards.running.batch_scorer import BUSY, BatchScorer, Scored, slow_start, time_out
@@ -57,34 +55,22 @@ class RewardWorker:
         return Place.here()
 
 
-class PooledWorker:
+class PooledWorker(ActorMember):
     is_async = False
     is_batched = False
     note = ""
 
     def __init__(self, config: RewardConfig, path: str) -> None:
-        self.name = f"reward {config.name}"
-        self.actor: Any = None
-        self._place: Place | None = None
+        super().__init__(f"reward {config.name}", RewardWorker, config, path)
         self.under_way: dict[int, RewardJob] = {}
         """Samples in flight, by their numbers in the worker's calls."""
-        self._config = config
-        self._path = path
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.under_way)
 
     async def start(self) -> None:
-        self._place = None
-        self.actor = ray.remote(RewardWorker).options(num_cpus=0).remote(self._config, self._path)
-        try:
-            self.is_async, self.is_batched, self.note = await self.actor.prepare.remote()
-        except RayTaskError as error:
-            raise error.cause if isinstance(error.cause, ValueError) else error from None
-        self._place = await self.actor.place.remote()
-
-    async def until_lost(self) -> str:
-        return f"{self.name}: {await until_silent(lambda: self.actor.place.remote(), lambda: bool(self.under_way))}"
-
-    def kill(self) -> None:
-        kill_actors([] if self.actor is None else [self.actor], [self._place])
+        self.is_async, self.is_batched, self.note = await self.prepare()
 
 
 class EpisodeRewards:

@@ -80,10 +80,8 @@ class RolloutBatch:
     rows: DataProto
     blocks: list[Block]
     stats: RolloutStats
-    replaced: dict[str, int] = field(default_factory=dict)
-    """Reward workers replaced since the last batch, by domain."""
-    players: dict[str, int] = field(default_factory=dict)
-    """Environment workers replaced since the last batch, by domain."""
+    replaced: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Workers replaced since the last batch, by part (reward, environment) and domain."""
     silences: list[float] = field(default_factory=list)
     """For each engine lost since the last batch, seconds from its last answer to its loss."""
     ledger: bytes = b""
@@ -204,7 +202,7 @@ class RolloutWorker(AsyncWorker):
         trials = self._trials(judges)
         own = [trial.pool for trial in trials if trial.is_part and isinstance(trial.pool, RewardPool)]
         await asyncio.gather(*(pool.start() for pool in own))
-        plays = (self._environments[one.name].problem(one.prompts[0]) for one in self._domains if one.name in self._environments)
+        plays = (self._environments[one.name].problem(first_prompts(one)) for one in self._domains if one.name in self._environments)
         problems = [problem for problem in await asyncio.gather(*(trial.problem() for trial in trials), *plays) if problem]
         for pool in own:
             pool.close()
@@ -222,8 +220,7 @@ class RolloutWorker(AsyncWorker):
         trials = list[Trial]()
         for domain in self._domains:
             path, reward = f"domains.{domain.name}.reward", self._spec.domains[domain.name].reward
-            last = len(domain.prompts) - 1
-            prompts = [domain.prompts[number] for number in sorted({0, last // 2, last})]
+            prompts = first_prompts(domain)
             if not waits(reward):
                 trials.append(Trial(domain.name, path, reward.retries, prompts, self._pools[domain.name]))
                 continue
@@ -292,12 +289,10 @@ class RolloutWorker(AsyncWorker):
             everyone = sorted([*result.groups, *result.left_out], key=lambda group: group.group)
             writing.append(self._spec.dumps.writing(step, everyone, rows, result.stats, self._spec.columns, _clock_offset()))
         await self._write(writing)
-        replaced = {name: pool.newly_replaced() for name, pool in self._pools.items()}
-        players = {name: pool.newly_replaced() for name, pool in self._environments.items()}
+        pools: dict[str, Mapping[str, Any]] = {"reward": self._pools, "environment": self._environments}
+        replaced = {part: {name: pool.newly_replaced() for name, pool in own.items()} for part, own in pools.items()}
         silences, self._silences = self._silences, []
-        return RolloutBatch(
-            rows, [self._tokens_of(trainable)], result.stats, replaced, players, silences, ledger_text(result.ledger, step), state
-        )
+        return RolloutBatch(rows, [self._tokens_of(trainable)], result.stats, replaced, silences, ledger_text(result.ledger, step), state)
 
     async def finished(self, known: Collection[int], least: int) -> tuple[DataProto, Block]:
         """Rows and tokens of finished groups that will surely be in the current batch, without those whose numbers are `known`; empty if
@@ -401,6 +396,12 @@ class RolloutWorker(AsyncWorker):
             part.close()
         if self._writing is not None:
             await self._writing
+
+
+def first_prompts(domain: Domain) -> list[Prompt]:
+    """Return up to three prompts for trials."""
+    last = len(domain.prompts) - 1
+    return [domain.prompts[number] for number in sorted({0, last // 2, last})]
 
 
 def _clock_offset() -> float:

@@ -160,7 +160,7 @@ def sample_record(sample: Sample, baseline: bool, clock_offset: float) -> dict[s
         "outcome": str(sample.outcome),
         "failure": sample.failure,
         "finish_reason": str(transcript.finish_reason) if transcript.finish_reason else None,
-        "prompt_tokens": len(sample.prompt.token_ids),
+        "prompt_tokens": transcript.prompt_length or len(sample.prompt.token_ids),
         "response_tokens": transcript.response_length,
         "versions": [[span.start, span.version] for span in transcript.versions],
         **({} if transcript.episode is None else {"episode": asdict(transcript.episode)}),

@@ -70,7 +70,7 @@ def user_modules(project: Project) -> None:
 @pytest.mark.parametrize(("name", "given", "path", "says"), cases("config/functions"))
 def test_functions_and_their_arguments(name: str, given: list[str], path: str | None, says: str | None) -> None:
     """`path`: of what is wrong; None where nothing is."""
-    problems = list(check_function("reward", "name", f"ours.{name}", dict.fromkeys(given, 1)))
+    problems = list(check_function("reward", "name", f"ours.{name}", dict.fromkeys(given, 1), inputs=("the sample",)))
     assert [problem.path for problem in problems[:1]] == ([path] if path else [])
     assert says is None or says in problems[0].message
 

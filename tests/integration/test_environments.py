@@ -62,6 +62,6 @@ def test_a_killed_worker_in_an_asynchronous_run(tmp_path: Path) -> None:
         code, output = run.finish(400)
     assert killed == 1
     assert code == 0, output
-    assert sum(step.get("episode/workers_replaced", 0) for step in run.metrics()) == 1
+    assert sum(step.get("environment/workers_replaced", 0) for step in run.metrics()) == 1
     assert sum(step.get("rollout/failed", 0) for step in run.metrics()) == 0, "an attempt more, and no sample less"
     assert "the ledger adds up" in says("audit.py", run.folder)

@@ -126,7 +126,7 @@ def test_a_failure_of_every_step_is_told_once_and_counted(journal: Journal, caps
                 rows_of([], {}),
                 failing("the judge is away" if step == 5 else f"no answer of {step}ab{step:x} in 1.{step} s", step),
                 0,
-                {"add": 2},
+                {"reward": {"add": 2}},
             )
     journal.close("completed")
     late = "sample(s) failed for good, {0} of them: no answer of {0}ab{0:x} in 1.{0} s"

@@ -11,7 +11,7 @@ from math import ceil
 
 from roll_lite.data.samples import Sample, SampleGroup, SampleId, SampleOutcome
 from roll_lite.scheduler.filters import GroupFilter
-from roll_lite.scheduler.runner import MOST_LOST
+from roll_lite.scheduler.runner import UNCOUNTED_LOSSES
 from roll_lite.scheduler.service import RolloutResult
 from roll_lite.scheduler.supply import Asynchronous, OneStepOff, OnSync, Pacing
 
@@ -114,7 +114,7 @@ class Model:
 
     def ends(self, sample: Sample) -> None:
         """Of groups that were given up meanwhile nothing is expected."""
-        uncounted = MOST_LOST if sample.id.domain == "a" and self.house.turns > 1 else 0
+        uncounted = UNCOUNTED_LOSSES if sample.id.domain == "a" and self.house.turns > 1 else 0
         assert sample.id.attempt <= self.house.retries + uncounted
         group = self.live.get(sample.id.group)
         if group is None:

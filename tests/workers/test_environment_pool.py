@@ -81,7 +81,7 @@ async def test_an_episode_from_prompt_to_score() -> None:
 
 async def test_a_canned_episode_tells_what_is_broken() -> None:
     async with pool("HigherLower") as environments:
-        problem = await environments.problem(prompt())
+        problem = await environments.problem([prompt()])
     assert problem is not None
     assert "domains.toy.environment: playing a first episode, with the response 'The answer is 1.', failed: ValueError" in problem
 

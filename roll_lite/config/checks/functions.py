@@ -45,7 +45,7 @@ def check_function(
     elif arguments is None:
         return
     elif isinstance(found, ast.Lambda) or (isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef) and not found.decorator_list):
-        yield from _arguments_fit(path, key, name, found.args, arguments, given, ("the sample",) if key == "name" else inputs)
+        yield from _arguments_fit(path, key, name, found.args, arguments, given, inputs)
 
 
 def parameters_of(name: str) -> set[str]:

@@ -63,7 +63,7 @@ def _group_filter(config: RunConfig) -> Iterator[Mistake]:
     if chosen is None:
         return
     if "." in chosen.name:
-        yield from check_function("rollout.filter", "name", chosen.name, {})
+        yield from check_function("rollout.filter", "name", chosen.name, {}, inputs=("the sample group",))
     single = next((name for name, domain in config.domains.items() if group_size(config, domain) == 1), None)
     if single is not None and chosen.name in ("accuracy", "std"):
         message = f"groups of domain {single!r} have one sample, whose {chosen.name} says nothing"

@@ -8,6 +8,8 @@ from pydantic import Field
 
 from roll_lite.config.schema.base import PositiveFloat, PositiveInt, Section
 
+CallFormat = Literal["hermes", "qwen3_coder", "llama3", "mistral"]
+
 
 class EnvironmentSection(Section):
     """Settings of all types of environments."""
@@ -19,14 +21,14 @@ class EnvironmentSection(Section):
     turn_timeout_s: PositiveFloat = 60.0
     """Seconds in which the environment must answer a response; then the attempt fails."""
     rewards: Literal["sum", "last"] = "sum"
-    """How the rewards of turns become the sample's score: their sum, or the last one."""
+    """Score of an episode: the sum of its responses' rewards, or the reward of the last response."""
     workers: PositiveInt = 1
     """Processes that play this domain's episodes."""
     parallel: PositiveInt = 256
     """Maximum episodes at a time in one worker; others wait."""
     start_timeout_s: PositiveFloat = 120.0
     """Seconds to start a worker, which imports the environment."""
-    call_format: Literal["hermes", "qwen3_coder", "llama3", "mistral"] | None = None
+    call_format: CallFormat | None = None
     """Form of the model's tool calls; null: as its chat template writes them."""
 
 
