@@ -303,10 +303,11 @@ class Calls:
 
         threading.Thread(target=run, daemon=True).start()
         try:
-            return await answer
+            result = await answer
         except asyncio.CancelledError:
             self.stuck += answer.cancelled()
             raise
+        return await result if inspect.isawaitable(result) else result
 
 
 def play_class(cls: Callable[..., Any], args: dict[str, Any], call: Calls) -> Play:

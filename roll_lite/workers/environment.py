@@ -27,7 +27,7 @@ from roll_lite.scheduler.runner import Conversation, EpisodeFailed
 
 POLL_SECONDS = 1.0
 GRACE_SECONDS = 5.0
-"""Time beyond turn_timeout_s after which a silent worker counts as lost: it does not even report the time-out."""
+"""Time beyond turn_timeout_s after which a worker counts as lost that does not even report the time-out."""
 
 
 class EnvironmentWorker:
@@ -68,8 +68,8 @@ class _Lost(NamedTuple):
 @dataclass(eq=False)
 class _Running:
     events: asyncio.Queue[Event | _Lost]
-    is_computing: bool = True
-    """True while the environment works; False while the policy responds."""
+    since: float | None
+    """Time since which the environment works; None: the policy responds."""
 
 
 class PooledEnvironment(ActorMember):
@@ -142,7 +142,7 @@ class EnvironmentPool:
                 raise EpisodeFailed(str(down)) from down
             member = min(self._fleet.serving, key=lambda one: len(one.running))
             number = next(self._numbers)
-            running = member.running[number] = _Running(asyncio.Queue())
+            running = member.running[number] = _Running(asyncio.Queue(), asyncio.get_running_loop().time())
             member.tell(Begin(number, self._task(prompt, conversation), conversation.sampling.max_tokens))
             try:
                 await self._converse(member, number, running, conversation)
@@ -155,10 +155,10 @@ class EnvironmentPool:
         while True:
             event = await running.events.get()
             if isinstance(event, Ask):
-                running.is_computing = False
+                running.since = None
                 turn = await conversation.respond(np.frombuffer(event.ids, np.int32).tolist(), author, event.most)
                 author = Author.ENVIRONMENT
-                running.is_computing = True
+                running.since = asyncio.get_running_loop().time()
                 member.tell(Answer(number, turn.ids))
                 continue
             member.running.pop(number, None)
@@ -200,22 +200,25 @@ class EnvironmentPool:
     # ------------------------------------------------------------ workers
 
     async def _serve(self, member: PooledEnvironment) -> None:
-        silence_s = self._settings.turn_timeout_s + GRACE_SECONDS + POLL_SECONDS
+        limit_s = self._settings.turn_timeout_s + GRACE_SECONDS
+        clock = asyncio.get_running_loop().time
         while True:
             try:
-                async with asyncio.timeout(silence_s):
+                async with asyncio.timeout(limit_s + POLL_SECONDS):
                     events, stuck = await member.actor.events.remote()
             except TimeoutError:
-                raise MemberLost(f"{member.name}: it did not answer within {silence_s:g} s") from None
+                raise MemberLost(f"{member.name}: it did not answer within {limit_s + POLL_SECONDS:g} s") from None
             for event in events:
                 if (running := member.running.get(event.episode)) is not None:
                     running.events.put_nowait(event)
+            if any(running.since is not None and clock() - running.since > limit_s for running in member.running.values()):
+                raise MemberLost(f"{member.name}: an episode did not end {GRACE_SECONDS:g} s after its time limit")
             if stuck >= STUCK_THREADS:
                 raise MemberLost(f"{member.name}: {stuck} calls hang in it")
 
     def _lost(self, member: PooledEnvironment, cause: str) -> None:
         lost, member.running = member.running, {}
-        computing = [running for running in lost.values() if running.is_computing]
+        computing = [running for running in lost.values() if running.since is not None]
         for running in lost.values():
             running.events.put_nowait(_Lost(cause, len(computing) == 1 and running is computing[0]))
 

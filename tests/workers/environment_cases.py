@@ -44,6 +44,16 @@ async def troubled(task: Task, policy: Policy) -> float:
     return 1.0
 
 
+class NeverCloses(HigherLower):
+    """Hang in a step, and again after its time limit."""
+
+    def step(self, message: Message) -> Any:
+        time.sleep(600)
+
+    def close(self) -> None:
+        time.sleep(600)
+
+
 class NoStep:
     def reset(self, task: Task) -> None: ...
 

@@ -144,6 +144,13 @@ async def test_a_blocked_worker_is_replaced(monkeypatch: pytest.MonkeyPatch) -> 
         assert await outcome(environments, conversation("x")) == "played"
 
 
+async def test_an_episode_that_does_not_even_end_costs_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "GRACE_SECONDS", 0.5)
+    async with pool("NeverCloses", turn_timeout_s=1.0) as environments:
+        assert "an episode did not end 0.5 s after its time limit" in await outcome(environments, conversation("no number"))
+        assert environments.newly_replaced() <= 1
+
+
 async def test_episodes_beyond_the_limit_wait() -> None:
     async with pool("troubled", parallel=2, workers=2) as environments:
         plays = [asyncio.create_task(outcome(environments, conversation("x"), trouble="slow")) for _ in range(6)]
