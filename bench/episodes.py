@@ -44,7 +44,7 @@ async def sums(task: Any, policy: Any) -> float:
 def configuration(prompts: int, samples: int) -> Any:
     from roll_lite.config.loading import load_config
 
-    environment = f"{{type: function, function: bench.episodes.sums, max_turns: {TURNS}, max_turn_tokens: 12, turn_timeout_s: 30}}"
+    environment = f"{{name: function, function: bench.episodes.sums, max_turns: {TURNS}, max_turn_tokens: 12, turn_timeout_s: 30}}"
     data = "{train: examples/data/add_train.jsonl}"
     domain = f"{{data: {data}, sampling: {{max_prompt_tokens: 12, max_tokens: 200}}, environment: {environment}}}"
     return load_config(

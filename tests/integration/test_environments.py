@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(590)]
 
 DOMAIN = (
     "domains.add={data: {train: examples/data/add_train.jsonl}, sampling: {max_prompt_tokens: 12, max_tokens: 40}, "
-    "environment: {type: function, function: tests.workers.environment_cases.second_chance, max_turns: 2}}"
+    "environment: {name: function, function: tests.workers.environment_cases.second_chance, max_turns: 2}}"
 )
 SMALL = ("~domains.make", "~domains.repeat", "rollout.prompts_per_step=8", "validation.enabled=false", DOMAIN)
 

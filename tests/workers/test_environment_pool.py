@@ -25,7 +25,7 @@ TOKENIZER = load_tokenizer(Path(__file__).resolve().parents[2] / "roll_lite" / M
 
 
 def domain(function: str, **settings: Any) -> DomainConfig:
-    settings = {"type": "function", "function": f"{CASES}.{function}", "turn_timeout_s": 2.0} | settings
+    settings = {"name": "function", "function": f"{CASES}.{function}", "turn_timeout_s": 2.0} | settings
     data = {"data": {"train": "examples/data/add_train.jsonl"}, "sampling": {"max_prompt_tokens": 20, "max_tokens": 40}}
     return DomainConfig.model_validate(data | {"environment": settings})
 

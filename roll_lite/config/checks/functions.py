@@ -80,8 +80,9 @@ def _definition(name: str, chain: int = LONGEST_CHAIN) -> ast.AST | None:
     if attribute not in names:
         if "*" in names or "__getattr__" in names:
             return None
-        functions = [one for one, node in names.items() if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and one[0] != "_"]
-        raise ValueError(f"{spec.origin} has no {attribute!r}; {did_you_mean(attribute, functions)}")
+        kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+        defined = [one for one, node in names.items() if isinstance(node, kinds) and one[0] != "_"]
+        raise ValueError(f"{spec.origin} has no {attribute!r}; {did_you_mean(attribute, defined)}")
     found = names[attribute]
     while isinstance(found, ast.Name) and (chain := chain - 1) > 0:
         found = names.get(found.id)

@@ -212,7 +212,7 @@ class DomainConfig(Section):
     """Sampling in training."""
     validation_sampling: HeldOutSamplingConfig = Field(default_factory=HeldOutSamplingConfig)
     """Sampling of held-out prompts. Null fields take their values from validation.sampling."""
-    environment: EnvironmentConfig | None = None
+    environment: EnvironmentConfig | None = Field(default=None, discriminator="name")
     """Several turns: what the policy talks with. null: one response per prompt."""
     reward: RewardConfig = Field(default_factory=lambda: RewardConfig(name=ENVIRONMENT_REWARD))
     """Scoring of responses. May be left out if the environment gives the rewards."""

@@ -12,7 +12,7 @@ CallFormat = Literal["hermes", "qwen3_coder", "llama3", "mistral"]
 
 
 class EnvironmentSection(Section):
-    """Settings of all types of environments."""
+    """Settings of all environments."""
 
     max_turns: PositiveInt = 8
     """Maximum responses in an episode. One that needs more ends with finish reason max_turns."""
@@ -35,7 +35,7 @@ class EnvironmentSection(Section):
 class FunctionEnvironmentConfig(EnvironmentSection):
     """A class or an async function of your own (docs/environments.md)."""
 
-    type: Literal["function"]
+    name: Literal["function"]
     function: str
     """Dotted path to a class with `reset` and `step`, or to an async function `(task, policy)`."""
     args: dict[str, Any] = Field(default_factory=dict)
@@ -45,9 +45,9 @@ class FunctionEnvironmentConfig(EnvironmentSection):
 class ToolsEnvironmentConfig(EnvironmentSection):
     """Tools that the model may call. The first response without a call ends the episode; the domain's reward scores it."""
 
-    type: Literal["tools"]
+    name: Literal["tools"]
     tools: Annotated[list[str], Field(min_length=1)]
     """Dotted paths to Python functions with type hints and a docstring, sync or async. The chat template describes them to the model."""
 
 
-EnvironmentConfig = Annotated[FunctionEnvironmentConfig | ToolsEnvironmentConfig, Field(discriminator="type")]
+EnvironmentConfig = FunctionEnvironmentConfig | ToolsEnvironmentConfig
