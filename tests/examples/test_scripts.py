@@ -23,6 +23,7 @@ QUICK: dict[str, list[str]] = {
     "bench/advantages.py": ["--rows=8", "--columns=64", "--rounds=1", "--peer-rounds=1", "--threads=1"],
     "bench/checkpoint.py": ["--rounds=1", "--layers=1"],
     "bench/engines.py": ["--rounds=1", "--requests=4", "--engines=vllm"],
+    "bench/episodes.py": ["--rounds=1", "--prompts=2", "--samples=2"],
     "bench/logprob_memory.py": ["--rounds=1", "--rows=512", "--vocab=32768", "--hidden=64"],
     "bench/lora_sync.py": ["--rounds=1", "--hidden=128", "--layers=1", "--engines=vllm"],
     "bench/packing.py": ["--pairs=1", "--rows=16", "--longest=64", "--budget=128"],
@@ -34,6 +35,7 @@ QUICK: dict[str, list[str]] = {
     "bench/train.py": ["--pairs=1", "--rows=8", "--layouts", "sp2", "ep2", "--cases", "packed"],
     "bench/weight_sync.py": ["--rounds=1", "--engines=1", "--hidden=128", "--layers=2"],
     "examples/models/make_tiny.py": ["--steps=2", "--data={tmp}/data", "--model={tmp}/model"],
+    "examples/models/make_tiny_chat.py": ["--steps=2", "--data={tmp}/data", "--model={tmp}/model"],
     "examples/run_recipes.py": ["tiny_raft", *SMALL_RUN, "validation.samples_per_prompt=1", "run_dir={tmp}/runs"],
 }
 """Arguments that make a script quick; one that is not listed here is run with --quick."""
@@ -52,6 +54,7 @@ FALLS_SHORT = {"examples/run_recipes.py": "tiny_raft"}
 
 DEAR = {
     "bench/engines.py",
+    "bench/episodes.py",
     "bench/lora_sync.py",
     "bench/recovery.py",
     "bench/rollout.py",
