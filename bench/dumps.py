@@ -70,7 +70,7 @@ def made(tokens: int, samples: int) -> tuple[list[SampleGroup], dict[int, DataPr
             Sample(
                 SampleId("maths", number, 0, number, index),
                 asked,
-                Transcript(segments, text, FinishReason.STOP, places[number * GROUP + index]),
+                Transcript(segments, places[number * GROUP + index], text, FinishReason.STOP),
                 SampleOutcome.ACCEPTED,
                 Score(float(index % 2)),
             )

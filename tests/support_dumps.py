@@ -67,7 +67,7 @@ def sample(
     length = tokens.length - len(PROMPT) if tokens else 0
     spans = (VersionSpan(0, 3), VersionSpan(1, 4)) if length > 1 else (VersionSpan(0, 4),)
     segments = (Segment(Author.PROMPT, len(PROMPT)), Segment(Author.POLICY, length, spans)) if tokens else ()
-    transcript = Transcript(segments, "said" if tokens else "", FinishReason.STOP if tokens else None, tokens)
+    transcript = Transcript(segments, tokens, "said" if tokens else "", FinishReason.STOP if tokens else None)
     prompt = Prompt(domain, 10 + group, "1+1=", PROMPT, answer={"value": 2}, weight=0.5)
     return Sample(SampleId(domain, 10 + group, 1, group, index, 2), prompt, transcript, outcome, score, **further)
 

@@ -19,12 +19,13 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 
+from roll_lite.data.branches import per_sample
 from roll_lite.data.columns_file import as_array
 from roll_lite.data.dump_files import FORMAT, METADATA, SCHEMA_VERSION, damaged, read_header
 from roll_lite.data.keys import KEYS, Kind
 from roll_lite.data.proto import VECTORS, Column, DataProto, object_column
 from roll_lite.data.ragged import Ragged, from_numpy
-from roll_lite.data.samples import Prompt, Sample, SampleGroup, TokenRow
+from roll_lite.data.samples import Branch, Prompt, Sample, SampleGroup, TokenRow
 
 ROW_GROUP_TOKENS = 2**21
 """Tokens written and read at a time (30 MB)."""
@@ -81,10 +82,16 @@ class _Entry:
     row: int | None
     """Row in the training batch; None for a sample that is not trained on."""
     baseline: bool
+    branch: int = 0
+    """Number of the sample's row."""
+
+    @property
+    def path(self) -> Branch:
+        return self.sample.transcript.rows[self.branch]
 
     @property
     def tokens(self) -> TokenRow | None:
-        return self.sample.transcript.tokens
+        return self.path.tokens
 
 
 def write_dump(
@@ -100,18 +107,19 @@ def write_dump(
     stats, for the header. `kept_ids`: True if token blocks have that column. `clock_offset`: wall clock minus the event loop's clock, in
     seconds."""
     entries = _entries(groups, rows)
-    further = {name: as_array(column) for name, column in rows.columns.items() if name not in DESCRIPTION}
+    description = DESCRIPTION | ({"branch": pa.int64()} if "branch" in rows else {})
+    further = {name: as_array(column) for name, column in rows.columns.items() if name not in description}
     tokens = {name: pa.large_list(kind) for name, kind in TOKENS.items()}
     if kept_ids:
         tokens[KEPT_IDS] = pa.large_list(pa.list_(pa.int32(), _width_of_kept_ids(entries, fetch)))
-    schema = pa.schema(DESCRIPTION | {name: array.type for name, array in further.items()} | tokens)
+    schema = pa.schema(description | {name: array.type for name, array in further.items()} | tokens)
     largest = 0
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".partial")
     with pq.ParquetWriter(unfinished, schema, compression="zstd", write_page_checksum=True) as file:
         for part in _row_groups(entries):
             described = [_described(entry, clock_offset) for entry in part]
-            arrays = {name: pa.array([one[name] for one in described], kind) for name, kind in DESCRIPTION.items()}
+            arrays = {name: pa.array([one[name] for one in described], kind) for name, kind in description.items()}
             arrays |= {name: array.take(arrays["sample"]) for name, array in further.items()}
             arrays |= _token_columns(part, fetch, schema)
             largest = max(largest, pc.max(arrays["input_ids"].values).as_py() or 0)
@@ -123,18 +131,22 @@ def write_dump(
 
 
 def _entries(groups: Sequence[SampleGroup], rows: DataProto) -> list[_Entry]:
-    """List the samples, group by group; a group's greedy baseline comes last."""
-    row_of = {place: row for row, place in enumerate(zip(rows.tensor("group").tolist(), rows.tensor("index").tolist(), strict=True))}
+    """List the samples' rows, group by group; a group's greedy baseline comes last."""
+    branches = rows.tensor("branch").tolist() if "branch" in rows else [0] * len(rows)
+    names = zip(rows.tensor("group").tolist(), rows.tensor("index").tolist(), branches, strict=True)
+    row_of = {name: row for row, name in enumerate(names)}
     entries: list[_Entry] = []
     for group in groups:
-        entries += [_Entry(sample, row_of.get((group.group, sample.id.index)), False) for sample in group.samples]
+        for sample in group.samples:
+            numbers = range(len(sample.transcript.rows))
+            entries += [_Entry(sample, row_of.get((group.group, sample.id.index, number)), False, number) for number in numbers]
         entries += [_Entry(group.baseline, None, True)] if group.baseline is not None else []
     assert sum(entry.row is not None for entry in entries) == len(rows), "a sample that trains is in none of the groups"
     return entries
 
 
 def _described(entry: _Entry, clock_offset: float) -> dict[str, Any]:
-    sample, score, transcript = entry.sample, entry.sample.score, entry.sample.transcript
+    sample, score, transcript, path = entry.sample, entry.sample.score, entry.sample.transcript, entry.path
     return {
         "sample": entry.row,
         "domain": sample.id.domain,
@@ -142,6 +154,7 @@ def _described(entry: _Entry, clock_offset: float) -> dict[str, Any]:
         "epoch": sample.id.epoch,
         "group": sample.id.group,
         "index": sample.id.index,
+        "branch": entry.branch,
         "attempt": sample.id.attempt,
         "baseline": entry.baseline,
         "outcome": str(sample.outcome),
@@ -155,10 +168,10 @@ def _described(entry: _Entry, clock_offset: float) -> dict[str, Any]:
         "prompt": _text(sample.prompt.text),
         "response": _text(transcript.text),
         "reference_answer": _json(sample.prompt.answer),
-        "prompt_length": transcript.prompt_length or len(sample.prompt.token_ids),
-        "response_length": transcript.response_length,
-        "policy_tokens": transcript.policy_tokens,
-        "versions": [{"start": span.start, "version": span.version} for span in transcript.versions],
+        "prompt_length": path.prompt_length or len(sample.prompt.token_ids),
+        "response_length": path.response_length,
+        "policy_tokens": path.policy_tokens,
+        "versions": [{"start": span.start, "version": span.version} for span in path.versions],
         "terms": _json(score.terms) if score else None,
         "episode": None if transcript.episode is None else _json(asdict(transcript.episode)),
         **times(sample, clock_offset),
@@ -247,7 +260,7 @@ def _widened(column: Ragged, width: int) -> Ragged:
 def _sizes(rows: DataProto) -> dict[str, dict[str, int]]:
     return {
         str(name): {
-            "samples": len(own),
+            "samples": len(per_sample(own)),
             "longest_prompt": int(own.tensor("prompt_length").max()),
             "longest_response": int(own.tensor("response_length").max()),
         }

@@ -50,9 +50,12 @@ class Columns:
 
 KEYS: dict[str, Key] = {
     # identity, one number per row
-    "sample": Key(Kind.ROW, torch.int64, "rollout service", "everyone: unique number of a sample within its batch"),
+    "sample": Key(Kind.ROW, torch.int64, "rollout service", "everyone: unique number of a row within its batch"),
     "group": Key(Kind.ROW, torch.int64, "rollout service", "advantages"),
-    "index": Key(Kind.ROW, torch.int64, "rollout service", "dumps"),
+    "index": Key(Kind.ROW, torch.int64, "rollout service", "dumps; with the group, the identity of a sample"),
+    "branch": Key(
+        Kind.ROW, torch.int64, "rollout service", "everything by sample: 0 for a sample's first row; absent if no sample has several"
+    ),
     "prompt_uid": Key(Kind.ROW, torch.int64, "rollout service", "dumps, metrics"),
     "epoch": Key(Kind.ROW, torch.int64, "rollout service", "dumps"),
     "attempt": Key(Kind.ROW, torch.int64, "rollout service", "dumps"),

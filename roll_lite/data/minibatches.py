@@ -37,18 +37,28 @@ def cut_mini_batches(
     aggregation: Aggregation,
     constant: int | None = None,
     seed: int,
+    owners: np.ndarray | None = None,
+    rows_are_sequences: bool = False,
 ) -> list[MiniBatch]:
-    """Divide the batch into mini-batches: `mini_batches` per epoch, whose sizes differ by at most one. Each epoch has its own seeded order.
-    Rows with train_weight 0 and empty mini-batches are left out."""
+    """Divide the batch into mini-batches: `mini_batches` per epoch, whose sizes differ by at most one sample. Each epoch has its own seeded
+    order. Rows with train_weight 0 and empty mini-batches are left out.
+
+    `owners`: number of each row's sample, if samples have several rows: those stay together, and are one sequence for the aggregation,
+    unless `rows_are_sequences`."""
     cut: list[MiniBatch] = []
-    training = np.flatnonzero(train_weights)
+    owners = np.arange(len(samples)) if owners is None else owners
+    sequences = np.arange(len(samples)) if rows_are_sequences else owners
+    trains = train_weights != 0
+    training = np.unique(owners[trains])
     for epoch in range(epochs):
         order = np.random.default_rng((seed, epoch)).permutation(training)
-        for rows in np.array_split(order, mini_batches):
-            rows = np.sort(rows)
+        for part in np.array_split(order, mini_batches):
+            rows = np.flatnonzero(np.isin(owners, part) & trains)
             if len(rows):
-                weights = row_weights(torch.from_numpy(policy_tokens[rows]), aggregation, constant, torch.from_numpy(train_weights[rows]))
-                cut.append(MiniBatch(epoch, samples[rows], weights.to(torch.float32).numpy()))
+                _, first, place = np.unique(sequences[rows], return_index=True, return_inverse=True)
+                tokens = np.bincount(place, policy_tokens[rows], len(first)).astype(np.int64)
+                weights = row_weights(torch.from_numpy(tokens), aggregation, constant, torch.from_numpy(train_weights[rows][first]))
+                cut.append(MiniBatch(epoch, samples[rows], weights.to(torch.float32).numpy()[place]))
     return cut
 
 

@@ -110,6 +110,13 @@ class GenerationRequest(Packed):
     stop strings may begin in them. All other fields of the answer are about new tokens only."""
     wants_ids: bool = False
     """Return the response's token ids with the turn, for an environment."""
+    masks_context: bool = False
+    """Mask the context's tokens, since another row of the sample trains them."""
+
+    @property
+    def prompt_length(self) -> int:
+        """Number of tokens before the response, with the context's."""
+        return len(self.prompt_ids) + (0 if self.context is None else self.context.length)
 
     @property
     def resumed_ids(self) -> tuple[int, ...]:
@@ -217,7 +224,7 @@ class EpisodeRecord(Packed):
     """An environment's account of an episode."""
 
     messages: tuple[dict[str, Any], ...] = ()
-    """Whole conversation, as chat messages."""
+    """Whole conversation, as chat messages; of several, that of the last response."""
     rewards: tuple[float, ...] = ()
     """Reward of each response."""
     score: float = 0.0
@@ -225,28 +232,18 @@ class EpisodeRecord(Packed):
     correct: bool | None = None
     """True if the environment says that the episode was solved; None: the score decides."""
     metrics: dict[str, float] = field(default_factory=dict)
+    branches: tuple[tuple[dict[str, Any], ...], ...] = ()
+    """Other conversations of the episode, in order of their first response."""
+    answer: str | None = None
+    """Answer to score in place of the last response."""
 
 
 @dataclass(frozen=True, slots=True)
-class Transcript:
-    """Segments of a sample in order: the prompt, then policy responses and environment messages."""
+class Branch:
+    """A row of a sample: segments in order, which begin with a prompt; then policy responses and environment messages."""
 
     segments: tuple[Segment, ...] = ()
-    text: str = ""
-    """Responses of the policy, joined."""
-    finish_reason: FinishReason | None = None
-    """Finish reason of the last response, or MAX_TURNS."""
     tokens: TokenRow | None = None
-    episode: EpisodeRecord | None = None
-    """Account of the environment; None in domains without one."""
-
-    @property
-    def last_text(self) -> str:
-        """Text of the last response, without tool calls."""
-        if self.episode is None:
-            return self.text
-        said = [message for message in self.episode.messages if message["role"] == "assistant"]
-        return str(said[-1]["content"]) if said else ""
 
     @property
     def prompt_length(self) -> int:
@@ -276,6 +273,34 @@ class Transcript:
         """Number of the engine that sampled all responses; None if several did."""
         engines = {segment.engine for segment in self.segments if segment.author is Author.POLICY}
         return engines.pop() if len(engines) == 1 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Transcript(Branch):
+    """What was generated for a sample: its first row, and further rows if an agent's requests branched."""
+
+    text: str = ""
+    """Responses of the policy, joined."""
+    finish_reason: FinishReason | None = None
+    """Finish reason of the last response, or MAX_TURNS."""
+    episode: EpisodeRecord | None = None
+    """Account of the environment; None in domains without one."""
+    branches: tuple[Branch, ...] = ()
+    """Further rows. A row that continues another one's response repeats its tokens as the prompt, so each response trains once."""
+
+    @property
+    def rows(self) -> tuple[Branch, ...]:
+        return self, *self.branches
+
+    @property
+    def last_text(self) -> str:
+        """Text to score: an agent's answer, or the last response without tool calls."""
+        if self.episode is None:
+            return self.text
+        if self.episode.answer is not None:
+            return self.episode.answer
+        said = [message for message in self.episode.messages if message["role"] == "assistant"]
+        return str(said[-1]["content"]) if said else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import inspect
-from functools import partial
+import json
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
-from roll_lite.config.schema.domains import ChatTemplateConfig, DomainConfig
-from roll_lite.config.schema.environments import CallFormat, FunctionEnvironmentConfig, ToolsEnvironmentConfig
+from roll_lite.config.schema.domains import ENVIRONMENT_REWARD, ChatTemplateConfig, DomainConfig
+from roll_lite.config.schema.environments import EndpointEnvironmentConfig, FunctionEnvironmentConfig, ToolsEnvironmentConfig
 from roll_lite.data.templates import Tokenizer
 from roll_lite.data.user_function import load_function
+from roll_lite.environments.agents import Agent, command_agent, play_agent
 from roll_lite.environments.episode import Calls, Limits, Play, Player, Renderer, play_class
 from roll_lite.environments.rendering import ChatRenderer, PlainRenderer
 from roll_lite.environments.tools import Tool, play_tools
 from roll_lite.files import read_text
 
+TOOL_SETS = 16
 
-def player_of(domain: DomainConfig, tokenizer: Tokenizer, path: str) -> Player:
-    """Load the environment of the domain at `path` (YAML). ValueError for a mistake in it."""
+
+def player_of(domain: DomainConfig, tokenizer: Tokenizer, path: str, host: str) -> Player:
+    """Load the environment of the domain at `path` (YAML). ValueError for a mistake in it. `host`: address of this node, for agents."""
     settings = domain.environment
     assert settings is not None
     limits = Limits(
@@ -32,9 +37,21 @@ def player_of(domain: DomainConfig, tokenizer: Tokenizer, path: str) -> Player:
     if isinstance(settings, ToolsEnvironmentConfig):
         tools = [Tool.of(name, f"{path}.environment.tools.{number}") for number, name in enumerate(settings.tools)]
         play = play_tools(tools, calls)
+    elif isinstance(settings, EndpointEnvironmentConfig):
+        agent = agent_of(settings, f"{path}.environment.function", calls)
+        play = play_agent(agent, host, renderers_of(domain, tokenizer, path), domain.reward.name == ENVIRONMENT_REWARD)
     else:
         play = play_of(settings, f"{path}.environment.function", calls)
-    return Player(play, renderer_of(domain, settings.call_format, tokenizer, path, tools), limits, calls)
+    return Player(play, renderer_of(domain, tokenizer, path, [tool.schema for tool in tools]), limits, calls)
+
+
+def agent_of(settings: EndpointEnvironmentConfig, path: str, calls: Calls) -> Agent:
+    if settings.command is not None:
+        return command_agent(settings.command)
+    assert settings.function is not None
+    function = load_function(settings.function, path, "(task, endpoint) -> reward or answer")
+    _bind(inspect.signature(function), ("a task", "the endpoint"), settings.function, settings.args, path)
+    return partial(calls, function, **settings.args)
 
 
 def play_of(settings: FunctionEnvironmentConfig, path: str, calls: Calls) -> Play:
@@ -43,26 +60,37 @@ def play_of(settings: FunctionEnvironmentConfig, path: str, calls: Calls) -> Pla
         missing = [name for name in ("reset", "step") if not callable(getattr(found, name, None))]
         if missing:
             raise ValueError(f"{path}: {settings.function!r} has no method {' and no '.join(missing)}; an environment has both")
-        _bind(inspect.signature(found), (), settings, path)
+        _bind(inspect.signature(found), (), settings.function, settings.args, path)
         return play_class(found, settings.args, calls)
     if not inspect.iscoroutinefunction(found):
         raise ValueError(f"{path}: {settings.function!r} must be `async def`: it awaits the policy's responses")
-    _bind(inspect.signature(found), (None, None), settings, path)
+    _bind(inspect.signature(found), ("a task", "the policy"), settings.function, settings.args, path)
     return partial(found, **settings.args)
 
 
-def _bind(signature: inspect.Signature, given: tuple[Any, ...], settings: FunctionEnvironmentConfig, path: str) -> None:
+def _bind(signature: inspect.Signature, given: tuple[str, ...], name: str, args: dict[str, Any], path: str) -> None:
     try:
-        signature.bind(*given, **settings.args)
+        signature.bind(*given, **args)
     except TypeError as error:
-        takes = "`args`" if not given else "a task, the policy and `args`"
-        raise ValueError(f"{path}: {settings.function!r} takes {takes}: {error}; its signature is {signature}") from None
+        takes = ", ".join([*given, "and `args`"]) if given else "`args`"
+        raise ValueError(f"{path}: {name!r} takes {takes}: {error}; its signature is {signature}") from None
 
 
-def renderer_of(domain: DomainConfig, form: CallFormat | None, tokenizer: Tokenizer, path: str, tools: list[Tool]) -> Renderer:
+def renderer_of(domain: DomainConfig, tokenizer: Tokenizer, path: str, tools: Sequence[dict[str, Any]]) -> Renderer:
     template = domain.template
+    assert domain.environment is not None
     if not isinstance(template, ChatTemplateConfig):
         return PlainRenderer(tokenizer, f"{path}.template")
     text = None if template.file is None else read_text(template.file)
-    ends = domain.sampling.stop_token_ids
-    return ChatRenderer(tokenizer, text, template.arguments, [tool.schema for tool in tools], f"{path}.template", form, ends)
+    form, ends = domain.environment.call_format, domain.sampling.stop_token_ids
+    return ChatRenderer(tokenizer, text, template.arguments, tools, f"{path}.template", form, ends)
+
+
+def renderers_of(domain: DomainConfig, tokenizer: Tokenizer, path: str) -> Callable[[Sequence[dict[str, Any]]], Renderer]:
+    """Renderers by the tools that an agent offers. The latest are kept: an agent's requests have the same ones again and again."""
+
+    @lru_cache(TOOL_SETS)
+    def renderer(tools: str) -> Renderer:
+        return renderer_of(domain, tokenizer, path, json.loads(tools))
+
+    return lambda tools: renderer(json.dumps(tools))

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 
@@ -28,6 +28,13 @@ class Renderer(Protocol):
 
     def message(self, response_ids: Sequence[int]) -> Message:
         """Convert a response to a message of the assistant."""
+        ...
+
+    thinking: bool
+    """The generation prompt opens the policy's thoughts."""
+
+    def text(self, text: str) -> list[int]:
+        """Tokens of a whole prompt as a text, without a template."""
         ...
 
     def difference(self) -> str | None:
@@ -48,8 +55,10 @@ class Answer(NamedTuple):
     """Response of the policy."""
 
     episode: int
+    number: int
     ids: bytes
     """Token ids, int32."""
+    finish_reason: FinishReason | None = None
 
 
 class Cancel(NamedTuple):
@@ -60,10 +69,16 @@ class Ask(NamedTuple):
     """Request for a response of the policy."""
 
     episode: int
+    number: int
+    """Number of the response in the episode, from 0."""
+    after: int | None
+    """Number of the response that the new tokens follow; None: they are a prompt."""
     ids: bytes
-    """New tokens since the last response, int32."""
+    """New tokens, int32."""
     most: int | None
     """Maximum tokens of the response; None: no limit of its own."""
+    stop: tuple[str, ...] = ()
+    """Further stop strings."""
 
 
 class Ended(NamedTuple):
@@ -93,6 +108,13 @@ class Limits:
     """The score is the reward of the last response, not the sum of all."""
 
 
+class Response(NamedTuple):
+    number: int
+    """Number of the response in the episode, from 0."""
+    ids: np.ndarray
+    finish_reason: FinishReason | None
+
+
 class Policy:
     """The policy, as an environment sees it in one episode."""
 
@@ -102,14 +124,20 @@ class Policy:
         self.correct: bool | None = None
         """True if the episode is solved. None: its score decides."""
         self.metrics: dict[str, float] = {}
+        self.branches: list[list[Message]] = []
+        """Other conversations of the episode."""
+        self.answer: str | None = None
+        """Answer to score in place of the last response."""
         self.finish_reason: FinishReason | None = None
         """Limit that the episode has reached."""
+        self.limits = limits
+        self.room = room
+        """Tokens that may still follow the first prompt."""
         self.timer: asyncio.Timeout | None = None
-        self._answer: asyncio.Future[bytes] | None = None
+        self._answers: dict[int, asyncio.Future[Answer]] = {}
+        """Responses that are awaited, by number."""
         self._number = number
         self._renderer = renderer
-        self._limits = limits
-        self._room = room
         self._ask = ask
         self._last: np.ndarray | None = None
         self._rewards: list[float] = []
@@ -119,54 +147,69 @@ class Policy:
 
     async def respond(self, messages: str | Message | Sequence[Message]) -> Message:
         """Add messages, and let the policy respond. Raises EpisodeOver if a limit is reached."""
-        if self._answer is not None:
+        if self._answers:
             raise RuntimeError("the policy was asked for a response while it writes another one")
         new = messages_from(messages)
-        if len(self._rewards) >= self._limits.max_turns:
-            self._finish(FinishReason.MAX_TURNS, f"the episode has had its {self._limits.max_turns} turns")
+        self.begin_turn()
         ids = self._rendered(new)
-        self.finish_reason = None
         self.messages += new
-        loop = asyncio.get_running_loop()
-        self._answer = loop.create_future()
-        self._seconds += loop.time() - self._since
-        if self.timer is not None:
-            self.timer.reschedule(None)
-        most = self._limits.max_turn_tokens
-        self._ask(Ask(self._number, np.array(ids, np.int32).tobytes(), most if most is not None and most < self._room else None))
-        try:
-            response = np.frombuffer(await self._answer, np.int32)
-        finally:
-            self._answer = None
-        self._since = loop.time()
-        if self.timer is not None:
-            self.timer.reschedule(self._since + self._limits.turn_timeout_s)
-        self._room -= len(response)
+        most = self.limits.max_turn_tokens
+        after = len(self._rewards) - 1 if self._rewards else None
+        response = (await self.sample(ids, after, most if most is not None and most < self.room else None)).ids
+        self.room -= len(response)
         self._last = response
-        self._rewards.append(0.0)
         message = self._renderer.message(response.tolist())
         self.messages.append(message)
         return message
 
-    def answered(self, ids: bytes) -> None:
-        """Take the response that `respond` waits for."""
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_result(ids)
+    def begin_turn(self) -> None:
+        """Raise EpisodeOver if the episode has had all its turns."""
+        if len(self._rewards) >= self.limits.max_turns:
+            self.finish(FinishReason.MAX_TURNS, f"the episode has had its {self.limits.max_turns} turns")
+
+    async def sample(self, ids: Sequence[int], after: int | None, most: int | None, stop: Sequence[str] = ()) -> Response:
+        """Let the policy respond to new tokens, which follow response number `after`."""
+        loop = asyncio.get_running_loop()
+        number = len(self._rewards)
+        self._rewards.append(0.0)
+        self.finish_reason = None
+        self._given += len(ids) if after is not None else 0
+        answer = self._answers[number] = loop.create_future()
+        if len(self._answers) == 1:
+            self._seconds += loop.time() - self._since
+            if self.timer is not None:
+                self.timer.reschedule(None)
+        self._ask(Ask(self._number, number, after, np.array(ids, np.int32).tobytes(), most, tuple(stop)))
+        try:
+            given = await answer
+        finally:
+            del self._answers[number]
+            if not self._answers:
+                self._since = loop.time()
+                if self.timer is not None:
+                    self.timer.reschedule(self._since + self.limits.turn_timeout_s)
+        return Response(number, np.frombuffer(given.ids, np.int32), given.finish_reason)
+
+    def answered(self, answer: Answer) -> None:
+        """Take a response that `sample` waits for."""
+        waiting = self._answers.get(answer.number)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(answer)
 
     def _rendered(self, new: Sequence[Message]) -> list[int]:
         if self._last is None:
             ids = self._renderer.prompt(new)
-            if len(ids) > self._limits.max_prompt_tokens:
-                raise ValueError(f"the first prompt has {len(ids)} tokens; sampling.max_prompt_tokens is {self._limits.max_prompt_tokens}")
+            if len(ids) > self.limits.max_prompt_tokens:
+                raise ValueError(f"the first prompt has {len(ids)} tokens; sampling.max_prompt_tokens is {self.limits.max_prompt_tokens}")
             return ids
         ids = self._renderer.continuation(self._last.tolist(), new)
-        if len(ids) >= self._room:
-            self._finish(FinishReason.LENGTH, f"no room is left for a response ({self._room} tokens, {len(ids)} of new messages)")
-        self._room -= len(ids)
-        self._given += len(ids)
+        if len(ids) >= self.room:
+            self.finish(FinishReason.LENGTH, f"no room is left for a response ({self.room} tokens, {len(ids)} of new messages)")
+        self.room -= len(ids)
         return ids
 
-    def _finish(self, reason: FinishReason, why: str) -> None:
+    def finish(self, reason: FinishReason, why: str) -> NoReturn:
+        """End the episode at a limit."""
         self.finish_reason = reason
         raise EpisodeOver(why)
 
@@ -186,10 +229,12 @@ class Policy:
         if not self._rewards:
             raise ValueError("it ended without a response")
         rewards = tuple(self._rewards)
-        score = rewards[-1] if self._limits.last_reward else sum(rewards)
+        score = rewards[-1] if self.limits.last_reward else sum(rewards)
         seconds = self._seconds + asyncio.get_running_loop().time() - self._since
-        facts = {"turns": float(len(rewards)), "environment_seconds": round(seconds, 6), "environment_tokens": float(self._given)}
-        return EpisodeRecord(tuple(self.messages), rewards, score, self.correct, {**self.metrics, **facts})
+        facts = {"turns": float(len(rewards)), "rows": 1.0 + len(self.branches)}
+        facts |= {"environment_seconds": round(seconds, 6), "environment_tokens": float(self._given)}
+        branches = tuple(map(tuple, self.branches))
+        return EpisodeRecord(tuple(self.messages), rewards, score, self.correct, {**self.metrics, **facts}, branches, self.answer)
 
 
 class Player:
@@ -216,7 +261,7 @@ class Player:
             elif isinstance(order, Cancel):
                 self._tasks[order.episode].cancel()
             else:
-                self._policies[order.episode].answered(order.ids)
+                self._policies[order.episode].answered(order)
 
     def note(self) -> str | None:
         """Note for the user about the rendering; None if there is nothing to note."""

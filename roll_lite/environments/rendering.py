@@ -67,8 +67,8 @@ class ChatRenderer:
         form = call_format or (family_of(self._template) if tools else None)
         if tools and form is None:
             raise ValueError(f"{setting}: the form of the chat template's tool calls is unknown; name it in environment.call_format")
-        thinking = self._after([NEXT]).rstrip().endswith("<think>")
-        self._parser = ToolCallParser(tokenizer, form, tools or (), thinking)
+        self.thinking = self._after([NEXT]).rstrip().endswith("<think>")
+        self._parser = ToolCallParser(tokenizer, form, tools or (), self.thinking)
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Tokens of an episode's first prompt."""
@@ -82,6 +82,10 @@ class ChatRenderer:
         # GLM has no end-of-turn token: its responses end with the token that begins the next message.
         closed = first is not None and (last == first or (first == self._end and last in self._ends))
         return ids[place + 1 :] if closed else ids
+
+    def text(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
 
     def message(self, response_ids: Sequence[int]) -> Message:
         """Message that a response is. A malformed tool call has a `problem`."""
@@ -180,6 +184,8 @@ class PlainRenderer:
     """Renders for base models: contents joined, without roles. The prompt is tokenized as in single-turn runs: it may spell out added
     tokens, as the text of a plain template does."""
 
+    thinking = False
+
     def __init__(self, tokenizer: Tokenizer, setting: str = "template") -> None:
         self._template = Template(PlainTemplateConfig(), "prompt", tokenizer, setting)
         self._text = _GuardedText(tokenizer)
@@ -187,6 +193,9 @@ class PlainRenderer:
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         return self._template.tokenize(["".join(one["content"] for one in messages)])[0]
+
+    def text(self, text: str) -> list[int]:
+        return self._template.tokenize([text])[0]
 
     def continuation(self, response_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
         return self._text.encode(self._text.guard("".join(one["content"] for one in messages)))

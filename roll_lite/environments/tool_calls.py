@@ -98,6 +98,16 @@ class ToolCallParser:
         return rest + text[at:]
 
 
+def split_thoughts(content: str, thinking: bool) -> tuple[str, str]:
+    """Thoughts and the rest of a response. `thinking`: the generation prompt has opened the thoughts."""
+    for opening, closing in (("<think>", "</think>"), ("[THINK]", "[/THINK]")):
+        text = content.lstrip()
+        if text.startswith(opening) or (thinking and closing in text):
+            thoughts, _, rest = text.removeprefix(opening).partition(closing)
+            return thoughts.strip(), rest.strip()
+    return (content.strip(), "") if thinking else ("", content)
+
+
 def _checked(value: Any, number: int, text: str) -> dict[str, Any]:
     given = value if isinstance(value, dict) else {}
     name, arguments, call_id = given.get("name"), given.get("arguments", given.get("parameters")), given.get("id")

@@ -75,6 +75,7 @@ class EarlyPasses:
         self._parts, self._asked = [], None
 
 
-def _names(rows: DataProto) -> list[tuple[int, int]]:
-    """(group, index) of each row. They identify a sample both here and in the whole batch, where sample numbers differ."""
-    return list(zip(rows.tensor("group").tolist(), rows.tensor("index").tolist(), strict=True))
+def _names(rows: DataProto) -> list[tuple[int, int, int]]:
+    """(group, index, branch) of each row. They identify it both here and in the whole batch, where rows have other numbers."""
+    branches = rows.tensor("branch").tolist() if "branch" in rows else [0] * len(rows)
+    return list(zip(rows.tensor("group").tolist(), rows.tensor("index").tolist(), branches, strict=True))

@@ -104,7 +104,7 @@ def _outcome(updates: Sequence[Update], number: int) -> str:
 def _names(rows: DataProto, places: np.ndarray) -> dict[int, list[int]]:
     """Samples of the rows with numbers `places`: group id -> indices of the samples in the group."""
     groups, indices = rows.tensor("group").numpy()[places].tolist(), rows.tensor("index").numpy()[places].tolist()
-    names: dict[int, list[int]] = {}
+    names: dict[int, dict[int, None]] = {}
     for group, index in zip(groups, indices, strict=True):
-        names.setdefault(group, []).append(index)
-    return names
+        names.setdefault(group, {})[index] = None  # once for all rows of a sample
+    return {group: list(of_group) for group, of_group in names.items()}

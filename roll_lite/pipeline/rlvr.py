@@ -15,6 +15,7 @@ from roll_lite.config.arithmetic import aggregation_constant, trains, validates
 from roll_lite.config.device_phases import Phase
 from roll_lite.config.schema.models import TrainRoleConfig
 from roll_lite.config.schema.run import RunConfig
+from roll_lite.data.branches import per_sample, sample_rows_of
 from roll_lite.data.minibatches import MiniBatch, cut_mini_batches
 from roll_lite.data.proto import DataProto
 from roll_lite.data.stable_hash import derived_seed
@@ -173,14 +174,14 @@ class RLVRPipeline:
         step = self.steps_done + 1
         self.early.forget()
         rollouts = self.recovery.batch(step, lambda: self.source.next_batch(step, self.early.poll))
-        self.journal.rollouts(rollouts.rows, rollouts.stats, self.version, rollouts.replaced, rollouts.silences)
+        self.journal.rollouts(per_sample(rollouts.rows), rollouts.stats, self.version, rollouts.replaced, rollouts.silences)
         return Batch(rollouts.rows, rollouts.blocks)
 
     @phase("advantages")
     def shape_rewards(self, batch: Batch) -> Batch:
         """Turn scores into rewards, and mask samples that do not train."""
         shaped = self.shaping(batch)
-        self.journal.shaped(shaped.rows, shaped.masked)
+        self.journal.shaped(shaped.samples, shaped.masked)
         return shaped.batch
 
     @phase("log_probs")
@@ -414,6 +415,7 @@ class RLVRPipeline:
         return [replace(share, supervised=rows) for share, rows in zip(shares, further, strict=True)]
 
     def cut(self, batch: Batch) -> list[MiniBatch]:
+        of = sample_rows_of(batch.rows)
         return cut_mini_batches(
             batch.rows.tensor("sample").numpy(),
             batch.rows.tensor("policy_tokens").numpy(),
@@ -423,6 +425,8 @@ class RLVRPipeline:
             aggregation=self.algorithm.aggregation,
             constant=aggregation_constant(self.config),
             seed=derived_seed(self.config.seed, "mini_batches", self.steps_done + 1),
+            owners=None if of is None else of.sample,
+            rows_are_sequences=self.algorithm.sequence == "row",
         )
 
 

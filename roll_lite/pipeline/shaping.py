@@ -23,6 +23,7 @@ from roll_lite.algorithms.rewards import (
 from roll_lite.config.schema.algorithm import AlgorithmConfig, MasksConfig, RewardShapingConfig
 from roll_lite.config.schema.domains import FormatConfig
 from roll_lite.config.schema.run import RunConfig
+from roll_lite.data.branches import per_sample, sample_rows_of
 from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import FinishReason
 from roll_lite.data.user_function import load_function
@@ -33,8 +34,8 @@ from roll_lite.distributed.dataflow import Batch
 class Shaped:
     batch: Batch
     """Batch with the columns reward and train_weight, without groups in which no sample trains."""
-    rows: DataProto
-    """Rows of all samples, for metrics."""
+    samples: DataProto
+    """A row for each sample, for metrics."""
     masked: Masked
 
 
@@ -50,17 +51,21 @@ class RewardShaping:
 
     def __call__(self, batch: Batch) -> Shaped:
         rows = self._with_domains(batch.rows)
-        known = RewardRows.of(rows.columns, self._domains)  # type: ignore[arg-type]
+        samples, of = per_sample(rows), sample_rows_of(rows)
+        known = RewardRows.of(samples.columns, self._domains)  # type: ignore[arg-type]
         masked = masked_samples(known, self._algorithm.masks)
         columns = {
             "reward": shape_rewards(known, masked.weights, self._algorithm, self._settings, self._running),
             "train_weight": masked.weights,
         }
         if "baseline_score" in rows:
-            baseline = rows.tensor("baseline_score")
+            baseline = samples.tensor("baseline_score")
             columns["baseline_score"] = shape_baseline(baseline, known, self._algorithm.reward, self._settings)
+        samples = samples.with_columns(**columns)
+        if of is not None:  # every row of a sample has the sample's reward and weight
+            columns = {name: column[of.sample] for name, column in columns.items()}
         rows = rows.with_columns(**columns)
-        return Shaped(batch.with_rows(**rows.columns).take(_rows_of_training_groups(rows)), rows, masked)
+        return Shaped(batch.with_rows(**rows.columns).take(_rows_of_training_groups(rows)), samples, masked)
 
     def _with_domains(self, rows: DataProto) -> DataProto:
         number = {name: place for place, name in enumerate(self._domains)}

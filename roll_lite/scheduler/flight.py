@@ -150,9 +150,9 @@ class Flight(Asked):
         self.legs, self.fruitless = int(so_far is not None), 0
         self.survived: tuple[EngineLost, ...] = ()
         self.timed_out = False
-        is_first_turn = first.context is None
-        self.prefix = intern("/".join(first.request_id.split("/", 4)[:4])) if is_first_turn else self.sample
-        """Name of the shared beginning: the group's prompt or, in a later turn, the sample's earlier turns."""
+        group = intern("/".join(first.request_id.split("/", 4)[:4]))
+        self.prefix = self.sample if first.context is not None else first.request_id if TURN in first.request_id else group
+        """Name of the shared beginning: the sample's earlier turns, an agent's own prompt, or the group's prompt."""
         self._timeout_s, self._choice, self._clock = timeout_s, choice, clock
         self._loop = asyncio.get_running_loop()
         self._generating_s = 0.0

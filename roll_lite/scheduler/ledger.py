@@ -44,7 +44,8 @@ def group_line(
     for sample in (*group.samples, group.baseline):
         if sample is None:
             continue
-        turns.append([[part.engine, part.versions[0][1], part.versions[-1][1]] for part in sample.transcript.segments if part.versions])
+        parts = [part for row in sample.transcript.rows for part in row.segments if part.versions]
+        turns.append([[part.engine, part.versions[0][1], part.versions[-1][1]] for part in parts])
         scores.append(None if sample.score is None else sample.score.value)
         if sample.outcome is SampleOutcome.FAILED:
             line.setdefault("failed", {})[sample.id.index] = _short(sample.failure or "unknown")

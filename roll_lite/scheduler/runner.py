@@ -14,6 +14,7 @@ from typing import Protocol
 from roll_lite.data.samples import (
     TURN,
     Author,
+    Branch,
     EpisodeRecord,
     FinishReason,
     GenerationRequest,
@@ -25,7 +26,6 @@ from roll_lite.data.samples import (
     Sampling,
     Score,
     Segment,
-    TokenRow,
     Transcript,
     Turn,
 )
@@ -40,10 +40,37 @@ Ask = Callable[[GenerationRequest, Turn | None], Awaitable[Turn]]
 """Generates a response, or continues the given one."""
 
 
-class Conversation:
-    """A sample being generated. Tokens of earlier turns stay in the object store; requests refer to them."""
+class _Row:
+    """A row of the sample: the responses of one path through the tree of turns."""
 
-    __slots__ = ("_ask", "_end", "_segments", "_so_far", "_tokens", "_turns", "_wants_ids", "request_id", "sampling")
+    __slots__ = ("free", "last", "length", "segments", "tokens")
+
+    def __init__(self, context: Turn | None = None) -> None:
+        """`context`: response of another row that this one continues, too."""
+        self.tokens = None if context is None else context.tokens
+        self.length = 0 if self.tokens is None else self.tokens.length
+        self.segments = (Segment(Author.PROMPT, self.length),) if self.length else ()
+        self.last: int | None = None
+        """Number of the last response."""
+        self.free = False
+        """The last response has no successor yet: the next request that continues it lengthens this row."""
+
+    def add(self, author: Author, tokens: int, number: int, turn: Turn) -> None:
+        if tokens:
+            self.segments += (Segment(author, tokens),)
+        self.segments += (Segment(Author.POLICY, turn.length, turn.versions, turn.engine),)
+        self.length += tokens + turn.length
+        self.tokens, self.last, self.free = turn.tokens, number, True
+
+
+class Conversation:
+    """A sample being generated: a tree of responses, of which most samples have one. Tokens of earlier turns stay in the object store;
+    requests refer to them.
+
+    A response that continues an earlier one lengthens its row, unless another response has done so: then it begins a row, whose prompt
+    are the tokens so far. So each response trains in one row."""
+
+    __slots__ = ("_ask", "_end", "_rows", "_so_far", "_turns", "_wants_ids", "request_id", "sampling")
 
     def __init__(self, ask: Ask, request_id: str, sampling: Sampling, so_far: Turn | None = None, wants_ids: bool = False) -> None:
         """`so_far`: first response, to be continued. `wants_ids`: return the ids of responses."""
@@ -52,31 +79,53 @@ class Conversation:
         self.sampling = sampling
         self._so_far = so_far
         self._wants_ids = wants_ids
-        self._segments: tuple[Segment, ...] = ()
-        self._turns: tuple[Turn, ...] = ()
-        self._tokens: TokenRow | None = None
+        self._rows: list[_Row] = []
+        self._turns: dict[int, tuple[_Row, Turn]] = {}
+        """Responses by number, in the order in which they ended."""
         self._end: tuple[EpisodeRecord, FinishReason | None] | None = None
 
-    @property
-    def room(self) -> int:
-        """Tokens that may still follow the prompt; max_tokens limits responses and environment together."""
-        return self.sampling.max_tokens - sum(one.length for one in self._segments if one.author is not Author.PROMPT)
+    async def respond(
+        self, token_ids: Sequence[int], number: int = 0, after: int | None = None, most: int | None = None, stop: Sequence[str] = ()
+    ) -> Turn:
+        """Let the policy respond to tokens, with at most `most` tokens. Raises RequestFailed.
 
-    async def respond(self, token_ids: Sequence[int], author: Author = Author.ENVIRONMENT, most: int | None = None) -> Turn:
-        """Add tokens of the prompt or the environment, and let the policy respond with at most `most` tokens. Raises RequestFailed."""
-        room = self.room - (len(token_ids) if author is not Author.PROMPT else 0)
-        if room < 1:
-            raise ValueError(f"request {self.request_id}: no room for a response within {self.sampling.max_tokens} tokens; end the episode")
-        request = self._request(tuple(token_ids), room if most is None else min(room, most))
+        `number`: of this response, from 0. `after`: number of the response that the tokens follow; None: they are a prompt. `stop`: further
+        stop strings."""
+        row = self._row(after)
+        most = self._room(row, len(token_ids)) if most is None else most
+        request = self._request(tuple(token_ids), row, number, after, most, stop)
+        author = Author.PROMPT if after is None else Author.ENVIRONMENT
         try:
             so_far, self._so_far = self._so_far, None
             turn = await self._ask(request, so_far)
         except RequestFailed as failure:
             if failure.partial is not None:
-                self._add(author, len(token_ids), failure.partial)
+                row.add(author, len(token_ids), number, failure.partial)
+                self._turns[number] = row, failure.partial
             raise
-        self._add(author, len(token_ids), turn)
+        row.add(author, len(token_ids), number, turn)
+        self._turns[number] = row, turn
         return turn
+
+    def _row(self, after: int | None) -> _Row:
+        """The row that a response after response `after` belongs to."""
+        if after is None:
+            row = _Row()
+        else:
+            row, turn = self._turns[after]
+            if row.free and row.last == after:
+                row.free = False
+                return row
+            row = _Row(turn)
+        self._rows.append(row)
+        return row
+
+    def _room(self, row: _Row, new: int) -> int:
+        """Tokens left for a response; max_tokens limits responses and environment together."""
+        room = self.sampling.max_tokens - (row.length - row.segments[0].length + new if row.segments else 0)
+        if room < 1:
+            raise ValueError(f"request {self.request_id}: no room for a response within {self.sampling.max_tokens} tokens; end the episode")
+        return room
 
     def end(self, record: EpisodeRecord, finish_reason: FinishReason | None = None) -> None:
         """Note the environment's account. `finish_reason`: why the episode ended, if a limit ended it."""
@@ -84,25 +133,25 @@ class Conversation:
 
     def transcript(self) -> Transcript:
         record, reason = self._end or (None, None)
-        reason = reason or (self._turns[-1].finish_reason if self._turns else None)
-        return Transcript(self._segments, "\n".join(turn.text for turn in self._turns), reason, self._tokens, record)
+        turns = [turn for _, turn in self._turns.values()]
+        reason = reason or (turns[-1].finish_reason if turns else None)
+        rows = [row for row in self._rows if row.last is not None] or [_Row()]
+        first, text = rows[0], "\n".join(turn.text for turn in turns)
+        branches = tuple(Branch(row.segments, row.tokens) for row in rows[1:])
+        return Transcript(first.segments, first.tokens, text, reason, record, branches)
 
-    def _request(self, token_ids: tuple[int, ...], most: int) -> GenerationRequest:
-        number, sampling = len(self._turns), self.sampling
-        if most < sampling.max_tokens:
-            sampling = replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
-        if not number:
-            return GenerationRequest(self.request_id, token_ids, sampling, wants_ids=self._wants_ids)
-        if sampling.seed is not None:
+    def _request(
+        self, token_ids: tuple[int, ...], row: _Row, number: int, after: int | None, most: int, stop: Sequence[str]
+    ) -> GenerationRequest:
+        sampling = self.sampling
+        if most < sampling.max_tokens or stop:
+            least = min(sampling.min_tokens, most)
+            sampling = replace(sampling, max_tokens=most, min_tokens=least, stop=(*sampling.stop, *stop))
+        if number and sampling.seed is not None:
             sampling = replace(sampling, seed=stable_hash(sampling.seed, "turn", number))
-        return GenerationRequest(f"{self.request_id}{TURN}{number}", token_ids, sampling, self._tokens, wants_ids=self._wants_ids)
-
-    def _add(self, author: Author, tokens: int, turn: Turn) -> None:
-        if tokens:
-            self._segments += (Segment(author, tokens),)
-        self._segments += (Segment(Author.POLICY, turn.length, turn.versions, turn.engine),)
-        self._turns += (turn,)
-        self._tokens = turn.tokens
+        name = f"{self.request_id}{TURN}{number}" if number else self.request_id
+        branches = after is not None and row.last != after
+        return GenerationRequest(name, token_ids, sampling, row.tokens, wants_ids=self._wants_ids, masks_context=branches)
 
 
 UNCOUNTED_LOSSES = 8
@@ -125,7 +174,7 @@ reported as failed."""
 
 
 async def one_response(prompt: Prompt, conversation: Conversation) -> None:
-    await conversation.respond(prompt.token_ids, Author.PROMPT)
+    await conversation.respond(prompt.token_ids)
 
 
 Seeds = Callable[[SampleId], int | None]
@@ -237,7 +286,7 @@ class SampleRunner:
             except RequestFailed as failure:
                 cause, timed_out = f"generation: {failure.cause}", failure.timed_out
                 reached = conversation.transcript()
-                if failure.final or (timed_out and (failure.began or reached.policy_tokens)):
+                if failure.final or (timed_out and (failure.began or any(row.policy_tokens for row in reached.rows))):
                     # A retry after a time-out would succeed only with a shorter response, which is a bias.
                     return Sample(sample_id, prompt, reached, SampleOutcome.FAILED, failure=cause, timed_out=timed_out, asked=asked)
                 tries -= 1
@@ -269,7 +318,7 @@ class SampleRunner:
         recorder.last_completion = clock()
         stats = recorder.domains[self._domain]
         stats.generation_s += recorder.last_completion - sent
-        stats.prompt_tokens += len(request.prompt_ids) + (request.context.length if request.context is not None else 0)
+        stats.prompt_tokens += request.prompt_length
         stats.cached_tokens += turn.cached_tokens
         stats.response_tokens += turn.length - (0 if so_far is None else so_far.length)
         stats.finish_reasons[str(turn.finish_reason)] += 1

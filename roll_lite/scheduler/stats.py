@@ -180,7 +180,7 @@ class Recorder:
         domain.delivered += 1
         accepted = [sample for sample in group.samples if sample.outcome is SampleOutcome.ACCEPTED]
         domain.accepted += len(accepted)
-        domain.batch_tokens += sum(sample.transcript.policy_tokens for sample in accepted)
+        domain.batch_tokens += sum(row.policy_tokens for sample in accepted for row in sample.transcript.rows)
         for score in (sample.score for sample in accepted):
             for term, value in (score.terms if score is not None else {}).items():
                 domain.terms[term] = domain.terms.get(term, 0.0) + value

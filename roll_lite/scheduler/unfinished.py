@@ -70,6 +70,6 @@ class Unfinished(NamedTuple):
         """State of a sample while its first response is generated. `first`: the original request; `request`: the one at the engine, which
         may continue the first."""
         segments = Segment(Author.PROMPT, len(first.prompt_ids)), Segment(Author.POLICY, so_far.length, so_far.versions, so_far.engine)
-        transcript = Transcript(segments, so_far.text, FinishReason.ABORT, so_far.tokens)
+        transcript = Transcript(segments, so_far.tokens, so_far.text, FinishReason.ABORT)
         rows = [part.tokens for part in parts if part.tokens is not None]
         return Unfinished(SavedSample(attempt, transcript), request, rows)

@@ -154,7 +154,7 @@ class SimulatedEngine:
             asked.answer.set_exception(EngineLost(self.name, self.dead))
             return
         whole, most = self._length(request) - request.resumed, request.sampling.max_tokens
-        prompt = len(request.prompt_ids) + (request.context.length if request.context is not None else 0)
+        prompt = request.prompt_length
         reason = FinishReason.LENGTH if whole >= most else FinishReason.STOP
         run = _Run(asked, prompt, max(1, min(whole, most)), reason)
         run.prefix = "/".join(request.request_id.split("/", 4)[:4])

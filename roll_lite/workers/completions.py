@@ -15,7 +15,7 @@ from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, TokenRow, Turn
 from roll_lite.distributed.strategy.base import InferenceStrategy, PauseMode, RequestProgress
 from roll_lite.scheduler.engines import Collected
-from roll_lite.workers.token_blocks import BLOCK_TOKENS, TokenRecord, token_block
+from roll_lite.workers.token_blocks import BLOCK_TOKENS, TokenRecord, context_record, token_block
 
 PART_PREFIX = TokenRecord.given((0,))
 """Dummy token put before a part of a response: token blocks store no log-prob for a row's first token. `joined_block` drops it."""
@@ -91,8 +91,8 @@ class CompletionPump:
             self._push(Completion(request.request_id, error=f"the tokens of its earlier turns are lost: {type(error).__name__}: {error}"))
             return None
         if request.request_id in self._before:  # not aborted meanwhile
-            self._before[request.request_id].insert(0, earlier)
-        return replace(request, prompt_ids=(*earlier.ids.tolist(), *request.prompt_ids), context=None)
+            self._before[request.request_id].insert(0, context_record(request, earlier))
+        return replace(request, prompt_ids=(*earlier.ids.tolist(), *request.prompt_ids), context=None, masks_context=False)
 
     def _start(self, request: GenerationRequest) -> asyncio.Future[Completion]:
         self._entering.discard(request.request_id)

@@ -17,9 +17,10 @@ from roll_lite.algorithms.kernels import Whitening, row_moments
 from roll_lite.algorithms.kl import full_kl, kl_estimate
 from roll_lite.algorithms.token_metrics import Peaks, RowSums, SampleSums, mismatch_of_tokens, sums_by_domain
 from roll_lite.config.schema.algorithm import AlgorithmConfig
+from roll_lite.data.branches import sample_rows
 from roll_lite.data.keys import Columns
 from roll_lite.data.microbatch import MicroBatch
-from roll_lite.workers.credit_inputs import CreditInputs, RowTable, users_advantages
+from roll_lite.workers.credit_inputs import CreditInputs, SampleTable, users_advantages
 from roll_lite.workers.objectives import OLD_COLUMN, OldLogProbs
 
 Gather = Callable[[torch.Tensor], list[torch.Tensor]]
@@ -36,7 +37,7 @@ class Credit:
     kl: torch.Tensor | None
     """KL(policy || reference) of each token, without coefficient; None if the reward has no KL penalty."""
     rewards_per_row: torch.Tensor
-    """[B] float64: the reward minus coef * the sample's KL."""
+    """[B] float64: minus coef * the row's KL and, in a sample's first row, the reward. Their sum over a sample is its reward."""
 
 
 def compared_before_training(algorithm: AlgorithmConfig) -> bool:
@@ -55,7 +56,7 @@ def credit_columns(algorithm: AlgorithmConfig) -> Columns:
     reads += ESTIMATOR_READS.get(algorithm.advantage.name, ())
     if algorithm.advantage.parameters.get("bootstrap_truncated"):
         reads.append("final_value")
-    if_there = ("ref_log_probs", "values", *_old_column(algorithm))
+    if_there = ("index", "branch", "ref_log_probs", "values", *_old_column(algorithm))
     return Columns(tuple(dict.fromkeys(reads)), if_there, writes=("advantages", "returns"))
 
 
@@ -71,7 +72,7 @@ def assign_credit(rows: MicroBatch, data_rank: int, algorithm: AlgorithmConfig, 
     whitened = algorithm.whiten_advantages or config.name in ALWAYS_WHITENED
     task = _Task(rows, kl, kl_coef, data_rank, gather, _whitening(rows, gather) if whitened else None)
     advantages, returns = ESTIMATORS[config.name](task, **config.parameters)
-    return Credit(advantages, returns, kl, task.rewards)
+    return Credit(advantages, returns, kl, torch.where(task.branch == 0, task.score, 0.0) - task.penalty)
 
 
 def _whitening(rows: MicroBatch, gather: Gather) -> Whitening:
@@ -117,10 +118,11 @@ class _Task:
     ) -> None:
         self.mask, self.columns = rows.mask, rows.columns
         self.score = rows.columns["reward"].double()
-        """[B] reward of each sample, without KL."""
+        """[B] reward of each row's sample, without KL."""
         self.kl_rewards = None if kl is None else kl * -kl_coef
-        self.rewards = self.score if kl is None else self.score - kl_coef * row_moments(kl, rows.mask)[:, 1]
-        """[B] reward of each sample, minus its KL penalty."""
+        self.penalty = torch.zeros_like(self.score) if kl is None else kl_coef * row_moments(kl, rows.mask)[:, 1]
+        """[B] KL penalty of each row."""
+        self.branch = rows.columns.get("branch", torch.zeros_like(self.score, dtype=torch.int64))
         self.whitening = whitening
         """Function that computes the statistics for whitening; None: advantages are not whitened."""
         self.groups = rows.columns["group"].long()
@@ -130,19 +132,27 @@ class _Task:
     def policy_tokens(self) -> torch.Tensor:
         return formulas.policy_token_counts(self.mask)
 
-    def everyone(self, rewards: torch.Tensor) -> RowTable:
-        """Table of all ranks' rows, since a group's rows may be on several ranks. Group numbers are sent as float64, which holds them
+    def everyone(self) -> SampleTable:
+        """Table of all ranks' samples, since a group's rows may be on several ranks. Numbers are sent as float64, which holds them
         exactly."""
         trains = self.columns["train_weight"] > 0
-        mine = torch.stack([rewards, self.groups.double(), self.policy_tokens.double(), trains.double()], dim=1)
-        parts = self._gather(mine)
+        own = [self.score, self.penalty, self.groups.double(), self.policy_tokens.double(), trains.double()]
+        if branched := "branch" in self.columns:
+            own += [self.columns["index"].double(), self.branch.double()]
+        parts = self._gather(torch.stack(own, dim=1))
         before = sum(len(part) for part in parts[: self._data_rank])
-        together, groups, policy_tokens, trains = torch.cat(parts).unbind(1)
-        return RowTable(together, groups.long(), policy_tokens.long(), trains.bool(), slice(before, before + len(mine)))
+        local = torch.arange(before, before + len(trains))
+        score, penalty, groups, policy_tokens, trains, *names = torch.cat(parts).unbind(1)
+        if branched:
+            of = sample_rows(groups, *names)
+            penalty, policy_tokens = of.total(penalty), of.total(policy_tokens)
+            score, groups, trains = score[of.first], groups[of.first], trains[of.first]
+            local = torch.from_numpy(of.sample)[local]
+        return SampleTable(score - penalty, score, groups.long(), policy_tokens.long(), trains.bool(), local)
 
-    def everyone_before_kl(self) -> torch.Tensor | None:
-        """Rewards of all ranks' rows without KL; None if no KL is subtracted."""
-        return None if self.kl_rewards is None else self.everyone(self.score).rewards
+    def before_kl(self, everyone: SampleTable) -> torch.Tensor | None:
+        """Rewards of all samples without KL; None if no KL is subtracted."""
+        return None if self.kl_rewards is None else everyone.scores
 
     def spread_samples(self, advantages: torch.Tensor) -> Estimate:
         if self.whitening is not None:
@@ -172,33 +182,34 @@ def _reinforce_plus_plus(task: _Task, gamma: float, baseline: str) -> Estimate:
     is."""
     score = task.score
     if baseline == "group":
-        everyone = task.everyone(score)
-        score = formulas.minus_group_mean(everyone.rewards, everyone.groups)[everyone.local]
+        everyone = task.everyone()
+        score = formulas.minus_group_mean(everyone.scores, everyone.groups)[everyone.local]
     return formulas.reinforce(task.kl_rewards, task.mask, gamma, score, task.whitening), None
 
 
 def _grpo(task: _Task, normalize_std: bool) -> Estimate:
-    everyone = task.everyone(task.rewards)
-    return task.spread_samples(formulas.grpo(everyone.rewards, everyone.groups, normalize_std, task.everyone_before_kl())[everyone.local])
+    everyone = task.everyone()
+    return task.spread_samples(formulas.grpo(everyone.rewards, everyone.groups, normalize_std, task.before_kl(everyone))[everyone.local])
 
 
 def _rloo(task: _Task) -> Estimate:
-    everyone = task.everyone(task.rewards)
+    everyone = task.everyone()
     return task.spread_samples(formulas.rloo(everyone.rewards, everyone.groups)[everyone.local])
 
 
 def _opo(task: _Task) -> Estimate:
-    everyone = task.everyone(task.rewards)
+    everyone = task.everyone()
     return task.spread_samples(formulas.opo(everyone.rewards, everyone.groups, everyone.policy_tokens)[everyone.local])
 
 
 def _gpg(task: _Task) -> Estimate:
-    everyone = task.everyone(task.rewards)
-    return task.spread_samples(formulas.gpg(everyone.rewards, everyone.groups, task.everyone_before_kl(), everyone.trains)[everyone.local])
+    everyone = task.everyone()
+    return task.spread_samples(formulas.gpg(everyone.rewards, everyone.groups, task.before_kl(everyone), everyone.trains)[everyone.local])
 
 
 def _remax(task: _Task) -> Estimate:
-    return task.spread_samples(formulas.remax(task.rewards, task.columns["baseline_score"]))
+    everyone = task.everyone()
+    return task.spread_samples(formulas.remax(everyone.rewards[everyone.local], task.columns["baseline_score"]))
 
 
 def _custom(task: _Task, function: str, args: dict[str, Any]) -> Estimate:
@@ -212,7 +223,7 @@ def _custom(task: _Task, function: str, args: dict[str, Any]) -> Estimate:
         policy_tokens=task.policy_tokens,
         truncated=columns["truncated"].bool(),
         train_weight=columns["train_weight"],
-        everyone=task.everyone(task.rewards),
+        everyone=task.everyone(),
     )
     if task.whitening is None:
         return users_advantages(inputs, function, args, torch.float32)
@@ -268,6 +279,7 @@ def credit_metrics(
         peaks.record("mismatch/max", difference, mask, numbers)
         mismatch.record(rows.columns["sample"], difference, mask)
     trains = mask.any(1, keepdim=True)
-    per_row = {"credit/rows": trains, "credit/reward": credit.rewards_per_row[:, None].masked_fill(~trains, 0.0)}
+    samples = trains & (rows.columns["branch"][:, None] == 0) if "branch" in rows.columns else trains
+    per_row = {"credit/rows": samples, "credit/reward": credit.rewards_per_row[:, None].masked_fill(~trains, 0.0)}
     sums = sums_by_domain(tokens, numbers, domains) | sums_by_domain(per_row, numbers, domains)
     return {name: float(value) for name, value in sums.items()}, peaks.collect(), mismatch.collect()

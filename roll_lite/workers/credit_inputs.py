@@ -14,19 +14,22 @@ WHERE = "algorithm.advantage.function"
 
 
 @dataclass(frozen=True)
-class RowTable:
+class SampleTable:
     """Samples of the whole global batch, even those that do not train; all tensors [N]."""
 
     rewards: torch.Tensor
     """float64: the reward after shaping, minus coef * the sample's KL."""
+    scores: torch.Tensor
+    """float64: the reward after shaping, without KL."""
     groups: torch.Tensor
     """int64: samples of one prompt have the same number."""
     policy_tokens: torch.Tensor
     """int64: tokens that the policy chose, per sample."""
     trains: torch.Tensor
     """bool: train_weight > 0."""
-    local: slice
-    """Slice of this rank's rows: `everyone.rewards[everyone.local]` are their rewards."""
+    local: torch.Tensor
+    """[B] int64: sample of each of this rank's rows, of which several may be one sample (an agent's branches).
+    `everyone.rewards[everyone.local]` are the rows' rewards."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +52,8 @@ class CreditInputs:
     """[B] bool: cut at max_tokens."""
     train_weight: torch.Tensor
     """[B] float32: 0 for samples not trained on."""
-    everyone: RowTable
-    """Rows of all ranks, for baselines."""
+    everyone: SampleTable
+    """Samples of all ranks, for baselines."""
 
 
 def users_advantages(inputs: CreditInputs, name: str, args: dict[str, Any], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -6,14 +6,16 @@ import asyncio
 import itertools
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
+import ray
 
 from roll_lite.config.schema.domains import ChatTemplateConfig, DomainConfig
 from roll_lite.data.row_values import messages_of
-from roll_lite.data.samples import Author, FinishReason, GenerationRequest, Prompt, Sampling, Turn
+from roll_lite.data.samples import FinishReason, GenerationRequest, Prompt, Sampling, Turn
 from roll_lite.data.stable_hash import stable_hash
 from roll_lite.data.templates import load_tokenizer
 from roll_lite.distributed.failures import FleetDown, MemberLost
@@ -44,7 +46,8 @@ class EnvironmentWorker:
         """Import the environment and load the tokenizer; returns the token ids of CANNED_RESPONSE, and a note for the user. ValueError for
         a mistake in the configuration."""
         tokenizer = load_tokenizer(self._model)
-        self._player = await asyncio.to_thread(player_of, self._domain, tokenizer, f"domains.{self._name}")
+        host = ray.util.get_node_ip_address()
+        self._player = await asyncio.to_thread(player_of, self._domain, tokenizer, f"domains.{self._name}", host)
         ids: list[int] = tokenizer.encode(CANNED_RESPONSE, add_special_tokens=False)
         return ids, self._player.note()
 
@@ -67,9 +70,12 @@ class _Lost(NamedTuple):
 
 @dataclass(eq=False)
 class _Running:
-    events: asyncio.Queue[Event | _Lost]
+    events: asyncio.Queue[Event | _Lost | BaseException]
+    """Also errors of requests."""
     since: float | None
     """Time since which the environment works; None: the policy responds."""
+    asks: set[asyncio.Task[None]] = field(default_factory=set)
+    """Requests under way."""
 
 
 class PooledEnvironment(ActorMember):
@@ -147,25 +153,39 @@ class EnvironmentPool:
             try:
                 await self._converse(member, number, running, conversation)
             finally:
+                for ask in running.asks:
+                    ask.cancel()
                 if member.running.pop(number, None) is not None:
                     member.tell(Cancel(number))
 
     async def _converse(self, member: PooledEnvironment, number: int, running: _Running, conversation: Conversation) -> None:
-        author = Author.PROMPT
         while True:
             event = await running.events.get()
+            if isinstance(event, BaseException):
+                raise event
             if isinstance(event, Ask):
                 running.since = None
-                turn = await conversation.respond(np.frombuffer(event.ids, np.int32).tolist(), author, event.most)
-                author = Author.ENVIRONMENT
-                running.since = asyncio.get_running_loop().time()
-                member.tell(Answer(number, turn.ids))
+                ask = asyncio.create_task(self._respond(member, running, conversation, event))
+                running.asks.add(ask)
+                ask.add_done_callback(partial(self._responded, running))
                 continue
             member.running.pop(number, None)
             if isinstance(event, Ended):
                 conversation.end(event.record, event.finish_reason)
                 return
             raise EpisodeFailed(event.cause, not isinstance(event, _Lost) or event.alone)
+
+    async def _respond(self, member: PooledEnvironment, running: _Running, conversation: Conversation, ask: Ask) -> None:
+        ids = np.frombuffer(ask.ids, np.int32).tolist()
+        turn = await conversation.respond(ids, ask.number, ask.after, ask.most, ask.stop)
+        member.tell(Answer(ask.episode, ask.number, turn.ids, turn.finish_reason))
+
+    def _responded(self, running: _Running, ask: asyncio.Task[None]) -> None:
+        running.asks.discard(ask)
+        if not running.asks:
+            running.since = asyncio.get_running_loop().time()
+        if not ask.cancelled() and (error := ask.exception()) is not None:
+            running.events.put_nowait(error)
 
     async def problem(self, prompts: Sequence[Prompt]) -> str | None:
         """Play episodes with canned responses. Error message if all fail, otherwise None: a single failure may be a bad row."""

@@ -16,6 +16,7 @@ from pydantic_core import PydanticSerializationError, to_json
 from ray.exceptions import RayError
 
 from roll_lite.algorithms.at_k import NO_ANSWER, READS_NONE
+from roll_lite.data.branches import per_sample
 from roll_lite.data.dump_files import dump_file
 from roll_lite.data.dumps import further_columns, times, write_dump
 from roll_lite.data.proto import DataProto, object_column
@@ -30,11 +31,12 @@ from roll_lite.workers.token_blocks import KEPT_IDS, TOKEN_COLUMNS
 
 def rows_of(groups: Sequence[SampleGroup], temperatures: Mapping[str, float]) -> DataProto:
     """Rows of accepted, scored samples, numbered from 0. `temperatures`: by domain."""
-    samples = [sample for group in groups for sample in group.samples]
+    paths = [(sample, number, row) for group in groups for sample in group.samples for number, row in enumerate(sample.transcript.rows)]
+    samples, branches, rows = zip(*paths, strict=True) if paths else ((), (), ())
     scores = [sample.score for sample in samples if sample.score is not None]
     assert len(scores) == len(samples), "a sample without a score cannot train"
     columns: dict[str, torch.Tensor | np.ndarray] = {
-        "sample": torch.arange(len(samples)),
+        "sample": torch.arange(len(rows)),
         "group": _whole(sample.id.group for sample in samples),
         "index": _whole(sample.id.index for sample in samples),
         "prompt_uid": _whole(sample.id.prompt_uid for sample in samples),
@@ -42,18 +44,20 @@ def rows_of(groups: Sequence[SampleGroup], temperatures: Mapping[str, float]) ->
         "attempt": _whole(sample.id.attempt for sample in samples),
         "domain": object_column(sample.id.domain for sample in samples),
         "finish_reason": object_column(str(sample.transcript.finish_reason) for sample in samples),
-        "prompt_length": _whole(sample.transcript.prompt_length for sample in samples),
-        "response_length": _whole(sample.transcript.response_length for sample in samples),
-        "policy_tokens": _whole(sample.transcript.policy_tokens for sample in samples),
+        "prompt_length": _whole(row.prompt_length for row in rows),
+        "response_length": _whole(row.response_length for row in rows),
+        "policy_tokens": _whole(row.policy_tokens for row in rows),
         "score": torch.tensor([score.value for score in scores], dtype=torch.float32),
         "correct": torch.tensor([float(score.is_correct) for score in scores], dtype=torch.float32),
         "format_ok": torch.tensor([float(score.format_ok or False) for score in scores], dtype=torch.float32),
         "sample_weight": torch.tensor([sample.prompt.weight for sample in samples], dtype=torch.float32),
-        "min_version": _whole(min((span.version for span in sample.transcript.versions), default=0) for sample in samples),
-        "max_version": _whole(max((span.version for span in sample.transcript.versions), default=0) for sample in samples),
-        "engine": _whole(-1 if sample.transcript.engine is None else sample.transcript.engine for sample in samples),
+        "min_version": _whole(min((span.version for span in row.versions), default=0) for row in rows),
+        "max_version": _whole(max((span.version for span in row.versions), default=0) for row in rows),
+        "engine": _whole(-1 if row.engine is None else row.engine for row in rows),
     }
     columns["temperature"] = torch.tensor([temperatures[sample.id.domain] for sample in samples], dtype=torch.float32)
+    if any(branches):
+        columns["branch"] = _whole(branches)
     if any(group.baseline is not None for group in groups):
         columns["baseline_score"] = torch.tensor(_baseline_scores(groups), dtype=torch.float32)
     return DataProto(columns)
@@ -64,7 +68,7 @@ def held_out_rows(groups: Sequence[SampleGroup], temperatures: Mapping[str, floa
     samples = [sample for group in groups for sample in group.samples]
     parts = [_part(sample, report_by[sample.id.domain]) for sample in samples]
     answers = [number for group in groups for number in _answers(group)]
-    return rows_of(groups, temperatures).with_columns(answer=_whole(answers), part=object_column(parts))
+    return per_sample(rows_of(groups, temperatures)).with_columns(answer=_whole(answers), part=object_column(parts))
 
 
 def _part(sample: Sample, column: str | None) -> str:
@@ -79,13 +83,13 @@ def _answers(group: SampleGroup) -> Iterator[int]:
 
 
 def tokens_of(groups: Sequence[SampleGroup], extra: Sequence[str] = ()) -> Block:
-    """Block of references to the samples' tokens. `extra`: further columns."""
-    places = [sample.transcript.tokens for group in groups for sample in group.samples]
+    """Block of references to the rows' tokens. `extra`: further columns."""
+    places = [row.tokens for group in groups for sample in group.samples for row in sample.transcript.rows]
     numbers: dict[Any, int] = {}
     objects = np.empty(len(places), np.int32)
     rows = np.empty(len(places), np.int32)
     for sample, place in enumerate(places):
-        assert place is not None, f"sample {sample} has no tokens"
+        assert place is not None, f"row {sample} has no tokens"
         objects[sample] = numbers.setdefault(place.block, len(numbers))
         rows[sample] = place.row
     return Block(tuple(numbers), (*TOKEN_COLUMNS, *extra), np.arange(len(places)), objects, rows)
@@ -99,7 +103,7 @@ def _baseline_scores(groups: Sequence[SampleGroup]) -> list[float]:
     scores: list[float] = []
     for group in groups:
         assert group.baseline is not None and group.baseline.score is not None, f"group {group.group} has no scored greedy baseline"
-        scores += [group.baseline.score.value] * len(group.samples)
+        scores += [group.baseline.score.value] * sum(len(sample.transcript.rows) for sample in group.samples)
     return scores
 
 
@@ -161,7 +165,7 @@ def sample_record(sample: Sample, baseline: bool, clock_offset: float) -> dict[s
         "failure": sample.failure,
         "finish_reason": str(transcript.finish_reason) if transcript.finish_reason else None,
         "prompt_tokens": transcript.prompt_length or len(sample.prompt.token_ids),
-        "response_tokens": transcript.response_length,
+        "response_tokens": sum(row.response_length for row in transcript.rows),
         "versions": [[span.start, span.version] for span in transcript.versions],
         **({} if transcript.episode is None else {"episode": asdict(transcript.episode)}),
         **times(sample, clock_offset),

@@ -50,6 +50,11 @@ class TokenRecord:
         extra = {name: column[first:] for name, column in self.extra.items()}
         return TokenRecord(self.ids[first:], self.mask[first:], self.log_probs[first:], extra)
 
+    def masked(self) -> TokenRecord:
+        """The same tokens as context, which does not train."""
+        extra = {name: column for name, column in self.extra.items() if name != KEPT_IDS}
+        return replace(self, mask=np.zeros_like(self.mask), log_probs=np.zeros_like(self.log_probs), extra=extra)
+
     def fill_experts(self, experts: np.ndarray | None) -> TokenRecord:
         """Fill in unknown expert ids from those that the engine reports. Known ids stay, since sampling used them: a continued request
         prefills these tokens again, perhaps with other experts."""
@@ -99,8 +104,13 @@ async def joined_block(request: GenerationRequest, parts: Sequence[TokenRow], fe
 
 
 def joined_record(request: GenerationRequest, parts: Sequence[TokenRow], read: Callable[[TokenRow], TokenRecord]) -> TokenRecord:
-    before = [] if request.context is None else [read(request.context)]
+    before = [] if request.context is None else [context_record(request, read(request.context))]
     return TokenRecord.joined([*before, TokenRecord.given(request.prompt_ids), *(read(part).drop_prefix(1) for part in parts)])
+
+
+def context_record(request: GenerationRequest, earlier: TokenRecord) -> TokenRecord:
+    """Tokens of a request's context, as its row has them."""
+    return earlier.masked() if request.masks_context else earlier
 
 
 def token_block(records: Sequence[TokenRecord], extra: Collection[str] = ()) -> DataProto:

@@ -1,4 +1,4 @@
-"""Samples of unfinished groups as a checkpoint's file: a Parquet table with a row per sample."""
+"""Samples of unfinished groups as a checkpoint's file: a Parquet table with their rows."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from io import BytesIO
+from itertools import pairwise
 from typing import Any
 
 import pyarrow as pa
@@ -29,12 +30,16 @@ def to_file(found: Mapping[int, Mapping[int, Unfinished]], columns: Sequence[str
     samples = [entry for entry in samples if (rows := _rows_of(entry[2])) and all(row.block in blocks for row in rows)]
     if not samples:
         return b""
-    records = [_record(one, lambda row: TokenRecord.read(blocks[row.block], row.row)) for *_, one in samples]
+    records: list[TokenRecord] = []
+    names: list[tuple[int, int, str | None]] = []
+    for group, index, one in samples:
+        own = _records(one, lambda row: TokenRecord.read(blocks[row.block], row.row))
+        records += own
+        text = json.dumps(asdict(_with_tokens(one.sample, [None] * len(own))))
+        names += [(group, index, None if row else text) for row in range(len(own))]
     table = as_table(token_block(records, columns))
-    groups, indices, saved = zip(*samples, strict=True)
-    texts = [json.dumps(asdict(_with_tokens(one.sample, None))) for one in saved]
-    for name, values in (("sample", texts), ("index", indices), ("group", groups)):
-        table = table.add_column(0, name, pa.array(values))
+    for name, values in zip(("group", "index", "sample"), zip(*names, strict=True), strict=True):
+        table = table.append_column(name, pa.array(values))
     file = BytesIO()
     pq.write_table(table, file, compression="zstd")
     return file.getvalue()
@@ -42,18 +47,22 @@ def to_file(found: Mapping[int, Mapping[int, Unfinished]], columns: Sequence[str
 
 def _rows_of(one: Unfinished) -> list[TokenRow]:
     """Rows of token blocks with the sample's tokens."""
-    rows = [one.request.context, *one.parts] if one.parts and one.request is not None else [one.sample.transcript.tokens]
+    under_way = one.parts and one.request is not None
+    rows = [one.request.context, *one.parts] if under_way else [row.tokens for row in one.sample.transcript.rows]
     return [row for row in rows if row is not None]
 
 
-def _record(one: Unfinished, read: Callable[[TokenRow], TokenRecord]) -> TokenRecord:
+def _records(one: Unfinished, read: Callable[[TokenRow], TokenRecord]) -> list[TokenRecord]:
     if one.parts and one.request is not None:
-        return joined_record(one.request, one.parts, read)
-    return read(_rows_of(one)[0])
+        return [joined_record(one.request, one.parts, read)]
+    return [read(row) for row in _rows_of(one)]
 
 
-def _with_tokens(sample: SavedSample, tokens: TokenRow | None) -> SavedSample:
-    return replace(sample, transcript=replace(sample.transcript, tokens=tokens))
+def _with_tokens(sample: SavedSample, tokens: Sequence[TokenRow | None]) -> SavedSample:
+    """The sample with the tokens of its rows."""
+    first, *others = tokens
+    branches = tuple(replace(row, tokens=own) for row, own in zip(sample.transcript.branches, others, strict=True))
+    return replace(sample, transcript=replace(sample.transcript, tokens=first, branches=branches))
 
 
 def from_file(content: bytes, columns: Sequence[str], store: Callable[[DataProto], Any]) -> SavedGroups:
@@ -67,7 +76,9 @@ def from_file(content: bytes, columns: Sequence[str], store: Callable[[DataProto
     reference, lengths = store(block), block.ragged("input_ids").lengths.tolist()
     adapter = TypeAdapter(SavedSample)
     saved: dict[int, dict[int, SavedSample]] = {}
-    for row, one in enumerate(table.select(["group", "index", "sample"]).to_pylist()):
-        sample = adapter.validate_python(json.loads(one["sample"]))
-        saved.setdefault(one["group"], {})[one["index"]] = _with_tokens(sample, TokenRow(reference, row, lengths[row]))
+    names = table.select(["group", "index", "sample"]).to_pylist()
+    starts = [row for row, one in enumerate(names) if one["sample"] is not None]  # a sample's further rows follow its first one
+    for start, end in pairwise([*starts, len(names)]):
+        one, tokens = names[start], [TokenRow(reference, row, lengths[row]) for row in range(start, end)]
+        saved.setdefault(one["group"], {})[one["index"]] = _with_tokens(adapter.validate_python(json.loads(one["sample"])), tokens)
     return saved

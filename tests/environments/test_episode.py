@@ -90,7 +90,7 @@ async def played(play: Play, *responses: str, room: int = 100, calls: Calls | No
             if not isinstance(event, Ask):
                 return shown, event
             shown.append(decoded(event.ids))
-            player.tell([Answer(7, encoded(next(answers)))])
+            player.tell([Answer(7, event.number, encoded(next(answers)))])
 
 
 def guessing(**args: Any) -> Play:
@@ -232,7 +232,7 @@ async def test_time_of_the_policy_is_not_the_environments() -> None:
     (event,) = await player.events(5.0)
     assert isinstance(event, Ask)
     await asyncio.sleep(0.5)
-    player.tell([Answer(0, encoded("3"))])
+    player.tell([Answer(0, 0, encoded("3"))])
     (end,) = await player.events(5.0)
     assert isinstance(end, Ended) and end.record.metrics["environment_seconds"] < 0.2
 
@@ -248,7 +248,7 @@ async def test_a_cancelled_episode_says_nothing_more() -> None:
     assert {event.episode for event in await player.events(5.0)} == {0, 1}
     player.tell([Cancel(0)])
     await asyncio.sleep(0.05)
-    player.tell([Answer(0, encoded("3")), Answer(1, encoded("3"))])
+    player.tell([Answer(0, 0, encoded("3")), Answer(1, 0, encoded("3"))])
     (end,) = await player.events(5.0)
     assert end.episode == 1
 

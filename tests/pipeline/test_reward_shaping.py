@@ -56,7 +56,7 @@ def test_without_settings_the_reward_is_the_score_and_everything_trains() -> Non
 def test_groups_of_which_no_sample_trains_are_left_out_and_still_reported() -> None:
     shaped = RewardShaping(configured("algorithm.masks.truncated=mask", "algorithm.masks.group_mean=[0.1,0.9]"))(batch())
     assert shaped.batch.rows.tensor("sample").tolist() == [0, 1]
-    assert len(shaped.rows) == 6
+    assert len(shaped.samples) == 6
     assert shaped.masked.causes["truncated"].tolist() == [False] * 4 + [True] * 2
     assert shaped.masked.causes["group_mean"].tolist() == [False, False, True, True, False, False]
 

@@ -23,7 +23,6 @@ from support_scripted import Response, ScriptedEngine
 
 from roll_lite.data.samples import (
     TURN,
-    Author,
     FinishReason,
     Prompt,
     RewardInput,
@@ -150,10 +149,10 @@ class Environment:
         """Samples."""
 
     async def play(self, prompt: Prompt, conversation: Conversation) -> None:
-        await conversation.respond(prompt.token_ids, Author.PROMPT)
-        for _ in range(self.turns - 1):
+        await conversation.respond(prompt.token_ids)
+        for turn in range(1, self.turns):
             await self.step(sample_of(conversation.request_id))
-            await conversation.respond((1, 2))
+            await conversation.respond((1, 2), turn, turn - 1)
 
     async def step(self, sample: str) -> None:
         self.under_way.append(sample)

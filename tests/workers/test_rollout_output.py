@@ -31,7 +31,7 @@ def sample(group: int, index: int, prompt: tuple[int, ...], response: int, score
     versions = (VersionSpan(0, 5), VersionSpan(1, 6)) if response > 1 else ()
     segments = (Segment(Author.PROMPT, len(prompt)), Segment(Author.POLICY, response, versions))
     sample_id = SampleId("maths", ids.get("uid", 11), ids.get("epoch", 2), group, index, ids.get("attempt", 0))
-    transcript = Transcript(segments, "text", FinishReason.STOP, TokenRow(*where, len(prompt) + response))
+    transcript = Transcript(segments, TokenRow(*where, len(prompt) + response), "text", FinishReason.STOP)
     return Sample(sample_id, Prompt("maths", sample_id.prompt_uid, "a b", prompt), transcript, SampleOutcome.ACCEPTED, score)
 
 
@@ -72,7 +72,7 @@ def test_rows_by_hand() -> None:
     }
     assert {name: rows[name].tolist() for name in expected} == expected
     written = {name for name, key in KEYS.items() if key.writer == "rollout service"}
-    assert set(rows.keys()) == written - {"baseline_score"}
+    assert set(rows.keys()) == written - {"baseline_score", "branch"}
 
 
 def test_references_by_hand() -> None:
@@ -144,7 +144,9 @@ def test_every_row_has_its_groups_baseline_and_the_baseline_has_no_row() -> None
 def test_every_sample_is_one_line_failed_ones_too(tmp_path: Path) -> None:
     row = {"question": "2 + 2", "answer": {"value": 4}, "level": 1, "tests": "x" * 1200, "more": ["y" * 1000]}
     prompt = Prompt("toy", 4, "2 + 2 =", (1, 2, 3), answer={"value": 4}, columns=row, question="2 + 2")
-    transcript = Transcript((Segment(Author.PROMPT, 3), Segment(Author.POLICY, 2, (VersionSpan(0, 3),))), "vier\n✓", FinishReason.STOP)
+    transcript = Transcript(
+        (Segment(Author.PROMPT, 3), Segment(Author.POLICY, 2, (VersionSpan(0, 3),))), None, "vier\n✓", FinishReason.STOP
+    )
     good = Sample(SampleId("toy", 4, 0, 9, 0), prompt, transcript, SampleOutcome.ACCEPTED, Score(0.5, True, {"format": 1.0}))
     good = replace(good, score=replace(good.score, terms={"base": 1.0, "length": -0.5}), asked=1.0, generated=2.5, scored=2.75)  # type: ignore[type-var]
     bad = Sample(SampleId("toy", 4, 0, 9, 1, attempt=2), prompt, Transcript(), SampleOutcome.FAILED, failure="generation: time-out")

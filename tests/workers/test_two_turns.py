@@ -28,8 +28,8 @@ PROMPT, OBSERVATION = (7, 8, 9), (90, 91)
 
 
 async def two_turns(prompt: Prompt, conversation: Conversation) -> None:
-    await conversation.respond(prompt.token_ids, Author.PROMPT)
-    await conversation.respond(OBSERVATION)
+    await conversation.respond(prompt.token_ids)
+    await conversation.respond(OBSERVATION, 1, 0)
 
 
 class OnePrompt:
@@ -132,19 +132,14 @@ def test_a_second_turn_may_go_to_another_engine() -> None:
 
 
 def test_max_tokens_holds_for_all_turns_together() -> None:
-    asked: list[int] = []
-
     async def until_full(prompt: Prompt, conversation: Conversation) -> None:
-        await conversation.respond(prompt.token_ids, Author.PROMPT)
-        while conversation.room > len(OBSERVATION):
-            asked.append(conversation.room)
-            await conversation.respond(OBSERVATION)
+        await conversation.respond(prompt.token_ids)
         with pytest.raises(ValueError, match="no room for a response within 8 tokens"):
-            await conversation.respond(OBSERVATION)
+            for turn in range(1, 9):
+                await conversation.respond(OBSERVATION, turn, turn - 1)
 
     result = run_virtual(rollout(until_full, max_tokens=8))
     assert [sample.transcript.response_length for sample in result.groups[0].samples] == [7, 8]
-    assert asked == [6, 6, 3]
 
 
 def test_a_time_out_in_the_second_turn_keeps_both() -> None:

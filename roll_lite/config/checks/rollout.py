@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 
 from roll_lite.config.arithmetic import TRAINING_ROLES, actor_is_reference, device_numbers, group_size
 from roll_lite.config.checks.functions import check_function
 from roll_lite.config.problems import Mistake, Problem
 from roll_lite.config.schema.base import Mistakes
-from roll_lite.config.schema.environments import FunctionEnvironmentConfig
+from roll_lite.config.schema.environments import EndpointEnvironmentConfig, FunctionEnvironmentConfig
 from roll_lite.config.schema.run import RunConfig
 
 
@@ -76,6 +77,12 @@ def _environments(config: RunConfig) -> Iterator[Problem]:
         if isinstance(environment, FunctionEnvironmentConfig):
             inputs = ("a task", "the policy")
             yield from check_function(path, "function", environment.function, environment.args, or_class=True, inputs=inputs)
+        elif isinstance(environment, EndpointEnvironmentConfig):
+            if environment.function is not None:
+                inputs = ("a task", "the endpoint")
+                yield from check_function(path, "function", environment.function, environment.args, inputs=inputs)
+            elif environment.command is not None and shutil.which(environment.command[0]) is None:
+                yield Problem(f"{path}.command", "is no program on the PATH of this machine", environment.command[0])
         elif environment is not None:
             for number, tool in enumerate(environment.tools):
                 yield from check_function(f"{path}.tools", str(number), tool, None)

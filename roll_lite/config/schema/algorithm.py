@@ -185,6 +185,9 @@ class AlgorithmConfig(Section):
     """Reduction of token losses to one loss, over the mini-batch on all ranks. token_mean: mean over all tokens. sequence_mean_token_mean:
     mean over sequences of their token means. sequence_mean_token_sum: mean over sequences of their token sums. constant: the same, with
     each sum divided by aggregation_constant."""
+    sequence: Literal["sample", "row"] = "sample"
+    """Sequence of the aggregation, where an agent's requests branch. sample: all rows of a sample together, so that it counts once. row:
+    each row, so that a sample counts the more, the more rows it has."""
     aggregation_constant: PositiveInt | None = None
     """Divisor, in tokens, for `aggregation: constant`; null: the largest max_tokens of all domains."""
     kl_in_reward: KlInRewardConfig = Field(default_factory=KlInRewardConfig)

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field
 
 from roll_lite.config.problems import did_you_mean
 from roll_lite.config.schema.base import ASCENDING, Mistakes, NonNegativeFloat, PositiveFloat, PositiveInt, Section, UserPath, rule
-from roll_lite.config.schema.environments import EnvironmentConfig, FunctionEnvironmentConfig, ToolsEnvironmentConfig
+from roll_lite.config.schema.environments import EnvironmentConfig, ToolsEnvironmentConfig
 from roll_lite.config.text_templates import compile_format, placeholders
 
 
@@ -225,7 +225,7 @@ class DomainConfig(Section):
 
     @rule
     def _scored(self) -> Mistakes:
-        if self.reward.name == ENVIRONMENT_REWARD and not isinstance(self.environment, FunctionEnvironmentConfig):
+        if self.reward.name == ENVIRONMENT_REWARD and (self.environment is None or isinstance(self.environment, ToolsEnvironmentConfig)):
             why = "tools give no rewards" if self.environment is not None else "without `environment` nothing else scores the responses"
             yield "reward", f"is needed, since {why}: choose a type in docs/rewards.md"
 

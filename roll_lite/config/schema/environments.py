@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from roll_lite.config.schema.base import PositiveFloat, PositiveInt, Section
+from roll_lite.config.schema.base import Mistakes, PositiveFloat, PositiveInt, Section, rule
 
 CallFormat = Literal["hermes", "qwen3_coder", "llama3", "mistral"]
 
@@ -50,4 +50,24 @@ class ToolsEnvironmentConfig(EnvironmentSection):
     """Dotted paths to Python functions with type hints and a docstring, sync or async. The chat template describes them to the model."""
 
 
-EnvironmentConfig = FunctionEnvironmentConfig | ToolsEnvironmentConfig
+class EndpointEnvironmentConfig(EnvironmentSection):
+    """An agent that talks with the policy as with OpenAI's or Anthropic's API, and does not know that it is trained.
+
+    sampling.max_prompt_tokens + sampling.max_tokens limit each of its conversations."""
+
+    name: Literal["endpoint"]
+    function: str | None = None
+    """Dotted path to `(task, endpoint) -> reward, or answer that the domain's reward scores`, sync or async."""
+    command: Annotated[list[str], Field(min_length=1)] | None = None
+    """Program and its arguments. It gets the task as JSON on its standard input, the endpoint in OPENAI_BASE_URL, OPENAI_API_KEY,
+    ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY; the last line that it prints is its reward or answer."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the function."""
+
+    @rule
+    def _one_agent(self) -> Mistakes:
+        if (self.function is None) == (self.command is None):
+            yield "function", "name either a function or a command"
+
+
+EnvironmentConfig = FunctionEnvironmentConfig | ToolsEnvironmentConfig | EndpointEnvironmentConfig

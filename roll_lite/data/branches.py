@@ -1,0 +1,52 @@
+"""Samples with several rows, as agents make them whose requests branch (column `branch`, absent if no sample of the batch has several)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from roll_lite.data.proto import DataProto
+
+
+class SampleRows(NamedTuple):
+    """Which rows are one sample."""
+
+    first: np.ndarray
+    """[samples]: number of each sample's first row."""
+    sample: np.ndarray
+    """[rows]: place in `first` of each row's sample."""
+
+    def total(self, column: torch.Tensor) -> torch.Tensor:
+        """Sums over each sample's rows: [rows] -> [samples]."""
+        return torch.zeros(len(self.first), dtype=column.dtype).index_add(0, torch.from_numpy(self.sample), column)
+
+
+def sample_rows(group: torch.Tensor, index: torch.Tensor, branch: torch.Tensor) -> SampleRows:
+    """Samples in the order of their first rows. Group and index identify a sample; branch 0 is its first row."""
+    identity = torch.stack([group, index], dim=1).numpy()
+    _, number = np.unique(identity, axis=0, return_inverse=True)
+    first = np.flatnonzero(branch.numpy() == 0)
+    place = np.empty(len(first), np.int64)
+    place[number.reshape(-1)[first]] = np.arange(len(first))
+    return SampleRows(first, place[number.reshape(-1)])
+
+
+def sample_rows_of(rows: DataProto) -> SampleRows | None:
+    """None if every row is a sample."""
+    return sample_rows(rows.tensor("group"), rows.tensor("index"), rows.tensor("branch")) if "branch" in rows else None
+
+
+def per_sample(rows: DataProto) -> DataProto:
+    """One row per sample: its first row, with the tokens and versions of all."""
+    of = sample_rows_of(rows)
+    if of is None:
+        return rows
+    columns = dict(rows.take(of.first).columns)
+    columns |= {name: of.total(rows.tensor(name)) for name in ("policy_tokens", "response_length")}
+    for name, kind in (("min_version", "amin"), ("max_version", "amax")):
+        column = rows.tensor(name)
+        columns[name] = column[of.first].scatter_reduce(0, torch.from_numpy(of.sample), column, kind)
+    del columns["branch"]
+    return DataProto(columns)

@@ -1,0 +1,224 @@
+"""Black-box agents: programs that talk with the policy over HTTP. Finds for each request the sampled response that it continues."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from itertools import count
+from typing import Any
+
+from roll_lite.environments.endpoint.api import ChatReply, ChatRequest, as_sent
+
+from roll_lite.data.samples import FinishReason
+from roll_lite.environments.base import Message, Task
+from roll_lite.environments.episode import Play, Policy, Renderer
+from roll_lite.environments.tool_calls import split_thoughts
+
+OUTPUT_BYTES = 2**16
+"""Bytes kept of a program's output, from its end."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where an agent reaches the policy. The key belongs to the episode."""
+
+    base_url: str
+    """Of OpenAI's APIs; Anthropic's client takes it without /v1."""
+    api_key: str
+    model: str = "policy"
+    """Name of the model, for clients that must name one."""
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Environment variables that the usual clients read."""
+        return {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_KEY": self.api_key,
+            "ANTHROPIC_BASE_URL": self.base_url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": self.api_key,
+            "OPENAI_MODEL": self.model,
+        }
+
+
+Agent = Callable[[Task, Endpoint], Awaitable[Any]]
+"""Plays an episode; returns a reward, or an answer for the domain's reward to score."""
+
+
+@dataclass(frozen=True)
+class _Node:
+    """A response in the tree of turns."""
+
+    number: int
+    ids: list[int]
+    length: int
+    """Tokens of its row up to its end."""
+
+
+class AgentSession:
+    """An episode's conversations. A request that begins with the messages of an earlier request and the reply to it, as it was given,
+    continues the tokens of that response. All other messages are rendered as a new prompt."""
+
+    def __init__(self, policy: Policy, renderer_of: Callable[[Sequence[dict[str, Any]]], Renderer]) -> None:
+        """`renderer_of`: renderer by tools."""
+        self._policy = policy
+        self._renderer_of = renderer_of
+        self._longest = policy.limits.max_prompt_tokens + policy.room
+        self._nodes: dict[bytes, _Node] = {}
+        """Responses by a digest of the conversation up to their end."""
+        self._conversations: dict[int, list[Message]] = {}
+        """Conversations by the number of their last response."""
+        self._call_numbers = count()
+        self._pending: set[asyncio.Task[ChatReply]] = set()
+
+    async def respond(self, request: ChatRequest) -> ChatReply:
+        """Answer a request. Raises EpisodeOver at a limit, and ValueError for messages that cannot be rendered. A client that gives up does
+        not end the response: it would bias training towards short ones."""
+        task = asyncio.get_running_loop().create_task(self._respond(request))
+        self._pending.add(task)
+        task.add_done_callback(self._pending.discard)
+        return await asyncio.shield(task)
+
+    async def close(self) -> None:
+        """Wait for the responses under way, and hand the conversations to the policy."""
+        while self._pending:
+            await asyncio.wait(self._pending)
+        if self._conversations:
+            self._policy.messages = self._conversations.pop(max(self._conversations))
+            self._policy.branches = list(self._conversations.values())
+
+    async def _respond(self, request: ChatRequest) -> ChatReply:
+        policy, limits = self._policy, self._policy.limits
+        policy.begin_turn()
+        policy.count("overridden_parameters", len(request.overridden))
+        renderer = self._renderer_of(request.tools)
+        node, new, digest = self._match(request)
+        if request.text is not None:
+            ids = renderer.text(request.text)
+        else:
+            ids = renderer.prompt(new) if node is None else renderer.continuation(node.ids, new)
+        length = len(ids) + (0 if node is None else node.length)
+        room = self._longest - length
+        if room < 1:
+            policy.finish(FinishReason.LENGTH, f"the conversation has {length} tokens; with a response there is room for {self._longest}")
+        most = min(limit for limit in (room, limits.max_turn_tokens, request.max_tokens) if limit is not None)
+        response = await policy.sample(ids, None if node is None else node.number, most, request.stop)
+        sampled = _Node(response.number, response.ids.tolist(), length + len(response.ids))
+        reply = self._reply(renderer.message(sampled.ids), request.stop, renderer.thinking)
+        if request.text is None:
+            self._nodes[_digest(digest, as_sent(reply))] = sampled
+        if node is not None:
+            self._conversations.pop(node.number, None)
+        prompt = request.messages if request.text is None else [{"role": "user", "content": request.text}]
+        self._conversations[sampled.number] = [*prompt, reply]
+        ended = "tool_calls" if reply.get("tool_calls") else "length" if response.finish_reason is FinishReason.LENGTH else "stop"
+        return ChatReply(reply, ended, length, len(response.ids))
+
+    def _match(self, request: ChatRequest) -> tuple[_Node | None, list[Message], bytes]:
+        """The latest response that the messages continue, the messages after it, and a digest of all."""
+        digest = hashlib.sha256(_json(request.tools)).digest()
+        node, new = None, request.messages
+        for place, message in enumerate(request.messages):
+            digest = _digest(digest, message)
+            if message["role"] == "assistant" and (known := self._nodes.get(digest)) is not None:
+                node, new = known, request.messages[place + 1 :]
+        return node, new, digest
+
+    def _reply(self, message: Message, stop: Sequence[str], thinking: bool) -> Message:
+        """A response as clients expect it: thoughts apart, text up to the stop string, and ids of calls unique in the episode."""
+        reasoning, content = split_thoughts(message["content"], thinking)
+        content = content[: min((place for one in stop if (place := content.find(one)) >= 0), default=len(content))]
+        calls = [{**call, "id": f"call{next(self._call_numbers):05d}"} for call in message.get("tool_calls", [])]
+        reply = {"role": "assistant", "content": content, "reasoning_content": reasoning, "tool_calls": calls}
+        return {name: value for name, value in reply.items() if value or name == "content"}
+
+
+def _digest(before: bytes, message: Message) -> bytes:
+    """Digest of a conversation from that of its beginning. Whitespace around a text makes no difference: clients strip it."""
+    known = {name: value.strip() if isinstance(value, str) else value for name, value in message.items() if value}
+    return hashlib.sha256(before + _json(known)).digest()
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True).encode()
+
+
+def play_agent(agent: Agent, host: str, renderer_of: Callable[[Sequence[dict[str, Any]]], Renderer], gives_reward: bool) -> Play:
+    """Make a Play of an agent. `host`: address of the endpoint. `gives_reward`: the agent's result is a reward; otherwise an answer, which
+    the domain's reward scores."""
+    from roll_lite.environments.endpoint.server import EndpointServer  # aiohttp takes a while to import
+
+    server = EndpointServer()
+
+    async def play(task: Task, policy: Policy) -> float | None:
+        await server.start(host)
+        session = AgentSession(policy, renderer_of)
+        key = server.open(session)
+        result = None
+        try:
+            result = await agent(task, Endpoint(f"{server.url}/v1", key))
+        except Exception:
+            if policy.finish_reason is None:  # otherwise it failed since it reached a limit
+                raise
+        finally:
+            server.close(key)
+            await session.close()
+        if gives_reward and (result is not None or policy.finish_reason is None):
+            return _reward(result)
+        policy.answer = None if result is None else str(result)
+        return None
+
+    return play
+
+
+def _reward(result: Any) -> float:
+    try:
+        return result if isinstance(result, bool) else float(result)
+    except (TypeError, ValueError):
+        expected = "expected a number, the reward; to have answers scored, name a `reward` in the domain"
+        raise ValueError(f"the agent's result is {result!r:.80}; {expected}") from None
+
+
+def command_agent(command: Sequence[str]) -> Agent:
+    """Agent that is a program. It gets the task as JSON on its standard input, and the endpoint in environment variables; the last line of
+    its output is its result."""
+
+    async def run(task: Task, endpoint: Endpoint) -> str | None:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=os.environ | endpoint.variables,
+            start_new_session=True,
+        )
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        reading = [asyncio.create_task(_end_of(stream)) for stream in (process.stdout, process.stderr)]
+        try:
+            with suppress(BrokenPipeError, ConnectionResetError):  # it need not read the task
+                process.stdin.write(json.dumps(asdict(task), default=str).encode())
+                await process.stdin.drain()
+                process.stdin.close()
+            code = await process.wait()
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        output, errors = await asyncio.gather(*reading)
+        if code:
+            told = (errors.strip() or output.strip()).splitlines()[-3:]
+            raise RuntimeError(f"{command[0]} ended with code {code}: {' | '.join(told)}")
+        return output.strip().rpartition("\n")[2] or None
+
+    return run
+
+
+async def _end_of(stream: asyncio.StreamReader) -> str:
+    kept = b""
+    while block := await stream.read(OUTPUT_BYTES):
+        kept = (kept + block)[-OUTPUT_BYTES:]
+    return kept.decode(errors="replace")
