@@ -1,0 +1,211 @@
+"""Requests to the endpoint in a form common to its APIs, and rules about what they may ask for."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
+
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, model_validator
+
+from roll_lite.environments.base import Message
+
+Json = dict[str, Any]
+
+OVERRIDDEN = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "ignore_eos"),
+    *("reasoning", "reasoning_effort", "thinking", "output_config"),
+)
+"""Parameters that the run's own settings override."""
+_DISTORTS = "it would change the probabilities that training relies on; leave it out"
+_FREE_FORM = "describe the wanted form in the prompt"
+_REFUSED: Sequence[tuple[str, Any, str]] = (
+    ("n best_of", 1, "a request gets one response; send several requests"),
+    ("repetition_penalty", 1, _DISTORTS),
+    ("logit_bias presence_penalty frequency_penalty bad_words allowed_token_ids", None, _DISTORTS),
+    ("response_format text.format", {"type": "text"}, _FREE_FORM),
+    ("guided_json guided_regex guided_choice guided_grammar structured_outputs json_schema regex ebnf", None, _FREE_FORM),
+    ("output_format output_config.format", None, _FREE_FORM),
+    ("logprobs echo suffix background", None, "leave it out"),
+    ("conversation", None, "use previous_response_id, or send the whole conversation"),
+    ("functions function_call", None, "use tools"),
+)
+"""Names of parameters, a harmless value beside null, 0 and the like, and the remedy for any other."""
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """A request in the form common to all APIs."""
+
+    messages: list[Message]
+    """Roles are system, user, assistant and tool; contents are texts. Arguments of tool calls are dicts; a text that is no JSON is kept."""
+    tools: list[Json]
+    """OpenAI schemas of the functions that may be called."""
+    max_tokens: int | None
+    stop: tuple[str, ...]
+    text: str | None = None
+    """Prompt of the completions API, which has no messages."""
+    overridden: tuple[str, ...] = ()
+    """Names of given parameters that the run's own settings override."""
+
+
+class ChatReply(NamedTuple):
+    message: Message
+    """Message of the assistant, as `Renderer.message` returns it; may have reasoning_content."""
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class Session(Protocol):
+    """An episode, as the endpoint sees it."""
+
+    async def respond(self, request: ChatRequest) -> ChatReply:
+        """Sample a response. EpisodeOver if no further one is possible, ValueError for a bad request."""
+        ...
+
+
+def as_sent(reply: ChatReply) -> ChatReply:
+    """Convert a reply's message to the form in which later requests repeat it: the arguments of a malformed call are its text; one without
+    a name becomes content."""
+    message, calls, texts = reply.message, list[Message](), [reply.message.get("content")]
+    for call in message.get("tool_calls") or ():
+        if name := call["function"]["name"]:
+            calls.append(call_of(call["id"], name, call.get("text", call["function"]["arguments"])))
+        else:
+            texts.append(call["text"])
+    reason = reply.finish_reason
+    if reason != "length":
+        reason = "tool_calls" if calls else "stop"
+    return reply._replace(message=_slim({**message, "content": "\n".join(filter(None, texts)), "tool_calls": calls}), finish_reason=reason)
+
+
+def call_of(call_id: Any, name: Any, arguments: Any) -> Message:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def arguments_text(call: Message) -> str:
+    arguments = call["function"]["arguments"]
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _slim(message: Message) -> Message:
+    return {key: one for key, one in message.items() if one or key == "content"}
+
+
+def _joined(content: Any) -> Any:
+    if not isinstance(content, list):
+        return content or ""
+    for part in content:
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+            raise ValueError(f"{part!r:.80} is not supported; the model reads text only")
+    return "\n".join(part["text"] for part in content)
+
+
+def _parsed(arguments: Any) -> Any:
+    with suppress(ValueError, TypeError, RecursionError):
+        if isinstance(read := json.loads(arguments or "{}"), dict):
+            return read
+    return arguments
+
+
+def _flat(tool: Any) -> Any:
+    if isinstance(tool, dict) and "input_schema" not in tool and tool.get("type") != "function":
+        raise ValueError(f"tools of type {tool.get('type')!r:.40} are not available; offer functions")
+    return tool.get("function", tool) if isinstance(tool, dict) else tool
+
+
+Text = Annotated[str, BeforeValidator(_joined)]
+"""Content as one text; it may be given in parts."""
+
+
+class _Function(BaseModel):
+    name: str
+    arguments: Annotated[Json | str, BeforeValidator(_parsed)]
+
+
+class _Call(BaseModel):
+    id: str
+    type: Literal["function"] = "function"
+    function: _Function
+
+
+class _Message(BaseModel):
+    role: Annotated[Literal["system", "user", "assistant", "tool"], BeforeValidator(lambda role: "system" if role == "developer" else role)]
+    content: Text
+    reasoning_content: str | None = Field(None, validation_alias=AliasChoices("reasoning_content", "reasoning"))
+    tool_calls: list[_Call] | None = None
+    tool_call_id: str | None = None
+
+
+class _Conversation(BaseModel):
+    messages: list[_Message]
+
+
+class _Tool(BaseModel):
+    name: str
+    description: str | None = None
+    parameters: Json | None = Field(None, validation_alias=AliasChoices("parameters", "input_schema"))
+
+
+class ApiRequest(BaseModel, ABC):
+    """Body of a request, which knows how its API is answered."""
+
+    model_config = ConfigDict(extra="allow")
+    model: str = "policy"
+    stream: bool | None = None
+    stop: Annotated[list[str], BeforeValidator(lambda given: [given] if isinstance(given, str) else given or [])] = Field(
+        [], validation_alias=AliasChoices("stop", "stop_sequences")
+    )
+    max_tokens: PositiveInt | None = Field(None, validation_alias=AliasChoices("max_completion_tokens", "max_output_tokens", "max_tokens"))
+    tools: list[Annotated[_Tool, BeforeValidator(_flat)]] | None = None
+    tool_choice: Annotated[
+        Literal["auto", "none"], BeforeValidator(lambda given: given.get("type") if isinstance(given, dict) else given or "auto")
+    ] = "auto"
+    """The model cannot be made to call a tool."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_refused(cls, body: Any) -> Any:
+        for names, harmless, remedy in _REFUSED:
+            for name in names.split():
+                value = body
+                for part in name.split("."):
+                    value = value.get(part) if isinstance(value, dict) else None
+                if value and value != harmless:
+                    raise ValueError(f"{name}: {value!r:.80} is not possible; {remedy}")
+        return body
+
+    def request(self) -> ChatRequest:
+        """Convert to the common form; ValueError for a mistake in the messages."""
+        messages = [_slim(one.model_dump()) for one in _Conversation.model_validate({"messages": self.conversation()}).messages]
+        names: dict[str, str] = {}
+        for message in messages:
+            names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ())}
+            if message["role"] == "tool":
+                if (call_id := message.get("tool_call_id")) not in names:
+                    raise ValueError(f"a tool result is for call {call_id!r:.80}, which no message of the assistant before it made")
+                message["name"] = names[call_id]
+        tools = [] if self.tool_choice == "none" else self.tools or []
+        return ChatRequest(
+            messages,
+            [{"type": "function", "function": tool.model_dump(exclude_none=True)} for tool in tools],
+            self.max_tokens,
+            tuple(self.stop),
+            overridden=tuple(name for name in OVERRIDDEN if getattr(self, name, None) is not None),
+        )
+
+    @abstractmethod
+    def conversation(self) -> list[Message]:
+        """Messages as chat completions have them, unchecked."""
+
+    @abstractmethod
+    def response(self, reply: ChatReply) -> Json:
+        """Body of the response; the reply's message is `as_sent`."""
+
+    @abstractmethod
+    def events(self, response: Json) -> Iterator[Json | str]:
+        """Data of the server-sent events of a response. A `type` is also the event's name."""

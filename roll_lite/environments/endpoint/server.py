@@ -1,0 +1,152 @@
+"""Server that looks to agent programs like OpenAI's and Anthropic's, and has episodes respond."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+from contextlib import suppress
+from dataclasses import dataclass, field
+from hashlib import sha256
+
+from aiohttp import web
+from pydantic import ValidationError
+from yarl import URL
+
+from roll_lite.environments.base import EpisodeOver, Message
+from roll_lite.environments.endpoint.anthropic import Messages
+from roll_lite.environments.endpoint.api import ApiRequest, ChatReply, Json, Session, as_sent
+from roll_lite.environments.endpoint.openai import ChatCompletions, Completions, Responses
+
+logger = logging.getLogger(__name__)
+
+APIS: dict[str, type[ApiRequest]] = {
+    "/v1/chat/completions": ChatCompletions,
+    "/v1/completions": Completions,
+    "/v1/responses": Responses,
+    "/v1/messages": Messages,
+}
+MAX_BODY_BYTES = 16 * 2**20
+MAX_AT_ONCE = 64
+"""Requests of one episode at a time."""
+PING_SECONDS = 15.0
+"""Time without a response after which a stream begins with a comment. Until then, failures get a status of their own."""
+ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error", 500: "api_error"}
+MODELS = {"object": "list", "data": [{"id": "policy", "object": "model", "created": 0, "owned_by": "roll_lite"}]}
+
+
+@dataclass(eq=False)
+class _Episode:
+    session: Session
+    kept: dict[str, list[Message]] = field(default_factory=dict)
+    """Conversations of the responses API by response id."""
+    running: set[asyncio.Future[ChatReply]] = field(default_factory=set)
+
+
+class EndpointServer:
+    """HTTP server in the process's event loop. Each episode has a secret key, by which its requests are told from others'."""
+
+    url: str
+
+    def __init__(self) -> None:
+        self._episodes: dict[bytes, _Episode] = {}
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app.router.add_route("*", "/{path:.*}", self._answer)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+
+    async def start(self, host: str) -> None:
+        """Listen on a free port of one address."""
+        await self._runner.setup()
+        await web.TCPSite(self._runner, host, 0, backlog=1024).start()
+        self.url = str(URL.build(scheme="http", host=host, port=self._runner.addresses[0][1]))
+
+    def open(self, session: Session) -> str:
+        """Accept requests for an episode; returns its secret key."""
+        key = secrets.token_urlsafe(32)
+        self._episodes[_hashed(key)] = _Episode(session)
+        return key
+
+    def close(self, key: str) -> None:
+        """Refuse later requests with this key."""
+        self._episodes.pop(_hashed(key), None)
+
+    async def stop(self) -> None:
+        self._episodes.clear()
+        await self._runner.cleanup()
+
+    def _episode(self, http: web.Request) -> _Episode:
+        scheme, _, bearer = http.headers.get("Authorization", "").partition(" ")
+        for key in (bearer.strip() if scheme.lower() == "bearer" else "", http.headers.get("x-api-key", "")):
+            if (episode := self._episodes.get(_hashed(key))) is not None:
+                return episode
+        raise web.HTTPUnauthorized(text="no running episode has this API key; use the one that the agent was started with")
+
+    async def _answer(self, http: web.Request) -> web.StreamResponse:
+        stream: web.StreamResponse | None = None
+        try:
+            episode = self._episode(http)
+            if (http.method, http.path) == ("GET", "/v1/models"):
+                return web.json_response(MODELS)
+            if http.method != "POST" or http.path not in APIS:
+                raise web.HTTPNotFound(text=f"{http.method} {http.path} is not served, only GET /v1/models and POST {', '.join(APIS)}")
+            asked = APIS[http.path].model_validate_json(await http.read(), context=episode.kept)
+            if len(episode.running) >= MAX_AT_ONCE:
+                raise web.HTTPTooManyRequests(text=f"{MAX_AT_ONCE} requests of this episode wait already")
+            running = asyncio.ensure_future(episode.session.respond(asked.request()))
+            episode.running.add(running)
+            running.add_done_callback(episode.running.discard)
+            # Sampled to its end even if the client goes away, which does not cancel this method: the tokens may be trained on.
+            while not (await asyncio.wait({running}, timeout=PING_SECONDS))[0]:
+                if asked.stream:
+                    stream = await _send(http, stream, b": waiting\n\n")
+            response = asked.response(as_sent(running.result()))
+            if not asked.stream:
+                return web.json_response(response)
+            stream = await _send(http, stream, *map(_encoded, asked.events(response)))
+        except Exception as error:  # whatever an episode raises becomes its client's answer
+            status, body = _failure(error)
+            if stream is None:
+                return web.json_response(body, status=status, headers={"x-should-retry": "false"} if status == 500 else None)
+            await _send(http, stream, _encoded(body))
+        return stream
+
+
+def _hashed(key: str) -> bytes:
+    """Look-ups by hash take no time that depends on the key."""
+    return sha256(key.encode(errors="surrogateescape")).digest()
+
+
+async def _send(http: web.Request, stream: web.StreamResponse | None, *events: bytes) -> web.StreamResponse:
+    """Write events to a stream, which is begun if there is none. A client that went away is no error."""
+    begun = stream or web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    with suppress(ConnectionError):
+        if stream is None:
+            await begun.prepare(http)
+        await begun.write(b"".join(events))
+    return begun
+
+
+def _encoded(event: Json | str) -> bytes:
+    """A server-sent event."""
+    if isinstance(event, str):
+        return f"data: {event}\n\n".encode()
+    name = f"event: {event['type']}\n" if "type" in event else ""
+    return f"{name}data: {json.dumps(event)}\n\n".encode()
+
+
+def _failure(error: Exception) -> tuple[int, Json]:
+    """Status and body, which is an error for both OpenAI's clients and Anthropic's."""
+    message, status, code = str(error), 400, getattr(error, "code", None) if isinstance(error, ValueError) else None
+    if isinstance(error, ValidationError):
+        [first, *_] = error.errors(include_url=False)
+        message = ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, "))))
+    elif isinstance(error, EpisodeOver):
+        message, code = f"the episode is over; no further response is possible. {error}", "episode_over"
+    elif isinstance(error, web.HTTPException):
+        message, status = error.text or "", error.status
+    elif not isinstance(error, ValueError):
+        logger.error("A request to an episode failed", exc_info=error)
+        message, status = f"{type(error).__name__}: {error}", 500
+    kind = ERROR_TYPES.get(status, "invalid_request_error")
+    return status, {"type": "error", "error": {"type": kind, "message": message, "code": code, "details": {"error_code": code}}}
