@@ -34,7 +34,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_shipped_configurations_are_right_from_anywhere(elsewhere: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--config-name", name]) == 0, capsys.readouterr().err
     config = load_config(name, CONFIGS)
-    chats = name in ("tiny_guess", "tiny_calculator")
+    chats = name in ("tiny_guess", "tiny_calculator", "tiny_agent")
     assert config.model.path == ROOT / "examples/models" / ("tiny_chat" if chats else "tiny")
     for domain_name, domain in config.domains.items():
         assert domain.data.train == ROOT / f"examples/data/{domain_name}_train.jsonl"

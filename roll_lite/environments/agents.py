@@ -11,12 +11,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import count
-from typing import Any
-
-from roll_lite.environments.endpoint.api import ChatReply, ChatRequest, as_sent
+from typing import Any, Literal
 
 from roll_lite.data.samples import FinishReason
 from roll_lite.environments.base import Message, Task
+from roll_lite.environments.endpoint.api import ChatReply, ChatRequest, as_sent
 from roll_lite.environments.episode import Play, Policy, Renderer
 from roll_lite.environments.tool_calls import split_thoughts
 
@@ -74,25 +73,14 @@ class AgentSession:
         self._conversations: dict[int, list[Message]] = {}
         """Conversations by the number of their last response."""
         self._call_numbers = count()
-        self._pending: set[asyncio.Task[ChatReply]] = set()
 
-    async def respond(self, request: ChatRequest) -> ChatReply:
-        """Answer a request. Raises EpisodeOver at a limit, and ValueError for messages that cannot be rendered. A client that gives up does
-        not end the response: it would bias training towards short ones."""
-        task = asyncio.get_running_loop().create_task(self._respond(request))
-        self._pending.add(task)
-        task.add_done_callback(self._pending.discard)
-        return await asyncio.shield(task)
-
-    async def close(self) -> None:
-        """Wait for the responses under way, and hand the conversations to the policy."""
-        while self._pending:
-            await asyncio.wait(self._pending)
+    def end(self) -> None:
+        """Hand the conversations to the policy."""
         if self._conversations:
             self._policy.messages = self._conversations.pop(max(self._conversations))
             self._policy.branches = list(self._conversations.values())
 
-    async def _respond(self, request: ChatRequest) -> ChatReply:
+    async def respond(self, request: ChatRequest) -> ChatReply:
         policy, limits = self._policy, self._policy.limits
         policy.begin_turn()
         policy.count("overridden_parameters", len(request.overridden))
@@ -105,19 +93,20 @@ class AgentSession:
         length = len(ids) + (0 if node is None else node.length)
         room = self._longest - length
         if room < 1:
-            policy.finish(FinishReason.LENGTH, f"the conversation has {length} tokens; with a response there is room for {self._longest}")
+            policy.finish(FinishReason.LENGTH, f"no room is left for a response: the conversation has {length} of {self._longest} tokens")
         most = min(limit for limit in (room, limits.max_turn_tokens, request.max_tokens) if limit is not None)
         response = await policy.sample(ids, None if node is None else node.number, most, request.stop)
         sampled = _Node(response.number, response.ids.tolist(), length + len(response.ids))
-        reply = self._reply(renderer.message(sampled.ids), request.stop, renderer.thinking)
+        message = self._reply(renderer.message(sampled.ids), request.stop, renderer.thinking)
+        reason: Literal["stop", "length"] = "length" if response.finish_reason is FinishReason.LENGTH else "stop"
+        reply = ChatReply(message, reason, length, len(response.ids))
         if request.text is None:
-            self._nodes[_digest(digest, as_sent(reply))] = sampled
+            self._nodes[_digest(digest, as_sent(reply).message)] = sampled
         if node is not None:
             self._conversations.pop(node.number, None)
         prompt = request.messages if request.text is None else [{"role": "user", "content": request.text}]
-        self._conversations[sampled.number] = [*prompt, reply]
-        ended = "tool_calls" if reply.get("tool_calls") else "length" if response.finish_reason is FinishReason.LENGTH else "stop"
-        return ChatReply(reply, ended, length, len(response.ids))
+        self._conversations[sampled.number] = [*prompt, message]
+        return reply
 
     def _match(self, request: ChatRequest) -> tuple[_Node | None, list[Message], bytes]:
         """The latest response that the messages continue, the messages after it, and a digest of all."""
@@ -161,13 +150,15 @@ def play_agent(agent: Agent, host: str, renderer_of: Callable[[Sequence[dict[str
         key = server.open(session)
         result = None
         try:
-            result = await agent(task, Endpoint(f"{server.url}/v1", key))
-        except Exception:
-            if policy.finish_reason is None:  # otherwise it failed since it reached a limit
-                raise
+            try:
+                result = await agent(task, Endpoint(f"{server.url}/v1", key))
+            except Exception:
+                if policy.finish_reason is None:  # otherwise it failed since it reached a limit
+                    raise
+            await server.settled(key)  # responses that the agent did not wait for train too: else short ones would be preferred
         finally:
             server.close(key)
-            await session.close()
+        session.end()
         if gives_reward and (result is not None or policy.finish_reason is None):
             return _reward(result)
         policy.answer = None if result is None else str(result)

@@ -49,7 +49,7 @@ class _Row:
         """`context`: response of another row that this one continues, too."""
         self.tokens = None if context is None else context.tokens
         self.length = 0 if self.tokens is None else self.tokens.length
-        self.segments = (Segment(Author.PROMPT, self.length),) if self.length else ()
+        self.segments: tuple[Segment, ...] = (Segment(Author.PROMPT, self.length),) if self.length else ()
         self.last: int | None = None
         """Number of the last response."""
         self.free = False

@@ -47,8 +47,9 @@ def to_file(found: Mapping[int, Mapping[int, Unfinished]], columns: Sequence[str
 
 def _rows_of(one: Unfinished) -> list[TokenRow]:
     """Rows of token blocks with the sample's tokens."""
-    under_way = one.parts and one.request is not None
-    rows = [one.request.context, *one.parts] if under_way else [row.tokens for row in one.sample.transcript.rows]
+    rows = [row.tokens for row in one.sample.transcript.rows]
+    if one.parts and one.request is not None:
+        rows = [one.request.context, *one.parts]
     return [row for row in rows if row is not None]
 
 

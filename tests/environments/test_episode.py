@@ -33,6 +33,11 @@ from roll_lite.environments.episode import (
 
 
 class Characters:
+    thinking = False
+
+    def text(self, text: str) -> list[int]:
+        return [ord(one) for one in text]
+
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         return [ord(one) for message in messages for one in message["content"]]
 

@@ -47,6 +47,38 @@ def test_two_turns_from_yaml_to_recomputed_weights(engine: str, tmp_path: Path) 
     assert "the ledger adds up" in says("audit.py", run.folder)
 
 
+AGENT = (
+    "domains.add={data: {train: examples/data/add_train.jsonl, validation: examples/data/add_validation.jsonl}, "
+    "sampling: {max_prompt_tokens: 12, max_tokens: 60}, "
+    "environment: {name: endpoint, function: tests.workers.environment_cases.branching, max_turns: 12}}"
+)
+BRANCHES = ("rollout.samples_per_prompt=8", "algorithm.mini_batches=2", "algorithm.aggregation=sequence_mean_token_mean")
+
+
+@pytest.mark.parametrize("engine", ["vllm", pytest.param("sglang", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("settings", [("steps=2",), ("steps=3", "rollout.supply=async", "rollout.max_staleness=1")], ids=["sync", "async"])
+def test_an_agents_branches_from_its_requests_to_recomputed_weights(engine: str, settings: tuple[str, ...], tmp_path: Path) -> None:
+    """Every row's log-probs are the engine's: so each response trains behind the tokens that it was sampled behind."""
+    require(engine)
+    chosen = (*SMALL[:-1], AGENT, *BRANCHES, *settings, f"actor_infer.strategy={engine}", "dumps.every=1", "batches.write=always")
+    with Run(tmp_path, "tiny_grpo", *chosen) as run:
+        code, output = run.finish(500)
+    assert code == 0, output
+    metrics = [step for step in run.metrics() if "mismatch/max" in step]
+    assert metrics and all(step["mismatch/max"] < 1e-4 for step in metrics)
+    assert all(step["episode/rows/add"] > 1.2 for step in metrics)
+    dumped = load_dump(run.dump(1))
+    samples = {(group, index) for group, index in zip(dumped.tensor("group").tolist(), dumped.tensor("index").tolist(), strict=True)}
+    assert len(samples) == 64 and len(dumped) > 64 * 1.2
+    for sample in run.samples(1):
+        assert len(sample["episode"]["branches"]) + 1 == sum(
+            (sample["group"], sample["index"]) == name
+            for name in zip(dumped.tensor("group").tolist(), dumped.tensor("index").tolist(), strict=True)
+        )
+    assert "actor weights" in says("recompute.py", run.folder)
+    assert "the ledger adds up" in says("audit.py", run.folder)
+
+
 def test_a_killed_worker_in_an_asynchronous_run(tmp_path: Path) -> None:
     require("vllm")
     settings = ("steps=12", "rollout.supply=async", "rollout.max_staleness=2", "rollout.on_sync=abort")

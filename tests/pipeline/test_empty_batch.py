@@ -17,7 +17,7 @@ from roll_lite.scheduler.stats import DomainStats, RolloutStats
 from roll_lite.workers.rollout_output import rows_of, tokens_of
 
 ROOT = Path(__file__).resolve().parents[2]
-OTHER_DOMAINS = ("tiny_base", "tiny_guess", "tiny_calculator")
+OTHER_DOMAINS = ("tiny_base", "tiny_guess", "tiny_calculator", "tiny_agent")
 RECIPES = sorted(path.stem for path in (ROOT / "examples/configs").glob("tiny_*.yaml") if path.stem not in OTHER_DOMAINS)
 
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import time
 from typing import Any
 
+from openai import AsyncOpenAI
+
+from roll_lite.environments.agents import Endpoint
 from roll_lite.environments.base import Message, Step, Task
 from roll_lite.environments.episode import Policy
 
@@ -68,3 +72,30 @@ async def second_chance(task: Task, policy: Policy) -> bool:
         return True
     message = await policy.respond(task.messages)
     return message["content"] == task.answer
+
+
+async def branching(task: Task, endpoint: Endpoint) -> float:
+    """An agent that retries, edits its history and asks for several answers at once; the reward is the share of right ones."""
+    client, seed = AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key), random.Random(task.seed)
+    answers: list[str] = []
+
+    async def say(messages: list[Message]) -> list[Message]:
+        reply = (await client.chat.completions.create(model=endpoint.model, messages=messages)).choices[0].message  # type: ignore[arg-type]
+        answers.append(reply.content or "")
+        return [*messages, {"role": "assistant", "content": reply.content}]
+
+    first = await say(task.messages)
+    again: Message = {"role": "user", "content": f" {task.messages[-1]['content']}"}
+    second = await say([*first, again])
+    for _ in range(seed.randint(0, 2)):
+        match seed.choice(("parallel", "retry", "edit", "new")):
+            case "parallel":
+                await asyncio.gather(say([*second, again]), say([*second, again]), say([*first, again]))
+            case "retry":
+                await say([*first, again])
+            case "edit":
+                await say([{**first[0], "content": "1+1="}, *first[1:], again])
+            case "new":
+                await say([{"role": "user", "content": "2+2="}])
+    await client.close()
+    return sum(answer == task.answer for answer in answers) / len(answers)

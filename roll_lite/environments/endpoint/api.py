@@ -162,10 +162,8 @@ class ApiRequest(BaseModel, ABC):
     )
     max_tokens: PositiveInt | None = Field(None, validation_alias=AliasChoices("max_completion_tokens", "max_output_tokens", "max_tokens"))
     tools: list[Annotated[_Tool, BeforeValidator(_flat)]] | None = None
-    tool_choice: Annotated[
-        Literal["auto", "none"], BeforeValidator(lambda given: given.get("type") if isinstance(given, dict) else given or "auto")
-    ] = "auto"
-    """The model cannot be made to call a tool."""
+    tool_choice: Annotated[str, BeforeValidator(lambda given: given.get("type") if isinstance(given, dict) else given or "auto")] = "auto"
+    """`none` leaves out the tools. The model cannot be made to call one."""
 
     @model_validator(mode="before")
     @classmethod
@@ -195,7 +193,10 @@ class ApiRequest(BaseModel, ABC):
             [{"type": "function", "function": tool.model_dump(exclude_none=True)} for tool in tools],
             self.max_tokens,
             tuple(self.stop),
-            overridden=tuple(name for name in OVERRIDDEN if getattr(self, name, None) is not None),
+            overridden=(
+                *(name for name in OVERRIDDEN if getattr(self, name, None) is not None),
+                *(["tool_choice"] if self.tool_choice not in ("auto", "none") else []),
+            ),
         )
 
     @abstractmethod

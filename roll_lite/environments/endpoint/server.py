@@ -51,15 +51,18 @@ class EndpointServer:
 
     def __init__(self) -> None:
         self._episodes: dict[bytes, _Episode] = {}
+        self._starts = asyncio.Lock()
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.router.add_route("*", "/{path:.*}", self._answer)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
 
     async def start(self, host: str) -> None:
-        """Listen on a free port of one address."""
-        await self._runner.setup()
-        await web.TCPSite(self._runner, host, 0, backlog=1024).start()
-        self.url = str(URL.build(scheme="http", host=host, port=self._runner.addresses[0][1]))
+        """Listen on a free port of one address, unless it does so already."""
+        async with self._starts:
+            if not self._runner.addresses:
+                await self._runner.setup()
+                await web.TCPSite(self._runner, host, 0, backlog=1024).start()
+                self.url = str(URL.build(scheme="http", host=host, port=self._runner.addresses[0][1]))
 
     def open(self, session: Session) -> str:
         """Accept requests for an episode; returns its secret key."""
@@ -67,9 +70,15 @@ class EndpointServer:
         self._episodes[_hashed(key)] = _Episode(session)
         return key
 
+    async def settled(self, key: str) -> None:
+        """Wait until no request with this key is running."""
+        while running := self._episodes[_hashed(key)].running:
+            await asyncio.wait(running)
+
     def close(self, key: str) -> None:
-        """Refuse later requests with this key."""
-        self._episodes.pop(_hashed(key), None)
+        """Refuse later requests with this key, and cancel running ones."""
+        for running in self._episodes.pop(_hashed(key)).running:
+            running.cancel()
 
     async def stop(self) -> None:
         self._episodes.clear()

@@ -1,0 +1,169 @@
+"""Agents as programs and functions, from the first request to the end of their episode."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import psutil
+import pytest
+
+from roll_lite.data.samples import FinishReason
+from roll_lite.environments.agents import Agent, Endpoint, command_agent, play_agent
+from roll_lite.environments.base import Message, Task
+from roll_lite.environments.episode import Answer, Ask, Begin, Calls, Ended, Failed, Limits, Player
+from tests.environments.test_episode import Characters, encoded
+
+TASK = Task([{"role": "user", "content": "Add."}], "7", {"level": 2}, 5)
+PROGRAM = """
+import json, os, sys, urllib.request
+task = json.load(sys.stdin)
+def ask(messages):
+    body = json.dumps({"model": os.environ["OPENAI_MODEL"], "messages": messages}).encode()
+    head = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, head)) as reply:
+        return json.load(reply)["choices"][0]["message"]
+"""
+
+
+def renderer_of(tools: Sequence[dict[str, Any]]) -> Characters:
+    return Characters()
+
+
+async def played(agent: Agent, *responses: str, gives_reward: bool = True, delay: float = 0.0, **limits: Any) -> tuple[list[Ask], Any]:
+    """Play an episode with these responses, each after `delay`; returns the requests and the last event."""
+    given = Limits(**{"max_turns": 9, "turn_timeout_s": 20.0, "max_prompt_tokens": 100} | limits)
+    player = Player(play_agent(agent, "127.0.0.1", renderer_of, gives_reward), Characters(), given, Calls())
+    player.tell([Begin(7, TASK, 100)])
+    asks: list[Ask] = []
+    answers = iter(responses)
+    while True:
+        for event in await player.events(30.0):
+            if not isinstance(event, Ask):
+                return asks, event
+            asks.append(event)
+            await asyncio.sleep(delay)
+            player.tell([Answer(7, event.number, encoded(next(answers)))])
+
+
+def program(tmp_path: Path, rest: str) -> Agent:
+    file = tmp_path / "agent.py"
+    file.write_text(PROGRAM + rest, encoding="utf-8")
+    return command_agent([sys.executable, str(file)])
+
+
+async def test_a_program_talks_for_two_turns_and_prints_its_reward(tmp_path: Path) -> None:
+    rest = """
+first = ask(task["messages"])
+second = ask([*task["messages"], first, {"role": "user", "content": "More."}])
+print("noise")
+print(0.5 if (first["content"], second["content"], task["columns"]) == ("3", "4", {"level": 2}) else 0)
+"""
+    asks, end = await played(program(tmp_path, rest), "3", "4")
+    assert isinstance(end, Ended), end
+    assert [(ask.number, ask.after) for ask in asks] == [(0, None), (1, 0)]
+    assert (end.record.rewards, end.record.branches, end.record.metrics["rows"]) == ((0.0, 0.5), (), 1.0)
+    assert [message["content"] for message in end.record.messages] == ["Add.", "3", "More.", "4"]
+
+
+async def test_an_answer_is_left_to_the_domains_reward(tmp_path: Path) -> None:
+    _, end = await played(program(tmp_path, 'ask(task["messages"])\nprint("it is")\nprint("12")'), "3", gives_reward=False)
+    assert (end.record.answer, end.record.rewards) == ("12", (0.0,))
+
+
+@pytest.mark.parametrize(
+    ("rest", "cause"),
+    [
+        ('ask(task["messages"]); sys.exit("no luck")', "ended with code 1: no luck"),
+        ('ask(task["messages"]); print("done")', "the agent's result is 'done'; expected a number"),
+        ('ask(task["messages"])', "the agent's result is None; expected a number"),
+        ("print(1)", "there is no response yet that could be rewarded"),
+    ],
+)
+async def test_what_a_program_did_wrong_is_the_cause(rest: str, cause: str, tmp_path: Path) -> None:
+    _, end = await played(program(tmp_path, rest), "3")
+    assert isinstance(end, Failed) and cause in end.cause
+
+
+async def test_a_program_that_never_ends_is_killed_with_its_children(tmp_path: Path) -> None:
+    rest = """
+import subprocess, time
+child = subprocess.Popen(["sleep", "600"])
+open(sys.argv[0] + ".pids", "w").write(f"{os.getpid()} {child.pid}")
+ask(task["messages"])
+time.sleep(600)
+"""
+    _, end = await played(program(tmp_path, rest), "3", turn_timeout_s=3.0)
+    assert isinstance(end, Failed) and "longer than 3 s" in end.cause
+    pids = [int(pid) for pid in (tmp_path / "agent.py.pids").read_text().split()]
+    deadline = time.monotonic() + 10
+    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
+
+
+async def test_a_program_that_fails_at_a_limit_has_no_reward_but_trains(tmp_path: Path) -> None:
+    asks, end = await played(program(tmp_path, 'while True: ask(task["messages"])'), "3", "4", max_turns=2)
+    assert isinstance(end, Ended) and end.finish_reason is FinishReason.MAX_TURNS
+    assert [ask.after for ask in asks] == [None, None] and end.record.rewards == (0.0, 0.0)
+    assert [message["content"] for message in end.record.messages] == ["Add.", "4"]
+    assert [[message["content"] for message in branch] for branch in end.record.branches] == [["Add.", "3"]]
+
+
+async def post(endpoint: Endpoint, messages: Sequence[Message], timeout: float = 30.0) -> httpx2.Response:
+    async with httpx2.AsyncClient(timeout=timeout) as client:
+        headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+        return await client.post(f"{endpoint.base_url}/chat/completions", headers=headers, json={"messages": list(messages)})
+
+
+async def test_a_response_that_nobody_waited_for_trains() -> None:
+    """Otherwise an agent that takes the first of several answers would prefer short ones."""
+
+    async def impatient(task: Task, endpoint: Endpoint) -> float:
+        with pytest.raises(httpx2.TimeoutException):
+            await post(endpoint, task.messages, timeout=0.3)
+        return 1.0
+
+    asks, end = await played(impatient, "3", delay=1.0)
+    assert isinstance(end, Ended) and len(asks) == 1
+    assert (end.record.rewards, [message["content"] for message in end.record.messages]) == ((1.0,), ["Add.", "3"])
+
+
+async def test_parallel_requests_are_rows_of_their_own() -> None:
+    async def parallel(task: Task, endpoint: Endpoint) -> bool:
+        replies = await asyncio.gather(*(post(endpoint, [{"role": "user", "content": f"Add {number}."}]) for number in range(3)))
+        return all(reply.json()["choices"][0]["message"]["content"] == "3" for reply in replies)
+
+    asks, end = await played(parallel, "3", "3", "3")
+    assert sorted(ask.number for ask in asks) == [0, 1, 2] and end.record.correct is True
+    assert end.record.metrics["rows"] == 3 and len(end.record.branches) == 2
+
+
+async def test_an_ended_episodes_key_is_refused() -> None:
+    kept: list[Endpoint] = []
+
+    async def one(task: Task, endpoint: Endpoint) -> float:
+        kept.append(endpoint)
+        await post(endpoint, task.messages)
+        assert (await post(Endpoint(endpoint.base_url, "another"), task.messages)).status_code == 401
+        return 1.0
+
+    _, end = await played(one, "3")
+    assert isinstance(end, Ended), end
+    assert (await post(kept[0], TASK.messages)).status_code == 401
+
+
+async def test_a_conversation_without_room_is_refused() -> None:
+    async def long(task: Task, endpoint: Endpoint) -> float:
+        await post(endpoint, task.messages)
+        reply = await post(endpoint, [{"role": "user", "content": "x" * 200}])
+        assert reply.status_code == 400 and "no room is left for a response: the conversation has" in reply.json()["error"]["message"]
+        return 0.25
+
+    _, end = await played(long, "3")
+    assert isinstance(end, Ended) and (end.finish_reason, end.record.score) == (FinishReason.LENGTH, 0.25)

@@ -1,0 +1,259 @@
+"""Token proof: whatever an agent does with the text of responses, every sampled token trains exactly once, with the id, log-prob and weight
+version that it was sampled with, behind exactly the tokens that the engine saw before it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from roll_lite.data.samples import Branch, Completion, FinishReason, GenerationRequest, Sampling, TokenRow, Turn, VersionSpan
+from roll_lite.environments.agents import AgentSession
+from roll_lite.environments.base import EpisodeOver, Message
+from roll_lite.environments.endpoint.api import ChatReply, ChatRequest, as_sent
+from roll_lite.environments.episode import Answer, Ask, Limits, Policy
+from roll_lite.environments.rendering import ChatRenderer
+from roll_lite.scheduler.runner import Conversation
+from roll_lite.workers.token_blocks import TokenRecord, context_record, token_block
+
+FAMILIES = ("qwen2.5", "qwen3", "llama3.1", "mistral-nemo")
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": f"The {name} of a city",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string", "description": "City"}}, "required": ["city"]},
+        },
+    }
+    for name in ("weather", "time")
+]
+SAID = ("The answer", " is 42.", "\n\n", " ", "Ünïcödé 日本語 🎉", '"', "\\", "<b>", "e\u0301")
+NASTY = (
+    "<|im_end|>",
+    "<|im_start|>system\n",
+    "<|eot_id|>",
+    "<|python_tag|>",
+    "[INST]",
+    "</s>",
+    "[TOOL_CALLS]",
+    "<tool_call>",
+    "<think>",
+    "</think>",
+)
+CALLS = {
+    "qwen2.5": '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>',
+    "qwen3": '<tool_call>\n{"name": "time", "arguments": {"city": "Rome"}}\n</tool_call>',
+    "llama3.1": '{"name": "weather", "parameters": {"city": "Paris"}}',
+    "mistral-nemo": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Paris"}, "id": "abcdefgh1"}]',
+}
+ROOM = 4000
+
+
+class Sampled(NamedTuple):
+    before: list[int]
+    """Tokens that the engine saw."""
+    ids: list[int]
+    log_probs: list[float]
+    version: int
+
+
+class Engine:
+    """Samples texts of a random model. Log-probs are numbered through, so each tells which token it belongs to."""
+
+    def __init__(self, chance: random.Random, eos: int, encode: Callable[[str], list[int]], family: str) -> None:
+        self.chance, self.eos, self.encode, self.family = chance, eos, encode, family
+        self.sampled: list[Sampled] = []
+        self.tokens = 0
+
+    async def ask(self, request: GenerationRequest, _: Turn | None) -> Turn:
+        if self.chance.random() < 0.3:
+            await asyncio.sleep(0)
+        context = [] if request.context is None else [context_record(request, TokenRecord.read(request.context.block, request.context.row))]
+        before = TokenRecord.joined([*context, TokenRecord.given(request.prompt_ids)])
+        ids = self._response()[: request.sampling.max_tokens]
+        version = len(self.sampled) // 3
+        log_probs = [float(-number) for number in range(self.tokens + 1, self.tokens + 1 + len(ids))]
+        self.tokens += len(ids)
+        self.sampled.append(Sampled(before.ids.tolist(), ids, log_probs, version))
+        chosen = TokenRecord.chosen(Completion(request.request_id, tuple(ids), tuple(log_probs)))
+        block = token_block([TokenRecord.joined([before, chosen])])
+        reason = FinishReason.LENGTH if len(ids) == request.sampling.max_tokens else FinishReason.STOP
+        row = TokenRow(block, 0, len(before) + len(ids))
+        spans = (VersionSpan(0, version),)
+        return Turn(request.request_id, len(ids), "", reason, spans, tokens=row, ids=np.array(ids, np.int32).tobytes())
+
+    def _response(self) -> list[int]:
+        chance = self.chance
+        text = "".join(chance.choices(SAID, k=chance.randint(0, 5)))
+        if self.family == "qwen3" and chance.random() < 0.7:
+            text = f"<think>\n{text}</think>\n\n{chance.choice(SAID)}"
+        for _ in range(chance.choice((0, 0, 1, 2))):
+            text += CALLS[self.family] if chance.random() < 0.8 else CALLS[self.family][:-9]
+        # Token by token, as a model may write a text: not as a tokenizer would.
+        pieces = [text[at : at + 3] for at in range(0, len(text), 3)] if chance.random() < 0.5 else [text]
+        ids = [one for piece in pieces for one in self.encode(piece)]
+        return [*ids, *([self.eos] if chance.random() < 0.8 or not ids else [])]
+
+
+class Agent:
+    """Sends requests that follow from earlier ones in every way that agents have: as a program would, which knows messages only."""
+
+    def __init__(self, chance: random.Random, family: str, session: AgentSession, asks: list[Ask]) -> None:
+        self.chance, self.family, self.session, self.asks = chance, family, session, asks
+        self.answered: list[tuple[ChatRequest, Message, int]] = []
+        """Request, reply as it was sent, and number of the response."""
+        self.refused = 0
+
+    async def run(self) -> None:
+        for _ in range(self.chance.randint(2, 6)):
+            try:
+                requests = [self.request() for _ in range(self.chance.choice((1, 1, 1, 2, 3)))]
+                await asyncio.gather(*map(self.send, requests))
+            except EpisodeOver:
+                return
+
+    async def send(self, request: ChatRequest) -> None:
+        place, expected = len(self.asks), continued_by(request, self.answered)
+        try:
+            reply: ChatReply = await self.session.respond(request)
+        except ValueError:  # the template refuses these roles in this order
+            self.refused += 1
+            return
+        assert self.asks[place].after in (expected or {None}), "the longest conversation that the messages begin with"
+        self.answered.append((request, as_sent(reply).message, self.asks[place].number))
+
+    def request(self) -> ChatRequest:
+        chance = self.chance
+        tools = chance.choice(([], TOOLS))
+        if not self.answered or chance.random() < 0.1:  # a prompt of its own: a sub-agent, or a compacted history
+            return asking([*self.system(), self.said("user")], tools)
+        earlier, reply, _ = chance.choice(self.answered)
+        kind = chance.choice(("go on", "go on", "go on", "retry", "edit", "drop thoughts", "other tools", "raw text"))
+        if kind == "retry":
+            return earlier
+        if kind == "raw text":
+            return ChatRequest([], [], None, (), text="Raw text to complete.")
+        messages = [*earlier.messages, reply, *self.answers(reply)]
+        if kind == "edit":
+            place = chance.randrange(len(messages))
+            messages[place] = {**messages[place], "content": f"Q{chance.random()}"}
+        elif kind == "drop thoughts":
+            messages = [{name: value for name, value in message.items() if name != "reasoning_content"} for message in messages]
+        return asking(messages, tools if kind == "other tools" else earlier.tools)
+
+    def answers(self, reply: Message) -> list[Message]:
+        calls = reply.get("tool_calls", [])
+        return [self.said("tool", tool_call_id=call["id"], name=call["function"]["name"]) for call in calls] or [self.said("user")]
+
+    def system(self) -> list[Message]:
+        return [self.said("system")] if self.chance.random() < 0.3 and self.family != "mistral-nemo" else []
+
+    def said(self, role: str, **more: Any) -> Message:
+        return {"role": role, "content": "Q" + "".join(self.chance.choices(SAID + NASTY, k=self.chance.randint(0, 5))), **more}
+
+
+def asking(messages: list[Message], tools: list[dict[str, Any]]) -> ChatRequest:
+    return ChatRequest(messages, tools, None, ())
+
+
+async def played(
+    seed: int, family: str, tokenizer: Any, encode: Callable[[str], list[int]], renderers: Callable[[Any], ChatRenderer]
+) -> tuple[Engine, Agent, list[Ask], Any]:
+    chance = random.Random(f"{seed} {family}")
+    engine = Engine(chance, tokenizer.eos_token_id, encode, family)
+    conversation = Conversation(engine.ask, "proof", Sampling(1.0, ROOM), wants_ids=True)
+    asks: list[Ask] = []
+    under_way: list[asyncio.Task[None]] = []
+
+    async def answer(ask: Ask) -> None:
+        turn = await conversation.respond(np.frombuffer(ask.ids, np.int32).tolist(), ask.number, ask.after, ask.most, ask.stop)
+        policy.answered(Answer(ask.episode, ask.number, turn.ids, turn.finish_reason))
+
+    def hear(ask: Ask) -> None:
+        asks.append(ask)
+        under_way.append(asyncio.create_task(answer(ask)))
+
+    policy = Policy(0, renderers([]), Limits(chance.choice((4, 20)), 60.0, 1000), ROOM, hear)
+    session = AgentSession(policy, renderers)
+    agent = Agent(chance, family, session, asks)
+    await agent.run()
+    await asyncio.gather(*under_way)
+    session.end()
+    record = policy.record()
+    conversation.end(record, policy.finish_reason)
+    assert record.metrics["rows"] == len(conversation.transcript().rows)
+    return engine, agent, asks, conversation.transcript()
+
+
+def check(engine: Engine, rows: Sequence[Branch]) -> None:
+    by_first = {sampled.log_probs[0]: sampled for sampled in engine.sampled}
+    trained: list[float] = []
+    for row in rows:
+        assert row.tokens is not None
+        record = TokenRecord.read(row.tokens.block, row.tokens.row)
+        assert row.prompt_length + row.response_length == len(record)
+        assert row.policy_tokens == int(record.mask.sum()) and not record.log_probs[~record.mask].any()
+        starts = {row.prompt_length + span.start: span.version for span in row.versions}
+        position, version = 0, None
+        while position < len(record):
+            version = starts.get(position, version)
+            if not record.mask[position]:
+                position += 1
+                continue
+            sampled = by_first[float(record.log_probs[position])]
+            end = position + len(sampled.ids)
+            assert record.mask[position:end].all() and record.ids[position:end].tolist() == sampled.ids, "its own ids"
+            assert record.log_probs[position:end].tolist() == sampled.log_probs, "their own log-probs"
+            assert version == sampled.version and not starts.keys() & set(range(position + 1, end)), "their own version"
+            assert record.ids[:position].tolist() == sampled.before, "behind the tokens that the engine saw"
+            trained += sampled.log_probs
+            position = end
+    assert sorted(trained) == sorted(one for sampled in engine.sampled for one in sampled.log_probs), "each token once"
+
+
+def continued_by(request: ChatRequest, answered: list[tuple[ChatRequest, Message, int]]) -> set[int]:
+    """Responses that end the longest conversation that the request's messages begin with, compared as lists."""
+    found: dict[int, set[int]] = {}
+    for earlier, reply, number in answered:
+        whole = [*earlier.messages, reply]
+        if earlier.text is None and earlier.tools == request.tools and stripped(request.messages[: len(whole)]) == stripped(whole):
+            found.setdefault(len(whole), set()).add(number)
+    return found[max(found)] if found and request.text is None else set()
+
+
+def stripped(messages: list[Message]) -> list[str]:
+    return [
+        json.dumps({name: value.strip() if isinstance(value, str) else value for name, value in message.items() if value}, sort_keys=True)
+        for message in messages
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("conversations", [500, pytest.param(25_000, marks=[pytest.mark.nightly, pytest.mark.timeout(1800)])])
+async def test_every_sampled_token_trains_once(conversations: int, family: str, tokenizer_of: Callable[[str], Any]) -> None:
+    tokenizer = tokenizer_of(family)
+    encode = cache(lambda text: tokenizer.encode(text, add_special_tokens=False))  # the engine's, which costs most of the time
+
+    @cache
+    def by_tools(tools: str) -> ChatRenderer:
+        return ChatRenderer(tokenizer, None, {}, json.loads(tools), "template")
+
+    rows = continued = forked = responses = refused = 0
+    for seed in range(conversations):
+        engine, agent, asks, transcript = await played(seed, family, tokenizer, encode, lambda tools: by_tools(json.dumps(tools)))
+        check(engine, transcript.rows)
+        rows += len(transcript.rows)
+        responses += len(engine.sampled)
+        refused += agent.refused
+        parents = [ask.after for ask in asks if ask.after is not None]
+        continued += len(set(parents))
+        forked += len(parents) - len(set(parents))
+    assert min(rows - conversations, continued, forked) > conversations / 10, (rows, continued, forked)
+    assert refused < responses / 4
