@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 # A test run starts hundreds of processes; each would compile this package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo test test-processes test-plain test-slow test-runs test-parts test-nightly test-gpu lint format docs recipes bench clean
+.PHONY: help install demo test test-processes test-plain test-slow test-runs test-parts test-nightly test-adapters test-gpu lint format docs recipes bench clean
 .DEFAULT_GOAL := help
 
 help:  ## Show the targets
@@ -59,6 +59,20 @@ test-parts: $(STAMP)
 
 test-nightly: $(STAMP)  ## The same claims on every other recipe, layout, model and engine (once before a large change is done)
 	@$(VENV)/bin/python -m pytest -q -m "nightly and not gpu"
+
+# Packages of other projects' environments, on top of the pinned ones (docs/environments.md).
+ADAPTERS := .venv-adapters
+SITE := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+
+test-adapters: $(ADAPTERS)/.installed  ## Environments of other projects, with their packages (at most 2 minutes)
+	@$(ADAPTERS)/bin/python -m pytest -q tests/environments/test_adapters.py
+
+$(ADAPTERS)/.installed: requirements/adapters.lock $(STAMP)
+	@echo "Installing into $(ADAPTERS) (1 minute, once)"
+	@$(VENV)/bin/python -m venv --clear $(ADAPTERS)
+	@$(VENV)/bin/python $(SITE) > $$($(ADAPTERS)/bin/python $(SITE))/pinned.pth
+	@$(ADAPTERS)/bin/python -m pip --disable-pip-version-check -qq install --no-deps -r requirements/adapters.lock
+	@touch $@
 
 # By name: modules of other tests import what may not be installed there.
 ON_GPU := tests/gpu tests/distributed/strategy/megatron/test_offload.py

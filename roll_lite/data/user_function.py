@@ -17,9 +17,7 @@ def load_function(name: str, path: str, shape: str, or_class: bool = False) -> C
     module_name, _, attribute = name.rpartition(".")
     if not module_name or not attribute:
         raise ValueError(f"{path}: {name!r} is no dotted path; a function of your own is named package.module.function")
-    here = str(Path.cwd())
-    if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)  # scripts search their own folder, not the current one
+    here = search_current_folder()
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -38,6 +36,14 @@ def load_function(name: str, path: str, shape: str, or_class: bool = False) -> C
         raise ValueError(f"{path}: {name!r} is {type(function).__name__}, expected a function `{shape}`")
     loaded: Callable[..., Any] = function
     return loaded
+
+
+def search_current_folder() -> str:
+    """Let imports find modules in the current folder, as scripts search only their own; returns the folder."""
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)
+    return here
 
 
 def nearest_aside(word: str, known: list[str]) -> str:

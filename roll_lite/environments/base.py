@@ -63,5 +63,16 @@ def messages_from(given: str | Message | Sequence[Message], role: str = "user") 
     return [dict(message) for message in messages]
 
 
+def opening(task: Task, text: str) -> list[Message]:
+    """First prompt of an environment that begins with a text of its own: the row's prompt, and the text below it."""
+    *before, last = task.messages
+    return [*before, {**last, "content": "\n\n".join(filter(None, (last["content"], text)))}]
+
+
+def seed_of(task: Task) -> int:
+    """Seed of what an environment generates: the row's `seed`, if it has one, so that all samples of a prompt meet the same."""
+    return int(task.columns.get("seed", task.seed))
+
+
 class EpisodeOver(Exception):
     """No further response is possible: the episode has reached a limit. Let it pass."""

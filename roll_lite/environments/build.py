@@ -9,7 +9,16 @@ from functools import lru_cache, partial
 from typing import Any
 
 from roll_lite.config.schema.domains import ENVIRONMENT_REWARD, ChatTemplateConfig, DomainConfig
-from roll_lite.config.schema.environments import EndpointEnvironmentConfig, FunctionEnvironmentConfig, ToolsEnvironmentConfig
+from roll_lite.config.schema.environments import (
+    EndpointEnvironmentConfig,
+    FunctionEnvironmentConfig,
+    GymEnvironmentConfig,
+    OpenEnvEnvironmentConfig,
+    ReasoningGymEnvironmentConfig,
+    TextArenaEnvironmentConfig,
+    ToolsEnvironmentConfig,
+    VerifiersEnvironmentConfig,
+)
 from roll_lite.data.templates import Tokenizer
 from roll_lite.data.user_function import load_function
 from roll_lite.environments.agents import Agent, command_agent, play_agent
@@ -33,16 +42,45 @@ def player_of(domain: DomainConfig, tokenizer: Tokenizer, path: str, host: str) 
         last_reward=settings.rewards == "last",
     )
     calls = Calls()
-    tools: list[Tool] = []
-    if isinstance(settings, ToolsEnvironmentConfig):
-        tools = [Tool.of(name, f"{path}.environment.tools.{number}") for number, name in enumerate(settings.tools)]
-        play = play_tools(tools, calls)
-    elif isinstance(settings, EndpointEnvironmentConfig):
-        agent = agent_of(settings, f"{path}.environment.function", calls)
-        play = play_agent(agent, host, renderers_of(domain, tokenizer, path), domain.reward.name == ENVIRONMENT_REWARD)
-    else:
-        play = play_of(settings, f"{path}.environment.function", calls)
-    return Player(play, renderer_of(domain, tokenizer, path, [tool.schema for tool in tools]), limits, calls)
+    play, schemas = _play(domain, tokenizer, path, host, calls)
+    if schemas and not isinstance(domain.template, ChatTemplateConfig):
+        raise ValueError(f"{path}.template.name: tools are described to the model by a chat template; use name: chat")
+    return Player(play, renderer_of(domain, tokenizer, path, schemas), limits, calls)
+
+
+def _play(domain: DomainConfig, tokenizer: Tokenizer, domain_path: str, host: str, calls: Calls) -> tuple[Play, list[dict[str, Any]]]:
+    """Make what plays the episodes, and the schemas of its tools. The packages of adapters are optional, so these are imported here."""
+    path = f"{domain_path}.environment"
+    match domain.environment:
+        case FunctionEnvironmentConfig() as settings:
+            return play_of(settings, f"{path}.function", calls), []
+        case ToolsEnvironmentConfig(tools=names):
+            tools = [Tool.of(name, f"{path}.tools.{number}") for number, name in enumerate(names)]
+            return play_tools(tools, calls), [tool.schema for tool in tools]
+        case EndpointEnvironmentConfig() as settings:
+            agent = agent_of(settings, f"{path}.function", calls)
+            return play_agent(agent, host, renderers_of(domain, tokenizer, domain_path), domain.reward.name == ENVIRONMENT_REWARD), []
+        case GymEnvironmentConfig() as settings:
+            from roll_lite.environments.adapters.gym import play_gym
+
+            return play_gym(settings, path, calls), []
+        case TextArenaEnvironmentConfig() as settings:
+            from roll_lite.environments.adapters.textarena import play_textarena
+
+            return play_textarena(settings, path, calls), []
+        case ReasoningGymEnvironmentConfig() as settings:
+            from roll_lite.environments.adapters.reasoning_gym import play_reasoning_gym
+
+            return play_reasoning_gym(settings, path, calls), []
+        case OpenEnvEnvironmentConfig() as settings:
+            from roll_lite.environments.adapters.openenv import play_openenv
+
+            return play_openenv(settings, path, calls), []
+        case VerifiersEnvironmentConfig() as settings:
+            from roll_lite.environments.adapters.verifiers import play_verifiers
+
+            return play_verifiers(settings, path)
+    raise AssertionError(domain.environment)
 
 
 def agent_of(settings: EndpointEnvironmentConfig, path: str, calls: Calls) -> Agent:

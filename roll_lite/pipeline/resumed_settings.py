@@ -48,7 +48,7 @@ TABLE: Mapping[Effect, tuple[str, ...]] = {
         *("actor_infer.replicas_per_device", "actor_train.lora.engines", "actor_train.lora.export"),
         *(f"rollout.{name}" for name in ("request_timeout_s", "retries", "dump", "max_tokens_per_engine", "stream_log_probs")),
         *(f"domains.*.reward.{name}" for name in ("workers", "timeout_s", "start_timeout_s", "retries")),
-        *(f"domains.*.environment.{name}" for name in ("workers", "parallel", "turn_timeout_s", "start_timeout_s")),
+        *(f"domains.*.environment.{name}" for name in ("workers", "parallel", "turn_timeout_s", "start_timeout_s", "url")),
         *("domains.*.data.validation", "domains.*.data.report_by", "domains.*.validation_sampling"),
     ),
 }

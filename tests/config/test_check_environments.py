@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import re
+import tomllib
+from pathlib import Path
 
 import pytest
 
+from roll_lite.config.checks import rollout
 from roll_lite.config.loading import load_config
 from roll_lite.config.problems import ConfigError
-from roll_lite.config.schema.environments import FunctionEnvironmentConfig, ToolsEnvironmentConfig
+from roll_lite.config.schema.environments import AdapterSection, FunctionEnvironmentConfig, ToolsEnvironmentConfig
 from roll_lite.files import CONFIGS
 
+ROOT = Path(__file__).resolve().parents[2]
 GUESS, CALCULATOR = "domains.guess.environment", "domains.calculator.environment"
+GYM = f"{GUESS}={{name: gym, id: FrozenLake-v1}}"
+OPENENV = f"{GUESS}={{name: openenv, url: 'http://127.0.0.1:8000', action: message}}"
 TURNS = "roll_lite.examples.domains.turns"
 CASES = "tests.workers.environment_cases"
 
@@ -43,9 +49,40 @@ def test_shipped_environments() -> None:
             ["domains.calculator.template.name=plain"],
             "template.name = .plain.: tools are described to the model by a chat",
         ),
+        ("tiny_guess", [GYM, f"{GUESS}.function={TURNS}.Guess"], f"{GUESS}.id = .*: name one environment: either its registered `id`"),
+        ("tiny_guess", [f"{GUESS}={{name: gym}}"], f"{GUESS}.id = null: name one environment"),
+        ("tiny_guess", [f"{GUESS}={{name: gym, function: {TURNS}.Gues}}"], f"{GUESS}.function = .*did you mean 'Guess'"),
+        ("tiny_guess", [GYM, f"{GUESS}.action={TURNS}.calculat"], f"{GUESS}.action = .*did you mean 'calculate'"),
+        ("tiny_guess", [OPENENV, f"{GUESS}.url=localhost:8000"], f"{GUESS}.url = .*: is no address of a server; write one such as http"),
+        ("tiny_guess", [OPENENV, f"{GUESS}.observation={TURNS}.calculat"], f"{GUESS}.observation = .*did you mean 'calculate'"),
     ],
 )
-def test_mistakes(name: str, overrides: list[str], says: str) -> None:
+def test_mistakes(name: str, overrides: list[str], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout, "find_spec", lambda package: object())
     with pytest.raises(ConfigError) as refused:
         load_config(name, CONFIGS, overrides)
     assert re.search(says, str(refused.value)), str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        "{name: gym, id: FrozenLake-v1}",
+        "{name: textarena, id: Mastermind-v0}",
+        "{name: reasoning_gym, dataset: chain_sum}",
+        "{name: openenv, url: 'http://127.0.0.1:8000', action: message}",
+        "{name: verifiers, id: wordle}",
+    ],
+)
+def test_a_missing_package_is_named_with_its_extra(section: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The extra is named like the section; with the package nothing is wrong, and the environment gives the rewards."""
+    name = section.split(",")[0].removeprefix("{name: ")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    monkeypatch.setattr(rollout, "find_spec", lambda package: None)
+    with pytest.raises(ConfigError) as refused:
+        load_config("tiny_guess", CONFIGS, [f"{GUESS}={section}"])
+    assert f'{GUESS}.name = "{name}": its package is not installed: pip install "roll_lite[{name}]"' in str(refused.value)
+    monkeypatch.setattr(rollout, "find_spec", lambda package: object())
+    settings = load_config("tiny_guess", CONFIGS, [f"{GUESS}={section}"]).domains["guess"].environment
+    assert isinstance(settings, AdapterSection)
+    assert extras[name][0].startswith(settings.package.replace("_", "-"))

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 from roll_lite.config.arithmetic import TRAINING_ROLES, actor_is_reference, device_numbers, group_size
 from roll_lite.config.checks.functions import check_function
 from roll_lite.config.problems import Mistake, Problem
 from roll_lite.config.schema.base import Mistakes
-from roll_lite.config.schema.environments import EndpointEnvironmentConfig, FunctionEnvironmentConfig
+from roll_lite.config.schema.environments import (
+    AdapterSection,
+    EndpointEnvironmentConfig,
+    FunctionEnvironmentConfig,
+    GymEnvironmentConfig,
+    OpenEnvEnvironmentConfig,
+    ToolsEnvironmentConfig,
+)
 from roll_lite.config.schema.run import RunConfig
 
 
@@ -72,8 +80,8 @@ def _group_filter(config: RunConfig) -> Iterator[Mistake]:
 
 
 def _environments(config: RunConfig) -> Iterator[Problem]:
-    for name, domain in config.domains.items():
-        path, environment = f"domains.{name}.environment", domain.environment
+    for domain_name, domain in config.domains.items():
+        path, environment = f"domains.{domain_name}.environment", domain.environment
         if isinstance(environment, FunctionEnvironmentConfig):
             inputs = ("a task", "the policy")
             yield from check_function(path, "function", environment.function, environment.args, or_class=True, inputs=inputs)
@@ -83,9 +91,20 @@ def _environments(config: RunConfig) -> Iterator[Problem]:
                 yield from check_function(path, "function", environment.function, environment.args, inputs=inputs)
             elif environment.command is not None and shutil.which(environment.command[0]) is None:
                 yield Problem(f"{path}.command", "is no program on the PATH of this machine", environment.command[0])
-        elif environment is not None:
+        elif isinstance(environment, ToolsEnvironmentConfig):
             for number, tool in enumerate(environment.tools):
                 yield from check_function(f"{path}.tools", str(number), tool, None)
+        if isinstance(environment, AdapterSection) and find_spec(environment.package) is None:
+            yield Problem(f"{path}.name", f'its package is not installed: pip install "roll_lite[{environment.name}]"', environment.name)
+        if isinstance(environment, GymEnvironmentConfig):
+            if environment.function is not None:
+                yield from check_function(path, "function", environment.function, environment.args, or_class=True, inputs=())
+            if environment.action is not None:
+                yield from check_function(path, "action", environment.action, {}, inputs=("the response",))
+        if isinstance(environment, OpenEnvEnvironmentConfig):
+            for key, given in (("action", "the response"), ("observation", "the observation")):
+                if "." in (name := getattr(environment, key) or ""):
+                    yield from check_function(path, key, name, {}, inputs=(given,))
 
 
 def staleness_notes(config: RunConfig) -> list[str]:

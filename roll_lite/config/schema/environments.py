@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from roll_lite.config.schema.base import Mistakes, PositiveFloat, PositiveInt, Section, rule
 
@@ -70,4 +70,98 @@ class EndpointEnvironmentConfig(EnvironmentSection):
             yield "function", "name either a function or a command"
 
 
-EnvironmentConfig = FunctionEnvironmentConfig | ToolsEnvironmentConfig | EndpointEnvironmentConfig
+class AdapterSection(EnvironmentSection):
+    """Settings of environments of other projects, whose packages are extras named like them."""
+
+    package: ClassVar[str]
+    """Package to import."""
+
+
+class GymEnvironmentConfig(AdapterSection):
+    """An environment with Gymnasium's interface whose observations and actions are texts, or can be written as such."""
+
+    package = "gymnasium"
+    name: Literal["gym"]
+    id: str | None = None
+    """Registered id for gymnasium.make: FrozenLake-v1, or package:Id-v0 if importing the package registers it."""
+    function: str | None = None
+    """Dotted path to an environment's class, or to a function that returns an environment; in place of `id`."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of either."""
+    action: str | None = None
+    """Dotted path to your function `text -> action`; its ValueError is shown to the policy, which responds again. null: a text space takes
+    the response, a discrete space its last whole number."""
+    columns: list[str] = Field(default_factory=list)
+    """Columns of the row that `reset` gets as options."""
+
+    @rule
+    def _one_source(self) -> Mistakes:
+        if (self.id is None) == (self.function is None):
+            yield "id", "name one environment: either its registered `id`, or the `function` that makes it"
+
+
+class TextArenaEnvironmentConfig(AdapterSection):
+    """A game of TextArena for one player."""
+
+    package = "textarena"
+    name: Literal["textarena"]
+    id: str
+    """Id of the game, such as Mastermind-v0."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the game."""
+
+
+class ReasoningGymEnvironmentConfig(AdapterSection):
+    """Tasks that reasoning-gym generates: one question, one answer within <answer> tags, and the dataset's own score."""
+
+    package = "reasoning_gym"
+    name: Literal["reasoning_gym"]
+    dataset: str
+    """Name of the dataset, such as leg_counting."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Settings of the dataset."""
+
+
+def _server(url: str) -> str:
+    if not url.startswith(("http://", "https://", "ws://", "wss://")):
+        raise ValueError("is no address of a server; write one such as http://127.0.0.1:8000")
+    return url
+
+
+class OpenEnvEnvironmentConfig(AdapterSection):
+    """An environment that an OpenEnv server runs; each episode is a session of its own."""
+
+    package = "openenv"
+    name: Literal["openenv"]
+    url: Annotated[str, AfterValidator(_server)]
+    """Address of the server. It must allow as many sessions as episodes run at a time: workers x parallel."""
+    action: str
+    """Field of the action that takes the response; or dotted path to your function `text -> action`, a dict. Its ValueError is shown to the
+    policy, which responds again."""
+    observation: str | None = None
+    """Field of the observation that is shown; or dotted path to your function `observation -> text`. null: all of it as JSON."""
+    columns: list[str] = Field(default_factory=list)
+    """Columns of the row that `reset` gets as arguments."""
+
+
+class VerifiersEnvironmentConfig(AdapterSection):
+    """An environment of verifiers (`load_environment`). Its rubric scores the episode."""
+
+    package = "verifiers"
+    name: Literal["verifiers"]
+    id: str
+    """Id of the environment: the name of its installed package, or of a module."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of its `load_environment`."""
+
+
+EnvironmentConfig = (
+    FunctionEnvironmentConfig
+    | ToolsEnvironmentConfig
+    | EndpointEnvironmentConfig
+    | GymEnvironmentConfig
+    | TextArenaEnvironmentConfig
+    | ReasoningGymEnvironmentConfig
+    | OpenEnvEnvironmentConfig
+    | VerifiersEnvironmentConfig
+)
