@@ -425,13 +425,18 @@ def bounds(settings: dict[str, Any]) -> tuple[float, float]:
     return -math.inf if low is None else low, math.inf if high is None else high
 
 
-def row_weights(aggregation: str, rows: list[Row], constant: int | None) -> list[float]:
+def row_weights(algorithm: dict[str, Any], rows: list[Row], constant: int | None) -> list[float]:
     """What each policy token of the mini-batch's rows weighs. Rows that do not train are not among them."""
+    aggregation = algorithm["aggregation"]
     factors = [float(row["train_weight"]) for row in rows]
-    tokens = [int(row["policy_tokens"]) for row in rows]
-    counted = sum(count > 0 for count in tokens)
+    names = [sample_of(row) if algorithm["sequence"] == "sample" else number for number, row in enumerate(rows)]
+    totals: dict[Any, int] = {}
+    for name, row in zip(names, rows, strict=True):
+        totals[name] = totals.get(name, 0) + int(row["policy_tokens"])
+    tokens = [totals[name] for name in names]
+    counted = sum(count > 0 for count in totals.values())
     denominators = {
-        "token_mean": [sum(tokens)] * len(rows),
+        "token_mean": [sum(totals.values())] * len(rows),
         "sequence_mean_token_mean": [counted * count for count in tokens],
         "sequence_mean_token_sum": [counted] * len(rows),
         "constant": [counted * (constant or 0)] * len(rows),
@@ -485,20 +490,27 @@ def gae(row: Row, paid: torch.Tensor, gamma: float, lam: float) -> torch.Tensor:
 
 
 def grpo(step: Step, paid: dict[int, torch.Tensor], normalize: bool) -> dict[int, torch.Tensor]:
-    groups: dict[int, list[int]] = {}
-    for sample, row in step.rows.items():
-        groups.setdefault(int(row["group"]), []).append(sample)
+    groups: dict[int, dict[tuple[int, int], list[int]]] = {}
+    for number, row in step.rows.items():
+        groups.setdefault(int(row["group"]), {}).setdefault(sample_of(row), []).append(number)
     found = {}
-    for members in groups.values():
-        before = np.array([float(step.rows[sample]["reward"]) for sample in members])
-        rewards = before - np.array([float(paid[sample].sum()) for sample in members])
+    for samples in groups.values():
+        members = list(samples.values())  # the rows of each sample, which count as one
+        before = np.array([float(step.rows[numbers[0]]["reward"]) for numbers in members])
+        rewards = before - np.array([sum(float(paid[number].sum()) for number in numbers) for numbers in members])
         centered = rewards - rewards.mean()
         if normalize:
             centered = centered / (rewards.std(ddof=1) + 1e-6) if len(members) > 1 else np.zeros(1)
         if np.ptp(before if normalize else rewards) == 0:
             centered = np.zeros(len(members))
-        found |= {sample: value * step.rows[sample].mask.double() for sample, value in zip(members, centered, strict=True)}
+        for numbers, value in zip(members, centered, strict=True):
+            found |= {number: value * step.rows[number].mask.double() for number in numbers}
     return found
+
+
+def sample_of(row: Row) -> tuple[int, int]:
+    """An agent's sample may have several rows."""
+    return int(row["group"]), int(row["index"])
 
 
 # ---------------------------------------------------------------- optimizer
@@ -658,7 +670,7 @@ class Recomputation:
         sampling = [domain["sampling"]["max_tokens"] for domain in self.run.config["domains"].values()]
         constant = self.run.algorithm["aggregation_constant"] or max(sampling)
         for update, weights in step.mini_batches.items():
-            ours = row_weights(self.run.algorithm["aggregation"], [step.rows[sample] for sample in weights], constant)
+            ours = row_weights(self.run.algorithm, [step.rows[sample] for sample in weights], constant)
             for sample, weight in zip(weights, ours, strict=True):
                 self.compare("loss_weight", weight, weights[sample], f"step {step.number}, update {update}, sample {sample}")
 

@@ -161,6 +161,8 @@ def play_agent(agent: Agent, host: str, renderer_of: Callable[[Sequence[dict[str
         session.end()
         if gives_reward and (result is not None or policy.finish_reason is None):
             return _reward(result)
+        if isinstance(result, int | float):
+            raise ValueError(f"the agent's result is the number {result!r}, but the domain's `reward` scores texts; leave out one of them")
         policy.answer = None if result is None else str(result)
         return None
 

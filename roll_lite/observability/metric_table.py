@@ -63,6 +63,10 @@ METRICS: dict[str, Metric] = {
     "reward/seconds": by_domain(MEAN, "s", "Time from requesting a score to receiving it."),
     # environments
     "episode/turns": by_domain(MEAN, "turns", "Responses of an episode, in domains with an environment."),
+    "episode/rows": by_domain(MEAN, "rows", "Rows of an episode in training: 1, and one for each branch of an agent's requests."),
+    "episode/overridden_parameters": by_domain(
+        MEAN, "parameters", "Sampling parameters in an agent's requests that the run's own settings overrode, per episode."
+    ),
     "episode/environment_seconds": by_domain(MEAN, "s", "Time that an episode's environment took, all turns together."),
     "episode/environment_tokens": by_domain(MEAN, "tokens", "Tokens that the environment wrote in an episode."),
     "episode/tool_calls": by_domain(MEAN, "calls", "Tool calls of an episode, malformed ones included."),

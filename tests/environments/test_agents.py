@@ -76,6 +76,15 @@ async def test_an_answer_is_left_to_the_domains_reward(tmp_path: Path) -> None:
     assert (end.record.answer, end.record.rewards) == ("12", (0.0,))
 
 
+async def test_a_number_is_no_answer() -> None:
+    async def number(task: Task, endpoint: Endpoint) -> float:
+        await post(endpoint, task.messages)
+        return 0.5
+
+    _, end = await played(number, "3", gives_reward=False)
+    assert isinstance(end, Failed) and "the number 0.5, but the domain's `reward` scores texts" in end.cause
+
+
 @pytest.mark.parametrize(
     ("rest", "cause"),
     [

@@ -75,7 +75,7 @@ async def second_chance(task: Task, policy: Policy) -> bool:
 
 
 async def branching(task: Task, endpoint: Endpoint) -> float:
-    """An agent that retries, edits its history and asks for several answers at once; the reward is the share of right ones."""
+    """An agent that retries, edits its history and asks for several answers at once. The reward is any that differs."""
     client, seed = AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key), random.Random(task.seed)
     answers: list[str] = []
 
@@ -98,4 +98,4 @@ async def branching(task: Task, endpoint: Endpoint) -> float:
             case "new":
                 await say([{"role": "user", "content": "2+2="}])
     await client.close()
-    return sum(answer == task.answer for answer in answers) / len(answers)
+    return sum(map(len, answers)) % 5 / 4
