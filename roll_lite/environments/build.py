@@ -7,12 +7,21 @@ from functools import partial
 from typing import Any
 
 from roll_lite.config.schema.domains import ChatTemplateConfig, DomainConfig
-from roll_lite.config.schema.environments import CallFormat, FunctionEnvironmentConfig, ToolsEnvironmentConfig
+from roll_lite.config.schema.environments import (
+    CallFormat,
+    FunctionEnvironmentConfig,
+    McpToolConfig,
+    PythonToolConfig,
+    SearchToolConfig,
+    ToolConfig,
+    ToolsEnvironmentConfig,
+)
 from roll_lite.data.templates import Tokenizer
 from roll_lite.data.user_function import load_function
 from roll_lite.environments.episode import Calls, Limits, Play, Player, Renderer, play_class
+from roll_lite.environments.python_tool import PythonTool
 from roll_lite.environments.rendering import ChatRenderer, PlainRenderer
-from roll_lite.environments.tools import Tool, play_tools
+from roll_lite.environments.tools import LOST, FunctionTool, Tools, play_tools
 from roll_lite.files import read_text
 
 
@@ -28,13 +37,37 @@ def player_of(domain: DomainConfig, tokenizer: Tokenizer, path: str) -> Player:
         last_reward=settings.rewards == "last",
     )
     calls = Calls()
-    tools: list[Tool] = []
+    schemas: list[dict[str, Any]] = []
     if isinstance(settings, ToolsEnvironmentConfig):
-        tools = [Tool.of(name, f"{path}.environment.tools.{number}") for number, name in enumerate(settings.tools)]
-        play = play_tools(tools, calls)
+        tools = [tools_of(one, f"{path}.environment.tools.{number}", calls) for number, one in enumerate(settings.tools)]
+        schemas = [schema for one in tools for schema in one.schemas]
+        names = [schema["function"]["name"] for schema in schemas]
+        if len(set(names)) < len(names):
+            raise ValueError(f"{path}.environment.tools: the model cannot tell tools of one name apart: {', '.join(names)}")
+        play = play_tools(tools, settings.max_result_chars)
     else:
         play = play_of(settings, f"{path}.environment.function", calls)
-    return Player(play, renderer_of(domain, settings.call_format, tokenizer, path, tools), limits, calls)
+    return Player(play, renderer_of(domain, settings.call_format, tokenizer, path, schemas), limits, calls)
+
+
+def tools_of(settings: ToolConfig, path: str, calls: Calls) -> Tools:
+    """Load or start what an entry of `environment.tools` at `path` names. ValueError for a mistake in it. Libraries of shipped tools are
+    imported only for those."""
+    try:
+        match settings:
+            case PythonToolConfig():
+                return PythonTool(settings)
+            case SearchToolConfig():
+                from roll_lite.environments.search_tool import search_in
+
+                return FunctionTool(search_in(settings), calls)
+            case McpToolConfig():
+                from roll_lite.environments.mcp_tool import McpTools
+
+                return McpTools(settings)
+        return FunctionTool(load_function(settings.name, "name", "arguments -> result"), calls)
+    except (ValueError, *LOST) as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def play_of(settings: FunctionEnvironmentConfig, path: str, calls: Calls) -> Play:
@@ -59,10 +92,10 @@ def _bind(signature: inspect.Signature, given: tuple[Any, ...], settings: Functi
         raise ValueError(f"{path}: {settings.function!r} takes {takes}: {error}; its signature is {signature}") from None
 
 
-def renderer_of(domain: DomainConfig, form: CallFormat | None, tokenizer: Tokenizer, path: str, tools: list[Tool]) -> Renderer:
+def renderer_of(domain: DomainConfig, form: CallFormat | None, tokenizer: Tokenizer, path: str, schemas: list[Any]) -> Renderer:
     template = domain.template
     if not isinstance(template, ChatTemplateConfig):
         return PlainRenderer(tokenizer, f"{path}.template")
     text = None if template.file is None else read_text(template.file)
     ends = domain.sampling.stop_token_ids
-    return ChatRenderer(tokenizer, text, template.arguments, [tool.schema for tool in tools], f"{path}.template", form, ends)
+    return ChatRenderer(tokenizer, text, template.arguments, schemas, f"{path}.template", form, ends)

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 from roll_lite.config.arithmetic import TRAINING_ROLES, actor_is_reference, device_numbers, group_size
 from roll_lite.config.checks.functions import check_function
 from roll_lite.config.problems import Mistake, Problem
-from roll_lite.config.schema.base import Mistakes
-from roll_lite.config.schema.environments import FunctionEnvironmentConfig
+from roll_lite.config.schema.base import Mistakes, readable
+from roll_lite.config.schema.environments import (
+    FunctionEnvironmentConfig,
+    FunctionToolConfig,
+    SearchToolConfig,
+    ToolConfig,
+)
 from roll_lite.config.schema.run import RunConfig
+from roll_lite.files import elsewhere, is_file
+
+TOOL_PACKAGES = {"search": "bm25s", "mcp": "mcp"}
+"""Packages that shipped tools need; each is the extra of the tool's name."""
 
 
 def _turns(config: RunConfig) -> Mistakes:
@@ -78,7 +88,17 @@ def _environments(config: RunConfig) -> Iterator[Problem]:
             yield from check_function(path, "function", environment.function, environment.args, or_class=True, inputs=inputs)
         elif environment is not None:
             for number, tool in enumerate(environment.tools):
-                yield from check_function(f"{path}.tools", str(number), tool, None)
+                yield from readable(_tool(f"{path}.tools.{number}", tool))
+
+
+def _tool(path: str, tool: ToolConfig) -> Iterator[Problem]:
+    if isinstance(tool, FunctionToolConfig):
+        yield from check_function(path, "name", tool.name, None)
+    if isinstance(tool, SearchToolConfig) and not is_file(tool.corpus):
+        yield Problem(f"{path}.corpus", f"there is no such file{elsewhere(tool.corpus)}", str(tool.corpus))
+    package = TOOL_PACKAGES.get(tool.name)
+    if package is not None and find_spec(package) is None:
+        yield Problem(f"{path}.name", f'its package is not installed: pip install "roll_lite[{tool.name}]"', tool.name)
 
 
 def staleness_notes(config: RunConfig) -> list[str]:
