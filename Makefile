@@ -60,12 +60,14 @@ test-parts: $(STAMP)
 test-nightly: $(STAMP)  ## The same claims on every other recipe, layout, model and engine (once before a large change is done)
 	@$(VENV)/bin/python -m pytest -q -m "nightly and not gpu"
 
-# Packages of other projects' environments, on top of the pinned ones (docs/environments.md).
+# Packages of other projects' environments and clients, on top of the pinned ones (docs/environments.md).
 ADAPTERS := .venv-adapters
 SITE := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
-test-adapters: $(ADAPTERS)/.installed  ## Environments of other projects, with their packages (at most 2 minutes)
-	@$(ADAPTERS)/bin/python -m pytest -q tests/environments/test_adapters.py
+WITH_PACKAGES := test_adapters test_endpoint_clients
+
+test-adapters: $(ADAPTERS)/.installed  ## Environments, tools and clients of other projects, with their packages (3 minutes)
+	@$(ADAPTERS)/bin/python -m pytest -q $(WITH_PACKAGES:%=tests/environments/%.py)
 
 $(ADAPTERS)/.installed: requirements/adapters.lock $(STAMP)
 	@echo "Installing into $(ADAPTERS) (1 minute, once)"

@@ -23,6 +23,7 @@ from roll_lite.config.wording import field_type, in_words, refusal
 
 S = TypeVar("S", bound=Section)
 FORMER_NAMES = ("type", "kind")
+DOTTED_PATH = "a dotted path"
 OTHERS_NAMES = {
     "learning_rate": "lr",
     "max_new_tokens": "max_tokens",
@@ -92,14 +93,11 @@ class _Walker:
         if value is None and _optional(info.annotation):
             return None
         shape = shape_of(info.annotation)
-        if len(shape.variants) > 1:
-            chosen = self._variant(shape.variants, info, value, path)
-            return self.section(chosen, {"name": _word(chosen), **value}, path) if chosen is not None else _INVALID
         if not shape.variants:
             return self._leaf(cls, name, info, value, path)
         if shape.container is None:
-            return self.section(shape.variants[0], value, path)
-        too_few = value == {} and any(isinstance(one, MinLen) for one in info.metadata)
+            return self._one_of(shape.variants, value, path, info.get_default(call_default_factory=True))
+        too_few = value in ({}, []) and any(isinstance(one, MinLen) for one in info.metadata)
         if not isinstance(value, shape.container) or too_few:
             hint = f"; write [{value}]" if shape.container is list and isinstance(value, str) else ""
             self._refuse(path, value, f"expected {in_words(info.annotation)}" + (", at least one" if too_few else hint))
@@ -107,16 +105,16 @@ class _Walker:
         if isinstance(value, dict):
             self._tell_strays(shape.variants[0], value, path)
         items = value.items() if isinstance(value, dict) else enumerate(value)
-        built = {key: self._item(shape.variants[0], item, (*path, str(key))) for key, item in items}
+        built = {key: self._item(shape.variants, item, (*path, str(key))) for key, item in items}
         return built if isinstance(value, dict) else list(built.values())
 
-    def _item(self, cls: type[Section], data: Any, path: Path) -> Section:
+    def _item(self, variants: list[type[Section]], data: Any, path: Path) -> Section:
         """Build an item of a mapping or list. An invalid item becomes an object without attributes, so reading it in later checks raises
         Refused."""
-        built = _INVALID if path in self.broken else self.section(cls, data, path)
+        built = _INVALID if path in self.broken else self._one_of(variants, data, path)
         if isinstance(built, Section):
             return built
-        hollow = cls.model_construct()
+        hollow = variants[0].model_construct()
         hollow.__dict__.clear()
         return hollow
 
@@ -137,20 +135,29 @@ class _Walker:
             self._refuse(path, value, refusal(info, value, error.errors()))
             return _INVALID
 
-    def _variant(self, variants: list[type[Section]], info: FieldInfo, value: Any, path: Path) -> type[Section] | None:
+    def _one_of(self, variants: list[type[Section]], value: Any, path: Path, default: Any = None) -> Section | _Invalid:
+        if len(variants) == 1:
+            return self.section(variants[0], value, path)
+        chosen = self._variant(variants, value, path, default)
+        return self.section(chosen, {"name": word_of(chosen), **value}, path) if chosen is not None else _INVALID
+
+    def _variant(self, variants: list[type[Section]], value: Any, path: Path, default: Any) -> type[Section] | None:
         """Choose a union's member by `name`, or the default; None for an invalid choice, which is reported."""
-        by_name = {_word(variant): variant for variant in variants}
+        by_name = {word_of(variant): variant for variant in variants}
+        own = by_name.pop(DOTTED_PATH, None)
         if not isinstance(value, dict):
             # Short forms are sections by now; a text comes from an interpolation.
             hint = f"; to interpolate the name, write it as {path[-1]}.name" if isinstance(value, str) else ""
             self._refuse(path, value, f"expected one of {', '.join(by_name)}, or a section with such a name{hint}")
             return None
-        default = info.get_default(call_default_factory=True)
-        name = value.get("name", default.name if default is not None else None)
+        name = value.get("name", getattr(default, "name", None))
         if (*path, "name") in self.broken or not isinstance(name, str) or name not in by_name:
+            if own is not None and isinstance(name, str) and "." in name:
+                return own
             if (*path, "name") not in self.broken:
                 hint = space_missing(name) or or_nearest(str(name), by_name, most=2)
-                self._refuse((*path, "name"), name, f"expected one of {', '.join(by_name)}{hint}")
+                known = ", ".join([*by_name, *([DOTTED_PATH] if own is not None else [])])
+                self._refuse((*path, "name"), name, f"expected one of {known}{hint}")
             return None
         return by_name[name]
 
@@ -161,9 +168,9 @@ class _Walker:
         if key in FORMER_NAMES and "name" in cls.model_fields:
             self._refuse((*path, key), value, "is called name here, as in every section that is chosen by a word")
             return ["name"]
-        if others := [_word(other) for other in sections_at(path) if other is not cls and key in other.model_fields]:
+        if others := [word_of(other) for other in sections_at(path) if other is not cls and key in other.model_fields]:
             if value is not None:
-                message = f"is only used by name: {' or '.join(others)}; {_word(cls)} has the keys {', '.join(cls.model_fields)}"
+                message = f"is only used by name: {' or '.join(others)}; {word_of(cls)} has the keys {', '.join(cls.model_fields)}"
                 self._refuse((*path, key), value, message)
             return []
         below, anywhere = ([(dotted(place), one) for place, one in sections(*root)] for root in ((cls, path), ()))
@@ -207,13 +214,12 @@ def shape_of(annotation: Any) -> Shape:
         return Shape([annotation])
     if origin in (Union, UnionType):
         return Shape([argument for argument in arguments if isinstance(argument, type) and issubclass(argument, Section)])
-    if origin in (dict, list) and isinstance(arguments[-1], type) and issubclass(arguments[-1], Section):
-        return Shape([arguments[-1]], origin)
-    return Shape([])
+    return Shape(shape_of(arguments[-1]).variants, origin) if origin in (dict, list) else Shape([])
 
 
-def _word(cls: type[Section]) -> str:
-    return str(get_args(cls.model_fields["name"].annotation)[0])
+def word_of(cls: type[Section]) -> str:
+    """Value of `name` that chooses this member of a union; DOTTED_PATH if it is not a fixed word."""
+    return next(map(str, get_args(cls.model_fields["name"].annotation)), DOTTED_PATH)
 
 
 def _optional(annotation: Any) -> bool:

@@ -62,7 +62,7 @@ def in_words(annotation: Any) -> str:
     if origin is Literal:
         return "one of " + ", ".join(str(choice) for choice in arguments) if len(arguments) > 1 else str(arguments[0])
     if origin in (Union, UnionType):
-        return " or ".join(in_words(argument) for argument in sorted(arguments, key=lambda one: one is NoneType))
+        return " or ".join(dict.fromkeys(map(in_words, sorted(arguments, key=lambda one: one is NoneType))))
     if origin is list:
         return f"list of ({in_words(arguments[0])})"
     if origin is tuple and arguments[-1] is Ellipsis:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from roll_lite.data.row_values import (
     TagOwners,
     answer_of,
     difficulty_of,
+    files_of,
     files_read,
     messages_of,
     reported_value,
@@ -112,6 +114,10 @@ def _columns(path: str, domain: DomainConfig, split: str) -> list[_Column]:
         columns.append(_Column(f"{path}.data.weight", weight, lambda row: weight_of(row, weight)))
     if split == "train" and (difficulty := data.filter.difficulty) is not None:
         columns.append(_Column(f"{path}.data.filter.difficulty", difficulty, lambda row: difficulty_of(row, difficulty)))
+    tools = getattr(domain.environment, "tools", ())
+    for number, tool in enumerate(tools):
+        if (files := getattr(tool, "files", None)) is not None:
+            columns.append(_Column(f"{path}.environment.tools.{number}.files", files, partial(files_of, column=files)))
     return columns
 
 

@@ -94,6 +94,14 @@ def weight_of(row: Mapping[str, Any], column: str | None) -> float:
     return float(weight)
 
 
+def files_of(row: Mapping[str, Any], column: str) -> dict[str, str]:
+    """Files for a tool's folder: name -> text. In tables, a name that only other rows have is null here."""
+    files = cell(row, column) or {}
+    if not isinstance(files, dict):
+        raise RowError(column, f"must be a mapping of file names to texts, got {show(files)}")
+    return {name: str(text) for name, text in files.items() if text is not None}
+
+
 def files_read(*given: DataFiles | None) -> set[Path]:
     """Files of the given data. Missing or broken ones are skipped; they are reported elsewhere."""
     files: set[Path] = set()

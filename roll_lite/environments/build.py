@@ -13,9 +13,13 @@ from roll_lite.config.schema.environments import (
     EndpointEnvironmentConfig,
     FunctionEnvironmentConfig,
     GymEnvironmentConfig,
+    McpToolConfig,
     OpenEnvEnvironmentConfig,
+    PythonToolConfig,
     ReasoningGymEnvironmentConfig,
+    SearchToolConfig,
     TextArenaEnvironmentConfig,
+    ToolConfig,
     ToolsEnvironmentConfig,
     VerifiersEnvironmentConfig,
 )
@@ -23,8 +27,9 @@ from roll_lite.data.templates import Tokenizer
 from roll_lite.data.user_function import load_function
 from roll_lite.environments.agents import Agent, command_agent, play_agent
 from roll_lite.environments.episode import Calls, Limits, Play, Player, Renderer, play_class
+from roll_lite.environments.python_tool import PythonTool
 from roll_lite.environments.rendering import ChatRenderer, PlainRenderer
-from roll_lite.environments.tools import Tool, play_tools
+from roll_lite.environments.tools import LOST, FunctionTool, Tools, play_tools
 from roll_lite.files import read_text
 
 TOOL_SETS = 16
@@ -54,9 +59,13 @@ def _play(domain: DomainConfig, tokenizer: Tokenizer, domain_path: str, host: st
     match domain.environment:
         case FunctionEnvironmentConfig() as settings:
             return play_of(settings, f"{path}.function", calls), []
-        case ToolsEnvironmentConfig(tools=names):
-            tools = [Tool.of(name, f"{path}.tools.{number}") for number, name in enumerate(names)]
-            return play_tools(tools, calls), [tool.schema for tool in tools]
+        case ToolsEnvironmentConfig() as settings:
+            tools = [tools_of(one, f"{path}.tools.{number}", calls) for number, one in enumerate(settings.tools)]
+            schemas = [schema for one in tools for schema in one.schemas]
+            names = [schema["function"]["name"] for schema in schemas]
+            if len(set(names)) < len(names):
+                raise ValueError(f"{path}.tools: the model cannot tell tools of one name apart: {', '.join(names)}")
+            return play_tools(tools, settings.max_result_chars), schemas
         case EndpointEnvironmentConfig() as settings:
             agent = agent_of(settings, f"{path}.function", calls)
             return play_agent(agent, host, renderers_of(domain, tokenizer, domain_path), domain.reward.name == ENVIRONMENT_REWARD), []
@@ -81,6 +90,26 @@ def _play(domain: DomainConfig, tokenizer: Tokenizer, domain_path: str, host: st
 
             return play_verifiers(settings, path)
     raise AssertionError(domain.environment)
+
+
+def tools_of(settings: ToolConfig, path: str, calls: Calls) -> Tools:
+    """Load or start what an entry of `environment.tools` at `path` names. ValueError for a mistake in it. Libraries of shipped tools are
+    imported only for those."""
+    try:
+        match settings:
+            case PythonToolConfig():
+                return PythonTool(settings)
+            case SearchToolConfig():
+                from roll_lite.environments.search_tool import search_in
+
+                return FunctionTool(search_in(settings), calls)
+            case McpToolConfig():
+                from roll_lite.environments.mcp_tool import McpTools
+
+                return McpTools(settings)
+        return FunctionTool(load_function(settings.name, "name", "arguments -> result"), calls)
+    except (ValueError, *LOST) as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def agent_of(settings: EndpointEnvironmentConfig, path: str, calls: Calls) -> Agent:

@@ -4,60 +4,106 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
+from typing import Any, Protocol
 
-from roll_lite.data.user_function import load_function
 from roll_lite.environments.base import Message, Task
 from roll_lite.environments.episode import Calls, Play, Policy
 from roll_lite.environments.tool_calls import schema_of
+from roll_lite.sandbox.pool import SandboxTrouble
+
+LEFT_OUT = "\n[... the middle is left out: the result is too long ...]\n"
 
 
-@dataclass(frozen=True)
-class Tool:
-    name: str
-    schema: dict[str, Any]
-    """Description for the chat template, in OpenAI's form."""
-    function: Callable[..., Any]
-
-    @staticmethod
-    def of(name: str, path: str) -> Tool:
-        """Load a tool by its dotted path. ValueError if the model cannot be told how to call it."""
-        function = load_function(name, path, "arguments -> result")
-        try:
-            schema = schema_of(function)
-        except ValueError as error:
-            raise ValueError(f"{path}: {name!r}: {error}") from error
-        return Tool(schema["function"]["name"], schema, function)
+class ToolError(Exception):
+    """A call failed. The model reads the message as the call's result."""
 
 
-def play_tools(tools: Sequence[Tool], calls: Calls) -> Play:
-    """Make a Play in which the policy may call tools until a response has no call."""
-    by_name = {tool.name: tool for tool in tools}
+class ToolLost(Exception):
+    """What runs a tool, such as a server, is gone. The attempt at the episode fails."""
 
-    async def answer(call: Message) -> tuple[Message, bool]:
-        """Call a tool; returns its message, and whether the call succeeded."""
-        name, arguments, problem = call["function"]["name"], call["function"]["arguments"], call.get("problem")
-        if problem is None and name not in by_name:
-            problem = f"there is no tool {name!r}; there are {', '.join(by_name)}"
-        content = f"Error: {problem}"
-        if problem is None:
-            try:
-                result = await calls(by_name[name].function, **arguments)
-                content = result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
-            except Exception as error:  # the model's arguments may make a tool raise anything
-                problem = content = f"Error: {type(error).__name__}: {error}"
-        return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}, problem is None
+
+LOST = (ToolLost, SandboxTrouble)
+Call = Callable[[str, dict[str, Any]], Awaitable[Any]]
+"""Calls a tool by its name, with the model's arguments."""
+
+
+class Tools(Protocol):
+    """Tools of one entry of `environment.tools`."""
+
+    @property
+    def schemas(self) -> Sequence[dict[str, Any]]:
+        """Descriptions for the chat template, in OpenAI's form."""
+        ...
+
+    def opened(self, task: Task) -> AbstractAsyncContextManager[Call]:
+        """Open the tools for an episode, at its first call of one of them, and close them at its end."""
+        ...
+
+
+class FunctionTool:
+    """Python function as a tool, without a state per episode. ValueError if the model cannot be told how to call it."""
+
+    def __init__(self, function: Callable[..., Any], calls: Calls) -> None:
+        self.schemas = [schema_of(function)]
+        self._function = function
+        self._calls = calls
+
+    def opened(self, task: Task) -> AbstractAsyncContextManager[Call]:
+        return nullcontext(self._call)
+
+    async def _call(self, name: str, arguments: dict[str, Any]) -> Any:
+        return await self._calls(self._function, **arguments)
+
+
+def play_tools(tools: Sequence[Tools], max_chars: int) -> Play:
+    """Make a Play in which the policy may call tools until a response has no call. `max_chars`: longest result of a call."""
+    by_name = {schema["function"]["name"]: one for one in tools for schema in one.schemas}
 
     async def play(task: Task, policy: Policy) -> None:
+        opened: dict[Tools, Call] = {}
+
+        async def answer(call: Message) -> tuple[Message, bool]:
+            """Call a tool; returns its message, and whether the call succeeded."""
+            name, arguments, problem = call["function"]["name"], call["function"]["arguments"], call.get("problem")
+            if problem is None and name not in by_name:
+                problem = f"there is no tool {name!r}; there are {', '.join(by_name)}"
+            content = f"Error: {problem}"
+            if problem is None:
+                try:
+                    result = await opened[by_name[name]](name, arguments)
+                    content = result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
+                except LOST:
+                    raise
+                except ToolError as error:
+                    problem = content = str(error)
+                except Exception as error:  # the model's arguments may make a tool raise anything
+                    problem = content = f"Error: {type(error).__name__}: {error}"
+            return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": cut(content, max_chars)}, problem is None
+
         policy.count("tool_calls", 0)
         policy.count("tool_errors", 0)
-        message = await policy.respond(task.messages)
-        while made := message.get("tool_calls"):
-            answers = await asyncio.gather(*map(answer, made))
-            policy.count("tool_calls", len(answers))
-            policy.count("tool_errors", sum(not succeeded for _, succeeded in answers))
-            message = await policy.respond([one for one, _ in answers])
+        closing = AsyncExitStack()
+        try:
+            message = await policy.respond(task.messages)
+            while made := message.get("tool_calls"):
+                for name in by_name.keys() & {call["function"]["name"] for call in made}:
+                    if (one := by_name[name]) not in opened:
+                        opened[one] = await closing.enter_async_context(one.opened(task))
+                answers = await asyncio.gather(*map(answer, made))
+                policy.count("tool_calls", len(answers))
+                policy.count("tool_errors", sum(not succeeded for _, succeeded in answers))
+                message = await policy.respond([one for one, _ in answers])
+        finally:
+            await closing.aclose()  # without the exception that ends the episode, which a task group in a tool would wrap
 
     return play
+
+
+def cut(text: str, max_chars: int) -> str:
+    """Leave out the middle of a long text."""
+    if len(text) <= max_chars:
+        return text
+    kept = max_chars - len(LEFT_OUT)
+    return text[: kept - kept // 2] + LEFT_OUT + text[-(kept // 2) :]

@@ -62,6 +62,8 @@ def memory_file(content: bytes = b"") -> int:
     return file
 
 
+KILL, PAUSE, RESUME = b" ", b"\t", b"\n"
+"""Orders about the running program, from a sandbox's owner to its interpreter. White space, which a JSON reader skips if they come late."""
 OUT_OF_TIME = int(signal.SIGPROF)
 """Exit status of a process ended by `limit_cpu`."""
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from roll_lite.sandbox.cgroup import remove_group
-from roll_lite.sandbox.kernel import memory_file
+from roll_lite.sandbox.kernel import KILL, memory_file
 
 ROOT = str(Path(__file__).resolve().parents[2])
 BOOT = """
@@ -135,11 +135,11 @@ class Protections:
         counted = f" ({', '.join(self.counted)} by a control group)" if self.counted else ""
         return f"holds: {holds or 'nothing'}; limits: {ALWAYS}{counted}. missing: {lacks or 'nothing'}{reasons}"
 
-    def refuse_missing(self, allowed: bool) -> None:
+    def refuse_missing(self, allowed: bool, place: str = "reward code") -> None:
         if self.missing and not allowed:
             raise ValueError(
-                f"reward code: this machine cannot isolate programs: {self.describe()}. "
-                "Run where user namespaces or landlock and seccomp are available, use a remote sandbox (backend: {url: ...}), "
+                f"{place}: this machine cannot isolate programs: {self.describe()}. "
+                "Run where user namespaces or landlock and seccomp are available, use a remote sandbox (reward code: backend: {url: ...}), "
                 "or accept the risk with allow_unprotected: true"
             )
 
@@ -218,8 +218,8 @@ class Sandbox:
         program, files, deadline = self._running
         try:
             if patience is not None and not select.select([self._line], [], [], patience)[0]:
-                with contextlib.suppress(OSError):
-                    self._line.send(b" ")
+                self.order(KILL)
+                deadline = min(deadline, time.monotonic() + GRACE_S)
             report = self._hear(max(0.1, deadline - time.monotonic()))
             if "trouble" in report:
                 raise SandboxTrouble(f"the program could not be started: {report['trouble']}")
@@ -232,6 +232,19 @@ class Sandbox:
             raise
         finally:
             self._forget()
+
+    def order(self, what: bytes) -> None:
+        """Have the running program killed, paused or resumed (KILL, PAUSE, RESUME)."""
+        with contextlib.suppress(OSError):  # `finish` notices a dead sandbox
+            if self._line is not None:
+                self._line.send(what)
+
+    def printed(self) -> bytes:
+        """Output of the running program up to now, at most the last output_kb."""
+        assert self._running is not None
+        program, (_, _, stdout, *_), _ = self._running
+        most = program.limits.output_kb * 1024
+        return os.pread(stdout, most, max(0, os.fstat(stdout).st_size - most))
 
     def run(self, program: Program) -> Outcome:
         self.begin(program)

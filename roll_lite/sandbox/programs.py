@@ -223,10 +223,42 @@ def _tests(order: dict[str, Any]) -> None:
         _print(RESULT, verdict)
 
 
+def _repl(order: dict[str, Any]) -> None:
+    """Run the program, then pieces of code from PEER in its namespace, each with a time limit. Standard output then has what a piece has
+    printed, and the value of its last expression or a traceback. The answer on PEER is one byte: 1 if the piece failed."""
+    names = _module(order, "__main__")
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    show_traceback = importlib.import_module("code").InteractiveInterpreter().showtraceback  # without the frame of this function
+    os.dup2(1, 2)
+    sys.stderr = sys.stdout
+    own = os.getpid()
+    for number, line in enumerate(open(PEER, "rb", closefd=False), 1):  # noqa: SIM115
+        os.lseek(1, 0, os.SEEK_SET)
+        os.ftruncate(1, 0)
+        piece, name, failed = json.loads(line), f"<call {number}>", False
+        linecache.cache[name] = (len(piece), None, piece.splitlines(keepends=True), name)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, order["call_s"])
+            tree: Any = compile(piece, name, "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
+            last = [tree.body.pop()] if tree.body and isinstance(tree.body[-1], ast.Expr) else []
+            for part, mode in ((tree, "exec"), (ast.Interactive(last), "single")):
+                exec(compile(part, name, mode, dont_inherit=True), names)
+        except BaseException as error:
+            if failed := not isinstance(error, SystemExit):
+                show_traceback()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        _flushed(0, sys.stdout)
+        if os.getpid() != own:  # a child that the code has forked
+            os._exit(0)
+        os.write(PEER, bytes([failed]))
+
+
 MODES: dict[str, Callable[[dict[str, Any]], object]] = {
     "script": lambda order: _module(order, "__main__"),
     "calls": _calls,
     "expression": _expression,
     "serve": _serve,
     "tests": _tests,
+    "repl": _repl,
 }

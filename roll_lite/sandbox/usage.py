@@ -56,6 +56,10 @@ class Usage:
         if self._group is not None:
             self._group.begin(limits)
 
+    def resume(self) -> None:
+        """Begin a new interval after a pause, in which nothing ran."""
+        self._looked = time.monotonic()
+
     def passed(self, first: int, members: Sequence[int]) -> str:
         """Take a sample. Returns the name of an exceeded limit, or "". `first`: pid of the program's first process. `members`: pids of its
         processes."""

@@ -29,6 +29,7 @@ from roll_lite.sandbox import kernel
 from roll_lite.sandbox.cgroup import Group, die_first, make_group
 from roll_lite.sandbox.filesystem import WORK, claim, claimed_by_none, remove_folder
 from roll_lite.sandbox.isolation import Walls, build_outer_walls, go_inside, reset_signals
+from roll_lite.sandbox.kernel import KILL, PAUSE
 from roll_lite.sandbox.loaded import LOADED
 from roll_lite.sandbox.programs import run_program
 from roll_lite.sandbox.shared import share_in_files
@@ -145,8 +146,8 @@ class Zygote:
             self._line.sendall(json.dumps(report).encode() + b"\n")
 
     def _receive(self) -> tuple[dict[str, Any], list[int]] | None:
-        """Limits and open files of the next request; None when the connection is closed. A single space is the message "kill the running
-        program", which is skipped: the program has already ended."""
+        """Limits and open files of the next request; None when the connection is closed. Messages about the running program are single
+        white-space characters (KILL, PAUSE, RESUME), which are skipped: the program has already ended."""
         files, data, ancillary = array.array("i"), b" ", list[Any]()
         while data and not data.strip():
             data, ancillary, _, _ = self._line.recvmsg(LONGEST_LIMITS, socket.CMSG_SPACE(6 * files.itemsize))
@@ -231,11 +232,21 @@ class Zygote:
         stopped, pause = "", FIRST_LOOK_S
         try:
             while (events := self._wait(poller, pause, pid)) is None or handle not in dict(events):
-                if events and not self._line.recv(1):  # the sandbox's owner is gone
-                    sys.exit()
-                if events:  # the owner wants the program killed
-                    os.kill(pid, signal.SIGKILL)
-                    break
+                if events:
+                    order = self._line.recv(1)
+                    if order == PAUSE:  # what is stopped uses nothing and needs no sampling
+                        stopped_now: list[int] = []
+                        while (members := self._members(pid)) != stopped_now:  # one may have forked meanwhile
+                            _kill(stopped_now := members, signal.SIGSTOP)
+                        order = self._line.recv(1)
+                        _kill(members, signal.SIGCONT)
+                        self._usage.resume()
+                    if not order:  # the sandbox's owner is gone
+                        sys.exit()
+                    if order == KILL:
+                        os.kill(pid, signal.SIGKILL)
+                        break
+                    continue
                 pause = LOOK_S * random.uniform(0.5, 1.5)
                 late = time.monotonic() - started > limits["wall_s"]
                 stopped = "output" if events is None else "wall" if late else self._usage.passed(pid, self._members(pid))
@@ -287,10 +298,10 @@ def _children(pid: int) -> list[int]:
     return found
 
 
-def _kill(processes: Iterable[int]) -> None:
+def _kill(processes: Iterable[int], how: int = signal.SIGKILL) -> None:
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
+            os.kill(process, how)
 
 
 def kill_descendants() -> None:

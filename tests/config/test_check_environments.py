@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -11,13 +12,22 @@ import pytest
 from roll_lite.config.checks import rollout
 from roll_lite.config.loading import load_config
 from roll_lite.config.problems import ConfigError
-from roll_lite.config.schema.environments import AdapterSection, FunctionEnvironmentConfig, ToolsEnvironmentConfig
+from roll_lite.config.schema.environments import (
+    AdapterSection,
+    FunctionEnvironmentConfig,
+    FunctionToolConfig,
+    McpToolConfig,
+    PythonToolConfig,
+    ToolsEnvironmentConfig,
+)
+from roll_lite.data.check import check_data
 from roll_lite.files import CONFIGS
 
 ROOT = Path(__file__).resolve().parents[2]
 GUESS, CALCULATOR = "domains.guess.environment", "domains.calculator.environment"
 GYM = f"{GUESS}={{name: gym, id: FrozenLake-v1}}"
 OPENENV = f"{GUESS}={{name: openenv, url: 'http://127.0.0.1:8000', action: message}}"
+TOOL = f"{CALCULATOR}.tools.0"
 TURNS = "roll_lite.examples.domains.turns"
 CASES = "tests.workers.environment_cases"
 
@@ -41,8 +51,40 @@ def test_shipped_environments() -> None:
         ("tiny_guess", [f"{GUESS}.function={CASES}.second_chance", f"{GUESS}.args.tries=2"], f"{GUESS}.args.tries = 2: .*no such argument"),
         ("tiny_guess", [f"{GUESS}.function={TURNS}.calculate"], f"{GUESS}.function = .*take a task and the policy as its first arguments"),
         ("tiny_guess", [f"~{GUESS}"], "domains.guess.reward: is needed, since without `environment` nothing else scores"),
-        ("tiny_calculator", [f"{CALCULATOR}.tools=[{TURNS}.calculat]"], f"{CALCULATOR}.tools.0 = .*did you mean 'calculate'"),
-        ("tiny_calculator", [f"{CALCULATOR}.tools=[]"], f"{CALCULATOR}.tools = \\[\\]: expected"),
+        ("tiny_calculator", [f"{CALCULATOR}.tools=[{TURNS}.calculat]"], f"{TOOL}.name = .*did you mean 'calculate'"),
+        ("tiny_calculator", [f"{CALCULATOR}.tools=[]"], f"{CALCULATOR}.tools = \\[\\]: expected list of \\(section\\), at least one"),
+        ("tiny_calculator", [f"{CALCULATOR}.tools=python"], f"{CALCULATOR}.tools = .python.: expected list of .*; write \\[python\\]"),
+        (
+            "tiny_calculator",
+            [f"{CALCULATOR}.tools=[pyton]"],
+            f"{TOOL}.name = .pyton.: expected one of python, search, mcp, a dotted path; did you mean 'python'",
+        ),
+        ("tiny_calculator", [f"{CALCULATOR}.tools=[{{timeout_s: 3}}]"], f"{TOOL}.name.* expected one of python, search, mcp"),
+        ("tiny_calculator", [f"{CALCULATOR}.tools=[7]"], f"{TOOL} = 7: expected one of python"),
+        (
+            "tiny_calculator",
+            [f"{CALCULATOR}.tools=[{{name: python, timeout: 3}}]"],
+            f"{TOOL}.timeout = 3: unknown key; did you mean 'timeout_s'",
+        ),
+        (
+            "tiny_calculator",
+            [f"{CALCULATOR}.tools=[{{name: python, url: x}}]"],
+            f"{TOOL}.url = .x.: is only used by name: mcp; python has the keys",
+        ),
+        ("tiny_calculator", [f"{CALCULATOR}.tools=[{{name: a.b, files: x}}]"], f"{TOOL}.files = .x.: is only used by name: python"),
+        (
+            "tiny_calculator",
+            [f"{CALCULATOR}.tools=[{TURNS}.calculate, {{name: python, timeout_s: 10}}]"],
+            f"{CALCULATOR}.tools.1.timeout_s = 10.*: is not below turn_timeout_s \\(10\\)",
+        ),
+        ("tiny_calculator", [f"{CALCULATOR}.tools=[search]"], f"{TOOL}.corpus: is missing"),
+        (
+            "tiny_calculator",
+            [f"{CALCULATOR}.tools=[{{name: search, corpus: no.txt}}]"],
+            f"{TOOL}.corpus = .*no.txt.: there is no such file",
+        ),
+        ("tiny_calculator", [f"{CALCULATOR}.tools=[mcp]"], f"{TOOL}: one server is needed: set either `command` or `url`"),
+        ("tiny_calculator", [f"{CALCULATOR}.max_result_chars=10"], f"{CALCULATOR}.max_result_chars = 10: expected integer >= 200"),
         ("tiny_calculator", ["~domains.calculator.reward"], "domains.calculator.reward: is needed, since tools give no rewards"),
         (
             "tiny_calculator",
@@ -86,3 +128,37 @@ def test_a_missing_package_is_named_with_its_extra(section: str, monkeypatch: py
     settings = load_config("tiny_guess", CONFIGS, [f"{GUESS}={section}"]).domains["guess"].environment
     assert isinstance(settings, AdapterSection)
     assert extras[name][0].startswith(settings.package.replace("_", "-"))
+
+
+def test_tools_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout, "TOOL_PACKAGES", {})
+    given = f"{CALCULATOR}.tools=[{TURNS}.calculate, python, {{name: mcp, command: [server, --all]}}, {{name: {TURNS}.calculate}}]"
+    environment = load_config("tiny_calculator", CONFIGS, [given, f"{CALCULATOR}.turn_timeout_s=20"]).domains["calculator"].environment
+    assert isinstance(environment, ToolsEnvironmentConfig)
+    function = FunctionToolConfig(name=f"{TURNS}.calculate")
+    assert environment.tools == [
+        function,
+        PythonToolConfig(name="python"),
+        McpToolConfig(name="mcp", command=["server", "--all"]),
+        function,
+    ]
+
+
+def test_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout, "TOOL_PACKAGES", {"mcp": "no_such_package"})
+    with pytest.raises(ConfigError, match=r'tools.0.name = "mcp": its package is not installed: pip install "roll_lite\[mcp\]"'):
+        load_config("tiny_calculator", CONFIGS, [f"{CALCULATOR}.tools=[{{name: mcp, url: 'http://localhost'}}]"])
+
+
+def test_the_column_of_files(tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    rows = [{"prompt": "1", "answer": "1", "files": None}, {"prompt": "1", "answer": "1", "files": ["a"]}]
+    data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    says: list[str] = []
+    data_section = f"domains.calculator.data={{train: {data}, validation: {data}}}"
+    for column in ("files", "file"):
+        tools = f"{CALCULATOR}.tools=[{{name: python, files: {column}, timeout_s: 1}}]"
+        config = load_config("tiny_calculator", CONFIGS, [tools, data_section])
+        says += map(str, check_data(config))
+    assert re.search(f"{TOOL}.files = .files.: .*line 2: must be a mapping of file names to texts", says[0])
+    assert re.search(f"{TOOL}.files = .file.: .* has no such column; did you mean 'files'", says[-1])

@@ -9,16 +9,23 @@ from importlib.util import find_spec
 from roll_lite.config.arithmetic import TRAINING_ROLES, actor_is_reference, device_numbers, group_size
 from roll_lite.config.checks.functions import check_function
 from roll_lite.config.problems import Mistake, Problem
-from roll_lite.config.schema.base import Mistakes
+from roll_lite.config.schema.base import Mistakes, readable
 from roll_lite.config.schema.environments import (
     AdapterSection,
     EndpointEnvironmentConfig,
     FunctionEnvironmentConfig,
+    FunctionToolConfig,
     GymEnvironmentConfig,
     OpenEnvEnvironmentConfig,
+    SearchToolConfig,
+    ToolConfig,
     ToolsEnvironmentConfig,
 )
 from roll_lite.config.schema.run import RunConfig
+from roll_lite.files import elsewhere, is_file
+
+TOOL_PACKAGES = {"search": "bm25s", "mcp": "mcp"}
+"""Packages that shipped tools need; each is the extra of the tool's name."""
 
 
 def _turns(config: RunConfig) -> Mistakes:
@@ -93,7 +100,7 @@ def _environments(config: RunConfig) -> Iterator[Problem]:
                 yield Problem(f"{path}.command", "is no program on the PATH of this machine", environment.command[0])
         elif isinstance(environment, ToolsEnvironmentConfig):
             for number, tool in enumerate(environment.tools):
-                yield from check_function(f"{path}.tools", str(number), tool, None)
+                yield from readable(_tool(f"{path}.tools.{number}", tool))
         if isinstance(environment, AdapterSection) and find_spec(environment.package) is None:
             yield Problem(f"{path}.name", f'its package is not installed: pip install "roll_lite[{environment.name}]"', environment.name)
         if isinstance(environment, GymEnvironmentConfig):
@@ -105,6 +112,16 @@ def _environments(config: RunConfig) -> Iterator[Problem]:
             for key, given in (("action", "the response"), ("observation", "the observation")):
                 if "." in (name := getattr(environment, key) or ""):
                     yield from check_function(path, key, name, {}, inputs=(given,))
+
+
+def _tool(path: str, tool: ToolConfig) -> Iterator[Problem]:
+    if isinstance(tool, FunctionToolConfig):
+        yield from check_function(path, "name", tool.name, None)
+    if isinstance(tool, SearchToolConfig) and not is_file(tool.corpus):
+        yield Problem(f"{path}.corpus", f"there is no such file{elsewhere(tool.corpus)}", str(tool.corpus))
+    package = TOOL_PACKAGES.get(tool.name)
+    if package is not None and find_spec(package) is None:
+        yield Problem(f"{path}.name", f'its package is not installed: pip install "roll_lite[{tool.name}]"', tool.name)
 
 
 def staleness_notes(config: RunConfig) -> list[str]:

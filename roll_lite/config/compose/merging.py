@@ -4,12 +4,12 @@ choice has, null removes inherited settings."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any
 
 from pydantic.fields import FieldInfo
 
 from roll_lite.config.problems import Path
-from roll_lite.config.validation import is_removed_by_null, sections_at
+from roll_lite.config.validation import is_removed_by_null, sections_at, word_of
 
 
 def spell_out(data: Any, path: Path, lines: dict[Path, int]) -> Any:
@@ -54,7 +54,7 @@ def _ended(tree: Mapping[str, Any], layer: Mapping[str, Any], path: Path) -> lis
         return []
     if len(classes) == 1:
         return ["args"] if former is not None and "args" in tree and "args" in classes[0].model_fields else []
-    by_name = {get_args(cls.model_fields["name"].annotation)[0]: cls for cls in classes}
+    by_name = {word_of(cls): cls for cls in classes}
     before, after = by_name.get(str(former), classes[0]), by_name.get(str(chosen))
     if after is None or after is before:
         return []

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
-from roll_lite.config.schema.base import Mistakes, PositiveFloat, PositiveInt, Section, rule
+from roll_lite.config.schema.base import Mistakes, PositiveFloat, PositiveInt, Section, UserPath, rule
 
 CallFormat = Literal["hermes", "qwen3_coder", "llama3", "mistral"]
 
@@ -42,12 +42,78 @@ class FunctionEnvironmentConfig(EnvironmentSection):
     """Keyword arguments."""
 
 
+class PythonToolConfig(Section):
+    """Python interpreter in a sandbox, one for each episode. Its state is kept from call to call."""
+
+    name: Literal["python"]
+    timeout_s: PositiveFloat = 10.0
+    """Seconds of a call. Code that takes longer is interrupted; if it goes on nevertheless, the interpreter is ended."""
+    memory_mb: PositiveInt = 512
+    """Memory of an interpreter and its child processes."""
+    files: str | None = None
+    """Column with files for the interpreter's folder, {file name: text}, or null in rows without files. null: no files."""
+    python_path: list[UserPath] = Field(default_factory=list)
+    """Folders that code may import from, besides the standard library."""
+    allow_unprotected: bool = False
+    """Run code even if it cannot be isolated."""
+
+
+class SearchToolConfig(Section):
+    """Search in local documents by keywords (BM25)."""
+
+    name: Literal["search"]
+    corpus: UserPath
+    """Documents: JSON lines, or a text file with one document per line. Columns `id` and `title`, if there, are shown with the text."""
+    text: str = "text"
+    """Column with the text of a document."""
+    results: PositiveInt = 5
+    """Maximum documents that a search returns."""
+
+
+class McpToolConfig(Section):
+    """Tools of a server that speaks the Model Context Protocol. Each episode that calls them has a session of its own."""
+
+    name: Literal["mcp"]
+    command: Annotated[list[str], Field(min_length=1)] | None = None
+    """Program of a server on standard input and output, with its arguments. Each session starts it."""
+    url: str | None = None
+    """Address of a running server (Streamable HTTP)."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment variables for `command`, besides HOME, PATH and the like."""
+    tools: Annotated[list[str], Field(min_length=1)] | None = None
+    """Names of the server's tools that the model may call; null: all."""
+
+    @rule
+    def _one_server(self) -> Mistakes:
+        if (self.command is None) == (self.url is None):
+            yield "", "one server is needed: set either `command` or `url`"
+
+
+class FunctionToolConfig(Section):
+    """Python function of your own."""
+
+    name: str
+    """Dotted path to a function with type hints and a docstring, sync or async."""
+
+
+ToolConfig = PythonToolConfig | SearchToolConfig | McpToolConfig | FunctionToolConfig
+
+
 class ToolsEnvironmentConfig(EnvironmentSection):
     """Tools that the model may call. The first response without a call ends the episode; the domain's reward scores it."""
 
     name: Literal["tools"]
-    tools: Annotated[list[str], Field(min_length=1)]
-    """Dotted paths to Python functions with type hints and a docstring, sync or async. The chat template describes them to the model."""
+    tools: Annotated[list[ToolConfig], Field(min_length=1)]
+    """Dotted paths to Python functions, and the shipped tools python, search and mcp. The chat template describes them to the model."""
+    max_result_chars: Annotated[int, Field(ge=200, le=200_000)] = 8000
+    """Longest result of a call, in characters. A longer one is shown without its middle."""
+
+    @rule
+    def _in_time(self) -> Mistakes:
+        for number, tool in enumerate(self.tools):
+            if isinstance(tool, PythonToolConfig) and tool.timeout_s >= self.turn_timeout_s:
+                message = f"is not below turn_timeout_s ({self.turn_timeout_s:g}), after which the attempt fails; use less, or raise that"
+                yield f"tools.{number}.timeout_s", message
 
 
 class EndpointEnvironmentConfig(EnvironmentSection):

@@ -1,0 +1,120 @@
+"""Tool `python`: an interpreter for each episode, in a sandbox of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import Any
+
+from roll_lite.config.schema.environments import PythonToolConfig
+from roll_lite.data.row_values import files_of
+from roll_lite.environments.base import Task
+from roll_lite.environments.tool_calls import schema_of
+from roll_lite.environments.tools import Call, ToolError
+from roll_lite.sandbox.kernel import KILL, PAUSE, RESUME
+from roll_lite.sandbox.pool import Limits, Program, Sandbox, SandboxTrouble
+
+GRACE_S = 2.0
+"""Seconds beyond timeout_s in which interrupted code may end."""
+CPU_CALLS = 100
+"""CPU time of an interpreter, in calls of timeout_s each. Between calls it is paused."""
+LONGEST_S = 7 * 24 * 3600.0
+WRITE_FILES = """
+def write(files):
+    import os
+    for name, text in files.items():
+        os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
+        with open(name, "w", encoding="utf-8") as file:
+            file.write(text)
+write({!r})
+del write
+"""
+"""Program that an interpreter runs before its first call."""
+
+
+class PythonTool:
+    def __init__(self, settings: PythonToolConfig) -> None:
+        """Start a first sandbox. ValueError if programs cannot be isolated here."""
+        self._settings = settings
+        first = Interpreter(settings)
+        first.sandbox.start().refuse_missing(settings.allow_unprotected, "tool python")
+        self.schemas = [schema_of(first.python)]
+        self._free = [first]
+        """Interpreters that do not run. Their sandboxes are kept for further episodes: starting one takes up to a second."""
+
+    @asynccontextmanager
+    async def opened(self, task: Task) -> AsyncIterator[Call]:
+        files = {} if self._settings.files is None else files_of(task.columns, self._settings.files)
+        interpreter = self._free.pop() if self._free else Interpreter(self._settings)
+        interpreter.files = files
+        try:
+            yield interpreter.call
+        finally:
+            interpreter.sandbox.order(KILL)  # also ends a cancelled call
+            interpreter.thread.submit(interpreter.end).add_done_callback(lambda _: self._free.append(interpreter))
+
+
+class Interpreter:
+    """Interpreter of one episode at a time. It starts at the first call, and again if it has ended."""
+
+    def __init__(self, settings: PythonToolConfig) -> None:
+        self.sandbox = Sandbox(python_path=list(map(str, settings.python_path)))
+        self.thread = ThreadPoolExecutor(1)
+        """Runs calls one after the other."""
+        self.files: dict[str, str] = {}
+        """Files of the episode: name -> text."""
+        self._settings = settings
+        self._peer: socket.socket | None = None
+        """Connection to the running interpreter."""
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> str:
+        return await asyncio.get_running_loop().run_in_executor(self.thread, partial(self.python, **arguments))
+
+    def python(self, code: str) -> str:
+        """Run Python code in an interpreter that keeps variables, imports and files from call to call. Returns what the code prints, and
+        the value of an expression in its last line or the traceback of an error. There is no network.
+
+        Args:
+            code: Python code of one or more lines.
+        """
+        peer = self._peer = self._peer or self._begin()
+        self.sandbox.order(RESUME)
+        try:
+            peer.sendall(json.dumps(code).encode() + b"\n")
+            answer = peer.recv(1)
+        except OSError:  # a time-out, or the interpreter has ended, as with an empty answer
+            answer = b""
+        printed = self.sandbox.printed().decode(errors="replace").rstrip()
+        if answer == b"\0":
+            self.sandbox.order(PAUSE)
+            return printed or "(no output)"
+        if answer:
+            self.sandbox.order(PAUSE)
+            late = printed.endswith("KeyboardInterrupt")
+            raise ToolError(f"{printed}: the time limit is {self._settings.timeout_s:g} s" if late else printed)
+        self.end()
+        limits = f"limits: {self._settings.timeout_s:g} s a call, {self._settings.memory_mb} MB"
+        lost = f"The interpreter has ended ({limits}). Variables and changed files are lost; the next call starts a new one."
+        raise ToolError(f"{printed}\n{lost}".strip())
+
+    def _begin(self) -> socket.socket:
+        timeout_s = self._settings.timeout_s
+        order = {"kind": "repl", "source": WRITE_FILES.format(self.files), "call_s": timeout_s}
+        ours, theirs = socket.socketpair()
+        ours.settimeout(timeout_s + GRACE_S)
+        with theirs:
+            limits = Limits(timeout_s * CPU_CALLS, LONGEST_S, self._settings.memory_mb)
+            self.sandbox.begin(Program(order, limits=limits), theirs.fileno())
+        return ours
+
+    def end(self) -> None:
+        if self._peer is not None:
+            self._peer.close()
+            self._peer = None
+            with suppress(SandboxTrouble):  # the next start gets a new sandbox
+                self.sandbox.finish(0.0)

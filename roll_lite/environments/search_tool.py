@@ -1,0 +1,45 @@
+"""Tool `search`: finds documents of a local corpus by BM25."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import bm25s
+
+from roll_lite.config.schema.environments import SearchToolConfig
+from roll_lite.data.sources import read_rows
+from roll_lite.files import read_text
+
+
+def search_in(settings: SearchToolConfig) -> Callable[[str], str]:
+    """Index the corpus; returns the function that searches it. ValueError if it cannot be read."""
+    documents = [f"[{head}]\n{text}" for head, text in _documents(settings)]
+    if not documents:
+        raise ValueError(f"corpus: {settings.corpus} has no documents")
+    index = bm25s.BM25()
+    index.index(bm25s.tokenize(documents, show_progress=False), show_progress=False)
+
+    def search(query: str) -> str:
+        """Search a collection of documents by keywords. Returns the documents that match best, each after its id and title in brackets.
+
+        Args:
+            query: Words to look for. Few specific words, such as names and technical terms, find more than a whole question.
+        """
+        words = bm25s.tokenize([query], return_ids=False, show_progress=False)
+        [found], [scores] = index.retrieve(words, k=min(settings.results, len(documents)), show_progress=False)
+        shown = [documents[one] for one, score in zip(found, scores, strict=True) if score > 0]
+        return "\n\n".join(shown) or "No document has any of these words."
+
+    return search
+
+
+def _documents(settings: SearchToolConfig) -> Iterator[tuple[str, str]]:
+    """Yield what stands in a document's brackets, and its text."""
+    if settings.corpus.suffix == ".txt":
+        yield from ((str(number), line) for number, line in enumerate(read_text(settings.corpus).splitlines(), 1) if line.strip())
+        return
+    for row in read_rows(settings.corpus):
+        content = row.content if isinstance(row.content, dict) else {}
+        if not isinstance(text := content.get(settings.text), str):
+            raise ValueError(f"text: {row.place}: no text in column {settings.text!r}; columns: {', '.join(content) or row.content}")
+        yield " ".join(str(content[name]) for name in ("id", "title") if name in content) or str(row.number), text

@@ -1,0 +1,105 @@
+"""Episodes with tools: opening and closing, mistakes, long results."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from environments.tool_play import loaded, played, player_of
+
+from roll_lite.config.schema.environments import FunctionToolConfig
+from roll_lite.data.samples import FinishReason
+from roll_lite.environments.base import Task
+from roll_lite.environments.episode import Ended, Failed
+from roll_lite.environments.tools import LEFT_OUT, Call, ToolError, ToolLost
+
+
+class Counter:
+    """Tools `add` and `say` with a state per episode."""
+
+    schemas = tuple({"type": "function", "function": {"name": name}} for name in ("add", "say"))
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    @asynccontextmanager
+    async def opened(self, task: Task) -> AsyncIterator[Call]:
+        self.log.append(f"open {task.columns['start']}")
+        total = task.columns["start"]
+
+        async def call(name: str, arguments: dict[str, Any]) -> Any:
+            nonlocal total
+            if name == "say":
+                raise {"wrong": ToolError("That is wrong."), "lost": ToolLost("the server is gone")}[arguments["what"]]
+            total += arguments["number"]
+            return {"total": total}
+
+        try:
+            yield call
+        finally:
+            self.log.append(f"close {total}")
+
+
+def add(number: int) -> list[Any]:
+    return [["add", {"number": number}]]
+
+
+async def test_tools_are_opened_at_the_first_call_and_closed_at_the_end() -> None:
+    counter, idle = Counter(), Counter()
+    idle.schemas = ({"type": "function", "function": {"name": "unused"}},)
+    player = player_of([counter, idle])
+    shown, end = await played(player, [add(1), [*add(2), *add(4)], "Done."], {"start": 10})
+    assert shown == [['{"total": 11}'], ['{"total": 13}', '{"total": 17}']]
+    assert isinstance(end, Ended) and end.record.metrics["tool_calls"] == 3 and end.record.metrics["tool_errors"] == 0
+    await played(player, ["Nothing to do."], {"start": 0})
+    assert (counter.log, idle.log) == (["open 10", "close 17"], [])
+    shown, _ = await played(player, [add(1), "Done."], {"start": 0})
+    assert shown == [['{"total": 1}']], "another episode, another state"
+
+
+async def test_errors_are_told_to_the_model() -> None:
+    player = player_of([Counter()])
+    calls = [["say", {"what": "wrong"}], ["say", {"what": "else"}], ["sub", {}], ["add", {"number": 1}]]
+    shown, end = await played(player, [calls, "Done."], {"start": 0})
+    assert shown == [["That is wrong.", "Error: KeyError: 'else'", "Error: there is no tool 'sub'; there are add, say", '{"total": 1}']]
+    assert isinstance(end, Ended) and end.record.metrics["tool_errors"] == 3
+
+
+async def test_a_lost_tool_fails_the_attempt() -> None:
+    counter = Counter()
+    _, end = await played(player_of([counter]), [[["say", {"what": "lost"}]]], {"start": 0})
+    assert isinstance(end, Failed) and "ToolLost: the server is gone" in end.cause
+    assert counter.log == ["open 0", "close 0"]
+
+
+async def test_tools_are_closed_when_a_limit_ends_the_episode() -> None:
+    counter = Counter()
+    _, end = await played(player_of([counter], max_turns=2), [add(1), add(2)], {"start": 0})
+    assert isinstance(end, Ended) and end.finish_reason is FinishReason.MAX_TURNS
+    assert counter.log == ["open 0", "close 3"]
+
+
+def letters(count: int) -> str:
+    """Return letters.
+
+    Args:
+        count: How many.
+    """
+    return "a" + "b" * (count - 2) + "c"
+
+
+async def test_long_results_lose_their_middle() -> None:
+    tools = loaded(FunctionToolConfig(name=f"{__name__}.letters"))
+    [[short, whole]], _ = await played(
+        player_of(tools, max_chars=300), [[["letters", {"count": 10_000}], ["letters", {"count": 300}]], "Done."]
+    )
+    assert len(short) == 300 and short.startswith("abb") and short.endswith("bbc") and LEFT_OUT in short
+    assert whole == letters(300)
+
+
+@pytest.mark.parametrize("name", ["mine.nothing", "json.dumps"])
+def test_functions_that_cannot_be_tools(name: str) -> None:
+    with pytest.raises(ValueError, match=f"tools.0: .*{name.rpartition('.')[2]}"):
+        loaded(FunctionToolConfig(name=name))
