@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +16,13 @@ import torch
 from support_dumps import PROMPT, TEMPERATURES, Blocks, assert_same, batch, record, sample, write
 
 from roll_lite.data import dumps
+from roll_lite.data.branches import per_sample
 from roll_lite.data.dump_files import METADATA, read_header
 from roll_lite.data.dumps import load_dump, write_dump
 from roll_lite.data.keys import KEYS, Kind
 from roll_lite.data.proto import DataProto
 from roll_lite.data.ragged import Ragged
-from roll_lite.data.samples import SampleGroup, SampleOutcome, Score, TokenRow
+from roll_lite.data.samples import Author, Branch, SampleGroup, SampleOutcome, Score, Segment, TokenRow, VersionSpan
 from roll_lite.workers.rollout_output import rows_of
 
 
@@ -217,3 +219,18 @@ def test_no_column_of_a_batch_means_another_thing_in_a_dump() -> None:
     for name, kind in dumps.DESCRIPTION.items():
         if name in KEYS:
             assert (KEYS[name].kind is Kind.OBJECT) == pa.types.is_string(kind), name
+
+
+def test_every_row_of_a_sample_is_a_line(tmp_path: Path) -> None:
+    groups, blocks = batch(domains=("add",))
+    first, second = groups[0].samples
+    branch = Branch((Segment(Author.PROMPT, 4), Segment(Author.POLICY, 1, (VersionSpan(0, 6),))), TokenRow("one", 0, 5))
+    branched = replace(first, transcript=replace(first.transcript, branches=(branch,)))
+    path = tmp_path / "step_000001.parquet"
+    rows = write(path, [replace(groups[0], samples=(branched, second))], blocks)
+    found = load_dump(path)
+    assert [found.tensor(name).tolist() for name in ("sample", "index", "branch")] == [[0, 1, 2], [0, 0, 1], [0, 1, 0]]
+    assert found.tensor("prompt_length").tolist() == [3, 4, 3] and found.tensor("min_version").tolist()[1] == 6
+    assert found.ragged("input_ids").row(1).tolist() == [*PROMPT, 10, 11]
+    assert_same(found.select(rows.keys()), rows)
+    assert len(per_sample(found)) == 2

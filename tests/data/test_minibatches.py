@@ -28,6 +28,24 @@ def test_samples_that_do_not_train_are_in_no_mini_batch_and_in_no_denominator() 
             assert weight == pytest.approx(factor / total)
 
 
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"])
+def test_a_sample_in_several_rows_weighs_what_it_weighs_in_one(aggregation: str) -> None:
+    """Samples 0, 1, 2 with 5, 4 and 3 tokens; 0 has rows of 2, 3 and 0, and 2 rows of 1 and 2."""
+    given = {"epochs": 2, "mini_batches": 2, "aggregation": aggregation, "constant": 7, "seed": 3}
+    whole = cut_mini_batches(np.arange(3), np.array([5, 4, 3]), np.array([1.0, 0.5, 2.0]), **given)
+    owners, tokens = np.array([0, 0, 0, 1, 2, 2]), np.array([2, 3, 0, 4, 1, 2])
+    split = cut_mini_batches(np.arange(6), tokens, np.array([1.0, 0.5, 2.0])[owners], owners=owners, **given)
+    assert [part.epoch for part in split] == [part.epoch for part in whole]
+    for one, other in zip(whole, split, strict=True):
+        weights = dict(zip(one.samples.tolist(), one.weights.tolist(), strict=True))
+        assert {(owner, weight) for owner, weight in zip(owners[other.samples].tolist(), other.weights.tolist(), strict=True)} == set(
+            weights.items()
+        ), "all rows of a sample, with its weight"
+    rows = cut_mini_batches(np.arange(6), tokens, np.ones(6), owners=owners, rows_are_sequences=True, **given | {"mini_batches": 1})[0]
+    expected = cut_mini_batches(np.arange(6), tokens, np.ones(6), **given | {"mini_batches": 1})[0]
+    assert rows.weights.tolist() == expected.weights.tolist(), "each row as a sample of its own"
+
+
 def test_parts_without_a_sample_that_trains_are_left_out() -> None:
     weights = np.zeros(len(SAMPLES), dtype=np.float32)
     assert cut(weights=weights) == []

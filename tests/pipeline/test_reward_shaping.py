@@ -53,6 +53,28 @@ def test_without_settings_the_reward_is_the_score_and_everything_trains() -> Non
     assert shaped.batch.rows.tensor("truncated").tolist() == [False] * 4 + [True] * 2
 
 
+def test_all_rows_of_a_sample_have_its_reward_and_count_once() -> None:
+    """The first sample has two rows, of 3 and 6 tokens, the others one: -0.5 * tokens / 12, and the mean of 7's group is 0.5 still."""
+    rows = batch().rows
+    branched = {name: rows[name][[0, 0, 1, 2, 3, 4, 5]] for name in rows.keys()}  # noqa: SIM118
+    branched |= {
+        "sample": torch.arange(7),
+        "index": torch.tensor([0, 0, 1, 0, 1, 0, 1]),
+        "branch": torch.tensor([0, 1, 0, 0, 0, 0, 0]),
+        "policy_tokens": torch.tensor([3, 6, 4, 5, 6, 12, 12]),
+        "response_length": torch.tensor([3, 6, 4, 5, 6, 12, 12]),
+        "min_version": torch.tensor([4, 2, 4, 4, 4, 4, 4]),
+        "max_version": torch.tensor([4, 5, 4, 4, 4, 4, 4]),
+    }
+    penalty = "algorithm.reward.length_penalty={name: linear, coef: 0.5}"
+    shaped = RewardShaping(configured(penalty, "algorithm.masks.group_mean=[0.4,0.6]"))(Batch(DataProto(branched)))
+    found = shaped.batch.rows
+    assert found.tensor("sample").tolist() == [0, 1, 2, 5, 6], "groups 7 and 5, with all their rows"
+    assert found.tensor("reward")[:3].tolist() == pytest.approx([1 - 0.375, 1 - 0.375, -0.5 * 4 / 12])
+    assert len(shaped.samples) == 6 and shaped.samples.tensor("policy_tokens")[0] == 9
+    assert (shaped.samples.tensor("min_version")[0], shaped.samples.tensor("max_version")[0]) == (2, 5)
+
+
 def test_groups_of_which_no_sample_trains_are_left_out_and_still_reported() -> None:
     shaped = RewardShaping(configured("algorithm.masks.truncated=mask", "algorithm.masks.group_mean=[0.1,0.9]"))(batch())
     assert shaped.batch.rows.tensor("sample").tolist() == [0, 1]

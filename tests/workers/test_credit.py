@@ -148,6 +148,43 @@ def test_how_rows_are_split_over_ranks_changes_nothing(advantage: dict[str, Any]
     assert (together.advantages[rows.mask] != 0).any()
 
 
+BY_SAMPLE = [config for config in ESTIMATORS if config["name"] in ("grpo", "rloo", "remax", "opo", "gpg")]
+
+
+@pytest.mark.parametrize("kl", [None, "k3"])
+@pytest.mark.parametrize("advantage", BY_SAMPLE, ids=lambda config: "-".join(str(value) for value in config.values()))
+def test_a_sample_in_several_rows_gets_the_advantage_of_the_sample_in_one(advantage: dict[str, Any], kl: str | None) -> None:
+    """An agent's sample: each row trains some of its tokens. The rows of a sample are on different ranks."""
+    whole, config, coef = many_rows(), algorithm(advantage, kl=kl or "k1"), 0.1 if kl else 0.0
+    count, width = whole.mask.shape
+    whole.columns.update(index=torch.arange(count), sample=torch.arange(count), domain_number=torch.zeros(count))
+    whole.columns.update(rollout_log_probs=whole.columns["old_log_probs"])
+    pieces = torch.randint(0, 3, (count, width), generator=torch.Generator().manual_seed(1))
+    owners, masks, branches = [], [], []
+    for owner in range(count):
+        own = [whole.mask[owner] & (pieces[owner] == piece) for piece in range(3)]
+        own = [mask for mask in own if mask.any()] or [whole.mask[owner]]
+        owners += [owner] * len(own)
+        masks += own
+        branches += range(len(own))
+    order = torch.tensor(sorted(range(len(owners)), key=lambda row: (branches[row], owners[row])))  # first rows first
+    columns = {name: column[torch.tensor(owners)][order] for name, column in whole.columns.items()}
+    columns["branch"] = torch.tensor(branches)[order]
+    rows = MicroBatch(columns, torch.stack(masks)[order])
+
+    expected = assign_credit(whole, 0, config, coef, alone)
+    half = len(owners) // 2
+    parts = [part(rows, 0, half), part(rows, half, len(owners))]
+    found = torch.cat([one.advantages for one in on_ranks(parts, lambda mine, rank, ex: assign_credit(mine, rank, config, coef, ex))])
+    assert len(owners) > count and int((columns["branch"] > 0).sum()) == len(owners) - count
+    torch.testing.assert_close(found, expected.advantages[torch.tensor(owners)[order]].masked_fill(~rows.mask, 0.0), rtol=1e-5, atol=1e-6)
+    together = assign_credit(rows, 0, config, coef, alone)
+    assert float(together.rewards_per_row.sum()) == pytest.approx(float(expected.rewards_per_row.sum()))
+    metrics = [credit_metrics(one, own, "current", 1)[0] for one, own in ((whole, expected), (rows, together))]
+    assert metrics[0]["credit/tokens#0"] == metrics[1]["credit/tokens#0"] and metrics[0]["credit/rows#0"] == metrics[1]["credit/rows#0"]
+    assert metrics[0]["credit/reward#0"] == pytest.approx(metrics[1]["credit/reward#0"])
+
+
 @pytest.mark.parametrize("advantage", ESTIMATORS, ids=lambda config: "-".join(str(value) for value in config.values()))
 def test_rows_that_do_not_train_stay_out_of_whitening(advantage: dict[str, Any]) -> None:
     rows = many_rows()

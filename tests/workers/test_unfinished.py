@@ -14,6 +14,7 @@ from support_scripted import Response, ScriptedEngine
 from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import (
     Author,
+    Branch,
     FinishReason,
     GenerationRequest,
     SampleOutcome,
@@ -237,6 +238,18 @@ def test_every_kind_of_sample_is_the_same_when_read_back() -> None:
         ]
     assert (saved[12][0].response, saved[12][1].response) == (None, None) and saved[12][2].response is not None
     assert read(content) == {}, "the run has other token columns"
+
+
+def test_all_rows_of_a_sample_are_read_back() -> None:
+    block = token_block([TokenRecord.given((4, 5)), TokenRecord.given((6, 7, 8)), TokenRecord.given((9,))])
+    places = [TokenRow(block, 0, 2), TokenRow(block, 1, 3), TokenRow(block, 2, 1)]
+    branch = Branch((Segment(Author.PROMPT, 3),), places[1])
+    branched = SavedSample(0, Transcript((Segment(Author.PROMPT, 2),), places[0], branches=(branch,)), SampleOutcome.ACCEPTED, Score(1.0))
+    alone = SavedSample(0, Transcript((Segment(Author.PROMPT, 1),), places[2]), SampleOutcome.ACCEPTED, Score(0.0))
+    saved = read(to_file({1: {0: Unfinished(branched), 1: Unfinished(alone)}}, (), fetch))
+    rows = [row.tokens for index in (0, 1) for row in saved[1][index].transcript.rows]
+    assert [TokenRecord.read(row.block, row.row).ids.tolist() for row in rows if row is not None] == [[4, 5], [6, 7, 8], [9]]
+    assert [len(saved[1][index].transcript.branches) for index in (0, 1)] == [1, 0]
 
 
 def test_samples_whose_tokens_are_lost_are_left_out() -> None:
