@@ -151,6 +151,15 @@ def grpo(rewards: torch.Tensor, groups: torch.Tensor, normalize_std: bool, befor
     return of.advantages(centered)
 
 
+def discounted_turns(rewards: torch.Tensor, rows: torch.Tensor, gamma: float) -> torch.Tensor:
+    """Reward of each turn plus gamma times the result of the row's next turn, [turns]. `rows`: row of each turn, ascending."""
+    returns = rewards.double().clone()
+    for turn in range(len(returns) - 2, -1, -1):
+        if rows[turn] == rows[turn + 1]:
+            returns[turn] += gamma * returns[turn + 1]
+    return returns
+
+
 def minus_group_mean(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     """Reward minus group mean, for REINFORCE++ with `baseline: group`."""
     return grpo(rewards, groups, normalize_std=False)

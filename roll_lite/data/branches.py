@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from roll_lite.data.proto import DataProto
+from roll_lite.data.ragged import Ragged
+from roll_lite.data.samples import Author, Branch
 
 
 class SampleRows(NamedTuple):
@@ -36,6 +39,19 @@ def sample_rows(group: torch.Tensor, index: torch.Tensor, branch: torch.Tensor) 
 def sample_rows_of(rows: DataProto) -> SampleRows | None:
     """None if every row is a sample."""
     return sample_rows(rows.tensor("group"), rows.tensor("index"), rows.tensor("branch")) if "branch" in rows else None
+
+
+def turn_rewards(rows: Iterable[tuple[Branch, Sequence[float]]]) -> Ragged:
+    """Column of rewards on the last tokens of responses, from rows and the rewards of all responses of their samples."""
+    columns = []
+    for row, rewards in rows:
+        ends = np.cumsum([segment.length for segment in row.segments])
+        column = torch.zeros(int(ends[-1]) - 1)
+        for segment, end in zip(row.segments, ends.tolist(), strict=True):
+            if segment.author is Author.POLICY and segment.turn is not None:
+                column[end - 2] += rewards[segment.turn]  # entry t belongs to token t + 1
+        columns.append(column)
+    return Ragged.from_rows(columns)
 
 
 def per_sample(rows: DataProto) -> DataProto:

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 
-from roll_lite.data.branches import per_sample
+from roll_lite.data.branches import per_sample, turn_rewards
 from roll_lite.data.columns_file import as_array
 from roll_lite.data.dump_files import FORMAT, METADATA, SCHEMA_VERSION, damaged, read_header
 from roll_lite.data.keys import KEYS, Kind
@@ -66,7 +66,7 @@ DESCRIPTION = {
 }
 """Columns of every dump, filled from the samples. The batch's other columns with one value per row follow."""
 TOKENS = {"input_ids": pa.int64(), "response_mask": pa.bool_(), "rollout_log_probs": pa.float32()}
-KEPT_IDS = "kept_ids"
+KEPT_IDS, TURN_REWARDS = "kept_ids", "turn_rewards"
 LONGEST_COLUMN = 1000
 """Maximum characters kept of a data column's value."""
 UNKNOWN = {"format_ok": False}
@@ -102,16 +102,19 @@ def write_dump(
     facts: Mapping[str, Any],
     kept_ids: bool = False,
     clock_offset: float = 0.0,
+    rewards_of: Callable[[Sample], Sequence[float]] | None = None,
 ) -> None:
     """Write a dump atomically. `groups`: all samples. `rows`: the batch of the samples to train on. `facts`: step, config, tokenizer and
     stats, for the header. `kept_ids`: True if token blocks have that column. `clock_offset`: wall clock minus the event loop's clock, in
-    seconds."""
+    seconds. `rewards_of`: rewards of a sample's responses, where they train by turn."""
     entries = _entries(groups, rows)
     description = DESCRIPTION | ({"branch": pa.int64()} if "branch" in rows else {})
     further = {name: as_array(column) for name, column in rows.columns.items() if name not in description}
     tokens = {name: pa.large_list(kind) for name, kind in TOKENS.items()}
     if kept_ids:
         tokens[KEPT_IDS] = pa.large_list(pa.list_(pa.int32(), _width_of_kept_ids(entries, fetch)))
+    if rewards_of is not None:
+        tokens[TURN_REWARDS] = pa.large_list(pa.float32())
     schema = pa.schema(description | {name: array.type for name, array in further.items()} | tokens)
     largest = 0
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -122,6 +125,8 @@ def write_dump(
             arrays = {name: pa.array([one[name] for one in described], kind) for name, kind in description.items()}
             arrays |= {name: array.take(arrays["sample"]) for name, array in further.items()}
             arrays |= _token_columns(part, fetch, schema)
+            if rewards_of is not None:
+                arrays[TURN_REWARDS] = _turn_rewards(part, rewards_of)
             largest = max(largest, pc.max(arrays["input_ids"].values).as_py() or 0)
             file.write_table(pa.table(arrays, schema))
         made = {"format": FORMAT, "schema_version": SCHEMA_VERSION, "made_by": f"roll_lite {version('roll_lite')}", **facts}
@@ -241,6 +246,13 @@ def _token_columns(entries: Sequence[_Entry], fetch: Fetch, schema: pa.Schema) -
     if KEPT_IDS in names:
         joined = joined.with_columns(kept_ids=_widened(joined.ragged(KEPT_IDS), schema.field(KEPT_IDS).type.value_type.list_size))
     return {name: as_array(joined[name]).take(in_order) for name in names}
+
+
+def _turn_rewards(entries: Sequence[_Entry], rewards_of: Callable[[Sample], Sequence[float]]) -> pa.Array:
+    known = [entry for entry in entries if entry.tokens is not None]
+    place = {id(entry): number for number, entry in enumerate(known)}
+    column = turn_rewards((entry.path, rewards_of(entry.sample)) for entry in known)
+    return as_array(column).take(pa.array([place.get(id(entry)) for entry in entries], pa.int64()))
 
 
 def _blocks(entries: Sequence[_Entry], fetch: Fetch) -> dict[Any, DataProto]:

@@ -73,7 +73,7 @@ KEYS: dict[str, Key] = {
     "baseline_score": Key(Kind.ROW, torch.float32, "rollout service", "ReMax: score of the greedy response to the row's prompt"),
     "max_tokens": Key(Kind.ROW, torch.int64, "driver", "rewards: the domain's limit of the response"),
     "domain_number": Key(Kind.ROW, torch.int64, "driver", "metrics: place of the domain in the configuration"),
-    "truncated": Key(Kind.ROW, torch.bool, "driver", "masks, GAE: cut at max_tokens"),
+    "truncated": Key(Kind.ROW, torch.bool, "driver", "masks, GAE: cut at max_tokens, or at max_turns"),
     "reward": Key(Kind.ROW, torch.float32, "driver", "advantages: the shaped score"),
     "train_weight": Key(Kind.ROW, torch.float32, "driver", "losses, whitening: weight of the sample, 0 does not train"),
     "min_version": Key(Kind.ROW, torch.int64, "rollout service", "staleness metrics: oldest weights that sampled it"),
@@ -99,6 +99,9 @@ KEYS: dict[str, Key] = {
     ),
     # transitions
     "rollout_log_probs": Key(Kind.TRANSITIONS, torch.float32, "engine worker", "mismatch metrics, old log-probs; 0 where the mask is 0"),
+    "turn_rewards": Key(
+        Kind.TRANSITIONS, torch.float32, "rollout service", "advantages: an environment's reward on the last token of each response, else 0"
+    ),
     "log_probs": Key(Kind.TRANSITIONS, torch.float32, "train strategies", "workers, which name it after its use; 0 where the mask is 0"),
     "entropy": Key(Kind.TRANSITIONS, torch.float32, "train strategies", "workers, which name it after its use; 0 where the mask is 0"),
     "ref_log_probs": Key(Kind.TRANSITIONS, torch.float32, "reference", "KL"),

@@ -217,6 +217,8 @@ class Segment:
     """Version spans, counted from the segment's first token."""
     engine: int | None = None
     """Number of the engine that sampled the segment; None if several did, or none."""
+    turn: int | None = None
+    """Number of the response in its sample."""
 
 
 @dataclass(frozen=True, slots=True)

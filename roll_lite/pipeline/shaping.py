@@ -70,7 +70,7 @@ class RewardShaping:
     def _with_domains(self, rows: DataProto) -> DataProto:
         number = {name: place for place, name in enumerate(self._domains)}
         domains = torch.tensor([number[str(name)] for name in rows.objects("domain")], dtype=torch.int64)
-        cut = [reason == FinishReason.LENGTH for reason in rows.objects("finish_reason")]
+        cut = [reason in (FinishReason.LENGTH, FinishReason.MAX_TURNS) for reason in rows.objects("finish_reason")]
         return rows.with_columns(domain_number=domains, max_tokens=self._max_tokens[domains], truncated=torch.tensor(cut, dtype=torch.bool))
 
     def state_dict(self) -> dict[str, Any]:

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from hashlib import blake2b
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from roll_lite.algorithms import advantages as formulas
@@ -56,7 +58,7 @@ def credit_columns(algorithm: AlgorithmConfig) -> Columns:
     reads += ESTIMATOR_READS.get(algorithm.advantage.name, ())
     if algorithm.advantage.parameters.get("bootstrap_truncated"):
         reads.append("final_value")
-    if_there = ("index", "branch", "ref_log_probs", "values", *_old_column(algorithm))
+    if_there = ("index", "branch", "turn_rewards", "ref_log_probs", "values", *_old_column(algorithm))
     return Columns(tuple(dict.fromkeys(reads)), if_there, writes=("advantages", "returns"))
 
 
@@ -70,7 +72,7 @@ def assign_credit(rows: MicroBatch, data_rank: int, algorithm: AlgorithmConfig, 
     config = algorithm.advantage
     kl = _kl(rows, algorithm) if kl_coef > 0 else None
     whitened = algorithm.whiten_advantages or config.name in ALWAYS_WHITENED
-    task = _Task(rows, kl, kl_coef, data_rank, gather, _whitening(rows, gather) if whitened else None)
+    task = _Task(rows, kl, kl_coef, algorithm.reward.scale, data_rank, gather, _whitening(rows, gather) if whitened else None)
     advantages, returns = ESTIMATORS[config.name](task, **config.parameters)
     return Credit(advantages, returns, kl, torch.where(task.branch == 0, task.score, 0.0) - task.penalty)
 
@@ -103,6 +105,20 @@ Estimate = tuple[torch.Tensor, torch.Tensor | None]
 """(advantages [B, T-1] float32, the critic's targets [B, T-1] or None)"""
 
 
+class Turns(NamedTuple):
+    """Responses of this rank's rows, in order."""
+
+    rows: torch.Tensor
+    """[turns] int64."""
+    starts: list[int]
+    """First tokens, as entries of the mask."""
+    ends: list[int]
+    states: torch.Tensor
+    """[turns] float64: hash of the text that the response answers, the prompt or the environment's messages."""
+    rewards: torch.Tensor
+    """[turns] float64."""
+
+
 class _Task:
     """Inputs of the advantage estimators. Rewards and KL stay separate until they are summed in float64, since they may differ by a factor
     of millions."""
@@ -112,14 +128,26 @@ class _Task:
         rows: MicroBatch,
         kl: torch.Tensor | None,
         kl_coef: float,
+        scale: float,
         data_rank: int,
         gather: Gather,
         whitening: Whitening | None,
     ) -> None:
+        """`scale`: of rewards of turns; other rewards are shaped already."""
         self.mask, self.columns = rows.mask, rows.columns
         self.score = rows.columns["reward"].double()
         """[B] reward of each row's sample, without KL."""
-        self.kl_rewards = None if kl is None else kl * -kl_coef
+        self.subtracts_kl = kl is not None
+        self.early_rewards = None if kl is None else kl * -kl_coef
+        """[B, T-1] rewards of tokens besides the score: KL, and rewards of turns before the last."""
+        self.at_end = self.score
+        """[B] rest of the score, which the last token gets."""
+        if "turn_rewards" in rows.columns:
+            paid = rows.columns["turn_rewards"].masked_fill(~rows.mask, 0.0) * scale
+            last = formulas.last_policy_token(rows.mask)
+            paid[last >= 0, last[last >= 0]] = 0.0
+            self.at_end = self.score - paid.sum(1, dtype=torch.float64)
+            self.early_rewards = paid if self.early_rewards is None else self.early_rewards + paid
         self.penalty = torch.zeros_like(self.score) if kl is None else kl_coef * row_moments(kl, rows.mask)[:, 1]
         """[B] KL penalty of each row."""
         self.branch = rows.columns.get("branch", torch.zeros_like(self.score, dtype=torch.int64))
@@ -139,10 +167,8 @@ class _Task:
         own = [self.score, self.penalty, self.groups.double(), self.policy_tokens.double(), trains.double()]
         if branched := "branch" in self.columns:
             own += [self.columns["index"].double(), self.branch.double()]
-        parts = self._gather(torch.stack(own, dim=1))
-        before = sum(len(part) for part in parts[: self._data_rank])
-        local = torch.arange(before, before + len(trains))
-        score, penalty, groups, policy_tokens, trains, *names = torch.cat(parts).unbind(1)
+        of_all, local = self.gather(torch.stack(own, dim=1))
+        score, penalty, groups, policy_tokens, trains, *names = of_all.unbind(1)
         if branched:
             of = sample_rows(groups, *names)
             penalty, policy_tokens = of.total(penalty), of.total(policy_tokens)
@@ -150,9 +176,33 @@ class _Task:
             local = torch.from_numpy(of.sample)[local]
         return SampleTable(score - penalty, score, groups.long(), policy_tokens.long(), trains.bool(), local)
 
+    def gather(self, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of all ranks' tables, and the numbers of this rank's own among them."""
+        parts = self._gather(own)
+        before = sum(len(part) for part in parts[: self._data_rank])
+        return torch.cat(parts), torch.arange(before, before + len(own))
+
+    def turns(self) -> Turns:
+        """Responses of this rank's rows: runs of the policy's tokens."""
+        rows, starts, ends, states, rewards = [], [], [], [], []
+        for row, mask in enumerate(self.mask.numpy()):
+            edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
+            ids, before = self.columns["input_ids"][row].numpy(), 0
+            for start, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
+                rows.append(row)
+                starts.append(start)
+                ends.append(end)
+                text = np.ascontiguousarray(ids[before : start + 1], np.int64)  # entry t of the mask belongs to token t + 1
+                states.append(int.from_bytes(blake2b(text.tobytes(), digest_size=6).digest(), "big"))
+                paid = 0.0 if self.early_rewards is None else float(self.early_rewards[row, start:end].sum(dtype=torch.float64))
+                rewards.append(paid + (float(self.at_end[row]) if end == edges[-1] else 0.0))
+                before = end + 1
+        whole = torch.tensor(rows, dtype=torch.int64)
+        return Turns(whole, starts, ends, torch.tensor(states, dtype=torch.float64), torch.tensor(rewards, dtype=torch.float64))
+
     def before_kl(self, everyone: SampleTable) -> torch.Tensor | None:
         """Rewards of all samples without KL; None if no KL is subtracted."""
-        return None if self.kl_rewards is None else everyone.scores
+        return everyone.scores if self.subtracts_kl else None
 
     def spread_samples(self, advantages: torch.Tensor) -> Estimate:
         if self.whitening is not None:
@@ -170,21 +220,23 @@ def _gae(
     of_actor = lam if length_adaptive is None else formulas.length_adaptive_lambda(task.policy_tokens, length_adaptive)
     of_critic = lam if lam_critic is None else lam_critic
     bootstrap = torch.where(columns["truncated"].bool(), columns["final_value"], 0.0) if bootstrap_truncated else None
-    return formulas.gae(task.kl_rewards, columns["values"], task.mask, gamma, of_actor, of_critic, bootstrap, task.score, task.whitening)
+    return formulas.gae(
+        task.early_rewards, columns["values"], task.mask, gamma, of_actor, of_critic, bootstrap, task.at_end, task.whitening
+    )
 
 
 def _reinforce(task: _Task, gamma: float) -> Estimate:
-    return formulas.reinforce(task.kl_rewards, task.mask, gamma, task.score, task.whitening), None
+    return formulas.reinforce(task.early_rewards, task.mask, gamma, task.at_end, task.whitening), None
 
 
 def _reinforce_plus_plus(task: _Task, gamma: float, baseline: str) -> Estimate:
     """REINFORCE on token rewards. `baseline` "group": the group's mean score is first subtracted from the score; the KL is left as it
     is."""
-    score = task.score
+    at_end = task.at_end
     if baseline == "group":
         everyone = task.everyone()
-        score = formulas.minus_group_mean(everyone.scores, everyone.groups)[everyone.local]
-    return formulas.reinforce(task.kl_rewards, task.mask, gamma, score, task.whitening), None
+        at_end = at_end - task.score + formulas.minus_group_mean(everyone.scores, everyone.groups)[everyone.local]
+    return formulas.reinforce(task.early_rewards, task.mask, gamma, at_end, task.whitening), None
 
 
 def _grpo(task: _Task, normalize_std: bool) -> Estimate:
@@ -212,10 +264,23 @@ def _remax(task: _Task) -> Estimate:
     return task.spread_samples(formulas.remax(everyone.rewards[everyone.local], task.columns["baseline_score"]))
 
 
+def _gigpo(task: _Task, gamma: float, step_weight: float, normalize_std: bool) -> Estimate:
+    everyone, turns = task.everyone(), task.turns()
+    of_episodes = formulas.grpo(everyone.rewards, everyone.groups, normalize_std, task.before_kl(everyone))[everyone.local]
+    advantages = formulas.spread_over_tokens(of_episodes, task.mask, torch.float32)
+    returns = formulas.discounted_turns(turns.rewards, turns.rows, gamma)
+    of_all, local = task.gather(torch.stack([task.groups[turns.rows].double(), turns.states, returns], dim=1))
+    _, answers = torch.unique(of_all[:, :2], dim=0, return_inverse=True)
+    of_turns = step_weight * formulas.grpo(of_all[:, 2], answers, normalize_std)[local]
+    for row, start, end, value in zip(turns.rows.tolist(), turns.starts, turns.ends, of_turns.tolist(), strict=True):
+        advantages[row, start:end] += value
+    return (advantages if task.whitening is None else formulas.whiten_tokens(advantages, task.mask, task.whitening)), None
+
+
 def _custom(task: _Task, function: str, args: dict[str, Any]) -> Estimate:
     columns = task.columns
     inputs = CreditInputs(
-        token_rewards=formulas.token_rewards(task.score, task.mask, task.kl_rewards),
+        token_rewards=formulas.token_rewards(task.at_end, task.mask, task.early_rewards),
         mask=task.mask,
         values=columns.get("values"),
         reward=columns["reward"],
@@ -239,12 +304,13 @@ ESTIMATORS: dict[str, Callable[..., Estimate]] = {
     "rloo": _rloo,
     "opo": _opo,
     "gpg": _gpg,
+    "gigpo": _gigpo,
     "remax": _remax,
     "custom": _custom,
 }
 """Estimators by their names in the configuration. Other settings are passed as keyword arguments."""
 
-ESTIMATOR_READS = {"gae": ("values",), "remax": ("baseline_score",)}
+ESTIMATOR_READS = {"gae": ("values",), "remax": ("baseline_score",), "gigpo": ("input_ids",)}
 ALWAYS_WHITENED = ("reinforce_plus_plus",)
 
 

@@ -15,7 +15,7 @@ import ray
 
 from roll_lite.config.checks.scoring_models import MODEL_REWARD
 from roll_lite.config.keep_mask import is_truncated
-from roll_lite.config.schema.domains import ENVIRONMENT_REWARD, DomainConfig, RewardConfig, RolloutConfig, SamplingConfig
+from roll_lite.config.schema.domains import ENVIRONMENT_REWARD, DomainConfig, RewardConfig, RolloutConfig, SamplingConfig, rewards_turns
 from roll_lite.config.schema.models import ModelConfig, RewardModelConfig
 from roll_lite.data.prompts import PromptOrder, PromptSet, Split, load_prompts
 from roll_lite.data.proto import DataProto
@@ -40,7 +40,16 @@ from roll_lite.workers.infer import EngineSeat, RemoteEngine
 from roll_lite.workers.judge import JudgeAddress, with_addresses
 from roll_lite.workers.reward import EpisodeRewards, RewardPool
 from roll_lite.workers.reward_model_pool import RewardModelClient, RewardModelPool
-from roll_lite.workers.rollout_output import DumpSpec, held_out_rows, ledger_text, rows_of, stored_blocks, tokens_of, write_samples
+from roll_lite.workers.rollout_output import (
+    DumpSpec,
+    held_out_rows,
+    ledger_text,
+    rows_of,
+    stored_blocks,
+    tokens_of,
+    turn_rewards_of,
+    write_samples,
+)
 from roll_lite.workers.unfinished import from_file, to_file
 
 NOBODY: Mapping[int, str] = {}
@@ -136,6 +145,7 @@ class RolloutWorker(AsyncWorker):
         super().__init__()
         self._spec = spec
         self._temperatures = {name: domain.sampling.temperature for name, domain in spec.domains.items()}
+        self._per_turn = {name: domain.reward.weight for name, domain in spec.domains.items() if rewards_turns(domain)}
         self._pools: dict[str, RewardPool | RewardModelClient | EpisodeRewards] = {}
         self._environments: dict[str, EnvironmentPool] = {}
         self._reward_models: dict[str, RewardModelPool] = {}
@@ -287,12 +297,16 @@ class RolloutWorker(AsyncWorker):
         writing = self._samples_file("step", step, result.groups)
         if self._spec.dumps is not None:
             everyone = sorted([*result.groups, *result.left_out], key=lambda group: group.group)
-            writing.append(self._spec.dumps.writing(step, everyone, rows, result.stats, self._spec.columns, _clock_offset()))
+            facts = (self._spec.columns, _clock_offset(), self._per_turn)
+            writing.append(self._spec.dumps.writing(step, everyone, rows, result.stats, *facts))
         await self._write(writing)
         pools: dict[str, Mapping[str, Any]] = {"reward": self._pools, "environment": self._environments}
         replaced = {part: {name: pool.newly_replaced() for name, pool in own.items()} for part, own in pools.items()}
         silences, self._silences = self._silences, []
-        return RolloutBatch(rows, [self._tokens_of(trainable)], result.stats, replaced, silences, ledger_text(result.ledger, step), state)
+        blocks = [self._tokens_of(trainable)]
+        if self._per_turn and len(rows):
+            blocks.append(turn_rewards_of(trainable, self._per_turn))
+        return RolloutBatch(rows, blocks, result.stats, replaced, silences, ledger_text(result.ledger, step), state)
 
     async def finished(self, known: Collection[int], least: int) -> tuple[DataProto, Block]:
         """Rows and tokens of finished groups that will surely be in the current batch, without those whose numbers are `known`; empty if

@@ -16,12 +16,12 @@ from pydantic_core import PydanticSerializationError, to_json
 from ray.exceptions import RayError
 
 from roll_lite.algorithms.at_k import NO_ANSWER, READS_NONE
-from roll_lite.data.branches import per_sample
+from roll_lite.data.branches import per_sample, turn_rewards
 from roll_lite.data.dump_files import dump_file
 from roll_lite.data.dumps import further_columns, times, write_dump
 from roll_lite.data.proto import DataProto, object_column
 from roll_lite.data.samples import Sample, SampleGroup
-from roll_lite.distributed.dataflow import Block
+from roll_lite.distributed.dataflow import Block, put_block
 from roll_lite.scheduler.ledger import DELIVERED
 from roll_lite.scheduler.stats import RolloutStats
 from roll_lite.workers.token_blocks import KEPT_IDS, TOKEN_COLUMNS
@@ -93,6 +93,21 @@ def tokens_of(groups: Sequence[SampleGroup], extra: Sequence[str] = ()) -> Block
         objects[sample] = numbers.setdefault(place.block, len(numbers))
         rows[sample] = place.row
     return Block(tuple(numbers), (*TOKEN_COLUMNS, *extra), np.arange(len(places)), objects, rows)
+
+
+def turn_rewards_of(groups: Sequence[SampleGroup], per_turn: Mapping[str, float]) -> Block:
+    """Block with the column turn_rewards, numbered as by `rows_of`. `per_turn`: domains that reward turns -> weight of their rewards."""
+    samples = [sample for group in groups for sample in group.samples]
+    column = turn_rewards((row, weighted_rewards(sample, per_turn)) for sample in samples for row in sample.transcript.rows)
+    return put_block(DataProto({"sample": torch.arange(len(column)), "turn_rewards": column}))
+
+
+def weighted_rewards(sample: Sample, per_turn: Mapping[str, float]) -> list[float]:
+    """Rewards of a sample's responses; zeros in domains that do not reward turns."""
+    episode = sample.transcript.episode
+    weight = per_turn.get(sample.id.domain, 0.0)
+    turns = 1 + max((part.turn or 0 for row in sample.transcript.rows for part in row.segments), default=0)
+    return [0.0] * turns if episode is None or not weight else [weight * one for one in episode.rewards]
 
 
 def _whole(values: Iterable[int]) -> torch.Tensor:
@@ -184,12 +199,22 @@ class DumpSpec:
     """Checksum of the tokenizer."""
 
     def writing(
-        self, step: int, groups: Sequence[SampleGroup], rows: DataProto, stats: RolloutStats, extra: Sequence[str], clock_offset: float
+        self,
+        step: int,
+        groups: Sequence[SampleGroup],
+        rows: DataProto,
+        stats: RolloutStats,
+        extra: Sequence[str],
+        clock_offset: float,
+        per_turn: Mapping[str, float],
     ) -> Callable[[], None]:
         """Return a function that writes a dump, to be called in a thread; `stats` are copied now. `rows`: of the samples that train.
-        `extra`: further token columns."""
+        `extra`: further token columns. `per_turn`: as in `turn_rewards_of`."""
+        rewards = partial(weighted_rewards, per_turn=per_turn) if per_turn else None
         facts = {"step": step, "config": self.config, "tokenizer": self.tokenizer, "stats": json.loads(json.dumps(stats, default=vars))}
-        return partial(write_dump, dump_file(self.folder, step), groups, rows, stored_blocks, facts, KEPT_IDS in extra, clock_offset)
+        return partial(
+            write_dump, dump_file(self.folder, step), groups, rows, stored_blocks, facts, KEPT_IDS in extra, clock_offset, rewards
+        )
 
 
 def stored_blocks(references: Sequence[Any]) -> list[DataProto | None]:

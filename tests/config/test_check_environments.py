@@ -44,6 +44,17 @@ def test_shipped_environments() -> None:
     ("name", "overrides", "says"),
     [
         ("tiny_guess", [f"{GUESS}.max_turn=3"], f"{GUESS}.max_turn = 3: unknown key; did you mean 'max_turns'"),
+        ("tiny_guess", [f"{GUESS}.rewards=per_turn"], f"{GUESS}.rewards = .per_turn.: makes no difference to algorithm.advantage grpo"),
+        (
+            "tiny_guess",
+            [f"{GUESS}.rewards=per_turn", "algorithm.advantage=gigpo", "algorithm.reward.clip=2"],
+            f"{GUESS}.rewards = .per_turn.: needs rewards that add up: leave out algorithm.reward.clip",
+        ),
+        (
+            "tiny_guess",
+            [f"{GUESS}.rewards=per_turn", "algorithm.advantage=gigpo", "domains.guess.reward={name: exact}"],
+            f"{GUESS}.rewards = .per_turn.: needs the environment's rewards as the score",
+        ),
         ("tiny_guess", [f"{GUESS}.parallel=0"], f"{GUESS}.parallel = 0: expected integer > 0"),
         ("tiny_guess", [f"{GUESS}.name=tolls"], f"{GUESS}.name = .tolls.: expected one of function, tools"),
         ("tiny_guess", [f"{GUESS}={{type: tools}}"], f"{GUESS}.type = .tools.: is called name here"),

@@ -35,6 +35,8 @@ ESTIMATORS: list[dict[str, Any]] = [
     {"name": "remax"},
     {"name": "opo"},
     {"name": "gpg"},
+    {"name": "gigpo"},
+    {"name": "gigpo", "gamma": 0.5, "step_weight": 2.0, "normalize_std": False},
     {"name": "custom", "function": "credit_functions.above_best_of_batch", "args": {"scale": 0.5}},
 ]
 
@@ -74,6 +76,7 @@ def many_rows(count: int = 24, width: int = 17) -> MicroBatch:
         "truncated": torch.rand(count, generator=generator) < 0.3,
         "final_value": torch.randn(count, generator=generator),
         "baseline_score": torch.randn(count, generator=generator),
+        "input_ids": torch.randint(0, 2, (count, width + 1), generator=generator),
     }
     return MicroBatch(rows | tokens | distributions, mask)
 
@@ -87,6 +90,7 @@ def empty_rows() -> MicroBatch:
     row_columns = ("reward", "group", "train_weight", "truncated", "final_value", "baseline_score")
     token_columns = ("values", "old_log_probs", "ref_log_probs")
     columns = {name: torch.zeros(0) for name in row_columns} | {name: torch.zeros(0, 1) for name in token_columns}
+    columns["input_ids"] = torch.zeros(0, 2, dtype=torch.int64)
     return MicroBatch(columns, torch.zeros(0, 1, dtype=torch.bool))
 
 
@@ -146,6 +150,32 @@ def test_how_rows_are_split_over_ranks_changes_nothing(advantage: dict[str, Any]
         if expected.dim() == 2:
             assert expected.dtype == torch.float32 and (expected[~rows.mask] == 0).all() and torch.isfinite(expected).all()
     assert (together.advantages[rows.mask] != 0).any()
+
+
+def test_rewards_of_turns_are_paid_on_their_last_tokens() -> None:
+    """Two turns with 0.5 and 0.25, a penalty of 0.25: 0.5 at the first's end, 0.25 - 0.25 = 0 at the second's. Gamma 0.5 per token."""
+    paid = torch.tensor([[0.0, 0.5, NAN, 0.0, 0.25]])
+    rows = make_rows([0.5], [[1, 1, 0, 1, 1]], turn_rewards=paid)
+    found = assign_credit(rows, 0, algorithm({"name": "reinforce", "gamma": 0.5}), 0.0, alone)
+    torch.testing.assert_close(found.advantages, torch.tensor([[0.25, 0.5, 0.0, 0.0, 0.0]]))
+    rows.columns.update(values=torch.zeros(1, 5))
+    found = assign_credit(rows, 0, algorithm({"name": "gae", "gamma": 0.5, "lam": 1.0}), 0.0, alone)
+    torch.testing.assert_close(found.advantages, torch.tensor([[0.25, 0.5, 0.0, 0.0, 0.0]]))
+    assert found.rewards_per_row.tolist() == [0.5]
+
+
+def test_turns_that_answer_the_same_text_are_compared() -> None:
+    """Three samples of one group, prompt 7: turns of one token, the environment answers 8 or 9. Rewards of turns (0, 1), (1, 0), (0, 0);
+    gamma 0.5: returns (0.5, 1), (1, 0), (0, 0). First turns: mean 0.5. Second turns: the first two answer 8, mean 0.5; one answers 9.
+    Episodes: 1, 1, 0, mean 2/3. Step weight 3."""
+    ids = torch.tensor([[7, 1, 8, 2], [7, 3, 8, 4], [7, 5, 9, 6]])
+    paid = torch.tensor([[0.0, 0.0, 1.0], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    rows = make_rows([1.0, 1.0, 0.0], [[1, 0, 1]] * 3, [4] * 3, input_ids=ids, turn_rewards=paid)
+    config = algorithm({"name": "gigpo", "gamma": 0.5, "step_weight": 3.0, "normalize_std": False})
+    found = assign_credit(rows, 0, config, 0.0, alone).advantages
+    third = 1 / 3
+    expected = [[third + 0.0, 0.0, third + 1.5], [third + 1.5, 0.0, third - 1.5], [-2 * third - 1.5, 0.0, -2 * third]]
+    torch.testing.assert_close(found, torch.tensor(expected))
 
 
 BY_SAMPLE = [config for config in ESTIMATORS if config["name"] in ("grpo", "rloo", "remax", "opo", "gpg")]

@@ -72,7 +72,7 @@ def test_rows_by_hand() -> None:
     }
     assert {name: rows[name].tolist() for name in expected} == expected
     written = {name for name, key in KEYS.items() if key.writer == "rollout service"}
-    assert set(rows.keys()) == written - {"baseline_score", "branch"}
+    assert set(rows.keys()) == written - {"baseline_score", "branch", "turn_rewards"}
 
 
 def test_references_by_hand() -> None:

@@ -10,11 +10,13 @@ from roll_lite.config.checks.layout import known_shape
 from roll_lite.config.keep_mask import is_truncated, keep_mask_available
 from roll_lite.config.problems import Problem, show
 from roll_lite.config.schema.base import Mistakes
-from roll_lite.config.schema.domains import DomainConfig
+from roll_lite.config.schema.domains import ENVIRONMENT_REWARD, DomainConfig, rewards_turns
 from roll_lite.config.schema.losses import GIVEN_TO_LOSSES, CustomAdvantageConfig, CustomLossConfig, ReinforcePlusPlusAdvantageConfig
 from roll_lite.config.schema.run import RunConfig
 
-COMPARES_GROUPS = ("grpo", "rloo", "opo", "gpg")
+COMPARES_GROUPS = ("grpo", "rloo", "opo", "gpg", "gigpo")
+REWARDS_TURNS = ("gae", "reinforce", "reinforce_plus_plus", "gigpo", "custom")
+"""Estimators that tell a reward of an early turn from one of the last."""
 TRUNCATION = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "min_tokens": 0}
 """Sampling settings that can exclude tokens -> values at which they exclude none."""
 
@@ -51,6 +53,19 @@ def _own_functions(config: RunConfig) -> Iterator[Problem]:
         yield from check_function("algorithm.policy_loss", "function", loss.function, loss.args, given=GIVEN_TO_LOSSES)
     if mask is not None:
         yield from check_function("algorithm.masks", "function", mask, {})
+
+
+def _turn_rewards(config: RunConfig) -> Mistakes:
+    algorithm = config.algorithm
+    for name in [name for name, domain in config.domains.items() if rewards_turns(domain)]:
+        path = f"domains.{name}.environment.rewards"
+        if config.domains[name].reward.name != ENVIRONMENT_REWARD or config.domains[name].reward.terms:
+            yield path, "needs the environment's rewards as the score, without a reward or terms of the domain; leave those out, or use sum"
+        if algorithm.advantage.name not in REWARDS_TURNS:
+            estimators = ", ".join(REWARDS_TURNS)
+            yield path, f"makes no difference to algorithm.advantage {algorithm.advantage.name}; use one of {estimators}, or sum"
+        if algorithm.reward.clip is not None or algorithm.reward.normalize is not None:
+            yield path, "needs rewards that add up: leave out algorithm.reward.clip and normalize, or use sum"
 
 
 def _full_kl(config: RunConfig) -> Mistakes:
@@ -109,6 +124,7 @@ def _no_tokens(config: RunConfig, path: str, tokens: list[int]) -> Mistakes:
 
 
 ALGORITHM_CHECKS = (
+    _turn_rewards,
     _routing_replay,
     _mismatch_correction,
     _own_functions,

@@ -123,7 +123,8 @@ class MasksConfig(Section):
     """Excludes samples from training; they still count in their group's baseline, and in metrics by domain."""
 
     truncated: Literal["keep", "mask", "penalize"] = "keep"
-    """Responses cut at max_tokens. keep: train; mask: do not train; penalize: train, with truncated_penalty subtracted from the reward."""
+    """Samples cut at max_tokens or max_turns. keep: train; mask: do not train; penalize: train, with truncated_penalty subtracted from the
+    reward."""
     truncated_penalty: PositiveFloat = 1.0
     """Penalty subtracted under `truncated: penalize`."""
     group_mean: Annotated[tuple[float, float], ASCENDING] | None = None

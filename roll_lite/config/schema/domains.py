@@ -235,6 +235,11 @@ class DomainConfig(Section):
             yield "template.name", "tools are described to the model by a chat template; use name: chat"
 
 
+def rewards_turns(domain: DomainConfig) -> bool:
+    """True if each response of an episode gets its own reward."""
+    return domain.environment is not None and domain.environment.rewards == "per_turn"
+
+
 # ---------------------------------------------------------------- rollouts
 
 

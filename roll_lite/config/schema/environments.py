@@ -20,8 +20,9 @@ class EnvironmentSection(Section):
     """Longest response of one turn in tokens; null: only sampling.max_tokens limits it, which counts all tokens after the first prompt."""
     turn_timeout_s: PositiveFloat = 60.0
     """Seconds in which the environment must answer a response; then the attempt fails."""
-    rewards: Literal["sum", "last"] = "sum"
-    """Score of an episode: the sum of its responses' rewards, or the reward of the last response."""
+    rewards: Literal["sum", "last", "per_turn"] = "sum"
+    """Score of an episode. sum: the sum of its responses' rewards. last: the reward of the last response. per_turn: the sum, of which
+    each response's last token gets the response's reward; for the estimators reinforce, reinforce_plus_plus, gae, gigpo and custom."""
     workers: PositiveInt = 1
     """Processes that play this domain's episodes."""
     parallel: PositiveInt = 256

@@ -78,6 +78,18 @@ class GpgAdvantageConfig(Section):
     name: Literal["gpg"] = "gpg"
 
 
+class GigpoAdvantageConfig(Section):
+    """GRPO over episodes plus `step_weight` times GRPO over turns that answer the same text in the same group (GiGPO, arXiv 2505.10978)."""
+
+    name: Literal["gigpo"] = "gigpo"
+    gamma: Annotated[float, Field(ge=0, le=1)] = 0.95
+    """Discount factor of later turns' rewards."""
+    step_weight: NonNegativeFloat = 1.0
+    """Weight of the comparison of turns."""
+    normalize_std: bool = True
+    """Divide both by the group's standard deviation."""
+
+
 class CustomAdvantageConfig(Section):
     name: Literal["custom"] = "custom"
     function: str
@@ -95,6 +107,7 @@ AdvantageConfig = Annotated[
     | RemaxAdvantageConfig
     | OpoAdvantageConfig
     | GpgAdvantageConfig
+    | GigpoAdvantageConfig
     | CustomAdvantageConfig,
     Field(discriminator="name"),
 ]
