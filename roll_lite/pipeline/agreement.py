@@ -33,6 +33,8 @@ ENGINES = """Likely causes:
 If engines are meant to differ that much, raise rollout.max_mismatch; null allows any difference."""
 UPDATED = """The engine's weights have likely gone wrong in that update; weight_sync.verify: full compares all of them after each one.
 If engines are meant to differ that much, raise rollout.max_mismatch; null allows any difference."""
+BOUND = {"float32": 0.01, "bfloat16": 0.2}
+"""rollout.max_mismatch: auto. Key: the lower precision of engine and trainer."""
 FLOOR = {"float32": 1e-3, "bfloat16": 0.03}
 """Mean difference of log-probs, in nats, up to which nothing is reported, since kernels round differently. Key: the lower precision of
 engine and trainer."""
@@ -44,8 +46,9 @@ samples of older weights, whose difference varies with the size of updates."""
 LEAST_TOKENS = {"float32": 20, "bfloat16": 1000}
 """Minimum number of an engine's tokens for a comparison, since single tokens differ much in bfloat16. Key: the lower precision of engine
 and trainer."""
-STEPS, REMEMBERED = 5, 50
-"""Minimum and maximum number of earlier steps in the median that defines the usual difference of log-probs."""
+LEAST_STEPS, LEAST_STALE_STEPS, REMEMBERED = 1, 2, 50
+"""Minimum and maximum number of earlier steps in the median that defines the usual difference of log-probs. One will do for samples of the
+current weights: rounding is the same in every step."""
 Age = tuple[int, int]
 """Number of updates since the weights of a sample's oldest token, and since those of its newest."""
 CURRENT = (0, 0)
@@ -87,13 +90,15 @@ class Agreement:
     with `old_log_probs: rollout`."""
 
     def __init__(self, config: RunConfig) -> None:
-        self._bound = config.rollout.max_mismatch if trains(config) else None
         self._is_live = generates(config)
         # Without a keep mask, log-probs of truncated sampling belong to another distribution, by design.
         self._left_out = {name for name, one in config.domains.items() if is_truncated(one.sampling) and not config.rollout.keep_mask}
         self._compares = len(self._left_out) < len(config.domains)
         precision = "float32" if {infer_dtype(config), config.model.dtype} == {"float32"} else "bfloat16"
         self._floor, self._least_tokens = FLOOR[precision], LEAST_TOKENS[precision]
+        bound = config.rollout.max_mismatch if trains(config) else None
+        # Dumps may come from a run of another precision.
+        self._bound = BOUND[precision if self._is_live else "bfloat16"] if bound == "auto" else bound
         self._is_first, self._has_said = True, False
         self._accepted: int | None = None
         """Version of the trainer's weights for which the user accepts any difference of log-probs; None: no version."""
@@ -146,12 +151,14 @@ class Agreement:
         """Compare each engine's mean difference with the bound, with earlier steps, and with the other engines; then remember the mean of
         all engines."""
         is_current, past = age == CURRENT, self._past.setdefault(f"{age[0]} {age[1]}", [])
-        floor, factor = (self._floor, FACTOR) if is_current else (max(STALE_FLOOR, self._floor), STALE_FACTOR)
+        floor, factor, least = self._floor, FACTOR, LEAST_STEPS
+        if not is_current:
+            floor, factor, least = max(STALE_FLOOR, self._floor), STALE_FACTOR, LEAST_STALE_STEPS
         for engine, (total, tokens) in engines.items():
             mean, others = total / tokens, [sums for other, sums in engines.items() if other != engine]
             limits = {"rollout.max_mismatch": bound} if is_current else {}
-            if len(past) >= STEPS:
-                limits[f"{factor:g} times the median of the last {len(past)} steps"] = max(floor, factor * statistics.median(past))
+            if len(past) >= least:
+                limits[f"{factor:g} times the median of the last {len(past)} step(s)"] = max(floor, factor * statistics.median(past))
             if others:
                 limits[f"{factor:g} times that of the other engines"] = max(floor, factor * _mean(others))
             for why, limit in limits.items():

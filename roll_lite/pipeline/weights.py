@@ -27,6 +27,8 @@ from roll_lite.workers.actor import ActorWorker
 from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.rollout import RolloutWorker
 
+FULLY_VERIFIED = 3
+"""First updates of an engine that are compared wholly, since most faults show there; later ones are sampled."""
 LOSS_SECONDS = 5.0
 """Seconds to wait, after a failed transfer, for news of a lost engine, which may be the cause."""
 
@@ -59,6 +61,8 @@ class WeightSync:
         self._epoch = 0
         self._plan: TransferPlan | None = None
         """Transfer plan of the present connections; None if trainers and engines must connect."""
+        self._verified: Counter[int] = Counter()
+        """Updates of each engine that were compared."""
         self._version: int | None = None
         """Version last sent; None before the first `push`, which sends even the start weights."""
         self._transfer: Pending[dict[int, Transferred]] | None = None
@@ -192,7 +196,9 @@ class WeightSync:
     def _verify(self, version: int, receivers: list[int]) -> None:
         assert self._export is not None
         names = [tensor.name for tensor in self._export.tensors]
-        if self._config.verify == "sampled":
+        for engine in self._restarts.newcomers:
+            self._verified[engine] = 0
+        if self._config.verify == "sampled" and min(self._verified[engine] for engine in receivers) >= FULLY_VERIFIED:
             names = sample(names, version)
         sent: dict[str, str] = {}
         for owned in self._model.ranks.all(ActorWorker.weight_checksums, names):
@@ -200,6 +206,7 @@ class WeightSync:
         asked = self._engines.start_each_own(InferWorker.weight_checksums, dict.fromkeys(receivers, names))
         for engine, held in asked.result().items():
             require_equal(sent, held, engine, version)
+            self._verified[engine] += 1
 
 
 def _broken(engines: Pending[dict[int, Transferred]], trainers: Pending[list[Transferred]]) -> dict[str, Transferred]:

@@ -28,7 +28,7 @@ def test_an_engine_with_another_rope_ends_the_run_at_its_first_batch(tmp_path: P
     )
     code, output = run.finish()
     assert code == 1, output
-    assert "engines and trainer disagree about the tokens of the first batch" in output and "rollout.max_mismatch allows 0.2" in output
+    assert "engines and trainer disagree about the tokens of the first batch" in output and "rollout.max_mismatch allows 0.01" in output
     assert "engine_args change the model" in output
     summary = json.loads((run.folder / "summary.json").read_text())
     assert summary["steps"] == 0 and summary["exit"].startswith("failed: engines and trainer disagree")

@@ -324,11 +324,11 @@ class RolloutConfig(Section):
     on_mismatch: Literal["end", "pause"] = "end"
     """Action if engines' and trainer's log-probs differ too much (max_mismatch). end: end the run. pause: wait with everything loaded, and
     continue anyway once you delete the file paused.txt in the run's folder."""
-    max_mismatch: PositiveFloat | None = 0.2
+    max_mismatch: PositiveFloat | Literal["auto"] | None = "auto"
     """Maximum mean difference, in nats, between engine's and trainer's log-probs of the same tokens, in the first batch and later in each
     engine's samples from the trainer's current weights. A larger difference ends or pauses the run (on_mismatch): engine and trainer hold
-    different models. So does a difference several times that of earlier steps, or of the other engines. Usual in bfloat16: 0.01 to 0.05.
-    null: no check."""
+    different models. So does a difference several times that of earlier steps, or of the other engines. auto: 0.01 if both compute in
+    float32, else 0.2; usual in bfloat16: 0.01 to 0.05. null: no check."""
 
     @rule
     def _ahead(self) -> Mistakes:
