@@ -24,7 +24,7 @@ KEY = re.compile(
     r"([?&](?:[a-z0-9_.-]*(?:key|token|secret|passw(?:or)?d|signature|credential)|sig|auth|authorization|pwd)=)[^&#\s\"]+", re.IGNORECASE
 )
 """Secret in an address's query string."""
-_SECRETS = r"(?:key|token|secret|passw(?:or)?d|pwd|credentials?|authorization)"
+_SECRETS = r"(?:key|(?<!per_)token|secret|passw(?:or)?d|pwd|credentials?|authorization)"
 SECRET = re.compile(rf"{_SECRETS}$", re.IGNORECASE)
 """Names of settings whose values are never shown. `api_key_env`, which names a variable, and `max_tokens` do not match."""
 ASSIGNED = re.compile(rf"({_SECRETS}[\"']?\s*[=:]\s*).+", re.IGNORECASE | re.DOTALL)

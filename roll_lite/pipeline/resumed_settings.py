@@ -47,6 +47,7 @@ TABLE: Mapping[Effect, tuple[str, ...]] = {
         *("*.restarts", "*.train_micro_batch_tokens", "*.train_micro_batch_size", "*.compare_replicas_every"),
         *("actor_infer.replicas_per_device", "actor_train.lora.engines", "actor_train.lora.export"),
         *(f"rollout.{name}" for name in ("request_timeout_s", "retries", "dump", "max_tokens_per_engine", "stream_log_probs")),
+        *("rollout.max_mismatch", "rollout.on_mismatch", "actor_infer.most_replicas"),
         *(f"domains.*.reward.{name}" for name in ("workers", "timeout_s", "start_timeout_s", "retries")),
         *(f"domains.*.environment.{name}" for name in ("workers", "parallel", "turn_timeout_s", "start_timeout_s", "url")),
         *("domains.*.data.validation", "domains.*.data.report_by", "domains.*.validation_sampling"),

@@ -54,8 +54,8 @@ def test_below_a_secret(project: Project) -> None:
 
 
 def test_what_is_no_secret_is_shown() -> None:
-    assert show({"api_key_env": "KEY", "max_tokens": 3, "api_key": "${oc.env:KEY}"}) == (
-        '{"api_key_env": "KEY", "max_tokens": 3, "api_key": "${oc.env:KEY}"}'
+    assert show({"api_key_env": "KEY", "max_tokens": 3, "seconds_per_token": 4, "api_key": "${oc.env:KEY}"}) == (
+        '{"api_key_env": "KEY", "max_tokens": 3, "seconds_per_token": 4, "api_key": "${oc.env:KEY}"}'
     )
     assert show("a: b@c, 10:30") == '"a: b@c, 10:30"' and show("/data/x.jsonl") == '"/data/x.jsonl"'
     assert hidden("steps:3") == "steps:3" and hidden("max_tokens=x") == "max_tokens=x" and hidden("api_key_env=KEY") == "api_key_env=KEY"
