@@ -219,8 +219,24 @@ def _reward(config: RunConfig, parsed: argparse.Namespace) -> int:
         from roll_lite.rewards.preview import Look, preview
     except KeyboardInterrupt:
         return INTERRUPTED
+    if parsed.episodes:
+        return _episodes(config, parsed)
     responses = absolute_path(parsed.responses) if parsed.responses else None
     return preview(config, Look(parsed.domain, parsed.split, parsed.limit or None, responses, parsed.column))
+
+
+def _episodes(config: RunConfig, parsed: argparse.Namespace) -> int:
+    from roll_lite.rewards.preview import chosen_domain
+
+    try:
+        from roll_lite.environments.preview import preview_episodes
+
+        return preview_episodes(config, chosen_domain(config, parsed.domain), parsed.split, parsed.episodes)
+    except ValueError as error:
+        sys.stderr.write(f"{error}\n")
+        return WRONG_CONFIGURATION
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
 
 def _simulate(config: RunConfig, parsed: argparse.Namespace) -> int:
@@ -310,6 +326,9 @@ def _reward_options(command: argparse.ArgumentParser) -> None:
         type=Path,
         help="score these in place of the reference answers: a .jsonl file with `response` and `prompt_uid` or `prompt` in every line, "
         "or the samples of a run, runs/NAME/samples/step_000001.jsonl",
+    )
+    command.add_argument(
+        "--episodes", type=_count, metavar="N", help="play N episodes of a domain with an environment, with the model, and show them"
     )
     command.add_argument("--column", help="take the responses from this column of the domain's data")
 

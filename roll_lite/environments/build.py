@@ -23,9 +23,12 @@ from roll_lite.config.schema.environments import (
     ToolsEnvironmentConfig,
     VerifiersEnvironmentConfig,
 )
+from roll_lite.data.row_values import messages_of
+from roll_lite.data.samples import Prompt
 from roll_lite.data.templates import Tokenizer
 from roll_lite.data.user_function import load_function
 from roll_lite.environments.agents import Agent, command_agent, play_agent
+from roll_lite.environments.base import Task
 from roll_lite.environments.episode import Calls, Limits, Play, Player, Renderer, play_class
 from roll_lite.environments.python_tool import PythonTool
 from roll_lite.environments.rendering import ChatRenderer, PlainRenderer
@@ -90,6 +93,16 @@ def _play(domain: DomainConfig, tokenizer: Tokenizer, domain_path: str, host: st
 
             return play_verifiers(settings, path)
     raise AssertionError(domain.environment)
+
+
+def task_of(domain: DomainConfig, prompt: Prompt, seed: int) -> Task:
+    """Task of a row: its prompt as messages, its answer and columns."""
+    template, column = domain.template, domain.data.prompt
+    if isinstance(template, ChatTemplateConfig):
+        messages = messages_of({column: prompt.question}, column, template.system)
+    else:
+        messages = [{"role": "user", "content": prompt.text}]
+    return Task(messages, prompt.answer, prompt.columns, seed % 2**31)
 
 
 def tools_of(settings: ToolConfig, path: str, calls: Calls) -> Tools:

@@ -54,7 +54,7 @@ def preview(config: RunConfig, look: Look) -> int:
     try:
         if look.responses is not None and look.column is not None:
             raise ValueError(f"--column: {look.column!r} would be ignored, --responses says where the responses are; give one of them")
-        name = _domain(config, look)
+        name = chosen_domain(config, look.domain)
         domain, path = config.domains[name], f"domains.{name}.reward"
         built_in = typed_reward(domain.reward.name, domain.reward.args, path) if domain.reward.name in REWARDS else None
         if built_in is not None and built_in.within_a_run:
@@ -85,11 +85,12 @@ def preview(config: RunConfig, look: Look) -> int:
     return WRONG_ANSWERS if failed or (look.responses is None and (wrong or unreadable)) else RIGHT
 
 
-def _domain(config: RunConfig, look: Look) -> str:
+def chosen_domain(config: RunConfig, name: str | None) -> str:
+    """Domain of this name; None: the only one."""
     names = list(config.domains)
-    if look.domain is None and len(names) > 1:
+    if name is None and len(names) > 1:
         raise ValueError(f"--domain: which one? There are {', '.join(names)}")
-    name = look.domain or names[0]
+    name = name or names[0]
     if name not in names:
         raise ValueError(f"--domain: {name!r} is no domain{nearest_aside(name, names)}; there are {', '.join(names)}")
     return name

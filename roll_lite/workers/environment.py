@@ -13,8 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import ray
 
-from roll_lite.config.schema.domains import ChatTemplateConfig, DomainConfig
-from roll_lite.data.row_values import messages_of
+from roll_lite.config.schema.domains import DomainConfig
 from roll_lite.data.samples import FinishReason, GenerationRequest, Prompt, Sampling, Turn
 from roll_lite.data.stable_hash import stable_hash
 from roll_lite.data.templates import load_tokenizer
@@ -22,7 +21,7 @@ from roll_lite.distributed.failures import FleetDown, MemberLost
 from roll_lite.distributed.fleet import Fleet, Policy, SlowStart
 from roll_lite.distributed.place import ActorMember, Place
 from roll_lite.environments.base import Task
-from roll_lite.environments.build import player_of
+from roll_lite.environments.build import player_of, task_of
 from roll_lite.environments.episode import STUCK_THREADS, Answer, Ask, Begin, Cancel, Ended, Event, Player
 from roll_lite.rewards.base import CANNED_RESPONSE
 from roll_lite.scheduler.runner import Conversation, EpisodeFailed
@@ -208,14 +207,8 @@ class EnvironmentPool:
         return None
 
     def _task(self, prompt: Prompt, conversation: Conversation) -> Task:
-        template, column = self._domain.template, self._domain.data.prompt
-        if isinstance(template, ChatTemplateConfig):
-            messages = messages_of({column: prompt.question}, column, template.system)
-        else:
-            messages = [{"role": "user", "content": prompt.text}]
         seed = conversation.sampling.seed
-        own = stable_hash(conversation.request_id if seed is None else seed, "environment") % 2**31
-        return Task(messages, prompt.answer, prompt.columns, own)
+        return task_of(self._domain, prompt, stable_hash(conversation.request_id if seed is None else seed, "environment"))
 
     # ------------------------------------------------------------ workers
 
