@@ -129,10 +129,12 @@ def measured(run: MeasuredRun, assumed: SimulationConfig, domains: Iterable[str]
 def _engine(run: MeasuredRun, steps: Sequence[int], assumed: SimulatedEngineConfig) -> SimulatedEngineConfig:
     rows, seconds = [], []
     for step in steps:
-        lengths = [sample["response_tokens"] for sample in run.samples[step] if sample["response_tokens"]]
+        generated = [sample for sample in run.samples[step] if sample["response_tokens"]]
+        lengths = [round(policy_tokens(sample)) for sample in generated]
         own = lengths[:: run.engines]
         rows.append((passes(own, run.slots), sum(lengths) / run.engines))
-        seconds.append(run.metrics[step]["rollout/generation_seconds"])
+        waits = fmean(sample["episode"]["metrics"]["environment_seconds"] if "episode" in sample else 0.0 for sample in generated)
+        seconds.append(max(0.1 * (whole := run.metrics[step]["rollout/generation_seconds"]), whole - waits))
     pass_s, request_s = fit(rows, seconds)  # both include the costs of cache and prefill
     elsewhere = {"offload_s": 0.0} if run.offloads else {}  # already included in the trainer's time
     in_these_two = {"cached_token_ns": 0.0, "prefill_tokens_per_s": None}
@@ -179,7 +181,8 @@ def _responses(
     name: str, samples: Sequence[Mapping[str, Any]], run: MeasuredRun, steps: Sequence[int], prompts: int
 ) -> SimulatedResponsesConfig:
     """Measure the responses of a domain. `prompts`: number of prompts in its data, which a run does not record."""
-    lengths = [float(sample["response_tokens"]) for sample in samples if sample["response_tokens"]]
+    lengths = [policy_tokens(sample) / turns_of(sample) for sample in samples if sample["response_tokens"]]
+    played = [sample["episode"]["metrics"] for sample in samples if "episode" in sample]
     groups: dict[tuple[int, int], list[bool]] = defaultdict(list)
     for sample in samples:
         groups[sample["epoch"], sample["group"]].append(bool(sample["correct"]))
@@ -190,9 +193,31 @@ def _responses(
         prompt_tokens=max(1, round(fmean(sample["prompt_tokens"] for sample in samples))),
         quantiles=[rounded(float(value)) for value in np.quantile(lengths, np.linspace(0, 1, QUANTILES))],
         reward_s=rounded(fmean(known)) if known else 0.0,
+        **(_episodes(played) if played else {}),
         all_right=rounded(sum(all(ones) for ones in groups.values()) / len(groups)),
         all_wrong=rounded(sum(not any(ones) for ones in groups.values()) / len(groups)),
     )
+
+
+def _episodes(played: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    turns = [one["turns"] for one in played]
+    further = max(1.0, sum(turns) - len(turns))
+    return {
+        "turns": rounded(float(np.median(turns))),
+        "turns_p99": rounded(float(np.quantile(turns, 0.99))),
+        "environment_s": rounded(sum(one["environment_seconds"] for one in played) / sum(turns)),
+        "environment_tokens": max(1, round(sum(one["environment_tokens"] for one in played) / further)),
+    }
+
+
+def turns_of(sample: Mapping[str, Any]) -> float:
+    return float(sample["episode"]["metrics"]["turns"]) if "episode" in sample else 1.0
+
+
+def policy_tokens(sample: Mapping[str, Any]) -> float:
+    """Tokens of the policy; `response_tokens` counts the environment's too."""
+    others = sample["episode"]["metrics"]["environment_tokens"] if "episode" in sample else 0.0
+    return float(sample["response_tokens"] - others)
 
 
 def rounded(value: float) -> float:

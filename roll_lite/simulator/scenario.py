@@ -146,7 +146,7 @@ def scenario_of(config: RunConfig) -> Scenario:
 
 
 def _domain(config: RunConfig, name: str, domain: DomainConfig) -> DomainModel:
-    responses = responses_of(config.simulation, name)
+    responses, environment = responses_of(config.simulation, name), domain.environment
     return DomainModel(
         name=name,
         lengths=_lengths(responses, domain.sampling.max_tokens),
@@ -155,6 +155,10 @@ def _domain(config: RunConfig, name: str, domain: DomainConfig) -> DomainModel:
         samples_per_prompt=group_size(config, domain),
         share=domain.share,
         reward_s=LogNormal(responses.reward_s, responses.reward_p99_s or responses.reward_s) if responses.reward_s else None,
+        turns=LogNormal(responses.turns, responses.turns_p99 or responses.turns) if environment is not None else None,
+        max_turns=environment.max_turns if environment is not None else 1,
+        environment_s=LogNormal(waits, responses.environment_p99_s or waits) if (waits := responses.environment_s) else None,
+        environment_tokens=responses.environment_tokens,
         reward_most_s=domain.reward.timeout_s,
         reward_workers=responses.reward_workers,
         all_right=responses.all_right,

@@ -16,7 +16,7 @@ from roll_lite.data.samples import GenerationRequest, Prompt, RewardInput, Sampl
 from roll_lite.data.stable_hash import stable_hash
 from roll_lite.scheduler.domain import Domain
 from roll_lite.scheduler.filters import GroupFilter
-from roll_lite.simulator.engine import sample_of
+from roll_lite.scheduler.runner import Conversation, one_response
 
 NORMAL = NormalDist()
 P99 = NORMAL.inv_cdf(0.99)
@@ -72,6 +72,13 @@ class DomainModel:
     """Fraction of prompts that are always solved."""
     all_wrong: float = 0.0
     """Fraction of prompts that are never solved. All but these and `all_right` are solved with a probability drawn uniformly."""
+    turns: Distribution | None = None
+    """Responses in an episode; None: one."""
+    max_turns: int = 1
+    environment_s: Distribution | None = None
+    """Seconds in which the environment answers a response; None: no time."""
+    environment_tokens: int = 0
+    """Tokens that it adds."""
     greedy_baseline: bool = False
     prompts: int = 10_000
     epochs: int | None = None
@@ -122,13 +129,34 @@ class SimulatedReward:
         return (place - self._model.all_right) / (1 - self._model.all_right - self._model.all_wrong)
 
 
+class SimulatedEnvironment:
+    """Simulated environment: sleeps for a random time after each response, and adds tokens."""
+
+    def __init__(self, model: DomainModel, turns: Distribution, seed: int) -> None:
+        self._model = model
+        self._turns = turns
+        self._seed = seed
+
+    async def play(self, prompt: Prompt, conversation: Conversation) -> None:
+        model, sample = self._model, conversation.request_id
+        turns = min(round(self._turns.draw(uniform(self._seed, "turns", sample))), model.max_turns)
+        room = model.max_tokens - (await conversation.respond(prompt.token_ids)).length
+        for turn in range(1, turns):
+            if model.environment_s is not None:
+                await asyncio.sleep(model.environment_s.draw(uniform(self._seed, "environment", sample, turn)))
+            room -= model.environment_tokens
+            if room < 1:
+                return
+            room -= (await conversation.respond((0,) * model.environment_tokens, turn, turn - 1)).length
+
+
 def lengths(models: Sequence[DomainModel], seed: int) -> Callable[[GenerationRequest], int]:
     """Function that draws the length in tokens of a request's whole response."""
     by_name = {model.name: model.lengths for model in models}
 
     def length(request: GenerationRequest) -> int:
-        sample = sample_of(request.request_id)
-        return max(1, round(by_name[sample.partition("/")[0]].draw(uniform(seed, "length", sample))))
+        turn = request.request_id.partition("~")[0]  # the sample's id, with the number of a later turn
+        return max(1, round(by_name[turn.partition("/")[0]].draw(uniform(seed, "length", turn))))
 
     return length
 
@@ -147,6 +175,7 @@ def domains(models: Sequence[DomainModel], seed: int, group_filter: GroupFilter 
             epochs=model.epochs,
             least=model.least,
             filter=group_filter,
+            episode=one_response if model.turns is None else SimulatedEnvironment(model, model.turns, seed).play,
         )
         for number, model in enumerate(models)
     ]

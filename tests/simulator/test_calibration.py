@@ -88,6 +88,38 @@ def test_a_run_that_the_model_has_made_is_found_again() -> None:
     assert "make" not in found.domains
 
 
+def test_turns_and_the_environments_time_are_measured() -> None:
+    """Three episodes of 1, 2 and 2 responses with 10 tokens each, 4 tokens and 0.5 s of the environment after every response but the last;
+    the engine's time is what is left of the generation's: 30 tokens one after the other."""
+    turns = {0: 1, 1: 2, 2: 2}
+    samples = [
+        {
+            "domain": "add",
+            "group": index,
+            "epoch": 0,
+            "correct": True,
+            "outcome": "accepted",
+            "prompt_tokens": 6,
+            "response_tokens": 10 * turns[index] + 4 * (turns[index] - 1),
+            "episode": {
+                "metrics": {
+                    "turns": turns[index],
+                    "environment_seconds": 0.5 * turns[index],
+                    "environment_tokens": 4.0 * (turns[index] - 1),
+                }
+            },
+        }
+        for index in range(3)
+    ]
+    waits = 0.5 * 5 / 3
+    metrics = {step: {"time/step": 3.0 + waits, "rollout/generation_seconds": 2.0 + waits} for step in (1, 2)}
+    found = measured(MeasuredRun(1, 8, 1, metrics, {1: samples, 2: samples}), SimulationConfig(), ["add"])
+    add = found.domains["add"]
+    assert (add.turns, add.turns_p99, add.environment_s, add.environment_tokens) == (2.0, 2.0, 0.5, 4)
+    assert add.quantiles == [10.0] * 21
+    assert found.engine.pass_ms == pytest.approx(1e3 * 2.0 / 20), "20 passes of the longest"
+
+
 def test_the_simulation_of_a_real_run_takes_as_long_as_the_run() -> None:
     run = read_run(RUN)
     config = calibrated(load_config("tiny_grpo", CONFIGS, []), RUN)

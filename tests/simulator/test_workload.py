@@ -1,15 +1,25 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from statistics import fmean, quantiles
 
 import pytest
 from simulator_support import request
 
-from roll_lite.data.samples import RewardInput
+from roll_lite.data.samples import Prompt, RewardInput, Turn
 from roll_lite.simulator.clock import run_virtual
 from roll_lite.simulator.engine import sample_of
-from roll_lite.simulator.workload import DomainModel, LogNormal, Quantiles, SimulatedPrompts, SimulatedReward, lengths, uniform
+from roll_lite.simulator.workload import (
+    DomainModel,
+    LogNormal,
+    Quantiles,
+    SimulatedEnvironment,
+    SimulatedPrompts,
+    SimulatedReward,
+    lengths,
+    uniform,
+)
 
 
 def test_a_log_normal_has_its_median_and_its_99th_percentile() -> None:
@@ -60,3 +70,26 @@ def test_rewards_take_their_time_and_solve_as_many_prompts_as_they_should() -> N
     # Beside the prompts that are always solved some are by chance: with p evenly spread, all of 8 in 1 case of 9.
     assert sum(mean == 1 for mean in means) / 2000 == pytest.approx(0.2 + 0.5 / 9, abs=0.03)
     assert sum(mean == 0 for mean in means) / 2000 == pytest.approx(0.3 + 0.5 / 9, abs=0.03)
+
+
+def test_an_episode_takes_its_turns_and_stops_where_its_tokens_end() -> None:
+    """Three turns of 10 tokens, between them 5 of the environment: 40 tokens. In 24 tokens there is room for two responses and those 5."""
+    asked: list[tuple[float, int, int | None]] = []
+
+    class Asked:
+        request_id = "toy/0/0/0/0/0"
+
+        async def respond(self, ids: Sequence[int], number: int = 0, after: int | None = None) -> Turn:
+            asked.append((asyncio.get_running_loop().time(), len(ids), after))
+            return Turn("", 10)
+
+    async def play(max_tokens: int) -> list[tuple[float, int, int | None]]:
+        asked.clear()
+        three, wait = LogNormal(3, 3), LogNormal(2.0, 2.0)
+        model = DomainModel("toy", LogNormal(10, 10), max_tokens, max_turns=9, environment_s=wait, environment_tokens=5)
+        await SimulatedEnvironment(model, three, seed=1).play(Prompt("toy", 0, "0", (1, 2, 3)), Asked())  # type: ignore[arg-type]
+        start = asked[0][0]
+        return [(at - start, tokens, after) for at, tokens, after in asked]
+
+    assert run_virtual(play(100)) == [(0.0, 3, None), (2.0, 5, 0), (4.0, 5, 1)]
+    assert run_virtual(play(24)) == [(0.0, 3, None), (2.0, 5, 0)]

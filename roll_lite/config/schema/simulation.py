@@ -81,6 +81,17 @@ class SimulatedResponsesConfig(Section):
     reward_workers: PositiveInt | None = None
     """Samples scored at a time; others wait. With `rollout.supply: async` no later batch starts while samples for a whole batch wait for
     scores. null: unlimited, for times measured by `--from`, which include waiting."""
+    turns: Annotated[float, Field(ge=1)] = 1.0
+    """Median number of responses in an episode, at most environment.max_turns; only in domains with an environment. Response lengths are
+    then those of one response."""
+    turns_p99: Annotated[float, Field(ge=1)] | None = None
+    """99th percentile of the number of responses; null: all episodes have the median."""
+    environment_s: NonNegativeFloat = 0.0
+    """Median time in which the environment answers a response, in seconds."""
+    environment_p99_s: PositiveFloat | None = None
+    """99th percentile of that time; null: all take the median."""
+    environment_tokens: PositiveInt = 32
+    """Tokens that the environment adds after a response."""
     all_right: Share = 0.1
     """Share of prompts that are always solved."""
     all_wrong: Share = 0.1
@@ -90,6 +101,10 @@ class SimulatedResponsesConfig(Section):
     def _lengths(self) -> Mistakes:
         if self.median is not None and self.p99 is not None and self.p99 < self.median:
             yield "p99", f"is less than the median, {self.median:g}"
+        if self.turns_p99 is not None and self.turns_p99 < self.turns:
+            yield "turns_p99", f"is less than turns, {self.turns:g}"
+        if self.environment_p99_s is not None and not 0 < self.environment_s <= self.environment_p99_s:
+            yield "environment_p99_s", f"is no 99th percentile above environment_s, {self.environment_s:g}"
         if self.quantiles is not None and self.quantiles != sorted(self.quantiles):
             yield "quantiles", "go from the shortest to the longest"
         for key in ("median", "p99"):
