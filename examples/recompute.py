@@ -446,6 +446,8 @@ def row_weights(algorithm: dict[str, Any], rows: list[Row], constant: int | None
 
 def credit(run: Run, step: Step) -> dict[str, dict[int, torch.Tensor]] | None:
     """Advantages (and returns) by sample, where this script has the estimator."""
+    if any("turn_rewards" in row.columns for row in step.rows.values()):
+        return None
     advantage, whiten = run.algorithm["advantage"], run.algorithm["whiten_advantages"]
     paid = {sample: kl_paid(run, step, row) for sample, row in step.rows.items()}
     found: dict[str, dict[int, torch.Tensor]]

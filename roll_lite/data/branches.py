@@ -55,13 +55,14 @@ def turn_rewards(rows: Iterable[tuple[Branch, Sequence[float]]]) -> Ragged:
 
 
 def per_sample(rows: DataProto) -> DataProto:
-    """One row per sample: its first row, with the tokens and versions of all."""
+    """One row per sample: its first row, with the response tokens and versions of all. Policy tokens are those of the row with most, since
+    max_tokens limits a row."""
     of = sample_rows_of(rows)
     if of is None:
         return rows
     columns = dict(rows.take(of.first).columns)
-    columns |= {name: of.total(rows.tensor(name)) for name in ("policy_tokens", "response_length")}
-    for name, kind in (("min_version", "amin"), ("max_version", "amax")):
+    columns["response_length"] = of.total(rows.tensor("response_length"))
+    for name, kind in (("min_version", "amin"), ("max_version", "amax"), ("policy_tokens", "amax")):
         column = rows.tensor(name)
         columns[name] = column[of.first].scatter_reduce(0, torch.from_numpy(of.sample), column, kind)
     del columns["branch"]

@@ -15,6 +15,7 @@ from roll_lite.config.arithmetic import group_size
 from roll_lite.config.problems import Problem
 from roll_lite.config.schema.algorithm import AlgorithmConfig
 from roll_lite.config.schema.base import Section
+from roll_lite.config.schema.environments import EndpointEnvironmentConfig
 from roll_lite.config.schema.models import LoraConfig, OptimizerConfig, RefreshConfig
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.files import elsewhere, first_line, is_folder, kind_of, listing
@@ -134,6 +135,13 @@ def check_dumps(config: RunConfig) -> Iterator[Problem]:
 
 def _lengths(config: RunConfig, headers: Sequence[DumpHeader]) -> Iterator[Problem]:
     for name, domain in config.domains.items():
+        if isinstance(domain.environment, EndpointEnvironmentConfig):  # only the sum limits an agent's conversations
+            longest = max((header.domains[name].get("longest_row", 0) for header in headers if name in header.domains), default=0)
+            both, path = domain.sampling.max_prompt_tokens + domain.sampling.max_tokens, f"domains.{name}.sampling.max_tokens"
+            if longest > both:
+                message = f"the dumps have a conversation of {longest} tokens; with max_prompt_tokens there is room for {both}"
+                yield Problem(path, message, domain.sampling.max_tokens)
+            continue
         for what, limit in {"prompt": "max_prompt_tokens", "response": "max_tokens"}.items():
             longest = max((header.domains[name][f"longest_{what}"] for header in headers if name in header.domains), default=0)
             given = getattr(domain.sampling, limit)

@@ -275,6 +275,7 @@ def _sizes(rows: DataProto) -> dict[str, dict[str, int]]:
             "samples": len(per_sample(own)),
             "longest_prompt": int(own.tensor("prompt_length").max()),
             "longest_response": int(own.tensor("response_length").max()),
+            "longest_row": int((own.tensor("prompt_length") + own.tensor("response_length")).max()),
         }
         for name, own in rows.group_by("domain").items()
     }

@@ -18,7 +18,11 @@ from roll_lite.environments.base import Message, Task
 from roll_lite.environments.endpoint.api import ChatReply, ChatRequest, as_sent
 from roll_lite.environments.episode import Play, Policy, Renderer
 from roll_lite.environments.tool_calls import split_thoughts
+from roll_lite.sandbox import kernel
 
+MOST_CHARACTERS = 64
+"""Characters per token, more than any text has."""
+READ_SECONDS = 2.0
 OUTPUT_BYTES = 2**16
 """Bytes kept of a program's output, from its end."""
 
@@ -85,12 +89,17 @@ class AgentSession:
         policy.begin_turn()
         policy.count("overridden_parameters", len(request.overridden))
         renderer = self._renderer_of(request.tools)
+        written = len(request.text or "") + sum(len(message["content"]) for message in request.messages)
+        if written > MOST_CHARACTERS * self._longest:  # before it is tokenized, which takes seconds per megabyte
+            policy.finish(FinishReason.LENGTH, f"no room is left for a response: the conversation has {written} characters")
         node, new, digest = self._match(request)
         if request.text is not None:
             ids = renderer.text(request.text)
         else:
             ids = renderer.prompt(new) if node is None else renderer.continuation(node.ids, new)
         length = len(ids) + (0 if node is None else node.length)
+        if not length:
+            raise ValueError("the prompt is empty")
         room = self._longest - length
         if room < 1:
             policy.finish(FinishReason.LENGTH, f"no room is left for a response: the conversation has {length} of {self._longest} tokens")
@@ -153,13 +162,15 @@ def play_agent(agent: Agent, host: str, renderer_of: Callable[[Sequence[dict[str
             try:
                 result = await agent(task, Endpoint(f"{server.url}/v1", key))
             except Exception:
-                if policy.finish_reason is None:  # otherwise it failed since it reached a limit
+                if policy.limit is None:  # otherwise it failed since it reached a limit
                     raise
+            else:
+                policy.finish_reason = FinishReason.STOP  # it came to its end, whatever it was refused
             await server.settled(key)  # responses that the agent did not wait for train too: else short ones would be preferred
         finally:
             server.close(key)
         session.end()
-        if gives_reward and (result is not None or policy.finish_reason is None):
+        if gives_reward and (result is not None or policy.limit is None):
             return _reward(result)
         if isinstance(result, int | float):
             raise ValueError(f"the agent's result is the number {result!r}, but the domain's `reward` scores texts; leave out one of them")
@@ -189,6 +200,7 @@ def command_agent(command: Sequence[str]) -> Agent:
             stderr=asyncio.subprocess.PIPE,
             env=os.environ | endpoint.variables,
             start_new_session=True,
+            preexec_fn=_end_with_parent,
         )
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         reading = [asyncio.create_task(_end_of(stream)) for stream in (process.stdout, process.stderr)]
@@ -201,13 +213,21 @@ def command_agent(command: Sequence[str]) -> Agent:
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-        output, errors = await asyncio.gather(*reading)
+        await asyncio.wait(reading, timeout=READ_SECONDS)  # a child in a session of its own may hold the pipes
+        output, errors = (one.result() if one.done() else "" for one in reading)
+        for one in reading:
+            one.cancel()
         if code:
             told = (errors.strip() or output.strip()).splitlines()[-3:]
             raise RuntimeError(f"{command[0]} ended with code {code}: {' | '.join(told)}")
         return output.strip().rpartition("\n")[2] or None
 
     return run
+
+
+def _end_with_parent() -> None:
+    """Have the kernel kill the program when its worker dies."""
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 async def _end_of(stream: asyncio.StreamReader) -> str:

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
@@ -17,8 +18,9 @@ import numpy as np
 from roll_lite.data.samples import EpisodeRecord, FinishReason
 from roll_lite.environments.base import EpisodeOver, Message, Step, Task, messages_from
 
-STUCK_THREADS = 8
-"""Calls that may hang in threads before the worker is replaced: Python cannot end a thread."""
+STUCK_THREADS, STUCK_AFTER_S = 8, 30.0
+"""Calls that may hang in threads before the worker is replaced, since Python cannot end a thread; and the time after which a call hangs
+whose caller gave up."""
 
 
 class Renderer(Protocol):
@@ -129,7 +131,9 @@ class Policy:
         self.answer: str | None = None
         """Answer to score in place of the last response."""
         self.finish_reason: FinishReason | None = None
-        """Limit that the episode has reached."""
+        """Limit that the episode has reached, if it has not gone on since."""
+        self.limit: str | None = None
+        """Limit that a request met, in words."""
         self.limits = limits
         self.room = room
         """Tokens that may still follow the first prompt."""
@@ -177,8 +181,7 @@ class Policy:
         answer = self._answers[number] = loop.create_future()
         if len(self._answers) == 1:
             self._seconds += loop.time() - self._since
-            if self.timer is not None:
-                self.timer.reschedule(None)
+            self._set_timer(None)
         self._ask(Ask(self._number, number, after, np.array(ids, np.int32).tobytes(), most, tuple(stop)))
         try:
             given = await answer
@@ -186,9 +189,13 @@ class Policy:
             del self._answers[number]
             if not self._answers:
                 self._since = loop.time()
-                if self.timer is not None:
-                    self.timer.reschedule(self._since + self.limits.turn_timeout_s)
+                self._set_timer(self._since + self.limits.turn_timeout_s)
         return Response(number, np.frombuffer(given.ids, np.int32), given.finish_reason)
+
+    def _set_timer(self, when: float | None) -> None:
+        with suppress(RuntimeError):  # the episode has ended
+            if self.timer is not None:
+                self.timer.reschedule(when)
 
     def answered(self, answer: Answer) -> None:
         """Take a response that `sample` waits for."""
@@ -210,7 +217,7 @@ class Policy:
 
     def finish(self, reason: FinishReason, why: str) -> NoReturn:
         """End the episode at a limit."""
-        self.finish_reason = reason
+        self.finish_reason, self.limit = reason, why
         raise EpisodeOver(why)
 
     def reward(self, value: float) -> None:
@@ -227,7 +234,7 @@ class Policy:
 
     def record(self) -> EpisodeRecord:
         if not self._rewards:
-            raise ValueError("it ended without a response")
+            raise ValueError(f"it ended without a response{f': {self.limit}' if self.limit else ''}")
         rewards = tuple(self._rewards)
         score = rewards[-1] if self.limits.last_reward else sum(rewards)
         seconds = self._seconds + asyncio.get_running_loop().time() - self._since
@@ -255,7 +262,8 @@ class Player:
             if isinstance(order, Begin):
                 policy = Policy(order.episode, self._renderer, self._limits, order.max_tokens, self._emit)
                 self._policies[order.episode] = policy
-                self._tasks[order.episode] = asyncio.get_running_loop().create_task(self._run(order, policy))
+                task = self._tasks[order.episode] = asyncio.get_running_loop().create_task(self._run(order, policy))
+                task.add_done_callback(partial(self._forget, order.episode))
             elif order.episode not in self._tasks:  # it has ended
                 continue
             elif isinstance(order, Cancel):
@@ -303,8 +311,9 @@ class Player:
             expired = isinstance(error, TimeoutError) and policy.timer is not None and policy.timer.expired()
             cause = f"it took longer than {limit_s:g} s (turn_timeout_s) to answer a response" if expired else _told(error)
             self._emit(Failed(order.episode, cause))
-        finally:
-            del self._policies[order.episode], self._tasks[order.episode]
+
+    def _forget(self, episode: int, _: asyncio.Task[None]) -> None:
+        del self._policies[episode], self._tasks[episode]
 
 
 def _told(error: Exception) -> str:
@@ -327,10 +336,18 @@ class Calls:
             return await function(*args, **kwargs)
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Any] = loop.create_future()
+        ended = hangs = False
+
+        def give_up() -> None:
+            nonlocal hangs
+            hangs = not ended
+            self.stuck += hangs
 
         def resolve(result: Any, error: Exception | None) -> None:
+            nonlocal ended
+            ended = True
             if answer.cancelled():
-                self.stuck -= 1
+                self.stuck -= hangs
             elif error is None:
                 answer.set_result(result)
             else:
@@ -350,7 +367,7 @@ class Calls:
         try:
             result = await answer
         except asyncio.CancelledError:
-            self.stuck += answer.cancelled()
+            loop.call_later(STUCK_AFTER_S, give_up)
             raise
         return await result if inspect.isawaitable(result) else result
 

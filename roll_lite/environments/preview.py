@@ -52,6 +52,7 @@ class LocalPolicy:
                 "temperature": sampling.temperature,
                 "top_p": sampling.top_p,
                 "top_k": sampling.top_k,
+                "min_p": sampling.min_p,
             }
         )
         most = room if ask.most is None else ask.most
@@ -115,7 +116,7 @@ def _shown(domain: DomainConfig, path: str, prompt: Prompt, end: Ended | Failed)
 
 
 def _conversation(messages: Sequence[dict[str, Any]], record: EpisodeRecord, is_only: bool) -> Iterator[Text]:
-    turn = 0
+    turn = len(record.rewards) - sum(message["role"] == "assistant" for message in messages)  # the prompt may have such messages
     for message in messages:
         role, content = message["role"], str(message["content"]).strip()
         line = Text(f"{role:>9}: ", style="bold").append(content, style=COLORS.get(role, ""))
@@ -123,7 +124,7 @@ def _conversation(messages: Sequence[dict[str, Any]], record: EpisodeRecord, is_
             function = call["function"]
             line.append(f" {function['name']}({json.dumps(function['arguments'], ensure_ascii=False)})", style="magenta")
         if role == "assistant":
-            if is_only and record.rewards[turn]:
+            if is_only and turn >= 0 and record.rewards[turn]:
                 line.append(f"  [{record.rewards[turn]:+g}]", style="green")
             turn += 1
         yield line

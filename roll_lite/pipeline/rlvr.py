@@ -441,7 +441,8 @@ class Unrecorded:
 
 
 def training_rows(batch: Batch) -> int:
-    return int((batch.rows.tensor("train_weight") > 0).sum())
+    """Number of samples that train."""
+    return int((per_sample(batch.rows).tensor("train_weight") > 0).sum())
 
 
 def per_token(parts: Sequence[Mapping[str, float]], name: str, tokens: str) -> float:

@@ -116,7 +116,7 @@ class Turns(NamedTuple):
     states: torch.Tensor
     """[turns] float64: hash of the text that the response answers, the prompt or the environment's messages."""
     rewards: torch.Tensor
-    """[turns] float64."""
+    """[turns] float64: without KL."""
 
 
 class _Task:
@@ -140,12 +140,15 @@ class _Task:
         self.subtracts_kl = kl is not None
         self.early_rewards = None if kl is None else kl * -kl_coef
         """[B, T-1] rewards of tokens besides the score: KL, and rewards of turns before the last."""
+        self.turn_rewards: torch.Tensor | None = None
+        """[B, T-1] rewards of turns before the last."""
         self.at_end = self.score
         """[B] rest of the score, which the last token gets."""
         if "turn_rewards" in rows.columns:
             paid = rows.columns["turn_rewards"].masked_fill(~rows.mask, 0.0) * scale
             last = formulas.last_policy_token(rows.mask)
             paid[last >= 0, last[last >= 0]] = 0.0
+            self.turn_rewards = paid
             self.at_end = self.score - paid.sum(1, dtype=torch.float64)
             self.early_rewards = paid if self.early_rewards is None else self.early_rewards + paid
         self.penalty = torch.zeros_like(self.score) if kl is None else kl_coef * row_moments(kl, rows.mask)[:, 1]
@@ -194,7 +197,7 @@ class _Task:
                 ends.append(end)
                 text = np.ascontiguousarray(ids[before : start + 1], np.int64)  # entry t of the mask belongs to token t + 1
                 states.append(int.from_bytes(blake2b(text.tobytes(), digest_size=6).digest(), "big"))
-                paid = 0.0 if self.early_rewards is None else float(self.early_rewards[row, start:end].sum(dtype=torch.float64))
+                paid = 0.0 if self.turn_rewards is None else float(self.turn_rewards[row, start:end].sum(dtype=torch.float64))
                 rewards.append(paid + (float(self.at_end[row]) if end == edges[-1] else 0.0))
                 before = end + 1
         whole = torch.tensor(rows, dtype=torch.int64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -108,7 +108,9 @@ class PooledEnvironment(ActorMember):
 class EnvironmentPool:
     """Plays the episodes of one domain, each in the worker with the fewest. A lost worker is replaced; its episodes start again."""
 
-    def __init__(self, name: str, domain: DomainConfig, model: str) -> None:
+    def __init__(self, name: str, domain: DomainConfig, model: str, limited: bool = True) -> None:
+        """`limited`: episodes wait for one of `parallel` places. In deterministic runs they must not, since requests are sent only when all
+        samples wait for a response."""
         assert domain.environment is not None
         self._domain = domain
         self._settings = domain.environment
@@ -117,7 +119,7 @@ class EnvironmentPool:
         policy = Policy(self._settings.start_timeout_s, path=path)
         self._fleet = Fleet(f"{path}.workers", members, policy, self._serve, self._lost, self._down)
         self._numbers = itertools.count()
-        self._places = asyncio.Semaphore(self._settings.workers * self._settings.parallel)
+        self._places = asyncio.Semaphore(self._settings.workers * self._settings.parallel) if limited else nullcontext()
 
     async def start(self) -> None:
         """Start all workers. ValueError for a mistake in the environment's configuration."""

@@ -164,7 +164,9 @@ class RolloutWorker(AsyncWorker):
         self._pools = {name: self._pool(name, domain, judges) for name, domain in self._spec.domains.items()}
         path = str(self._spec.model.path)
         self._environments = {
-            name: EnvironmentPool(name, domain, path) for name, domain in self._spec.domains.items() if domain.environment is not None
+            name: EnvironmentPool(name, domain, path, limited=not self._spec.deterministic)
+            for name, domain in self._spec.domains.items()
+            if domain.environment is not None
         }
         starting = asyncio.gather(*(pool.start() for pool in (*self._pools.values(), *self._environments.values())))
         self._domains = await asyncio.to_thread(self._load_domains)

@@ -44,6 +44,9 @@ def test_shipped_environments() -> None:
     ("name", "overrides", "says"),
     [
         ("tiny_guess", [f"{GUESS}.max_turn=3"], f"{GUESS}.max_turn = 3: unknown key; did you mean 'max_turns'"),
+        ("tiny_agent", ["deterministic=true"], "deterministic = true: which of an agent's requests comes first depends on timing"),
+        ("tiny_agent", [f"{CALCULATOR}.function=null"], f"{CALCULATOR}.function = null: name either a function or a command"),
+        ("tiny_agent", [f"{CALCULATOR}.function=null", f"{CALCULATOR}.command=[no-such-agent]"], "is no program on the PATH"),
         ("tiny_guess", [f"{GUESS}.rewards=per_turn"], f"{GUESS}.rewards = .per_turn.: makes no difference to algorithm.advantage grpo"),
         (
             "tiny_guess",

@@ -128,7 +128,7 @@ def test_the_header_says_what_made_it(tmp_path: Path) -> None:
     write(tmp_path / "step.parquet", groups, blocks)
     header = read_header(tmp_path / "step.parquet")
     assert (header.step, header.baselines, header.largest_token) == (1, True, 42)
-    assert header.domains == {"add": {"samples": 3, "longest_prompt": 3, "longest_response": 3}}
+    assert header.domains == {"add": {"samples": 3, "longest_prompt": 3, "longest_response": 3, "longest_row": 6}}
     raw = json.loads(pq.read_metadata(tmp_path / "step.parquet").metadata[METADATA.encode()])
     assert raw["schema_version"] == 1 and raw["made_by"].startswith("roll_lite ")
 

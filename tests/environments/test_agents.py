@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -19,6 +21,7 @@ from roll_lite.environments.base import Message, Task
 from roll_lite.environments.episode import Answer, Ask, Begin, Calls, Ended, Failed, Limits, Player
 from tests.environments.test_episode import Characters, encoded
 
+ROOT = Path(__file__).resolve().parents[2]
 TASK = Task([{"role": "user", "content": "Add."}], "7", {"level": 2}, 5)
 PROGRAM = """
 import json, os, sys, urllib.request
@@ -175,4 +178,57 @@ async def test_a_conversation_without_room_is_refused() -> None:
         return 0.25
 
     _, end = await played(long, "3")
-    assert isinstance(end, Ended) and (end.finish_reason, end.record.score) == (FinishReason.LENGTH, 0.25)
+    assert isinstance(end, Ended) and (end.finish_reason, end.record.score) == (FinishReason.STOP, 0.25), "the agent coped with it"
+
+
+async def test_a_limit_is_remembered_though_another_request_went_on() -> None:
+    """Failing for it would have the sample repeated until it is short."""
+
+    async def fails(task: Task, endpoint: Endpoint) -> float:
+        refused = await post(endpoint, [{"role": "user", "content": "x" * 200}])
+        await post(endpoint, task.messages)
+        refused.raise_for_status()
+        return 1.0
+
+    _, end = await played(fails, "3")
+    assert isinstance(end, Ended) and end.record.rewards == (0.0,)
+
+
+async def test_a_huge_prompt_is_refused_before_it_is_tokenized() -> None:
+    async def huge(task: Task, endpoint: Endpoint) -> float:
+        reply = await post(endpoint, [{"role": "user", "content": "x" * 2_000_000}])
+        assert reply.status_code == 400 and "2000000 characters" in reply.json()["error"]["message"]
+        await post(endpoint, task.messages)
+        return 1.0
+
+    asks, end = await played(huge, "3")
+    assert isinstance(end, Ended) and len(asks) == 1
+
+
+async def test_an_agent_whose_first_prompt_is_too_long_is_told_why() -> None:
+    async def long(task: Task, endpoint: Endpoint) -> None:
+        (await post(endpoint, [{"role": "user", "content": "x" * 200}])).raise_for_status()
+
+    _, end = await played(long)
+    assert isinstance(end, Failed) and "it ended without a response: no room is left" in end.cause
+
+
+def test_a_program_ends_with_its_worker(tmp_path: Path) -> None:
+    agent = tmp_path / "agent.py"
+    agent.write_text("import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(600)\n", encoding="utf-8")
+    worker = f"""
+import asyncio
+from roll_lite.environments.agents import Endpoint, command_agent
+from roll_lite.environments.base import Task
+asyncio.run(command_agent([{sys.executable!r}, {str(agent)!r}])(Task([]), Endpoint("http://nowhere", "key")))
+"""
+    with subprocess.Popen([sys.executable, "-c", worker], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}) as process:
+        deadline = time.monotonic() + 60
+        while not (file := tmp_path / "pid").exists() or not file.read_text():
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.05)
+        process.kill()
+    pid = int(file.read_text())
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

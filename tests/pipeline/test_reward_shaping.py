@@ -54,7 +54,8 @@ def test_without_settings_the_reward_is_the_score_and_everything_trains() -> Non
 
 
 def test_all_rows_of_a_sample_have_its_reward_and_count_once() -> None:
-    """The first sample has two rows, of 3 and 6 tokens, the others one: -0.5 * tokens / 12, and the mean of 7's group is 0.5 still."""
+    """The first sample has two rows, of 3 and 6 tokens, the others one. Penalties: 0.5 * tokens of the longest row / 12. The mean of 7's
+    group is 0.5 still."""
     rows = batch().rows
     branched = {name: rows[name][[0, 0, 1, 2, 3, 4, 5]] for name in rows.keys()}  # noqa: SIM118
     branched |= {
@@ -70,8 +71,8 @@ def test_all_rows_of_a_sample_have_its_reward_and_count_once() -> None:
     shaped = RewardShaping(configured(penalty, "algorithm.masks.group_mean=[0.4,0.6]"))(Batch(DataProto(branched)))
     found = shaped.batch.rows
     assert found.tensor("sample").tolist() == [0, 1, 2, 5, 6], "groups 7 and 5, with all their rows"
-    assert found.tensor("reward")[:3].tolist() == pytest.approx([1 - 0.375, 1 - 0.375, -0.5 * 4 / 12])
-    assert len(shaped.samples) == 6 and shaped.samples.tensor("policy_tokens")[0] == 9
+    assert found.tensor("reward")[:3].tolist() == pytest.approx([1 - 0.25, 1 - 0.25, -0.5 * 4 / 12])
+    assert len(shaped.samples) == 6 and shaped.samples.tensor("policy_tokens")[0] == 6 and shaped.samples.tensor("response_length")[0] == 9
     assert (shaped.samples.tensor("min_version")[0], shaped.samples.tensor("max_version")[0]) == (2, 5)
 
 

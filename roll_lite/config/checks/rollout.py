@@ -93,6 +93,8 @@ def _environments(config: RunConfig) -> Iterator[Problem]:
             inputs = ("a task", "the policy")
             yield from check_function(path, "function", environment.function, environment.args, or_class=True, inputs=inputs)
         elif isinstance(environment, EndpointEnvironmentConfig):
+            if config.deterministic:
+                yield Problem("deterministic", f"which of an agent's requests comes first depends on timing ({path}); use false", True)
             if environment.function is not None:
                 inputs = ("a task", "the endpoint")
                 yield from check_function(path, "function", environment.function, environment.args, inputs=inputs)
