@@ -7,6 +7,7 @@ with what can be tested of it. A command that is none of these fails here: it ne
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 import subprocess
@@ -102,7 +103,7 @@ def lists_missing_packages(words: list[str]) -> None:
 
 def names_an_extra(words: list[str]) -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    match = re.fullmatch(r"\.\[([\w,]+)\]", words[2])
+    match = re.fullmatch(r"(?:\.|roll_lite)\[([\w,]+)\]", words[2])
     assert match and set(match[1].split(",")) <= set(extras)
 
 
@@ -149,6 +150,17 @@ def draws_the_timelines(words: list[str]) -> None:
     assert all((IMAGES / timeline.file).is_file() for timeline in TIMELINES)
 
 
+def writes_data_of_verifiers(words: list[str]) -> None:
+    """With the package: tests/environments/test_adapters.py."""
+    assert words[1] == "-c" and ast.parse(words[2])
+
+
+def plays_episodes(words: list[str]) -> None:
+    """With configurations: tests/environments/test_preview.py."""
+    assert words[1] == "reward"
+
+
+WORDLE = """python -c "import verifiers; verifiers.load_environment('wordle').get_dataset().to_json('data/wordle.jsonl')\""""
 ELSEWHERE = {
     "python tools/docs_scheduling.py": draws_the_timelines,
     "pip check": lists_missing_packages,
@@ -156,6 +168,11 @@ ELSEWHERE = {
     "python bench/lora_sync.py": is_a_benchmark,
     'pip install ".[vllm]"': names_an_extra,
     'pip install ".[jobs]"': names_an_extra,
+    'pip install "roll_lite[search]"': names_an_extra,
+    'pip install "roll_lite[mcp]"': names_an_extra,
+    'pip install "roll_lite[gym]"': names_an_extra,
+    WORDLE: writes_data_of_verifiers,
+    "roll-lite reward --config-name NAME --episodes 3": plays_episodes,
     "ray start --head": is_a_command_of_ray,
     "ray start --object-store-memory": is_a_command_of_ray,
     "ray drain-node --node-id ID --reason DRAIN_NODE_REASON_PREEMPTION --reason-message spot --deadline-remaining-seconds 120": (

@@ -125,8 +125,8 @@ def house(monkeypatch: pytest.MonkeyPatch) -> House:
     return House([StandIn("ref_log_probs"), StandIn("old_log_probs")])
 
 
-def names(*groups: int) -> list[tuple[int, int]]:
-    return [(group, index) for group in groups for index in range(SAMPLES)]
+def names(*groups: int) -> list[tuple[int, int, int]]:
+    return [(group, index, 0) for group in groups for index in range(SAMPLES)]
 
 
 def test_finished_groups_are_computed_early_the_rest_later_and_each_row_once(house: House) -> None:
@@ -141,8 +141,8 @@ def test_finished_groups_are_computed_early_the_rest_later_and_each_row_once(hou
     assert house.counted == [10]
     places = {name: row for row, name in enumerate(names(*range(10, 18)))}
     held, row = batch._where["old_log_probs"]
-    own = [held[places[name]] for name in ((13, 1), (12, 0), (17, 1))]
-    assert len(set(own)) == 3 and row[[places[name] for name in ((13, 1), (12, 0), (17, 1))]].tolist() == [3, 4, 5]
+    own = [held[places[name]] for name in ((13, 1, 0), (12, 0, 0), (17, 1, 0))]
+    assert len(set(own)) == 3 and row[[places[name] for name in ((13, 1, 0), (12, 0, 0), (17, 1, 0))]].tolist() == [3, 4, 5]
 
 
 def test_one_pass_at_a_time(house: House) -> None:
