@@ -348,12 +348,15 @@ class Journal:
         columns = [rows.objects("domain").tolist(), *(rows.tensor(name).tolist() for name in CREDIT_NUMBERS)]
         folder = self.folder / CREDIT_FOLDER
         folder.mkdir(exist_ok=True)
-        with (folder / f"step_{self._current:06d}.jsonl").open("w", encoding="utf-8") as lines:
+        file = folder / f"step_{self._current:06d}.jsonl"
+        unfinished = file.with_suffix(".partial")
+        with unfinished.open("w", encoding="utf-8") as lines:
             for number, *values in zip(rows.tensor("sample").tolist(), *columns, strict=True):
                 record = dict(zip(("domain", *CREDIT_NUMBERS), values, strict=True))
                 advantage = advantages.get(number, math.nan)
                 known = advantage if math.isfinite(advantage) else None  # JSON has no NaN
                 lines.write(json.dumps({"step": self._current, **record, "advantage": known}) + "\n")
+        unfinished.replace(file)
 
     def updates(self, step: int, updates: Mapping[str, Sequence[Sequence[Update]]], kl_coef: float) -> None:
         """Record updates of all data-parallel ranks, by role. Metric sums are equal on all ranks; peaks differ, and are merged."""
