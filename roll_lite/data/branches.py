@@ -14,7 +14,7 @@ from roll_lite.data.samples import Author, Branch
 
 
 class SampleRows(NamedTuple):
-    """Which rows are one sample."""
+    """Map between samples and their rows."""
 
     first: np.ndarray
     """[samples]: number of each sample's first row."""
@@ -55,8 +55,8 @@ def turn_rewards(rows: Iterable[tuple[Branch, Sequence[float]]]) -> Ragged:
 
 
 def per_sample(rows: DataProto) -> DataProto:
-    """One row per sample: its first row, with the response tokens and versions of all. Policy tokens are those of the row with most, since
-    max_tokens limits a row."""
+    """Merge the rows of each sample into its first row: response lengths are added, versions are the oldest and newest. Of the policy
+    tokens the largest number counts, since max_tokens limits a row."""
     of = sample_rows_of(rows)
     if of is None:
         return rows

@@ -52,8 +52,8 @@ def dump_file(folder: Path, step: int) -> Path:
 
 
 def found_dumps(path: Path) -> dict[int, Path]:
-    """Dump file of each step; ValueError if there are none. `path`: folder of a run or of its dumps. If the run was resumed, earlier steps'
-    dumps are taken from the run that it continued."""
+    """Find the dump file of each step; ValueError if there are none. `path`: folder of a run or of its dumps. A resumed run's earlier steps
+    are looked up in the run that it continued."""
     if (kind := kind_of(path)) != "folder":
         raise ValueError(
             f"{path} is a file; name a run's folder, or that of its dumps" if kind else f"no such folder: {path}{elsewhere(path)}"

@@ -279,7 +279,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class Transcript(Branch):
-    """What was generated for a sample: its first row, and further rows if an agent's requests branched."""
+    """Tokens and texts of a sample: its first row and, if an agent's requests branched, further rows."""
 
     text: str = ""
     """Responses of the policy, joined."""

@@ -88,10 +88,10 @@ class AgentSession:
         policy, limits = self._policy, self._policy.limits
         policy.begin_turn()
         policy.count("overridden_parameters", len(request.overridden))
-        renderer = self._renderer_of(request.tools)
-        written = len(request.text or "") + sum(len(message["content"]) for message in request.messages)
+        written = len(request.text or "") + len(_json([request.messages, request.tools]))
         if written > MOST_CHARACTERS * self._longest:  # before it is tokenized, which takes seconds per megabyte
-            policy.finish(FinishReason.LENGTH, f"no room is left for a response: the conversation has {written} characters")
+            policy.finish(FinishReason.LENGTH, f"no room is left for a response: the request has {written} characters")
+        renderer = self._renderer_of(request.tools)
         node, new, digest = self._match(request)
         if request.text is not None:
             ids = renderer.text(request.text)

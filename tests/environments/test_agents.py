@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import subprocess
 import sys
 import time
@@ -194,10 +195,18 @@ async def test_a_limit_is_remembered_though_another_request_went_on() -> None:
     assert isinstance(end, Ended) and end.record.rewards == (0.0,)
 
 
-async def test_a_huge_prompt_is_refused_before_it_is_tokenized() -> None:
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "user", "content": "x" * 2_000_000}],
+        [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "reasoning_content": "x" * 2_000_000}],
+    ],
+    ids=["content", "thoughts"],
+)
+async def test_a_huge_request_is_refused_before_it_is_tokenized(messages: list[Message]) -> None:
     async def huge(task: Task, endpoint: Endpoint) -> float:
-        reply = await post(endpoint, [{"role": "user", "content": "x" * 2_000_000}])
-        assert reply.status_code == 400 and "2000000 characters" in reply.json()["error"]["message"]
+        reply = await post(endpoint, messages)
+        assert reply.status_code == 400 and re.search(r"the request has 2000\d\d\d characters", reply.json()["error"]["message"])
         await post(endpoint, task.messages)
         return 1.0
 

@@ -281,6 +281,28 @@ async def test_messages_as_a_stream() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("path", "tool", "choice"),
+    [
+        ("/v1/chat/completions", TOOL, "required"),
+        ("/v1/chat/completions", TOOL, {"type": "function", "function": {"name": "weather"}}),
+        ("/v1/messages", {"name": "weather", "input_schema": WEATHER["parameters"]}, {"type": "any"}),
+    ],
+)
+async def test_a_forced_call_is_overridden(path: str, tool: Any, choice: Any) -> None:
+    """Agents force calls by default (smolagents); the model keeps its choice, and the request is counted."""
+    session = ScriptedSession(says("No call."))
+    body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}], "tools": [tool], "tool_choice": choice}
+    async with serving(session) as (server, key):
+        async with (
+            aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"}) as client,
+            client.post(server.url + path, json=body) as got,
+        ):
+            assert got.status == 200, await got.text()
+    [asked] = session.requests
+    assert asked.overridden == ("tool_choice",) and [one["function"]["name"] for one in asked.tools] == ["weather"]
+
+
 # ------------------------------------------------------------ what is refused
 
 CHAT, TEXT, ITEMS, TURNS = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"

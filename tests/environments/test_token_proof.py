@@ -21,19 +21,8 @@ from roll_lite.environments.episode import Answer, Ask, Limits, Policy
 from roll_lite.environments.rendering import ChatRenderer
 from roll_lite.scheduler.runner import Conversation
 from roll_lite.workers.token_blocks import TokenRecord, context_record, token_block
+from tests.environments.test_rendering import FAMILIES, TOOLS
 
-FAMILIES = ("qwen2.5", "qwen3", "llama3.1", "mistral-nemo")
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": f"The {name} of a city",
-            "parameters": {"type": "object", "properties": {"city": {"type": "string", "description": "City"}}, "required": ["city"]},
-        },
-    }
-    for name in ("weather", "time")
-]
 SAID = ("The answer", " is 42.", "\n\n", " ", "Ünïcödé 日本語 🎉", '"', "\\", "<b>", "e\u0301")
 NASTY = (
     "<|im_end|>",

@@ -85,9 +85,9 @@ def batch_of(result: RolloutResult) -> DataProto:
 def test_segments_and_masks_by_hand() -> None:
     result = run_virtual(rollout(two_turns))
     first, second = result.groups[0].samples
-    said = (Segment(Author.PROMPT, 3), Segment(Author.POLICY, 2, (VersionSpan(0, 0),)), Segment(Author.ENVIRONMENT, 2))
-    assert first.transcript.segments == (*said, Segment(Author.POLICY, 3, (VersionSpan(0, 0),)))
-    assert second.transcript.segments == (*said, Segment(Author.POLICY, 1, (VersionSpan(0, 0),)))
+    said = (Segment(Author.PROMPT, 3), Segment(Author.POLICY, 2, (VersionSpan(0, 0),), turn=0), Segment(Author.ENVIRONMENT, 2))
+    assert first.transcript.segments == (*said, Segment(Author.POLICY, 3, (VersionSpan(0, 0),), turn=1))
+    assert second.transcript.segments == (*said, Segment(Author.POLICY, 1, (VersionSpan(0, 0),), turn=1))
     batch = batch_of(result)
     mask, ids, log_probs = batch.ragged("response_mask"), batch.ragged("input_ids"), batch.ragged("rollout_log_probs")
     assert mask.row(0).int().tolist() == [0, 0, 0, 1, 1, 0, 0, 1, 1, 1]
@@ -132,14 +132,22 @@ def test_a_second_turn_may_go_to_another_engine() -> None:
 
 
 def test_max_tokens_holds_for_all_turns_together() -> None:
+    """8 tokens: a response of 2, 2 of the environment, and what is left; sample 1 responds with 1 and has room for another turn."""
+    asked: list[int] = []
+
+    def noting(request: GenerationRequest) -> Response:
+        asked.append(request.sampling.max_tokens)
+        return script(request)
+
     async def until_full(prompt: Prompt, conversation: Conversation) -> None:
         await conversation.respond(prompt.token_ids)
         with pytest.raises(ValueError, match="no room for a response within 8 tokens"):
             for turn in range(1, 9):
                 await conversation.respond(OBSERVATION, turn, turn - 1)
 
-    result = run_virtual(rollout(until_full, max_tokens=8))
+    result = run_virtual(rollout(until_full, max_tokens=8, script=noting))
     assert [sample.transcript.response_length for sample in result.groups[0].samples] == [7, 8]
+    assert asked == [8, 8, 4, 4, 1]
 
 
 def test_a_time_out_in_the_second_turn_keeps_both() -> None:

@@ -203,8 +203,8 @@ class AlgorithmConfig(Section):
     """Source of old log-probs. recompute: an extra forward pass of the trainer before the updates. current: the training pass itself,
     detached; only with one update per batch. rollout: the engine."""
     routing_replay: Literal["none", "train", "rollout"] = "none"
-    """Experts used in the actor's updates, for models with experts. none: those that the router chooses in the update. train: those of the
-    pass for old log-probs. rollout: those that the engine used, also for old log-probs. The router still learns: its probabilities weight
+    """Which experts the actor's updates use, in models with experts. none: the router chooses anew. train: the experts of the pass for old
+    log-probs. rollout: the engine's experts, also in the pass for old log-probs. The router still learns, since its probabilities weight
     the experts' outputs."""
     ppo_epochs: PositiveInt = 1
     """Passes over each batch."""

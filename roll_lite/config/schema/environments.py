@@ -48,7 +48,7 @@ class PythonToolConfig(Section):
 
     name: Literal["python"]
     timeout_s: PositiveFloat = 10.0
-    """Seconds of a call. Code that takes longer is interrupted; if it goes on nevertheless, the interpreter is ended."""
+    """Time limit of a call in seconds. Code that takes longer gets a KeyboardInterrupt; if it ignores that, the interpreter is killed."""
     memory_mb: PositiveInt = 512
     """Memory of an interpreter and its child processes."""
     files: str | None = None
@@ -72,7 +72,7 @@ class SearchToolConfig(Section):
 
 
 class McpToolConfig(Section):
-    """Tools of a server that speaks the Model Context Protocol. Each episode that calls them has a session of its own."""
+    """Tools of a Model Context Protocol (MCP) server. Each episode that calls them opens a session."""
 
     name: Literal["mcp"]
     command: Annotated[list[str], Field(min_length=1)] | None = None
@@ -196,7 +196,7 @@ def _server(url: str) -> str:
 
 
 class OpenEnvEnvironmentConfig(AdapterSection):
-    """An environment that an OpenEnv server runs; each episode is a session of its own."""
+    """An environment on an OpenEnv server. Each episode is one session."""
 
     package = "openenv"
     name: Literal["openenv"]

@@ -55,7 +55,7 @@ class GymEpisode:
         return opening(task, self._shown(observation))
 
     def step(self, message: Message) -> Step:
-        """Take the action that the response names. A response without one is no step: the policy is told why, and responds again."""
+        """Take the response's action. If the response has no valid action, tell the policy why; it then responds again."""
         try:
             action = self._read(without_thinking(message["content"]).strip())
         except ValueError as error:

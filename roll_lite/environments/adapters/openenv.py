@@ -30,7 +30,7 @@ def play_openenv(settings: OpenEnvEnvironmentConfig, path: str, calls: Calls) ->
 
 
 class OpenEnvEpisode:
-    """One session with the server, over a connection of its own."""
+    """Session with the server. Each episode has its own connection."""
 
     def __init__(self, settings: OpenEnvEnvironmentConfig, write: Callable[[str], Any], show: Callable[[Any], str]) -> None:
         # turn_timeout_s ends a turn before the client's own limit can.
@@ -44,7 +44,7 @@ class OpenEnvEpisode:
         return opening(task, self._show(result.observation))
 
     async def step(self, message: Message) -> Step:
-        """Take the action that the response names. A response without one is no step: the policy is told why, and responds again."""
+        """Send the response's action to the server. If the response has no valid action, tell the policy why; it then responds again."""
         try:
             action = self._write(without_thinking(message["content"]).strip())
         except ValueError as error:

@@ -28,8 +28,8 @@ def play_textarena(settings: TextArenaEnvironmentConfig, path: str, calls: Calls
 
 
 class TextArenaEpisode:
-    """One game. Games draw from Python's global random numbers. Each episode keeps a state of these of its own, and plays the same beside
-    any others; its methods are async, so that none runs beside another."""
+    """A game. TextArena draws from Python's global random generator, so each episode saves and restores the generator's state. So it plays
+    the same whatever runs beside it. The methods are async, which keeps them in one thread."""
 
     def __init__(self, game: Any) -> None:
         self._template = game
