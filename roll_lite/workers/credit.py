@@ -120,8 +120,8 @@ class Turns(NamedTuple):
 
 
 class _Task:
-    """Inputs of the advantage estimators. Rewards and KL stay separate until they are summed in float64, since they may differ by a factor
-    of millions."""
+    """Inputs of the advantage estimators. Scores and KL stay separate until they are summed in float64, since they may differ by a factor
+    of millions. Only where a turn ends before the last, its reward and the token's KL are added in float32."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class _Task:
         """[B] reward of each row's sample, without KL."""
         self.subtracts_kl = kl is not None
         self.early_rewards = None if kl is None else kl * -kl_coef
-        """[B, T-1] rewards of tokens besides the score: KL, and rewards of turns before the last."""
+        """[B, T-1] float32 rewards of tokens besides the score: KL, and rewards of turns before the last."""
         self.turn_rewards: torch.Tensor | None = None
         """[B, T-1] rewards of turns before the last."""
         self.at_end = self.score

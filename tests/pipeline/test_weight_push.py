@@ -41,6 +41,8 @@ class Cluster:
         self.memberships: list[Membership] = []
         self.receivers: list[tuple[str, list[int]]] = []
         """Calls to engines, with their numbers."""
+        self.compared: list[list[str]] = []
+        """Tensors of each comparison."""
 
     def all(self, method: Any, *arguments: Any) -> list[Any]:
         self.calls.append(method.__name__)
@@ -57,6 +59,8 @@ class Cluster:
 
     def start_each_own(self, method: Any, own: dict[int, Any], *arguments: Any) -> Any:
         self.receivers.append((method.__name__, list(own)))
+        if method.__name__ == "weight_checksums":
+            self.compared.append(next(iter(own.values())))
         pending = self.start_all(method, *arguments)
         pending.result = lambda: dict.fromkeys(own, self.checksums)
         return pending
@@ -84,11 +88,11 @@ def sync(monkeypatch: pytest.MonkeyPatch) -> Any:
         yield
         loads.append("out")
 
-    def make(held: str) -> Any:
+    def make(held: str, verify: Any = "full") -> Any:
         actor, engines, rollouts = Cluster({"a": "1"}), Cluster({"a": held}), Cluster({})
         model = SimpleNamespace(ranks=actor, loaded=loaded)
         restarts = Restarts(engines)
-        sync = WeightSync(model, restarts, rollouts, WeightSyncConfig(verify="full"), 1, "float32")  # type: ignore[arg-type]
+        sync = WeightSync(model, restarts, rollouts, WeightSyncConfig(verify=verify), 1, "float32")  # type: ignore[arg-type]
         return SimpleNamespace(sync=sync, actor=actor, rollouts=rollouts, loads=loads, engines=engines, restarts=restarts)
 
     return make
@@ -129,6 +133,20 @@ def test_a_successor_of_the_only_engine_connects_anew(sync: Any) -> None:
     made.engines.receivers.clear()
     made.sync.push(4)
     assert [method for method, _ in made.engines.receivers] == ["connect_weights", "update_weights", "weight_checksums"]
+
+
+def test_an_engines_first_updates_are_compared_wholly_and_later_ones_by_samples(sync: Any) -> None:
+    """The only tensor is in the sample of every sixteenth version. A successor is new again."""
+    made = sync("1", "sampled")
+    for version in range(1, 17):
+        made.sync.push(version)
+    assert made.engines.compared == [["a"]] * 3 + [[]] * 12 + [["a"]]
+    made.restarts.newcomers = [0]
+    made.sync.push(17)
+    made.restarts.newcomers = []
+    for version in (18, 19, 20):
+        made.sync.push(version)
+    assert made.engines.compared[16:] == [["a"]] * 3 + [[]]
 
 
 def test_an_engine_with_other_weights_is_noticed_before_anything_is_sampled(sync: Any) -> None:
