@@ -53,6 +53,8 @@ class House:
     """In flight to an engine; None: without a bound."""
     turns: int = 1
     """Of domain a's episodes."""
+    branches: bool = False
+    """Episodes ask twice more after their first response, at the same time."""
 
 
 @dataclass

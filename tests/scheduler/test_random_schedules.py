@@ -142,8 +142,10 @@ class Judge(TimedReward):
 class Environment:
     """Plays episodes; fails as often as it is told to, by its own fault or by a neighbour's."""
 
-    def __init__(self, turns: int) -> None:
+    def __init__(self, turns: int, branches: bool) -> None:
+        """`branches`: ask twice more after the first response, at the same time, as an agent may."""
         self.turns = turns
+        self.branches = branches
         self.to_fail = 0
         self.under_way: list[str] = []
         """Samples."""
@@ -153,6 +155,13 @@ class Environment:
         for turn in range(1, self.turns):
             await self.step(sample_of(conversation.request_id))
             await conversation.respond((1, 2), turn, turn - 1)
+        if self.branches:
+            further = [asyncio.create_task(conversation.respond((3,), self.turns + number, 0)) for number in range(2)]
+            try:
+                await asyncio.gather(*further)
+            finally:
+                for one in further:  # as the pool does
+                    one.cancel()
 
     async def step(self, sample: str) -> None:
         self.under_way.append(sample)
@@ -173,6 +182,7 @@ def houses(draw: st.DrawFn) -> House:
     tries = draw(st.sampled_from([None, (50, True), (2, False)]))
     rest = isinstance(supply, Synchronous) and draw(st.booleans())
     oversample = draw(st.sampled_from([1.0, 1.5])) if isinstance(supply, Synchronous) and not waves else 1.0
+    turns = draw(st.integers(1, 3))
     return House(
         domains={
             "a": DomainPlan(2, 3, filter=GroupFilter(lambda group: None, *tries) if tries is not None else None),
@@ -189,7 +199,8 @@ def houses(draw: st.DrawFn) -> House:
         rest=rest,
         doomed=draw(st.booleans()),
         tokens=None if waves else draw(st.sampled_from([None, None, 300])),
-        turns=draw(st.integers(1, 3)),
+        turns=turns,
+        branches=turns > 1 and not waves and draw(st.booleans()),
     )
 
 
@@ -225,7 +236,7 @@ class RandomSchedules(RuleBasedStateMachine):
         house = self.house
         self.model = Model(house, saved[1].copy([]) if saved is not None else None)
         self.judge = Judge()
-        self.environment = Environment(house.turns)
+        self.environment = Environment(house.turns, house.branches)
         self.to_reject = 0
         self.unfinished: set[str] = set()
         """Samples."""
@@ -390,8 +401,10 @@ class RandomSchedules(RuleBasedStateMachine):
         self.model.past.asked += 1
         result = await self.service.next_batch(self.house.size)
         for sample in (sample for group in result.groups for sample in group.samples if sample.outcome is SampleOutcome.ACCEPTED):
-            turns = self.house.turns if sample.id.domain == "a" else 1
-            assert sample.transcript.policy_tokens == policy_tokens(sample, turns), "whole, however often it was interrupted"
+            turns, rows = (self.house.turns + 2 * self.house.branches, 1 + 2 * self.house.branches) if sample.id.domain == "a" else (1, 1)
+            found = [row.policy_tokens for row in sample.transcript.rows]
+            assert sum(found) == policy_tokens(sample, turns), "whole, however often it was interrupted"
+            assert len(found) == rows
         self.model.hands_out(result)
         self.model.check_quotas()
 
@@ -546,7 +559,8 @@ class RandomSchedules(RuleBasedStateMachine):
             gate = self.router.gate
             waves = [] if gate is None else [*gate._waiting, *(request for wave in gate._waves for request in wave._answered)]
             requests = [*self.router._at_engines, *self.queued(), *waves]
-            assert sorted(self.unfinished) == sorted([*map(sample_of, requests), *self.environment.under_way, *self.judge.under_way])
+            assert len(set(requests)) == len(requests)
+            assert sorted(self.unfinished) == sorted([*set(map(sample_of, requests)), *self.environment.under_way, *self.judge.under_way])
             asked = [count for (_, response), count in self.judge.asked.items() if "/-1/" not in response]  # each validation asks again
             assert max(asked, default=0) <= self.house.reward_retries + 1
 
