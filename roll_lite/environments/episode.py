@@ -312,8 +312,9 @@ class Player:
             cause = f"it took longer than {limit_s:g} s (turn_timeout_s) to answer a response" if expired else _told(error)
             self._emit(Failed(order.episode, cause))
 
-    def _forget(self, episode: int, _: asyncio.Task[None]) -> None:
-        del self._policies[episode], self._tasks[episode]
+    def _forget(self, episode: int, task: asyncio.Task[None]) -> None:
+        if self._tasks[episode] is task:  # else the number is already used again
+            del self._policies[episode], self._tasks[episode]
 
 
 def _told(error: Exception) -> str:
