@@ -31,6 +31,8 @@ FULLY_VERIFIED = 3
 """First updates of an engine that are compared wholly, since most faults show there; later ones are sampled."""
 LOSS_SECONDS = 5.0
 """Seconds to wait, after a failed transfer, for news of a lost engine, which may be the cause."""
+ANSWER_SECONDS = 30.0
+"""An engine that does not answer for so long after a transfer broke off hangs."""
 
 
 class WeightSync:
@@ -160,19 +162,26 @@ class WeightSync:
     ) -> list[Transferred] | None:
         """Wait for engines and trainers. None if an engine was lost, even after its answer, since others may have been reading from it; the
         caller must retry. Other failures raise RuntimeError with all causes."""
-        interrupted = False
+        interrupted: float | None = None
+        given_up = False
         self._transfer = engines
         failed: dict[str, str] = {}
         """Causes by engine or trainer rank, in order of arrival: later ones may follow from the first."""
 
         def poll() -> None:
-            nonlocal interrupted
+            nonlocal interrupted, given_up
             broken = _broken(engines, trainers)
             failed.update({name: str(one.failure) for name, one in broken.items() if name not in failed and not one.stale})
-            if not interrupted and (broken or self._lost(engines)) and self._interrupts is not None:
-                interrupted = True
+            if interrupted is None and (broken or self._lost(engines)) and self._interrupts is not None:
+                interrupted = time.monotonic()
                 self._epoch += 1
                 interrupt(self._interrupts, self._epoch)  # otherwise the others wait until their time-out
+            if interrupted is not None and not given_up and time.monotonic() - interrupted > ANSWER_SECONDS:
+                given_up = True
+                cause = f"it hangs in {phase}: no answer for {ANSWER_SECONDS:g} s after others had broken off"
+                why = "".join(f" ({name}: {text})" for name, text in list(failed.items())[:1])
+                for call in (call for call in engines.calls if not call.done):
+                    self._engines.actors[call.rank].give_up.remote(cause + why)
 
         both: list[Pending[Any]] = [engines, trainers]
         said, of_trainers = gather(*both, poll=poll)

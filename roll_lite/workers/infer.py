@@ -65,6 +65,8 @@ class InferWorker(AsyncWorker):
         self._strategy = self.build(spec if self._parts is None else self._parts.spec)
         self._ready = asyncio.Event()
         self._pump = CompletionPump(self._strategy, fetch_block, columns=spec.columns, engine=self.rank)
+        self._version = 0
+        """Version of the weights last announced."""
 
     async def initialize(self, turn: int = 0, turns: int = 1) -> None:
         """Start the engine if it is this replica's turn (rank % turns == turn)."""
@@ -127,6 +129,7 @@ class InferWorker(AsyncWorker):
 
     async def update_weights(self, routes: Sequence[Route], version: int) -> Transferred:
         """Update the weights. An update that breaks off must be repeated, see InferenceStrategy."""
+        self._version = version
         return await self._transferred(self._strategy.update_weights(routes, version))
 
     async def weight_checksums(self, names: Collection[str]) -> dict[str, str]:
@@ -162,13 +165,22 @@ class InferWorker(AsyncWorker):
             return Transferred.broke_off(error)
         return Transferred(seconds=seconds or {})
 
+    async def give_up(self, cause: str) -> None:
+        """End the engine, which hangs."""
+        self._strategy.fail(cause)
+
     async def _of_engine(self, work: Awaitable[T]) -> T:
-        """Await the engine's work; MemberLost if it failed because the engine is dead."""
+        """Await the engine's work; MemberLost if it failed because the engine is dead. A living engine that raises is given up, except with
+        the run's first weights: then all engines would raise."""
         try:
             return await work
-        except Exception as error:
+        except TransferError:
+            raise
+        except Exception as error:  # a process edge: it becomes the cause
             if (await self._strategy.health()).alive:
-                raise
+                if self._version == 0:
+                    raise
+                await self.give_up(cause_of(error))
             raise MemberLost(self._strategy.life.failure or str(error)) from error
 
 

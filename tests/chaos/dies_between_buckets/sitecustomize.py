@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 MARK, UPDATES, VICTIM = "DIES_MARK", "DIES_AFTER_UPDATES", "DIES_VICTIM"
-"""Variables: a file, which the first to die makes; updates before that; who is killed, the engine, its host, nobody (it hangs),
-or the first engine when it has answered."""
+"""Variables: a file, which the first to die makes; updates before that; who is killed, the engine, its host, nobody (it hangs, or
+raises), or the first engine when it has answered."""
 BUCKETS = 3
 FIRST_ENGINE = 1
 """Its worker's number in the transfer group, where one trainer rank has number 0."""
@@ -60,6 +60,8 @@ def _die_if_first() -> None:
         Path(os.environ[MARK]).touch(exist_ok=False)
     except FileExistsError:
         return
+    if os.environ[VICTIM] == "nobody, it raises":
+        raise ValueError("a bucket that it cannot load")
     if os.environ[VICTIM] != "nobody":
         os.kill(int(os.environ["ROLL_LITE_ENGINE_HOST_PID"]) if os.environ[VICTIM] == "host" else os.getpid(), signal.SIGKILL)
     signal.pause()  # nothing of it goes on until the host's end has ended it
