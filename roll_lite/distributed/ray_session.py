@@ -21,6 +21,7 @@ from typing import Any
 
 import psutil
 import ray
+import ray._private.authentication.authentication_token_setup
 import ray._private.utils
 
 from roll_lite.config.schema.run import RayConfig
@@ -90,6 +91,7 @@ def ray_session(config: RayConfig, run_folder: Path | None) -> Iterator[RaySessi
 @contextmanager
 def _attached(address: str, config: RayConfig) -> Iterator[str]:
     address = _check_address(address)
+    use_token()
     # In Ray, RAY_ADDRESS overrides the argument, and it may be `auto`.
     with _starting({"RAY_USAGE_STATS_ENABLED": "0"}, config):
         try:
@@ -97,7 +99,7 @@ def _attached(address: str, config: RayConfig) -> Iterator[str]:
         except ConnectionError as error:
             raise ConnectionError(
                 f"no Ray cluster lets us in at {address} (ray.address, RAY_ADDRESS): {error}. "
-                "A cluster started with Ray's default settings asks for a token: set RAY_AUTH_MODE=token"
+                "A cluster may ask for a token: put what `ray get-auth-token` prints on its head node into ~/.ray/auth_token here"
             ) from error
     session_guard.keep_exit_codes()
     try:
@@ -107,6 +109,13 @@ def _attached(address: str, config: RayConfig) -> Iterator[str]:
     finally:
         # Ends the job: Ray removes its actors and placement groups, and nothing else.
         _disconnect()
+
+
+def use_token() -> None:
+    """Use Ray's token, if this user has one and RAY_AUTH_MODE is unset, as Ray itself does for the address `auto`."""
+    setup = ray._private.authentication.authentication_token_setup
+    setup.logger.disabled = True  # it warns of what Ray does by itself
+    setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
 
 def _check_address(address: str) -> str:

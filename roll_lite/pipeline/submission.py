@@ -18,7 +18,7 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 from roll_lite.config.checks.secrets import texts_in
 from roll_lite.config.problems import Problem, hidden
 from roll_lite.config.schema.run import RunConfig
-from roll_lite.distributed.ray_session import CONNECT_SECONDS, check_version
+from roll_lite.distributed.ray_session import CONNECT_SECONDS, check_version, use_token
 from roll_lite.files import first_line
 
 NOT_SUBMITTED, FAILED, INTERRUPTED = 2, 1, 130
@@ -46,12 +46,13 @@ def not_uploaded(written: Mapping[str, Any], folder: Path) -> Iterator[Problem]:
 def submit(config: RunConfig, command: Sequence[str], address: str, variables: Sequence[str], name: str | None, follow: bool) -> int:
     """Submit a run; returns the exit code, which is the run's own if its log is followed. `variables`: names of environment variables to
     pass on."""
+    use_token()
     os.environ["RAY_API_SERVER_ADDRESS"] = address  # Ray prefers it, and RAY_ADDRESS, to an argument
     try:
         requests.get(f"{address}/api/version", timeout=CONNECT_SECONDS)  # Ray's requests have no time limit
         client = JobSubmissionClient()
     except AuthenticationError:
-        remedy = "put what `ray get-auth-token` prints on the head node into ~/.ray/auth_token here, and set RAY_AUTH_MODE=token"
+        remedy = "put what `ray get-auth-token` prints on the head node into ~/.ray/auth_token here"
         return _not_submitted(f"the cluster at {address} asks for a token: {remedy}")
     except (OSError, RuntimeError, ValueError, KeyError) as error:
         why = first_line(error).rpartition(": ")[2].strip("')\"")

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -136,12 +136,12 @@ print("kept")
 
 
 @contextmanager
-def two_nodes(cpus: int, gpus: int) -> Iterator[str]:
+def two_nodes(cpus: int, gpus: int, variables: Mapping[str, str] = {"RAY_AUTH_MODE": "disabled"}) -> Iterator[str]:
     """Started as a user would, in a folder of its own; ended by the mark that its processes carry. Its address."""
     mark, folder = uuid.uuid4().hex, Path(f"/tmp/t-{uuid.uuid4().hex[:8]}")
     folder.mkdir()
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    environment |= {session_guard.MARK: mark, "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+    environment |= {session_guard.MARK: mark, "RAY_USAGE_STATS_ENABLED": "0", **variables}
     ray = [
         sys.executable,
         "-m",
@@ -185,6 +185,27 @@ def test_roles_are_placed_over_nodes_and_gpus(cluster_address: str) -> None:
     environment = {**os.environ, "RAY_ADDRESS": cluster_address, "PYTHONPATH": str(Path(__file__).parent)}
     run = subprocess.run([sys.executable, "-c", PLACING], env=environment, capture_output=True, text=True, timeout=250, check=False)
     assert (run.returncode, run.stdout.strip()) == (0, "placed"), run.stderr
+
+
+@pytest.mark.nightly
+def test_the_users_token_lets_a_run_in(tmp_path: Path) -> None:
+    """A cluster asks for the token that its user had where it was started."""
+    homes = {who: tmp_path / who for who in ("knows", "knows another", "does not know")}
+    for who, home in homes.items():
+        (home / ".ray").mkdir(parents=True)
+        if who != "does not know":
+            (home / ".ray" / "auth_token").write_text(("1" if who == "knows" else "2") * 32)
+    code = (
+        "import os; from roll_lite.config.schema.run import RayConfig; from roll_lite.distributed.ray_session import ray_session\n"
+        "with ray_session(RayConfig(address=os.environ['CLUSTER']), None) as session: print(session.started)"
+    )
+    without = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"}
+    with two_nodes(1, 0, {"HOME": str(homes["knows"]), "RAY_AUTH_MODE": "token"}) as address:
+        for who, home in homes.items():
+            environment = {**without, "CLUSTER": address, "HOME": str(home)}
+            run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=False)
+            assert (run.stdout == "False\n") is (run.returncode == 0) is (who == "knows"), run.stderr
+            assert who == "knows" or "put what `ray get-auth-token` prints on its head node into ~/.ray/auth_token here" in run.stderr
 
 
 def test_token_blocks_outlive_the_node_of_their_engine() -> None:
