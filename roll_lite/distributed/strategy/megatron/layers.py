@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from importlib.util import find_spec
+from inspect import signature
 from typing import Any, Literal
 
 import torch
@@ -27,6 +28,9 @@ from roll_lite.distributed.strategy.base import current_device
 from roll_lite.distributed.strategy.megatron.experts import Balance, ExpertsLayer, experts_spec
 from roll_lite.distributed.strategy.megatron.packed_rows import PackedRows
 from roll_lite.models.hf_config import HfConfig
+
+GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+"""Argument that lets queries share keys; torch 2.11 shares them without it."""
 
 
 class TorchRMSNorm(torch.nn.RMSNorm):
@@ -89,7 +93,7 @@ class SdpaAttention(MegatronModule):
         window = (-1 if self.looks_back is None else self.looks_back, 0)
         seen_starts = rows.starts if rows.seen_starts is None else rows.seen_starts
         sizes = rows.most_tokens, rows.most_seen
-        output = varlen_attn(q, k, v, rows.starts, seen_starts, *sizes, scale=self.softmax_scale, window_size=window, enable_gqa=True)
+        output = varlen_attn(q, k, v, rows.starts, seen_starts, *sizes, scale=self.softmax_scale, window_size=window, **GROUPED)
         assert isinstance(output, torch.Tensor)
         return output
 

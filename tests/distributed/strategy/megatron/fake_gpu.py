@@ -41,6 +41,11 @@ class WithoutDevice(FakeTensorMode):
 
     avoid_device_init = True  # type: ignore[assignment]
 
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.stack, torch.ops.aten.cat):  # fake ones take a scalar of another device
+            assert len({tensor.device for tensor in args[0]}) == 1, f"{func} of tensors on several devices"
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
 
 def take(tensor: torch.Tensor, index: Any) -> torch.Tensor:
     """tensor[index]. torch's own switches to the tensor's device before anything else, as do the others that are replaced in pretend()."""
@@ -89,7 +94,7 @@ def main(folder: Path, layout: dict[str, Any]) -> None:
     pretend()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
-    from megatron_cases import batch_of
+    from megatron_cases import batch_of, weighted_loss
 
     from roll_lite.config.schema.losses import MismatchCorrectionConfig
     from roll_lite.config.schema.models import MegatronStrategyConfig
@@ -141,8 +146,9 @@ def main(folder: Path, layout: dict[str, Any]) -> None:
                 result = model(given.input_ids, given.rows, given.positions)
                 found = model_io.outputs_of(result, None if value_head else model.output_weight, given, outputs, hf.vocab_size, group)
                 _all_on(device, {name: getattr(found, name) for name in outputs})
-                total, metrics = loss(found, given.micro_batch)
-                _all_on(device, {"loss": total, **metrics})
+                for compute in (loss, weighted_loss):
+                    total, metrics = compute(found, given.micro_batch)
+                    _all_on(device, {"loss": total, **metrics})
         _send_weights(hf, config, transformer_config(hf, config, torch.float32, False))
     print("all on", device)
 

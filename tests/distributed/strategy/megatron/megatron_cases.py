@@ -93,7 +93,7 @@ def weighted_loss(outputs: MicroBatchOutputs, micro_batch: MicroBatch) -> tuple[
         if outputs.entropy is not None:
             token_loss = token_loss - 0.3 * outputs.entropy
     loss = (token_loss * mask).sum()
-    return loss, {"tokens": mask.sum(), "rows": torch.tensor(mask.shape[0]), "loss": loss}
+    return loss, {"tokens": mask.sum(), "rows": torch.tensor(mask.shape[0], device=mask.device), "loss": loss}
 
 
 def hf_log_probs(model: PreTrainedModel, input_ids: torch.Tensor, temperature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
