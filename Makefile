@@ -1,5 +1,6 @@
 # One environment, made from the lock file; every target makes it when it is missing or out of date.
 VENV ?= .venv
+ADAPTERS := .venv-adapters
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Where pip finds PyTorch's CPU build, if its own configuration does not say so: TORCH_ARGS="--index-url <PyTorch's CPU index>"
 TORCH_ARGS ?=
@@ -57,11 +58,10 @@ test-runs: $(STAMP)
 test-parts: $(STAMP)
 	@$(VENV)/bin/python -m pytest -q -m "slow and not nightly and not gpu" $(SLOWEST) $(RUNS:%=--ignore=%)
 
-test-nightly: $(STAMP)  ## The same claims on every other recipe, layout, model and engine (once before a large change is done)
-	@$(VENV)/bin/python -m pytest -q -m "nightly and not gpu"
+test-nightly: $(ADAPTERS)/.installed  ## The same claims on every other recipe, layout, model and engine (once before a large change is done)
+	@$(ADAPTERS)/bin/python -m pytest -q -m "nightly and not gpu"
 
-# Packages of other projects' environments and clients, on top of the pinned ones (docs/environments.md).
-ADAPTERS := .venv-adapters
+# Packages of other projects' environments and clients (docs/environments.md), an S3 server and Ray's job server, on top of the pinned ones.
 SITE := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
 WITH_PACKAGES := test_adapters test_endpoint_clients

@@ -62,6 +62,10 @@ class Run:
         self.updates = [json.loads(line) for line in self._text("updates.jsonl").splitlines()]
         self.steps = [Step(self, path) for path in sorted((self.folder / "batches").glob("step_*"))]
 
+    @property
+    def has_all_steps(self) -> bool:
+        return not self.updates or self.updates[-1]["step"] <= self.steps[-1].number
+
     def _text(self, name: str) -> str:
         try:
             return (self.folder / name).read_text(encoding="utf-8")
@@ -615,7 +619,8 @@ class Recomputation:
                 self.updates(step, "actor", self.actor, self.actor_adam, self.actor_share)
             if self.critic is not None:
                 self.updates(step, "critic", self.critic, self.critic_adam, self.critic_share)
-        self.final_weights()
+        if self.run.has_all_steps:
+            self.final_weights()
 
     @torch.no_grad()
     def refresh_reference(self, step: Step) -> None:

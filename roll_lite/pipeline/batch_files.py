@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -30,17 +31,20 @@ from roll_lite.workers.actor import ActorWorker
 
 SMALL_STEP_TOKENS = 2**18
 """Maximum tokens of a step that `batches.write: auto` writes: some megabytes on the disk."""
+AUTO_STEPS = 500
+"""Steps that `batches.write: auto` writes; a script that starts from the start weights seldom goes further."""
 WHOLE_VOCABULARY = ("ref_distribution", "old_distribution")
 """Columns that are not written. They have thousands of numbers per token; a forward pass can compute them again."""
 
 
 class BatchFiles:
-    def __init__(self, config: RunConfig, run_folder: Path, shared: bool = True) -> None:
-        """`shared`: True if the actor's ranks see the run's folder."""
+    def __init__(self, config: RunConfig, run_folder: Path, apart: Collection[str] = ()) -> None:
+        """`apart`: addresses of nodes that do not share the run's folder."""
         self._config = config
         self._folder = run_folder
-        self._shared = shared
+        self._apart = apart
         self.are_written = batches_are_written(config)
+        self._until = AUTO_STEPS if config.batches.write == "auto" else sys.maxsize
 
     def keep_start(self, models: Models) -> None:
         """Keep the start weights: copies of adapters and small models, paths of other models."""
@@ -57,7 +61,10 @@ class BatchFiles:
         (start / "models.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
         if self._config.actor_train.lora is not None:
             with models.actor.loaded(states(Phase.FINAL_MODEL)):
-                models.actor.ranks.all(ActorWorker.save_adapters, (start / "adapters").resolve())
+                folder = (start / "adapters").resolve()
+                written = models.actor.ranks.all(ActorWorker.save_adapters, folder)
+                if self._apart:
+                    models.actor.bring_home(folder, written, self._apart)
 
     def _keep(self, source: Path, copy: Path) -> dict[str, Any]:
         files = _files_of(source)
@@ -70,10 +77,11 @@ class BatchFiles:
     def write(
         self, step: int, actor: Model[ActorWorker], batch: Batch, mini_batches: Sequence[MiniBatch], kl_coefs: Mapping[str, float]
     ) -> None:
-        self._write(f"batches/step_{step:06d}", actor, batch, _as_table(mini_batches), {"step": step, "kl_coefs": dict(kl_coefs)})
+        if self.are_written and step <= self._until:
+            self._write(f"batches/step_{step:06d}", actor, batch, _as_table(mini_batches), {"step": step, "kl_coefs": dict(kl_coefs)})
 
     def write_supervised(self, step: int, updates: Sequence[DataProto]) -> None:
-        if self.are_written and updates:
+        if self.are_written and step <= self._until and updates:
             table = as_table(_supervised_columns(DataProto.concat(updates)))
             numbers = np.repeat(np.arange(1, len(updates) + 1), [len(rows) for rows in updates])
             write_table(self._folder / f"batches/step_{step:06d}" / "supervised.parquet", table.append_column("update", pa.array(numbers)))
@@ -101,7 +109,7 @@ class BatchFiles:
         folder, keys = (self._folder / name).resolve(), batch.keys()
         columns = Columns(reads=tuple(key for key in keys if key not in WHOLE_VOCABULARY))
         shards = actor.shards(batch, columns)
-        if self._shared:
+        if not self._apart:
             actor.ranks.heads_scatter(ActorWorker.write_rows, shards, folder)
         else:  # in turns: the driver never holds a whole batch
             for rank, shard in enumerate(shards):

@@ -70,7 +70,8 @@ def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal
     check_cuts(config.chaos, session.other_nodes)
     if apart := check_nodes(config, folder, start.placement):
         journal.console.message(
-            f"run_dir: {', '.join(apart)} do not share {folder}: logs of their workers come at the end, the driver writes the batches"
+            f"run_dir: {', '.join(apart)} do not share {folder}: logs of their workers and the model come at the end, the driver writes "
+            "the batches"
         )
     models = start.models()
     live = start.live(models, journal) if generates(config) else None
@@ -78,12 +79,12 @@ def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal
     initialize_all(models.all, live)
     for line in live.notes() if live is not None else []:
         journal.console.message(line)
-    batch_files = BatchFiles(config, folder, shared=not apart)
+    batch_files = BatchFiles(config, folder, apart)
     batch_files.keep_start(models)
     supervised, notes = supervised_rows(config)
     for line in notes:
         journal.console.message(line)
-    return RLVRPipeline(config, models, source, journal, Checkpoints(config, folder), batch_files, supervised)
+    return RLVRPipeline(config, models, source, journal, Checkpoints(config, folder, apart), batch_files, supervised)
 
 
 def trained_embeddings(config: RunConfig) -> dict[str, Path]:

@@ -10,7 +10,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,8 +75,10 @@ class Unfinished:
 
 
 class Checkpoints:
-    def __init__(self, config: RunConfig, run_folder: Path) -> None:
+    def __init__(self, config: RunConfig, run_folder: Path, apart: Collection[str] = ()) -> None:
+        """`apart`: addresses of nodes that do not share the run's folder."""
         self._config = config
+        self._apart = apart
         self._run_folder = run_folder
         self._home = folder_of_checkpoints(config, run_folder)
         """Folder whose checkpoints count as complete: the run's, or its place in the store."""
@@ -364,8 +366,10 @@ class Checkpoints:
 
     def _save_hf(self, model: Model[Any], role: str, name: str, average: bool) -> Path:
         folder = (self._run_folder / name).resolve()
-        sizes = {file: size for of_rank in model.ranks.all(ModelWorker.save_hf, folder, average) for file, size in of_rank.items()}
-        expect_files(folder, sizes, role)
+        written = model.ranks.all(ModelWorker.save_hf, folder, average)
+        if self._apart:
+            model.bring_home(folder, written, self._apart)
+        expect_files(folder, {file: size for own in written for file, size in own.items()}, role)
         return folder
 
     def stateful(self, models: Models) -> dict[str, Model[Any]]:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import count, zip_longest
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -33,6 +35,9 @@ from roll_lite.workers.reward_model import RewardModelWorker
 
 W = TypeVar("W", bound=ModelWorker)
 R = TypeVar("R")
+
+CHUNK_BYTES = 32 << 20
+"""Bytes of a file that a rank sends at once."""
 
 
 class Movable(ABC):
@@ -70,6 +75,20 @@ class Model(Movable, Generic[W]):
 
     def loaded(self, parts: Sequence[StateGroup]) -> AbstractContextManager[None]:
         return loaded(self, parts)
+
+    def bring_home(self, folder: Path, names: Sequence[Collection[str]], nodes: Collection[str]) -> None:
+        """Move files that ranks have written to the folder on these nodes to the same folder here. `names`: each rank's files."""
+        for files in zip_longest(*([folder / name for name in own] for own in names)):
+            for offset in count(step=CHUNK_BYTES):
+                parts = self.ranks.all(ModelWorker.part_of_file, files, offset, CHUNK_BYTES, nodes)
+                for file, part in zip(files, parts, strict=True):
+                    if part is not None and (part or not offset):
+                        folder.mkdir(parents=True, exist_ok=True)
+                        with file.open("ab" if offset else "wb") as opened:
+                            opened.write(part)
+                if not any(parts):
+                    break
+        self.ranks.all(ModelWorker.remove_files, folder, names, nodes)
 
     def shards(self, batch: Batch, columns: Columns) -> list[BatchShard]:
         """Shards of about equal cost, one per data-parallel rank."""

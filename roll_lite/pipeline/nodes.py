@@ -19,7 +19,6 @@ from roll_lite.config.schema.run import RunConfig
 from roll_lite.distributed.placement import Placement
 from roll_lite.distributed.ray_session import RaySession
 from roll_lite.files import first_line, is_local, try_store
-from roll_lite.pipeline.batch_files import batches_are_written
 from roll_lite.pipeline.checkpoint_files import follows_actor, resumption, saved_roles
 
 RESUME, CODE = "checkpoint.resume", "roll_lite"
@@ -109,14 +108,12 @@ def readers(config: RunConfig) -> list[Reader]:
 
 
 def written_by_ranks(config: RunConfig) -> dict[str, str]:
-    """Kinds of files that ranks write into the run's folder, with the setting that turns each off. Batch files are left out, since the
-    driver can write them."""
+    """Kinds of files that ranks write into the run's folder, with the setting that turns each off. Exported models, which come home, and
+    batch files, which the driver can write, are left out."""
     return {
         what: setting
         for what, setting, is_written in (
             ("checkpoints", "checkpoint.every=0", config.checkpoint.every > 0 and config.checkpoint.store is None),
-            ("the exported model", "checkpoint.export_model=false", config.checkpoint.export_model),
-            ("adapters at the start", "batches.write=never", config.actor_train.lora is not None and batches_are_written(config)),
             ("the new reference", "reference.refresh=null", follows_actor(config.reference)),
         )
         if is_written

@@ -214,8 +214,7 @@ class RLVRPipeline:
 
     @phase("write_batch")
     def write_batch(self, batch: Batch) -> None:
-        if self.batch_files.are_written:
-            self.batch_files.write(self.steps_done + 1, self.models.actor, batch, self.cut(batch), self.kl_coefs)
+        self.batch_files.write(self.steps_done + 1, self.models.actor, batch, self.cut(batch), self.kl_coefs)
 
     @phase("train")
     def train(self, batch: Batch) -> None:

@@ -98,8 +98,9 @@ class ActorWorker(ModelWorker):
     def write_rows(self, shard: BatchShard, folder: Path) -> None:
         write_columns(folder / rows_file(self.strategy.layout.data_rank), shard.materialize())
 
-    def save_adapters(self, folder: Path) -> None:
-        self.strategy.save_adapters(folder)
+    def save_adapters(self, folder: Path) -> list[str]:
+        """Names of the files that this rank wrote."""
+        return [path.name for path in self.strategy.save_adapters(folder)]
 
     def train(self, share: TrainShare, kl_coef: float) -> list[Update]:
         """Train on every mini-batch of every epoch; stop early if an update moved the policy too far (early_stop_kl). `kl_coef`: KL

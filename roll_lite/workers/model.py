@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
@@ -180,6 +181,23 @@ class ModelWorker(Worker):
 
     def save_hf(self, folder: Path, average: bool = False) -> dict[str, int]:
         return {path.name: path.stat().st_size for path in self.strategy.save_hf(folder, average)}
+
+    def part_of_file(self, files: Sequence[Path | None], offset: int, nbytes: int, nodes: Collection[str]) -> bytes | None:
+        """Part of this rank's file; None if it has none, or is not on one of these nodes."""
+        file = files[self.rank]
+        if file is None or Place.here().address not in nodes:
+            return None
+        with file.open("rb") as opened:
+            opened.seek(offset)
+            return opened.read(nbytes)
+
+    def remove_files(self, folder: Path, names: Sequence[Collection[str]], nodes: Collection[str]) -> None:
+        """Remove this rank's files, if it is on one of these nodes, and the folder, if it is empty then."""
+        if Place.here().address in nodes:
+            for name in names[self.rank]:
+                (folder / name).unlink()
+            with suppress(OSError):
+                folder.rmdir()
 
     def load_hf(self, folder: Path) -> None:
         self.strategy.load_hf(folder)

@@ -59,7 +59,8 @@ def _make_bucket(address: str) -> None:
     raise AssertionError("the server does not answer")
 
 
-@pytest.mark.parametrize("store", ["file", pytest.param("s3", marks=pytest.mark.nightly)], indirect=True)
+@pytest.mark.nightly
+@pytest.mark.parametrize("store", ["file", "s3"], indirect=True)
 def test_a_run_goes_on_in_an_empty_folder_like_one_that_was_never_interrupted(tmp_path: Path, store: str, undisturbed: Any) -> None:
     quiet = undisturbed("tiny_grpo", *SETTINGS, "actor_train.devices=2", "steps=7")
     settings = ["tiny_grpo", *SETTINGS, "actor_train.devices=2", "steps=7", f"checkpoint.store={store}", "checkpoint.resume=auto"]

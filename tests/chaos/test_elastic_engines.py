@@ -33,7 +33,8 @@ def drain(hosts: Hosts, number: int) -> None:
     subprocess.run(hosts.on_first(command), env=hosts.environment, check=True, timeout=60)
 
 
-@pytest.mark.parametrize("returns", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("returns", [False, True])
 @pytest.mark.usefixtures("signals_arrive")
 def test_an_engine_joins_with_a_node_and_leaves_when_the_node_is_drained(hosts: Hosts, returns: bool) -> None:
     run = HostedRun(

@@ -69,7 +69,9 @@ def read_only() -> Iterator[list[Path]]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-@pytest.mark.parametrize("name", ["checkpoints", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("samples", "."))])
+@pytest.mark.nightly
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["checkpoints", "samples", "."])
 def test_a_folder_that_becomes_read_only_is_named_and_the_last_checkpoint_stays(tmp_path: Path, name: str, read_only: list[Path]) -> None:
     require("vllm")
     with Run(tmp_path, "tiny_grpo", *SMALL, "steps=100000", "checkpoint.every=1") as run:

@@ -15,23 +15,21 @@ from tests.chaos.test_training_ranks import SETTINGS, assert_equal
 from tests.integration.test_lost_in_sync import DIES
 from tests.integration.test_runs import Run, until_gone
 
-NIGHTLY = pytest.mark.nightly
 PREEMPTED = 75
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("overrides", "steps", "waits_s"),
     [
         pytest.param(["actor_train.devices=2"], [5], 0.0, id="as its samples come"),
-        pytest.param(["checkpoint.asynchronous=true"], [2, 4, 6], 0.5, id="while it trains", marks=NIGHTLY),
+        pytest.param(["checkpoint.asynchronous=true"], [2, 4, 6], 0.5, id="while it trains"),
         pytest.param(
             ["actor_train.offload=true", "actor_infer.offload=true", "actor_train.devices=[0]", "actor_infer.devices=[0]"],
             [2, 5],
             1.0,
             id="on shared devices",
-            marks=NIGHTLY,
         ),
     ],
 )

@@ -81,6 +81,7 @@ def test_each_domain_gets_its_own_rows() -> None:
     assert not held_out & {prompt.text for prompt in prompts["upper"]}
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_run_trains_on_both(tmp_path: Path) -> None:

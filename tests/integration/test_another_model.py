@@ -12,10 +12,9 @@ from tests.integration.test_runs import SMALL, Run
 OTHER_ROPE = "{hf_overrides: {rope_parameters: {rope_type: default, rope_theta: 3.0}}}"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "old", ["rollout", pytest.param("recompute", marks=pytest.mark.nightly), pytest.param("current", marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("old", ["rollout", "recompute", "current"])
 def test_an_engine_with_another_rope_ends_the_run_at_its_first_batch(tmp_path: Path, old: str) -> None:
     run = Run(
         tmp_path,

@@ -30,6 +30,7 @@ def says(script: str, folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("engine", ["vllm", pytest.param("sglang", marks=pytest.mark.nightly)])
 def test_two_turns_from_yaml_to_recomputed_weights(engine: str, tmp_path: Path) -> None:
     require(engine)

@@ -61,6 +61,7 @@ def audited(folder: Path) -> str:
 
 
 @pytest.mark.nightly
+@pytest.mark.nightly
 def test_a_synchronous_run_adds_up(tmp_path: Path) -> None:
     require("vllm")
     folder = run(tmp_path, "steps=2")

@@ -18,9 +18,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(path.stem for path in (ROOT / "examples/configs").glob("tiny_*.yaml") if path.stem != "tiny_base")
 Runs = dict[str, Future[list[dict[str, Any]]]]
-DIFFERENT = ("tiny_reinforce_plus_plus",)
-"""Advantages of tokens. The others differ from these, and from tiny_grpo, tiny_ppo
-and tiny_async, which other tests run, in formulas that tests/algorithms holds against other projects."""
 SMALL = ["rollout.prompts_per_step=12", "validation.enabled=false", "checkpoint.export_model=false", "steps=3"]
 
 
@@ -54,10 +51,8 @@ def recipe_runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
         pool.shutdown(cancel_futures=True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "recipe", [recipe if recipe in DIFFERENT else pytest.param(recipe, marks=pytest.mark.nightly) for recipe in RECIPES]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_runs(recipe: str, recipe_runs: Runs) -> None:
     steps = recipe_runs[recipe].result()
     for record in steps:

@@ -24,7 +24,6 @@ from roll_lite.pipeline.checkpoint_files import LIST_FILE, finished_checkpoints,
 from roll_lite.pipeline.checkpoint_files import record as record_of
 
 ROOT = Path(__file__).resolve().parents[2]
-NIGHTLY = pytest.mark.nightly
 SMALL = ["rollout.prompts_per_step=6", "rollout.samples_per_prompt=4", "validation.enabled=false"]
 START_SECONDS = 240
 ENGINES = ("vllm", pytest.param("sglang", marks=pytest.mark.nightly))
@@ -275,6 +274,7 @@ def test_a_tensor_parallel_engine_serves_a_run(start: Any) -> None:
     assert all(record["mismatch/max"] < 1e-4 for record in run.metrics() if "time/step" in record)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "argument", "cause"),
@@ -376,9 +376,10 @@ def assert_learned(run: Run) -> None:
         assert accuracy[domain]["after"] >= accuracy[domain]["before"], domain
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("config", ["tiny_async", pytest.param("tiny_dapo", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("config", ["tiny_async", "tiny_dapo"])
 def test_generation_beside_training_and_dynamic_sampling_learn_as_the_demo_does(start: Any, config: str) -> None:
     run = start(config, "weight_sync.verify=full")
     code, output = run.finish(800)
@@ -479,8 +480,9 @@ def test_an_interrupted_run_ends_within_seconds_and_leaves_no_process(start: Any
     assert until_gone(processes, 60) == []
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.parametrize("role", ["ActorWorker", *(pytest.param(role, marks=NIGHTLY) for role in ("RolloutWorker", "EngineCore"))])
+@pytest.mark.parametrize("role", ["ActorWorker", "RolloutWorker", "EngineCore"])
 def test_a_killed_worker_ends_the_run_with_its_role_and_the_cause(start: Any, role: str, tmp_path: Path) -> None:
     traces = Traces(tmp_path / "traces")
     run = start("tiny_grpo", *SMALL, "steps=1000", "actor_infer.restarts=0", "actor_train.restarts=0", "rollout.restarts=0")

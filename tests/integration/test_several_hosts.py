@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support_hosts import Hosts
 from support_hosts import hosts as start_hosts
@@ -20,6 +21,7 @@ from roll_lite.pipeline.checkpoint_files import LIST_FILE, finished_checkpoints,
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
+TINY = ROOT / "examples/models/tiny"
 SETTINGS = [
     *("steps=2", "rollout.prompts_per_step=6", "rollout.samples_per_prompt=4", "validation=null", "batches.write=always"),
     *("placement={nodes: 2, devices_per_node: 2}", "actor_infer.devices=[0]"),
@@ -57,14 +59,18 @@ def test_a_checkpoint_that_ranks_would_write_to_another_disk_is_refused_at_the_s
     assert code == 1
     here, there, _ = hosts.addresses
     assert f"run_dir: {folder} is not one folder on all nodes: on {there}, where actor_train runs, it is not there." in output
-    assert f"driver on {here}: checkpoints, the exported model" in output
-    assert "or do without: checkpoint.every=0 checkpoint.export_model=false" in output
+    assert f"driver on {here}: checkpoints. " in output and "or do without: checkpoint.every=0" in output
     assert not files_below(hosts.apart_there), "no rank has started"
 
 
-def test_without_checkpoints_and_model_everything_is_in_the_drivers_folder(hosts: Hosts) -> None:
-    code, output, folder = run(hosts, hosts.apart / "runs", ON_THE_OTHER, "checkpoint.export_model=false")
+def test_without_checkpoints_everything_is_in_the_drivers_folder(hosts: Hosts) -> None:
+    code, output, folder = run(hosts, hosts.apart / "runs", ON_THE_OTHER, "actor_train.lora={export: merged}")
     assert code == 0, output
+    assert files_below(folder / "start" / "adapters") == {"adapter_model.safetensors", "adapter_config.json"}
+    with safe_open(folder / "model" / "model.safetensors", "pt") as exported, safe_open(TINY / "model.safetensors", "pt") as start:
+        assert set(exported.keys()) == set(start.keys())
+        assert any(not exported.get_tensor(name).equal(start.get_tensor(name)) for name in start.keys())  # noqa: SIM118
+    assert files_below(TINY) <= files_below(folder / "model")
     assert f"run_dir: {hosts.addresses[1]} do not share {folder}" in output
     assert re.search(r"2 nodes, all with python 3\.\d+, torch .*:", output)
     assert re.search(rf"{hosts.addresses[1]} +actor_train .*GiB .*GiB .* s", output), output

@@ -98,6 +98,10 @@ def test_a_step_has_its_rows_its_mini_batches_in_their_order_and_its_coefficient
     }
     facts = json.loads((folder / "step.json").read_text())
     assert facts == {"step": 12, "kl_coefs": {"kl_in_reward": 0.01, "kl_in_loss": 0.0}}
+    for when, step, is_written in (("auto", 500, True), ("auto", 501, False), ("always", 501, True), ("never", 1, False)):
+        files = BatchFiles(load(monkeypatch, "tiny_grpo", f"batches.write={when}"), tmp_path / when)
+        files.write(step, actor, batch, mini_batches, {})  # type: ignore[arg-type]
+        assert (tmp_path / when / f"batches/step_{step:06d}").exists() is is_written
 
 
 def test_every_rank_writes_its_own_rows_with_all_their_columns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +15,10 @@ import pytest
 from roll_lite.config.device_phases import Phase
 from roll_lite.distributed.cluster import ClusterDead
 from roll_lite.pipeline import clusters as module
-from roll_lite.pipeline.clusters import DeviceTurn, Engines, loaded, states, take_turns
+from roll_lite.pipeline.clusters import DeviceTurn, Engines, Model, loaded, states, take_turns
 from roll_lite.pipeline.rlvr import RLVRPipeline
 from roll_lite.pipeline.sources import LiveRollouts
+from roll_lite.workers.actor import ActorWorker
 
 
 @dataclass(eq=False)
@@ -223,3 +225,30 @@ def test_turns_that_fail_give_back_what_they_took_and_what_is_dead_hides_nothing
     with pytest.raises(ValueError, match="boom"):
         take_turns([roles[0].turn(), roles[1].turn(ValueError("boom")), roles[2].turn()], ("weights",))
     assert house.log == ["reference in", "critic in", "reference works", "critic works", "critic out"]
+
+
+def test_files_of_ranks_on_other_nodes_come_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Ranks 0 and 2 are on nodes without the folder, rank 1 shares it with the driver."""
+    here, contents = tmp_path / "here", [{"a": b"seven b", "empty": b""}, {"b": b"own"}, {"c": b"sixsix"}]
+    places = [tmp_path / "far", here, tmp_path / "farther"]
+    for place, own in zip(places, contents, strict=True):
+        place.mkdir()
+        for name, text in own.items():
+            (place / name).write_bytes(text)
+    rank_now = 0
+    monkeypatch.setattr("roll_lite.workers.model.Place", SimpleNamespace(here=lambda: SimpleNamespace(address=places[rank_now].name)))
+    monkeypatch.setattr("roll_lite.pipeline.clusters.CHUNK_BYTES", 3)
+
+    def all_ranks(method: Any, given: Any, *arguments: Any) -> list[Any]:
+        nonlocal rank_now
+        answers = []
+        for rank, place in enumerate(places):  # a folder has one path everywhere
+            rank_now = rank
+            there = place if isinstance(given, Path) else [file and place / file.name for file in given]
+            answers.append(method(SimpleNamespace(rank=rank), there, *arguments))
+        return answers
+
+    model: Any = Model(SimpleNamespace(all=all_ranks), None, ActorWorker)  # type: ignore[arg-type]
+    model.bring_home(here, contents, {"far", "farther"})
+    assert {file.name: file.read_bytes() for file in here.iterdir()} == {name: text for own in contents for name, text in own.items()}
+    assert not places[0].exists() and not places[2].exists()

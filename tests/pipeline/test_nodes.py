@@ -58,12 +58,10 @@ def test_folders_are_compared_where_roles_read_them(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("settings", "lost"),
     [
-        ([], ["the exported model"]),
-        (["checkpoint.every=2"], ["checkpoints", "the exported model"]),
-        (["checkpoint.every=2", "checkpoint.store=file:///store"], ["the exported model"]),
-        (["checkpoint.export_model=false"], []),
-        (["checkpoint.export_model=false", "actor_train.lora={}"], ["adapters at the start"]),
-        (["checkpoint.export_model=false", "reference={refresh: {every: 2}}"], ["the new reference"]),
+        ([], []),
+        (["checkpoint.every=2"], ["checkpoints"]),
+        (["checkpoint.every=2", "checkpoint.store=file:///store"], []),
+        (["reference={refresh: {every: 2}}"], ["the new reference"]),
     ],
 )
 def test_what_ranks_write(monkeypatch: pytest.MonkeyPatch, settings: list[str], lost: list[str]) -> None:

@@ -110,8 +110,8 @@ class BatchFilesConfig(Section):
     and weights from them (docs/recompute.md)."""
 
     write: Literal["auto", "always", "never"] = "auto"
-    """auto: save steps of at most 262,144 tokens, in runs that `examples/recompute.py` can recompute (in float32, without
-    algorithm.routing_replay, adapters of experts and some losses)."""
+    """auto: save the first 500 steps, of at most 262,144 tokens each, in runs that `examples/recompute.py` can recompute (in float32,
+    without algorithm.routing_replay, adapters of experts and some losses)."""
     copy_models_mb: Annotated[int, Field(ge=0)] = 256
     """Models up to this size in MB are copied into the run's folder before training; of larger ones only path and checksums are saved."""
 
