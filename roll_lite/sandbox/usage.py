@@ -119,6 +119,8 @@ class Usage:
         sockets = set[int]()
         for process in members:
             try:
+                # Before the open files: one that is mapped meanwhile would else look as if it were not open.
+                maps = _content(process, f"{_living_thread(process, _fields(process))}maps", LONGEST_MAPS)
                 for thread in _tasks_of(process):  # threads may have separate open files, and the main one may have ended
                     for name in os.listdir(f"/proc/{process}/{thread}fd"):  # noqa: PTH208
                         with contextlib.suppress(FileNotFoundError):
@@ -127,7 +129,6 @@ class Usage:
                                 found[seen.st_ino] = seen.st_blocks * BLOCK
                             if stat.S_ISSOCK(seen.st_mode):
                                 sockets.add(seen.st_ino)
-                maps = _content(process, f"{_living_thread(process, _fields(process))}maps", LONGEST_MAPS)
                 if len(maps) == LONGEST_MAPS:
                     found[0] = sys.maxsize
                 for line in maps.split(b"\n"):
