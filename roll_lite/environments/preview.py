@@ -20,7 +20,7 @@ from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.prompts import Split, load_prompts
 from roll_lite.data.samples import EpisodeRecord, FinishReason, Prompt, RewardInput, Score, Transcript
 from roll_lite.data.stable_hash import stable_hash
-from roll_lite.data.templates import load_tokenizer
+from roll_lite.data.templates import Tokenizer, load_tokenizer
 from roll_lite.environments.build import player_of, task_of
 from roll_lite.environments.episode import Answer, Ask, Begin, Ended, Failed, Player
 from roll_lite.rewards.environment import EnvironmentReward
@@ -33,10 +33,11 @@ WAIT_SECONDS = 5.0
 class LocalPolicy:
     """The model, run by transformers, with the domain's sampling."""
 
-    def __init__(self, model: PreTrainedModel, domain: DomainConfig, end_ids: Sequence[int]) -> None:
+    def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer, domain: DomainConfig) -> None:
         self._model = model
+        self._tokenizer = tokenizer
         self._sampling = domain.sampling
-        self._end_ids = [*end_ids, *domain.sampling.stop_token_ids]
+        self._end_ids = [tokenizer.eos_token_id, *domain.sampling.stop_token_ids]
         self._rows: dict[int, list[int]] = {}
         """Tokens up to the end of each response."""
 
@@ -44,7 +45,7 @@ class LocalPolicy:
     def respond(self, ask: Ask, room: int) -> Answer:
         sampling = self._sampling
         row = [*(self._rows[ask.after] if ask.after is not None else []), *np.frombuffer(ask.ids, np.int32).tolist()]
-        chance = (
+        chance: dict[str, Any] = (
             {"do_sample": False}
             if sampling.temperature == 0
             else {
@@ -56,11 +57,14 @@ class LocalPolicy:
             }
         )
         most = room if ask.most is None else ask.most
+        if stop := [*sampling.stop, *ask.stop]:
+            chance |= {"stop_strings": stop, "tokenizer": self._tokenizer}
         ids = torch.tensor([row], device=self._model.device)
         tokens = self._model.generate(ids, max_new_tokens=most, eos_token_id=self._end_ids, pad_token_id=self._end_ids[0], **chance)
         response = tokens[0, len(row) :].tolist()
         self._rows[ask.number] = [*row, *response]
-        reason = FinishReason.STOP if response and response[-1] in self._end_ids else FinishReason.LENGTH
+        stopped = len(response) < most or response[-1] in self._end_ids
+        reason = FinishReason.STOP if stopped else FinishReason.LENGTH
         return Answer(ask.episode, ask.number, np.array(response, np.int32).tobytes(), reason)
 
 
@@ -75,12 +79,12 @@ def preview_episodes(config: RunConfig, name: str, split: Split, episodes: int) 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype="auto").to(device).eval()
     torch.manual_seed(stable_hash(config.seed, "episodes") % 2**31)
-    console, end_ids = Console(highlight=False, emoji=False, markup=False), [tokenizer.eos_token_id]
+    console = Console(highlight=False, emoji=False, markup=False)
 
     async def play_all() -> int:
         player, failed = player_of(domain, tokenizer, path, "127.0.0.1"), 0
         for number in range(min(episodes, len(prompts))):
-            end = await _played(domain, prompts[number], player, LocalPolicy(model, domain, end_ids))
+            end = await _played(domain, prompts[number], player, LocalPolicy(model, tokenizer, domain))
             failed += isinstance(end, Failed)
             for line in _shown(domain, path, prompts[number], end):
                 console.print(line, soft_wrap=True)

@@ -41,10 +41,10 @@ class EarlyPasses:
         number = dict(zip(_names(batch.rows), batch.rows.tensor("sample").tolist(), strict=True))
         joined = 0
         for part in self._parts:
-            names = zip(part.rows.tensor("sample").tolist(), _names(part.rows), strict=True)
-            numbers = {own: number[name] for own, name in names if name in number}
+            names = {own: name for own, name in zip(part.rows.tensor("sample").tolist(), _names(part.rows), strict=True) if name in number}
+            numbers = {own: number[name] for own, name in names.items()}
             batch.add(block.renumbered(numbers) for blocks in gather(*part.passes) for block in blocks if block is not None)
-            joined += len(numbers)
+            joined += sum(branch == 0 for *_, branch in names.values())
         self._journal.early(joined)
         self.forget()
 

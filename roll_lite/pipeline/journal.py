@@ -345,14 +345,15 @@ class Journal:
         rows, self._shaped = self._shaped, None
         if rows is None:
             return
-        columns = [rows.objects("domain").tolist(), *(rows.tensor(name).tolist() for name in CREDIT_NUMBERS)]
+        names = (*CREDIT_NUMBERS, *(["branch"] if "branch" in rows else []))
+        columns = [rows.objects("domain").tolist(), *(rows.tensor(name).tolist() for name in names)]
         folder = self.folder / CREDIT_FOLDER
         folder.mkdir(exist_ok=True)
         file = folder / f"step_{self._current:06d}.jsonl"
         unfinished = file.with_suffix(".partial")
         with unfinished.open("w", encoding="utf-8") as lines:
             for number, *values in zip(rows.tensor("sample").tolist(), *columns, strict=True):
-                record = dict(zip(("domain", *CREDIT_NUMBERS), values, strict=True))
+                record = dict(zip(("domain", *names), values, strict=True))
                 advantage = advantages.get(number, math.nan)
                 known = advantage if math.isfinite(advantage) else None  # JSON has no NaN
                 lines.write(json.dumps({"step": self._current, **record, "advantage": known}) + "\n")

@@ -20,7 +20,7 @@ from roll_lite.data.branches import per_sample, turn_rewards
 from roll_lite.data.dump_files import dump_file
 from roll_lite.data.dumps import further_columns, times, write_dump
 from roll_lite.data.proto import DataProto, object_column
-from roll_lite.data.samples import Sample, SampleGroup
+from roll_lite.data.samples import Branch, Sample, SampleGroup
 from roll_lite.distributed.dataflow import Block, put_block
 from roll_lite.scheduler.ledger import DELIVERED
 from roll_lite.scheduler.stats import RolloutStats
@@ -181,11 +181,16 @@ def sample_record(sample: Sample, baseline: bool, clock_offset: float) -> dict[s
         "finish_reason": str(transcript.finish_reason) if transcript.finish_reason else None,
         "prompt_tokens": transcript.prompt_length or len(sample.prompt.token_ids),
         "response_tokens": sum(row.response_length for row in transcript.rows),
-        "versions": [[span.start, span.version] for span in transcript.versions],
+        "versions": _versions(transcript),
+        **({"branch_versions": list(map(_versions, transcript.branches))} if transcript.branches else {}),
         **({} if transcript.episode is None else {"episode": asdict(transcript.episode)}),
         **times(sample, clock_offset),
         "columns": further_columns(sample.prompt),
     }
+
+
+def _versions(row: Branch) -> list[list[int]]:
+    return [[span.start, span.version] for span in row.versions]
 
 
 # ---------------------------------------------------------------- for replays

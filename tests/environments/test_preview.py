@@ -26,6 +26,13 @@ def test_a_game_is_shown_with_its_rewards(capsys: pytest.CaptureFixture[str]) ->
     assert [float(score) for _, score, _ in heads if score != "0"] == [float(one) for one in re.findall(r"\[\+([\d.]+)\]", shown)]
 
 
+def test_a_stop_string_ends_a_response(capsys: pytest.CaptureFixture[str]) -> None:
+    stop = "domains.guess.sampling.stop=[' ', '1', '2', '3', '4', '5', '6', '7', '8', '9', '0']"
+    assert main(["reward", "--config-name", "tiny_guess", "--episodes", "1", stop]) == 0
+    for said in re.findall(r"assistant: (.*?)(?:  \[|$)", capsys.readouterr().out, re.MULTILINE):
+        assert len(re.findall(r"\d", said)) <= 1, said
+
+
 def test_an_agents_calls_are_shown_and_the_domains_reward_scores(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reward", "--config-name", "tiny_agent", "--episodes", "3", "--split", "validation"]) == 0
     shown = capsys.readouterr().out

@@ -15,7 +15,7 @@ from roll_lite.data.proto import DataProto
 from roll_lite.distributed.dataflow import Batch, Block
 from roll_lite.observability.timers import StepTimers
 from roll_lite.pipeline import clusters, early_passes
-from roll_lite.pipeline.early_passes import EarlyPasses
+from roll_lite.pipeline.early_passes import EarlyPass, EarlyPasses
 from roll_lite.pipeline.rlvr import RLVRPipeline
 from roll_lite.workers.rollout import RolloutWorker
 
@@ -143,6 +143,15 @@ def test_finished_groups_are_computed_early_the_rest_later_and_each_row_once(hou
     held, row = batch._where["old_log_probs"]
     own = [held[places[name]] for name in ((13, 1, 0), (12, 0, 0), (17, 1, 0))]
     assert len(set(own)) == 3 and row[[places[name] for name in ((13, 1, 0), (12, 0, 0), (17, 1, 0))]].tolist() == [3, 4, 5]
+
+
+def test_rows_of_one_sample_count_once(house: House) -> None:
+    names = torch.tensor([[1, 0, 0], [1, 0, 1], [1, 1, 0], [2, 0, 0]])
+    columns = dict(zip(("group", "index", "branch"), names.unbind(1), strict=True))
+    rows = DataProto({"sample": torch.arange(4), **columns})
+    house.early._parts.append(EarlyPass(rows, []))
+    house.early.join(Batch(rows))
+    assert house.counted == [3]
 
 
 def test_one_pass_at_a_time(house: House) -> None:

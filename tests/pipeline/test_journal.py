@@ -221,6 +221,9 @@ def test_every_row_is_written_with_its_reward_and_advantage(journal: Journal, tm
         journal.credit([report], 0.0)
     with journal.step(5):
         journal.shaped(rows, Masked(rows.tensor("train_weight"), {}))
+    with journal.step(6):
+        journal.shaped(rows.with_columns(branch=torch.tensor([0, 1, 0])), Masked(rows.tensor("train_weight"), {}))
+    assert [line["branch"] for line in records(tmp_path, "credit/step_000006.jsonl")] == [0, 1, 0]
     first, second, third = records(tmp_path, "credit/step_000004.jsonl")
     assert first == {
         "step": 4, "domain": "add", "group": 7, "index": 0, "prompt_uid": 5, "epoch": 0,
