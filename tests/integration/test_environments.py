@@ -50,6 +50,25 @@ def test_two_turns_from_yaml_to_recomputed_weights(engine: str, tmp_path: Path) 
     assert "the ledger adds up" in says("audit.py", run.folder)
 
 
+@pytest.mark.nightly
+def test_a_deterministic_run_with_fewer_places_than_samples(tmp_path: Path) -> None:
+    """It waits until all samples have asked, so each has a place; the number of places changes nothing."""
+    require("vllm")
+    told = []
+    for places in (1, 64):
+        settings = (
+            "deterministic=true",
+            "steps=2",
+            "rollout.samples_per_prompt=4",
+            DOMAIN.replace("max_turns", f"parallel: {places}, max_turns"),
+        )
+        with Run(tmp_path / str(places), "tiny_grpo", *SMALL[:-1], *settings) as run:
+            code, output = run.finish(400)
+        assert code == 0, output
+        told.append([(one["prompt_uid"], one["index"], one["response"]) for step in (1, 2) for one in run.samples(step)])
+    assert len(told[0]) == 64 and sorted(told[0]) == sorted(told[1])
+
+
 AGENT = (
     "domains.add={data: {train: examples/data/add_train.jsonl, validation: examples/data/add_validation.jsonl}, "
     "sampling: {max_prompt_tokens: 12, max_tokens: 60}, "
