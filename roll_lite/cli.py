@@ -95,7 +95,7 @@ def _main(arguments: Sequence[str] | None) -> int:
         parser.print_help()
         return 0
     parsed, rest = parser.parse_known_args(given)
-    # argparse takes one run of positional arguments; overrides may stand on both sides of an option.
+    # argparse accepts positional arguments only in one block; overrides may stand on both sides of an option.
     unknown = [argument for argument in rest if argument.startswith("-")]
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(map(hidden, unknown))}; settings are written key=value, without dashes")

@@ -152,7 +152,8 @@ def grpo(rewards: torch.Tensor, groups: torch.Tensor, normalize_std: bool, befor
 
 
 def discounted_turns(rewards: torch.Tensor, rows: torch.Tensor, gamma: float) -> torch.Tensor:
-    """Reward of each turn plus gamma times the result of the row's next turn, [turns]. `rows`: row of each turn, ascending."""
+    """Discounted return of each turn, [turns]: its reward plus gamma times the return of the row's next turn. `rows`: row of each turn,
+    ascending."""
     returns = rewards.double().clone()
     for turn in range(len(returns) - 2, -1, -1):
         if rows[turn] == rows[turn + 1]:
@@ -186,8 +187,8 @@ def gpg(
     """(reward - group mean) * number of samples / number of samples in groups with unequal rewards. The factor keeps groups of equal
     rewards from diluting the gradient.
 
-    before_kl [N]: rewards without KL, compared instead of `rewards`, since KL makes nearly all rewards differ. trains [N] bool: samples
-    counted in both numbers."""
+    before_kl [N]: rewards without KL, which decide whether a group's rewards are equal: KL makes nearly all rewards differ. trains [N]
+    bool: samples counted in both numbers."""
     of = _Groups.of(rewards, groups)
     spread = ~(of if before_kl is None else _Groups.of(before_kl, groups)).flat
     counted = torch.ones_like(spread) if trains is None else trains

@@ -36,7 +36,7 @@ class SampledPrompts:
         self.place = np.arange(len(order)) - (np.cumsum(self.samples) - self.samples)[self.prompt]
 
     def passed(self, k: int) -> np.ndarray:
-        """[P] probability that one of k samples is correct, 1 - C(n - c, k) / C(n, k); NaN for n < k."""
+        """[P] probability that at least one of k samples is correct, 1 - C(n - c, k) / C(n, k); NaN for n < k."""
         right = np.bincount(self.prompt, weights=self.correct).astype(np.int64)
         pairs, which = np.unique(np.stack([self.samples, right]), axis=1, return_inverse=True)
         values = [1 - comb(n - c, k) / comb(n, k) if n >= k else np.nan for n, c in pairs.T.tolist()]
@@ -48,7 +48,7 @@ class SampledPrompts:
         weights = np.full((len(sizes), int(self.samples.max(initial=0))), np.nan)
         for row, n in enumerate(sizes.tolist()):
             if n >= k:
-                # The i-th lowest of n samples is the highest of C(i - 1, k - 1) of the C(n, k) choices.
+                # Of the C(n, k) choices of k samples, C(i - 1, k - 1) have the i-th lowest sample as their highest.
                 weights[row, :n] = [comb(i, k - 1) / comb(n, k) for i in range(n)]
         return np.bincount(self.prompt, weights=self._ascending * weights[which[self.prompt], self.place])
 
@@ -58,9 +58,9 @@ class SampledPrompts:
         return self.scores[np.lexsort((self.scores, self.prompt))]
 
     def majority(self, k: int) -> np.ndarray:
-        """[P] maj@k. Each k consecutive samples of a prompt vote, and elect their most frequent answer. The result is the share of votes
-        that elect a correct answer; a tie counts as the mean correctness of the tied answers. Samples without an answer are ignored; a vote
-        without any answer is wrong. NaN for n < k, or if the reward function extracts no answers."""
+        """[P] maj@k. Every k consecutive samples of a prompt hold one vote, won by their most frequent answer. The result is the share of
+        votes won by a correct answer; a tie counts as the mean correctness of the tied answers. Samples without an answer are ignored; a
+        vote without any answer is wrong. NaN for n < k, or if the reward function extracts no answers."""
         votes = self.samples // k
         first_vote = np.cumsum(votes) - votes
         vote = first_vote[self.prompt] + self.place // k

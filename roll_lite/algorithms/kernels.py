@@ -30,7 +30,7 @@ def compiled(function: Callable[..., None]) -> Any:
 
 
 Whitening = Callable[[torch.Tensor], tuple[float, float]]
-"""Function of this rank's `row_moments` that returns the (shift, scale) to whiten the global batch's tokens."""
+"""Function of this rank's `row_moments`; returns the (shift, scale) that whiten the tokens of the global batch."""
 
 
 def recurrence(
@@ -50,7 +50,7 @@ def recurrence(
     results = [empty(mask.shape, dtype) for dtype in outputs]
     arrays = [result.numpy() for result in results]
     moments, shift, scale = empty((len(mask), 3), torch.float64), 0.0, 1.0
-    # So the mean is subtracted before rounding to float32, and no float64 tensor is stored.
+    # Two runs: the mean is subtracted before rounding to float32, and no float64 tensor is stored.
     if whitening is not None:
         _over_rows(kernel, mask.shape, *inputs, shift, scale, *arrays, moments.numpy())
         shift, scale = whitening(moments)
@@ -139,7 +139,8 @@ def discounted_returns(
 
 @compiled
 def _put_moments(moments: Any, row: int, count: int, origin: float, total: float, squares: float) -> None:
-    """Store a row's moments from sums relative to one of its entries, `origin`, so a large common offset costs no precision."""
+    """Store a row's moments, from sums relative to one of its entries (`origin`): a large offset common to all entries costs no
+    precision."""
     moments[row, 0] = count
     moments[row, 1] = total + count * origin
     moments[row, 2] = max(0.0, squares - total * total / max(count, 1))

@@ -28,7 +28,7 @@ def clamped(log_ratio: torch.Tensor) -> torch.Tensor:
 
 
 def kl_estimate(new: torch.Tensor, ref: torch.Tensor, estimator: KlEstimator) -> torch.Tensor:
-    """KL estimate of each token. Its gradient is not KL's, see `kl_loss`."""
+    """KL estimate of each token. Its gradient is not the gradient of KL, see `kl_loss`."""
     ratio = clamped_log_ratio(new, ref)
     if estimator == "k1":
         return ratio

@@ -15,7 +15,7 @@ import torch
 from roll_lite.algorithms.kl import LOG_RATIO_LIMIT, KlEstimator, clamped, clamped_log_ratio, kl_estimate
 
 ROUNDING = 1e-4
-"""Relative rounding error of float32. A limited ratio that differs by less from the ratio itself does not count as clipped."""
+"""Relative rounding error of float32. A weight (the limited ratio) that differs by less from the ratio does not count as clipped."""
 
 # ---------------------------------------------------------------- inputs and result of a policy loss
 
@@ -311,7 +311,7 @@ def _of_sequence(x: torch.Tensor, mask: torch.Tensor, level: str) -> torch.Tenso
 class ValueLoss:
     loss: torch.Tensor
     clipped: torch.Tensor
-    """bool: the new value is outside old +- clip. Such a value has no gradient if the error after clipping is the larger one."""
+    """bool: the new value is outside old +- clip. Such a value has no gradient if clipping makes the error larger."""
 
 
 def clipped_value_loss(

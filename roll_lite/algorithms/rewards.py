@@ -29,7 +29,7 @@ class RewardRows:
     max_tokens: torch.Tensor
     """int64: response limit of the row's domain."""
     truncated: torch.Tensor
-    """bool: cut at max_tokens."""
+    """bool: cut at max_tokens or max_turns."""
     group: torch.Tensor
     """int64, equal for samples of a prompt."""
     domain_number: torch.Tensor
@@ -131,11 +131,11 @@ def normalized(
 ) -> np.ndarray:
     """Subtract the mean if `mean`, then divide by the standard deviation (ddof 1) if `std`. over=running first updates `running`.
 
-    trains [N] bool: samples that count in the statistics, except with over=group. Without spread, reward minus mean is exactly 0 and
-    nothing is divided."""
+    trains [N] bool: samples that count in the statistics, except with over=group. If the standard deviation is 0, nothing is divided, and
+    reward minus mean is exactly 0."""
     if len(rewards) == 0:
         return rewards
-    rewards = rewards.astype(np.float32).astype(np.float64)  # as scores are: 1 - 0.1 equals a score of 0.9
+    rewards = rewards.astype(np.float32).astype(np.float64)  # rounded like scores: 1 - 0.1 equals a score of 0.9
     if over == "group":
         places, groups = group_places(group)
         means = group_means(rewards, places, groups)
@@ -172,8 +172,8 @@ def mask_samples(
     response_tokens: tuple[int, int] | None,
     function_weights: np.ndarray | None,
 ) -> Masked:
-    """Training weight of each sample: the data's weight times the user function's; 0 for samples excluded by truncation, or by the range of
-    group means or response lengths. None: no such exclusion."""
+    """Training weight of each sample: the data's weight times the user function's. It is 0 for truncated samples if `truncated`, and
+    outside the range `group_mean` of group means or `response_tokens` of lengths; None: no such limit."""
     weights = as_float64(rows.sample_weight)
     causes: dict[str, np.ndarray] = {}
     if (weights != 1).any():

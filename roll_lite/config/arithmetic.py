@@ -43,8 +43,8 @@ class ClusterArithmetic:
 
 @dataclass(frozen=True)
 class PassArithmetic:
-    """Micro-batches of a role's forward or training pass if every row (sample) has the maximum length. All ranks run as many as the fullest
-    rank."""
+    """Micro-batches in one forward or training pass of a role, if every row (sample) has the maximum length. All ranks run as many
+    micro-batches as the fullest rank."""
 
     role: str
     what: Literal["forward", "training"]
@@ -55,7 +55,7 @@ class PassArithmetic:
     longest: int
     """Maximum tokens of a row."""
     budget: int
-    """Token limit of a micro-batch; a longer row is a micro-batch alone."""
+    """Token limit of a micro-batch. A longer row runs in a micro-batch alone."""
     row_limit: int | None = None
     token_multiple: int = 1
     count_multiple: int = 1
@@ -83,7 +83,7 @@ class DomainArithmetic:
     name: str
     share: Fraction
     prompts_per_step: Fraction
-    """Average number of the domain's prompts in a step; the number in a step differs from it by less than two."""
+    """Average number of the domain's prompts in a step. A single step differs from it by less than two."""
     samples_per_prompt: int
     max_tokens: int
     """Maximum tokens of prompt plus response."""
@@ -223,8 +223,8 @@ def pipeline_problem(strategy: MegatronStrategyConfig, layers: int) -> tuple[str
 
 
 def tensor_parallel_fits(size: int, heads: int, key_value_heads: int, head_dim: int | None) -> bool:
-    """True if `size` ranks can split the attention heads evenly, and each key/value head is on one rank or shared by equally many.
-    `head_dim`: for trainers, whose ranks split a shared head; None for engines, whose ranks copy it."""
+    """True if `size` ranks can split the attention heads evenly, with each key/value head on one rank or shared by equally many.
+    `head_dim`: for trainers, whose ranks split a shared key/value head; None for engines, whose ranks copy it."""
     if heads % size or (key_value_heads % size and size % key_value_heads):
         return False
     return head_dim is None or size <= key_value_heads or head_dim % (size // key_value_heads) == 0
@@ -232,7 +232,7 @@ def tensor_parallel_fits(size: int, heads: int, key_value_heads: int, head_dim: 
 
 def token_multiple(strategy: MegatronStrategyConfig) -> int:
     """The number of tokens in a micro-batch must be a multiple of this: each context-parallel rank has two chunks, which sequence
-    parallelism splits further."""
+    parallelism splits again."""
     parts = 2 * strategy.context_parallel if strategy.context_parallel > 1 else 1
     return parts * (strategy.tensor_parallel if strategy.sequence_parallel else 1)
 
@@ -379,8 +379,8 @@ def _passes(config: RunConfig, by_role: Mapping[str, Role], domains: Sequence[Do
 
 
 def _largest_batch(domains: Sequence[DomainArithmetic]) -> int:
-    """Maximum samples of a step. A domain's prompts in a step differ from their average by less than two, or not at all if the average is
-    an integer."""
+    """Maximum samples of a step. A domain's prompts in a step differ from their average by less than two; if the average is an integer, not
+    at all."""
     prompts = int(sum(one.prompts_per_step for one in domains))
     spare = {one.name: 0 if one.prompts_per_step.denominator == 1 else 2 for one in domains}
     least = {one.name: max(ceil(one.prompts_per_step) - spare[one.name], 0) for one in domains}

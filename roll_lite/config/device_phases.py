@@ -33,8 +33,8 @@ class Phase(StrEnum):
 @dataclass(frozen=True)
 class Presence:
     parts: Mapping[str, tuple[str, ...]]
-    """Parts (weights, optimizer, ...) loaded in the phase, by role. Roles that take turns load in this order; one that waits for its
-    devices delays no other. `reward_models` and `judges` mean all of them."""
+    """Parts (weights, optimizer, ...) loaded in the phase, by role. Roles that take turns load in this order; a role that waits for its
+    devices does not delay others. `reward_models` and `judges` stand for all of them."""
     in_turns: bool = False
     """If several roles with `offload` share a device, load one after the other."""
     of_step: bool = True

@@ -18,8 +18,8 @@ from roll_lite.files import absolute_path, is_file, is_folder, listing
 
 
 def located(name: str, folder: FilePath | None) -> tuple[str, FilePath]:
-    """Name and folder of a configuration. Without `folder`, `name` may be a file's path; else it is looked for in the current folder and
-    among shipped configurations."""
+    """Find a configuration: its name and folder. Without `folder`, `name` may be the path of a file; otherwise it is looked up in the
+    current folder and among the shipped configurations."""
     with suppress(ValueError):  # reported as a mistake of --config-name
         path = absolute_path(FilePath(f"{name.removesuffix('.yaml')}.yaml"))
         if folder is None and is_file(path):

@@ -96,9 +96,9 @@ def _counts(placement: PlacementConfig, group: Mapping[str, Role], is_alone: boo
 
 
 def _free(placement: PlacementConfig, taken: set[int], wanted: int, together: int) -> list[int]:
-    """Choose the next `wanted` free devices. A block of `together` tensor-parallel ranks is on one node if it fits, else split equally over
-    the fewest nodes. Free devices that do not fill another block of their node come last. If devices are missing, numbers beyond the last
-    device follow, which a later check reports."""
+    """Choose the next `wanted` free devices. Tensor-parallel ranks come in blocks of `together` devices: a block is on one node if it fits,
+    else split equally over the fewest nodes. A node's free devices that do not fill a block come last. If devices are missing, numbers
+    beyond the last device follow, which a later check reports."""
     of_node = placement.devices_per_node
     if placement.nodes is None or (placement.name == "by_role" and placement.fill == "pack"):
         return list(islice((number for number in count() if number not in taken), wanted))

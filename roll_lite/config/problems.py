@@ -17,7 +17,7 @@ DEEPEST = 50
 
 
 ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*:/+)[^/?#\s\"@]*@", re.IGNORECASE)
-"""Address with a login or token. One slash after the scheme is enough, since conversion to a path drops the second slash."""
+"""Address with a login or token. One slash after the scheme is enough: converting the address to a path drops the other."""
 LOGIN = re.compile(r"(?<![\w.:-])[\w.-]+:[^\s/@:\"']+@(?=\w)")
 """Login before a host name, without a scheme."""
 KEY = re.compile(
@@ -70,7 +70,7 @@ class Problem:
 
 
 Mistake = tuple[str, str] | Problem
-"""Problem, or pair (YAML path, message with mistake and remedy), from which a Problem with the setting's value is made."""
+"""Problem, or pair (YAML path, message with mistake and remedy), which becomes a Problem with the setting's value."""
 
 
 class Missing(Problem):

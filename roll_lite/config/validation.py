@@ -162,8 +162,8 @@ class _Walker:
         return by_name[name]
 
     def _unknown_key(self, cls: type[Section], key: str, data: dict[str, Any], path: Path) -> list[str]:
-        """Report an unknown key. Suggest the same name deeper in the section, close names in the section, or the same name elsewhere.
-        Returns close names that the section does not set: they must not count as missing, since one was probably meant."""
+        """Report an unknown key. Suggests the same name deeper in the section, close names in the section, or the same name elsewhere.
+        Returns close names that the section does not set: one of them was probably meant, so none is reported as missing."""
         value = data[key]
         if key in FORMER_NAMES and "name" in cls.model_fields:
             self._refuse((*path, key), value, "is called name here, as in every section that is chosen by a word")

@@ -1,4 +1,4 @@
-"""Samples with several rows, as agents make them whose requests branch (column `branch`, absent if no sample of the batch has several)."""
+"""Samples with several rows, which occur if an agent's requests branch. Batches without such samples have no column `branch`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SampleRows(NamedTuple):
     first: np.ndarray
     """[samples]: number of each sample's first row."""
     sample: np.ndarray
-    """[rows]: place in `first` of each row's sample."""
+    """[rows]: index in `first` of each row's sample."""
 
     def total(self, column: torch.Tensor) -> torch.Tensor:
         """Sums over each sample's rows: [rows] -> [samples]."""
@@ -27,7 +27,7 @@ class SampleRows(NamedTuple):
 
 
 def sample_rows(group: torch.Tensor, index: torch.Tensor, branch: torch.Tensor) -> SampleRows:
-    """Samples in the order of their first rows. Group and index identify a sample; branch 0 is its first row."""
+    """Map samples to rows; samples are in the order of their first rows. Group and index identify a sample; its first row has branch 0."""
     identity = torch.stack([group, index], dim=1).numpy()
     _, number = np.unique(identity, axis=0, return_inverse=True)
     first = np.flatnonzero(branch.numpy() == 0)
@@ -37,12 +37,13 @@ def sample_rows(group: torch.Tensor, index: torch.Tensor, branch: torch.Tensor) 
 
 
 def sample_rows_of(rows: DataProto) -> SampleRows | None:
-    """None if every row is a sample."""
+    """Map the batch's samples to their rows; None if every sample has one row."""
     return sample_rows(rows.tensor("group"), rows.tensor("index"), rows.tensor("branch")) if "branch" in rows else None
 
 
 def turn_rewards(rows: Iterable[tuple[Branch, Sequence[float]]]) -> Ragged:
-    """Column of rewards on the last tokens of responses, from rows and the rewards of all responses of their samples."""
+    """Make the column `turn_rewards`: each response's reward on its last token, else 0. `rows`: rows, each with the rewards of all
+    responses (turns) of its sample."""
     columns = []
     for row, rewards in rows:
         ends = np.cumsum([segment.length for segment in row.segments])
@@ -55,8 +56,8 @@ def turn_rewards(rows: Iterable[tuple[Branch, Sequence[float]]]) -> Ragged:
 
 
 def per_sample(rows: DataProto) -> DataProto:
-    """Merge the rows of each sample into its first row: response lengths are added, versions are the oldest and newest. Of the policy
-    tokens the largest number counts, since max_tokens limits a row."""
+    """Merge the rows of each sample into its first row. response_length is the sum over rows; min_version and max_version are the oldest
+    and newest of all rows; policy_tokens is the maximum, since max_tokens limits each row."""
     of = sample_rows_of(rows)
     if of is None:
         return rows

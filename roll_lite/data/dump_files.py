@@ -42,7 +42,8 @@ class DumpHeader:
     """Checksum of the tokenizer (`tokenizer_checksum`)."""
     largest_token: int
     domains: dict[str, dict[str, int]]
-    """Statistics by domain over the samples that train: their number (`samples`), and `longest_prompt` and `longest_response` in tokens."""
+    """Statistics by domain over the samples to train on: their number (`samples`), and in tokens `longest_prompt`, `longest_response` and
+    `longest_row` (prompt and response; older dumps lack it)."""
     baselines: bool
     stats: dict[str, Any]
 
@@ -52,8 +53,8 @@ def dump_file(folder: Path, step: int) -> Path:
 
 
 def found_dumps(path: Path) -> dict[int, Path]:
-    """Find the dump file of each step; ValueError if there are none. `path`: folder of a run or of its dumps. A resumed run's earlier steps
-    are looked up in the run that it continued."""
+    """Find the dump file of each step; ValueError if there are none. `path`: folder of a run or of its dumps. For a resumed run, earlier
+    steps are taken from the run that it continued."""
     if (kind := kind_of(path)) != "folder":
         raise ValueError(
             f"{path} is a file; name a run's folder, or that of its dumps" if kind else f"no such folder: {path}{elsewhere(path)}"

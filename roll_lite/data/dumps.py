@@ -31,7 +31,8 @@ ROW_GROUP_TOKENS = 2**21
 """Tokens written and read at a time (30 MB)."""
 
 Fetch = Callable[[Sequence[Any]], Sequence[DataProto | None]]
-"""Function that fetches token blocks (tables of samples' tokens, workers/token_blocks.py) by reference; None for a lost block."""
+"""Function that fetches token blocks (tables of samples' tokens, workers/token_blocks.py) by their references; it returns None for a lost
+block."""
 
 DESCRIPTION = {
     "sample": pa.int64(),
@@ -83,7 +84,7 @@ class _Entry:
     """Row in the training batch; None for a sample that is not trained on."""
     baseline: bool
     branch: int = 0
-    """Number of the sample's row."""
+    """Index of the row in its sample."""
 
     @property
     def path(self) -> Branch:
@@ -106,7 +107,7 @@ def write_dump(
 ) -> None:
     """Write a dump atomically. `groups`: all samples. `rows`: the batch of the samples to train on. `facts`: step, config, tokenizer and
     stats, for the header. `kept_ids`: True if token blocks have that column. `clock_offset`: wall clock minus the event loop's clock, in
-    seconds. `rewards_of`: rewards of a sample's responses, where they train by turn."""
+    seconds. `rewards_of`: function that returns the rewards of a sample's responses; None unless turns have their own rewards."""
     entries = _entries(groups, rows)
     description = DESCRIPTION | ({"branch": pa.int64()} if "branch" in rows else {})
     further = {name: as_array(column) for name, column in rows.columns.items() if name not in description}
@@ -291,7 +292,7 @@ def load_dump(path: Path | str) -> DataProto:
 
 
 def dump_parts(path: Path) -> Iterator[DataProto]:
-    """Yield the rows of `load_dump` one row group at a time, since joining them takes twice the memory."""
+    """Yield the rows of `load_dump` by Parquet row group, since joining them takes twice the memory."""
     read_header(path)
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:

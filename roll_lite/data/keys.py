@@ -61,7 +61,7 @@ KEYS: dict[str, Key] = {
     "attempt": Key(Kind.ROW, torch.int64, "rollout service", "dumps"),
     "domain": Key(Kind.OBJECT, None, "rollout service", "metrics"),
     "finish_reason": Key(Kind.OBJECT, None, "rollout service", "metrics, masks"),
-    # what is known of a sample, one number per row
+    # facts about a sample, one number per row
     "prompt_length": Key(Kind.ROW, torch.int64, "rollout service", "metrics"),
     "response_length": Key(Kind.ROW, torch.int64, "rollout service", "metrics: all tokens after the prompt"),
     "policy_tokens": Key(Kind.ROW, torch.int64, "rollout service", "loss weights: tokens with response_mask 1, beyond the first token"),
@@ -81,7 +81,7 @@ KEYS: dict[str, Key] = {
     "engine": Key(Kind.ROW, torch.int64, "rollout service", "watch of the weights: engine that sampled it, -1 if several"),
     "loss_weight": Key(Kind.ROW, torch.float32, "driver", "losses: weight of each policy token of the row, from global counts"),
     "ptx_weight": Key(Kind.ROW, torch.float32, "driver", "the actor's loss: weight of each learned token of a supervised row, else 0"),
-    # of held-out samples
+    # held-out samples only
     "answer": Key(
         Kind.ROW,
         torch.int64,

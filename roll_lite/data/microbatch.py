@@ -54,7 +54,7 @@ class Multiples:
 class MicroBatchPlanner(Protocol):
     def cut(self, lengths: torch.Tensor, parts: int = 1) -> list[np.ndarray]:
         """Row numbers of each micro-batch; every row is in exactly one. `lengths` [rows]: token counts. `parts`: number of micro-batches
-        that this rank must run because another rank needs as many; the rows may be spread over them."""
+        that this rank must run because another rank needs as many; the rows may be spread over all of them."""
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ class MicroBatchPlan:
 
 def padded(rows: DataProto) -> MicroBatch:
     """Pad rows to the longest one, with 0 or the column's value in VECTORS. Columns of Python objects are dropped. Without a response_mask,
-    all predicted tokens count in the mask. Without rows, the width is one predicted token, so losses still work."""
+    the mask has all predicted tokens. An empty batch gets the width of one predicted token, so that losses still work."""
     lengths = rows.lengths
     width = int(lengths.max()) if len(rows) else 2
     columns: dict[str, torch.Tensor] = {}

@@ -43,8 +43,8 @@ def cut_mini_batches(
     """Divide the batch into mini-batches: `mini_batches` per epoch, whose sizes differ by at most one sample. Each epoch has its own seeded
     order. Rows with train_weight 0 and empty mini-batches are left out.
 
-    `owners`: number of each row's sample, if samples have several rows: those stay together, and are one sequence for the aggregation,
-    unless `rows_are_sequences`."""
+    `owners`: sample number of each row, if samples have several rows. A sample's rows stay in one mini-batch, and are one sequence for the
+    aggregation unless `rows_are_sequences`."""
     cut: list[MiniBatch] = []
     owners = np.arange(len(samples)) if owners is None else owners
     sequences = np.arange(len(samples)) if rows_are_sequences else owners

@@ -42,7 +42,7 @@ class PromptSet:
         self.parts: list[int] = []
         self._names: list[tuple[str, ...]] = []
         self._numbers: dict[tuple[str, ...], int] = {}
-        """Tuple of column names -> number that rows store in its place."""
+        """Tuple of column names -> number that rows store instead of the names."""
 
     def add(
         self,
@@ -288,7 +288,7 @@ class PromptOrder:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state. ValueError if the number of prompts, seed or domain differ, or if the saved order mixed files by
-        shares, as this order does not. The prompts themselves are not compared."""
+        shares, which this class does not. The prompts themselves are not compared."""
         if "parts" in state:
             raise ValueError(
                 f"domain {self._domain}: the checkpoint's prompts came from several files with shares, this run's do not. {SAME_DATA}"

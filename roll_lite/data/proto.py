@@ -26,7 +26,7 @@ VECTORS = {
     "ref_distribution": 0,
     "old_distribution": 0,
 }
-"""Columns whose entries are vectors [k], with the value that pads them to the largest k."""
+"""Columns whose entries are vectors [k] -> value that pads a vector to the largest k."""
 
 
 def object_column(items: Iterable[object]) -> np.ndarray:

@@ -95,7 +95,7 @@ def weight_of(row: Mapping[str, Any], column: str | None) -> float:
 
 
 def files_of(row: Mapping[str, Any], column: str) -> dict[str, str]:
-    """Files for a tool's folder: name -> text. In tables, a name that only other rows have is null here."""
+    """Files for a tool's folder: name -> text. Null texts are dropped: tables have null for a file name that only other rows use."""
     files = cell(row, column) or {}
     if not isinstance(files, dict):
         raise RowError(column, f"must be a mapping of file names to texts, got {show(files)}")
@@ -112,8 +112,8 @@ def files_read(*given: DataFiles | None) -> set[Path]:
 
 
 class TagOwners:
-    """Finds a row's domain in a data file that several domains share: the domain that reads the file, uses the tag column `column`, and
-    lists the row's tag."""
+    """Finds a row's domain in a data file that several domains share. It is the domain that reads the file, has `column` as its tag column,
+    and lists the row's tag."""
 
     def __init__(self, domains: Mapping[str, DomainConfig], column: str) -> None:
         tagged = {name: domain.data for name, domain in domains.items() if domain.data.tag == column}

@@ -19,7 +19,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     MAX_TURNS = "max_turns"
-    """The environment would have gone on, but the episode had its last turn."""
+    """The episode reached max_turns before the environment ended it."""
 
 
 class SampleOutcome(StrEnum):
@@ -107,11 +107,11 @@ class GenerationRequest(Packed):
     """Tokens of an earlier request that come before prompt_ids. The engine's worker prepends them, since engines take whole prompts."""
     resumed: int = 0
     """Number of tokens at the end of the context that an earlier request generated for this response. The returned text includes them, and
-    stop strings may begin in them. All other fields of the answer are about new tokens only."""
+    stop strings may begin in them. All other fields of the answer describe new tokens only."""
     wants_ids: bool = False
     """Return the response's token ids with the turn, for an environment."""
     masks_context: bool = False
-    """Mask the context's tokens, since another row of the sample trains them."""
+    """Mask the context's tokens, since another row of the sample trains on them."""
 
     @property
     def prompt_length(self) -> int:
@@ -223,14 +223,14 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRecord(Packed):
-    """An environment's account of an episode."""
+    """Result of an episode, as its environment reports it."""
 
     messages: tuple[dict[str, Any], ...] = ()
-    """Whole conversation, as chat messages; of several, that of the last response."""
+    """Whole conversation, as chat messages. If the episode had several, the one with the last response."""
     rewards: tuple[float, ...] = ()
     """Reward of each response."""
     score: float = 0.0
-    """The rewards in one number (domains.NAME.environment.rewards)."""
+    """Rewards combined into one number, as domains.NAME.environment.rewards says."""
     correct: bool | None = None
     """True if the environment says that the episode was solved; None: the score decides."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -242,7 +242,7 @@ class EpisodeRecord(Packed):
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A row of a sample: segments in order, which begin with a prompt; then policy responses and environment messages."""
+    """Row of a sample: segments in order. The prompt comes first, then policy responses and environment messages."""
 
     segments: tuple[Segment, ...] = ()
     tokens: TokenRow | None = None
@@ -286,7 +286,7 @@ class Transcript(Branch):
     finish_reason: FinishReason | None = None
     """Finish reason of the last response, or MAX_TURNS."""
     episode: EpisodeRecord | None = None
-    """Account of the environment; None in domains without one."""
+    """Result of the episode; None in domains without an environment."""
     branches: tuple[Branch, ...] = ()
     """Further rows. A row that continues another one's response repeats its tokens as the prompt, so each response trains once."""
 

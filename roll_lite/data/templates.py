@@ -59,8 +59,8 @@ class Template:
             raise RowError(self._prompt_column, f"the chat template refuses the messages: {error}") from error
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokenize texts. Plain text gets the tokenizer's special tokens, as in pre-training (BOS for Llama, none for Qwen); a chat
-        template's text already has them."""
+        """Tokenize texts. Plain text gets the special tokens that the tokenizer adds by itself, as in pre-training (BOS for Llama, none for
+        Qwen). The text of a chat template already contains special tokens."""
         if not texts:
             return []
         add = isinstance(self._config, PlainTemplateConfig)

@@ -39,7 +39,7 @@ def load_function(name: str, path: str, shape: str, or_class: bool = False) -> C
 
 
 def search_current_folder() -> str:
-    """Let imports find modules in the current folder, as scripts search only their own; returns the folder."""
+    """Add the current folder to the import path, since a script's path has only the script's own folder. Returns the folder."""
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)

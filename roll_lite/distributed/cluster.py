@@ -1,9 +1,9 @@
 """A role's workers as one object. Calls pass the method itself, so editors find its definition: `cluster.start_scatter(ActorWorker.train,
 shares)`.
 
-`all` calls every rank, `one` rank 0, and `each` every living rank of a cluster whose ranks are independent. `start_scatter` sends one shard
-to every data-parallel rank; `heads_scatter` sends it only to the head ranks (RankLayout), which return the results. The `start_` variants
-do not wait.
+`all` calls every rank that starts with the cluster (ClusterSpec.first), `one` calls rank 0, and `each` calls every living rank of a cluster
+whose ranks are independent. `start_scatter` sends shard i to all ranks of data-parallel rank i, `heads_scatter` only to its head rank
+(RankLayout). The `start_` variants do not wait.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ __all__ = ["Cluster", "ClusterDead", "ClusterSpec", "Pending", "RankFailed", "fi
 
 START_SECONDS = 300.0
 WATCH_THREADS = 2
-"""Threads of a worker for calls that watch it: `until_death`, which fails when the process dies, and `stacks`, which reads a stuck rank's
-stacks."""
+"""Threads of a worker for calls that must run beside its work: `until_death`, which fails when the process dies, the heartbeat `place`, and
+`stacks`, which returns a stuck rank's stack traces."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class ClusterSpec:
     timeout_s: float | None = None
     """Time limit of every call; None: unlimited. Dead and failing ranks are noticed anyway."""
     first: int | None = None
-    """Number of ranks that start with the cluster; None: all. The other ranks start when there are free devices for their slots, and count
-    as lost until then."""
+    """Number of ranks that start with the cluster; None: all. The others start once devices for their slots are free, and count as lost
+    until then."""
 
 
 def start_cluster(spec: ClusterSpec, worker_class: Callable[P, W], *args: P.args, **kwargs: P.kwargs) -> Cluster[W]:
@@ -75,7 +75,7 @@ def actor_options(spec: ClusterSpec, rank: int) -> dict[str, Any]:
 
 
 def _actor_class(worker_class: type[Worker]) -> tuple[Any, dict[str, str] | None]:
-    """Ray actor class, and Ray options of the calls that detect its death or silence (None: unwatched)."""
+    """Return the Ray actor class, and the Ray options of the calls that detect the actor's death or silence (None: unwatched)."""
     has_coroutines = any(inspect.iscoroutinefunction(member) for _, member in inspect.getmembers(worker_class))
     if has_coroutines != issubclass(worker_class, AsyncWorker):
         raise TypeError(f"{worker_class.__name__} has coroutine methods: it must derive from AsyncWorker")
@@ -96,7 +96,7 @@ def _environment(spec: ClusterSpec, rank: int, slot: Slot) -> dict[str, str]:
         "OMP_NUM_THREADS": str(spec.threads),
         ROLE: spec.name,
         **({LOG_FILE: str(log)} if log else {}),
-        **({"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0"} if slot.own_gpus else {}),  # the cluster may say otherwise
+        **({"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0"} if slot.own_gpus else {}),  # Ray must choose the GPUs
         **gpus,
         **spec.env,
     }
@@ -126,7 +126,7 @@ class Cluster(Generic[W_co]):
 
     @property
     def left(self) -> list[int]:
-        """Numbers of the living ranks. If there is none: empty if lost ranks are being replaced, else RankFailed."""
+        """Numbers of the living ranks. If none lives: empty if lost ranks are replaced, else raises RankFailed."""
         lost = self.lost
         left = [rank for rank in range(self.world_size) if rank not in lost]
         if not left and not self.group.replaceable:
@@ -162,8 +162,8 @@ class Cluster(Generic[W_co]):
         return self.start_one(method, *args, **kwargs).result()
 
     def each(self, method: AsyncMethod[W_co, P, R], *args: P.args, **kwargs: P.kwargs) -> dict[int, R]:
-        """Call the method on all living ranks; for independent ranks, such as engines. Returns results by rank, without ranks that die
-        meanwhile."""
+        """Call the method on all living ranks; for independent ranks, such as engines. Returns results by rank; ranks that die during the
+        call are left out."""
         return self.start_each(method, *args, **kwargs).result()
 
     def heads_scatter(self, method: Method[W_co, Concatenate[S, P], R], shards: Sequence[S], *args: P.args, **kwargs: P.kwargs) -> list[R]:
@@ -199,8 +199,8 @@ class Cluster(Generic[W_co]):
     def start_scatter(
         self, method: Method[W_co, Concatenate[S, P], R], shards: Sequence[S], *args: P.args, **kwargs: P.kwargs
     ) -> Pending[list[R]]:
-        """Send shard i, even if empty, to all workers of data-parallel rank i; returns one result for each shard, from the head among
-        them."""
+        """Send shard i, even if empty, to all workers of data-parallel rank i. Returns the results of the head ranks, in the order of the
+        shards."""
         self._check_shards(method, shards)
         # Ranks of one data rank share a copy in the object store; a shard for a single rank travels with its call.
         shared = [ray.put(shard) for shard in shards] if self.world_size > len(shards) else list(shards)

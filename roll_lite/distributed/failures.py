@@ -81,7 +81,7 @@ def may_be_aftermath(error: BaseException) -> bool:
 
 
 def is_connection_error(error: BaseException) -> bool:
-    """True if a call failed without a dead rank, because of the network, a device, or an object that was lost with its node."""
+    """True if a call failed although no rank died: through a network or device error, or an object that was lost with its node."""
     cause = error.cause if isinstance(error, RayTaskError) else None
     names = {one.__name__ for one in type(cause).__mro__}
     return bool(names & {"DistError", "AcceleratorError", "ObjectLostError"}) or (type(cause) is RuntimeError and "gloo" in str(cause))

@@ -146,7 +146,7 @@ class Fleet(Generic[M]):
 
     @property
     def lost(self) -> dict[int, str]:
-        """Member number -> cause of loss, for members whose replacements do not serve yet."""
+        """Member number -> cause of loss, for members that are lost and do not serve again yet."""
         return {seat.place: seat.cause for seat in self._seats.values() if seat.cause}
 
     async def until(self, member: M, *states: MemberState) -> None:

@@ -13,8 +13,8 @@ T = TypeVar("T")
 
 
 class Silence:
-    """Seconds without an answer, summed over calls of `look`. Each call adds at most `most_s`. So time in which the measuring process
-    itself did not run hardly counts."""
+    """Seconds without an answer, summed over calls of `look`. Each call adds at most `most_s`, so a pause of the measuring process itself
+    hardly counts."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.seconds = 0.0
@@ -41,8 +41,8 @@ class Heartbeat:
         look_s: float = 0.5,
         is_busy: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`limit_s`: time limit of an answer; None: unlimited. `pause_s`: pause between an answer and the next question. `look_s`: interval
-        at which an answer is looked for. `is_busy()`: no questions are asked while this is true. All times are in seconds."""
+        """`limit_s`: time limit of an answer; None: unlimited. `pause_s`: pause between an answer and the next question. `look_s`: polling
+        interval while an answer is awaited. `is_busy()`: no question is asked while this is true. All times are in seconds."""
         self.waited_s = 0.0
         self._silence = Silence(lambda: asyncio.get_running_loop().time())
         self._ask = ask
@@ -92,7 +92,8 @@ class StoppedTime:
         self._seconds: dict[psutil.Process, float] = {}
 
     def look(self, processes: Iterable[psutil.Process], limit_s: float | None, setting: str) -> str | None:
-        """Description of a process stopped for longer than the limit (None: unlimited), or None. `setting`: YAML path of the limit."""
+        """Describe a process that has been stopped for longer than `limit_s` (None: unlimited); return None if there is none. Call this
+        every `look_s` seconds. `setting`: YAML path of the limit."""
         self._seconds = {process: self._seconds.get(process, 0.0) + self._look_s for process in processes if is_stopped(process)}
         for process, seconds in self._seconds.items():
             if limit_s is not None and seconds > limit_s:
@@ -127,7 +128,7 @@ def name_of(process: psutil.Process) -> str:
 
 
 async def first_of(*works: Awaitable[T]) -> T:
-    """Result or error of the work that ends first. Cancels the others and waits for them."""
+    """Return the result, or raise the error, of the awaitable that ends first. Cancels the others and waits for them."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

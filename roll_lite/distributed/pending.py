@@ -21,7 +21,7 @@ T = TypeVar("T")
 POLL_SECONDS = 1.0
 """Longest single wait in Ray, so that Ctrl-C and time-outs are noticed."""
 KILLED = "ray.kill"
-"""Part of Ray's message when an actor was killed on purpose."""
+"""Text in Ray's error for an actor that was killed on purpose."""
 BLAME_SECONDS = 2.0
 """Time to look for a dead rank after another rank reports a broken connection."""
 STACK_SECONDS = 3.0
@@ -155,7 +155,7 @@ def _wait(
 
 
 def pause(group: RankGroup, rank: int, waits_for: str) -> None:
-    """Sleep half a second while waiting for an event that no call reports. RankFailed if a rank fails or the phase's time is up.
+    """Sleep half a second while waiting for an event that no call reports. Raises RankFailed if a rank fails or the phase's time is up.
     `waits_for`: the event, for the message about `rank`."""
     WATCHDOG.check()
     limit = WATCHDOG.nearest
@@ -198,7 +198,7 @@ def _report_deaths(dead: Sequence[tuple[RankGroup, int]]) -> None:
 
 
 def _blame(call: Call, error: Exception, unanswered: Sequence[int]) -> NoReturn:
-    """Raise the failure of the rank that caused the error. A broken collective is reported by other ranks than the dead or stuck one."""
+    """Raise the failure of the rank that caused the error. When a rank dies or hangs, other ranks report the broken collective."""
     group = call.group
     if not may_be_aftermath(error) or not group.deaths:
         _fail(group, call.rank, call.phase, error)

@@ -1,5 +1,5 @@
-"""Places (node and process id) of actors, to describe their processes without asking them, and to kill stopped ones; members of fleets that
-are one actor each."""
+"""Place (node and pid) of an actor's process, to describe the process if it does not answer and to kill it if it is stopped. Also the base
+class of Fleet members that are one actor each."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def kill_actors(actors: Iterable[Any], places: Iterable[Place | None], no_restar
 
 
 class ActorMember(ABC):
-    """Member of a Fleet: one actor that needs no device. Its class has `prepare` and `place`."""
+    """Member of a Fleet that is one actor and needs no device. The actor's class must have the methods `prepare` and `place`."""
 
     def __init__(self, name: str, actor_class: type, *arguments: Any) -> None:
         self.name = name
@@ -85,7 +85,7 @@ class ActorMember(ABC):
     def is_busy(self) -> bool: ...
 
     async def prepare(self) -> Any:
-        """Start the actor; returns what its `prepare` returns. ValueError for a mistake in the configuration."""
+        """Start the actor; returns the result of the actor's own `prepare`. Raises ValueError for a mistake in the configuration."""
         self._place = None
         self.actor = ray.remote(self._actor_class).options(num_cpus=0).remote(*self._arguments)
         try:

@@ -198,7 +198,7 @@ def _anywhere(wanted: _Wanted) -> tuple[PlacementGroup, list[str]]:
 
 
 def _on_nodes(wanted: _Wanted, layout: PlacementConfig) -> tuple[PlacementGroup, list[str]]:
-    """Reserve devices on the configured nodes. Chooses Ray nodes again if other jobs take the devices meanwhile."""
+    """Reserve devices on the configured nodes. If other jobs take the devices first, chooses Ray nodes again."""
     counts = Counter(number // layout.devices_per_node for number in wanted.numbers)
     while True:
         nodes = _nodes_of_the_run(wanted, layout, counts)

@@ -53,10 +53,10 @@ class Pulse:
 
 
 class RankGroup:
-    """The ranks of one cluster, as Ray actors. If one dies, all are ended, except with `live_alone`: then the others (engines) continue. A
-    call that never returns watches each rank: it fails as soon as the process dies.
+    """The ranks of one cluster, as Ray actors. If one dies, all are ended, except with `live_alone`: then the others (engines) continue.
+    Deaths are noticed by one pending call per rank, `until_death`, which fails when the process dies.
 
-    `watch`: Ray options of that call, so that it does not block others; None: unwatched."""
+    `watch`: Ray options of the calls that watch a rank, so that they run beside its work; None: unwatched."""
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ class LivenessWatch:
         self.groups: weakref.WeakKeyDictionary[RankGroup, None] = weakref.WeakKeyDictionary()
         """Oldest first. The references are weak: when a cluster is dropped, its actor handles go too, and Ray ends the actors."""
         self.overlooked: Sequence[str] = ()
-        """Names of groups whose deaths are not reported before the present `with overlooking(...)` block ends."""
+        """Names of groups whose deaths are not reported until the current `overlooking` block ends."""
         self.errands: dict[str, Callable[[], None]] = {}
         """Functions, by name, that every wait calls about once a second; they must not block."""
         self._silence_s: float | None = None

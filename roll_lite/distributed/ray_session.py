@@ -114,7 +114,7 @@ def _attached(address: str, config: RayConfig) -> Iterator[str]:
 def use_token() -> None:
     """Use Ray's token, if this user has one and RAY_AUTH_MODE is unset, as Ray itself does for the address `auto`."""
     setup = ray._private.authentication.authentication_token_setup
-    setup.logger.disabled = True  # it warns of what Ray does by itself
+    setup.logger.disabled = True  # else it warns that the token is used
     setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
 
@@ -161,7 +161,7 @@ def _raylets() -> list[tuple[psutil.Process, str]]:
 
 
 def _expect_grpc(connection: socket.socket) -> None:
-    """Expect the SETTINGS frame that a gRPC server sends at once, except with TLS."""
+    """Check that the peer sends an HTTP/2 SETTINGS frame, as every gRPC server does at once. Not checked with TLS."""
     if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
         return
     connection.sendall(HTTP2_GREETING)
@@ -264,7 +264,7 @@ def _starting(environment: Mapping[str, str], config: RayConfig) -> Iterator[Non
 
 @contextmanager
 def _environment(values: Mapping[str, str], without: tuple[str, ...] = ()) -> Iterator[None]:
-    """Set environment variables, and unset those in `without`, inside the block, in which Ray starts its processes."""
+    """Set environment variables, and unset those in `without`, inside the block. Processes that Ray starts there inherit them."""
     names = [*values, *without]
     before = {name: os.environ.get(name) for name in names}
     for name in without:

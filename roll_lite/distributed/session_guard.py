@@ -81,8 +81,8 @@ def end_processes(mark: str, folder: Path, grace_s: float) -> None:
 
 
 def wait_for_driver(driver: int, folder: Path) -> bool:
-    """Wait for the driver: True if it reported its end, False if it died. Two guards run this and watch each other too: one may be killed
-    with the driver."""
+    """Wait for the driver: True if it reported its end, False if it died. Two guards run this. They also watch each other, since one may be
+    killed with the driver."""
     try:
         handle = os.pidfd_open(driver)
     except ProcessLookupError:

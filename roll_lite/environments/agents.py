@@ -1,4 +1,4 @@
-"""Black-box agents: programs that talk with the policy over HTTP. Finds for each request the sampled response that it continues."""
+"""Black-box agents: programs that talk with the policy over HTTP. Matches each request with the sampled response that it continues."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from roll_lite.environments.tool_calls import split_thoughts
 from roll_lite.sandbox import kernel
 
 MOST_CHARACTERS = 64
-"""Characters per token, more than any text has."""
+"""Upper bound of characters per token."""
 READ_SECONDS = 2.0
 OUTPUT_BYTES = 2**16
 """Bytes kept of a program's output, from its end."""
@@ -29,10 +29,10 @@ OUTPUT_BYTES = 2**16
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where an agent reaches the policy. The key belongs to the episode."""
+    """Address at which an agent reaches the policy, and the episode's API key."""
 
     base_url: str
-    """Of OpenAI's APIs; Anthropic's client takes it without /v1."""
+    """URL of OpenAI's APIs; Anthropic's client takes it without /v1."""
     api_key: str
     model: str = "policy"
     """Name of the model, for clients that must name one."""
@@ -60,15 +60,15 @@ class _Node:
     number: int
     ids: list[int]
     length: int
-    """Tokens of its row up to its end."""
+    """Tokens of the conversation up to the response's end."""
 
 
 class AgentSession:
-    """An episode's conversations. A request that begins with the messages of an earlier request and the reply to it, as it was given,
-    continues the tokens of that response. All other messages are rendered as a new prompt."""
+    """Conversations of one episode. A request that repeats an earlier one and its reply continues that response's tokens: only its further
+    messages are rendered. Any other request is rendered as a new prompt."""
 
     def __init__(self, policy: Policy, renderer_of: Callable[[Sequence[dict[str, Any]]], Renderer]) -> None:
-        """`renderer_of`: renderer by tools."""
+        """`renderer_of`: function from tools to their renderer."""
         self._policy = policy
         self._renderer_of = renderer_of
         self._longest = policy.limits.max_prompt_tokens + policy.room
@@ -79,7 +79,7 @@ class AgentSession:
         self._call_numbers = count()
 
     def end(self) -> None:
-        """Hand the conversations to the policy."""
+        """Store the conversations in the policy: the latest as its messages, others as branches."""
         if self._conversations:
             self._policy.messages = self._conversations.pop(max(self._conversations))
             self._policy.branches = list(self._conversations.values())
@@ -118,7 +118,7 @@ class AgentSession:
         return reply
 
     def _match(self, request: ChatRequest) -> tuple[_Node | None, list[Message], bytes]:
-        """The latest response that the messages continue, the messages after it, and a digest of all."""
+        """Find the latest response that the messages continue; returns it, the messages after it, and a digest of all."""
         digest = hashlib.sha256(_json(request.tools)).digest()
         node, new = None, request.messages
         for place, message in enumerate(request.messages):
@@ -128,7 +128,7 @@ class AgentSession:
         return node, new, digest
 
     def _reply(self, message: Message, stop: Sequence[str], thinking: bool) -> Message:
-        """A response as clients expect it: thoughts apart, text up to the stop string, and ids of calls unique in the episode."""
+        """Convert a response to what clients expect: thoughts apart, text up to the stop string, call ids unique in the episode."""
         reasoning, content = split_thoughts(message["content"], thinking)
         content = content[: min((place for one in stop if (place := content.find(one)) >= 0), default=len(content))]
         calls = [{**call, "id": f"call{next(self._call_numbers):05d}"} for call in message.get("tool_calls", [])]
@@ -137,7 +137,7 @@ class AgentSession:
 
 
 def _digest(before: bytes, message: Message) -> bytes:
-    """Digest of a conversation from that of its beginning. Whitespace around a text makes no difference: clients strip it."""
+    """Extend a conversation's digest with a message. Whitespace around texts is ignored, since clients strip it."""
     known = {name: value.strip() if isinstance(value, str) else value for name, value in message.items() if value}
     return hashlib.sha256(before + _json(known)).digest()
 
@@ -162,10 +162,10 @@ def play_agent(agent: Agent, host: str, renderer_of: Callable[[Sequence[dict[str
             try:
                 result = await agent(task, Endpoint(f"{server.url}/v1", key))
             except Exception:
-                if policy.limit is None:  # otherwise it failed since it reached a limit
+                if policy.limit is None:  # otherwise it failed because it reached a limit
                     raise
             else:
-                policy.finish_reason = FinishReason.STOP  # it came to its end, whatever it was refused
+                policy.finish_reason = FinishReason.STOP  # it ended by itself, even if requests were refused
             await server.settled(key)  # responses that the agent did not wait for train too: else short ones would be preferred
         finally:
             server.close(key)

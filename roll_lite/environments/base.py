@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 Message = dict[str, Any]
-"""Chat message: role, content; of the assistant also tool_calls, and of a tool its tool_call_id and name."""
+"""Chat message: role and content. An assistant's may have tool_calls; a tool's has tool_call_id and name."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,6 @@ class Task:
     answer: Any = None
     """Reference answer."""
     columns: dict[str, Any] = field(default_factory=dict)
-    """Columns of the row."""
     seed: int = 0
     """Seed for the environment's own random numbers. In deterministic runs it depends on the sample only."""
 
@@ -30,7 +29,6 @@ class Step(NamedTuple):
     messages: str | Message | Sequence[Message] = ()
     """New messages; a text is a message of the user."""
     reward: float = 0.0
-    """Reward of the response."""
     done: bool = False
     """The episode is over."""
     correct: bool | None = None
@@ -48,7 +46,7 @@ class Environment(Protocol):
         ...
 
     def step(self, message: Message) -> Step:
-        """Answer a response of the policy. Fewer fields may be returned as a tuple: (messages, reward, done)."""
+        """Answer a response of the policy by a Step, a tuple of its first fields, or one text."""
         ...
 
 
@@ -64,15 +62,15 @@ def messages_from(given: str | Message | Sequence[Message], role: str = "user") 
 
 
 def opening(task: Task, text: str) -> list[Message]:
-    """First prompt of an environment that begins with a text of its own: the row's prompt, and the text below it."""
+    """First prompt of an environment: the row's prompt, and the environment's own text below it."""
     *before, last = task.messages
     return [*before, {**last, "content": "\n\n".join(filter(None, (last["content"], text)))}]
 
 
 def seed_of(task: Task) -> int:
-    """Seed of what an environment generates: the row's `seed`, if it has one, so that all samples of a prompt meet the same."""
+    """Seed for what an environment generates: the row's `seed`, if it has one, so that all samples of a prompt get the same."""
     return int(task.columns.get("seed", task.seed))
 
 
 class EpisodeOver(Exception):
-    """No further response is possible: the episode has reached a limit. Let it pass."""
+    """The episode has reached a limit: no further response is possible. Do not catch it."""

@@ -57,7 +57,7 @@ def player_of(domain: DomainConfig, tokenizer: Tokenizer, path: str, host: str) 
 
 
 def _play(domain: DomainConfig, tokenizer: Tokenizer, domain_path: str, host: str, calls: Calls) -> tuple[Play, list[dict[str, Any]]]:
-    """Make what plays the episodes, and the schemas of its tools. The packages of adapters are optional, so these are imported here."""
+    """Build the Play and the schemas of its tools. Adapters are imported here, since their packages are optional."""
     path = f"{domain_path}.environment"
     match domain.environment:
         case FunctionEnvironmentConfig() as settings:
@@ -106,8 +106,8 @@ def task_of(domain: DomainConfig, prompt: Prompt, seed: int) -> Task:
 
 
 def tools_of(settings: ToolConfig, path: str, calls: Calls) -> Tools:
-    """Load or start what an entry of `environment.tools` at `path` names. ValueError for a mistake in it. Libraries of shipped tools are
-    imported only for those."""
+    """Load the tools of one entry of `environment.tools`; `path`: its YAML path. ValueError for a mistake in it. Libraries of shipped tools
+    are imported only if used."""
     try:
         match settings:
             case PythonToolConfig():
@@ -167,7 +167,7 @@ def renderer_of(domain: DomainConfig, tokenizer: Tokenizer, path: str, tools: Se
 
 
 def renderers_of(domain: DomainConfig, tokenizer: Tokenizer, path: str) -> Callable[[Sequence[dict[str, Any]]], Renderer]:
-    """Renderers by the tools that an agent offers. The latest are kept: an agent's requests have the same ones again and again."""
+    """Function from an agent's tools to their renderer. The latest are cached: an agent's requests repeat the same tools."""
 
     @lru_cache(TOOL_SETS)
     def renderer(tools: str) -> Renderer:

@@ -19,8 +19,8 @@ from roll_lite.data.samples import EpisodeRecord, FinishReason
 from roll_lite.environments.base import EpisodeOver, Message, Step, Task, messages_from
 
 STUCK_THREADS, STUCK_AFTER_S = 8, 30.0
-"""Calls that may hang in threads before the worker is replaced, since Python cannot end a thread; and the time after which a call hangs
-whose caller gave up."""
+"""Number of hanging calls at which the worker is replaced, since Python cannot end threads. A call hangs if it still runs STUCK_AFTER_S
+after its caller gave up."""
 
 
 class Renderer(Protocol):
@@ -33,10 +33,10 @@ class Renderer(Protocol):
         ...
 
     thinking: bool
-    """The generation prompt opens the policy's thoughts."""
+    """True if the generation prompt already opens the policy's thoughts."""
 
     def text(self, text: str) -> list[int]:
-        """Tokens of a whole prompt as a text, without a template."""
+        """Tokenize a whole prompt, given as one text, without a template."""
         ...
 
     def difference(self) -> str | None:
@@ -78,7 +78,7 @@ class Ask(NamedTuple):
     ids: bytes
     """New tokens, int32."""
     most: int | None
-    """Maximum tokens of the response; None: no limit of its own."""
+    """Maximum tokens of the response; None: all that are left."""
     stop: tuple[str, ...] = ()
     """Further stop strings."""
 
@@ -107,7 +107,7 @@ class Limits:
     max_prompt_tokens: int
     max_turn_tokens: int | None = None
     last_reward: bool = False
-    """The score is the reward of the last response, not the sum of all."""
+    """True: the score is the last response's reward; False: the sum of all."""
 
 
 class Response(NamedTuple):
@@ -127,13 +127,13 @@ class Policy:
         """True if the episode is solved. None: its score decides."""
         self.metrics: dict[str, float] = {}
         self.branches: list[list[Message]] = []
-        """Other conversations of the episode."""
+        """Conversations of the episode besides `messages`."""
         self.answer: str | None = None
         """Answer to score in place of the last response."""
         self.finish_reason: FinishReason | None = None
-        """Limit that the episode has reached, if it has not gone on since."""
+        """Limit that the episode has reached, or STOP if an agent ended by itself; a further response resets it."""
         self.limit: str | None = None
-        """Limit that a request met, in words."""
+        """Message about the latest limit that a request met."""
         self.limits = limits
         self.room = room
         """Tokens that may still follow the first prompt."""
@@ -198,7 +198,7 @@ class Policy:
                 self.timer.reschedule(when)
 
     def answered(self, answer: Answer) -> None:
-        """Take a response that `sample` waits for."""
+        """Deliver a response to the `sample` call that waits for it."""
         waiting = self._answers.get(answer.number)
         if waiting is not None and not waiting.done():
             waiting.set_result(answer)
@@ -277,7 +277,6 @@ class Player:
 
     @property
     def stuck(self) -> int:
-        """Calls that hang in threads."""
         return self._calls.stuck
 
     async def events(self, max_wait_s: float) -> list[Event]:
@@ -330,7 +329,7 @@ class Calls:
 
     def __init__(self) -> None:
         self.stuck = 0
-        """Threads whose caller gave up."""
+        """Number of hanging threads, whose callers have given up."""
 
     async def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if inspect.iscoroutinefunction(function):

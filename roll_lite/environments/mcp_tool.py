@@ -19,7 +19,7 @@ from roll_lite.environments.tools import Call, ToolError, ToolLost
 
 class McpTools:
     def __init__(self, settings: McpToolConfig) -> None:
-        """Ask the server for its tools; not within an event loop. ToolLost if it does not answer, ValueError if it lacks a tool."""
+        """Ask the server for its tools, outside of any event loop. ToolLost if it does not answer, ValueError if it lacks a tool."""
         self._settings = settings
         known = asyncio.run(self._known())
         names = known if settings.tools is None else settings.tools

@@ -39,7 +39,7 @@ class LocalPolicy:
         self._sampling = domain.sampling
         self._end_ids = [tokenizer.eos_token_id, *domain.sampling.stop_token_ids]
         self._rows: dict[int, list[int]] = {}
-        """Tokens up to the end of each response."""
+        """Tokens of the conversation up to a response's end, by its number."""
 
     @torch.inference_mode()
     def respond(self, ask: Ask, room: int) -> Answer:

@@ -1,7 +1,7 @@
-"""Turns the messages of an episode into tokens. A sampled response keeps its tokens: only the text behind it is rendered and tokenized.
+"""Renders an episode's messages to tokens. Sampled responses keep their tokens: only the text after them is rendered and tokenized.
 
-Text of users, tools and environments never becomes an added token such as `<|im_end|>`: where it contains the text of one, it is cut behind
-the first character, and the parts are tokenized apart."""
+Text of users, tools and environments never becomes an added token such as `<|im_end|>`: where it spells one, it is split after the first
+character and tokenized in parts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from roll_lite.environments.tool_calls import ToolCallParser, family_of
 from roll_lite.files import first_line
 
 SENTINEL = "SENTINEL7f3a9c51"
-"""Text of the dummy response. Letters and digits only: trimming and JSON leave it as it is."""
+"""Text of the dummy response. Letters and digits only, which trimming and JSON leave unchanged."""
 CALL_ID = "call00000"
 """Nine letters and digits, as Mistral's templates demand."""
 QUESTION: Message = {"role": "user", "content": "Question"}
@@ -57,7 +57,7 @@ class ChatRenderer:
         self._later_tools = self._tools
         """Tools for rendering continuations; None if they make no difference there, since rendering them takes time."""
         self._needs_calls = bool(tools)
-        """Tool results need a dummy response with calls: the template renders them otherwise, or not at all, without."""
+        """True if tool results need a dummy response with calls: without it, the template renders them differently or not at all."""
         self._closing = self._after([], prompt=False)
         """Text after the last assistant message's content."""
         self._end = self._text.first_added(self._text.encode(self._closing))[1]
@@ -88,16 +88,16 @@ class ChatRenderer:
         return ids
 
     def message(self, response_ids: Sequence[int]) -> Message:
-        """Message that a response is. A malformed tool call has a `problem`."""
+        """Convert a response to an assistant message. A malformed tool call has a `problem`."""
         return _message(self._parser, response_ids)
 
     def difference(self) -> str | None:
-        """A sentence with an example of where an episode's tokens differ from the template applied to the whole conversation."""
+        """Describe, by an example, where an episode's tokens differ from the template applied to the whole conversation; None: nowhere."""
         for kind, messages in _conversations(bool(self._tools)):
             try:
                 whole = self._text.encode(self._render(messages, self._tools), start=True)
                 ids = list(self._incremental(messages))
-            except ValueError:  # a refused system message, or two calls at once: the run refuses it where it comes
+            except ValueError:  # the template refuses a system message or two calls at once: an error only in runs that have them
                 continue
             if ids != whole[: len(ids)]:
                 place = _common(ids, whole)
@@ -109,7 +109,7 @@ class ChatRenderer:
         return None
 
     def _incremental(self, messages: Sequence[Message]) -> Iterator[int]:
-        """Tokens of a conversation as an episode collects them. A response is what the template writes for a last message."""
+        """Tokens of a conversation as an episode collects them. Responses are what the template writes for a last message."""
         response: list[int] | None = None
         start = 0
         for number, message in enumerate(messages):
@@ -148,11 +148,11 @@ class ChatRenderer:
         return f"name a template for multi-turn conversations in {self._setting}.file"
 
     def _guarded(self, messages: Sequence[Message]) -> list[Message]:
-        """Messages with guarded text. An assistant's keeps added tokens that are not special, such as <think>."""
+        """Guard the messages' texts. An assistant's may contain added tokens that are not special, such as <think>."""
         return [self._text.guard(one, only_special=one["role"] == "assistant") for one in messages]
 
     def _following(self, messages: list[Message]) -> str:
-        """Text between a response that is not closed and the next response."""
+        """Text between a response without its end-of-turn token and the next response."""
         results = list(takewhile(lambda one: one["role"] == "tool", messages)) if self._needs_calls else []
         if results:
             calls = [_call(one.get("name", "tool"), {"text": SENTINEL}, one.get("tool_call_id", CALL_ID)) for one in results]
@@ -163,7 +163,7 @@ class ChatRenderer:
         return self._after(messages)
 
     def _after(self, messages: list[Message], calls: list[Any] | None = None, prompt: bool = True) -> str:
-        """Text after the sentinel in a dummy conversation with these messages after the response."""
+        """Render a dummy response (SENTINEL) and these messages; returns the text after the sentinel."""
         response = {"role": "assistant", "content": "", "tool_calls": calls} if calls else {"role": "assistant", "content": SENTINEL}
         _, found, text = self._render([QUESTION, response, *messages], self._later_tools, prompt).rpartition(SENTINEL)
         if not found:
@@ -218,7 +218,7 @@ def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 
 class _GuardedText:
-    """Keeps added tokens out of foreign text: `guard` marks where their texts are cut, `encode` tokenizes the parts apart."""
+    """Keeps added tokens out of foreign text: `guard` marks where to split texts that spell them, `encode` tokenizes the parts."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         added = tokenizer.added_tokens_decoder
@@ -231,7 +231,7 @@ class _GuardedText:
         self._line_break = self._ids("\n")
 
     def guard(self, value: Any, only_special: bool = False) -> Any:
-        """A value with marks in all its texts."""
+        """Insert split marks in all texts of a value. `only_special`: only for special tokens."""
         if isinstance(value, str):
             return (self._special if only_special else self._all).sub(rf"\g<0>{self._mark}", value)
         if isinstance(value, Mapping):
@@ -239,34 +239,35 @@ class _GuardedText:
         return [self.guard(item, only_special) for item in value] if isinstance(value, list | tuple) else value
 
     def encode(self, text: str, start: bool = False) -> list[int]:
-        """Tokens of a marked text. `start`: nothing stands before it."""
+        """Tokenize a marked text. `start`: nothing precedes it."""
         parts = text.split(self._mark)
         first = self._ids(parts[0]) if start else self._ids_behind(parts[0])
         return [*first, *(one for part in parts[1:] for one in self._ids_behind(part))]
 
     def first_added(self, ids: Sequence[int]) -> tuple[int, int | None]:
-        """Place and id of the first added token."""
+        """Index and id of the first added token; (len(ids), None) without one."""
         return next(((place, one) for place, one in enumerate(ids) if one in self._added), (len(ids), None))
 
     def _ids(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _ids_behind(self, text: str) -> list[int]:
-        """Tokens of a text within another: SentencePiece adds a space where a text starts, so a line break is put before and dropped."""
+        """Tokenize a text that follows another. SentencePiece adds a space at a text's start, so a line break is put before it and
+        dropped."""
         ids = self._ids(f"\n{text}")
         length = len(self._line_break)
         return ids[length:] if ids[:length] == self._line_break else self._ids(text)
 
 
 def _first_characters(texts: Iterable[str]) -> re.Pattern[str]:
-    """Pattern of the first characters of these texts wherever they stand, overlaps included. Whitespace, which some tokenizers have as
-    added tokens, is ordinary text."""
+    """Pattern for the first character of each occurrence of these texts, even of overlapping ones. Whitespace, which some tokenizers have
+    as added tokens, is ordinary text."""
     tails = _tails(text for text in texts if len(text) > 1 and not text.isspace())
     return re.compile("|".join(f"{re.escape(first)}(?={_any_of(rest)})" for first, rest in tails.items()) or "(?!)")
 
 
 def _any_of(texts: Sequence[str]) -> str:
-    """Pattern that matches before these texts: a tree, since models have thousands of added tokens."""
+    """Pattern for a lookahead to any of these texts: a prefix tree, since models have thousands of added tokens."""
     if "" in texts:
         return ""
     branches = [re.escape(first) + _any_of(rest) for first, rest in _tails(texts).items()]
@@ -285,7 +286,7 @@ def _call(name: str, arguments: dict[str, Any], call_id: str) -> dict[str, Any]:
 
 
 def _conversations(tools: bool) -> Iterator[tuple[str, list[Message]]]:
-    """Name and messages of conversations whose earlier messages some templates change."""
+    """Conversations, as (kind, messages), in which some templates change earlier messages."""
     answer: Message = {"role": "assistant", "content": "The answer is 42."}
     turns = [QUESTION, answer, {"role": "user", "content": "Try again."}, answer]
     yield "two turns", turns

@@ -34,7 +34,7 @@ def search_in(settings: SearchToolConfig) -> Callable[[str], str]:
 
 
 def _documents(settings: SearchToolConfig) -> Iterator[tuple[str, str]]:
-    """Yield what stands in a document's brackets, and its text."""
+    """Yield each document's header (its id and title, or its number) and text."""
     if settings.corpus.suffix == ".txt":
         yield from ((str(number), line) for number, line in enumerate(read_text(settings.corpus).splitlines(), 1) if line.strip())
         return

@@ -15,7 +15,7 @@ MARKERS = {
     *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
     *("<think>", "</think>", "[THINK]", "[/THINK]"),
 }
-"""Tokens that a parser needs, though some tokenizers have them as special tokens, which are left out of contents."""
+"""Tokens that parsers need: kept even where a tokenizer has them as special tokens, which are otherwise left out."""
 THOUGHTS = re.compile(r"(<think>.*?(?:</think>|\Z)|\[THINK\].*?(?:\[/THINK\]|\Z))", re.DOTALL)
 HERMES_END = re.compile(r"\s*(?:</tool_call>|(?=<tool_call>)|\Z)")
 """The end tag may be missing: a stop string is not part of a response."""
@@ -30,14 +30,14 @@ DECODER = json.JSONDecoder()
 
 
 class _Malformed(str):
-    """Reason why a text is no call."""
+    """Reason why a text is no valid call."""
 
 
 class _Found(NamedTuple):
     start: int
     end: int
     values: list[Any]
-    """Calls as JSON has them, still unchecked."""
+    """Calls as parsed from JSON, unchecked."""
 
 
 class Parsed(NamedTuple):
@@ -48,7 +48,7 @@ class Parsed(NamedTuple):
 
 
 def family_of(chat_template: str) -> CallFormat | None:
-    """Format in which a chat template has the model write calls; None if it is none of the known ones."""
+    """Tool-call format of a chat template; None if it is unknown."""
     if "[TOOL_CALLS]" in chat_template:
         return "mistral"
     if "<tool_call>" in chat_template and "<arg_key>" not in chat_template:  # GLM has the tag, but not JSON in it
@@ -59,8 +59,8 @@ def family_of(chat_template: str) -> CallFormat | None:
 
 
 class ToolCallParser:
-    """`form`: None finds no calls. `tools`: OpenAI schemas, for the types of arguments that are written as text. `thinking`: responses
-    begin within thoughts, since the generation prompt has opened them."""
+    """Finds tool calls in responses. `form`: None finds none. `tools`: OpenAI schemas, for the types of arguments written as text.
+    `thinking`: responses begin within thoughts, which the generation prompt has opened."""
 
     def __init__(self, tokenizer: Tokenizer, form: CallFormat | None, tools: Sequence[dict[str, Any]] = (), thinking: bool = False) -> None:
         self._tokenizer = tokenizer
@@ -99,7 +99,7 @@ class ToolCallParser:
 
 
 def split_thoughts(content: str, thinking: bool) -> tuple[str, str]:
-    """Thoughts and the rest of a response. `thinking`: the generation prompt has opened the thoughts."""
+    """Split a response in thoughts and the rest. `thinking`: the generation prompt has opened the thoughts."""
     for opening, closing in (("<think>", "</think>"), ("[THINK]", "[/THINK]")):
         text = content.lstrip()
         if text.startswith(opening) or (thinking and closing in text):
@@ -181,7 +181,7 @@ def _qwen3_coder(text: str, parameters: dict[str, Any]) -> Iterator[_Found]:
 
 
 def _typed(text: str, schema: dict[str, Any] | None) -> Any:
-    """An argument as its schema has it; the text if that does not fit."""
+    """Convert an argument to its schema's type; the text itself if that fails."""
     if not schema or "string" in (kind := schema.get("type", () if "anyOf" in schema else "string")) or kind is None:
         return text
     try:

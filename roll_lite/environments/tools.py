@@ -21,7 +21,7 @@ class ToolError(Exception):
 
 
 class ToolLost(Exception):
-    """What runs a tool, such as a server, is gone. The attempt at the episode fails."""
+    """A tool's backend, such as a server, is gone. The attempt at the episode fails."""
 
 
 LOST = (ToolLost, SandboxTrouble)
@@ -38,7 +38,7 @@ class Tools(Protocol):
         ...
 
     def opened(self, task: Task) -> AbstractAsyncContextManager[Call]:
-        """Open the tools for an episode, at its first call of one of them, and close them at its end."""
+        """Open the tools when an episode first calls one of them; close them at its end."""
         ...
 
 

@@ -149,7 +149,7 @@ def _time(axes: Any, records: Records, _: Sequence[str]) -> None:
     _legend(axes, ncols=3, loc="upper center")
 
 
-# ---------------------------------------------------------------- brushes
+# ---------------------------------------------------------------- helpers for drawing
 
 
 def _series(domains: Sequence[str]) -> list[tuple[str, str, str]]:

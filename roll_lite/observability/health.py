@@ -12,7 +12,8 @@ Metrics = Mapping[str, float]
 IN_A_ROW = 3
 """A sign of failing training is reported after this number of consecutive steps."""
 GROUPS = 12
-"""Minimum sample groups in the steps with a sign, for a report about a single domain: in a few small groups, equal scores may be chance."""
+"""Minimum number of sample groups, over the consecutive steps with a sign, to report a single domain: in a few small groups, equal scores
+may be chance."""
 TRUNCATED_ABOVE = 0.5
 ENTROPY_LEFT = 0.02
 """Share of the first step's entropy below which entropy counts as collapsed."""

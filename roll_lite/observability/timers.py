@@ -1,6 +1,6 @@
 """Times of a step's phases, for use by one thread.
 
-A phase inside another is kept as `outer/inner`; the step's sum has only outer phases. Time outside all phases is `other`.
+A phase inside another is recorded as `outer/inner`, and its time is part of the outer phase's. Time outside all phases is `other`.
 """
 
 from __future__ import annotations

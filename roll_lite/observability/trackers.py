@@ -244,7 +244,7 @@ LOCAL: dict[str, Callable[[TrackedRun], Tracker]] = {"jsonl": JsonlTracker, "ten
 SERVICES: dict[str, Callable[..., Tracker]] = {"wandb": WandbTracker, "mlflow": MlflowTracker, "swanlab": SwanLabTracker}
 
 
-# ---------------------------------------------------------------- what the configuration asks for
+# ---------------------------------------------------------------- built from the configuration
 
 SECRET_VARIABLE = re.compile("key|token|secret|password|credential", re.IGNORECASE)
 SHORTEST_SECRET = 6

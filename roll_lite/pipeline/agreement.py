@@ -34,7 +34,7 @@ If engines are meant to differ that much, raise rollout.max_mismatch; null allow
 UPDATED = """The engine's weights have likely gone wrong in that update; weight_sync.verify: full compares all of them after each one.
 If engines are meant to differ that much, raise rollout.max_mismatch; null allows any difference."""
 BOUND = {"float32": 0.01, "bfloat16": 0.2}
-"""rollout.max_mismatch: auto. Key: the lower precision of engine and trainer."""
+"""Maximum mean difference of log-probs, in nats, under `rollout.max_mismatch: auto`. Key: the lower precision of engine and trainer."""
 FLOOR = {"float32": 1e-3, "bfloat16": 0.03}
 """Mean difference of log-probs, in nats, up to which nothing is reported, since kernels round differently. Key: the lower precision of
 engine and trainer."""
@@ -47,8 +47,8 @@ LEAST_TOKENS = {"float32": 20, "bfloat16": 1000}
 """Minimum number of an engine's tokens for a comparison, since single tokens differ much in bfloat16. Key: the lower precision of engine
 and trainer."""
 LEAST_STEPS, LEAST_STALE_STEPS, REMEMBERED = 1, 2, 50
-"""Minimum and maximum number of earlier steps in the median that defines the usual difference of log-probs. One will do for samples of the
-current weights: rounding is the same in every step."""
+"""Number of earlier steps in the median that defines the usual difference of log-probs: at least LEAST_STEPS or, for samples of older
+weights, LEAST_STALE_STEPS; at most REMEMBERED. One step suffices for current weights, since rounding is the same in every step."""
 Age = tuple[int, int]
 """Number of updates since the weights of a sample's oldest token, and since those of its newest."""
 CURRENT = (0, 0)

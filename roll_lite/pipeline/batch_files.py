@@ -32,7 +32,7 @@ from roll_lite.workers.actor import ActorWorker
 SMALL_STEP_TOKENS = 2**18
 """Maximum tokens of a step that `batches.write: auto` writes: some megabytes on the disk."""
 AUTO_STEPS = 500
-"""Steps that `batches.write: auto` writes; a script that starts from the start weights seldom goes further."""
+"""Last step that `batches.write: auto` writes; recomputing a run from its start weights seldom goes further."""
 WHOLE_VOCABULARY = ("ref_distribution", "old_distribution")
 """Columns that are not written. They have thousands of numbers per token; a forward pass can compute them again."""
 

@@ -1,4 +1,4 @@
-"""Building of a run's pipeline."""
+"""Build a run's pipeline from its configuration."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class Starter:
         self.config = config
         self.folder = folder
         self.session = session
-        # In a cluster of this run alone no room becomes free later.
+        # In a cluster that only this run uses, no devices become free later.
         patience = min(LOCAL_PATIENCE_S, config.ray.placement_timeout_s) if session.started else config.ray.placement_timeout_s
         self.placement = Placement({name: role.devices for name, role in roles(config).items()}, patience, config.placement)
 

@@ -114,7 +114,7 @@ def nodes_never_cut() -> set[str]:
 def strike(place: Place, action: str, draw: float, seconds: float) -> None:
     """Kill, stop or slow the process at `place` or one of its descendants, or cut off its node, where this task runs. `draw`: number in [0,
     1) that selects the process. `seconds`: duration of a slowdown or a cut."""
-    if action == "cut":  # in a session of its own it ends the cut even where Ray ends this process, as after long cuts
+    if action == "cut":  # a session of its own: the cut ends even if Ray ends this process, as after long cuts
         subprocess.run(["sh", "-c", CUT, str(seconds)], start_new_session=True, check=False)
         return
     with suppress(psutil.Error):  # it has ended meanwhile

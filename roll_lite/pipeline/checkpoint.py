@@ -1,7 +1,7 @@
 """Checkpoints and the final model. A checkpoint is renamed when complete; checkpoint_files.py describes its files.
 
 With checkpoint.store, a checkpoint counts only once it is in the store. Ranks then write and read files in the run's folder on their own
-nodes; nodes need not share that folder. The newest checkpoint stays on the nodes for ranks that start again.
+nodes; nodes need not share that folder. The newest checkpoint stays on the nodes, so that restarted ranks can load it.
 """
 
 from __future__ import annotations
@@ -49,14 +49,15 @@ from roll_lite.workers.model import ModelWorker
 logger = logging.getLogger(__name__)
 
 COPY_SHARE = 0.25
-"""Largest share of Ray's object store for a copy in memory. While one is made there are two, beside the kept batches (recovery.py)."""
+"""Largest share of Ray's object store for one copy in memory. While a new copy is made the old one remains, and the batches that
+recovery.py keeps need room too."""
 NO_ROOM = (
     "checkpoint.in_memory_every: no copies are made: a rank of %s needs %.0f MB of Ray's object store, %.0f MB are free for each; raise "
     "ray.object_store_mb (ray start --object-store-memory)"
 )
 EXPORTED = {"actor_train": "model", "critic": "critic"}
 DRIVERS_FILES = (STATE_FILE, UNFINISHED_FILE)
-"""Files that the driver writes, of which the second may be absent."""
+"""Files that the driver writes besides the list; the second one is optional."""
 SEEN_WITHIN_S = 60.0
 """Seconds to wait for other nodes' files: a network file system may cache their absence that long."""
 FULL = 16 << 20
@@ -310,13 +311,13 @@ class Checkpoints:
                 model.ranks.all(ModelWorker.load_checkpoint, (self._on_nodes(folder) / role).resolve())
 
     def _unfinished(self, folder: Path, state: dict[str, Any]) -> bytes:
-        """File of samples under way; b"" if there is none, or if they were made with other settings than the run's."""
+        """Content of the file of unfinished samples; b"" if there is none, or if settings of generation or scoring have changed."""
         file = self._on_nodes(folder) / UNFINISHED_FILE
         usable = samples_continue(state["config"], self._config.model_dump(mode="json"))
         return file.read_bytes() if usable and UNFINISHED_FILE in read_list(file.parent) else b""
 
     def _on_nodes(self, checkpoint: Path) -> Path:
-        """Folder of a checkpoint's files on the nodes that load it; a copy if it is in a store."""
+        """Folder from which ranks load the checkpoint: the checkpoint itself or, if it is in a store, the copy on their node."""
         return checkpoint if is_local(checkpoint) else self._run_folder / FOLDER / checkpoint.name
 
     def _verified(self, folder: Path, models: Models, copy: Path | None = None) -> dict[str, Any]:

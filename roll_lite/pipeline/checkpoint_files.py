@@ -64,8 +64,8 @@ def is_finished(checkpoint: Path) -> bool:
 
 
 def resumption(folder: Path) -> Resumption:
-    """Choose a checkpoint; ValueError if there is none. `folder`: a checkpoint, or a run. Of a run, the newest finished checkpoint is taken
-    or, if it has none, the one that it resumed from."""
+    """Choose the checkpoint to resume from; ValueError if there is none. `folder`: a checkpoint, or a run. For a run, it is the newest
+    finished checkpoint or, if there is none, the one that the run resumed from."""
     if NAME.fullmatch(folder.name) or is_file(folder / STATE_FILE):
         if is_finished(folder):
             return Resumption(folder, [])
@@ -88,7 +88,7 @@ def resumption(folder: Path) -> Resumption:
 
 
 def settled(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """Settle `checkpoint.resume`. `auto` becomes a checkpoint or None. The folder of a run that saves to a store becomes its folder in the
+    """Resolve `checkpoint.resume`: `auto` becomes a checkpoint or None; the folder of a run that saves to a store becomes its folder in the
     store. Returns the configuration, and notes on the choice. May raise StoreUnreachable."""
     given = config.checkpoint.resume
     if given != "auto":
@@ -232,7 +232,7 @@ def follows_actor(reference: ReferenceRoleConfig | None) -> bool:
 
 
 def saved_roles(config: RunConfig) -> list[str]:
-    """Roles in a checkpoint: trained ones, and a reference that is refreshed from the actor."""
+    """Roles that a checkpoint contains, if they are in the run: trained ones, and a reference that is refreshed from the actor."""
     return ["actor_train", "critic", *(["reference"] if follows_actor(config.reference) else [])]
 
 
@@ -297,8 +297,8 @@ def resumption_notes(config: RunConfig) -> list[str]:
 
 
 def _reference_notes(config: RunConfig, state: Mapping[str, Any]) -> Iterator[str]:
-    """Notes that KL is measured against other weights than before: a checkpoint does not contain a fixed reference. No notes with adapters,
-    since model.path must then have the same weights."""
+    """Yield a note if KL is now measured against other weights than before the checkpoint, which has no fixed reference. With
+    adapters, another model.path is not noted, since it must have the same weights."""
     if not trains(config) or not uses_reference(config) or follows_actor(config.reference):
         return
     now, made, had = config.model.path.resolve(), _saved(state, "model"), _saved(state, "reference")

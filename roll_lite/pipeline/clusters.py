@@ -77,7 +77,8 @@ class Model(Movable, Generic[W]):
         return loaded(self, parts)
 
     def bring_home(self, folder: Path, names: Sequence[Collection[str]], nodes: Collection[str]) -> None:
-        """Move files that ranks have written to the folder on these nodes to the same folder here. `names`: each rank's files."""
+        """Move files from the folder on these nodes to the same folder on the driver's node. `names`: files that each rank has written;
+        `nodes`: addresses."""
         for files in zip_longest(*([folder / name for name in own] for own in names)):
             for offset in count(step=CHUNK_BYTES):
                 parts = self.ranks.all(ModelWorker.part_of_file, files, offset, CHUNK_BYTES, nodes)

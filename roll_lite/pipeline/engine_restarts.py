@@ -1,5 +1,5 @@
-"""Engines that start while the run continues, as replacements of lost ones or as further ones: they are started at once, given the weights,
-then handed to the rollout service."""
+"""Engines that start while the run continues, as replacements of lost ones or as further ones: each is started, given the weights, and
+handed to the rollout service."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class _Start:
 
 
 class EngineRestarts:
-    """Replaces lost engines, and starts further ones (`joining`). From `take` to `hand_over`, while a started engine gets the weights, it
-    is a newcomer. With `offload: true` engines start only while the driver waits for rollouts, since they have the devices then."""
+    """Replaces lost engines, and starts further ones (`joining`). A started engine is a newcomer from `take`, before it gets the weights,
+    to `hand_over`. With `offload: true`, engines start only while the driver waits for rollouts, when they may use the devices."""
 
     def __init__(
         self,

@@ -48,14 +48,14 @@ UPDATES_FILE = "updates.jsonl"
 FAILURE_FILE = "failure.txt"
 """Whole texts of failures."""
 PAUSED_FILE = "paused.txt"
-"""Reason of a pause, which lasts until the user deletes the file."""
+"""Reason for a pause, which lasts until the user deletes the file."""
 PROCESSES_FILE = "processes.json"
 """Node and process id of each rank, engine host and service."""
 CREDIT_FOLDER = "credit"
 CREDIT_NUMBERS = ("group", "index", "prompt_uid", "epoch", "score", "reward", "train_weight", "policy_tokens")
 """Row columns in the credit files, which list each sample's reward and advantage."""
 NUMBER = re.compile(r"\w*\d\w*(\.\d+)?")
-"""Numbers and words with digits (process ids, addresses), in which texts of equal failures differ."""
+"""Matches numbers and words with digits, such as process ids and addresses: texts that differ only there report the same failure."""
 
 SOLVED = {
     "none": (-1.0, 0.0),
@@ -65,7 +65,7 @@ SOLVED = {
     "most": (0.75, 1.0 - 1e-6),
     "all": (1.0 - 1e-6, 1.0),
 }
-"""Solve-rate bins: share of correct samples above the first number, up to the second."""
+"""Bins of a group's share of correct samples: above the first number, up to and including the second."""
 
 
 class Journal:
@@ -156,7 +156,7 @@ class Journal:
 
     @contextmanager
     def paused(self, reason: Exception) -> Iterator[Path]:
-        """Tell why the run pauses. Yields a file with the reason, whose removal by the user ends the pause."""
+        """Announce a pause, which lasts as long as the block. Yields a file with the reason: the user deletes it to continue the run."""
         file = self.folder / PAUSED_FILE
         write_whole(file, f"{reason}\n")
         self.console.message(f"paused: {reason}\nTo continue all the same, delete {file}; to end the run, press Ctrl-C")
@@ -170,8 +170,8 @@ class Journal:
         return self._lost_engines.issuperset(engines)
 
     def engines_lost(self, causes: Mapping[int, str], engines: int) -> None:
-        """Report newly lost engines. `causes` has the cause of each engine that is lost now. `engines` is the number of engines at the
-        start."""
+        """Report engines that were not reported as lost yet. `causes`: cause of each loss, by engine, for all engines that are lost now.
+        `engines`: number of engines, lost ones included."""
         for number in [number for number in causes if number not in self._lost_engines]:
             self._lost_engines.add(number)
             self._moves["lost"] += 1
@@ -202,9 +202,9 @@ class Journal:
         self.console.message(f"actor_infer[{number}]{where} leaves, since its node is drained; {engines} engines now")
 
     def rank_lost(self, failure: RankFailed, since: int, reached: int, repeats: str, in_memory: bool) -> None:
-        """Report a lost rank. Its role starts again from the state after step `since` (0: the start), with `in_memory` from a copy; the
-        last complete step was `reached`. `repeats` names the work between these steps, which is repeated. Lines about later updates are
-        removed."""
+        """Report a lost rank, and remove records of updates after step `reached`, the last complete one. The role starts again from the
+        state after step `since` (0: the start), if `in_memory` from a copy in memory. `repeats`: what is repeated of steps `since` + 1 to
+        `reached`, "steps" or "the updates of steps"."""
         cause = failure.cause.splitlines()[0]
         with (self.folder / FAILURE_FILE).open("a", encoding="utf-8") as file:
             file.write(f"{failure}\n\n")
@@ -228,7 +228,7 @@ class Journal:
         replaced: Mapping[str, Mapping[str, int]],
         silences: Iterable[float] = (),
     ) -> None:
-        """Record a batch. `replaced`: workers that died or hung since the last batch, by part (reward, environment) and domain.
+        """Record a batch. `replaced`: number of workers that died or hung since the last batch, by part (reward, environment) and domain.
         `silences`: seconds without an answer, for each engine lost since the last batch."""
         for part, of_domains in replaced.items():
             for name, died in of_domains.items():
@@ -267,7 +267,7 @@ class Journal:
         add("rollout/tokens_per_second", stats.response_tokens, stats.wall_s)
 
     def _tell_failures(self, stats: RolloutStats, of: str = "") -> None:
-        """Log failures and retries, a line per domain; their texts are arbitrary and cannot name a metric. `of`: prefix of a line."""
+        """Log each domain's failures and retries with the commonest cause; causes are free text and cannot name metrics. `of`: prefix."""
         for name, domain in stats.domains.items():
             if domain.failures:
                 self._tell_once(f"{of}domain {name}", f"{domain.failed} sample(s) failed for good, {commonest(domain.failures)}")
@@ -276,8 +276,8 @@ class Journal:
                 self._tell_once(f"{of}domain {name}", attempts)
 
     def _tell_once(self, place: str, text: str) -> None:
-        """Report a place's text the 1st, 10th, 100th, ... time; texts that differ only in numbers count as one. `close` reports the
-        totals."""
+        """Print the text on its 1st, 10th, 100th, ... occurrence at this place; texts that differ only in numbers count as the same.
+        `close` prints the totals."""
         key = (place, NUMBER.sub("", text))
         times, first = self._told.get(key, (0, text))
         times += 1
@@ -341,7 +341,8 @@ class Journal:
         self._write_credit({number: advantage for report in reports for number, advantage in report.advantages.items()})
 
     def _write_credit(self, advantages: Mapping[int, float]) -> None:
-        """Write a line per row to the step's credit file, once. `advantages`: by sample number; null if missing or not finite."""
+        """Write the step's credit file, a line per row, unless it is written already. `advantages`: by sample number; null is written if
+        one is missing or not finite."""
         rows, self._shaped = self._shaped, None
         if rows is None:
             return
@@ -395,7 +396,7 @@ class Journal:
                 self._sums.add(f"offload/{name}", number, label=role)
 
     def _counts(self, role: str, update: Update) -> MetricSums:
-        """Count an update as done or skipped, with its learning rate."""
+        """Count an update as done or skipped, and record its learning rate."""
         sums = MetricSums()
         sums.add(f"{role}/updates", float(not update.result.skipped))
         sums.add(f"{role}/skipped", float(update.result.skipped))
@@ -418,7 +419,7 @@ class Journal:
         return sums
 
     def _write_update(self, step: int, role: str, number: int, update: Update, sums: MetricSums) -> None:
-        finite = {name: value for name, value in sums.values().items() if math.isfinite(value)}  # JSON has no others
+        finite = {name: value for name, value in sums.values().items() if math.isfinite(value)}  # JSON has no NaN or infinity
         record = {"step": step, "role": role, "update": number + 1, "epoch": update.epoch + 1, **finite}
         with (self.folder / UPDATES_FILE).open("a", encoding="utf-8") as lines:
             lines.write(json.dumps(record) + "\n")
@@ -443,7 +444,7 @@ class Journal:
         self.console.message(f"resumed after step {step} from {self._config.checkpoint.source}")
 
     def go_back(self, step: int) -> None:
-        """Remove records of later steps, which are repeated."""
+        """Remove records of later steps, since the run repeats them."""
         self._steps = step
         cut_after(self.folder, step, (METRICS_FILE, UPDATES_FILE))
         self.history.restore(self.folder / METRICS_FILE)
@@ -473,7 +474,7 @@ class Journal:
         self.console.closing_line(self._steps, self._first, self.timers.wall()["total"], self.folder)
         self._trackers.close(exit_state)
 
-    # ---------------------------------------------------------------- what the folder shows by now
+    # ---------------------------------------------------------------- summary and picture
 
     def _note(self, step: int, metrics: Mapping[str, float]) -> None:
         self._trackers.log(step, metrics)

@@ -108,8 +108,8 @@ def readers(config: RunConfig) -> list[Reader]:
 
 
 def written_by_ranks(config: RunConfig) -> dict[str, str]:
-    """Kinds of files that ranks write into the run's folder, with the setting that turns each off. Exported models, which come home, and
-    batch files, which the driver can write, are left out."""
+    """Kinds of files that only ranks can write into the run's folder, with the setting that turns each off. Exported models are left out,
+    since they are copied to the driver, and so are batch files, which the driver can write."""
     return {
         what: setting
         for what, setting, is_written in (
@@ -167,7 +167,8 @@ def why_apart(probe: Path, node: str) -> str | None:
 
 
 def differences(views: Mapping[str, View], placed: Mapping[str, set[str]], driver: str) -> Iterator[str]:
-    """Files that differ from the driver's, by folder and node; `views` and `placed` (roles) are by address."""
+    """Yield a message for each folder and node with files that differ from the driver's. `views`: by address; `placed`: addresses of each
+    role's nodes; `driver`: address."""
     for reader, own in views[driver].files.items():
         for address in sorted({node for role in reader.roles for node in placed.get(role, ())} - {driver}):
             there = views[address].files[reader]

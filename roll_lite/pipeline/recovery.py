@@ -1,4 +1,4 @@
-"""Recovery from dead and hanging training ranks, and of the rollout service.
+"""Recovery after the loss of a training rank, which died or hangs, or of the rollout service.
 
 A lost training role starts anew, loads the newest checkpoint or copy in memory (checkpoint.in_memory_every), and trains once more on the
 batches since then, which the driver keeps. Everything else stays up, and no sample is generated again. A lost service starts anew in its
@@ -181,7 +181,8 @@ class Recovery:
         initialize(models)
 
     def _restart_service(self, pipeline: Recoverable, rewinds: bool) -> None:
-        """Restart the rollout service in the state after the last complete step. `rewinds`: later steps are repeated."""
+        """Restart the rollout service in `source_state`, its state after the step from which the run continues. `rewinds`: the run went
+        back to an earlier step, so records of later ones are removed."""
         self._batches.clear()
         self._source.restart(self.source_state)
         self._journal.ledger.start(pipeline.steps_done, pipeline.version, again=True)
@@ -195,7 +196,7 @@ class Recovery:
 
 
 def _final(failure: RankFailed, why: str) -> RankFailed:
-    """Copy of a failure, with the reason `why` the rank is not replaced added to the cause. The copy ends the run."""
+    """Copy of a failure, to end the run. `why`: reason for not replacing the rank, which is added to the cause."""
     first, _, rest = failure.cause.partition("\n")
     final = RankFailed(failure.role, failure.rank, failure.phase, f"{first} ({why})\n{rest}".rstrip())
     final.where = failure.where

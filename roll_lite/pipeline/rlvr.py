@@ -77,7 +77,8 @@ class RLVRPipeline:
         self.kl_coefs: dict[str, float] = {}
         """KL coefficients of this step. The KL measured in it updates the coefficients of the next."""
         self.compare_later: Callable[[], None] | None = None
-        """Comparison of engines and trainer after this step, if only the update computes the trainer's log-probs."""
+        """Comparison of engines and trainer, put off to the end of the step: with `on_mismatch: pause`, if only the update computes the
+        trainer's log-probs."""
         self.steps_done = 0
         self.version = 0
         """Version of the actor's weights: number of steps that changed them."""
@@ -86,7 +87,7 @@ class RLVRPipeline:
         self.resume()
         self.journal.ledger.start(self.steps_done, self.version)
         self.recovery.begin(self.state_dict())
-        if not self.checkpoints.goes_on or self.validation_is_due:  # a validation that is not due would come twice into the run's files
+        if not self.checkpoints.goes_on or self.validation_is_due:  # a run that goes on in its folder only makes those that are due
             self.recovery.survive(self, self.validate)
         with self.checkpoints.finished(), faults(self.config.chaos, self.journal.console.message):
             try:
@@ -101,7 +102,7 @@ class RLVRPipeline:
                 self.survive(self.recorded_step)
                 self.survive(self.between_steps)
             self.recovery.survive(self, self.export_model)
-            if self.steps_done == self.config.steps:  # otherwise a loss took the last steps along
+            if self.steps_done == self.config.steps:  # otherwise a rank was lost meanwhile, and the run went back to an earlier step
                 return
 
     def survive(self, work: Callable[[], None]) -> None:
@@ -170,7 +171,7 @@ class RLVRPipeline:
 
     @phase("generate")
     def generate(self) -> Batch:
-        """Take the next finished groups, or those of a dump; tokens stay in the object store."""
+        """Wait for the next batch, from the rollout service or a dump; its tokens stay in the object store."""
         step = self.steps_done + 1
         self.early.forget()
         rollouts = self.recovery.batch(step, lambda: self.source.next_batch(step, self.early.poll))
@@ -288,7 +289,7 @@ class RLVRPipeline:
     def validate(self) -> None:
         if not validates(self.config):
             return
-        if self.validation.step == self.steps_done:  # a loss interrupted it
+        if self.validation.step == self.steps_done:  # interrupted by the loss of a rank
             self.validation.wait(self.version)
             return
         self.validation.finish(self.version)
@@ -375,7 +376,7 @@ class RLVRPipeline:
         remembered = {name: part.state_dict() for name, part in self.remembering.items()}
         return {"steps_done": self.steps_done, "version": self.version, **remembered}
 
-    # ---------------------------------------------------------------- what is decided from the configuration
+    # ---------------------------------------------------------------- derived from the configuration
 
     def due(self, every: int) -> bool:
         return every > 0 and self.steps_done % every == 0

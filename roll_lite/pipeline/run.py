@@ -231,7 +231,7 @@ class RunEnd:
 
 
 def report_failure(error: Exception, folder: Path, what: str, shortage: str = "") -> None:
-    """Print a failure without the worker's traceback, which failure.txt gets. `what`: what failed; `shortage`: likely causes."""
+    """Print a failure; its traceback goes to failure.txt only. `what`: what failed; `shortage`: likely causes."""
     more = folder / FAILURE_FILE
     note = f"more in {more}"
     try:

@@ -86,7 +86,7 @@ def _rows_of_training_groups(rows: DataProto) -> np.ndarray:
     return np.flatnonzero(np.isin(groups, trains))
 
 
-# ---------------------------------------------------------------- what the configuration asks for
+# ---------------------------------------------------------------- rewards and masks as configured
 
 
 @dataclass(frozen=True)

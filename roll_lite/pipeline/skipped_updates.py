@@ -49,7 +49,7 @@ class SkippedSeries:
 
 @dataclass
 class SkippedUpdates:
-    """Counts skipped updates in a row by role, over steps and resumptions."""
+    """Counts each role's consecutive skipped updates, across steps and resumed runs."""
 
     limits: Mapping[str, int]
     """Skipped updates in a row that end the run, by role; 0: no limit."""

@@ -70,10 +70,11 @@ class BatchSource(ABC):
         return {}
 
     def load_state_dict(self, state: dict[str, Any], unfinished: bytes) -> None:  # noqa: B027 (for a source with state)
-        """Restore the state, and continue the samples in the checkpoint's file `unfinished`."""
+        """Restore the state, and continue the samples in `unfinished`, the content of a checkpoint's file."""
 
     def unfinished(self, state: dict[str, Any], within_s: float | None = None) -> bytes:
-        """Samples of the groups that were unfinished in `state`, as a checkpoint's file; b"" if none. `within_s`: time limit in seconds."""
+        """Content of a checkpoint's file with the samples of groups that were unfinished in `state`; b"" if none. `within_s`: seconds to
+        wait."""
         return b""
 
     def abandon(self) -> None:  # noqa: B027 (for a source with engines)
@@ -121,7 +122,7 @@ class LiveRollouts(BatchSource):
     def loaded(self, phase: Phase, version: int) -> AbstractContextManager[None]:
         if phase is Phase.SYNC_WEIGHTS:
             self.restarts.living(tuple(EngineMemory))  # replacements that are ready get this version
-        # `WeightSync` loads the sender again, which then does nothing, and offloads it before the KV cache comes.
+        # `WeightSync` loads the sender again, without effect, and offloads it before the KV cache is loaded.
         sender = self.weights.sender(version) if phase is Phase.SYNC_WEIGHTS and self.weights is not None else None
         return self.engines.loaded(phase, beside=[] if sender is None else [(sender, states(phase))])
 
@@ -162,8 +163,8 @@ class LiveRollouts(BatchSource):
         return held_out
 
     def _complete(self, rollouts: Pending[T], label: str, poll: Callable[[], None], held_out: bool = False) -> T:
-        """Wait for a batch or validation. If a training rank is lost, raise that failure at once or, if the engines offload, when they are
-        done."""
+        """Wait for a batch or validation. If a training rank is lost, raise that failure at once or, if the engines offload, only when the
+        engines are done."""
         lost: RankFailed | None = None
         while True:
             try:
@@ -206,11 +207,11 @@ class LiveRollouts(BatchSource):
             self.engines.replicas.each(InferWorker.leave_device)
 
     def replace_engines(self, version: int) -> None:
-        """Report lost engines. Let started replacements serve, once they have the trainer's weights, whose version is `version`."""
+        """Report lost engines. Send the trainer's weights to started replacements, and let them serve. `version`: that of the weights."""
         self.restarts.tell_losses()
         if not self.restarts.may_serve():
             return
-        # On a shared device the trainer's weights come beside the engine's, in the room of its KV cache.
+        # On a shared device the trainer's weights take the place of the engine's KV cache.
         self.restarts.take((EngineMemory.KV_CACHE,))
         if self.weights is not None:
             self.weights.send_to_newcomers(version)

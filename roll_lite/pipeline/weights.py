@@ -28,11 +28,12 @@ from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.rollout import RolloutWorker
 
 FULLY_VERIFIED = 3
-"""First updates of an engine that are compared wholly, since most faults show there; later ones are sampled."""
+"""Number of an engine's first updates in which all tensors are compared, since most faults show there. With `verify: sampled`, later
+ones compare a sample."""
 LOSS_SECONDS = 5.0
 """Seconds to wait, after a failed transfer, for news of a lost engine, which may be the cause."""
 ANSWER_SECONDS = 30.0
-"""An engine that does not answer for so long after a transfer broke off hangs."""
+"""Seconds after which an engine counts as hanging if it has not answered since a transfer broke off."""
 
 
 class WeightSync:
@@ -64,7 +65,7 @@ class WeightSync:
         self._plan: TransferPlan | None = None
         """Transfer plan of the present connections; None if trainers and engines must connect."""
         self._verified: Counter[int] = Counter()
-        """Updates of each engine that were compared."""
+        """Number of compared updates, by engine, since its start."""
         self._version: int | None = None
         """Version last sent; None before the first `push`, which sends even the start weights."""
         self._transfer: Pending[dict[int, Transferred]] | None = None
@@ -117,7 +118,7 @@ class WeightSync:
             self._rollouts.one(RolloutWorker.set_version, self._version)
 
     def sender(self, version: int) -> Model[ActorWorker] | None:
-        """Model that `push` needs on the devices; None if nothing is to be sent."""
+        """Model that must be loaded for `push`; None if nothing is to be sent."""
         return self._model if version != self._version or self._restarts.newcomers else None
 
     def _update(self, version: int, receivers: list[int]) -> Pushed | None:
@@ -127,7 +128,7 @@ class WeightSync:
         plan = self._plan = self._plan or self._connect(receivers)
         if plan is None:
             return None
-        if receivers != self._restarts.newcomers:  # they generate
+        if receivers != self._restarts.newcomers:  # some of them generate
             self._rollouts.one(RolloutWorker.hold)
         started = time.monotonic()
         engines = self._engines.start_each_own(InferWorker.update_weights, dict.fromkeys(plan.engines, plan.routes), version)

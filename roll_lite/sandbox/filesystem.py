@@ -43,7 +43,7 @@ PACKAGES = ("site-packages", "dist-packages")
 """Folders of installed packages. They are hidden from programs, since a package may contain a data set with answers."""
 SETTINGS = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime", "/etc/ssl/openssl.cnf")
 DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
-"""Devices that programs may use. /dev/zero is missing: memory mapped from it is counted for no process."""
+"""Devices that programs may use. /dev/zero is missing: shared memory mapped from it is charged to no process."""
 CLAIM_S = 60.0
 REMOVED = "removed-"
 DEEPEST = 256

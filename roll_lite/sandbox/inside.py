@@ -1,7 +1,7 @@
-"""Guard a test that runs in the program's process, where the program could forge its own verdict (docs/code_reward.md).
+"""Guards for tests that run in the tested program's process, where the program could forge its own verdict (docs/code_reward.md).
 
-The program's classes could equal everything (`__eq__`), or see the expected value in an operator (`Area(3) - 28.274`). A program that reads
-the interpreter's frames or memory can still forge a verdict."""
+They stop objects that equal everything (`__eq__`), and operators that see the expected value as their other operand (`Area(3) - 28.274`). A
+program that reads the interpreter's frames or memory can still forge a verdict."""
 
 from __future__ import annotations
 
@@ -116,8 +116,8 @@ class _Guards(ast.NodeTransformer):
         return ast.copy_location(ast.If(ast.UnaryOp(ast.Not(), _call(node, "__true__", node.test)), [note, raised], []), node)
 
     def visit_With(self, node: ast.With) -> Any:
-        """Insert a check that a `with` block ran to its end, since a context manager can suppress a failed assertion. An exception of the
-        block's last statement may be suppressed if that is a call or a `raise`."""
+        """Insert a check that a `with` block ran to its end, since a context manager can suppress a failed assertion. If the last
+        statement is a call or a `raise`, its exception may be suppressed."""
         called = [one.context_expr for one in node.items if isinstance(one.context_expr, ast.Call)]
         names = {getattr(one.func, "attr", getattr(one.func, "id", "")) for one in called}
         self.generic_visit(node)
@@ -205,7 +205,7 @@ def _compared(kind: str, one: Any, other: Any) -> Any:
         return _holds(other, one) == (kind == "In")
     operation, dunders = COMPARES[kind]
     own = [_decides(value, dunders) for value in (one, other)]
-    if not all(own) and any(own):  # compares the data itself, not what the program's class says about it
+    if not all(own) and any(own):  # compare the data itself, without operators of the program
         one, other = plain_copy(one), plain_copy(other)
         if any(_decides(value, dunders) for value in (one, other)):
             if kind in ("Eq", "NotEq"):
@@ -274,7 +274,8 @@ def seen(value: Any) -> Any:
 
 
 def seen_by_name(value: Any) -> Any:
-    """Like `seen`, for a value read by name or subscript. Skips the items of a plain container, since a test may read them one by one."""
+    """Like `seen`, for a value read by name or subscript. Skips the items of plain containers: `seen` has checked them, and a loop would
+    check all of them at every read."""
     return value if id(type(value)) in LOADED.classes and not isinstance(value, type) else seen(value)
 
 
@@ -422,7 +423,7 @@ def _held(value: Any, above: tuple[int, ...]) -> Any:
 
 
 def _without_order(code: Any) -> Any:
-    """Sort the encoded items of sets and dicts, equal in any order."""
+    """Sort the encoded items of sets and dicts, whose order does not matter."""
     if type(code) is list:
         return [_without_order(one) for one in code]
     if type(code) is not dict:

@@ -129,7 +129,8 @@ def _is_root_of_machine() -> bool:
 
 
 def _become_nobody() -> bool:
-    """Become an ordinary user in a user namespace. False if the platform refuses; then programs change their user instead."""
+    """Become an ordinary user in a user namespace. False if the platform refuses; each program then changes its own user id.
+    PermissionError if that is not permitted either."""
     if not _works(_as_nobody):
         if not _may_use_another_user():
             raise PermissionError("no user namespace, and no right to start programs as another user and to kill them")

@@ -63,7 +63,7 @@ def memory_file(content: bytes = b"") -> int:
 
 
 KILL, PAUSE, RESUME = b" ", b"\t", b"\n"
-"""Orders about the running program, from a sandbox's owner to its interpreter. White space, which a JSON reader skips if they come late."""
+"""Orders about the running program, from the sandbox's owner to the zygote. White space: the JSON reader skips an order that comes late."""
 OUT_OF_TIME = int(signal.SIGPROF)
 """Exit status of a process ended by `limit_cpu`."""
 
@@ -117,7 +117,7 @@ def drop_capabilities(keep: int = 0) -> None:
         except OSError:  # beyond the last capability, or not permitted: nothing to drop
             break
     header = struct.pack("Ii", 0x20080522, 0)
-    for kept in (keep, 0):  # a container may not have those to keep
+    for kept in (keep, 0):  # a container may lack the capabilities to keep
         if libc.capset(header, struct.pack("IIIIII", kept, kept, 0, 0, 0, 0)) == 0:
             return
     checked(-1, "capset")

@@ -22,7 +22,7 @@ class Loaded:
     def __init__(self) -> None:
         self.modules: dict[str, types.ModuleType] = {}
         self.names: dict[int, dict[str, Any]] = {}
-        """Globals of the modules, by id. Nothing in the snapshot (modules, classes, code) belongs to the program."""
+        """Globals of each module, by id. Classes, functions and globals that are not in the snapshot count as the program's."""
         self.classes: dict[int, type] = {}
         """All classes that existed at the snapshot, by id."""
         self.codes: set[int] = set()

@@ -64,7 +64,7 @@ class Limits:
     processes: int = 64
     """Maximum processes and threads besides the first."""
     open_files: int = 64
-    """Maximum open files per process. Low, since each may be a socket, whose buffer is counted for no process."""
+    """Maximum open files per process. Low, since each may be a socket, whose buffer is charged to no process."""
 
 
 @dataclass(frozen=True)

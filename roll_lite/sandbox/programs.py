@@ -224,8 +224,8 @@ def _tests(order: dict[str, Any]) -> None:
 
 
 def _repl(order: dict[str, Any]) -> None:
-    """Run the program, then pieces of code from PEER in its namespace, each with a time limit. Standard output then has what a piece has
-    printed, and the value of its last expression or a traceback. The answer on PEER is one byte: 1 if the piece failed."""
+    """Run the program, then pieces of code from PEER in its namespace, each with a time limit. After each piece, standard output holds only
+    what it printed, then the value of its last expression or a traceback; one byte is written to PEER: 1 if the piece failed, else 0."""
     names = _module(order, "__main__")
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     show_traceback = importlib.import_module("code").InteractiveInterpreter().showtraceback  # without the frame of this function

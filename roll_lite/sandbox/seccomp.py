@@ -190,9 +190,9 @@ def _refuse(number: int) -> int:
 
 
 def build_filter(own_pid: int | None = None, signals_stay: bool = False) -> bytes:
-    """Build the filter. OSError on machines other than x86_64 and aarch64. `own_pid`: pid of a program without namespaces, to forbid it to
-    change attributes of files or processes and to signal other processes. `signals_stay`: True if signals of the program are already
-    confined by other means."""
+    """Build the filter. OSError on machines other than x86_64 and aarch64. `own_pid`: pid of a program that runs without namespaces; it is
+    also forbidden to change attributes of files and processes, and to signal other processes. `signals_stay`: True if other means already
+    confine its signals."""
     machine = platform.machine()
     if machine not in AUDIT_ARCH:
         raise OSError(errno.ENOSYS, f"no seccomp filter for {machine}")
@@ -212,7 +212,7 @@ def build_filter(own_pid: int | None = None, signals_stay: bool = False) -> byte
     for one in FCNTLS:
         code += _where(FCNTL[column], 1, [(JUMP_EQUAL, 0, 1, one)])
     code += _where(CLONE[column], 0, [(JUMP_ANY_BIT, 0, 1, NEW_NAMESPACES)])
-    # Refuses shared anonymous memory: all of it stays, counted for no process, while one page of it is mapped.
+    # Refuse shared anonymous memory: while one page is mapped, all of it stays allocated, charged to no process.
     code += _where(MMAP[column], 3, [(JUMP_ANY_BIT, 0, 2, ANONYMOUS), (JUMP_ANY_BIT, 0, 1, SHARED)])
     code += _where(PRCTL[column], 0, [(JUMP_EQUAL, 1, 0, PR_SET_DUMPABLE), (JUMP_EQUAL, 0, 1, PR_SET_SECCOMP)])
     low, high = ((LOAD, 0, 0, ARGUMENTS + 8 * 2 + half) for half in (0, 4))
@@ -225,13 +225,13 @@ def build_filter(own_pid: int | None = None, signals_stay: bool = False) -> byte
 
 
 def _only_own(own_pid: int, calls: list[tuple[int, int]], column: int) -> list[tuple[int, int, int, int]]:
-    """Allow these calls only if their first argument, a process id, is 0 (the caller or its group) or `own_pid`."""
+    """Instructions that allow these calls only if the first argument, a process id, is 0 (the caller or its group) or `own_pid`."""
     tests = [(JUMP_EQUAL, 2, 0, 0), (JUMP_EQUAL, 1, 0, own_pid)]
     return [one for numbers in calls for one in _where(numbers[column], 0, tests)]
 
 
 def _where(number: int, argument: int, tests: list[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
-    """Refuse a call unless one of the tests of its argument succeeds. A test allows the call by jumping past the refusal."""
+    """Instructions that refuse a system call unless a test of its argument succeeds. A test succeeds by jumping past the refusal."""
     block = [(LOAD, 0, 0, ARGUMENTS + 8 * argument), *tests, (RETURN, 0, 0, _refuse(errno.EPERM)), (LOAD, 0, 0, 0)]
     return [(JUMP_EQUAL, 0, len(block), number), *block]
 

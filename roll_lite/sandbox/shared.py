@@ -1,5 +1,5 @@
-"""Locks and shared memory for multiprocessing, in files of the program's folder. They replace Python's, which use /dev/shm: landlock hides
-that."""
+"""Locks and shared memory for multiprocessing, in files of the program's folder. They replace Python's, which need /dev/shm: landlock
+denies access to it."""
 
 from __future__ import annotations
 

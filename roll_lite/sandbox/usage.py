@@ -40,7 +40,7 @@ class Usage:
         self._looked = 0.0
         with open("/proc/self/statm", "rb") as stream:  # noqa: PTH123
             self._own_pages = int(stream.read().split()[1])
-            """Pages shared with forked programs; not counted until these exec another program."""
+            """Resident pages of this interpreter. Forked programs share them, so they are subtracted until the program calls exec."""
         self._own_stack = _fields(os.getpid())[STACK]
         self._mappings: dict[tuple[int, int], int] = {}
         """Number of memory mappings of each process. Each sample counts those of one random process."""
@@ -119,7 +119,7 @@ class Usage:
         sockets = set[int]()
         for process in members:
             try:
-                # Before the open files: one that is mapped meanwhile would else look as if it were not open.
+                # Read before the open files: a file opened and mapped in between would count as mapped only, with the largest size.
                 maps = _content(process, f"{_living_thread(process, _fields(process))}maps", LONGEST_MAPS)
                 for thread in _tasks_of(process):  # threads may have separate open files, and the main one may have ended
                     for name in os.listdir(f"/proc/{process}/{thread}fd"):  # noqa: PTH208
@@ -134,9 +134,9 @@ class Usage:
                 for line in maps.split(b"\n"):
                     words = line.split(maxsplit=5)
                     if len(words) == 6 and words[5].startswith(inside) and words[5].endswith(b" (deleted)"):
-                        found.setdefault(int(words[4]), self._limits["file_bytes"])  # may be mapped only in part: assumes the whole
+                        found.setdefault(int(words[4]), self._limits["file_bytes"])  # perhaps mapped only in part: assume the largest
             except PermissionError:
-                if os.getuid() != 0 and _has_memory(process):  # the process hides its files; one that is ending does too
+                if os.getuid() != 0 and _has_memory(process):  # an ending process, which has no memory, hides its files too
                     found[0] = sys.maxsize
             except OSError:  # ended meanwhile
                 continue
@@ -155,7 +155,7 @@ class Usage:
         return stat[STACK] == self._own_stack if stat[STACK] != b"0" else bool(int(stat[6]) & FORKED_AND_NO_MORE)
 
     def _in_sockets(self) -> int:
-        """Upper bound of the bytes in socket buffers, which are counted for no process. 0 without namespaces, where the bound would include
+        """Upper bound of the bytes in socket buffers, which are charged to no process. 0 without namespaces, where the bound would include
         other programs' sockets."""
         if not self._namespaces:
             return 0

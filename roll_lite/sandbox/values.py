@@ -36,7 +36,7 @@ MADE_OF_PARTS = {"range": int, "Fraction": int, "date": int, "Decimal": str, "ti
 LONGEST_NUMBER = 10_000
 """Maximum digits of a number in a Fraction or another type of MADE_OF_PARTS: large Fractions are slow to reduce."""
 SAME_HASH = 100
-"""Maximum items with the same hash in a decoded set or dict: each lookup compares with all of them."""
+"""Maximum items with the same hash in a decoded set or dict. Stops hash flooding: each lookup compares with all of them."""
 HELD: dict[type, Callable[[Any], Any]] = {
     bool: lambda value: value,
     list: lambda value: list(list.__iter__(value)),

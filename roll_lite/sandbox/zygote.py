@@ -102,8 +102,8 @@ def main(control: int, settings: dict[str, Any]) -> None:
 
 
 def _clean_up_after(zygote: int, folder: str, left: int) -> NoReturn:
-    """Remove folders of ended programs whenever the pipe `left` reports one: that may take long. Once the zygote has ended, even if killed,
-    remove `folder` and all remaining processes."""
+    """Remove folders of ended programs whenever the pipe `left` signals one, in this parent process because it may take long. Once the
+    zygote has ended, even if killed, kill its remaining processes and remove `folder`."""
     # Namespaces end with the zygote. If this process, its parent, is killed, the zygote cleans up.
     while os.read(left, 1):
         for old in _left_folders(folder):
@@ -146,8 +146,8 @@ class Zygote:
             self._line.sendall(json.dumps(report).encode() + b"\n")
 
     def _receive(self) -> tuple[dict[str, Any], list[int]] | None:
-        """Limits and open files of the next request; None when the connection is closed. Messages about the running program are single
-        white-space characters (KILL, PAUSE, RESUME), which are skipped: the program has already ended."""
+        """Limits and open files of the next request; None when the connection is closed. Skips orders (KILL, PAUSE, RESUME: single
+        white-space characters) that come after their program has ended."""
         files, data, ancillary = array.array("i"), b" ", list[Any]()
         while data and not data.strip():
             data, ancillary, _, _ = self._line.recvmsg(LONGEST_LIMITS, socket.CMSG_SPACE(6 * files.itemsize))
@@ -234,7 +234,7 @@ class Zygote:
             while (events := self._wait(poller, pause, pid)) is None or handle not in dict(events):
                 if events:
                     order = self._line.recv(1)
-                    if order == PAUSE:  # what is stopped uses nothing and needs no sampling
+                    if order == PAUSE:  # a paused program needs no sampling
                         stopped_now: list[int] = []
                         while (members := self._members(pid)) != stopped_now:  # one may have forked meanwhile
                             _kill(stopped_now := members, signal.SIGSTOP)
@@ -251,7 +251,7 @@ class Zygote:
                 late = time.monotonic() - started > limits["wall_s"]
                 stopped = "output" if events is None else "wall" if late else self._usage.passed(pid, self._members(pid))
                 if stopped:
-                    _kill(self._members(pid))  # kills all before waiting for one, since others would write on
+                    _kill(self._members(pid))  # kill all before waiting for one: the others would go on writing
                     break
         finally:
             os.close(handle)

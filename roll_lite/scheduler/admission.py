@@ -118,9 +118,9 @@ class Admission:
     # ------------------------------------------------------------ rewards that lag
 
     def _room_in_rewards(self) -> dict[str, float]:
-        """Number of samples that each domain may start for later batches. At most one batch of its samples may wait for scores: more would
-        grow stale while engines could serve other domains. Prompts of batches already requested always start, so every batch completes. No
-        limit if batches are generated one at a time."""
+        """Samples that each domain may start for later batches. At most one batch of them may wait for scores: more would grow stale while
+        engines could serve other domains. Prompts of requested batches always start, so every batch completes. Unlimited if batches are
+        generated one at a time."""
         if self._pacing.supply.whole_batches:
             return dict.fromkeys(self._domains, inf)
         groups = {name: self._of_a_batch(one) * one.group_size for name, one in self._domains.items()}

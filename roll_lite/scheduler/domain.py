@@ -21,8 +21,7 @@ from roll_lite.scheduler.unfinished import SavedGroups, SavedSample, Unfinished
 LEAST_LOSSES = 8
 """The run fails if this many prompts in a row yield no usable group, or 3 times the domain's prompts per batch if that is more."""
 LONGER, MOST_LOST = 4, 7 / 8
-"""The run also fails if too many of the latest prompts yield no usable group: the share MOST_LOST of LONGER times as many prompts as
-above."""
+"""The run also fails if at least the fraction MOST_LOST of the latest prompts, LONGER times as many as above, yields no usable group."""
 
 
 class DomainFailed(RuntimeError):
@@ -67,8 +66,7 @@ class Domain:
 
 @dataclass
 class Counts:
-    """Numbers of prompts since the start. `admitted` counts all prompts. Each is in flight, or also counted in exactly one of the other
-    fields."""
+    """Numbers of prompts since the start. `admitted` counts all; those that have ended are also counted in exactly one other field."""
 
     admitted: int = 0
     delivered: int = 0
@@ -85,7 +83,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class _PutBack:
-    """A prompt that starts again."""
+    """A prompt to start: a new one, or one that starts again."""
 
     row: tuple[int, int]
     """Epoch and row number of the prompt."""
@@ -143,19 +141,18 @@ class DomainScheduler:
         self._finished: dict[int, _Live] = {}
         self._put_back: deque[_PutBack] = deque()
         self._taken_up: dict[int, int] = {}
-        """For prompts that were in flight at the resumed checkpoint: number of the prompt's group at the checkpoint -> number of the group
-        that now generates it."""
+        """Prompts in flight at the resumed checkpoint: group number in the checkpoint -> number of the prompt's new group."""
         self._ledger: list[dict[str, Any]] = []
         """Ledger lines of ended groups that `take_ledger` has not fetched."""
         self._failure_limit = LEAST_LOSSES
         self._ends: deque[str | None] = deque(maxlen=LONGER * LEAST_LOSSES)
         """For each of the latest groups, the cause of its loss; None if not lost. Stale groups have no entry."""
         self._given_up = 0
-        """Number of filtered groups not replaced, since no tries were left. The coming batches are smaller by this number."""
+        """Filtered groups not replaced because no tries were left; the next batch may be smaller by this number."""
         self._tries_left = 0
         """Filtered groups that may still be replaced."""
         self._waits_for: int | None = None
-        """Number of a group that the batch must wait for, since it would be too old for the next one."""
+        """Number of a running group that the batch must wait for, since it would be too old for the next one."""
 
     @property
     def running(self) -> int:
@@ -232,7 +229,7 @@ class DomainScheduler:
             return
         try:
             self._judge(live, self._group_of(live.number, samples.result()))
-        except Exception as error:  # the run's failure and no sample's: no engine is left, or a filter raised
+        except Exception as error:  # a failure of the run, not of a sample: no engine is left, or a filter raised
             for task in live.tasks:
                 task.cancel()
             self._broken(error)

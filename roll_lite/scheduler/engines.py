@@ -1,7 +1,7 @@
 """Clients of engines. The router gets a future per request; the engine gets requests in batches.
 
-A remote call costs about as much as a short sample on a small model. So one call sends all requests of an event-loop turn, and one call
-returns everything that finished since the previous one.
+A remote call costs about as much as a short sample on a small model. So one call sends all requests of an event-loop turn, and one returns
+all that finished since the last.
 """
 
 from __future__ import annotations
@@ -190,13 +190,13 @@ class BatchedEngine(ABC):
             lost = EngineLost(self.name, cause, await self._partial(asked))
         except ConnectionError as error:  # the request starts again
             lost = EngineLost(self.name, f"{cause}; the tokens handed out so far are lost too: {error}")
-        except Exception as error:  # a bug of ours, for the caller to see
+        except Exception as error:  # a bug: raised at the caller
             lost = error
         if not asked.answer.done():
             asked.answer.set_exception(lost)
 
     async def _partial(self, asked: Asked) -> Turn | None:
-        parts = asked.parts  # the request may end meanwhile, without them
+        parts = asked.parts  # kept here: if the request ends meanwhile, its list is replaced
         rows = [part.tokens for part in parts if part.tokens is not None]
         if not rows:
             return None

@@ -16,7 +16,7 @@ from roll_lite.scheduler.choice import EngineChoice, EngineLoad
 from roll_lite.scheduler.engines import Asked, EngineLost
 
 PRIOR_RESPONSES = 8
-"""Number of full-length responses with which an estimate of the length begins: short responses finish first, so it would be too low."""
+"""Full-length responses with which a length estimate begins: short responses finish first and would make it too low."""
 RESPONSES_REMEMBERED = 512
 """Number of latest response lengths used to estimate the next one: lengths drift during training."""
 REFRESH = 16

@@ -22,7 +22,7 @@ def group_line(
     continues: int | None = None,
 ) -> dict[str, Any]:
     """Line of an ended group. `row`: epoch and row number of its prompt. `asked`: number of batches requested when it started. `group`:
-    None if it ended unfinished. `continues`: number of the dropped group whose prompt it took up."""
+    None if it ended unfinished. `continues`: number of the dropped group whose prompt it restarts."""
     line: dict[str, Any] = {
         "event": "group",
         "group": number,

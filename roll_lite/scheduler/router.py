@@ -28,11 +28,12 @@ class NoEngineLeft(RuntimeError):
 
 
 class Router:
-    """Sends each request to the least loaded engine; if `deterministic`, by a hash of the request's id and in waves (WaveGate).
+    """Sends each request to the least loaded engine, or one that has its prefix cached. In `deterministic` runs a hash of the request's id
+    chooses the engine, and requests start in waves (WaveGate).
 
-    `engine_slots`: maximum running requests per engine. `engine_slots` and `engine_tokens` limit what is in flight at an engine; other
-    requests wait in the router. The limit `timeout_s` runs from a request's start in the engine; a request that has not started fails only
-    if its engine is idle for that long. An interrupted request continues from its tokens.
+    `engine_slots`: maximum running requests per engine. `engine_slots` and `engine_tokens` limit an engine's requests in flight; others
+    wait in the router. `timeout_s` counts from a request's start in the engine; before that, a request times out only if its engine is idle
+    for that long. Interrupted requests continue from their tokens; in deterministic runs they start over.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Router:
         self._at_engines: dict[str, EngineLoad] = {}
         """Engine of each request in flight, by its current request id, which changes after an interruption."""
         self._flights: dict[str, Flight] = {}
-        """Requests under way, by their first request id."""
+        """Requests under way, by their original request id."""
         self._held = False
         self._idle = asyncio.Event()
         self._expected: dict[str, ExpectedLength] = {}
@@ -136,8 +137,8 @@ class Router:
                 return turn
 
     def _go_on_from(self, flight: Flight, turn: Turn) -> None:
-        """Continue an aborted request if it made progress or the router holds all requests (`hold`); otherwise count the abort as
-        fruitless."""
+        """Prepare an aborted request to continue from its tokens. An abort without progress is counted as fruitless, unless `hold` caused
+        it; RequestFailed after FRUITLESS of them."""
         if turn.length and turn.tokens is not None:
             flight.interrupted(turn)
             flight.fruitless = 0
@@ -150,8 +151,8 @@ class Router:
     # ------------------------------------------------------------ load
 
     def has_room(self, announced: int = 0, tokens: float = 0.0) -> bool:
-        """True if more prompts may start. Only few requests may wait, since a prompt's staleness counts from its start. `announced`: number
-        of requests on their way to this router; `tokens`: their expected tokens in total."""
+        """True if more prompts may start. Few requests may wait, since a prompt's staleness counts from its start. `announced`: requests on
+        their way to this router; `tokens`: their expected tokens in total."""
         if self._held or self._slots is None or self.gate is not None:
             return not self._held
         each = tokens / announced if announced else fmean(self._costs.values()) if self._costs else 0.0
@@ -222,8 +223,8 @@ class Router:
         return not self._engines_restart or all(engine.serves for engine in self.engines)
 
     async def drain(self, name: str, interrupt: bool = False) -> None:
-        """Send an engine nothing more, wait until it is idle, then forget it. `interrupt`: its requests continue elsewhere. Calling
-        `remove` meanwhile ends the wait."""
+        """Stop sending to an engine, wait until it is idle, then remove it. `interrupt`: abort its requests, which continue elsewhere.
+        Calling `remove` meanwhile ends the wait."""
         engine = self._choice.withdraw(self._named(name))
         if interrupt:
             engine.client.abort([request_id for request_id, at in self._at_engines.items() if at is engine])
@@ -259,7 +260,7 @@ class Router:
         """Wait for room, choose the engine, and count the request as in flight."""
         if self._waiting or self._held or not self._give(flight):
             await self._queue(flight, has_begun=bool(flight.legs) or flight.first.context is not None)
-            # Between `_give` and this line other tasks run: the engine may have left, or requests be held. The place is then given back.
+            # Other tasks ran since `_give`: if the engine has left or requests are held meanwhile, give the place back.
             while self._held or not flight.engine.serves:
                 self._free(flight)
                 await self._queue(flight, has_begun=True)
@@ -319,7 +320,8 @@ class Router:
             queue.popleft()
 
     def _choose(self, flight: Flight) -> tuple[EngineLoad, float] | None:
-        """Engine and load for a request; None if all are full. In deterministic runs none is ever full."""
+        """Choose an engine; returns it and the request's load. None if all engines are full (never in deterministic runs) or being
+        replaced."""
         shared, own = flight.shared_tokens, flight.own_tokens + flight.left()
         if self.gate is None and (found := self._choice.choose(flight.prefix, shared, own)) is not None:
             return found
@@ -334,7 +336,7 @@ class Router:
         return serving[stable_hash(flight.first.request_id) % len(serving)], shared + own
 
     async def _answer(self, flight: Flight) -> Turn:
-        """Send the request and wait for its answer. Raises RequestFailed with the response so far if its time is up."""
+        """Send the request and wait for its answer. On a time-out, raises RequestFailed with the response so far."""
         flight.depart()
         request_id, turn = flight.request.request_id, None
         self._at_engines[request_id] = flight.engine
@@ -358,8 +360,8 @@ class Router:
 
 
 class Wave:
-    """Requests of a deterministic run that start together. No answer counts before all have come. If an engine is lost before that, all
-    requests of that engine start again together, even answered ones: so its replacement works on the same batch."""
+    """Requests of a deterministic run that start together. Answers are used only once all have arrived. If an engine is lost before, all
+    its requests start again together, even answered ones, so that its replacement gets the same batch."""
 
     def __init__(self, request_ids: Iterable[str], all_serve: Callable[[], bool]) -> None:
         self._running = set(request_ids)
@@ -402,9 +404,9 @@ class Wave:
 
 
 class WaveGate:
-    """Waves of requests, for deterministic runs. A request waits until every live sample waits here or is done, and no engine is missing;
-    then all leave in one event-loop turn. So an engine gets the same requests together in every run, independent of timing. Retries form
-    the next wave."""
+    """Barrier for the requests of deterministic runs: when every unfinished sample waits here and no engine is missing, all start in one
+    event-loop turn, as a wave. So an engine gets the same requests together in every run, independent of timing. Retries form the next
+    wave."""
 
     def __init__(self, all_serve: Callable[[], bool]) -> None:
         self._all_serve = all_serve
@@ -422,7 +424,7 @@ class WaveGate:
 
     @asynccontextmanager
     async def wave(self, request_id: str) -> AsyncIterator[Wave]:
-        """Wait for the wave's release, and leave it at the end. Requests start in the order of their ids."""
+        """Wait until a wave starts; leave it on exit. Requests start in the order of their ids."""
         loop = asyncio.get_running_loop()
         place = self._waiting[request_id] = loop.create_future()
         loop.call_soon(self._open_if_complete)  # not at once: the last sample would leave before all others

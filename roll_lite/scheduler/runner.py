@@ -64,16 +64,15 @@ class _Row:
 
 
 class Conversation:
-    """A sample being generated: a tree of responses, of which most samples have one. Tokens of earlier turns stay in the object store;
-    requests refer to them.
+    """A sample being generated: a tree of responses, usually just one. Requests refer to tokens of earlier turns in the object store.
 
-    A response that continues an earlier one lengthens its row, unless another response has done so: then it begins a row, whose prompt
-    are the tokens so far. So each response trains in one row."""
+    A response lengthens the row of the response that it continues. If that row already continues with another response, it begins a new
+    row, with the tokens so far as its prompt. So each response trains in exactly one row."""
 
     __slots__ = ("_ask", "_end", "_rows", "_so_far", "_turns", "_wants_ids", "request_id", "sampling")
 
     def __init__(self, ask: Ask, request_id: str, sampling: Sampling, so_far: Turn | None = None, wants_ids: bool = False) -> None:
-        """`so_far`: first response, to be continued. `wants_ids`: return the ids of responses."""
+        """`so_far`: partial first response to continue. `wants_ids`: return the ids of responses."""
         self._ask = ask
         self.request_id = request_id
         self.sampling = sampling
@@ -128,7 +127,7 @@ class Conversation:
         return room
 
     def end(self, record: EpisodeRecord, finish_reason: FinishReason | None = None) -> None:
-        """Note the environment's account. `finish_reason`: why the episode ended, if a limit ended it."""
+        """Store the environment's record. `finish_reason`: the limit that ended the episode, if any."""
         self._end = record, finish_reason
 
     def transcript(self) -> Transcript:
@@ -155,14 +154,14 @@ class Conversation:
 
 
 UNCOUNTED_LOSSES = 8
-"""Times that an episode may be lost with a worker that another episode may have ended; then each loss counts as a failed attempt."""
+"""Lost attempts of an episode that do not count as failed, because another episode may have killed the worker; further ones count."""
 
 
 class EpisodeFailed(Exception):
     """Failure of an environment."""
 
     def __init__(self, cause: str, counts: bool = True) -> None:
-        """`counts`: the attempt counts as failed. False if another episode took the worker with it."""
+        """`counts`: the attempt counts as failed; False if another episode may have killed the worker."""
         super().__init__(cause)
         self.cause = cause
         self.counts = counts
@@ -181,8 +180,7 @@ Seeds = Callable[[SampleId], int | None]
 
 
 def seeds_from(run_seed: int) -> Seeds:
-    """Function that gives each attempt at a sample its seed. The group's number is not used: a prompt started again gets the same
-    samples."""
+    """Function from a sample's attempt to its seed. The group number is not used: a prompt started again gets the same samples."""
 
     def seed(sample: SampleId) -> int:
         return stable_hash(run_seed, sample.domain, sample.prompt_uid, sample.epoch, sample.index, sample.attempt)

@@ -51,7 +51,7 @@ class RolloutService:
         self._handed_out: list[SampleGroup] = []
         """Groups of the latest batch."""
         self._ledger: list[dict[str, Any]] = []
-        """Ledger lines from a resumed checkpoint, until the first batch."""
+        """Ledger lines from a resumed checkpoint, returned with the first batch."""
         self._keep_left_out = keep_left_out
         self._loop = asyncio.get_running_loop()
         self._time = self._loop.time
@@ -128,7 +128,8 @@ class RolloutService:
     # ------------------------------------------------------------ batches
 
     async def next_batch(self, prompts: int) -> RolloutResult:
-        """Wait for a batch of `prompts` groups, divided among domains exactly by their shares. All batches have the same size."""
+        """Wait for a batch of `prompts` groups (the same in every call), divided among domains exactly by their shares. Smaller if filters
+        ran out of tries, or domains of prompts."""
         if self._supply.max_staleness == 0:
             self._recorder.start(self._time())  # with other supplies it starts when the previous batch is handed out
         admission = self._admission
@@ -288,8 +289,8 @@ class RolloutService:
         }
 
     def unfinished(self, state: Mapping[str, Any]) -> dict[int, dict[int, Unfinished]]:
-        """Samples of the groups that were unfinished in `state`, with their present tokens and scores. `state`: a state of this service, at
-        most one batch old. Deterministic runs save complete groups only: all samples of other groups start again together."""
+        """Samples of the groups that were unfinished in `state`, a state of this service at most one batch old, with their present tokens
+        and scores. Deterministic runs save complete groups only: all samples of others start again together."""
         handed_out = {group.group: complete(group) for group in self._handed_out}
         found: dict[int, dict[int, Unfinished]] = {}
         for name, domain in state["domains"].items():

@@ -28,8 +28,8 @@ class Validation:
         ended: Callable[[], None],
         first_group: int = 0,
     ) -> None:
-        """`samples`: number per prompt. `runners`: by domain, used by this validation only. Calls `ended()` when a group ends.
-        `first_group`: number of the first group. Validations share no group number, so a late answer cannot match a new request's id."""
+        """`samples`: number per prompt. `runners`: by domain, for this validation only. Calls `ended()` when a group ends. `first_group`:
+        number of the first group; validations share none, so a late answer cannot match a new request's id."""
         self._domains = {domain.name: domain for domain in domains if domain.validation is not None}
         self._runners = runners
         self._samples = samples
@@ -79,7 +79,7 @@ class Validation:
         if is_cancelled(samples):
             return
         error = samples.exception()
-        if error is not None:  # the run's failure and no sample's: no engine is left
+        if error is not None:  # a failure of the run, not of a sample: no engine is left
             for task in tasks:
                 task.cancel()
             self.break_off(error)

@@ -84,7 +84,7 @@ def read_run(folder: Path) -> MeasuredRun:
 
 
 def _refuse_unrecorded(folder: Path, rollout: Mapping[str, Any], metrics: Iterable[Mapping[str, float]]) -> None:
-    """Refuse runs that generated more samples than their batches contain, since the lengths of the surplus samples are not recorded."""
+    """Refuse runs that generated more samples than their batches contain: the lengths of the surplus are not recorded."""
     filtered = round(sum(record.get("rollout/filtered_groups", 0.0) for record in metrics))
     oversample = rollout.get("oversample", 1)
     if filtered:
@@ -111,8 +111,7 @@ def measured(run: MeasuredRun, assumed: SimulationConfig, domains: Iterable[str]
             if sample["outcome"] == "accepted":
                 by_domain[sample["domain"]].append(sample)
     responses = {name: _responses(name, by_domain[name], run, usual, _prompts(assumed, name)) for name in domains if by_domain[name]}
-    # Batches wait for the domain with the slowest rewards. So its 99th percentile is at least the mean time spent on waiting for the last
-    # rewards.
+    # Batches wait for the domain with the slowest rewards, so its 99th percentile is at least the mean wait for a batch's last rewards.
     slowest = max(responses, key=lambda name: responses[name].reward_s)
     tail = rounded(fmean(run.metrics[step].get("rollout/reward_tail_seconds", 0.0) for step in usual))
     if tail > responses[slowest].reward_s > 0:

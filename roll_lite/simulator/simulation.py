@@ -168,7 +168,6 @@ class _Simulation:
         self.length = lengths(scenario.domains, scenario.seed)
         self.tasks: set[asyncio.Task[None]] = set()
         self.node_of: dict[int, int] = {}
-        """Node of each engine."""
         first = [self.start_engine(number) for number in range(scenario.engines)]
         if (mean_s := scenario.failures.mean_node_s) is not None:
             for node in sorted(set(self.node_of.values())):

@@ -71,14 +71,14 @@ class DomainModel:
     all_right: float = 0.0
     """Fraction of prompts that are always solved."""
     all_wrong: float = 0.0
-    """Fraction of prompts that are never solved. All but these and `all_right` are solved with a probability drawn uniformly."""
+    """Fraction of prompts that are never solved. The remaining ones have success probabilities drawn uniformly from 0 to 1."""
     turns: Distribution | None = None
     """Responses in an episode; None: one."""
     max_turns: int = 1
     environment_s: Distribution | None = None
-    """Seconds in which the environment answers a response; None: no time."""
+    """Seconds that the environment takes to answer a response; None: no time."""
     environment_tokens: int = 0
-    """Tokens that it adds."""
+    """Tokens that the environment adds between two responses."""
     greedy_baseline: bool = False
     prompts: int = 10_000
     epochs: int | None = None

@@ -99,7 +99,7 @@ class ActorWorker(ModelWorker):
         write_columns(folder / rows_file(self.strategy.layout.data_rank), shard.materialize())
 
     def save_adapters(self, folder: Path) -> list[str]:
-        """Names of the files that this rank wrote."""
+        """Save the LoRA adapters; returns the names of the files that this rank wrote."""
         return [path.name for path in self.strategy.save_adapters(folder)]
 
     def train(self, share: TrainShare, kl_coef: float) -> list[Update]:

@@ -22,7 +22,7 @@ PART_PREFIX = TokenRecord.given((0,))
 
 
 TURN_LINGER_S = 0.005
-"""Linger while environments wait for responses: an episode pays it in every turn."""
+"""Maximum linger while episodes wait for responses: it delays each of their turns."""
 
 
 class _Ready(NamedTuple):

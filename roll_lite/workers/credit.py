@@ -39,7 +39,7 @@ class Credit:
     kl: torch.Tensor | None
     """KL(policy || reference) of each token, without coefficient; None if the reward has no KL penalty."""
     rewards_per_row: torch.Tensor
-    """[B] float64: minus coef * the row's KL and, in a sample's first row, the reward. Their sum over a sample is its reward."""
+    """[B] float64: minus coef * the row's KL, plus the score in a sample's first row. A sample's rows sum up to its reward."""
 
 
 def compared_before_training(algorithm: AlgorithmConfig) -> bool:
@@ -111,17 +111,17 @@ class Turns(NamedTuple):
     rows: torch.Tensor
     """[turns] int64."""
     starts: list[int]
-    """First tokens, as entries of the mask."""
+    """Index of each response's first token in the mask; `ends`: of the one after its last."""
     ends: list[int]
     states: torch.Tensor
-    """[turns] float64: hash of the text that the response answers, the prompt or the environment's messages."""
+    """[turns] float64: hash of the tokens that the response answers (the prompt, or the environment's messages)."""
     rewards: torch.Tensor
     """[turns] float64: without KL."""
 
 
 class _Task:
-    """Inputs of the advantage estimators. Scores and KL stay separate until they are summed in float64, since they may differ by a factor
-    of millions. Only where a turn ends before the last, its reward and the token's KL are added in float32."""
+    """Inputs of the advantage estimators. Scores and KL may differ by a factor of millions, so they are summed in float64; only earlier
+    turns' rewards are added to the token's KL in float32."""
 
     def __init__(
         self,
@@ -133,17 +133,17 @@ class _Task:
         gather: Gather,
         whitening: Whitening | None,
     ) -> None:
-        """`scale`: of rewards of turns; other rewards are shaped already."""
+        """`scale`: factor of the turns' rewards; other rewards are already shaped."""
         self.mask, self.columns = rows.mask, rows.columns
         self.score = rows.columns["reward"].double()
         """[B] reward of each row's sample, without KL."""
         self.subtracts_kl = kl is not None
         self.early_rewards = None if kl is None else kl * -kl_coef
-        """[B, T-1] float32 rewards of tokens besides the score: KL, and rewards of turns before the last."""
+        """[B, T-1] float32: minus coef * KL, plus rewards of turns before the last; None if there are neither."""
         self.turn_rewards: torch.Tensor | None = None
         """[B, T-1] rewards of turns before the last."""
         self.at_end = self.score
-        """[B] rest of the score, which the last token gets."""
+        """[B] score without the rewards of earlier turns: the reward of the last token."""
         if "turn_rewards" in rows.columns:
             paid = rows.columns["turn_rewards"].masked_fill(~rows.mask, 0.0) * scale
             last = formulas.last_policy_token(rows.mask)
@@ -180,7 +180,7 @@ class _Task:
         return SampleTable(score - penalty, score, groups.long(), policy_tokens.long(), trains.bool(), local)
 
     def gather(self, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows of all ranks' tables, and the numbers of this rank's own among them."""
+        """All-gather a table; returns the rows of all ranks, and the indices of this rank's."""
         parts = self._gather(own)
         before = sum(len(part) for part in parts[: self._data_rank])
         return torch.cat(parts), torch.arange(before, before + len(own))

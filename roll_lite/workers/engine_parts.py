@@ -91,7 +91,8 @@ class EngineParts:
         self._start_is_over.set()
 
     def _look_after(self, started: Mapping[ray.ObjectRef, int]) -> None:
-        """Watch the parts' start from a thread: a starting engine may block the event loop, and would wait forever for a dead part."""
+        """Watch the starting parts; if one dies, kill this node's engine processes, which would wait for it forever. Runs in a thread,
+        since a starting engine may block the event loop."""
         pending = list(started)
         while pending and not self._start_is_over.is_set():
             ready, pending = ray.wait(pending, timeout=1.0)

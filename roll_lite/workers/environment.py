@@ -28,7 +28,7 @@ from roll_lite.scheduler.runner import Conversation, EpisodeFailed
 
 POLL_SECONDS = 1.0
 GRACE_SECONDS = 5.0
-"""Time beyond turn_timeout_s after which a worker counts as lost that does not even report the time-out."""
+"""Time after turn_timeout_s in which a worker must report the time-out; otherwise it counts as lost."""
 
 
 class EnvironmentWorker:
@@ -70,7 +70,7 @@ class _Lost(NamedTuple):
 @dataclass(eq=False)
 class _Running:
     events: asyncio.Queue[Event | _Lost | BaseException]
-    """Also errors of requests."""
+    """Events of the episode, and errors of its requests."""
     since: float | None
     """Time since which the environment works; None: the policy responds."""
     asks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -141,7 +141,7 @@ class EnvironmentPool:
     # ------------------------------------------------------------ episodes
 
     async def play(self, prompt: Prompt, conversation: Conversation) -> None:
-        """Play an episode (an `Episode` of the scheduler)."""
+        """Play an episode; implements `scheduler.runner.Episode`."""
         async with self._places:
             try:
                 await self._fleet.in_service()

@@ -166,7 +166,7 @@ class InferWorker(AsyncWorker):
         return Transferred(seconds=seconds or {})
 
     async def give_up(self, cause: str) -> None:
-        """End the engine, which hangs."""
+        """Declare the engine dead, because it hangs or has failed."""
         self._strategy.fail(cause)
 
     async def _of_engine(self, work: Awaitable[T]) -> T:

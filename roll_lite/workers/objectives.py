@@ -161,7 +161,7 @@ class ActorLoss:
             measured["correction/filtered"] = mask & ~passed
             weight = weight.masked_fill(~passed, 0.0)
         measured |= {"correction/weight": weight, "correction/weight_square": weight.double().square()}
-        # Weight 0 makes 0 of an infinite loss too.
+        # 0 * infinity is NaN: a token of weight 0 has loss 0.
         return (loss * weight).masked_fill(weight == 0, 0.0), measured
 
     def _kl(
@@ -215,7 +215,7 @@ class CriticLoss:
         value = clipped_value_loss(outputs.values, old, returns, mask, self.clip)
         weighted = _token_weights(micro_batch) * value.loss
         predicted = outputs.values.detach().masked_fill(~mask, 0.0)
-        # The values that the advantages were made from: values after an update have been trained on these returns.
+        # Measured with the values before the updates: later ones have been trained on these returns.
         errors = returns.double() - old.double()
         tokens = {
             "critic/tokens": mask,

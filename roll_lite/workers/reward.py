@@ -92,9 +92,9 @@ class EpisodeRewards:
 class RewardPool(ScoringPool[PooledWorker, RewardInput, Score]):
     """RewardClient over the reward workers of one domain.
 
-    A function that hangs or kills its process fails its own sample. Its worker is replaced; other samples of the call are scored again. A
-    hang in Python is interrupted inside the worker; other hangs (a stopped process, a call into C) end with the process, when `_call` times
-    out. A worker with an async function takes more samples while others run.
+    A function that hangs or kills its process fails its own sample; its worker is replaced, and the call's other samples are scored again.
+    A hang in Python is interrupted inside the worker; other hangs (a stopped process, a call into C) end with the process, when `_call`
+    times out. A worker with an async function takes more samples while others run.
     """
 
     def __init__(self, domain: str, config: RewardConfig) -> None:

@@ -1,4 +1,4 @@
-"""Reward models as the rollout service uses them: their copies, restarts after a death, and the samples they score."""
+"""Clients of reward models: batch samples, and restart model copies that died."""
 
 from __future__ import annotations
 
@@ -173,8 +173,8 @@ async def _reached(actor: Any) -> None:
 
 
 class RewardModelPool(ScoringPool[Ranks, ScoredText, float]):
-    """Client of one reward model, which batches the samples of all domains. If a copy loses a process, its samples fail with the cause and
-    it is started again; others serve meanwhile. If no copy is left, waiting samples fail too and may be retried."""
+    """Client of one reward model; batches the samples of all domains. If a copy loses a process, its samples fail with the cause and it is
+    restarted; others serve meanwhile. If no copy is left, waiting samples fail too and may be retried."""
 
     def __init__(self, name: str, actors: Sequence[Any], config: RewardModelConfig) -> None:
         self.name = name

@@ -223,8 +223,7 @@ class RolloutWorker(AsyncWorker):
 
     def _trials(self, judges: Mapping[str, JudgeAddress]) -> list[Trial]:
         """List the rewards to try with a canned response before the engines start. Reward models and judges of this run have not started
-        yet. A reward that needs one of them is split into its base reward and its terms, and only those that need neither are tried, one by
-        one."""
+        yet: of a reward that needs one, only the components (base reward, terms) that need none are tried, one by one."""
 
         def waits(reward: RewardConfig) -> bool:
             return reward.name in (MODEL_REWARD, ENVIRONMENT_REWARD) or with_addresses(reward, judges) != reward
@@ -290,7 +289,7 @@ class RolloutWorker(AsyncWorker):
         return [*self._data_notes, *(f"domains.{name}.reward: {note}" for name, note in pools if note), *rendering]
 
     async def next_batch(self, prompts: int, step: int) -> RolloutBatch:
-        """Accepted samples of exactly `prompts` prompts, with references to their tokens."""
+        """Batch of `prompts` prompts: rows of its accepted samples, with references to their tokens."""
         result = await self._service.next_batch(prompts)
         state = self._service.state_dict()
         await self._reward_models_rest()

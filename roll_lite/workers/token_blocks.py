@@ -51,7 +51,7 @@ class TokenRecord:
         return TokenRecord(self.ids[first:], self.mask[first:], self.log_probs[first:], extra)
 
     def masked(self) -> TokenRecord:
-        """The same tokens as context, which does not train."""
+        """Copy whose tokens do not train."""
         extra = {name: column for name, column in self.extra.items() if name != KEPT_IDS}
         return replace(self, mask=np.zeros_like(self.mask), log_probs=np.zeros_like(self.log_probs), extra=extra)
 
@@ -109,7 +109,7 @@ def joined_record(request: GenerationRequest, parts: Sequence[TokenRow], read: C
 
 
 def context_record(request: GenerationRequest, earlier: TokenRecord) -> TokenRecord:
-    """Tokens of a request's context, as its row has them."""
+    """Context tokens of a request, masked if another row trains them."""
     return earlier.masked() if request.masks_context else earlier
 
 

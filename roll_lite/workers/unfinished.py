@@ -46,7 +46,7 @@ def to_file(found: Mapping[int, Mapping[int, Unfinished]], columns: Sequence[str
 
 
 def _rows_of(one: Unfinished) -> list[TokenRow]:
-    """Rows of token blocks with the sample's tokens."""
+    """References to the sample's tokens."""
     rows = [row.tokens for row in one.sample.transcript.rows]
     if one.parts and one.request is not None:
         rows = [one.request.context, *one.parts]
@@ -60,7 +60,7 @@ def _records(one: Unfinished, read: Callable[[TokenRow], TokenRecord]) -> list[T
 
 
 def _with_tokens(sample: SavedSample, tokens: Sequence[TokenRow | None]) -> SavedSample:
-    """The sample with the tokens of its rows."""
+    """Copy a sample, with `tokens` as its rows' token references."""
     first, *others = tokens
     branches = tuple(replace(row, tokens=own) for row, own in zip(sample.transcript.branches, others, strict=True))
     return replace(sample, transcript=replace(sample.transcript, tokens=first, branches=branches))

@@ -16,7 +16,7 @@ from roll_lite.config.schema.run import RunConfig
 
 COMPARES_GROUPS = ("grpo", "rloo", "opo", "gpg", "gigpo")
 REWARDS_TURNS = ("gae", "reinforce", "reinforce_plus_plus", "gigpo", "custom")
-"""Estimators that tell a reward of an early turn from one of the last."""
+"""Estimators that use the reward of each turn, not only the sum of all turns."""
 TRUNCATION = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "min_tokens": 0}
 """Sampling settings that can exclude tokens -> values at which they exclude none."""
 
@@ -69,7 +69,8 @@ def _turn_rewards(config: RunConfig) -> Mistakes:
 
 
 def _full_kl(config: RunConfig) -> Mistakes:
-    """Check that the object store has room for KL estimator `full`, which stores a distribution over the vocabulary per token of a step."""
+    """Check that the object store has room for KL estimator `full`, which stores a distribution over the vocabulary for every token of a
+    step."""
     full = [name for name, term in kl_terms(config).items() if term.estimator == "full"]
     shape = known_shape(config.model.path)
     if not full or shape is None:

@@ -33,8 +33,7 @@ def _model(config: RunConfig) -> Iterator[Problem]:
 
 
 def _told(path: str, folder: Path, wrong: Callable[[], str | None]) -> Iterator[Problem]:
-    """Yield a problem of the setting `path` = `folder` with the message that `wrong()` returns, or raises as ValueError. If it returns
-    None, yield nothing."""
+    """Yield a problem of the setting `path`, whose value is `folder`, if `wrong()` returns a message or raises ValueError."""
     try:
         message = wrong()
     except ValueError as error:
@@ -56,8 +55,8 @@ def _tokenizer_misfit(folder: Path, vocab_size: int) -> str | None:
 
 
 def _weights_misfit(folder: Path, hf: HfConfig | None, head: str) -> str | None:
-    """Error message for a model's safetensors; None if they are right. Without `hf`, checks only that the value head is there, if `head`
-    names it; with `hf`, all names and shapes."""
+    """Describe what is wrong with a model's safetensors; None if nothing is. With `hf`, checks all names and shapes; without it, only that
+    the value head exists, if `head` names it."""
     stored = stored_tensors(folder)
     if head == VALUE_HEAD and head not in stored:
         return f"its safetensors have no {head}, the value head of a critic or reward model; use init: actor for a new one"

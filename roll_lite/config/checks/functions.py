@@ -30,8 +30,8 @@ def check_function(
     inputs: Sequence[str] = ("its input",),
 ) -> Iterator[Problem]:
     """Check that the dotted path `name`, the value of setting `path`.`key`, leads to a function that takes `arguments` (None: any).
-    `or_class`: allow a class, with any arguments. `given`: parameters that the run fills if the function has them. `inputs`: what the run
-    passes first, in words."""
+    `or_class`: allow a class, with any arguments. `given`: parameters that the run passes if the function has them. `inputs`: what the run
+    passes first, in words for messages."""
     try:
         found = _definition(name)
     except ValueError as error:

@@ -110,7 +110,7 @@ def _experts(config: RunConfig, name: str, role: Role) -> Mistakes:
         yield f"{name}.strategy.expert_tensor_parallel", f"does not divide the experts' feed-forward size of {shape.expert_feed_forward}"
     if strategy.tensor_parallel > 1 and not strategy.sequence_parallel:
         yield f"{name}.strategy.sequence_parallel", "tensor_parallel > 1 of a model with experts needs it; use true"
-    # Ranks that share experts are in one pipeline stage, if necessary of several copies of the model.
+    # The ranks that share experts are in one pipeline stage; they may belong to several data-parallel copies of the model.
     count, sharing = len(device_numbers(role.devices)), parallel * tensor
     if count % (whole := sharing * strategy.pipeline_parallel):
         parts = f"expert_parallel {parallel} x expert_tensor_parallel {tensor}"
@@ -178,8 +178,8 @@ def _model_is_long_enough(config: RunConfig) -> Mistakes:
 
 
 def _engine_knows_the_model(config: RunConfig) -> Mistakes:
-    """Refuse models that SGLang computes differently from the trainer: it ignores Llama's sliding window, and gives all layers experts if
-    any has."""
+    """Refuse models that SGLang computes differently from the trainer: it ignores Mistral's sliding window, and gives experts to all layers
+    if any layer has them."""
     shape = known_shape(config.model.path)
     if shape is None or not generates(config) or not isinstance(config.actor_infer.strategy, SglangStrategyConfig):
         return
@@ -224,8 +224,8 @@ def unreadable_weights(config: RunConfig) -> str | None:
 
 
 def _experts_over_an_update(config: RunConfig) -> Mistakes:
-    """Refuse routing replay with SGLang if weight updates pause requests: SGLang then recomputes their tokens with the new weights, and
-    reports only the experts of that pass, not those used in sampling."""
+    """Refuse routing replay with SGLang if weight updates pause requests. SGLang then recomputes their tokens with the new weights, and
+    reports the experts of that pass, not those used in sampling."""
     rollout = config.rollout
     pauses = rollout.on_sync == "pause" or (rollout.on_sync is None and rollout.supply == "async")
     if replays_engines(config) and pauses and isinstance(config.actor_infer.strategy, SglangStrategyConfig):
@@ -256,8 +256,8 @@ def devices_are_there(config: RunConfig) -> Mistakes:
 
 
 def sharing_notes(config: RunConfig) -> list[str]:
-    """Return a note for each pair of roles that share GPUs if both stay loaded, or if one stays loaded and has engines, which leave the
-    other little memory."""
+    """Return a note for each pair of roles that share GPUs and both stay loaded, and for each pair of which one stays loaded and is an
+    engine, since engines leave others little memory."""
     if not gpus_visible():
         return []
     by_role = roles(config)

@@ -1,4 +1,4 @@
-"""Checks of when rollouts are generated and trained on, and of the group filter."""
+"""Checks of rollouts: generation ahead of training, log-probs computed during generation, group filter, environments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from roll_lite.config.schema.run import RunConfig
 from roll_lite.files import elsewhere, is_file
 
 TOOL_PACKAGES = {"search": "bm25s", "mcp": "mcp"}
-"""Packages that shipped tools need; each is the extra of the tool's name."""
+"""Tool -> package that it needs, which the extra roll_lite[TOOL] installs."""
 
 
 def _turns(config: RunConfig) -> Mistakes:

@@ -19,8 +19,8 @@ NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 
 def _used_by_a_reward(config: RunConfig, path: str, what: str, sections: Collection[str], reward: str, argument: str) -> Mistakes:
-    """Check that the reward model or judge at `path` has a valid name and is the `argument` of a reward of type `reward`. It is not
-    reported as unused if a misspelt reward may mean it: other checks report misspellings."""
+    """Check that the reward model or judge at `path` has a valid name, and that a reward of type `reward` names it in its argument
+    `argument`. If a misspelt reward or name may mean it, only that misspelling is reported, by another check."""
     name = path.partition(".")[2]
     parts: list[RewardConfig | RewardTermConfig] = []
     for domain in config.domains.values():

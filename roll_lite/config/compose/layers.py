@@ -39,7 +39,7 @@ class Composed:
     secrets: dict[Path, tuple[str, Any]]
     """Values from environment variables: path -> (text as written, value)."""
     hidden: list[str]
-    """Notes on shipped files that a user's file of the same name replaces."""
+    """Notes on shipped files that are not used because the user's folder has a file of the same name."""
 
 
 @dataclass
@@ -84,8 +84,7 @@ class _Composer:
         return path
 
     def refuse(self, place: str, message: str, value: Any = NO_VALUE, broken: Path = ()) -> None:
-        """Report a problem and mark a path as broken: by default the root, so that an unreadable file's settings do not count as
-        missing."""
+        """Report a problem and mark a path as broken. The default is the root: after an unreadable file, no setting counts as missing."""
         self.problems.append(Problem(place, message, value))
         self.broken.add(broken)
 

@@ -31,10 +31,11 @@ class AdaptiveKlConfig(Section):
 
     name: Literal["adaptive"] = "adaptive"
     target: PositiveFloat
-    """Target of KL(policy || reference), in nats per token. kl_in_reward measures KL by its own estimator, but uses k3 instead of abs;
-    kl_in_loss uses k3, or the exact KL for `estimator: full`."""
+    """Target of KL(policy || reference), in nats per token. KL is measured in kl_in_reward by its estimator (if that is abs, by k3), in
+    kl_in_loss by k3 (or exactly, for `estimator: full`)."""
     horizon: PositiveFloat = 10000.0
-    """Samples over which the coefficient changes by at most about 20%; larger: slower changes. A step never changes it by more than 20%."""
+    """Samples over which the coefficient changes by at most about 20%; a larger horizon makes slower changes. One step never changes it by
+    more than 20%."""
 
 
 KlControllerConfig = Annotated[FixedKlConfig | AdaptiveKlConfig, Field(discriminator="name")]
@@ -47,7 +48,7 @@ class KlInRewardConfig(Section):
     """Estimator of KL: k1 = log(policy / reference), k2 = k1² / 2, k3 = exp(-k1) - 1 + k1, abs = |k1|, full = exact sum over the
     vocabulary."""
     controller: KlControllerConfig = Field(default_factory=FixedKlConfig)
-    """Change of the weight during the run: fixed or adaptive."""
+    """Schedule of the weight: fixed or adaptive."""
 
     @rule
     def _controls(self) -> Mistakes:
@@ -59,8 +60,8 @@ class KlInLossConfig(KlInRewardConfig):
     estimator: Literal["k1", "k2", "k3", "abs", "full"] = "k3"
     """Estimator of KL, as for kl_in_reward."""
     unbiased_gradient: bool = False
-    """Use an unbiased estimate of the gradient of KL(policy || reference), not the estimator's gradient. Tokens sampled by an older policy
-    get importance weights."""
+    """Use an unbiased estimate of the gradient of KL(policy || reference), instead of the gradient of the KL estimate. Tokens sampled by an
+    older policy get importance weights."""
 
     @rule
     def _unbiased(self) -> Mistakes:
@@ -73,7 +74,7 @@ class KlInLossConfig(KlInRewardConfig):
 
 class RewardNormalizationConfig(Section):
     over: Literal["batch", "group", "running"]
-    """Samples whose rewards give mean and standard deviation. batch: the step's training samples. group: all samples of the prompt.
+    """Samples over which mean and standard deviation are taken. batch: the step's training samples. group: all samples of the prompt.
     running: all training samples of the run so far, including this step's."""
     mean: bool = True
     """Subtract the mean."""
@@ -120,7 +121,7 @@ class RewardShapingConfig(Section):
 
 
 class MasksConfig(Section):
-    """Excludes samples from training; they still count in their group's baseline, and in metrics by domain."""
+    """Excludes samples from training. Excluded samples still count in their group's baseline, and in metrics by domain."""
 
     truncated: Literal["keep", "mask", "penalize"] = "keep"
     """Samples cut at max_tokens or max_turns. keep: train; mask: do not train; penalize: train, with truncated_penalty subtracted from the
@@ -145,11 +146,11 @@ class PtxDataConfig(Section):
 
 
 class PtxConfig(Section):
-    """Adds coef * mean cross-entropy of the tokens to learn, at temperature 1, to the policy loss in every optimizer step of the actor
-    (PPO-ptx)."""
+    """Adds a supervised loss to the actor's policy loss in every optimizer step (PPO-ptx): coef * mean cross-entropy of the tokens to
+    learn, at temperature 1."""
 
     data: PtxDataConfig
-    """Data to learn. Every pass uses each row once, in a seeded order, which resumed runs continue."""
+    """Data to learn. Every pass uses each row once, in a seeded order; a resumed run continues this order."""
     template: TemplateConfig = Field(default_factory=PlainTemplateConfig)
     """Template of the prompt; the answer and the end of sequence follow it."""
     coef: PositiveFloat
@@ -161,7 +162,7 @@ class PtxConfig(Section):
 
     @property
     def as_domain(self) -> DomainConfig:
-        """Return a domain with this section's data and template, since prompts are loaded by domain."""
+        """Domain with this section's data and template, for functions that load and check the data of a domain."""
         data = DataConfig(train=self.data.train, prompt=self.data.prompt, answer=self.data.answer)
         sampling = SamplingConfig(max_prompt_tokens=2**31 - 1)  # longer ones are cut
         return DomainConfig(data=data, template=self.template, sampling=sampling, reward=RewardConfig(name="exact"))
@@ -187,8 +188,8 @@ class AlgorithmConfig(Section):
     mean over sequences of their token means. sequence_mean_token_sum: mean over sequences of their token sums. constant: the same, with
     each sum divided by aggregation_constant."""
     sequence: Literal["sample", "row"] = "sample"
-    """Sequence of the aggregation, where an agent's requests branch. sample: all rows of a sample together, so that it counts once. row:
-    each row, so that a sample counts the more, the more rows it has."""
+    """What the aggregation counts as one sequence, if a sample has several rows because an agent's requests branch. sample: all its rows
+    together, so each sample counts once. row: each row, so a sample with more rows counts more."""
     aggregation_constant: PositiveInt | None = None
     """Divisor, in tokens, for `aggregation: constant`; null: the largest max_tokens of all domains."""
     kl_in_reward: KlInRewardConfig = Field(default_factory=KlInRewardConfig)
@@ -211,9 +212,9 @@ class AlgorithmConfig(Section):
     mini_batches: PositiveInt = 1
     """Mini-batches (optimizer steps) per pass."""
     early_stop_kl: PositiveFloat | None = None
-    """Limit of KL(old || new), in nats, averaged over an update's tokens. If it is exceeded or the KL is NaN, the update stays applied, but
-    the step's remaining actor updates are omitted. Skipped updates, whose loss or gradient is not finite, are not checked. null: no
-    limit."""
+    """Limit of KL(old || new), in nats, averaged over an update's tokens. If an update exceeds it, or its KL is NaN, the update stays
+    applied, but the actor's remaining updates of the step are left out. Updates skipped because their loss or gradient is not finite are
+    not checked. null: no limit."""
     critic_warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps at the start that train only the critic."""
 

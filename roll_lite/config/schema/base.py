@@ -56,7 +56,7 @@ class Refused(Exception):
 
 
 def readable(found: Iterable[T]) -> list[T]:
-    """Items of an iterator, until it ends or raises Refused."""
+    """List the items that an iterator yields before it ends or raises Refused."""
     mistakes: list[T] = []
     with suppress(Refused):
         mistakes.extend(found)  # keeps those before the exception
@@ -64,7 +64,7 @@ def readable(found: Iterable[T]) -> list[T]:
 
 
 Mistakes = Iterator[tuple[str, str]]
-"""Pairs (key, message with mistake and remedy). Key "" means the whole section."""
+"""Pairs (key of the field, message with mistake and remedy). An empty key means the whole section."""
 Rule = Callable[[Any], Mistakes]
 
 
@@ -92,7 +92,7 @@ class Section(BaseModel):
             return super().__getattr__(name)
 
     def mistakes(self) -> list[tuple[str, str]]:
-        """Mistakes found by the section's rules. A rule stops at the first invalid field that it reads; other rules still run."""
+        """Mistakes found by the section's rules. A rule that reads an invalid field stops there; the other rules still run."""
         return [found for one in _rules(type(self)) for found in readable(one(self))]
 
     @property

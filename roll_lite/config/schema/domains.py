@@ -33,12 +33,12 @@ DataFiles = UserPath | Annotated[list[UserPath], Field(min_length=1)] | Annotate
 
 class DataConfig(Section):
     train: DataFiles
-    """Training prompts: a .jsonl or .parquet file, or a folder of Hugging Face `datasets`. A list's files are read in order. A mapping of
-    paths to shares mixes them: each path gives its share of the prompts, even if it has few rows."""
+    """Training prompts: a .jsonl or .parquet file, or a folder of Hugging Face `datasets`. The files of a list are read in order. A mapping
+    of paths to shares mixes the files: each supplies its share of the prompts, however few rows it has."""
     validation: DataFiles | None = None
     """Held-out prompts, in the same forms; all are used, shares have no effect. null: none."""
     tag: str | None = None
-    """Column with a row's tag, if several domains share files; null: all rows belong to this domain."""
+    """Column with each row's tag, if several domains share files; null: all rows belong to this domain."""
     tags: list[str] = Field(default_factory=list)
     """Tags of the rows that belong to this domain. A tag that no domain lists is an error."""
     filter: DataFilterConfig = Field(default_factory=DataFilterConfig)
@@ -213,7 +213,7 @@ class DomainConfig(Section):
     validation_sampling: HeldOutSamplingConfig = Field(default_factory=HeldOutSamplingConfig)
     """Sampling of held-out prompts. Null fields take their values from validation.sampling."""
     environment: EnvironmentConfig | None = Field(default=None, discriminator="name")
-    """Several turns: what the policy talks with. null: one response per prompt."""
+    """Environment of episodes with several turns; null: one response per prompt."""
     reward: RewardConfig = Field(default_factory=lambda: RewardConfig(name=ENVIRONMENT_REWARD))
     """Scoring of responses. May be left out if the environment gives the rewards."""
     share: PositiveFloat = 1.0
@@ -258,7 +258,7 @@ class GroupFilterConfig(Section):
     below: float | None = None
     """Train only groups whose measure is below this. null: 1 for accuracy, no bound for mean and std."""
     tries: PositiveInt = 10
-    """Maximum prompts that a domain tries for a batch, as a multiple of the domain's groups in the batch."""
+    """Maximum prompts that a domain tries for a batch, as a multiple of the groups that it has in the batch."""
     when_short: Literal["fail", "continue"] = "fail"
     """Action when `tries` is reached. fail: end the run. continue: train on the groups that passed."""
 
@@ -300,19 +300,19 @@ class RolloutConfig(Section):
     the time, at most max_staleness steps ahead."""
     max_staleness: Annotated[int, Field(ge=0)] | None = None
     """Maximum steps between the weights that generate a sample and the weights that it trains. null: 0 for sync, else 1. Training waits for
-    samples that would be too old for the next batch. Samples beyond the limit are dropped and their prompts generated again."""
+    samples that would otherwise be too old for the next batch. Samples beyond the limit are dropped, and their prompts generated again."""
     on_sync: Literal["drain", "pause", "abort"] | None = None
-    """Treatment of running responses at a weight update. drain: the update waits for their end. pause: they continue in their engine, which
-    recomputes the KV cache. abort: they are interrupted, and any engine continues them. null: abort if engines offload; otherwise drain for
-    one_step_off, pause for sync and async."""
+    """What happens to running responses at a weight update. drain: the update waits until they end. pause: they continue in their engine,
+    which recomputes the KV cache. abort: they are interrupted, and any engine continues them. null: abort if engines offload; otherwise
+    drain for one_step_off, pause for sync and async."""
     oversample: Annotated[float, Field(ge=1, le=16)] = 1.0
     """Prompts started for a batch, as a multiple of its size. Above 1, slow or filtered groups delay the batch less. Only with `supply:
     sync`; one_step_off and async generate ahead anyway."""
     filter: GroupFilterConfig | None = None
     """Dynamic sampling; null: all groups train."""
     max_tokens_per_engine: PositiveInt | None = None
-    """Limit of the tokens in all requests of an engine (prompts, and responses at their expected length). Above it, the engine gets no
-    further request. null: only max_running_requests counts."""
+    """Maximum tokens in all requests of an engine: prompts, and responses at their expected length. An engine at the limit gets no further
+    request. null: only max_running_requests counts."""
     stream_log_probs: bool = False
     """Compute log-probs and values of finished groups while others are still generated. The models that compute them must not share devices
     with engines."""
@@ -325,9 +325,9 @@ class RolloutConfig(Section):
     """Action if engines' and trainer's log-probs differ too much (max_mismatch). end: end the run. pause: wait with everything loaded, and
     continue anyway once you delete the file paused.txt in the run's folder."""
     max_mismatch: PositiveFloat | Literal["auto"] | None = "auto"
-    """Maximum mean difference, in nats, between engine's and trainer's log-probs of the same tokens, in the first batch and later in each
-    engine's samples from the trainer's current weights. A larger difference ends or pauses the run (on_mismatch): engine and trainer hold
-    different models. So does a difference several times that of earlier steps, or of the other engines. auto: 0.01 if both compute in
+    """Maximum mean difference, in nats, between engine's and trainer's log-probs of the same tokens. Checked in the first batch, and later
+    in each engine's samples from the trainer's current weights. A larger difference means that engine and trainer hold different models; so
+    does one several times that of earlier steps or of other engines. Both end or pause the run (on_mismatch). auto: 0.01 if both compute in
     float32, else 0.2; usual in bfloat16: 0.01 to 0.05. null: no check."""
 
     @rule

@@ -1,4 +1,4 @@
-"""Sections of environments: what a domain's policy talks with for several turns."""
+"""Sections of environments, which answer a policy's responses over several turns."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ CallFormat = Literal["hermes", "qwen3_coder", "llama3", "mistral"]
 
 
 class EnvironmentSection(Section):
-    """Settings of all environments."""
+    """Settings that all environments have."""
 
     max_turns: PositiveInt = 8
-    """Maximum responses in an episode. One that needs more ends with finish reason max_turns."""
+    """Maximum responses in an episode. An episode that needs more ends with finish reason max_turns."""
     max_turn_tokens: PositiveInt | None = None
-    """Longest response of one turn in tokens; null: only sampling.max_tokens limits it, which counts all tokens after the first prompt."""
+    """Longest response of one turn in tokens. null: only sampling.max_tokens applies, which limits all tokens after the first prompt
+    together."""
     turn_timeout_s: PositiveFloat = 60.0
     """Seconds in which the environment must answer a response; then the attempt fails."""
     rewards: Literal["sum", "last", "per_turn"] = "sum"
-    """Score of an episode. sum: the sum of its responses' rewards. last: the reward of the last response. per_turn: the sum, of which
-    each response's last token gets the response's reward; for the estimators reinforce, reinforce_plus_plus, gae, gigpo and custom."""
+    """Score of an episode. sum: the sum of its responses' rewards. last: the reward of the last response. per_turn: the sum too, but in
+    training each response's reward goes to its own last token; needs the estimator reinforce, reinforce_plus_plus, gae, gigpo or custom."""
     workers: PositiveInt = 1
     """Processes that play this domain's episodes."""
     parallel: PositiveInt = 256
@@ -30,7 +31,7 @@ class EnvironmentSection(Section):
     start_timeout_s: PositiveFloat = 120.0
     """Seconds to start a worker, which imports the environment."""
     call_format: CallFormat | None = None
-    """Form of the model's tool calls; null: as its chat template writes them."""
+    """Format of the model's tool calls; null: the format of its chat template."""
 
 
 class FunctionEnvironmentConfig(EnvironmentSection):
@@ -52,7 +53,7 @@ class PythonToolConfig(Section):
     memory_mb: PositiveInt = 512
     """Memory of an interpreter and its child processes."""
     files: str | None = None
-    """Column with files for the interpreter's folder, {file name: text}, or null in rows without files. null: no files."""
+    """Column with the files of the interpreter's folder, {file name: text}; null in rows without files. null: no files."""
     python_path: list[UserPath] = Field(default_factory=list)
     """Folders that code may import from, besides the standard library."""
     allow_unprotected: bool = False
@@ -64,7 +65,7 @@ class SearchToolConfig(Section):
 
     name: Literal["search"]
     corpus: UserPath
-    """Documents: JSON lines, or a text file with one document per line. Columns `id` and `title`, if there, are shown with the text."""
+    """Documents: JSON lines, or a text file with one document per line. Columns `id` and `title`, if present, are shown with the text."""
     text: str = "text"
     """Column with the text of a document."""
     results: PositiveInt = 5
@@ -118,16 +119,16 @@ class ToolsEnvironmentConfig(EnvironmentSection):
 
 
 class EndpointEnvironmentConfig(EnvironmentSection):
-    """An agent that talks with the policy as with OpenAI's or Anthropic's API, and does not know that it is trained.
+    """An agent that calls the policy through OpenAI's or Anthropic's API, and need not know about the training.
 
     sampling.max_prompt_tokens + sampling.max_tokens limit each of its conversations."""
 
     name: Literal["endpoint"]
     function: str | None = None
-    """Dotted path to `(task, endpoint) -> reward, or answer that the domain's reward scores`, sync or async."""
+    """Dotted path to your function `(task, endpoint) -> reward or answer`, sync or async. The domain's reward scores an answer."""
     command: Annotated[list[str], Field(min_length=1)] | None = None
-    """Program and its arguments. It gets the task as JSON on its standard input, the endpoint in OPENAI_BASE_URL, OPENAI_API_KEY,
-    ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY; the last line that it prints is its reward or answer."""
+    """Program and its arguments. It gets the task as JSON on standard input, and the endpoint in the environment variables OPENAI_BASE_URL,
+    OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY. The last line that it prints is its reward or answer."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function."""
 
@@ -138,7 +139,7 @@ class EndpointEnvironmentConfig(EnvironmentSection):
 
 
 class AdapterSection(EnvironmentSection):
-    """Settings of environments of other projects, whose packages are extras named like them."""
+    """Settings of environments from other projects. The extra roll_lite[NAME] installs the package of the environment NAME."""
 
     package: ClassVar[str]
     """Package to import."""
@@ -154,12 +155,12 @@ class GymEnvironmentConfig(AdapterSection):
     function: str | None = None
     """Dotted path to an environment's class, or to a function that returns an environment; in place of `id`."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of either."""
+    """Keyword arguments of gymnasium.make, or of `function`."""
     action: str | None = None
-    """Dotted path to your function `text -> action`; its ValueError is shown to the policy, which responds again. null: a text space takes
-    the response, a discrete space its last whole number."""
+    """Dotted path to your function `text -> action`. If it raises ValueError, the policy is shown the message and responds again. null: in
+    a text space the response is the action, in a discrete space its last whole number."""
     columns: list[str] = Field(default_factory=list)
-    """Columns of the row that `reset` gets as options."""
+    """Columns of the data row that `reset` gets as options."""
 
     @rule
     def _one_source(self) -> Mistakes:
@@ -203,12 +204,13 @@ class OpenEnvEnvironmentConfig(AdapterSection):
     url: Annotated[str, AfterValidator(_server)]
     """Address of the server. It must allow as many sessions as episodes run at a time: workers x parallel."""
     action: str
-    """Field of the action that takes the response; or dotted path to your function `text -> action`, a dict. Its ValueError is shown to the
-    policy, which responds again."""
+    """Field of the action that the response goes into; or dotted path to your function `text -> action`, which returns a dict. If it raises
+    ValueError, the policy is shown the message and responds again."""
     observation: str | None = None
-    """Field of the observation that is shown; or dotted path to your function `observation -> text`. null: all of it as JSON."""
+    """Field of the observation that the policy is shown; or dotted path to your function `observation -> text`. null: the whole observation
+    as JSON."""
     columns: list[str] = Field(default_factory=list)
-    """Columns of the row that `reset` gets as arguments."""
+    """Columns of the data row that `reset` gets as arguments."""
 
 
 class VerifiersEnvironmentConfig(AdapterSection):

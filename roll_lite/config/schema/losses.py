@@ -24,7 +24,7 @@ class GaeAdvantageConfig(Section):
     length_adaptive: PositiveFloat | None = None
     """Replaces lam by 1 - 1 / (length_adaptive * l), at least 0, for a response of l tokens. null: off."""
     bootstrap_truncated: bool = False
-    """Bootstrap responses cut at max_tokens with the critic's value at their end, instead of 0."""
+    """Bootstrap responses cut at max_tokens or max_turns with the critic's value at their end, instead of 0."""
 
 
 class GrpoAdvantageConfig(Section):
@@ -72,8 +72,8 @@ class OpoAdvantageConfig(Section):
 
 
 class GpgAdvantageConfig(Section):
-    """(reward - group mean) * n / m, for n samples in the batch, m of them in groups whose rewards (before KL) differ. So groups with equal
-    rewards do not shrink the gradient."""
+    """(reward - group mean) * n / m: n samples in the batch, m of them in groups whose rewards (before KL) differ. The factor n / m keeps
+    groups with equal rewards from shrinking the gradient."""
 
     name: Literal["gpg"] = "gpg"
 
@@ -85,9 +85,9 @@ class GigpoAdvantageConfig(Section):
     gamma: Annotated[float, Field(ge=0, le=1)] = 0.95
     """Discount factor of later turns' rewards."""
     step_weight: NonNegativeFloat = 1.0
-    """Weight of the comparison of turns."""
+    """Weight of the turns' advantages."""
     normalize_std: bool = True
-    """Divide both by the group's standard deviation."""
+    """Divide both advantages by their group's standard deviation."""
 
 
 class CustomAdvantageConfig(Section):
@@ -289,5 +289,5 @@ class MismatchCorrectionConfig(Section):
 
 class ValueLossConfig(Section):
     clip: PositiveFloat | None = 0.2
-    """Value clipping: a change of a token's value by more than this within a step does not lower the token's loss further. null: no
+    """Value clipping: once a token's value has changed by more than this within a step, a further change does not lower its loss. null: no
     clipping."""

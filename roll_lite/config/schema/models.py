@@ -25,7 +25,7 @@ _Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(Section):
-    """AdamW of Megatron-Core. Moments are float32. Updates change a float32 copy of bfloat16 weights."""
+    """AdamW of Megatron-Core. Moments are float32. bfloat16 weights have a float32 master copy, which the updates change."""
 
     lr: PositiveFloat = 1e-6
     """Peak learning rate."""
@@ -53,8 +53,8 @@ class OptimizerConfig(Section):
     clip_grad: NonNegativeFloat = 1.0
     """Largest global gradient norm; above it gradients are scaled down. 0: no clipping."""
     stop_after_skipped: Annotated[int, Field(ge=0)] = 5
-    """End the run after this number of skipped updates in a row, counted across steps and resumptions. 0: never. An update is skipped if
-    its loss or gradient is not finite. The samples of the first of these updates are saved in skipped/ in the run's folder."""
+    """End the run after this number of skipped updates in a row, counted across steps and resumptions; 0: never. An update is skipped if
+    its loss or gradient is not finite. The samples of the first skipped update of the row are saved in skipped/ in the run's folder."""
 
     @rule
     def _least(self) -> Mistakes:
@@ -125,7 +125,7 @@ class MegatronStrategyConfig(Section):
     expert_parallel: PositiveInt = 1
     """Ranks that divide the experts. Each rank holds whole experts and receives their tokens."""
     expert_tensor_parallel: PositiveInt = 1
-    """Ranks that split every expert's matrices, like tensor_parallel for the other layers."""
+    """Ranks that split every expert's matrices, as tensor_parallel does for the other layers."""
     sequence_parallel: bool = False
     """Save memory by splitting activations outside tensor-parallel layers along the sequence. Needs tensor_parallel > 1."""
     distributed_optimizer: bool = True
@@ -183,9 +183,9 @@ class EngineStrategyConfig(Section):
     enforce_eager: bool = False
     """Run without CUDA graphs: starts faster, generates more slowly."""
     quantization: Literal["none", "fp8"] = "none"
-    """fp8: quantise weights when engines receive them, with a scale per output channel, and activations, with a scale per token; GPUs only.
-    Weights take half the memory of bfloat16; matrix products are faster. Samples then come from another policy than the trainer's: use
-    algorithm.mismatch_correction (docs/gpu.md)."""
+    """fp8, on GPUs only: engines quantise the weights that they receive, with a scale per output channel, and activations, with a scale per
+    token. Weights take half the memory of bfloat16, and matrix products are faster. Samples then come from another policy than the
+    trainer's: use algorithm.mismatch_correction (docs/gpu.md)."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments, passed to vLLM or SGLang unchanged."""
 
@@ -246,7 +246,7 @@ class ForwardRoleConfig(Section):
     """Free this role's device memory while it is idle, for roles that share devices."""
     restarts: Annotated[int, Field(ge=0)] = 3
     """Maximum restarts of the role within an hour, after a rank died or hung; then the run ends. Trained roles return to the newest
-    checkpoint, or their initial weights, and repeat the updates made after it on the same samples."""
+    checkpoint, or to their initial weights, and repeat the later updates on the same samples."""
     threads: PositiveInt = 1
     """CPU threads per process."""
 
@@ -345,8 +345,8 @@ class InferRoleConfig(Section):
     restarts: Annotated[int, Field(ge=0)] = 3
     """Maximum restarts of a lost engine within an hour. Beyond that the run continues without the engine, or ends if none is left."""
     most_replicas: PositiveInt | None = None
-    """Maximum engine replicas. Replicas beyond `devices` start during the run, each when a node has free devices for it, and end when their
-    node leaves. null: as many as `devices` make."""
+    """Maximum engine replicas. Replicas beyond `devices` start during the run, each as soon as a node has free devices for it, and end when
+    their node leaves. null: only the replicas that `devices` make."""
     threads: PositiveInt = 1
     """CPU threads per engine."""
 

@@ -8,17 +8,18 @@ from roll_lite.config.schema.base import PositiveInt, Section, below
 
 
 class PlacementConfig(Section):
-    """Assigns devices to roles. `placement: colocated` names a preset. A role's `devices` is a number or, under any preset, a list; if left
-    out, the role takes as many as the roles it shares devices with. Roles that share devices under a preset take turns (`offload: true`),
-    unless they set `offload`. Judges have separate devices under every preset."""
+    """Assigns devices to roles. A role's `devices` is a number or, under every preset, a list of devices. If left out, the role gets as
+    many as the roles it shares devices with. Under every preset but by_role, roles that share devices take turns (`offload: true`), unless
+    they set `offload`. Judges never share devices under these presets. `placement: colocated` is short for `placement: {name:
+    colocated}`."""
 
     name: Literal["by_role", "colocated", "split", "pairs", "apart"] = "by_role"
     """by_role: `devices: n` means devices 0 to n-1, and roles set their `offload`. colocated: all roles share devices. split: models that
     train or score share some, engines have others. pairs: actor and reference share some, critic and reward models others, engines have the
     rest. apart: every role has separate devices."""
     nodes: Annotated[PositiveInt, below(4097, "more than a cluster has")] | None = None
-    """Number of nodes. The run takes nodes with free devices, the driver's first, then by address; it fails at its start if the cluster
-    lacks them. null: the first nodes with room; then `devices` cannot name nodes."""
+    """Number of nodes. The run takes nodes with free devices: the driver's first, the others in order of address. It fails at its start if
+    the cluster has too few. null: the first nodes with room; `devices` cannot name nodes then."""
     devices_per_node: Annotated[PositiveInt, below(1025, "more than a node has")] = 8
     """Devices of each node. Those of node n are numbered from n * devices_per_node."""
     fill: Literal["pack", "spread"] = "pack"

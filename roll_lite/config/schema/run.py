@@ -33,7 +33,7 @@ class RayConfig(Section):
     object_store_mb: Annotated[PositiveInt, Field(ge=80)] = 512
     """Size of a local cluster's object store in MB."""
     placement_timeout_s: PositiveFloat = 60.0
-    """Seconds to wait for room for all workers in the cluster; then the run fails. Raise it if other jobs must end first."""
+    """Seconds to wait until the cluster has room for all workers; then the run fails. Raise it if other jobs must end first."""
     start_timeout_s: PositiveFloat = 300.0
     """Time limit in seconds for starting a local cluster or connecting to a running one."""
 
@@ -78,13 +78,13 @@ class CheckpointConfig(Section):
     """Object store, or another file system of fsspec, for all checkpoints: a URL such as s3://bucket/prefix. A run's checkpoints are then
     in store/experiment/start time/checkpoints, where `resume: auto` looks for them (docs/checkpoints.md). null: the run's folder."""
     in_memory_every: Annotated[int, Field(ge=0)] = 0
-    """Steps between copies of the trained ranks' state to host memory. Lost ranks then return to the newest copy, if no checkpoint is
-    newer, and repeat only the updates since then. A copy may take a quarter of Ray's object store (ray.object_store_mb). 0: make no
-    copies."""
+    """Steps between copies of the trained ranks' state to host memory. After ranks are lost, training returns to the newest copy, if no
+    checkpoint is newer, and repeats only the updates since then. A copy may take a quarter of Ray's object store (ray.object_store_mb). 0:
+    make no copies."""
     resume: Literal["auto"] | Url | Annotated[UserPath, AfterValidator(Path.resolve)] | None = None
-    """Folder or URL of a checkpoint, or of a run, whose newest checkpoint is taken. The resumed run writes to a new folder. auto: take this
-    experiment's newest undamaged checkpoint, and write to the folder of its run; start afresh if there is none, so that the same command
-    starts and resumes a run. null: start afresh."""
+    """Folder or URL of a checkpoint, or of a run: then its newest checkpoint is used. The resumed run writes to a new folder. auto: use
+    this experiment's newest undamaged checkpoint, and write to the folder of its run; start afresh if there is none, so that the same
+    command starts and resumes a run. null: start afresh."""
     on_sigterm_s: PositiveFloat = 60.0
     """Seconds for ending a run after SIGTERM. The run finishes updates that have begun, saves the state after its last complete step, and
     ends with exit code 75; the same command with `resume: auto` continues it. Without checkpoints (`every: 0`) SIGTERM ends a run like
@@ -178,7 +178,7 @@ class LimitsConfig(Section):
     not answer or one of its processes is stopped. Slow work, such as a long prompt, does not delay answers."""
     engine_step: TimeLimit | Literal["auto"] = "auto"
     """Time limit of one forward pass of an engine's model. An engine that exceeds it counts as hung and lost. Until the first response has
-    ended, forty times as long is allowed; later never less than four times the longest pass so far. Kernel compilation does not count.
+    ended, the limit is forty times as long; later it is at least four times the longest pass so far. Kernel compilation does not count.
     auto: 7 with GPUs, 300 without."""
 
 
@@ -197,17 +197,17 @@ class ChaosConfig(Section):
     targets: Annotated[list[Victim], Field(min_length=1)] = Field(default_factory=lambda: list[Victim](USUAL_VICTIMS))
     """Roles whose processes get faults, including child processes, such as an engine's. rollouts: the rollout service."""
     actions: Annotated[dict[Fault, PositiveFloat], Field(min_length=1)] = Field(default_factory=lambda: {**ONLY_KILLS})
-    """Relative frequencies of the faults. kill: SIGKILL. stop: SIGSTOP. slow: a tenth of the usual speed for slow_s. cut: nothing leaves
-    the process's node for cut_s. The nodes of the driver and of Ray's head are never cut off. cut needs root and iproute2."""
+    """Relative frequencies of the faults. kill: SIGKILL. stop: SIGSTOP. slow: a tenth of the usual speed for slow_s. cut: the process's
+    node sends nothing over the network for cut_s. The nodes of the driver and of Ray's head are never cut off. cut needs root and
+    iproute2."""
     slow_s: PositiveFloat = 10.0
     """Time in seconds for which a process is slow."""
     cut_s: PositiveFloat = 10.0
-    """Time in seconds for which a node is cut off. After half a minute or more Ray gives the node up; then Ray must be started again on
-    it."""
+    """Time in seconds for which a node is cut off. After half a minute or more Ray drops the node; Ray must then be restarted on it."""
     most: PositiveInt | None = None
     """Maximum faults; null: unlimited. Roles restart only as often as their `restarts` allow."""
     seed: int = 0
-    """Seed of the plan, which gives role, rank and kind of every fault."""
+    """Seed of the plan, which sets role, rank and kind of every fault."""
 
 
 LONGEST_NAME = 200

@@ -15,8 +15,8 @@ class SimulatedEngineConfig(Section):
     """Speed of an engine replica with all its devices. Defaults: a 7B model in bfloat16 on an H100 with 80 GB."""
 
     pass_ms: PositiveFloat = 7.0
-    """Time of a forward pass in ms, without request_us and cached_token_ns. A pass reads the weights and gives each running request a
-    token."""
+    """Fixed time of a forward pass in ms, mainly to read the weights; request_us and cached_token_ns add to it. A pass gives each running
+    request one token."""
     request_us: NonNegativeFloat = 25.0
     """Time added to a pass for each running request, in µs."""
     cached_token_ns: NonNegativeFloat = 17.0
@@ -79,8 +79,8 @@ class SimulatedResponsesConfig(Section):
     reward_p99_s: PositiveFloat | None = None
     """99th percentile of scoring times in seconds; null: all take the median."""
     reward_workers: PositiveInt | None = None
-    """Samples scored at a time; others wait. With `rollout.supply: async` no later batch starts while samples for a whole batch wait for
-    scores. null: unlimited, for times measured by `--from`, which include waiting."""
+    """Samples scored at a time; others wait. With `rollout.supply: async` no further batch starts while a whole batch of samples waits for
+    scores. null: unlimited; right for times measured by `--from`, which include waiting."""
     turns: Annotated[float, Field(ge=1)] = 1.0
     """Median number of responses in an episode, at most environment.max_turns; only in domains with an environment. Response lengths are
     then those of one response."""

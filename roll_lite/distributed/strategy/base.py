@@ -110,7 +110,7 @@ class Moved:
 
     freed_bytes: int = 0
     out_bytes: int = 0
-    """Bytes copied to the host. Dropped state and state with a valid host copy do not count."""
+    """Bytes copied to the host. State that is dropped, or whose host copy is still valid, does not count."""
     in_bytes: int = 0
     out_seconds: float = 0.0
     in_seconds: float = 0.0
@@ -252,11 +252,11 @@ class TrainStrategy(ForwardStrategy):
 
     @abstractmethod
     def copy_state(self) -> StateCopy:
-        """Copy what a checkpoint holds of this rank to host memory."""
+        """Copy to host memory the state that this rank would save in a checkpoint."""
 
     @abstractmethod
     def load_copy(self, copy: StateCopy) -> None:
-        """Load what the same rank of an equal strategy copied."""
+        """Load the result of `copy_state` from the same rank of a strategy with the same configuration."""
 
     @abstractmethod
     def save_hf(self, folder: Path, average: bool = False) -> list[Path]:
@@ -379,7 +379,7 @@ class InferenceStrategy(ABC):
 
     @abstractmethod
     async def receive_bucket(self, routes: Sequence[Route], following: Sequence[Route] = ()) -> None:
-        """Receive one bucket of tensors and load it. `following`: routes of the next bucket, which may be received meanwhile."""
+        """Receive one bucket of tensors and load it. `following`: routes of the next bucket, which may be received while this one loads."""
 
     @abstractmethod
     async def finish_weight_update(self, version: int) -> dict[str, float]:

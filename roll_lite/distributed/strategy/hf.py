@@ -64,7 +64,7 @@ class HfRewardStrategy(ForwardStrategy):
         inputs = {"input_ids": input_ids.to(self.device), "attention_mask": mask.long()}
         if not hasattr(self._model, "score"):  # an encoder model, which does its own pooling
             return self._model(**inputs).logits.squeeze(-1)
-        # Decoder models' own pooling takes the last token that is no padding, and refuses batches if no padding token is declared.
+        # Decoder models' own pooling takes the last non-padding token, and refuses batches if the model declares no padding token.
         no_cache = {"use_cache": False} if hasattr(self._model.config, "use_cache") else {}
         hidden = self._model.base_model(**inputs, **no_cache).last_hidden_state
         ends = hidden[torch.arange(batch, device=self.device), (lengths - 1).to(self.device)]

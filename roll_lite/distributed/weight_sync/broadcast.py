@@ -192,7 +192,7 @@ class _Broadcasts:
             raise TransferError(f"weight transfer: {self._group.name} has left the transfer group")
 
     def close(self) -> None:
-        """Close the process groups. Needed after a failure too: otherwise other members wait until their time-out."""
+        """Close the process groups; also after a failure, since other members would wait until their time-out."""
         self._closed = True
         groups, self._groups = self._groups, {}
         for group in groups.values():

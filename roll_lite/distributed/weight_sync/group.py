@@ -203,7 +203,7 @@ class TransferGroup:
         except Exception as error:
             with suppress(dist.DistError):  # the rendezvous store is gone or stopped
                 if isinstance(error, TransferError):
-                    self._check_epoch()  # raises if another member has failed before, since this failure is then not the cause
+                    self._check_epoch()  # raises StaleEpoch if another member failed first, since that is the cause
                 self.store.compare_set(self._broken_off, "", f"{self.name} has broken off ({type(error).__name__}: {error})")
             raise
 
@@ -319,7 +319,7 @@ class TransferGroup:
         """Call `is_done(seconds)`, which may wait that long, until it is true. StaleEpoch if another member has failed, TransferTimeout
         after `timeout_s`.
 
-        The message has `what`, the work that is awaited, and `who()`, the missing members."""
+        `what`: the awaited work; `who()`: the missing members. Both are for the message."""
         deadline = time.monotonic() + self.membership.timeout_s
         pause = 0.0002
         while not is_done(pause):

@@ -126,7 +126,7 @@ def name_of_export(handle: str, reader: int) -> str:
 
 
 def count_down(one: Export) -> None:
-    """Release exported memory in place of a reader that never will: decrement torch's counter of the memory's readers."""
+    """Decrement torch's reader counter of exported memory, on behalf of a reader that never will."""
     _, arguments = one
     arguments[_STORAGE]._release_ipc_counter(*arguments[_COUNTER], device=arguments[_DEVICE])
 

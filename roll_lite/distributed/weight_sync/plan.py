@@ -1,5 +1,5 @@
 """Transfer plan for weight updates: which training rank sends which tensors to which engine workers. It is made from the trainer's export
-plan, and anew whenever engines join or leave."""
+plan, and made again whenever engines join or leave."""
 
 from __future__ import annotations
 

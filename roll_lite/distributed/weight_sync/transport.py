@@ -147,7 +147,7 @@ class TransportReceiver(ABC):
     def __init__(self, group: TransferGroup) -> None:
         self.group = group
 
-    def expect(self, route: Route) -> None:  # noqa: B027 (where receivers read in the sender's memory, that has the next bucket already)
+    def expect(self, route: Route) -> None:  # noqa: B027 (nothing to prepare if receivers read the sender's memory)
         """Prepare to receive the next route's bucket, possibly while another is being loaded. Returns at once."""
 
     @abstractmethod

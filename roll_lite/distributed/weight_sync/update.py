@@ -114,7 +114,7 @@ def checksum(tensor: torch.Tensor) -> str:
 
 @cache
 def _weights(device: torch.device) -> torch.Tensor:
-    """Pseudo-random odd factor for each position in a chunk: [_CHUNK] int64. So a changed order of values changes the checksum too."""
+    """Pseudo-random odd factor for each position in a chunk: [_CHUNK] int64. With them, the checksum depends on the order of values."""
     factors = torch.arange(1, _CHUNK + 1, device=device) * _ODD
     for _ in range(2):
         factors = (factors ^ (factors >> 29)) * _ODD

@@ -19,7 +19,7 @@ from roll_lite.rewards.answer_extraction import without_thinking
 
 
 def play_gym(settings: GymEnvironmentConfig, path: str, calls: Calls) -> Play:
-    """Make the Play of a section. ValueError if the environment cannot be made, or its actions cannot be read from texts."""
+    """Build the Play of a Gymnasium environment. ValueError if it cannot be made, or its actions cannot be read from texts."""
     if settings.function is not None:
         make = partial(load_function(settings.function, f"{path}.function", "arguments -> environment", or_class=True), **settings.args)
         place = f"{path}.function: {settings.function!r}"
@@ -82,5 +82,5 @@ def _number(least: int, most: int, text: str) -> int:
 
 
 def numbers_of(info: Mapping[str, Any]) -> dict[str, float]:
-    """Finite numbers among an environment's facts."""
+    """Finite numbers of an environment's info, as metrics."""
     return {name: float(value) for name, value in info.items() if isinstance(value, Real) and math.isfinite(value)}

@@ -18,7 +18,7 @@ from roll_lite.rewards.answer_extraction import without_thinking
 
 
 def play_openenv(settings: OpenEnvEnvironmentConfig, path: str, calls: Calls) -> Play:
-    """Make the Play of a section. ValueError if a function that it names cannot be loaded."""
+    """Build the Play of an OpenEnv environment. ValueError if a function in its settings cannot be loaded."""
     action, shown = settings.action, settings.observation
     write: Callable[[str], Any] = lambda text: {action: text}  # noqa: E731
     show: Callable[[Any], str] = partial(_field, shown)

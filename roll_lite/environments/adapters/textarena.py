@@ -18,7 +18,7 @@ from roll_lite.rewards.answer_extraction import without_thinking
 
 
 def play_textarena(settings: TextArenaEnvironmentConfig, path: str, calls: Calls) -> Play:
-    """Make the Play of a section. ValueError if there is no such game for one player."""
+    """Build the Play of a TextArena game. ValueError if there is no such game for one player."""
     try:
         game = textarena.make(settings.id, **settings.args)
         game.reset(num_players=1)
@@ -28,8 +28,8 @@ def play_textarena(settings: TextArenaEnvironmentConfig, path: str, calls: Calls
 
 
 class TextArenaEpisode:
-    """A game. TextArena draws from Python's global random generator, so each episode saves and restores the generator's state. So it plays
-    the same whatever runs beside it. The methods are async, which keeps them in one thread."""
+    """Episode of a game. TextArena draws from Python's global random generator, so each episode swaps in its own state: concurrent episodes
+    do not affect it. All methods are async, to run in one thread."""
 
     def __init__(self, game: Any) -> None:
         self._template = game

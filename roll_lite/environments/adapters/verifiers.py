@@ -20,7 +20,7 @@ except ImportError as error:
 
 
 def play_verifiers(settings: VerifiersEnvironmentConfig, path: str) -> tuple[Play, list[dict[str, Any]]]:
-    """Make the Play of a section, and the schemas of the environment's tools. ValueError if it cannot be loaded."""
+    """Build the Play of a verifiers environment, and the schemas of its tools. ValueError if it cannot be loaded."""
     search_current_folder()
     place = f"{path}.id: {settings.id!r}"
     try:
@@ -46,7 +46,8 @@ def play_verifiers(settings: VerifiersEnvironmentConfig, path: str) -> tuple[Pla
 
 
 class PolicyClient(OpenAIChatCompletionsClient):
-    """Model of one episode, as verifiers asks for it: each time with the whole conversation. The policy gets what is new in it."""
+    """Model client that verifiers uses in one episode. Each of its requests is the whole conversation; the policy gets only the new
+    messages."""
 
     def __init__(self, policy: Policy, tools: Sequence[str]) -> None:
         super().__init__(policy)

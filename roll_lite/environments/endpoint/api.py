@@ -33,7 +33,7 @@ _REFUSED: Sequence[tuple[str, Any, str]] = (
     ("conversation", None, "use previous_response_id, or send the whole conversation"),
     ("functions function_call", None, "use tools"),
 )
-"""Names of parameters, a harmless value beside null, 0 and the like, and the remedy for any other."""
+"""(parameter names, a value allowed besides null, 0 and other empty ones, remedy for the rest)."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class Session(Protocol):
 
 
 def as_sent(reply: ChatReply) -> ChatReply:
-    """Convert a reply's message to the form in which later requests repeat it: the arguments of a malformed call are its text; one without
-    a name becomes content."""
+    """Convert a reply's message to the form in which later requests repeat it: a malformed call has its text as arguments or, if it has no
+    name, becomes content."""
     message, calls, texts = reply.message, list[Message](), [reply.message.get("content")]
     for call in message.get("tool_calls") or ():
         if name := call["function"]["name"]:
@@ -152,7 +152,7 @@ class _Tool(BaseModel):
 
 
 class ApiRequest(BaseModel, ABC):
-    """Body of a request, which knows how its API is answered."""
+    """Body of a request to one of the APIs; builds the API's response."""
 
     model_config = ConfigDict(extra="allow")
     model: str = "policy"
@@ -201,12 +201,12 @@ class ApiRequest(BaseModel, ABC):
 
     @abstractmethod
     def conversation(self) -> list[Message]:
-        """Messages as chat completions have them, unchecked."""
+        """Messages in the form of chat completions, not validated."""
 
     @abstractmethod
     def response(self, reply: ChatReply) -> Json:
-        """Body of the response; the reply's message is `as_sent`."""
+        """Body of the response; `as_sent` has converted the reply."""
 
     @abstractmethod
     def events(self, response: Json) -> Iterator[Json | str]:
-        """Data of the server-sent events of a response. A `type` is also the event's name."""
+        """Data of a response's server-sent events; a field `type` is also the event's name."""

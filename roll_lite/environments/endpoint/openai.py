@@ -47,7 +47,7 @@ class ChatCompletions(ApiRequest):
         yield "[DONE]"
 
     def _pieces(self, choice: Json) -> Iterator[Json]:
-        """A choice of the response as those of the stream's chunks."""
+        """Split the response's choice into those of the stream's chunks."""
         message = choice["message"]
         yield {"delta": {"role": "assistant", "content": ""}}
         yield from ({"delta": {key: message[key]}} for key in ("reasoning_content", "content") if message.get(key))
@@ -85,13 +85,13 @@ class Responses(ApiRequest):
     input: Annotated[list[_Item], BeforeValidator(lambda given: [{"role": "user", "content": given}] if isinstance(given, str) else given)]
     instructions: Text = ""
     prompt: None = None
-    """Prompts that OpenAI stores are not known here."""
+    """Prompts stored at OpenAI are not supported."""
     previous_response_id: str | None = None
     _kept: dict[str, list[Message]] = PrivateAttr()
     _conversation: list[Message] = PrivateAttr()
 
     def model_post_init(self, kept: dict[str, list[Message]]) -> None:
-        """Take the conversations of the episode's earlier responses, which are the validation's context."""
+        """Keep the conversations of the episode's earlier responses, which the server passes as validation context."""
         self._kept = kept
 
     def conversation(self) -> list[Message]:

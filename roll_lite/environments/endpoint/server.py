@@ -1,4 +1,4 @@
-"""Server that looks to agent programs like OpenAI's and Anthropic's, and has episodes respond."""
+"""HTTP server with OpenAI's and Anthropic's APIs, through which agent programs get responses from their episodes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MAX_BODY_BYTES = 16 * 2**20
 MAX_AT_ONCE = 64
 """Requests of one episode at a time."""
 PING_SECONDS = 15.0
-"""Time without a response after which a stream begins with a comment. Until then, failures get a status of their own."""
+"""Time without a response after which a stream is opened with a comment. Until then, failures still set the HTTP status."""
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error", 500: "api_error"}
 MODELS = {"object": "list", "data": [{"id": "policy", "object": "model", "created": 0, "owned_by": "roll_lite"}]}
 
@@ -45,7 +45,7 @@ class _Episode:
 
 
 class EndpointServer:
-    """HTTP server in the process's event loop. Each episode has a secret key, by which its requests are told from others'."""
+    """HTTP server in the process's event loop. An episode's secret key identifies its requests."""
 
     url: str
 
@@ -122,12 +122,12 @@ class EndpointServer:
 
 
 def _hashed(key: str) -> bytes:
-    """Look-ups by hash take no time that depends on the key."""
+    """Hash a key: look-ups by it do not leak the key by their timing."""
     return sha256(key.encode(errors="surrogateescape")).digest()
 
 
 async def _send(http: web.Request, stream: web.StreamResponse | None, *events: bytes) -> web.StreamResponse:
-    """Write events to a stream, which is begun if there is none. A client that went away is no error."""
+    """Write events to a stream; begin it if it is None. A client that went away is no error."""
     begun = stream or web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     with suppress(ConnectionError):
         if stream is None:
@@ -137,7 +137,7 @@ async def _send(http: web.Request, stream: web.StreamResponse | None, *events: b
 
 
 def _encoded(event: Json | str) -> bytes:
-    """A server-sent event."""
+    """Encode a server-sent event."""
     if isinstance(event, str):
         return f"data: {event}\n\n".encode()
     name = f"event: {event['type']}\n" if "type" in event else ""
@@ -145,7 +145,7 @@ def _encoded(event: Json | str) -> bytes:
 
 
 def _failure(error: Exception) -> tuple[int, Json]:
-    """Status and body, which is an error for both OpenAI's clients and Anthropic's."""
+    """Status and body of an error, in a form that OpenAI's and Anthropic's clients both read."""
     message, status, code = str(error), 400, getattr(error, "code", None) if isinstance(error, ValueError) else None
     if isinstance(error, ValidationError):
         [first, *_] = error.errors(include_url=False)

@@ -1,6 +1,6 @@
 """Backends that run programs: sandboxes on this machine, or a SandboxFusion server.
 
-Each request to SandboxFusion (`POST .../run_code`) has our `sandbox/guest.py` in a zip file. This program runs the job and writes the
+Each request to SandboxFusion (`POST .../run_code`) carries a zip file with our `sandbox/guest.py`, which runs the job there and writes the
 outcome to a file.
 """
 

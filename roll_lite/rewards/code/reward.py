@@ -171,8 +171,8 @@ class CodeReward(RewardType):
         return f"values, and a response is an expression {' and '.join(marks)} that is worth one"
 
     def response_for(self, answer: Any) -> str | None:
-        """Write the answer as a Python expression; a text that is a literal stays. Operators in `must_contain` are appended to a number;
-        with them, other answers give None."""
+        """Write the answer as a Python expression; text that is a Python literal stays as it is. Operators in `must_contain` are added to a
+        number (5 becomes 5+0); other answers then give None."""
         value = _value(answer)
         written = None if answer is None else repr(answer) if value is answer else str(answer)
         if written is None or not self.must_contain:

@@ -171,7 +171,7 @@ class Questions:
         self._greedy: dict[str, asyncio.Task[tuple[Verdict, str]]] = {}
 
     async def ask(self, request: dict[str, Any], anew: bool) -> tuple[Verdict, str]:
-        """Verdict and the text that holds it. `anew`: test whether the judge works now, use no kept verdict."""
+        """Ask for a verdict; returns it with the judge's text. `anew`: ignore cached verdicts, to test whether the judge works now."""
         if request["temperature"] > 0:
             return await self._verdict(request)
         key = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()

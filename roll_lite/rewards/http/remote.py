@@ -65,7 +65,7 @@ class Batcher:
         self._client = HttpClient("remote", several(reward.url), reward)
         self._waiting: Batch = {}
         self._timer: asyncio.TimerHandle
-        """Sends what waits; set while anything does."""
+        """Sends the waiting samples after `batch_wait_ms`; set while there are any."""
         self._sending: set[asyncio.Task[None]] = set()
 
     async def score(self, sample: RewardInput) -> Score:

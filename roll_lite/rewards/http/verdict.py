@@ -14,7 +14,7 @@ from roll_lite.rewards.running.time_limit import TimeLimitExceeded, limited
 from roll_lite.rewards.text.format import FORMAT_SECONDS
 
 KEYS = ("verdict", "score", "rating", "grade", "judgment", "judgement", "answer")
-"""Keys of a JSON verdict. The first one present counts, since `answer` may repeat the response's answer."""
+"""Keys of a JSON verdict, in order of preference: `answer` is last, since it may repeat the response's answer."""
 NAMES = rf"(?:(?:the|my|final|overall)[*_ ]+)*(?:{'|'.join(KEYS)})"
 LINE = (
     rf"(?i)(?:\A|\n)[ \t*_`#(\[]*(?:{NAMES}[*_ ]*(?:\([^()\n]*\)[*_ ]*)?(?:[:=]|\bis\b)[*_ ]*:?)?"
@@ -29,8 +29,9 @@ BREAKS_OFF = re.compile(
     rf"(?i)(?!\W*(?:here(?:['’]s| is) )?{NAMES}\W*\Z)"
     r"(?:.*[:：]|(?!\s*(?:#|[-+*•]\s|(?:\d+|\w)[.)]\s|\*\*(?!.*\*\*))).*(?:[^\W\d_\u0e00-\u0eff]|[,;、，；—–(\[{]))\Z"
 )
-"""Line that may introduce a quotation: it ends with a colon, or in mid-sentence (with a letter, except in Thai and Lao, which have no full
-stop). Not the line "Here is my verdict:"; nor a heading or list item without a full stop."""
+"""Matches a line that may introduce a quotation: it ends with a colon, or in mid-sentence (with a letter, comma or opening bracket). Not
+matched: the line "Here is my verdict:"; headings and list items without a colon; lines that end with a Thai or Lao letter (these languages
+have no full stop)."""
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ UNIT = re.compile(rf"(?:(?:\s*(?:{NAMES})(?:s|es)?(?![A-Za-z])(?:\^\d)?)*(?<!\bi
 
 
 def find_answer(response: str, extract: Extract, in_words: bool = False) -> str:
-    """Answer as written in the response; empty if it has none. An answer in words is a line."""
+    """Answer as written in the response; empty if it has none. `in_words`: the answer is text, up to the end of its line."""
     text = plain_boxes(response)
     if extract == "number":
         return "" if in_words else (LAST_NUMBER.findall(text) or [""])[-1]

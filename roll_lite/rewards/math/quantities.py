@@ -57,7 +57,8 @@ KNOWN = {
     for names, size in (unit.split("=") for unit in units.split(", "))
     for name in names.split()
 }
-"""Kind and size of units and of scales such as million, whose kind is empty; powers and division of the unit that follows."""
+"""Name -> (kind, size relative to the kind's base unit). Scales such as million have an empty kind. The kinds "^" (square, cubic) and "/"
+(per) are words that change the unit that follows."""
 PREFIXES = {"n nano": -9, "µ micro": -6, "m milli": -3, "c centi": -2, "d deci": -1, "k kilo": 3, "M mega": 6, "G giga": 9, "T tera": 12}
 METRIC = "m meter metre s second g gram l liter litre Pa pascal Hz hertz eV W watt J joule N newton V volt mol mole"
 for _prefix, _power in PREFIXES.items():
@@ -195,6 +196,6 @@ def ratio(one: Unit, other: Unit) -> Fraction | None:
 
 
 def known(name: str) -> tuple[str, Fraction] | None:
-    """Kind and size of a unit, scale or word used with units, such as square."""
+    """Look up a name in KNOWN, also in lower case and without a plural s; None if it is unknown."""
     low = name.lower()
     return KNOWN.get(name, KNOWN.get(low, KNOWN.get(low.removesuffix("s")) if len(low) > 2 else None))

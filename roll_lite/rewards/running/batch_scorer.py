@@ -26,8 +26,8 @@ LINGER_SECONDS = 0.005
 LEAST_SECONDS = 0.01
 """Minimum time limit of a function in seconds, even if earlier functions used up the sample's limit."""
 BUSY = 3
-"""Reward processes are killed after this multiple of a sample's time limit. The CPU time limits inside a process end a reward earlier, but
-take longer on a busy machine."""
+"""Reward processes are killed after this multiple of a sample's time limit. Time limits inside the process come first, but those of CPU
+time take longer on a busy machine."""
 
 
 @dataclass

@@ -69,7 +69,7 @@ class ChoiceReward(RewardType):
 
 
 def _options(column: Any, name: str, letters: int) -> tuple[dict[str, str], dict[str | int, str]]:
-    """Options' texts by letter, empty without a column; and letters by all names of an option: letter, label, place in a list."""
+    """Return two mappings: letter -> text of the option (empty without a column); name (letter, label or index in a list) -> letter."""
     if column is None:
         return dict.fromkeys(ALPHABET[:letters], ""), {letter: letter for letter in ALPHABET[:letters]}
     labels, texts = None, column
@@ -123,7 +123,7 @@ X = "⟦[A-Z][bmt]⟧"
 ENDED = r"\s*(?:[.,;:!?)\]/]|\Z|\n)"
 RIGHT = r"\s*(?:is|(?:must|would)\s+be|(?:fits|seems)(?:\s+to\s+be)?)\s+(?:the\s+)?(?:correct|right|best|true|answer)\b"
 CONTINUED = r"\s+(?:[^a-z\s]|(?:and|or|because|since|as|for|but|so|which|that|is|was|in|on|by|due|not|rather|instead|if|then)\b)"
-"""Text after A or I that is then a letter, not a word."""
+"""Text after A or I that shows that it is an option's letter, not a word."""
 DENIAL = r"(?:\b(?:not|never|cannot|neither|nor|wrong|incorrect)\b|n['’]t\b)"
 DENIED = re.compile(
     rf"(?i)(?:{DENIAL}|\b(?:if|whether|unless|than|instead\s+of)\b"
@@ -140,7 +140,7 @@ STATED = re.compile(
     rf"|\b(?:actually|wait|hence|thus|therefore|so)\b[\s,:—-]*(?:no\b[\s,:—-]*)?(?={X}{ENDED})|(?={X}{RIGHT}))"
     rf"(?P<chosen>{X}(?:{HEDGE}{X}(?!{DISCUSSED})|[^⟦]*{X}{POSSIBLE})*))"
 )
-"""A lookahead, so that statements which overlap are all found."""
+"""Matches statements such as "the answer is C". A lookahead, so that overlapping statements are all found."""
 BESIDE = re.compile(rf"(?i)(?:\s|[.,;:()\[\]{{}}/&或和]|{X}|\b(?:or|and|the|correct|options?|choice|answer|both|either)\b)*")
 """Text allowed around options in a line that is only a choice."""
 CAPTION = re.compile(r"⟦.m⟧|⟦.b⟧(?:[.:]\s|[)\]])")
@@ -176,7 +176,8 @@ def _letters(text: str) -> set[str]:
 
 @lru_cache(maxsize=1024)
 def _patterns(options: tuple[tuple[str, str], ...]) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Patterns for options that are marked or named by their text, longest first, and for letters alone. Equal texts name no option."""
+    """Two patterns: for options that are marked, as in (C), or named by their text (longest first); for bare letters. A text that several
+    options share names none."""
     texts = [_same(_plain(narrow(text))) for _, text in options]
     longest_first = sorted(zip(texts, options, strict=True), key=lambda one: -len(one[0]))
     groups = [rf"(?P<t{letter}>{re.escape(text)})" for text, (letter, _) in longest_first if text and texts.count(text) == 1]

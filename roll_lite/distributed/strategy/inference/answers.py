@@ -16,7 +16,7 @@ _VALUE, _RAISED, _BROKE_OFF, _STALE = "value", "raised", "broke off", "stale"
 
 
 def answering(method: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
-    """Decorate a worker's method so that exceptions are returned, for `values` to raise."""
+    """Make a worker's method return its exceptions, which `values` then raises in the hosting process."""
 
     @wraps(method)
     def answer(*args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -20,11 +20,11 @@ AUTO_CPU_S = 300.0
 ASK_S = 1.0
 """Seconds between the engine's answer and the next question to it."""
 LISTEN_S = 0.25
-# Compilation inside the engine's process is not seen, but takes less long.
+# Compilation inside the engine's process is not detected, but takes less time.
 LATE = 0.5
 """Fraction of the limit after which the watch looks for compiler processes. While one runs, time does not count."""
 SLOWER = 4.0
-"""The limit is at least this multiple of the longest step so far, which is measured anew after the first response."""
+"""The limit is at least this multiple of the longest step so far. The first response resets the longest step."""
 FIRST_STEPS = 40.0
 """Factor by which the limit is raised until the first response has ended, since kernels are compiled until then."""
 
@@ -56,7 +56,7 @@ class StepWatch(Heartbeat):
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Do not count time inside the block, while the engine's loop does other work than steps."""
+        """Do not count time inside the block, in which the engine's loop does other work than steps."""
         self._suspended += 1
         try:
             yield

@@ -287,7 +287,7 @@ class EngineStrategy(InferenceStrategy):
         return await self._at_length(self.make.call_workers(method, **arguments))
 
     async def _at_length(self, call: Awaitable[T]) -> T:
-        """Wait for a call during which the engine takes no steps. The check for a stuck engine is suspended meanwhile."""
+        """Wait for a call during which the engine takes no steps, and suspend the check for a stuck engine until it returns."""
         with self._steps.suspended():
             return await self._answer(call)
 
@@ -304,8 +304,8 @@ class EngineStrategy(InferenceStrategy):
         return self.life.failure
 
     async def _watch(self) -> None:
-        """Wait until one of the engine's processes has died or has been stopped (SIGSTOP) too long; then give up the engine. The engine
-        itself would notice late or never."""
+        """Wait until one of the engine's processes has died or has been stopped (SIGSTOP) for too long; then fail the engine. vLLM or
+        SGLang itself would notice late or never."""
         stopped = StoppedTime(LIVENESS_POLL_S)
         failure: str | None = None
         while failure is None:

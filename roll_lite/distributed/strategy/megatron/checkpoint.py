@@ -103,14 +103,14 @@ def _without_optimizer(common: dict[str, Any]) -> dict[str, Any]:
 def read_checkpoint(chunks: Sequence[Any], optimizer: Optimizer | None, layout: RankLayout, model: Mapping[str, Any], folder: Path) -> None:
     """Load a checkpoint; collective. Learning rate, betas and weight decay stay as configured."""
     check_same_model(folder, model)
-    # Until they are loaded, the leaves of these nested states are templates, which name a tensor and this rank's part of it.
+    # Before loading, each tensor in this nested state is a template, which names the stored tensor and this rank's shard of it.
     wanted = _sharded_state(chunks, optimizer, loading=True)
     to_fill = wanted.pop("optimizer", None)
     weights = [wanted.get(name, {}) for name, _ in _named_chunks(chunks)]
     with _clear_errors(folder / STATE_FOLDER) as state_folder:
         stored = dist_checkpointing.load_tensors_metadata(state_folder)
         reader = ShardReader(state_folder, weights)
-        # Not the nested state but a flat list of its templates is loaded with the weights, so that all else that it holds stays as it is.
+        # Loads the optimizer's templates as a flat list, with the weights. Everything else in its nested state stays unchanged.
         places = _stored_places(to_fill, stored)
         wanted[OPTIMIZER_TENSORS] = {number: parent[key] for number, (parent, key) in enumerate(places)}
         state = dist_checkpointing.load(wanted, state_folder)
@@ -234,7 +234,7 @@ class _SaveThrough(TorchDistSaveShardedStrategy):
         )
 
 
-# ---------------------------------------------------------------- the optimizer's traps
+# ---------------------------------------------------------------- the optimizer, with workarounds for Megatron
 
 
 def _keep_padding(chunks: Sequence[Any]) -> None:
@@ -249,8 +249,8 @@ def _keep_padding(chunks: Sequence[Any]) -> None:
 
 
 def _stored_places(state: Any, stored: Collection[str]) -> list[tuple[Any, Any]]:
-    """Return (container, key) of each tensor in the nested optimizer `state` that the checkpoint has. Float32 weights that the checkpoint
-    lacks are removed from `state`. `stored`: the checkpoint's tensor names."""
+    """Return (container, key) of each tensor to load into the nested optimizer `state`. Removes float32 weights that the checkpoint lacks
+    from `state`. `stored`: the checkpoint's tensor names."""
     places = []
     for key, value in list(_items(state)):
         if isinstance(value, LocalNonpersistentObject):

@@ -66,7 +66,7 @@ class Balance:
         self._choices[layer] = self._choices[layer] + choices if layer in self._choices else choices
 
     def add_rerouted(self, counts: torch.Tensor) -> None:
-        """Add the two counts of ChosenExperts.rerouted: replayed choices, and how many of them the router would not have made itself."""
+        """Add the two counts that ChosenExperts.rerouted returns."""
         self._rerouted.append(counts)
 
     def weighted(self, loss: torch.Tensor) -> torch.Tensor:

@@ -87,8 +87,7 @@ def _over_data_ranks(count: int, reduction: Any) -> int:
 def reduce_sums(sums: Sequence[dict[str, torch.Tensor]], is_last_stage: bool, device: torch.device) -> dict[str, float]:
     """Sum metrics over micro-batches and data-parallel ranks; all ranks get the sums. Waits for the device once.
 
-    Context-parallel ranks have equal sums already. These are averaged nevertheless: if a sum is not finite on one rank, it is not finite on
-    any."""
+    Context-parallel ranks already have equal sums. They are averaged nevertheless, so that NaN or infinity on one rank reaches all."""
     named: tuple[list[str], list[float]] = ([], [])
     if is_last_stage:
         names = sorted(sums[0])

@@ -30,7 +30,7 @@ from roll_lite.distributed.strategy.megatron.packed_rows import PackedRows
 from roll_lite.models.hf_config import HfConfig
 
 GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
-"""Argument that lets queries share keys; torch 2.11 shares them without it."""
+"""Argument that enables grouped-query attention. torch 2.11 has no such argument and needs none."""
 
 
 class TorchRMSNorm(torch.nn.RMSNorm):

@@ -30,11 +30,12 @@ class ModelInput:
     """[1, tokens]: packed rows. Under context parallelism, all fields except micro_batch hold only this rank's part."""
     rows: PackedRows
     positions: torch.Tensor
-    """[N]: indices of the tokens at which a result is needed. If final values are requested, each row's last token follows."""
+    """[N]: indices of the tokens at which a result is needed. If final values are requested, the index of each row's last token is
+    appended."""
     slots: torch.Tensor
     """[N]: index of each result in the flattened padded column [B, T - 1]."""
     ends: torch.Tensor
-    """Numbers of the rows to which the last tokens at the end of `positions` belong; empty unless final values are requested."""
+    """Row number of each last token that is appended to `positions`; empty unless final values are requested."""
     targets: torch.Tensor
     micro_batch: MicroBatch
     """Padded rows for the loss. Empty if this rank has no rows left and only takes part in collectives."""

@@ -158,7 +158,7 @@ def _return_free_memory() -> None:
 
 
 def memory_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Bytes of the tensors' storages, each once."""
+    """View the tensors' storages as bytes; a shared storage comes only once."""
     return [_bytes(one) for one in {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}.values()]
 
 

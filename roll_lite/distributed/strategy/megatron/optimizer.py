@@ -41,8 +41,8 @@ class Optimizer:
         self.on_host = config.on_host
         self._host_steps: list[HostStep] = []
         self._make_states()
-        # The constructor's step(0) also applies the weight-decay multipliers, which exempt norms and biases. Megatron's warm-up would make
-        # the first update with init_lr. Here it starts one step higher and ends with update number warmup_steps.
+        # The constructor's step(0) also applies the weight-decay multipliers, which exempt norms and biases. Megatron makes the first
+        # update with init_lr. With these values, update i of the warm-up has the rate lr * i / warmup_steps.
         rest = max(config.warmup_steps - 1, 0)
         self.scheduler = OptimizerParamScheduler(
             self.megatron,

@@ -18,13 +18,12 @@ class PackedRows:
     Layers get this object in place of Megatron's PackedSeqParams. With qkv_format "sbhd", rotary embeddings are indexed by token."""
 
     runs: tuple[tuple[int, int, int], ...]
-    """Runs of equal adjacent pieces: (number of pieces, tokens per piece, tokens that a piece's last token attends to). A piece is a row
-    or, under context parallelism, consecutive tokens of one. Each earlier token attends to one token fewer than the next."""
+    """Runs of equal adjacent pieces: (number of pieces, tokens per piece, tokens that a piece's last token attends to; each earlier token
+    attends to one fewer). A piece is a row or, under context parallelism, consecutive tokens of a row."""
     places: torch.Tensor
     """[tokens] int64: position of each token in its row, from 0."""
     starts: torch.Tensor
-    """[pieces + 1] int32: index of each piece's first token, then the number of tokens. A piece is a row or, under context parallelism,
-    consecutive tokens of one."""
+    """[pieces + 1] int32: index of each piece's first token, then the number of tokens. Pieces: see `runs`."""
     longest: int
     row_of: torch.Tensor
     """[tokens] int64: row number of each token. Padding tokens form an extra last row."""
@@ -34,7 +33,7 @@ class PackedRows:
     """[total] int64: the tokens that the pieces attend to, one piece after the other, as indices into the tokens gathered from all
     context-parallel ranks. None without context parallelism, where a row attends to itself."""
     seen_starts: torch.Tensor | None = None
-    """[pieces + 1] int32: start of each piece's entries in `seen`, then the number of entries. A piece is consecutive tokens of a row."""
+    """[pieces + 1] int32: start of each piece's entries in `seen`, then the number of entries. Pieces: see `runs`."""
     routes: Routes | None = None
     # With "thd", Megatron would split and rejoin the tokens by row in every layer, and wait for the device.
     qkv_format = "sbhd"

@@ -82,7 +82,8 @@ def holds(count: int, relation: str, number: int) -> bool:
 
 
 def quantified(count: int, quantifier: str, number: int, off: int | None = None) -> bool:
-    """True if `count` is "at least", "at most" or "around" the number. `off`: tolerance of "around"; None: a tenth of the number."""
+    """True if `count` is "at least", "at most" or "around" the number. `off`: tolerance of "around"; None: a tenth of the number, at
+    least 1."""
     off = max(round(whole(number) * AROUND), 1) if off is None else off
     if quantifier == "at least":
         return count >= number

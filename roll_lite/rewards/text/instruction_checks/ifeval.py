@@ -1,4 +1,5 @@
-"""Checks of IFEval's 25 instructions, and of the mostly equal ones of RLVR-IFEval (AllenAI). Arguments are named as in the data sets."""
+"""Checks of IFEval's 25 instructions, and of RLVR-IFEval's (AllenAI), most of which are the same. Arguments are named as in the data
+sets."""
 
 from __future__ import annotations
 
@@ -178,7 +179,7 @@ IFEVAL: dict[str, Callable[..., bool]] = {
 }
 
 RLVR_IFEVAL: dict[str, Callable[..., bool]] = {
-    # "N times" is exact.
+    # Where these instructions say "N times", exactly N is meant.
     "verify_keywords": lambda response, keyword_list: existence(response, keyword_list),
     "verify_keyword_frequency": lambda response, word, N: whole_words(phrase("word", word), response) == whole(N),
     # Also as parts of longer words.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _CONTEXT = 8
 """Number of prompt tokens that are decoded together with the response's first tokens, whose text may depend on them."""
 _INCOMPLETE = "\ufffd"
-"""Character to which a tokenizer decodes an incomplete character."""
+"""Replacement character, to which a tokenizer decodes the bytes of an incomplete character."""
 
 
 def generate_input(
@@ -131,8 +131,8 @@ def _experts(meta: Mapping[str, Any], experts: ExpertsConfig) -> np.ndarray | No
 
 
 class StopText:
-    """Decoder that finds stop strings in a response token by token, at the same tokens as vLLM. Special tokens have no text. If a character
-    consists of several tokens, its text comes with the last of them."""
+    """Incremental detokenizer that finds stop strings, at the same tokens as vLLM. Special tokens have no text. A character of several
+    tokens appears with the last of them."""
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], stops: Sequence[str], seam: int = 0) -> None:
         """`seam`: number of tokens at the end of the prompt that belong to the response, since the request was resumed."""

@@ -92,7 +92,7 @@ def engine_environment(threads: int, cuda: bool, workers: int = 1, node: EngineN
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONWARNINGS": "ignore::UserWarning,ignore::DeprecationWarning,ignore::FutureWarning",
     }
-    # The context is slightly longer than max_model_len, because SGLang keeps some of it from prompts. No response uses the rest.
+    # SGLang does not let prompts fill the context, so the context is slightly longer than max_model_len. No response uses the excess.
     required = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
     if cuda:
         return Environment(preset, required, follows)

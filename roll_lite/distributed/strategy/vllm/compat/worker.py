@@ -76,7 +76,7 @@ class WorkerExtension:
         model = self.get_model()
 
         def begin(again: bool) -> None:
-            if again:  # layers count the parts that have arrived
+            if again:  # the failed update left its counts of loaded parts in the layers
                 finalize_layerwise_reload(model, self.model_config)
             if self.device.type == "cpu":
                 _make_expert_kernels_anew(model)
