@@ -19,7 +19,7 @@ class SampleRows(NamedTuple):
     first: np.ndarray
     """[samples]: number of each sample's first row."""
     sample: np.ndarray
-    """[rows]: index in `first` of each row's sample."""
+    """[rows]: number of the sample that each row belongs to."""
 
     def total(self, column: torch.Tensor) -> torch.Tensor:
         """Sums over each sample's rows: [rows] -> [samples]."""

@@ -29,7 +29,7 @@ class Columns:
     """Names of the columns that a computation reads and writes."""
 
     reads: tuple[str, ...] = ()
-    """Required columns."""
+    """Columns that the batch must have."""
     if_there: tuple[str, ...] = ()
     """Optional columns, used if present."""
     writes: tuple[str, ...] = ()

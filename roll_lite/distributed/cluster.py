@@ -1,9 +1,9 @@
 """A role's workers as one object. Calls pass the method itself, so editors find its definition: `cluster.start_scatter(ActorWorker.train,
 shares)`.
 
-`all` calls every rank that starts with the cluster (ClusterSpec.first), `one` calls rank 0, and `each` calls every living rank of a cluster
-whose ranks are independent. `start_scatter` sends shard i to all ranks of data-parallel rank i, `heads_scatter` only to its head rank
-(RankLayout). The `start_` variants do not wait.
+`all` calls every rank that starts with the cluster (engines may join later, see ClusterSpec.first), `one` calls rank 0, and `each` calls
+every living rank of a cluster whose ranks are independent. `start_scatter` sends shard i to all ranks of data-parallel rank i,
+`heads_scatter` only to the first of them. Variants with `start_` return at once.
 """
 
 from __future__ import annotations

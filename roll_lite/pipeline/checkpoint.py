@@ -57,7 +57,7 @@ NO_ROOM = (
 )
 EXPORTED = {"actor_train": "model", "critic": "critic"}
 DRIVERS_FILES = (STATE_FILE, UNFINISHED_FILE)
-"""Files that the driver writes besides the list; the second one is optional."""
+"""Files of a checkpoint that the driver writes, in addition to the list of files. UNFINISHED_FILE may be missing."""
 SEEN_WITHIN_S = 60.0
 """Seconds to wait for other nodes' files: a network file system may cache their absence that long."""
 FULL = 16 << 20

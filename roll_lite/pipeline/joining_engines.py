@@ -16,7 +16,7 @@ from roll_lite.pipeline import node_facts, nodes
 @dataclass(frozen=True)
 class JoiningEngines:
     slots: list[Slot]
-    """Slots of all engines, by number."""
+    """Slot of each engine, by engine number: the devices on which it runs."""
     new_slot: Callable[[], Slot]
     drivers: nodes.View
     """Files of the driver's node that must be equal on all nodes."""

@@ -34,7 +34,7 @@ LOGS_SECONDS, LOG_BYTES = 30.0, 1 << 20
 
 @dataclass(frozen=True)
 class Reader:
-    """Folder that a setting names, or this package (CODE), and the roles that read files from the folder."""
+    """Folder that must be equal on all nodes of some roles: one that a setting names, or this package (CODE)."""
 
     setting: str
     folder: Path

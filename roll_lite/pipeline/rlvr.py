@@ -77,8 +77,8 @@ class RLVRPipeline:
         self.kl_coefs: dict[str, float] = {}
         """KL coefficients of this step. The KL measured in it updates the coefficients of the next."""
         self.compare_later: Callable[[], None] | None = None
-        """Comparison of engines and trainer, put off to the end of the step: with `on_mismatch: pause`, if only the update computes the
-        trainer's log-probs."""
+        """Check that engines and trainer agree, put off to the end of the step. Set with `on_mismatch: pause` where the trainer's log-probs
+        come from the update alone."""
         self.steps_done = 0
         self.version = 0
         """Version of the actor's weights: number of steps that changed them."""

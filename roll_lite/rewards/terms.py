@@ -44,7 +44,8 @@ class Reward:
         return self.combined(results)
 
     def combined(self, results: Sequence[Score | RewardFailed | None]) -> Score:
-        """Sum of the functions' results; RewardFailed if one failed. None: not called because an earlier one failed."""
+        """Sum of the functions' scores. Raises the RewardFailed in `results`, if there is one. None in `results`: a function that was not
+        called because an earlier one failed."""
         for place, result in enumerate(results):
             if isinstance(result, RewardFailed):
                 raise result if place == 0 else RewardFailed(f"term {self.terms[place - 1].label}: {result.cause}")

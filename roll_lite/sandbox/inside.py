@@ -252,7 +252,8 @@ class Operators:
                 self._guards += [(kind, name, held) for name, held in HELD_BY(kind).items() if _is_guard(held)]
 
     def end(self) -> set[str]:
-        """Stop guarding. Returns the names of guarded operators, and of guards in the tests' globals, that the program replaced."""
+        """Stop watching the operators. Returns the names of all that the program replaced: operators, or the checking functions in the
+        tests' globals."""
         taken = {name for name, one in self._known.items() if Operators.tests.get(name) is not one}
         Operators.tests = None
         for kind, name, original in self._silent:
@@ -274,8 +275,8 @@ def seen(value: Any) -> Any:
 
 
 def seen_by_name(value: Any) -> Any:
-    """Like `seen`, for a value read by name or subscript. Skips the items of plain containers: `seen` has checked them, and a loop would
-    check all of them at every read."""
+    """Like `seen`, for a value of the program that the tests read by name or subscript. Items of plain containers are not checked again at
+    every read; `seen` has checked them."""
     return value if id(type(value)) in LOADED.classes and not isinstance(value, type) else seen(value)
 
 
@@ -398,7 +399,7 @@ def _is_odd(name: str, held: Any) -> bool:
 
 
 def _decides(value: Any, dunders: tuple[str, ...], depth: int = 0) -> bool:
-    """True if comparing or subtracting the value would call an operator of the program, also for its items."""
+    """True if comparing or subtracting the value, or one of its items, would call an operator that the program defined."""
     if type(value) in PLAIN_CONTAINERS and depth < DEEPEST:
         return any(_decides(one, dunders, depth + 1) for one in (*value, *(value.values() if type(value) is dict else ())))
     return _defines(value, dunders)

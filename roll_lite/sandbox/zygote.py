@@ -121,8 +121,8 @@ def _left_folders(folder: str) -> list[str]:
 
 class Zygote:
     def __init__(self, line: socket.socket, walls: Walls, readable: list[str], folder: str, group: Group | None, say_left: int) -> None:
-        """`folder`: parent of the programs' folders; empty with namespaces. `say_left`: pipe that asks the parent process to remove folders
-        of ended programs."""
+        """`folder`: parent of the programs' folders; "" with namespaces. `say_left`: descriptor of a pipe that tells the parent process which
+        programs have left folders to remove."""
         self._line = line
         self._walls = walls
         self._readable = readable

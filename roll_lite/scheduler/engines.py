@@ -41,7 +41,7 @@ class Asked:
         """Response, with `error` set if the request failed. None if the engine did not answer an abort. Raises EngineLost if the engine
         died."""
         self.parts: list[Turn] = []
-        """Parts of the response so far, used if the engine dies."""
+        """Parts of the response so far. If the engine dies, another one continues after them."""
 
     def generated(self, tokens: int) -> None:
         """Record the number of response tokens so far. Called when the engine begins, and every few seconds."""
@@ -101,7 +101,8 @@ class BatchedEngine(ABC):
 
     @abstractmethod
     async def _joined(self, request: GenerationRequest, parts: Sequence[TokenRow]) -> TokenRow:
-        """Join earlier turns, prompt and `parts` of the response in one row. ConnectionError if any of them is lost."""
+        """Join the request's earlier turns, its prompt and `parts` of the response in one row. ConnectionError if a process that holds one
+        of them is gone."""
 
     @abstractmethod
     async def _abort(self, request_ids: list[str]) -> None: ...

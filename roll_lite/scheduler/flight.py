@@ -1,4 +1,4 @@
-"""Follows a request through one or more engines: its time limit and its load."""
+"""Request in flight, on one engine after another if these are lost: its time limit, and its share of the engine's load."""
 
 from __future__ import annotations
 

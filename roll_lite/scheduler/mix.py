@@ -166,7 +166,8 @@ class BatchPlan:
 
 
 class MixedOrder:
-    """Order of prompts in a domain whose files have shares. Each file's prompts come once per epoch of that file."""
+    """Order of prompts in a domain that mixes several files by shares. Each file has its own epochs: all its prompts come once before any
+    comes again."""
 
     def __init__(self, parts: Sequence[int], shares: Sequence[float], seed: int, domain: str) -> None:
         """`parts`: number of prompts in each file."""

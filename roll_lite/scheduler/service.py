@@ -289,8 +289,9 @@ class RolloutService:
         }
 
     def unfinished(self, state: Mapping[str, Any]) -> dict[int, dict[int, Unfinished]]:
-        """Samples of the groups that were unfinished in `state`, a state of this service at most one batch old, with their present tokens
-        and scores. Deterministic runs save complete groups only: all samples of others start again together."""
+        """Present tokens and scores of the samples of groups that were unfinished in `state`, by group and index. `state`: saved state of
+        this service, from this batch or the last one. Deterministic runs keep complete groups only; the samples of all other groups start
+        again."""
         handed_out = {group.group: complete(group) for group in self._handed_out}
         found: dict[int, dict[int, Unfinished]] = {}
         for name, domain in state["domains"].items():

@@ -63,7 +63,8 @@ class OneStepOff:
 class Asynchronous:
     """Starts prompts one by one as others end, as far ahead as max_staleness allows.
 
-    At most max_staleness + 1 batches are started and untrained. So no group becomes too old: it trains in time, or the batch waits.
+    At most max_staleness + 1 batches are started and untrained. So no group becomes too old: while one is slow its batch waits, and no
+    further prompts start.
     """
 
     max_staleness: int = 1

@@ -64,7 +64,7 @@ class EnvironmentWorker:
 class _Lost(NamedTuple):
     cause: str
     alone: bool
-    """True if no other episode can have caused the loss."""
+    """True if no other episode was in the process that died, so this one may have killed it."""
 
 
 @dataclass(eq=False)

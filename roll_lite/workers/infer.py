@@ -144,7 +144,7 @@ class InferWorker(AsyncWorker):
         await self._of_engine(self._strategy.offload(parts))
 
     async def leave_device(self) -> None:
-        """Offload everything, unless a weight update broke off, which must be repeated first."""
+        """Offload everything. After a weight update that broke off, do nothing: it must be repeated before anything can leave."""
         if self._strategy.life.state is not EngineState.HALF_UPDATED:
             await self.offload(tuple(EngineMemory))
 

@@ -192,7 +192,7 @@ class ModelWorker(Worker):
             return opened.read(nbytes)
 
     def remove_files(self, folder: Path, names: Sequence[Collection[str]], nodes: Collection[str]) -> None:
-        """Remove this rank's files, if it is on one of these nodes, and the folder, if it is empty then."""
+        """If this rank is on one of the nodes, remove its files (`names[rank]`), and the folder if nothing else is in it."""
         if Place.here().address in nodes:
             for name in names[self.rank]:
                 (folder / name).unlink()

@@ -76,7 +76,7 @@ class Ranks:
         self._is_resident = not config.offload
         self._moving = asyncio.Lock()
         self._is_initialized = True
-        """True once the model is loaded: at first by the driver, after a loss by `start`."""
+        """True once the model is loaded. The driver loads it the first time; after ranks have died, `start` does."""
         self._is_gone = False
         self._was_killed = False
 

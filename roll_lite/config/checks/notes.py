@@ -29,7 +29,7 @@ RECOMPUTED_LOSSES = ("ppo", "gspo", "cispo", "topr", "policy_gradient", "raft")
 
 
 def without_formula(config: RunConfig) -> list[str]:
-    """Settings of this run for which examples/recompute.py has no formula."""
+    """Settings of this run that examples/recompute.py, which recomputes its losses, has no formula for."""
     lora, algorithm = config.actor_train.lora, config.algorithm
     feeds_forward = lora is not None and not set(FEED_FORWARD).isdisjoint(lora.targets)
     found = {

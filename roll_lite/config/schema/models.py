@@ -312,7 +312,7 @@ class RefreshConfig(Section):
     """Periodically replaces the reference's weights by the actor's. Needs a run folder that all nodes share."""
 
     every: PositiveInt
-    """Steps between replacements."""
+    """Steps after which the reference is replaced by the actor again."""
     weights: Literal["actor", "ema"] = "actor"
     """actor: the actor's weights; ema: their moving average (actor_train.ema)."""
 

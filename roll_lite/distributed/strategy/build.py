@@ -128,7 +128,7 @@ def _problems(
 
 def declared_fields(package: str, places: Sequence[tuple[str, str | None]]) -> frozenset[str]:
     """Field names of classes in an installed package, read from its source because importing takes seconds. `places`: (file pattern, class;
-    None: all classes). Empty if a place has no class; the engine then refuses unknown arguments itself."""
+    None: all classes). Empty if a file or class is not found; then unknown arguments are left to the engine."""
     spec = find_spec(package)
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec is not None else []
     names: set[str] = set()

@@ -262,7 +262,8 @@ class WeightReceiver:
         """Seconds spent waiting for buckets (`receive`) and loading them (`load`)."""
 
     def connect(self, membership: Mapping[str, Any], number: int) -> None:
-        """Join the transfer group described by `membership` and leave the previous one. An unfinished update is dropped."""
+        """Join the transfer group described by `membership` as member `number`, and leave the previous group. An unfinished update is
+        dropped."""
         self.leave()
         self._begun = False
         group = TransferGroup(Membership.of(membership), number)

@@ -1,4 +1,4 @@
-"""HTTP server with OpenAI's and Anthropic's APIs, through which agent programs get responses from their episodes."""
+"""HTTP server with OpenAI's and Anthropic's APIs. The policy answers an agent's requests, as turns of its episode."""
 
 from __future__ import annotations
 

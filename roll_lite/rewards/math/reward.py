@@ -243,7 +243,8 @@ def _reference(text: str, by_library: bool, cpu_limit_s: float) -> Reference:
 
 
 def _read_reference(text: str) -> Reference:
-    """Read a reference; ValueError for several parts, counts of several things, and sentences with formulas."""
+    """Parse a reference answer. ValueError if answers cannot be compared with it: several parts ('a) 3 b) 4'), numbers of several things,
+    or a sentence with formulas."""
     text = plain_boxes(BEFORE.sub("", tidy(text.strip())))
     text = unwrapped(", ".join(box.strip() for box in last_boxes(text)) or text)
     if said := _in_words(text):

@@ -18,7 +18,7 @@ AUTO_S = 7.0
 AUTO_CPU_S = 300.0
 """Limit in seconds for "auto" on a CPU, where steps may be slow and vLLM never splits a prompt."""
 ASK_S = 1.0
-"""Seconds between the engine's answer and the next question to it."""
+"""Seconds between an answer of the engine's loop and the next question whether it still takes steps."""
 LISTEN_S = 0.25
 # Compilation inside the engine's process is not detected, but takes less time.
 LATE = 0.5

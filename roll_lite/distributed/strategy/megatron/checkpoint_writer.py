@@ -54,7 +54,7 @@ class SaveJob:
     plan: SavePlan
     contents: dict[Any, TensorPlace | bytes]
     later: list[tuple[Path, int]]
-    """Further files to write, each with the descriptor of the memory that holds its contents."""
+    """Files to write after these: path, and file descriptor of the shared memory with the contents."""
     others: list[Path]
     """Existing files, to be flushed and recorded with size and checksum."""
 

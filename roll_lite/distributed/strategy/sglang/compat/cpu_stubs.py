@@ -37,7 +37,7 @@ class _StandIn(ModuleType):
         return value
 
     def __call__(self, *args: Any, **_: Any) -> Any:
-        """Replacement for `@triton.jit` and `@triton.jit(...)`: returns the function unchanged; it is never called."""
+        """Replacement for `@triton.jit` and `@triton.jit(...)`: returns the kernel unchanged. No kernel is called on a CPU."""
         return args[0] if len(args) == 1 and callable(args[0]) else self
 
     def __iter__(self) -> Iterator[Any]:

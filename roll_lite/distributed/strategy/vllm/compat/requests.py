@@ -129,8 +129,9 @@ def _kept_ids(found: FlatLogprobs, alternatives: int) -> tuple[tuple[int, ...], 
 
 
 def look_across_seams(processor: OutputProcessor) -> None:
-    """Make vLLM find stop strings that begin in the resumed part of a response; vLLM itself searches only the text that it generates. For a
-    request whose extra argument SEAM is n, the detokenizer starts with the text of the last n prompt tokens."""
+    """Make vLLM find stop strings that begin in the tokens of a response generated before an interruption, now the end of the prompt; vLLM
+    itself searches only new text. For a request whose extra argument SEAM is n, the detokenizer starts with the text of the last n prompt
+    tokens."""
     add = processor.add_request
 
     def add_request(request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:
