@@ -121,7 +121,7 @@ def _left_folders(folder: str) -> list[str]:
 
 class Zygote:
     def __init__(self, line: socket.socket, walls: Walls, readable: list[str], folder: str, group: Group | None, say_left: int) -> None:
-        """`folder`: parent of the programs' folders; "" with namespaces. `say_left`: descriptor of a pipe that tells the parent process which
+        """`folder`: parent of the programs' folders; "" with namespaces. `say_left`: descriptor of a pipe that tells the parent which
         programs have left folders to remove."""
         self._line = line
         self._walls = walls
