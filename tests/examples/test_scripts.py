@@ -22,6 +22,7 @@ SMALL_RUN = ["steps=1", "rollout.prompts_per_step=6", "rollout.samples_per_promp
 QUICK: dict[str, list[str]] = {
     "bench/advantages.py": ["--rows=8", "--columns=64", "--rounds=1", "--peer-rounds=1", "--threads=1"],
     "bench/checkpoint.py": ["--rounds=1", "--layers=1"],
+    "bench/endpoint.py": ["--rounds=1", "--requests=2"],
     "bench/engines.py": ["--rounds=1", "--requests=4", "--engines=vllm"],
     "bench/episodes.py": ["--rounds=1", "--prompts=2", "--samples=2"],
     "bench/logprob_memory.py": ["--rounds=1", "--rows=512", "--vocab=32768", "--hidden=64"],
@@ -53,6 +54,7 @@ FALLS_SHORT = {"examples/run_recipes.py": "tiny_raft"}
 
 
 DEAR = {
+    "bench/endpoint.py",
     "bench/engines.py",
     "bench/episodes.py",
     "bench/lora_sync.py",
