@@ -53,8 +53,8 @@ def dump_file(folder: Path, step: int) -> Path:
 
 
 def found_dumps(path: Path) -> dict[int, Path]:
-    """Find the dump file of each step; ValueError if there are none. `path`: folder of a run or of its dumps. For a resumed run, earlier
-    steps are taken from the run that it continued."""
+    """Find the dump file of each step; ValueError if there are none. `path`: folder of a run or of its dumps. Steps before a resume come
+    from the run that was resumed."""
     if (kind := kind_of(path)) != "folder":
         raise ValueError(
             f"{path} is a file; name a run's folder, or that of its dumps" if kind else f"no such folder: {path}{elsewhere(path)}"

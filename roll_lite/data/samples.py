@@ -177,7 +177,7 @@ class Turn(NamedTuple):
     error: str | None = None
     cached_tokens: int = 0
     tokens: TokenRow | None = None
-    """All tokens up to the end of the response: earlier turns, this turn's prompt, response."""
+    """Whole conversation up to the end of the response, as tokens."""
     engine: int | None = None
     """Number of the engine that sampled the response; None if several did."""
     ids: bytes = b""

@@ -42,7 +42,7 @@ class MemberLost(Exception):
 
 
 class FleetDown(RuntimeError):
-    """All members of a Fleet, such as all engines, are dead. `place`: number of the member that died last."""
+    """Every member of a Fleet is dead: every engine, for example. `place`: number of the member that died last."""
 
     def __init__(self, fleet: str, place: int, cause: str) -> None:
         super().__init__(fleet, place, cause)

@@ -32,7 +32,7 @@ from roll_lite.workers.actor import ActorWorker
 SMALL_STEP_TOKENS = 2**18
 """Maximum tokens of a step that `batches.write: auto` writes: some megabytes on the disk."""
 AUTO_STEPS = 500
-"""Last step that `batches.write: auto` writes; recomputing a run from its start weights seldom goes further."""
+"""Steps that `batches.write: auto` writes, so that a long run does not fill the disk."""
 WHOLE_VOCABULARY = ("ref_distribution", "old_distribution")
 """Columns that are not written. They have thousands of numbers per token; a forward pass can compute them again."""
 
@@ -45,6 +45,9 @@ class BatchFiles:
         self._apart = apart
         self.are_written = batches_are_written(config)
         self._until = AUTO_STEPS if config.batches.write == "auto" else sys.maxsize
+
+    def writes(self, step: int) -> bool:
+        return self.are_written and step <= self._until
 
     def keep_start(self, models: Models) -> None:
         """Keep the start weights: copies of adapters and small models, paths of other models."""
@@ -63,8 +66,7 @@ class BatchFiles:
             with models.actor.loaded(states(Phase.FINAL_MODEL)):
                 folder = (start / "adapters").resolve()
                 written = models.actor.ranks.all(ActorWorker.save_adapters, folder)
-                if self._apart:
-                    models.actor.bring_home(folder, written, self._apart)
+                models.actor.bring_home(folder, written, self._apart)
 
     def _keep(self, source: Path, copy: Path) -> dict[str, Any]:
         files = _files_of(source)
@@ -77,11 +79,10 @@ class BatchFiles:
     def write(
         self, step: int, actor: Model[ActorWorker], batch: Batch, mini_batches: Sequence[MiniBatch], kl_coefs: Mapping[str, float]
     ) -> None:
-        if self.are_written and step <= self._until:
-            self._write(f"batches/step_{step:06d}", actor, batch, _as_table(mini_batches), {"step": step, "kl_coefs": dict(kl_coefs)})
+        self._write(f"batches/step_{step:06d}", actor, batch, _as_table(mini_batches), {"step": step, "kl_coefs": dict(kl_coefs)})
 
     def write_supervised(self, step: int, updates: Sequence[DataProto]) -> None:
-        if self.are_written and step <= self._until and updates:
+        if self.writes(step) and updates:
             table = as_table(_supervised_columns(DataProto.concat(updates)))
             numbers = np.repeat(np.arange(1, len(updates) + 1), [len(rows) for rows in updates])
             write_table(self._folder / f"batches/step_{step:06d}" / "supervised.parquet", table.append_column("update", pa.array(numbers)))

@@ -368,8 +368,7 @@ class Checkpoints:
     def _save_hf(self, model: Model[Any], role: str, name: str, average: bool) -> Path:
         folder = (self._run_folder / name).resolve()
         written = model.ranks.all(ModelWorker.save_hf, folder, average)
-        if self._apart:
-            model.bring_home(folder, written, self._apart)
+        model.bring_home(folder, written, self._apart)
         expect_files(folder, {file: size for own in written for file, size in own.items()}, role)
         return folder
 

@@ -64,8 +64,8 @@ def is_finished(checkpoint: Path) -> bool:
 
 
 def resumption(folder: Path) -> Resumption:
-    """Choose the checkpoint to resume from; ValueError if there is none. `folder`: a checkpoint, or a run. For a run, it is the newest
-    finished checkpoint or, if there is none, the one that the run resumed from."""
+    """Choose the checkpoint to resume from; ValueError if there is none. `folder`: a checkpoint, or a run, whose newest finished checkpoint
+    is chosen. A run without one counts as the checkpoint that it resumed from."""
     if NAME.fullmatch(folder.name) or is_file(folder / STATE_FILE):
         if is_finished(folder):
             return Resumption(folder, [])

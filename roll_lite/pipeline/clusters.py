@@ -79,16 +79,20 @@ class Model(Movable, Generic[W]):
     def bring_home(self, folder: Path, names: Sequence[Collection[str]], nodes: Collection[str]) -> None:
         """Move files from the folder on these nodes to the same folder on the driver's node. `names`: files that each rank has written;
         `nodes`: addresses."""
+        if not nodes:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
         for files in zip_longest(*([folder / name for name in own] for own in names)):
             for offset in count(step=CHUNK_BYTES):
                 parts = self.ranks.all(ModelWorker.part_of_file, files, offset, CHUNK_BYTES, nodes)
-                for file, part in zip(files, parts, strict=True):
-                    if part is not None and (part or not offset):
-                        folder.mkdir(parents=True, exist_ok=True)
-                        with file.open("ab" if offset else "wb") as opened:
-                            opened.write(part)
+                sent = [(file, part) for file, part in zip(files, parts, strict=True) if part is not None]
+                for file, part in sent:
+                    with Path(f"{file}.partial").open("ab" if offset else "wb") as opened:
+                        opened.write(part)
                 if not any(parts):
                     break
+            for file, _ in sent:
+                Path(f"{file}.partial").rename(file)
         self.ranks.all(ModelWorker.remove_files, folder, names, nodes)
 
     def shards(self, batch: Batch, columns: Columns) -> list[BatchShard]:

@@ -215,7 +215,8 @@ class RLVRPipeline:
 
     @phase("write_batch")
     def write_batch(self, batch: Batch) -> None:
-        self.batch_files.write(self.steps_done + 1, self.models.actor, batch, self.cut(batch), self.kl_coefs)
+        if self.batch_files.writes(step := self.steps_done + 1):
+            self.batch_files.write(step, self.models.actor, batch, self.cut(batch), self.kl_coefs)
 
     @phase("train")
     def train(self, batch: Batch) -> None:

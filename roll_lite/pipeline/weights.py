@@ -164,25 +164,23 @@ class WeightSync:
         """Wait for engines and trainers. None if an engine was lost, even after its answer, since others may have been reading from it; the
         caller must retry. Other failures raise RuntimeError with all causes."""
         interrupted: float | None = None
-        given_up = False
         self._transfer = engines
         failed: dict[str, str] = {}
         """Causes by engine or trainer rank, in order of arrival: later ones may follow from the first."""
 
         def poll() -> None:
-            nonlocal interrupted, given_up
+            nonlocal interrupted
             broken = _broken(engines, trainers)
             failed.update({name: str(one.failure) for name, one in broken.items() if name not in failed and not one.stale})
             if interrupted is None and (broken or self._lost(engines)) and self._interrupts is not None:
                 interrupted = time.monotonic()
                 self._epoch += 1
                 interrupt(self._interrupts, self._epoch)  # otherwise the others wait until their time-out
-            if interrupted is not None and not given_up and time.monotonic() - interrupted > ANSWER_SECONDS:
-                given_up = True
-                cause = f"it hangs in {phase}: no answer for {ANSWER_SECONDS:g} s after others had broken off"
-                why = "".join(f" ({name}: {text})" for name, text in list(failed.items())[:1])
+            if interrupted is not None and time.monotonic() - interrupted > ANSWER_SECONDS:
+                first = next((f" ({name}: {text})" for name, text in failed.items()), "")
+                cause = f"it hangs in {phase}: no answer for {ANSWER_SECONDS:g} s after others had broken off{first}"
                 for call in (call for call in engines.calls if not call.done):
-                    self._engines.actors[call.rank].give_up.remote(cause + why)
+                    self._engines.actors[call.rank].give_up.remote(cause)
 
         both: list[Pending[Any]] = [engines, trainers]
         said, of_trainers = gather(*both, poll=poll)

@@ -90,7 +90,7 @@ class _Running:
     def _set_limits(self, address_space: bool) -> None:
         limits = self._limits
         for which, value in {
-            resource.RLIMIT_AS if address_space else resource.RLIMIT_DATA: limits["memory_mb"] << 21,  # as much as in local sandboxes
+            resource.RLIMIT_AS if address_space else resource.RLIMIT_DATA: 2 * limits["memory_mb"] << 20,  # as in local sandboxes
             resource.RLIMIT_CPU: int(limits["cpu_s"]) + 1,
             resource.RLIMIT_FSIZE: max(limits["file_mb"] << 20, (limits["output_kb"] + 1) << 10),
             resource.RLIMIT_NOFILE: limits["open_files"],

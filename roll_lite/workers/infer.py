@@ -174,11 +174,9 @@ class InferWorker(AsyncWorker):
         the run's first weights: then all engines would raise."""
         try:
             return await work
-        except TransferError:
-            raise
         except Exception as error:  # a process edge: it becomes the cause
             if (await self._strategy.health()).alive:
-                if self._version == 0:
+                if isinstance(error, TransferError) or self._version == 0:
                     raise
                 await self.give_up(cause_of(error))
             raise MemberLost(self._strategy.life.failure or str(error)) from error

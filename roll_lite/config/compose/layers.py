@@ -135,8 +135,8 @@ def searched(folder: FilePath) -> str:
 
 
 def suggestion(name: str, folder: FilePath) -> str:
-    """Suggest close names among the user's `folder` and the shipped files. If none is close, list the user's files or, if there are none,
-    the shipped ones."""
+    """Suggest configurations with a similar name, the user's and shipped ones. Without a similar one, list the user's; without any of the
+    user's, the shipped ones."""
     own, shipped = ([path.stem for path in one.glob("*.yaml")] for one in (folder, CONFIGS))
     return did_you_mean(name, [*own, *shipped] if close_names(name, [*own, *shipped]) or not own else own)
 

@@ -82,9 +82,9 @@ class CheckpointConfig(Section):
     checkpoint is newer, and repeats only the updates since then. A copy may take a quarter of Ray's object store (ray.object_store_mb). 0:
     make no copies."""
     resume: Literal["auto"] | Url | Annotated[UserPath, AfterValidator(Path.resolve)] | None = None
-    """Folder or URL of a checkpoint, or of a run: then its newest checkpoint is used. The resumed run writes to a new folder. auto: use
-    this experiment's newest undamaged checkpoint, and write to the folder of its run; start afresh if there is none, so that the same
-    command starts and resumes a run. null: start afresh."""
+    """Folder or URL of a checkpoint, or of a run, whose newest checkpoint is used; the resumed run writes to a new folder. auto: use this
+    experiment's newest undamaged checkpoint and write to the folder of its run, or start afresh if there is none. So the same command
+    starts and resumes a run. null: start afresh."""
     on_sigterm_s: PositiveFloat = 60.0
     """Seconds for ending a run after SIGTERM. The run finishes updates that have begun, saves the state after its last complete step, and
     ends with exit code 75; the same command with `resume: auto` continues it. Without checkpoints (`every: 0`) SIGTERM ends a run like
