@@ -73,7 +73,7 @@ class Ranks:
 
 
 def parts(*roles: str) -> Any:
-    trained = {role: SimpleNamespace(ranks=Ranks(), loaded=lambda groups: nullcontext()) for role in roles}
+    trained = {role: SimpleNamespace(ranks=Ranks(), loaded=lambda groups: nullcontext(), bring_home=lambda *_: None) for role in roles}
     return SimpleNamespace(trained=trained, reference=None)
 
 
@@ -277,7 +277,7 @@ def test_a_reference_that_follows_the_actor_is_renewed_and_kept(config: RunConfi
                 assert (folder / "weights").read_text() == "of the actor"
             return []
 
-        return SimpleNamespace(ranks=SimpleNamespace(all=all_ranks), loaded=lambda groups: nullcontext())
+        return SimpleNamespace(ranks=SimpleNamespace(all=all_ranks), loaded=lambda groups: nullcontext(), bring_home=lambda *_: None)
 
     clusters: Any = SimpleNamespace(actor=cluster("actor"), reference=cluster("reference"))
     refresh = RefreshConfig(every=2, weights="ema")
