@@ -118,6 +118,7 @@ def test_degenerate_texts_take_no_time(name: str) -> None:
         ("custom:csv_special_character", ',"'),
         ("detectable_content:number_placeholders", "["),
         ("length_constraints:number_sentences", "! "),
+        ("custom:european_capitals_sort", " "),
     ],
 )
 def test_one_run_takes_no_time(name: str, run: str) -> None:
@@ -125,9 +126,10 @@ def test_one_run_takes_no_time(name: str, run: str) -> None:
 
 
 def _takes_no_time(name: str, text: str) -> None:
-    started = time.process_time()
+    """A check that takes time squared would take minutes here."""
+    started = time.thread_time()
     CHECKS[name](text, **FITTING.get(name, {}))
-    assert time.process_time() - started < 1
+    assert time.thread_time() - started < 5
 
 
 @pytest.mark.parametrize(

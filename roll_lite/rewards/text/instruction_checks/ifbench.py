@@ -391,7 +391,7 @@ IFBENCH: dict[str, Callable[..., bool]] = {
     "custom:sentence_alphabet": lambda response: (
         [words(sentence)[0][0] for sentence in sentences(response)] == list("abcdefghijklmnopqrstuvwxyz")
     ),
-    "custom:european_capitals_sort": lambda response: re.sub(r"\s*,[\s,]*", ", ", plain(response)).strip(", \n") == CAPITALS,
+    "custom:european_capitals_sort": lambda response: re.sub(r"(?<!\s)\s*,[\s,]*", ", ", plain(response)).strip(", \n") == CAPITALS,
     "custom:csv_city": lambda response: is_csv(response, CITIES, 7),
     # A field in double quotes contains a special character.
     "custom:csv_special_character": lambda response: (
