@@ -15,8 +15,8 @@ from typing import Any, Generic, Protocol, TypeVar
 from roll_lite.distributed.failures import FleetDown, MemberLost, cause_of
 from roll_lite.distributed.liveness import Heartbeat, first_of
 
-ASK_SECONDS = 10.0
-SILENCE_SECONDS = 30.0
+ASK_SECONDS = 5.0
+SILENCE_SECONDS = 10.0
 """Time within which an idle member must answer."""
 
 
