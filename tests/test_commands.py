@@ -87,13 +87,6 @@ def is_command(command: Command) -> bool:
 COMMANDS = commands()
 TRAININGS = [command for command in COMMANDS if command.training is not None and not re.search(r"\bwords\b|\bmode=", command.text)]
 """The run of examples/domains/words.yaml is that of tests/examples/test_domains.py, half runs are in tests/integration/test_replay.py."""
-RUN_ELSEWHERE = (
-    ["--config-name", "tiny_grpo"],
-    ["--config-name", "tiny_grpo", "rollout.dump=true"],
-    ["--config-name", "tiny_grpo", "actor_train.devices=2", "actor_train.strategy.tensor_parallel=2"],
-    ["--config-name", "tiny_ppo", "steps=20"],
-)
-"""By tests/integration/test_runs.py and test_replay.py; faults on purpose by tests/chaos/."""
 
 
 def lists_missing_packages(words: list[str]) -> None:
@@ -230,16 +223,10 @@ def can_be_collected(words: list[str], config: pytest.Config) -> None:
         assert named <= {line.partition(":")[0] for line in config.getini("markers")}
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(590)
-@pytest.mark.parametrize(
-    "command",
-    [
-        pytest.param(each, marks=pytest.mark.nightly) if each.training in RUN_ELSEWHERE or "chaos=" in each.text else each
-        for each in TRAININGS
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("command", TRAININGS, ids=str)
 def test_a_training_of_the_documentation_runs(command: Command, tmp_path: Path) -> None:
     small = ["steps=1", "validation.enabled=false", "rollout.prompts_per_step=10", f"run_dir={tmp_path}"]
     small += ["algorithm.critic_warmup_steps=0"] if "tiny_ppo" in command.text else []

@@ -50,6 +50,7 @@ OTHER_MODELS = [
 ]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(("make", "family", "tied"), OTHER_MODELS)
 async def test_numbers_of_other_models(make: Make, family: Family, tied: bool, tmp: Path) -> None:
@@ -195,6 +196,7 @@ async def dies_noticed(engine: Harness, victim: psutil.Process) -> None:
         await engine.strategy.initialize()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 async def test_two_workers_of_which_one_is_killed_while_weights_are_awaited(make: Make, tmp: Path) -> None:
     """A single key/value head, which both workers hold."""

@@ -85,10 +85,10 @@ def differences(output: str) -> dict[str, float]:
     ("recipe", "settings", "compared"),
     [
         pytest.param("tiny_grpo", GRPO, BOTH, marks=pytest.mark.nightly),
-        ("tiny_ppo", PPO, BOTH | OF_PPO),
-        pytest.param("tiny_lora", LORA, BOTH | OF_KL, marks=pytest.mark.slow),
+        pytest.param("tiny_ppo", PPO, BOTH | OF_PPO, marks=pytest.mark.slow),
+        pytest.param("tiny_lora", LORA, BOTH | OF_KL, marks=pytest.mark.nightly),
         pytest.param("tiny_grpo", CORRECTED, BOTH - {"rollout_log_probs"} | {"old_log_probs"}, marks=pytest.mark.slow),
-        pytest.param("tiny_grpo", EXPERTS, BOTH | OF_KL | {"average weights"}, marks=pytest.mark.slow),
+        pytest.param("tiny_grpo", EXPERTS, BOTH | OF_KL | {"average weights"}, marks=pytest.mark.nightly),
     ],
 )
 def test_losses_and_weights_come_out_again(recipe: str, settings: list[str], compared: set[str], tmp_path: Path) -> None:

@@ -115,6 +115,7 @@ def test_an_agents_branches_from_its_requests_to_recomputed_weights(engine: str,
     assert "the ledger adds up" in says("audit.py", run.folder)
 
 
+@pytest.mark.nightly
 def test_a_killed_worker_in_an_asynchronous_run(tmp_path: Path) -> None:
     require("vllm")
     settings = ("steps=12", "rollout.supply=async", "rollout.max_staleness=2", "rollout.on_sync=abort")

@@ -98,6 +98,7 @@ def test_whole_distributions_kept_tokens_and_corrections_go_through_a_run(tmp_pa
     assert steps[-1]["credit/kl_coef"] < steps[0]["credit/kl_coef"], "far below its target, the coefficient falls"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_functions_of_ones_own_go_through_a_run(tmp_path: Path) -> None:
     steps = run(

@@ -185,6 +185,7 @@ def test_a_stopped_run_with_a_critic_goes_on_under_other_layouts(recorded: Path,
         assert_same_updates(resumed, whole, role)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(590)
 def test_a_dump_trains_another_algorithm_on_another_layout(recorded: Path, tmp_path: Path) -> None:
     layout = ("actor_train.devices=2", "actor_train.strategy.tensor_parallel=2", "algorithm.mini_batches=2")
@@ -196,6 +197,7 @@ def test_a_dump_trains_another_algorithm_on_another_layout(recorded: Path, tmp_p
     assert_generates_with_transformers(other / "model", pandas.read_parquet(recorded / "dumps" / "step_000001.parquet")["prompt"][0])
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(590)
 def test_rollouts_alone_are_generated_with_the_model_as_it_is_and_go_on_from_a_checkpoint(recorded: Path, tmp_path: Path) -> None:
     alone = run(tmp_path, "tiny_ppo", "mode=rollout_only", "checkpoint.every=1")

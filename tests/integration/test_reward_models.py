@@ -31,6 +31,7 @@ def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["hf that leaves its devices", *(pytest.param(name, marks=NIGHTLY) for name in ("hf", "megatron"))])
 def test_two_domains_share_a_reward_model(tmp_path: Path, strategy: str) -> None:

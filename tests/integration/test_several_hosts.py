@@ -53,6 +53,7 @@ def files_below(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("trainer", [ON_BOTH, pytest.param(ON_THE_OTHER, marks=pytest.mark.nightly)])
 def test_a_checkpoint_that_ranks_would_write_to_another_disk_is_refused_at_the_start(hosts: Hosts, trainer: str) -> None:
     code, output, folder = run(hosts, hosts.apart / "runs", trainer, "checkpoint.every=1")
@@ -63,6 +64,7 @@ def test_a_checkpoint_that_ranks_would_write_to_another_disk_is_refused_at_the_s
     assert not files_below(hosts.apart_there), "no rank has started"
 
 
+@pytest.mark.nightly
 def test_without_checkpoints_everything_is_in_the_drivers_folder(hosts: Hosts) -> None:
     code, output, folder = run(hosts, hosts.apart / "runs", ON_THE_OTHER, "actor_train.lora={export: merged}")
     assert code == 0, output
