@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import shutil
 import signal
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +18,16 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # however busy it is
 settings.load_profile("any machine")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark a long table's cases as nightly, except every n-th (`one_in(n)`)."""
+    numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
+    for item in items:
+        share = item.get_closest_marker("one_in")
+        if share is not None and next(numbers[item.nodeid.partition("[")[0]]) % share.args[0]:
+            item.add_marker("nightly")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

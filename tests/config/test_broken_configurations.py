@@ -579,6 +579,7 @@ def test_the_configuration_that_is_broken_was_right(project: Project) -> None:
 
 
 @pytest.mark.timeout(20)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("broken", CASES, ids=lambda one: one.name.encode("ascii", "replace").decode().replace("\0", ""))
 def test_it_is_told(project: Project, broken: Broken) -> None:
     problems = told(project, broken)
