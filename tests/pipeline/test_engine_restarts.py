@@ -216,6 +216,7 @@ def test_a_start_that_fails_counts_as_a_restart(tmp_path: Path) -> None:
             made.batch(1)
 
 
+@pytest.mark.slow
 def test_on_shared_devices_a_successor_starts_only_where_it_may_and_leaves_them(model: ModelConfig, tmp_path: Path) -> None:
     with house(model, tmp_path, 2, offload=True, worker=Moves) as made:
         assert not WATCH.errands, "other roles have the devices while the driver waits for them"
@@ -229,6 +230,7 @@ def test_on_shared_devices_a_successor_starts_only_where_it_may_and_leaves_them(
         assert made.batch(1) == 32
 
 
+@pytest.mark.slow
 def test_an_engine_joins_when_devices_are_free_and_leaves_a_drained_node(
     model: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

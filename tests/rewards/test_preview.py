@@ -286,7 +286,7 @@ def test_one_process_serves_many_samples() -> None:
     assert not psutil.pid_exists(first)
 
 
-@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("ending", [pytest.param(signal.SIGINT, marks=pytest.mark.nightly), signal.SIGKILL])
 @pytest.mark.usefixtures("signals_arrive")
 def test_interrupting_leaves_no_process(project: Path, ending: signal.Signals) -> None:
     file = lines({"prompt_uid": 0, "response": text} for text in ("2", "hang")).to(project / "given.jsonl")
