@@ -9,7 +9,6 @@ import asyncio
 import atexit
 import json
 import os
-import random
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Collection
@@ -99,7 +98,6 @@ class EngineServer:
         self._vocabulary = int(self._manager.model_config.vocab_size)
         self._experts = read_hf_config(start.spec.model.path).experts if start.spec.reports_experts else None
         self._version = "0"
-        self._seeds = random.Random(start.spec.seed)
         self._running: dict[str, _Running] = {}
         self._empty = asyncio.Condition()
         self._paused = False
@@ -159,8 +157,7 @@ class EngineServer:
     async def _generate(self, running: _Running) -> None:
         request = running.request
         try:
-            seed, reports_experts = self._seeds.getrandbits(62), self._experts is not None
-            asked = generate_input(request, running.rid, seed, self._spec.max_model_len, self._vocabulary, reports_experts)
+            asked = generate_input(request, running.rid, self._spec.max_model_len, self._vocabulary, self._experts is not None)
             output = await anext(self._manager.generate_request(asked, None))
             answer = completion(request, output, self._manager.tokenizer, running.aborted, self._experts)
         except Exception as error:  # only this request fails, whatever the error
