@@ -22,6 +22,7 @@ from roll_lite.config.arithmetic import (
     max_model_len,
     model_parallel_size,
     roles,
+    sleep_of_engines,
     trains,
     updates,
 )
@@ -193,7 +194,12 @@ class Starter:
         follows_drains = not (role.offload or config.deterministic)
         restarts = EngineRestarts(engines, rollouts, role.restarts, journal, joining, follows_drains)
         if trains(config):
-            sizes = model_parallel_size(role), infer_dtype(config), role.strategy.expert_parallel
+            sizes = (
+                model_parallel_size(role),
+                infer_dtype(config),
+                role.strategy.expert_parallel,
+                sleep_of_engines(config) == "without_copy",
+            )
             settings = config.weight_sync.model_copy(update={"verify": verification(config)})
             weights = WeightSync(models.actor, restarts, rollouts, settings, *sizes)
         prompts = config.rollout.prompts_per_step
@@ -229,6 +235,7 @@ class Starter:
             columns=extra_token_columns(self.config),
             sharers=role.replicas_per_device,
             lora=adapters_of_engines(self.config),
+            sleep=sleep_of_engines(self.config),
         )
         turns = role.replicas_per_device if any(slot.gpus for slot in slots) else 1
         new_slot = partial(self.placement.later_slot, model_parallel_size(role))

@@ -42,7 +42,11 @@ _FLUSH_POLL_S = 0.01
 _FLUSH_TIMEOUT_S = 30.0
 
 
-_TAGS = {EngineMemory.WEIGHTS: "weights", EngineMemory.KV_CACHE: "kv_cache"}
+_TAGS = {EngineMemory.WEIGHTS: ["weights"], EngineMemory.KV_CACHE: ["kv_cache", "cuda_graph"]}
+
+
+def _tags(parts: Collection[EngineMemory]) -> list[str]:
+    return [tag for part in parts for tag in _TAGS[part]]
 
 
 def launch(start: Start) -> Any:
@@ -60,7 +64,7 @@ def launch(start: Start) -> Any:
     class RolloutEngine(Engine):
         run_scheduler_process_func = staticmethod(run_scheduler)
 
-    arguments = engine_arguments(spec.model, strategy, spec.max_model_len, spec.seed, start.cuda, spec.lora)
+    arguments = engine_arguments(spec.model, strategy, spec.max_model_len, spec.seed, start.cuda, spec.lora, spec.sleep)
     engine = RolloutEngine(**arguments | {"enable_return_routed_experts": spec.reports_experts} | node_arguments(spec.node))
     scheduler = engine._scheduler_init_result.scheduler_infos[0]
     cache = scheduler["max_total_num_tokens"], scheduler["page_size"]
@@ -272,12 +276,12 @@ class EngineServer:
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
         await self._flush()
-        await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=[_TAGS[part] for part in parts]), None)
+        await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=_tags(parts)), None)
 
     async def load(self, parts: Collection[EngineMemory]) -> None:
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
-        await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=[_TAGS[part] for part in parts]), None)
+        await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=_tags(parts)), None)
 
 
 def end(engine: Any) -> None:
