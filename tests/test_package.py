@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from roll_lite.cli import main
 from roll_lite.config.loading import load_config
 from roll_lite.config.problems import ConfigError
 from roll_lite.data.check import check_data
+from roll_lite.distributed.strategy.sglang.compat import settings as sglang
+from roll_lite.distributed.strategy.vllm.compat import settings as vllm
 from roll_lite.files import CONFIGS, EXAMPLES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -98,3 +101,9 @@ def test_a_wheel_has_everything(elsewhere: Path, tmp_path: Path) -> None:
     shipped = {str(path.relative_to(ROOT)) for path in (ROOT / "examples").rglob("*") if path.is_file() and "__pycache__" not in path.parts}
     installed = {str(path.relative_to(site / "roll_lite")) for path in (site / "roll_lite/examples").rglob("*") if path.is_file()}
     assert not shipped - installed
+
+
+def test_the_bounds_of_engines_are_those_that_a_run_checks() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    for name, (low, high) in (("vllm", vllm.SUPPORTED), ("sglang", sglang.SUPPORTED)):
+        assert extras[name] == [f"{name}>={low},<{high}"]

@@ -30,6 +30,8 @@ from roll_lite.config.schema.run import RunConfig
 TRAINING_ROLES = ("actor_train", "reference", "critic")
 
 Role = ForwardRoleConfig | InferRoleConfig | RewardModelConfig | JudgeServerConfig
+Sleep = Literal["never", "with_copy", "without_copy"]
+"""Whether engines are ever offloaded, and whether their weights are then copied to the host or dropped."""
 
 
 @dataclass(frozen=True)
@@ -189,6 +191,13 @@ def adapters_of_engines(config: RunConfig) -> LoraConfig | None:
     """LoRA settings if weight updates send engines only the adapters; None if they send all weights."""
     lora = config.actor_train.lora
     return lora if lora is not None and lora.engines == "adapter" and config.mode == "full" else None
+
+
+def sleep_of_engines(config: RunConfig) -> Sleep:
+    """What an offload does with the engines' weights. They are dropped if weight updates send whole models: one then follows each load."""
+    if not config.actor_infer.offload:
+        return "never"
+    return "without_copy" if trains(config) and adapters_of_engines(config) is None else "with_copy"
 
 
 def model_parallel_size(role: Role) -> int:

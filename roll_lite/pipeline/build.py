@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from packaging.version import Version
+
 from roll_lite.config.arithmetic import (
+    TRAINING_ROLES,
     actor_is_reference,
     adapters_of_engines,
     extra_token_columns,
@@ -18,12 +22,13 @@ from roll_lite.config.arithmetic import (
     max_model_len,
     model_parallel_size,
     roles,
+    sleep_of_engines,
     trains,
     updates,
 )
 from roll_lite.config.checks.layout import verification
 from roll_lite.config.device_phases import WHOLE
-from roll_lite.config.schema.models import CriticRoleConfig, ForwardRoleConfig, InferRoleConfig
+from roll_lite.config.schema.models import CriticRoleConfig, ForwardRoleConfig, InferRoleConfig, SglangStrategyConfig
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.dump_files import FOLDER, found_dumps
 from roll_lite.data.stable_hash import derived_seed
@@ -62,6 +67,10 @@ W = TypeVar("W", bound=ModelWorker)
 LOCAL_PATIENCE_S = 5.0
 QUIET = {"VLLM_NO_USAGE_STATS": "1", "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 """Environment variables that keep libraries from reporting usage and downloading; values that the user has set win."""
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Environment variables for torch's allocators. The first one wins."""
+KNOWS_PINNED_SIZE = (2, 13)
+"""First version of torch with `pinned_max_cached_size_mb`. Earlier ones refuse a setting that they do not know."""
 
 
 def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal) -> RLVRPipeline:
@@ -77,7 +86,7 @@ def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal
     live = start.live(models, journal) if generates(config) else None
     source = live or ReplayedRollouts(start.replay())
     initialize_all(models.all, live)
-    for line in live.notes() if live is not None else []:
+    for line in [*start.notes(), *(live.notes() if live is not None else [])]:
         journal.console.message(line)
     batch_files = BatchFiles(config, folder, apart)
     batch_files.keep_start(models)
@@ -85,6 +94,26 @@ def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal
     for line in notes:
         journal.console.message(line)
     return RLVRPipeline(config, models, source, journal, Checkpoints(config, folder, apart), batch_files, supervised)
+
+
+def gpu_environment(config: RunConfig, role: str, given: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Environment variables of a role's workers on GPUs. Values that the driver was given win, except over an engine argument.
+
+    All members of an NCCL group need the same NCCL settings. SGLang switches two features off in its processes, so trainers must follow.
+    Trainers keep copies of their state in pinned memory: torch would round each up to a power of two, and keep it after it was freed."""
+    strategy = config.actor_infer.strategy
+    chosen = {name: given[name] for name in ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE") if name in given}
+    if isinstance(strategy, SglangStrategyConfig):
+        arguments = strategy.engine_args
+        symmetric = bool(arguments.get("enable_symm_mem"))
+        needed = {
+            "NCCL_CUMEM_ENABLE": symmetric or arguments.get("moe_a2a_backend") == "deepep_v2",
+            "NCCL_NVLS_ENABLE": symmetric or bool(arguments.get("enable_nccl_nvls")),
+        }
+        chosen = {name: "1" if is_needed else chosen.get(name, "0") for name, is_needed in needed.items()}
+    if role in TRAINING_ROLES and given.keys().isdisjoint(ALLOCATOR) and Version(version("torch")).release >= KNOWS_PINNED_SIZE:
+        chosen[ALLOCATOR[0]] = "pinned_max_cached_size_mb:16"
+    return chosen
 
 
 def trained_embeddings(config: RunConfig) -> dict[str, Path]:
@@ -147,7 +176,16 @@ class Starter:
 
     def spec(self, name: str, slots: list[Slot], threads: int = 1) -> ClusterSpec:
         environment = {key: os.environ.get(key, value) for key, value in QUIET.items()}
+        if any(slot.gpus or slot.own_gpus for slot in slots):
+            environment |= gpu_environment(self.config, name)
         return ClusterSpec(name, slots, threads, environment, self.session.log_folder, timeout_s=self.config.limits.other or None)
+
+    def notes(self) -> list[str]:
+        environment = gpu_environment(self.config, "actor_train")
+        if not environment or all(device.gpu is None for device in self.placement.devices.values()):
+            return []
+        told = ", ".join(f"{name}={value}" for name, value in environment.items())
+        return [f"environment of trainers and engines on GPUs: {told}; to change it, set these for the driver (docs/gpu.md)"]
 
     def live(self, models: Models, journal: Journal) -> LiveRollouts:
         config, role = self.config, self.config.actor_infer
@@ -156,7 +194,12 @@ class Starter:
         follows_drains = not (role.offload or config.deterministic)
         restarts = EngineRestarts(engines, rollouts, role.restarts, journal, joining, follows_drains)
         if trains(config):
-            sizes = model_parallel_size(role), infer_dtype(config), role.strategy.expert_parallel
+            sizes = (
+                model_parallel_size(role),
+                infer_dtype(config),
+                role.strategy.expert_parallel,
+                sleep_of_engines(config) == "without_copy",
+            )
             settings = config.weight_sync.model_copy(update={"verify": verification(config)})
             weights = WeightSync(models.actor, restarts, rollouts, settings, *sizes)
         prompts = config.rollout.prompts_per_step
@@ -192,6 +235,7 @@ class Starter:
             columns=extra_token_columns(self.config),
             sharers=role.replicas_per_device,
             lora=adapters_of_engines(self.config),
+            sleep=sleep_of_engines(self.config),
         )
         turns = role.replicas_per_device if any(slot.gpus for slot in slots) else 1
         new_slot = partial(self.placement.later_slot, model_parallel_size(role))

@@ -48,8 +48,10 @@ class WeightSync:
         workers_per_engine: int,
         dtype: str,
         expert_parallel: int = 1,
+        drops_weights: bool = False,
     ) -> None:
-        """`dtype` and `expert_parallel` are settings of the engines."""
+        """`dtype` and `expert_parallel` are settings of the engines. `drops_weights`: engines drop their weights between two updates, so
+        every `push` sends them."""
         self._model = actor
         self._restarts = restarts
         self._engines = restarts.replicas
@@ -58,6 +60,7 @@ class WeightSync:
         self._workers_per_engine = workers_per_engine
         self._dtype: torch.dtype = getattr(torch, dtype)
         self._expert_parallel = expert_parallel
+        self._drops_weights = drops_weights
         self._export: ExportPlan | None = None
         self._rendezvous: tuple[str, int] | None = None
         self._interrupts: TCPStore | None = None
@@ -77,8 +80,8 @@ class WeightSync:
         return self._version
 
     def push(self, version: int) -> Pushed | None:
-        """Send weights to every living engine. If this version was already sent, only newcomers get it. None if no engine needs it."""
-        if version != self._version:
+        """Send weights to every living engine. If they hold this version already, only newcomers get it. None if no engine needs it."""
+        if self._drops_weights or version != self._version:
             pushed = self._send(version, lambda: self._restarts.living((EngineMemory.KV_CACHE,)))
             self._rollouts.one(RolloutWorker.set_version, version)
             self._version = version
@@ -119,7 +122,7 @@ class WeightSync:
 
     def sender(self, version: int) -> Model[ActorWorker] | None:
         """Model that must be loaded for `push`; None if nothing is to be sent."""
-        return self._model if version != self._version or self._restarts.newcomers else None
+        return self._model if self._drops_weights or version != self._version or self._restarts.newcomers else None
 
     def _update(self, version: int, receivers: list[int]) -> Pushed | None:
         """Update the weights of the engines `receivers`. None if an engine was lost: the others may have old weights, new ones, or both."""

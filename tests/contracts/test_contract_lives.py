@@ -207,6 +207,9 @@ async def test_two_workers_of_which_one_is_killed_while_weights_are_awaited(make
         await engine.update(seed=21)
         await serves_reference(engine)
         assert await engine.strategy.weight_checksums() == expected_checksums(engine, 21)
+        for seed in (None, 5):  # each worker samples for itself: were their tokens not the same, log-probs would be those of no text
+            for sampled in await engine.all([engine.request(24, temperature=1.0, seed=seed) for _ in range(4)]):
+                assert_log_probs(sampled, engine.hf_logits(sampled.token_ids))
         _, task = await engine.started(1, 450)
         await engine.strategy.begin_weight_update(engine.tensors)
         assert engine.plan is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -149,9 +150,29 @@ async def test_seeds_reproduce_alone_and_among_others(engine: Harness) -> None:
     assert later.token_ids == first
 
 
-async def test_samples_follow_the_distribution(engine: Harness) -> None:
-    """First tokens of many seeds against their probabilities: a seed must not favour anything."""
-    completions = await engine.all([engine.request(1, temperature=1.0, seed=n) for n in range(1000)])
+async def test_seeded_requests_may_join_others_and_others_them(engine: Harness) -> None:
+    """A batch in which no request has a seed is sampled without seeds, until one with a seed joins it."""
+    requests = [engine.request(40, temperature=1.0, seed=seed, min_tokens=40) for seed in (None, None, 21, None, 22, None)]
+    alone = await engine.one(40, temperature=1.0, seed=21, min_tokens=40)
+    completions: list[Completion] = []
+
+    async def later(number: int) -> None:
+        await asyncio.sleep(0.02 * number)
+        completions.extend(await engine.all([requests[number]]))
+
+    await asyncio.gather(*map(later, range(len(requests))))
+    by_id = {completion.request_id: completion for completion in completions}
+    assert by_id[requests[2].request_id].token_ids == alone.token_ids
+    assert len({completion.token_ids for completion in completions}) == len(requests)
+    for completion in completions:
+        assert len(completion.token_ids) == 40
+        assert_log_probs(completion, engine.hf_logits(completion.token_ids, without_eos=True))
+
+
+@pytest.mark.parametrize("seeded", [True, False])
+async def test_samples_follow_the_distribution(engine: Harness, seeded: bool) -> None:
+    """First tokens of many samples against their probabilities: seeds must not favour anything."""
+    completions = await engine.all([engine.request(1, temperature=1.0, seed=n if seeded else None) for n in range(1000)])
     counts = torch.bincount(torch.tensor([completion.token_ids[0] for completion in completions]), minlength=VOCAB_SIZE)
     expected = engine.hf_logits((5,))[0].softmax(-1) * 1000
     often = expected > 5

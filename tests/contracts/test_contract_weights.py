@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import re
+from pathlib import Path
 
 import pytest
 import torch
-from engine_harness import BLOCK, Harness, assert_greedy, assert_log_probs, log_probs_of
-from support_models import EOS_ID
+from engine_harness import BLOCK, Harness, assert_greedy, assert_log_probs, log_probs_of, require
+from support_models import EOS_ID, Family
 
 from roll_lite.data.samples import Completion, FinishReason, VersionSpan
 from roll_lite.distributed.strategy.base import PauseMode
 from roll_lite.distributed.strategy.inference.life import EngineMemory
+from roll_lite.distributed.strategy.vllm.compat import settings
 from roll_lite.distributed.weight_sync.group import TransferError
 from roll_lite.distributed.weight_sync.plan import ExportedTensor
 
@@ -134,6 +136,28 @@ async def test_new_weights_come_while_the_cache_is_away(engine: Harness) -> None
     completion = await late
     assert list(completion.token_ids) == engine.hf_greedy(8) and completion.versions == (VersionSpan(0, engine.version),)
     await assert_serves_reference(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "tied"), [("qwen2", True), ("qwen3_moe", False)])
+async def test_an_update_replaces_all_weights_that_were_dropped(
+    family: Family, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An offload without a copy leaves no parameter as it was; only an update makes the engine whole again."""
+    require("vllm")
+    monkeypatch.setattr(settings, "WORKER_EXTENSION", "poisoned_worker.PoisonedWorker")
+    engine = await Harness.start(tmp_path / "model", family, tied)
+    try:
+        for seed in (151, 152):
+            await engine.strategy.offload()
+            await engine.strategy.load([EngineMemory.WEIGHTS])
+            assert min(await engine.strategy._call_workers("poison")) > 10
+            await engine.update(seed=seed)
+            assert await engine.strategy.weight_checksums() == engine.checksums()
+            await engine.strategy.load([EngineMemory.KV_CACHE])
+            await assert_serves_reference(engine)
+    finally:
+        await engine.stop()
 
 
 async def test_nothing_leaves_in_the_middle_of_an_update(engine: Harness) -> None:

@@ -14,6 +14,7 @@ from support_models import make_tiny_model
 from roll_lite.config.loading import load_config
 from roll_lite.config.schema.models import OptimizerConfig
 from roll_lite.data.templates import load_tokenizer
+from roll_lite.distributed.placement import Device, Slot
 from roll_lite.pipeline import build
 from roll_lite.pipeline.build import QUIET, Starter, trained_embeddings
 from roll_lite.pipeline.sources import LiveRollouts
@@ -34,6 +35,71 @@ def test_nothing_reports_home_unless_the_user_says_so(monkeypatch: pytest.Monkey
     assert environment() == QUIET
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     assert environment() == QUIET | {"HF_HUB_OFFLINE": "0"}
+
+
+SGLANG = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+PINNED = {"PYTORCH_ALLOC_CONF": "pinned_max_cached_size_mb:16"}
+
+
+@pytest.mark.parametrize(
+    ("engine", "arguments", "given", "expected"),
+    [
+        ("sglang", {}, {}, SGLANG),
+        ("vllm", {}, {}, {}),
+        ("sglang", {}, {"NCCL_NVLS_ENABLE": "1"}, SGLANG | {"NCCL_NVLS_ENABLE": "1"}),
+        ("vllm", {}, {"NCCL_CUMEM_ENABLE": "1"}, {"NCCL_CUMEM_ENABLE": "1"}),
+        ("sglang", {"enable_nccl_nvls": True}, {}, SGLANG | {"NCCL_NVLS_ENABLE": "1"}),
+        ("sglang", {"enable_symm_mem": True}, SGLANG, dict.fromkeys(SGLANG, "1")),
+        ("sglang", {"moe_a2a_backend": "deepep_v2"}, {}, SGLANG | {"NCCL_CUMEM_ENABLE": "1"}),
+    ],
+)
+def test_trainers_and_engines_have_the_nccl_settings_of_sglang(
+    engine: str, arguments: dict[str, Any], given: dict[str, str], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    config = load_config("tiny_grpo", ROOT / "examples/configs", [f"actor_infer.strategy={{name: {engine}, engine_args: {arguments}}}"])
+    assert build.gpu_environment(config, "actor_infer", given) == expected
+    assert build.gpu_environment(config, "actor_train", given) == expected | PINNED
+
+
+@pytest.mark.parametrize(
+    ("torch", "given", "expected"),
+    [
+        ("2.13.0+cu130", {}, PINNED),
+        ("2.12.1", {}, {}),
+        ("2.14.1", {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, {}),
+        ("2.14.1", {"PYTORCH_CUDA_ALLOC_CONF": "pinned_max_cached_size_mb:64"}, {}),
+    ],
+)
+def test_pinned_memory_is_bounded_where_torch_can_and_the_user_has_not_decided(
+    torch: str, given: dict[str, str], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    config = load_config("tiny_grpo", ROOT / "examples/configs", ["actor_infer.strategy={name: vllm}"])
+    monkeypatch.setattr(build, "version", lambda name: torch)
+    assert build.gpu_environment(config, "actor_train", given) == expected
+    assert build.gpu_environment(config, "actor_infer", given) == {}, "an engine that keeps a copy of its weights pins it in every step"
+
+
+@pytest.mark.parametrize("gpu", ["0", None])
+def test_workers_on_gpus_have_these_settings_and_the_run_tells_them(gpu: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    for name in (*SGLANG, *build.ALLOCATOR):
+        monkeypatch.delenv(name, raising=False)
+    config = load_config("tiny_grpo", ROOT / "examples/configs", ["actor_infer.strategy={name: sglang}"])
+    placement = SimpleNamespace(devices={0: Device(0, "node", gpu)})
+    starter: Any = SimpleNamespace(session=SimpleNamespace(log_folder=None), config=config, placement=placement)
+    slots = [Slot(gpus=() if gpu is None else (gpu,))]
+    found = {role: {**Starter.spec(starter, role, slots).env} for role in ("actor_train", "actor_infer", "rollouts")}
+    notes = Starter.notes(starter)
+    if gpu is None:
+        assert found["actor_train"] == found["actor_infer"] == environment() and notes == []
+        return
+    assert found["actor_train"].items() >= (SGLANG | PINNED).items() and found["actor_infer"].items() >= SGLANG.items()
+    told = "NCCL_CUMEM_ENABLE=0, NCCL_NVLS_ENABLE=0, PYTORCH_ALLOC_CONF=pinned_max_cached_size_mb:16"
+    assert len(notes) == 1 and told in notes[0] and "set these for the driver" in notes[0]
+    joining = [Slot(own_gpus=1)]
+    assert Starter.spec(starter, "actor_infer", joining).env == found["actor_infer"], "Ray chooses the GPU of an engine that joins later"
 
 
 def test_the_critics_optimizer_and_its_number_of_updates_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,11 +88,11 @@ def sync(monkeypatch: pytest.MonkeyPatch) -> Any:
         yield
         loads.append("out")
 
-    def make(held: str, verify: Any = "full") -> Any:
+    def make(held: str, verify: Any = "full", drops_weights: bool = False) -> Any:
         actor, engines, rollouts = Cluster({"a": "1"}), Cluster({"a": held}), Cluster({})
         model = SimpleNamespace(ranks=actor, loaded=loaded)
         restarts = Restarts(engines)
-        sync = WeightSync(model, restarts, rollouts, WeightSyncConfig(verify=verify), 1, "float32")  # type: ignore[arg-type]
+        sync = WeightSync(model, restarts, rollouts, WeightSyncConfig(verify=verify), 1, "float32", 1, drops_weights)  # type: ignore[arg-type]
         return SimpleNamespace(sync=sync, actor=actor, rollouts=rollouts, loads=loads, engines=engines, restarts=restarts)
 
     return make
@@ -107,6 +107,19 @@ def test_a_version_is_pushed_once_with_the_actor_on_its_devices(sync: Any) -> No
     assert made.loads == ["in", "out"] and made.actor.calls.count("send_weights") == 1
     assert made.sync.push(3) is None and made.loads == ["in", "out"]
     assert made.sync.push(4).version == 4 and made.actor.calls.count("export_plan") == 1
+
+
+def test_engines_that_drop_their_weights_get_every_version_again(sync: Any) -> None:
+    """A validation, and a step without an update, leave the version as it was."""
+    made = sync("1", drops_weights=True)
+    for _ in range(2):
+        assert made.sync.sender(3) is not None
+        assert made.sync.push(3).version == 3
+    assert made.actor.calls.count("send_weights") == 2 and made.rollouts.calls.count("set_version") == 2
+    assert sync("1").sync.sender(3) is not None
+    keeps = sync("1")
+    keeps.sync.push(3)
+    assert keeps.sync.sender(3) is None
 
 
 def test_a_newcomer_gets_the_version_that_the_others_have_alone(sync: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from math import prod
+from pathlib import Path
 
+import psutil
+
+from roll_lite.config.arithmetic import device_numbers, infer_dtype, model_parallel_size, roles, sleep_of_engines
 from roll_lite.config.checks.gpu_only import gpu_notes
-from roll_lite.config.checks.layout import sharing_notes
+from roll_lite.config.checks.layout import is_elsewhere, model_folder, sharing_notes
 from roll_lite.config.checks.lora import engine_notes, reference_notes
 from roll_lite.config.checks.rollout import staleness_notes
 from roll_lite.config.checks.secrets import plain_secrets
 from roll_lite.config.schema.base import Refused
-from roll_lite.config.schema.models import FEED_FORWARD
+from roll_lite.config.schema.models import (
+    FEED_FORWARD,
+    ActorRoleConfig,
+    ForwardRoleConfig,
+    InferRoleConfig,
+    TrainRoleConfig,
+)
 from roll_lite.config.schema.run import RunConfig
-from roll_lite.models.hf_config import read_model_shape
+from roll_lite.models.hf_config import read_hf_config, read_model_shape
+from roll_lite.models.model_files import weight_shapes
 
 
 def mode_notes(config: RunConfig) -> list[str]:
@@ -51,12 +64,77 @@ def batch_notes(config: RunConfig) -> list[str]:
     return [f"batches.write: always: examples/recompute.py will refuse these batches, it has no formula for {'; '.join(settings)}"]
 
 
+GIB = 1 << 30
+MOMENTS = 8
+"""Bytes of AdamW's moments per weight, in float32."""
+STAGED = 8
+"""Bytes per weight for the weights and gradients that an optimizer on the host works on."""
+
+
+def host_bytes(config: RunConfig) -> dict[str, int]:
+    """Bytes of host memory, over all nodes, for what each role offloads or keeps there."""
+    found: dict[str, int] = {}
+    for name, role in roles(config).items():
+        if not isinstance(role, ForwardRoleConfig | InferRoleConfig):
+            continue
+        ranks, per_shard, average = len(device_numbers(role.devices)), 0, 0
+        if isinstance(role, InferRoleConfig):
+            dtype, stays = infer_dtype(config), sleep_of_engines(config) != "with_copy"
+            ranks *= role.replicas_per_device
+            expert_ranks = other_ranks = model_parallel_size(role)
+        else:
+            dtype, stays, strategy = config.model.dtype, not role.offload, role.strategy
+            expert_ranks = strategy.pipeline_parallel * strategy.expert_parallel * strategy.expert_tensor_parallel
+            other_ranks = strategy.pipeline_parallel * strategy.tensor_parallel
+        per_weight = 0 if stays else 2 if dtype == "bfloat16" else 4
+        if isinstance(role, TrainRoleConfig) and getattr(role, "lora", None) is None:
+            on_device = (4 if dtype == "bfloat16" else 0) + (0 if role.optimizer.on_host else MOMENTS)
+            per_shard = (0 if stays else on_device) + (MOMENTS + STAGED if role.optimizer.on_host else 0)
+            average = 4 if isinstance(role, ActorRoleConfig) and role.ema is not None else 0
+        for count, sharing in zip(weight_counts(model_folder(config, role)), (expert_ranks, other_ranks), strict=True):
+            copies = ranks // sharing
+            shards = 1 if getattr(role.strategy, "distributed_optimizer", True) else copies
+            found[name] = found.get(name, 0) + count * (copies * per_weight + shards * per_shard + average)
+    return found
+
+
+def weight_counts(folder: Path) -> tuple[int, int]:
+    """Numbers of a model's weights: in its experts, and elsewhere."""
+    hf = read_hf_config(folder)
+    sizes = {name: prod(shape) for name, shape in weight_shapes(hf).items()}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    return experts, sum(sizes.values()) - experts + (0 if hf.tied_embeddings else hf.vocab_size * hf.hidden)
+
+
+def host_memory_notes(config: RunConfig) -> list[str]:
+    """Note with the host memory that the fullest node needs, and with that of this machine if it is too little."""
+    nodes = config.placement
+    found: dict[str, float] = {}
+    try:
+        for name, size in host_bytes(config).items():
+            devices = device_numbers(roles(config)[name].devices)
+            most = max(Counter(number // nodes.devices_per_node for number in devices).values()) if is_elsewhere(config) else len(devices)
+            found[name] = size * most / len(devices) / GIB
+    except ValueError:  # the model cannot be read, which is told elsewhere
+        return []
+    needed = sum(found.values())
+    if needed < 1:
+        return []
+    told = ", ".join(f"{name} {size:.0f}" for name, size in found.items() if size)
+    note = f"a node needs about {needed:.0f} GiB of host memory for what is offloaded or kept there ({told})"
+    there = psutil.virtual_memory().total / GIB
+    if is_elsewhere(config) or needed < there:
+        return [note]
+    return [f"{note}, and this machine has {there:.0f} GiB; use offload: false or more devices, or fewer data-parallel copies"]
+
+
 def notes_on(config: RunConfig, *further: Callable[[RunConfig], list[str]]) -> list[str]:
     """Collect all notes. `further`: functions of other packages that return notes."""
     notes_of_parts = (
         mode_notes,
         gpu_notes,
         sharing_notes,
+        host_memory_notes,
         staleness_notes,
         batch_notes,
         reference_notes,

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 
+from roll_lite.config.arithmetic import Sleep
 from roll_lite.config.schema.models import (
     HfStrategyConfig,
     InferStrategyConfig,
@@ -319,6 +320,7 @@ class EngineSpec:
     """Number of engine replicas on this engine's device; they have consecutive ranks among all replicas."""
     lora: LoraConfig | None = None
     """LoRA adapters, if weight updates send only these; None if they send all weights."""
+    sleep: Sleep = "with_copy"
 
     @property
     def reports_experts(self) -> bool:
@@ -404,8 +406,8 @@ class InferenceStrategy(ABC):
 
     @abstractmethod
     async def offload(self, parts: Iterable[EngineMemory] = tuple(EngineMemory)) -> None:
-        """Free the device memory of parts: weights move to host memory, the KV cache is dropped. Running requests are aborted. New requests
-        wait until every part is loaded again, even if the device could not free its memory."""
+        """Free the device memory of parts: weights move to host memory or are dropped (EngineSpec.sleep), the KV cache is dropped. Running
+        requests are aborted. New requests wait until every part is loaded again, even if the device could not free its memory."""
 
     @abstractmethod
     async def health(self) -> EngineHealth: ...

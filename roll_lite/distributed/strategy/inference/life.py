@@ -33,7 +33,7 @@ class EngineState(StrEnum):
     CACHE_OFFLOADED = "cache offloaded"
     """The KV cache is offloaded; the weights are on the device."""
     WEIGHTS_OFFLOADED = "weights offloaded"
-    """The weights are in host memory; the KV cache may be offloaded too."""
+    """The weights are in host memory, or dropped; the KV cache may be offloaded too."""
     DEAD = "dead"
 
 
@@ -93,6 +93,8 @@ class EngineLife:
         """True from `pause` until `resume`. `halted` says whether the engine's process is paused."""
         self.away: set[EngineMemory] = set()
         """Offloaded parts."""
+        self.blank = False
+        """True from an offload that has dropped the weights until the next complete weight update."""
         self.update: WeightUpdate | None = None
         """Weight update that was announced and is not finished."""
         self.halted: bool | None = False
@@ -177,7 +179,7 @@ class EngineLife:
 
     def finish_update(self, version: int) -> None:
         self.require(EngineEvent.FINISH_UPDATE)
-        self.update, self.version = None, version
+        self.update, self.version, self.blank = None, version, False
         self._enter_whole()
 
     def offload(self, parts: Iterable[EngineMemory]) -> None:

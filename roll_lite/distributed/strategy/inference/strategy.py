@@ -45,6 +45,7 @@ class EngineStrategy(InferenceStrategy):
         self.processes = EngineProcesses()
         self._model = spec.model
         self._lora = spec.lora
+        self._drops_weights = spec.sleep == "without_copy"
         self._silence_s = spec.silence_s
         self.life = EngineLife(make.name)
         self._reports = ProgressReports(self._progress)
@@ -192,6 +193,8 @@ class EngineStrategy(InferenceStrategy):
         async with self._turn(EngineEvent.LOAD):
             coming = self.life.away & set(parts)
             if coming:
+                if self.life.blank and EngineMemory.KV_CACHE in coming:
+                    raise RuntimeError("the engine's weights were dropped in an offload: update them before the KV cache is loaded")
                 await self._at_length(self.make.load(coming))
                 self.life.load(coming)
                 await self._settle()
@@ -207,6 +210,7 @@ class EngineStrategy(InferenceStrategy):
             cache_stays = EngineMemory.KV_CACHE not in self.life.away | leaving
             await self._at_length(self.make.offload(leaving, cache_stays))
             self.life.offload(leaving)
+            self.life.blank |= self._drops_weights and EngineMemory.WEIGHTS in leaving
 
     # ------------------------------------------------------------ weights
 

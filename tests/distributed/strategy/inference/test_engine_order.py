@@ -11,6 +11,7 @@ import pytest
 import support_completions
 import torch
 
+from roll_lite.config.arithmetic import Sleep
 from roll_lite.config.schema.models import ModelConfig, VllmStrategyConfig
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, Sampling
 from roll_lite.distributed.strategy.base import EngineHealth, EngineSpec, PauseMode, RequestProgress
@@ -136,8 +137,8 @@ class Recorder:
 class Engine(EngineStrategy):
     make: Recorder
 
-    def __init__(self, step_s: float | None = None) -> None:
-        spec = EngineSpec(ModelConfig(path=Path("model")), VllmStrategyConfig(), max_model_len=100, step_s=step_s)
+    def __init__(self, step_s: float | None = None, sleep: Sleep = "with_copy") -> None:
+        spec = EngineSpec(ModelConfig(path=Path("model")), VllmStrategyConfig(), max_model_len=100, step_s=step_s, sleep=sleep)
         super().__init__(Recorder(), spec)
         self._vocabulary, self._shapes = 10, {"a": (2,), "b": (2,)}
         self.life.start()
@@ -207,6 +208,30 @@ async def test_a_resume_beside_an_offload_starts_nothing(engine: Engine) -> None
     assert not engine.make.runs and engine.make.resident == set()
     await engine.load()
     assert engine.make.runs
+
+
+async def test_weights_that_were_dropped_serve_only_after_a_whole_update() -> None:
+    engine = Engine(sleep="without_copy")
+    await engine.offload([EngineMemory.KV_CACHE])
+    await engine.load()
+    await engine.offload()
+    with pytest.raises(RuntimeError, match="weights were dropped in an offload: update them before the KV cache is loaded"):
+        await engine.load()
+    await engine.load([EngineMemory.WEIGHTS])
+    await engine.begin_weight_update([A, B])
+    engine.make.broken = TransferError("no bucket came")
+    with pytest.raises(TransferError):
+        await engine.receive_bucket([way(A)])
+    engine.make.broken = None
+    with pytest.raises(RuntimeError, match="dropped"):
+        await engine.load([EngineMemory.KV_CACHE])
+    assert engine.make.resident == {EngineMemory.WEIGHTS} and not engine.make.runs
+    await update(engine)
+    await engine.load([EngineMemory.KV_CACHE])
+    assert engine.make.runs
+    await engine.offload()
+    with pytest.raises(RuntimeError, match="dropped"):
+        await engine.load()
 
 
 async def test_loading_twice_at_once_loads_once(engine: Engine) -> None:

@@ -13,10 +13,13 @@ import pytest
 import torch
 from support_models import make_tiny_model
 
+from roll_lite.config.arithmetic import Sleep
 from roll_lite.config.schema.models import ModelConfig, SglangStrategyConfig
 from roll_lite.data.samples import FinishReason, GenerationRequest, Sampling, VersionSpan
+from roll_lite.distributed.strategy.inference.life import EngineMemory
 from roll_lite.distributed.strategy.inference.settings import check_engine_args
 from roll_lite.distributed.strategy.sglang.compat.requests import completion
+from roll_lite.distributed.strategy.sglang.compat.server import _tags
 from roll_lite.distributed.strategy.sglang.compat.settings import (
     OWN_ARGUMENTS,
     check_cache,
@@ -89,6 +92,32 @@ def test_what_only_gpus_get(model: ModelConfig) -> None:
     assert not gpu["disable_cuda_graph"] and cpu["disable_cuda_graph"]
     assert "max_total_tokens" not in gpu and gpu["mem_fraction_static"] == 0.85
     assert cpu["attention_backend"] == "torch_native" and "attention_backend" not in gpu
+
+
+@pytest.mark.parametrize(
+    ("sleep", "copies", "frees_graphs"), [("never", False, False), ("with_copy", True, True), ("without_copy", False, True)]
+)
+def test_what_leaves_a_gpu_with_the_weights(model: ModelConfig, sleep: Sleep, copies: bool, frees_graphs: bool) -> None:
+    """CUDA graphs of prefills cannot be freed: SGLang would raise at the start."""
+    gpu = engine_arguments(model, SglangStrategyConfig(), 512, seed=1, cuda=True, sleep=sleep)
+    assert gpu["enable_memory_saver"] and gpu["enable_weights_cpu_backup"] == copies
+    assert gpu.get("cuda_graph_backend_prefill") == ("disabled" if frees_graphs else None)
+    own = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1", "TMS_RETAIN_CPU_BACKUP": "1"}
+    variables = engine_environment(1, cuda=True, sleep=sleep).variables({})
+    assert (own.items() <= variables.items()) == frees_graphs and (not own.keys() & variables.keys()) == (not frees_graphs)
+    assert engine_environment(1, cuda=True, sleep=sleep).variables(dict.fromkeys(own, "0")).get("TMS_RETAIN_CPU_BACKUP", "0") == "0"
+    cpu = engine_arguments(model, SglangStrategyConfig(), 512, seed=1, cuda=False, sleep=sleep)
+    assert "cuda_graph_backend_prefill" not in cpu and not own.keys() & engine_environment(1, cuda=False, sleep=sleep).variables({}).keys()
+
+
+def test_sglang_has_these_names() -> None:
+    """They are SGLang's own: one that it no longer reads would pass unnoticed."""
+    sources = Path(next(iter(find_spec("sglang").submodule_search_locations))) / "srt"  # type: ignore[union-attr, arg-type]
+    texts = {name: (sources / name).read_text(encoding="utf-8") for name in ("environ.py", "constants.py", "arg_groups/fields/exec_.py")}
+    assert "SGLANG_MEMORY_SAVER_CUDA_GRAPH" in texts["environ.py"] and "cuda_graph_backend_prefill" in texts["arg_groups/fields/exec_.py"]
+    for tag in _tags(list(EngineMemory)):
+        assert f'= "{tag}"' in texts["constants.py"]
+    assert sorted(_tags(list(EngineMemory))) == ["cuda_graph", "kv_cache", "weights"]
 
 
 def test_weights_in_fp8_can_be_replaced_by_one_loader_only(model: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:

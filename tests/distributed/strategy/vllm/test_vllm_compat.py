@@ -10,6 +10,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
+from roll_lite.config.arithmetic import Sleep
 from roll_lite.config.schema.models import JudgeServerConfig, LoraConfig, ModelConfig, VllmStrategyConfig
 from roll_lite.data.samples import GenerationRequest, Sampling
 from roll_lite.distributed.strategy.base import EngineSpec
@@ -158,8 +159,8 @@ def test_seeds_fit_vllm(seed: int | None, expected: int | None) -> None:
 class RecordedWorkers(VllmEngine):
     """What the workers would be told."""
 
-    def __init__(self) -> None:
-        super().__init__(EngineSpec(MODEL, VllmStrategyConfig(), 64))
+    def __init__(self, sleep: Sleep = "with_copy") -> None:
+        super().__init__(EngineSpec(MODEL, VllmStrategyConfig(), 64, sleep=sleep))
         self._cuda = True
         self.calls: list[tuple[Any, ...]] = []
 
@@ -189,6 +190,13 @@ async def test_what_leaves_a_gpu(parts: list[str], cache_stays: bool, calls: lis
     engine = RecordedWorkers()
     await engine.offload([EngineMemory(part) for part in parts], cache_stays)
     assert engine.calls == [("forget",), *calls]
+
+
+@pytest.mark.parametrize("cache_stays", [False, True])
+async def test_weights_that_an_update_replaces_leave_without_a_copy(cache_stays: bool) -> None:
+    engine = RecordedWorkers("without_copy")
+    await engine.offload([EngineMemory.WEIGHTS], cache_stays)
+    assert engine.calls == [("forget",), ("sleep", 2), *[("wake_up", ["kv_cache"])] * cache_stays]
 
 
 async def test_what_leaves_a_cpu() -> None:

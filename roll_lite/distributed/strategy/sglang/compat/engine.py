@@ -40,7 +40,7 @@ class SglangEngine:
         assert isinstance(spec.strategy, SglangStrategyConfig)
         self._spec = spec
         self._cuda = torch.cuda.is_available()
-        environment = settings.engine_environment(spec.threads, self._cuda, spec.strategy.tensor_parallel, spec.node)
+        environment = settings.engine_environment(spec.threads, self._cuda, spec.strategy.tensor_parallel, spec.node, spec.sleep)
         self._variables = environment.variables()
         self.notes = environment.notes()
         self._numbers = itertools.count()

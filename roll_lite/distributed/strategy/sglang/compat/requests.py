@@ -22,11 +22,9 @@ _INCOMPLETE = "\ufffd"
 """Replacement character, to which a tokenizer decodes the bytes of an incomplete character."""
 
 
-def generate_input(
-    request: GenerationRequest, rid: str, seed: int, max_model_len: int, vocabulary: int, experts: bool = False
-) -> GenerateReqInput:
-    """Request in SGLang's format. `rid`: its id, which must not be a prefix of another id, because SGLang aborts by prefix. `seed`: used if
-    the request has none. `experts`: ask for expert choices."""
+def generate_input(request: GenerationRequest, rid: str, max_model_len: int, vocabulary: int, experts: bool = False) -> GenerateReqInput:
+    """Request in SGLang's format. `rid`: its id, which must not be a prefix of another id, because SGLang aborts by prefix. `experts`: ask
+    for expert choices."""
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     sampling = request.sampling
@@ -36,7 +34,7 @@ def generate_input(
         input_ids=list(request.prompt_ids),
         sampling_params={
             **_choice(request, vocabulary),
-            "sampling_seed": (seed if sampling.seed is None else sampling.seed) % 2**63,
+            "sampling_seed": None if sampling.seed is None else sampling.seed % 2**63,
             "max_new_tokens": min(sampling.max_tokens, room),
             "min_new_tokens": min(sampling.min_tokens, room),
             "stop": list(sampling.stop) or None,

@@ -180,16 +180,30 @@ def truncate_(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min
     probs.zero_().scatter_(1, order, ordered / ordered.sum(-1, keepdim=True))
 
 
-def _with_seeds(make: Any) -> Any:
-    """Make SGLang use the requests' seeds without its deterministic mode, whose kernels need a GPU."""
+def take_seeds_where_given() -> None:
+    """Make SGLang use the requests' seeds without its deterministic mode, whose kernels need a GPU. A batch without a seeded request is
+    sampled without seeds: sampling with seeds takes several passes over [rows, vocabulary] in float64."""
+    make, merge = SamplingBatchInfo.__dict__["from_schedule_batch"].__func__, SamplingBatchInfo.merge_batch
+
+    def drawn(info: SamplingBatchInfo) -> torch.Tensor:
+        """Random seeds, one for each row. All workers draw the same, since SGLang gives their generators one seed."""
+        return torch.randint(2**62, (len(info),), device=info.device)
 
     def from_schedule_batch(cls: type[SamplingBatchInfo], batch: Any, vocab_size: int) -> SamplingBatchInfo:
-        info: SamplingBatchInfo = make.__func__(cls, batch, vocab_size)
-        seeds = [request.sampling_params.sampling_seed or 0 for request in batch.reqs]
-        info.sampling_seed = torch.tensor(seeds, dtype=torch.int64).to(batch.device)
+        info: SamplingBatchInfo = make(cls, batch, vocab_size)
+        seeds = [request.sampling_params.sampling_seed for request in batch.reqs]
+        if any(seed is not None for seed in seeds):
+            given = torch.tensor([-1 if seed is None else seed for seed in seeds], dtype=torch.int64).to(info.device)
+            info.sampling_seed = torch.where(given < 0, drawn(info), given)
         return info
 
-    return classmethod(from_schedule_batch)
+    def merge_batch(info: SamplingBatchInfo, other: SamplingBatchInfo) -> None:
+        if (info.sampling_seed is None) != (other.sampling_seed is None):
+            unseeded = info if info.sampling_seed is None else other
+            unseeded.sampling_seed = drawn(unseeded)
+        merge(info, other)
+
+    SamplingBatchInfo.from_schedule_batch, SamplingBatchInfo.merge_batch = classmethod(from_schedule_batch), merge_batch
 
 
 class MinTokens(penaltylib.BatchedMinNewTokensPenalizer):
@@ -267,7 +281,7 @@ def _pageable(dims: tuple[int, ...], dtype: torch.dtype, **_: Any) -> torch.Tens
 def run_scheduler(*args: Any, **kwargs: Any) -> None:
     scheduler_module.Scheduler = RolloutScheduler
     model_runner.create_sampler = RolloutSampler
-    SamplingBatchInfo.from_schedule_batch = _with_seeds(SamplingBatchInfo.__dict__["from_schedule_batch"])
+    take_seeds_where_given()
     penaltylib.BatchedMinNewTokensPenalizer = MinTokens
     Req._check_str_based_finish = ends_with_stop_text
     adapters_leave_with_weights()

@@ -9,7 +9,6 @@ import asyncio
 import atexit
 import json
 import os
-import random
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Collection
@@ -43,7 +42,11 @@ _FLUSH_POLL_S = 0.01
 _FLUSH_TIMEOUT_S = 30.0
 
 
-_TAGS = {EngineMemory.WEIGHTS: "weights", EngineMemory.KV_CACHE: "kv_cache"}
+_TAGS = {EngineMemory.WEIGHTS: ["weights"], EngineMemory.KV_CACHE: ["kv_cache", "cuda_graph"]}
+
+
+def _tags(parts: Collection[EngineMemory]) -> list[str]:
+    return [tag for part in parts for tag in _TAGS[part]]
 
 
 def launch(start: Start) -> Any:
@@ -61,7 +64,7 @@ def launch(start: Start) -> Any:
     class RolloutEngine(Engine):
         run_scheduler_process_func = staticmethod(run_scheduler)
 
-    arguments = engine_arguments(spec.model, strategy, spec.max_model_len, spec.seed, start.cuda, spec.lora)
+    arguments = engine_arguments(spec.model, strategy, spec.max_model_len, spec.seed, start.cuda, spec.lora, spec.sleep)
     engine = RolloutEngine(**arguments | {"enable_return_routed_experts": spec.reports_experts} | node_arguments(spec.node))
     scheduler = engine._scheduler_init_result.scheduler_infos[0]
     cache = scheduler["max_total_num_tokens"], scheduler["page_size"]
@@ -99,7 +102,6 @@ class EngineServer:
         self._vocabulary = int(self._manager.model_config.vocab_size)
         self._experts = read_hf_config(start.spec.model.path).experts if start.spec.reports_experts else None
         self._version = "0"
-        self._seeds = random.Random(start.spec.seed)
         self._running: dict[str, _Running] = {}
         self._empty = asyncio.Condition()
         self._paused = False
@@ -159,8 +161,7 @@ class EngineServer:
     async def _generate(self, running: _Running) -> None:
         request = running.request
         try:
-            seed, reports_experts = self._seeds.getrandbits(62), self._experts is not None
-            asked = generate_input(request, running.rid, seed, self._spec.max_model_len, self._vocabulary, reports_experts)
+            asked = generate_input(request, running.rid, self._spec.max_model_len, self._vocabulary, self._experts is not None)
             output = await anext(self._manager.generate_request(asked, None))
             answer = completion(request, output, self._manager.tokenizer, running.aborted, self._experts)
         except Exception as error:  # only this request fails, whatever the error
@@ -275,12 +276,12 @@ class EngineServer:
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
         await self._flush()
-        await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=[_TAGS[part] for part in parts]), None)
+        await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=_tags(parts)), None)
 
     async def load(self, parts: Collection[EngineMemory]) -> None:
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
-        await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=[_TAGS[part] for part in parts]), None)
+        await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=_tags(parts)), None)
 
 
 def end(engine: Any) -> None:

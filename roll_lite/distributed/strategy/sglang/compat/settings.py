@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from roll_lite.config.arithmetic import Sleep
 from roll_lite.config.keep_mask import KEEP_LIMIT
 from roll_lite.config.schema.models import LoraConfig, ModelConfig, SglangStrategyConfig
 from roll_lite.distributed.strategy.inference import settings
@@ -85,7 +86,9 @@ def check_version() -> str:
     return settings.check_version(("sglang",), SUPPORTED, "SGLang: pip install 'roll_lite[sglang]'")
 
 
-def engine_environment(threads: int, cuda: bool, workers: int = 1, node: EngineNode | None = None) -> Environment:
+def engine_environment(
+    threads: int, cuda: bool, workers: int = 1, node: EngineNode | None = None, sleep: Sleep = "with_copy"
+) -> Environment:
     follows = {} if node is None or node.number == 0 else {"SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0"}  # otherwise the start never returns
     preset = {
         "HF_HUB_OFFLINE": "1",
@@ -95,7 +98,9 @@ def engine_environment(threads: int, cuda: bool, workers: int = 1, node: EngineN
     # SGLang does not let prompts fill the context, so the context is slightly longer than max_model_len. No response uses the excess.
     required = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
     if cuda:
-        return Environment(preset, required, follows)
+        # Free CUDA graphs too, and keep the pinned memory of their copies: pinning again in every step would take seconds.
+        graphs = {} if sleep == "never" else {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1", "TMS_RETAIN_CPU_BACKUP": "1"}
+        return Environment(preset | graphs, required, follows)
     preset |= {
         # By default SGLang wants a NUMA node per worker. Its native torch code binds no cores, whatever the value.
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * workers),
@@ -107,7 +112,13 @@ def engine_environment(threads: int, cuda: bool, workers: int = 1, node: EngineN
 
 
 def engine_arguments(
-    model: ModelConfig, strategy: SglangStrategyConfig, max_model_len: int, seed: int, cuda: bool, lora: LoraConfig | None = None
+    model: ModelConfig,
+    strategy: SglangStrategyConfig,
+    max_model_len: int,
+    seed: int,
+    cuda: bool,
+    lora: LoraConfig | None = None,
+    sleep: Sleep = "with_copy",
 ) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "model_path": str(model.path),
@@ -126,11 +137,13 @@ def engine_arguments(
         "grammar_backend": "none",
         "log_level": "error",
         "enable_memory_saver": cuda,
-        "enable_weights_cpu_backup": cuda,  # otherwise offloaded weights come back as garbage
+        "enable_weights_cpu_backup": cuda and sleep == "with_copy",  # without it, offloaded weights come back as garbage
         "disable_cuda_graph": strategy.enforce_eager or not cuda,
     }
     if cuda:
         arguments["mem_fraction_static"] = strategy.gpu_memory_utilization
+        if sleep != "never":
+            arguments["cuda_graph_backend_prefill"] = "disabled"  # SGLang's default cannot be freed, and would end the start
     else:
         arguments |= {"attention_backend": "torch_native", "disable_overlap_schedule": True, "sleep_on_idle": True}
     if lora is not None:

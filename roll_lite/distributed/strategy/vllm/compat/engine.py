@@ -205,7 +205,7 @@ class VllmEngine(VllmProcesses):
         if EngineMemory.WEIGHTS not in parts:
             await self._workers("discard", (EngineMemory.KV_CACHE.value,))
             return
-        await self._workers("sleep", 1)
+        await self._workers("sleep", 2 if self._spec.sleep == "without_copy" else 1)  # level 2 makes no copy of the weights
         if cache_stays:
             await self._workers("wake_up", [EngineMemory.KV_CACHE.value])
 
