@@ -17,7 +17,7 @@ from roll_lite.rewards.answer_extraction import CUT, complete, is_cut
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.reward_type import RewardType, too_slow
 from roll_lite.rewards.running.time_limit import TimeLimitExceeded, limited
-from roll_lite.rewards.text.instruction_checks import CHECKS
+from roll_lite.rewards.text.instruction_checks import CHECKS, read_arguments
 from roll_lite.rewards.text.instruction_checks.parts import visible
 
 Mode = Literal["strict", "loose"]
@@ -125,7 +125,8 @@ def _is_followed(name: str, arguments: dict[str, Any], texts: list[str]) -> bool
         raise RewardFailed(f"reward instruction: there is no instruction {name!r:.80}; the nearest are {', '.join(nearest)}")
     try:
         # Run the check even on an empty text: bad arguments must always show.
-        verdicts = [check(text, **arguments) and bool(text.strip()) for text in texts]
+        given = read_arguments(arguments)
+        verdicts = [check(text, **given) and bool(text.strip()) for text in texts]
     except (TypeError, ValueError, AttributeError) as error:
         raise RewardFailed(f"reward instruction: {name}: arguments {arguments!r:.200}: {error}") from error
     return any(verdicts)
