@@ -8,8 +8,7 @@ from typing import Any
 
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.answer_extraction import CUT, complete, finished, is_cut
-from roll_lite.rewards.base import RewardFailed
-from roll_lite.rewards.reward_type import RewardType
+from roll_lite.rewards.base import RewardFailed, RewardType
 
 MARK = re.compile(r"((?<=\d)[.,:/](?=\d)|(?<!\w)-(?=\.?\d))|[^\w\s]|_")
 """Punctuation and symbols; group 1 matches those in numbers."""

@@ -12,7 +12,7 @@ from roll_lite.config.schema.base import Mistakes, rule
 from roll_lite.config.schema.domains import RewardConfig
 from roll_lite.config.text_templates import compile_format
 from roll_lite.data.samples import RewardInput, Score
-from roll_lite.rewards.reward_type import RewardType
+from roll_lite.rewards.base import RewardType
 from roll_lite.rewards.running.time_limit import TimeLimitExceeded, limited
 
 FORMAT_SECONDS = 1.0

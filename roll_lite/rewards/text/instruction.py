@@ -14,8 +14,7 @@ from roll_lite.config.problems import Problem
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.answer_extraction import CUT, complete, is_cut
-from roll_lite.rewards.base import RewardFailed
-from roll_lite.rewards.reward_type import RewardType, too_slow
+from roll_lite.rewards.base import RewardFailed, RewardType, too_slow
 from roll_lite.rewards.running.time_limit import TimeLimitExceeded, limited
 from roll_lite.rewards.text.instruction_checks import CHECKS, read_arguments
 from roll_lite.rewards.text.instruction_checks.parts import visible
