@@ -59,6 +59,8 @@ class RewardType(Section):
     """True if only the processes of a run can compute the reward."""
     reads_answer_first: ClassVar[bool] = False
     """True if the reward reads the reference answer before the response, and scores an empty response quickly."""
+    answers_are_responses: ClassVar[bool] = True
+    """False if reference answers hold something else, such as tests, or if there are none."""
     unshown: ClassVar[tuple[str, ...]] = ()
     """Arguments that may hold a secret: messages never show their values."""
 
@@ -93,13 +95,9 @@ class RewardType(Section):
         """Argument -> the data columns that it names. Defaults are left out."""
         return {}
 
-    def no_response(self) -> str | None:
-        """What the reference answers hold instead of responses, such as "tests"; None if they can be scored like responses."""
-        return None
-
     def response_for(self, answer: Any) -> str | None:
         """Response that should be correct for this answer; None if there is none."""
-        return written(answer)
+        return written(answer) if self.answers_are_responses else None
 
 
 def too_slow(place: str, argument: str, value: float, seconds: float, timeout_s: float) -> Iterator[Problem]:

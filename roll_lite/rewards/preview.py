@@ -166,17 +166,7 @@ def _tries(name: str, config: RunConfig, look: Look, reward: RewardType | None) 
             for text in {repr(prompt.text), repr(prompt.question)}:
                 by_text.setdefault(text, []).append(prompt)
         return prompts, [_chosen(place, one, prompts, by_text) for place, one in given]
-    nothing = None
-    if look.column is None and domain.data.answer is None:
-        nothing = f"domains.{name}.data.answer: there are no reference answers"
-    elif look.column is None and reward is not None and (what := reward.no_response()):
-        nothing = f"domains.{name}.reward.name: nothing to score: the answers of {domain.reward.name!r} are {what}"
-    prompts = load_prompts(name, domain, look.split, tokenizer, config.domains, 1 if nothing else None if reads_all else look.limit)
-    if nothing:
-        own = (domain.data.prompt, domain.data.answer)
-        columns = [column for column, value in prompts[0].columns.items() if isinstance(value, str) and column not in own]
-        there_are = f"; there are {', '.join(columns)}" if columns else ""
-        raise ValueError(f"{nothing}; give {INSTEAD}{there_are}")
+    prompts = load_prompts(name, domain, look.split, tokenizer, config.domains, None if reads_all else look.limit)
     return prompts, [(prompt, _response(prompt, reward, look), FinishReason.STOP) for prompt in islice(prompts, look.limit)]
 
 
@@ -187,8 +177,12 @@ def _response(prompt: Prompt, reward: RewardType | None, look: Look) -> str:
         return text
     response = written(prompt.answer) if reward is None else reward.response_for(prompt.answer)
     if response is None:
-        problem = f"its answer {prompt.answer!r:.80} is no text that could be a response"
-        raise ValueError(f"prompt {prompt.uid}: {problem}; give --responses FILE")
+        texts = [
+            column for column, value in prompt.columns.items() if isinstance(value, str) and value not in (prompt.question, prompt.answer)
+        ]
+        there_are = f"; there are {', '.join(texts)}" if texts else ""
+        problem = f"prompt {prompt.uid}: its answer {prompt.answer!r:.80} is no response that could be right"
+        raise ValueError(f"{problem}; give {INSTEAD}{there_are}")
     return response
 
 

@@ -99,6 +99,8 @@ class LengthReward(RewardType):
     ```
     """
 
+    answers_are_responses = False
+
     target: Count | None = None
     """Ideal length."""
     limit: Count | None = None
@@ -120,9 +122,6 @@ class LengthReward(RewardType):
         off = max(0, count - self.limit) if self.limit is not None else abs(count - (self.target or 0))
         return Score(max(0.0, 1 - off / self.width), off == 0, {self.unit: float(count)})
 
-    def no_response(self) -> str:
-        return "nothing"
-
 
 class RepetitionReward(RewardType):
     """Share of n-grams that occurred earlier in the response, from 0 to almost 1, ignoring case. As a term, it needs a negative weight.
@@ -135,6 +134,8 @@ class RepetitionReward(RewardType):
         - {name: repetition, args: {n: 4, free: 0.1}, weight: -0.5}
     ```
     """
+
+    answers_are_responses = False
 
     n: Annotated[int, Field(ge=1)] = 4
     """Length of the n-grams."""
@@ -152,6 +153,3 @@ class RepetitionReward(RewardType):
         different = len({tuple(parts[start : start + self.n]) for start in range(count)})
         share = 1 - different / count
         return Score(max(0.0, share - self.free) / (1 - self.free), None, {"repeated": share})
-
-    def no_response(self) -> str:
-        return "nothing"

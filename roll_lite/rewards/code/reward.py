@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from roll_lite.config.problems import Problem
 from roll_lite.config.schema.base import Mistakes, rule
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.samples import RewardInput, Score
-from roll_lite.files import elsewhere, first_line, kind_of
+from roll_lite.files import elsewhere, kind_of
 from roll_lite.rewards.answer_extraction import after_thinking, is_cut
 from roll_lite.rewards.base import RewardFailed, RewardType, too_slow
 from roll_lite.rewards.code.backends import Backend, RemoteBackend, backend_of
@@ -24,6 +24,14 @@ from roll_lite.rewards.code.tests import Test, tests_of
 from roll_lite.sandbox.pool import Limits, SandboxPool
 
 OF_THE_POOL = ("parallel", "allow_unprotected", "readable", "python_path")
+
+
+def _is_python(text: str) -> str:
+    try:
+        ast.parse(text)
+    except SyntaxError as error:
+        raise ValueError(f"is no Python: line {error.lineno}: {error.msg}; no program would run behind it") from error
+    return text
 
 
 class CodeReward(RewardType):
@@ -57,7 +65,7 @@ class CodeReward(RewardType):
     """Languages that the response may be written in; the code block's label selects one."""
     extract: Extract = "auto"
     """Where to find the program. fenced: in a code block. whole: the whole response. auto: in a block, else the whole response."""
-    prelude: str = ""
+    prelude: Annotated[str, AfterValidator(_is_python)] = ""
     """Python code to run before the program, such as imports that a data set takes for granted: `from typing import *`."""
     score: Literal["all", "fraction"] = "all"
     """all: 1 if all tests pass. fraction: the share that passes."""
@@ -136,8 +144,6 @@ class CodeReward(RewardType):
         yield from too_slow(place, "total_s", self.total_s, CLOCK * self.total_s, timeout_s)
         if self.backend is not None:
             return  # a remote sandbox has its own Python and folders
-        if (wrong := _wrong_python(self.prelude)) is not None:
-            yield Problem(f"{place}.args.prelude", f"is no Python: {wrong}; no program would run behind it", self.prelude)
         for name in ("readable", "python_path"):
             for folder in getattr(self, name):
                 if kind_of(Path(folder)) is None:
@@ -149,14 +155,11 @@ class CodeReward(RewardType):
     def named_columns(self) -> dict[str, tuple[str, ...]]:
         return {"column": (self.column,)} if self.column is not None and self.mode == "tests" else {}
 
-    def no_response(self) -> str | None:
-        if self.mode == "tests":
-            return "tests"
-        return "values, not expressions that meet must_contain and forbid" if self.must_contain or self.forbid else None
-
     def response_for(self, answer: Any) -> str | None:
         """Write the answer as a Python expression; text that is a Python literal stays as it is."""
-        return None if answer is None else repr(answer) if _value(answer) is answer else str(answer)
+        if answer is None or self.mode == "tests" or self.must_contain or self.forbid:
+            return None
+        return repr(answer) if _value(answer) is answer else str(answer)
 
     def _backend(self) -> Backend:
         return backend_of(self.backend, *(getattr(self, name) for name in OF_THE_POOL))
@@ -200,13 +203,3 @@ def _value(answer: Any) -> Any:
         return ast.literal_eval(answer.strip())
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return answer
-
-
-def _wrong_python(text: str) -> str | None:
-    try:
-        ast.parse(text)
-    except SyntaxError as error:
-        return f"line {error.lineno}: {error.msg}"
-    except (ValueError, RecursionError, MemoryError) as error:
-        return first_line(error)
-    return None

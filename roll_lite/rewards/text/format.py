@@ -41,6 +41,8 @@ class FormatReward(RewardType):
     ```
     """
 
+    answers_are_responses = False
+
     pattern: Annotated[str, AfterValidator(lambda pattern: compile_format(pattern).pattern)] | None = None
     """Regular expression to find in the response (`.` matches line breaks; anchor with ^ and $)."""
     preset: Literal["think_answer", "think", "answer", "boxed"] | None = None
@@ -56,9 +58,6 @@ class FormatReward(RewardType):
         compiled = compile_format(PRESETS[self.preset] if self.preset is not None else self.pattern or "")
         found = _found(compiled, sample.response, FORMAT_SECONDS)
         return Score(float(bool(found)), bool(found), {"verdict": TOO_LONG} if found is None else {})
-
-    def no_response(self) -> str:
-        return "nothing"
 
 
 FormatCheck = Callable[[str], bool]
