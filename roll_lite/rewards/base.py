@@ -127,8 +127,8 @@ class RewardFunction:
         self.name = name
         self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
         self.is_batched = is_batched(function)
-        self._type = function if isinstance(function, RewardType) else RewardType()
-        self.at_once = self._type.at_once()
+        self.type = function if isinstance(function, RewardType) else RewardType()
+        self.at_once = self.type.at_once()
         self._function = function
         self._args = dict(args)
         self._runner: asyncio.Runner | None = None
@@ -165,12 +165,6 @@ class RewardFunction:
         """Like `scores`, for an async function. If the function takes no lists, `items` must have a single sample."""
         return [await self.score(items[0])] if len(items) == 1 else await self._awaited(items)
 
-    def warm(self) -> None:
-        self._type.warm()
-
-    def describe(self) -> str:
-        return self._type.describe()
-
     def close(self) -> None:
         if self._runner is not None:
             self._runner.close()
@@ -187,7 +181,7 @@ class RewardFunction:
         return self._read(results, len(items))
 
     def _lowest(self, failure: RewardFailed) -> Score:
-        return Score(self._type.lowest(), False, {"verdict": failure.cause}, answer=None)
+        return Score(self.type.lowest(), False, {"verdict": failure.cause}, answer=None)
 
     def _read(self, results: Any, expected: int) -> list[Score | RewardFailed]:
         if not self.is_batched:

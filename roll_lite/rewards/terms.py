@@ -62,10 +62,10 @@ class Reward:
 
     def warm(self) -> None:
         for function in self.functions:
-            function.warm()
+            function.type.warm()
 
     def describe(self) -> str:
-        return "; ".join(filter(None, (function.describe() for function in self.functions)))
+        return "; ".join(filter(None, (function.type.describe() for function in self.functions)))
 
     def close(self) -> None:
         for function in self.functions:

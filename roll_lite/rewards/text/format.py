@@ -63,15 +63,11 @@ class FormatReward(RewardType):
 FormatCheck = Callable[[str], bool]
 
 
-def format_check(config: RewardConfig, path: str = "reward") -> FormatCheck | None:
-    """Build the check of a domain's `format`; None without one. ValueError, which names the YAML `path`, for a bad pattern."""
+def format_check(config: RewardConfig) -> FormatCheck | None:
+    """Build the check of a domain's `format`; None without one."""
     if config.format is None:
         return None
-    try:
-        pattern = compile_format(config.format.pattern)
-    except ValueError as error:
-        raise ValueError(f"{path}.format.pattern: {config.format.pattern!r}: {error}") from error
-    seconds = min(FORMAT_SECONDS, config.timeout_s / 2)
+    pattern, seconds = compile_format(config.format.pattern), min(FORMAT_SECONDS, config.timeout_s / 2)
     return lambda response: bool(_found(pattern, response, seconds))
 
 

@@ -243,7 +243,7 @@ def test_languages_of_ones_own_are_checked() -> None:
 def test_a_remote_that_is_down_is_a_failure() -> None:
     backend = RemoteBackend(url="http://127.0.0.1:9/run_code", retries=1)
     assert "no answer after 2 attempts" in failed(DOUBLE, STDIO, backend=backend)
-    code_backends._OF_PROCESS.clear()
+    code_backends.backend_of.cache_clear()
 
 
 # ---------------------------------------------------------------- parts
