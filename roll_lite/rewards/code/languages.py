@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Literal
 
@@ -37,8 +36,8 @@ NEEDS = {"c": "gcc", "c++": "g++"}
 """Compilers that a shell command calls."""
 ALIASES = {"py": "python", "python3": "python", "sh": "bash", "shell": "bash", "js": "javascript", "node": "javascript", "cpp": "c++"}
 BLOCK = re.compile(
-    r"^(?P<indent>[ \t]*+)(?P<fence>`{3,}+|~{3,}+)[ \t]*+(?P<tag>[\w+#.-]*+)[^`\n]*+\n"
-    r"(?P<code>(?s:.*?))(?:^[^\S\n]*(?P<end>(?P=fence))(?:`*|~*)[^\S\n]*$|\Z)",
+    r"^(?P<indent>[ \t]*+)(?P<fence>(?P<mark>[`~])(?P=mark){2,}+)[ \t]*+(?P<tag>[\w+#.-]*+)[^`\n]*+\n"
+    r"(?P<code>(?s:.*?))(?:^[^\S\n]*(?P<end>(?P=fence)(?P=mark)*+)[^\S\n]*$|\Z)",
     re.MULTILINE,
 )
 """Fenced block. One without an end extends to the end of the text."""
@@ -98,7 +97,9 @@ def _blocks(text: str, ends_early: bool) -> list[tuple[str, str]]:
     else its fence may be another block's end."""
     found: list[tuple[str, str]] = []
     for block in BLOCK.finditer(text):
-        code, tag = textwrap.dedent(block["code"]) if block["indent"] else block["code"], block["tag"].lower()
+        code, indent, tag = block["code"], block["indent"], block["tag"].lower()
+        if indent and code.lstrip("\r\n").startswith(indent):
+            code = re.sub(rf"^[ \t]{{1,{len(indent)}}}", "", code, flags=re.MULTILINE)
         if block["end"] or (code and tag and not ends_early):
             found.append((code, ALIASES.get(tag, tag)))
     return found
